@@ -1,0 +1,219 @@
+"""The command line of TensorRT-LLM's examples/run.py for draft-target models, answered by trtrun.
+
+Model directories take the place of engine directories, CPU slots that of GPUs where there are none. Behind
+scripts/run.py. It knows that command line and its habits, such as `mpirun -n 1` around a job of many ranks, and nothing
+of how the job runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+from launch.cli import guarded, leave
+from launch.job import Job
+from launch.mpirun import find_place
+from trtrun.config import RuntimeConfig, make_config
+from trtrun.errors import nearest
+
+MODULE = "launch.tensorrt_llm"
+DRAFT_OPTION = "--draft_target_model_config"
+DASHES = "\u2013\u2014"
+OPENING_QUOTES, CLOSING_QUOTES = "\u201c\u2018", "\u201d\u2019"
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors as one line, like those of the other commands."""
+
+    def error(self, message: str) -> NoReturn:
+        raise click.UsageError(message)
+
+
+def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line of examples/run.py.
+
+    Raises:
+        click.UsageError: an option is unknown, lacks its value or is not supported.
+    """
+    parser = _Parser(prog="run.py", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--engine_dir", required=True, help="The target's model directory.")
+    parser.add_argument("--draft_engine_dir", help="The draft's model directory.")
+    parser.add_argument("--tokenizer_dir", help="Where the tokenizer is, if not beside the target.")
+    parser.add_argument(
+        DRAFT_OPTION,
+        metavar='"[4,[0],[1],False]"',
+        help="draft_len, the draft's devices, the target's devices, use_logits.",
+    )
+    parser.add_argument("--max_output_len", type=int, required=True, help="Most tokens to generate.")
+    parser.add_argument("--input_text", nargs="+", required=True, help="One prompt or several.")
+    parser.add_argument("--kv_cache_enable_block_reuse", action="store_true")
+    parser.add_argument("--kv_cache_free_gpu_memory_fraction", type=float, help="Of memory that is free.")
+    parser.add_argument("--output_generation_logits", action="store_true", help="Print each token's log probability.")
+    parser.add_argument("--num_beams", type=int, default=1, help="Only 1: beam search is not supported.")
+    parser.add_argument("--use_py_session", action="store_true", help="Not supported.")
+    arguments, unknown = parser.parse_known_args(mend_words(words))
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        raise click.UsageError(f"unknown option '{unknown[0]}'{nearest(unknown[0].partition('=')[0], known)}")
+    if arguments.num_beams > 1:
+        raise click.UsageError(f"--num_beams {arguments.num_beams}: beam search is not supported with a draft model")
+    if arguments.use_py_session:
+        raise click.UsageError("--use_py_session: there is no Python session; leave the option out")
+    if (arguments.draft_engine_dir is None) != (arguments.draft_target_model_config is None):
+        raise click.UsageError(
+            f"--draft_engine_dir and {DRAFT_OPTION} go together: give both, or none for plain decoding"
+        )
+    return arguments
+
+
+def mend_words(words: Sequence[str]) -> list[str]:
+    """Undo what web pages do to a command line: `–option`, `--option = value`, and “quotes” that no shell sees.
+
+    Words that the shell has split inside such quotes are put together again, with single spaces. A prompt that was
+    quoted for the shell keeps every character.
+    """
+    mended: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word[:1] in tuple(DASHES) and word[1:2].isalpha():
+            word = "--" + word[1:]
+        if word.startswith("--") and rest[:1] == ["="] and len(rest) > 1:
+            word += "=" + rest[1]
+            rest = rest[2:]
+        closing_at = _find_closing(word, rest)
+        if closing_at is not None:
+            word = " ".join([word, *rest[: closing_at + 1]])[:-1]
+            word = word.translate({ord(mark): None for mark in OPENING_QUOTES})
+            rest = rest[closing_at + 1 :]
+        mended.append(word)
+    return mended
+
+
+def _find_closing(word: str, rest: Sequence[str]) -> int | None:
+    """Index in `rest` of the word that ends a quotation which `word` opens and does not close; None without one."""
+    value = word.partition("=")[2] if word.startswith("--") else word
+    if value[:1] not in tuple(OPENING_QUOTES) or any(mark in value for mark in CLOSING_QUOTES) or " " in value:
+        return None
+    return next((place for place, later in enumerate(rest) if later.endswith(tuple(CLOSING_QUOTES))), None)
+
+
+def parse_draft_config(text: str) -> tuple[int, list[int], list[int], bool]:
+    """Read `[draft_len, [draft devices], [target devices], use_logits]`, as literals only.
+
+    Raises:
+        click.UsageError: it is something else.
+    """
+    try:
+        value = ast.literal_eval(text.strip(OPENING_QUOTES + CLOSING_QUOTES + " "))
+        draft_len, draft_devices, target_devices, use_logits = value
+        devices = [*draft_devices, *target_devices]
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        devices = None
+    fits = (
+        devices is not None
+        and type(draft_len) is int
+        and isinstance(use_logits, bool)
+        and bool(draft_devices)
+        and bool(target_devices)
+        and all(type(device) is int and device >= 0 for device in devices)
+    )
+    if not fits:
+        raise click.UsageError(
+            f'{DRAFT_OPTION} {text!r}: write "[draft_len,[draft devices],[target devices],use_logits]", '
+            'such as "[4,[0],[1],False]"'
+        )
+    return draft_len, list(draft_devices), list(target_devices), use_logits
+
+
+def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool) -> RuntimeConfig:
+    """The configuration that the options stand for; device numbers are CPU slots where there is no GPU."""
+    draft_len, draft_devices, target_devices, use_logits = 4, [0], [0], False
+    if arguments.draft_target_model_config is not None:
+        draft_len, draft_devices, target_devices, use_logits = parse_draft_config(arguments.draft_target_model_config)
+    kind = "cuda" if has_gpu else "cpu"
+    values: dict[str, Any] = {
+        "target": {"model": arguments.engine_dir, "devices": [f"{kind}:{index}" for index in target_devices]},
+        "speculation": {"draft_len": draft_len, "use_logits": use_logits},
+        "kv_cache": {"enable_block_reuse": arguments.kv_cache_enable_block_reuse},
+    }
+    if arguments.draft_engine_dir is not None:
+        devices = [f"{kind}:{index}" for index in draft_devices]
+        values["draft"] = {"model": arguments.draft_engine_dir, "devices": devices}
+    else:
+        values["speculation"]["method"] = "none"
+    if arguments.tokenizer_dir is not None:
+        values["tokenizer"] = arguments.tokenizer_dir
+    if arguments.kv_cache_free_gpu_memory_fraction is not None:
+        values["kv_cache"]["free_memory_fraction"] = arguments.kv_cache_free_gpu_memory_fraction
+    return make_config(values, where="run.py")
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the job that the command line asks for; returns the exit status."""
+    from launch.options import RunOptions
+
+    arguments = parse_arguments(words)
+    has_gpu = _has_gpu()
+    config = make_runtime_config(arguments, has_gpu)
+    sampling: dict[str, object] = {"max_tokens": arguments.max_output_len}
+    if arguments.output_generation_logits:
+        sampling["logprobs"] = 0
+    options = RunOptions(prompts=arguments.input_text, sampling=sampling)
+    job = Job(config, list(words), module=MODULE, nests=True)
+
+    def check() -> None:
+        from launch.run import check_run
+
+        check_run(job, options)
+        place, world_size = find_place(), job.topology.world_size
+        is_rank_of_a_parent = place is not None and place.size == world_size > 1
+        if not has_gpu and not is_rank_of_a_parent:
+            print("run.py: no GPU here; each device number is a CPU slot", file=sys.stderr, flush=True)
+
+    status = job.enter(check)
+    return _play(job, options) if status is None else status
+
+
+def _play(job: Job, options: Any) -> int:
+    """Rank 0 prints inputs and outputs in the form of examples/run.py."""
+    from launch.job import finish_mpi
+    from launch.run import ROWS_REFUSED, open_llm
+    from trtrun.core import SamplingParams
+
+    refused = 0
+    with open_llm(job.config) as llm:
+        outputs = llm.generate(list(options.prompts), SamplingParams.from_mapping(options.sampling))
+    for output in outputs:
+        print(f'Input [Text {output.index}]: "{output.prompt}"')
+        if output.error is not None:
+            refused += 1
+            print(f"run.py: input {output.index} refused: {output.error}", file=sys.stderr, flush=True)
+        for completion in output.completions:
+            print(f'Output [Text {output.index} Beam {completion.index}]: "{completion.text}"')
+            if completion.logprobs is not None:
+                values = " ".join(f"{entry.logprob:.4f}" for entry in completion.logprobs)
+                print(f"Log probabilities [Text {output.index}]: {values}")
+    sys.stdout.flush()
+    finish_mpi()
+    return ROWS_REFUSED if refused else 0
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.device_count() > 0
+
+
+def main() -> None:
+    """Entry of scripts/run.py and of `python -m launch.tensorrt_llm`."""
+    leave(guarded(lambda: run(sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""The control plane: plans from the orchestrator to every worker, reports back, start-up exchanges, and the way out.
+
+It carries bytes on the host, over MPI, and never looks inside a plan or a report. Sending never blocks: buffers are
+kept until MPI has sent them. Waiting sleeps (`parallel.waiting`). In a job of one process the same calls go through
+queues, and MPI is not started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+from parallel.errors import ControlPlaneError
+from parallel.topology import Topology
+from parallel.waiting import wait_until
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+TAG_PLAN = 1
+TAG_SHUTDOWN = 2
+TAG_START = 3
+# A report of kind k has tag TAG_REPORT + k.
+TAG_REPORT = 16
+MOST_KINDS = 1024
+
+Payload = bytes | bytearray | memoryview
+
+
+class Report(NamedTuple):
+    """What a worker told the orchestrator: its world rank, the bytes, and the kind that the worker gave them."""
+
+    rank: int
+    payload: bytes
+    kind: int
+
+
+class ControlPlane:
+    """One end of the control plane; every rank of the world makes one, from the same topology.
+
+    Messages between two ranks keep their order. Attributes:
+        rank: this process's world rank.
+        is_shut_down: at a worker, whether the orchestrator has ended the job.
+    """
+
+    def __init__(self, world_comm: MPI.Intracomm | None, topology: Topology) -> None:
+        """Join the control plane. Collective.
+
+        Args:
+            world_comm: all ranks of the job; duplicated, so that its tags are free for others. None for one process.
+            topology: who sits where.
+
+        Raises:
+            TopologyError: the world has another size than the topology.
+        """
+        topology.check_world(world_comm.Get_size() if world_comm else 1)
+        self.rank = world_comm.Get_rank() if world_comm else 0
+        self.is_shut_down = False
+        self._topology = topology
+        self._transport: _Mpi | _Local = _Mpi(world_comm.Dup()) if world_comm else _Local()
+
+    # Plans: orchestrator → workers.
+
+    def publish(self, payload: Payload) -> None:
+        """Send a plan to every worker, without waiting. At the orchestrator.
+
+        Args:
+            payload: any number of bytes; copied unless it is `bytes`, so that the caller may reuse its buffer.
+        """
+        self._only_orchestrator("publish")
+        kept = bytes(payload)
+        for rank in self._topology.worker_ranks:
+            self._transport.send(rank, TAG_PLAN, kept)
+
+    def receive(self, timeout: float | None = None) -> bytes | None:
+        """Wait, asleep, for the next plan. At a worker.
+
+        Args:
+            timeout: seconds; None waits for ever.
+
+        Returns:
+            The plan; None when the timeout passed, or when the orchestrator shut the job down (`is_shut_down`).
+        """
+        if self.is_shut_down:
+            return None
+        message = self._transport.take(self._topology.orchestrator_rank, (TAG_PLAN, TAG_SHUTDOWN), timeout)
+        if message is None:
+            return None
+        if message.tag not in (TAG_PLAN, TAG_SHUTDOWN):
+            raise ControlPlaneError(f"rank {self.rank} waits for a plan, but the orchestrator is still starting")
+        self.is_shut_down = message.tag == TAG_SHUTDOWN
+        return None if self.is_shut_down else message.payload
+
+    def shut_down(self) -> None:
+        """Tell every worker that no plan will follow, and wait until all messages are sent. At the orchestrator."""
+        self._only_orchestrator("shut_down")
+        for rank in self._topology.worker_ranks:
+            self._transport.send(rank, TAG_SHUTDOWN, b"")
+        self._transport.flush()
+
+    # Reports: workers → orchestrator.
+
+    def report(self, payload: Payload, kind: int = 0) -> None:
+        """Send a report to the orchestrator, without waiting. At a worker.
+
+        Args:
+            payload: any number of bytes; copied unless it is `bytes`.
+            kind: 0 to 1023, handed to whoever collects.
+        """
+        if self.rank not in self._topology.worker_ranks:
+            raise ControlPlaneError(f"rank {self.rank} is not a worker: only workers report")
+        if not 0 <= kind < MOST_KINDS:
+            raise ControlPlaneError(f"kind {kind} of a report is not between 0 and {MOST_KINDS - 1}")
+        self._transport.send(self._topology.orchestrator_rank, TAG_REPORT + kind, bytes(payload))
+
+    def collect(self, timeout: float | None = None) -> Report | None:
+        """Wait, asleep, for any worker's next report; None when `timeout` (seconds) passed. At the orchestrator."""
+        self._only_orchestrator("collect")
+        message = self._transport.take(None, None, timeout)
+        if message is None:
+            return None
+        if message.tag < TAG_REPORT:
+            raise ControlPlaneError(f"rank {message.source} is still starting: gather_start comes before collect")
+        return Report(message.source, message.payload, message.tag - TAG_REPORT)
+
+    # Start-up.
+
+    def gather_start(self, value: dict[str, Any], timeout: float | None = None) -> list[dict[str, Any]] | None:
+        """Gather one small dict of each rank at rank 0, in rank order. Collective; rank 0 waits asleep.
+
+        Args:
+            value: what JSON can hold.
+            timeout: seconds that rank 0 waits for each rank; None waits for ever.
+
+        Returns:
+            At rank 0 every rank's value, None elsewhere.
+
+        Raises:
+            ControlPlaneError: at rank 0, a rank that did not answer in time.
+        """
+        if self.rank != 0:
+            self._transport.send(0, TAG_START, json.dumps(value).encode())
+            return None
+        values = [json.loads(json.dumps(value))]
+        for rank in range(1, self._topology.world_size):
+            message = self._transport.take(rank, (TAG_START,), timeout)
+            if message is None:
+                raise ControlPlaneError(f"{self._topology.describe(rank)} did not start within {timeout} s")
+            values.append(json.loads(message.payload))
+        return values
+
+    def broadcast_start(self, value: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return rank 0's `value` (a small dict that JSON can hold) on every rank. Collective; waiting ranks sleep."""
+        if self.rank != 0:
+            message = self._transport.take(0, (TAG_START,), None)
+            assert message is not None  # without a timeout take() returns only with a message
+            return dict(json.loads(message.payload))
+        payload = json.dumps(value).encode()
+        for rank in range(1, self._topology.world_size):
+            self._transport.send(rank, TAG_START, payload)
+        return dict(json.loads(payload))
+
+    def warm_up(self) -> None:
+        """Exchange a message between rank 0 and every other, so that no connection is made under load. Collective."""
+        self.gather_start({})
+        self.broadcast_start({})
+
+    # The way out.
+
+    def close(self) -> None:
+        """Wait until this rank's messages are sent, then free the communicator. Collective."""
+        self._transport.flush()
+        self._transport.close()
+
+    def abort(self, cause: str) -> NoReturn:
+        """End the whole job now: print one line that names this rank and `cause` on stderr, and exit non-zero.
+
+        Under MPI every rank ends, whatever it is doing; a job of one process exits with status 1.
+        """
+        line = f"trtrun: {self._topology.describe(self.rank)} failed: {' '.join(cause.split())}\n"
+        # One write, so that the lines of ranks that fail together do not mix.
+        sys.stderr.flush()
+        os.write(2, line.encode(errors="replace"))
+        self._transport.abort()
+
+    def _only_orchestrator(self, what: str) -> None:
+        if self.rank != self._topology.orchestrator_rank:
+            raise ControlPlaneError(f"{what} is the orchestrator's: rank {self.rank} called it")
+
+
+class _Message(NamedTuple):
+    source: int
+    tag: int
+    payload: bytes
+
+
+class _Local:
+    """Messages of a process to itself."""
+
+    def __init__(self) -> None:
+        self._queue: deque[_Message] = deque()
+
+    def send(self, rank: int, tag: int, payload: bytes) -> None:
+        self._queue.append(_Message(rank, tag, payload))
+
+    def take(self, source: int | None, tags: tuple[int, ...] | None, timeout: float | None) -> _Message | None:
+        # Plans and reports share the queue, and None means reports. Nobody else can send while this process waits.
+        for index, message in enumerate(self._queue):
+            if message.tag in tags if tags is not None else message.tag >= TAG_REPORT:
+                del self._queue[index]
+                return message
+        if timeout is None:
+            raise ControlPlaneError("a process alone waits for a message that it has not sent itself")
+        return None
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._queue.clear()
+
+    def abort(self) -> NoReturn:
+        raise SystemExit(1)
+
+
+class _Mpi:
+    """Messages between ranks: non-blocking sends, and probes that sleep between tries."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self._comm = comm
+        self._sending: deque[tuple[MPI.Request, bytes]] = deque()
+
+    def send(self, rank: int, tag: int, payload: bytes) -> None:
+        self._sending.append((self._comm.Isend((payload, self._mpi.BYTE), rank, tag), payload))
+        self._drop_sent()
+
+    def take(self, source: int | None, tags: tuple[int, ...] | None, timeout: float | None) -> _Message | None:
+        """Wait for a message of `source` (None: of any rank) with one of `tags` (None: any tag)."""
+        status = self._mpi.Status()
+        rank = self._mpi.ANY_SOURCE if source is None else source
+        # More than one tag: whatever the source sends next, so that the order of its messages holds.
+        tag = tags[0] if tags is not None and len(tags) == 1 else self._mpi.ANY_TAG
+        matched: list[MPI.Message] = []
+
+        def probe() -> bool:
+            message = self._comm.Improbe(rank, tag, status)
+            if message is not None:
+                matched.append(message)
+            return message is not None
+
+        if not wait_until(probe, timeout):
+            return None
+        self._drop_sent()
+        buffer = bytearray(status.Get_count(self._mpi.BYTE))
+        source, tag = status.Get_source(), status.Get_tag()
+        # A large message may still be on its way: sleep for that, too.
+        wait_until(matched[0].Irecv((buffer, self._mpi.BYTE)).Test)
+        return _Message(source, tag, bytes(buffer))
+
+    def flush(self) -> None:
+        while self._sending:
+            wait_until(self._sending[0][0].Test)
+            self._sending.popleft()
+
+    def close(self) -> None:
+        if self._comm != self._mpi.COMM_NULL:
+            self._comm.Free()
+
+    def abort(self) -> NoReturn:
+        # mpirun forwards stderr and learns of the abort by different ways: let the line come before its own words.
+        time.sleep(0.05)
+        self._mpi.COMM_WORLD.Abort(1)
+        os._exit(1)
+
+    def _drop_sent(self) -> None:
+        while self._sending and self._sending[0][0].Test():
+            self._sending.popleft()

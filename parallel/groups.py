@@ -1,0 +1,77 @@
+"""A rank's communicators, opened together: its engines' tensor-parallel groups and the group of all workers.
+
+It knows the topology and the transports. It keeps nothing: the caller owns what it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel.communicator import Communicator
+from parallel.topology import Topology
+from parallel.transports import open_communicator
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups that one rank belongs to.
+
+    Attributes:
+        draft: the draft engine's tensor-parallel group, None on ranks that do not hold it.
+        target: the target engine's, likewise.
+        workers: all ranks that hold a device, in the order of topology.worker_ranks: the link's group. None on an
+            orchestrator without a device.
+    """
+
+    draft: Communicator | None
+    target: Communicator | None
+    workers: Communicator | None
+
+    def close(self) -> None:
+        """Close every group of this rank. Collective."""
+        for communicator in (self.draft, self.target, self.workers):
+            if communicator is not None:
+                communicator.close()
+
+
+def open_groups(world_comm: MPI.Intracomm | None, topology: Topology, device: torch.device) -> Groups:
+    """Open and warm up this rank's groups. Collective over the world.
+
+    Args:
+        world_comm: all ranks of the job; None for a job of one process.
+        topology: who sits where.
+        device: where this rank's tensors live; without meaning on an orchestrator that has no device.
+
+    Raises:
+        TopologyError: the world has another size than the topology.
+    """
+    topology.check_world(world_comm.Get_size() if world_comm else 1)
+
+    def open_group(ranks: Sequence[int], name: str) -> Communicator | None:
+        if world_comm is None:
+            return open_communicator(device, None, name) if ranks else None
+        from mpi4py import MPI
+
+        # The key keeps tensor-parallel order, which need not be the order of world ranks.
+        rank = world_comm.Get_rank()
+        member = rank in ranks
+        group = world_comm.Split(0 if member else MPI.UNDEFINED, ranks.index(rank) if member else 0)
+        if not member:
+            return None
+        assert isinstance(group, MPI.Intracomm)  # the stubs of mpi4py promise a Comm only
+        communicator = open_communicator(device, group, name)
+        group.Free()
+        return communicator
+
+    return Groups(
+        draft=open_group(topology.draft_ranks, "draft"),
+        target=open_group(topology.target_ranks, "target"),
+        workers=open_group(topology.worker_ranks, "workers"),
+    )

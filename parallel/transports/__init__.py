@@ -1,0 +1,57 @@
+"""Implementations of the Communicator protocol: one process, MPI for host tensors, NCCL for CUDA tensors.
+
+`open_communicator` chooses one. All ranks of the group choose together, so that they choose the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel.communicator import Communicator
+from parallel.transports.solo import SoloCommunicator
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+def open_communicator(device: torch.device, mpi_comm: MPI.Intracomm | None, name: str) -> Communicator:
+    """Open the best transport for a group of ranks and use every operation once. Collective over `mpi_comm`.
+
+    A group of one is solo. NCCL serves a group whose ranks all have CUDA devices that NCCL can use, no two the same;
+    MPI serves the rest, with CUDA tensors staged through host memory.
+
+    Args:
+        device: where this rank's tensors live.
+        mpi_comm: the group's ranks; it is duplicated, the caller keeps it. None for a group of one.
+        name: for messages, such as "target".
+    """
+    communicator: Communicator
+    if mpi_comm is None or mpi_comm.Get_size() == 1:
+        communicator = SoloCommunicator(name, device)
+    else:
+        # mpi4py starts MPI when it is imported, which a job of one process must not do.
+        from parallel.transports.mpi import MpiCommunicator
+        from parallel.transports.nccl import NcclCommunicator
+
+        kind = NcclCommunicator if _nccl_serves(device, mpi_comm) else MpiCommunicator
+        communicator = kind(mpi_comm.Dup(), name, device)
+    communicator.warm_up()
+    return communicator
+
+
+def _nccl_serves(device: torch.device, mpi_comm: MPI.Intracomm) -> bool:
+    """Return whether NCCL can connect all ranks of the group: the same answer on every rank."""
+    from parallel.transports.nccl import why_not
+
+    usable = why_not(device) is None
+    place = [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)] if usable else None
+    places = [json.loads(text) for text in mpi_comm.allgather(json.dumps(place))]
+    # NCCL refuses two ranks on one GPU unless told otherwise (since 2.30).
+    shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    distinct = len({json.dumps(item) for item in places}) == len(places)
+    return None not in places and (distinct or shared)

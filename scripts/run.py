@@ -1,0 +1,11 @@
+"""TensorRT-LLM's examples/run.py command lines for draft-target models, with model directories in place of engines."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from launch.tensorrt_llm import main
+
+if __name__ == "__main__":
+    main()

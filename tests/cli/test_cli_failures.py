@@ -1,0 +1,97 @@
+"""Killed ranks, signals, broken pipes: what is said, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import FOUR_RANKS, ROOT, Configs, command_environment, is_alive, ranks_below, write_rows
+
+Start = Callable[..., "subprocess.Popen[str]"]
+NAMES = ["orchestrator rank 0 (host)", "draft rank 1 (cpu:0)", "target rank 2 (cpu:1)", "target rank 3 (cpu:2)"]
+
+
+def start_endless(config: Configs, start_trtrun: Start) -> tuple[subprocess.Popen[str], dict[int, int]]:
+    """A job of four ranks in the middle of a very long text, and its ranks' processes."""
+    file = config(FOUR_RANKS, kv_cache={"max_tokens": 60000})
+    process = start_trtrun("run", "--config", file, "--prompt", "def main(", "--max-tokens", 50000, "--ignore-eos")
+    assert process.stdout is not None
+    assert process.stdout.read(1), process.stderr and process.stderr.read()
+    ranks = ranks_below(process.pid)
+    assert sorted(ranks) == [0, 1, 2, 3]
+    return process, ranks
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_killed_rank_is_named_and_takes_the_job_along(config: Configs, start_trtrun: Start, rank: int) -> None:
+    process, ranks = start_endless(config, start_trtrun)
+    os.kill(ranks[rank], signal.SIGKILL)
+    _, errors = process.communicate(timeout=30)
+    lines = errors.splitlines()
+    assert process.returncode == 137
+    assert len(lines) == 1, errors
+    assert lines[0].startswith(f"trtrun: {NAMES[rank]} was killed by signal 9 (SIGKILL)")
+    assert not any(is_alive(child) for child in ranks.values())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_command_ends_all_ranks(config: Configs, start_trtrun: Start, number: signal.Signals) -> None:
+    process, ranks = start_endless(config, start_trtrun)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert errors.splitlines() == [f"trtrun: ended by {number.name}; all ranks are stopped"]
+    assert not any(is_alive(child) for child in ranks.values())
+
+
+def test_a_killed_mpirun_takes_the_ranks_along(config: Configs, start_trtrun: Start) -> None:
+    process, ranks = start_endless(config, start_trtrun)
+    parent = int(Path(f"/proc/{ranks[0]}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(parent, signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert process.returncode == 137
+    assert not any(is_alive(child) for child in ranks.values())
+
+
+def test_a_reader_that_leaves_ends_the_job(config: Configs, start_trtrun: Start) -> None:
+    process, ranks = start_endless(config, start_trtrun)
+    assert process.stdout is not None
+    process.stdout.close()
+    process.stdout = None
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (128 + signal.SIGPIPE, "")
+    assert not any(is_alive(child) for child in ranks.values())
+
+
+def test_the_ranks_of_a_users_own_mpirun_end_with_it(config: Configs, tmp_path: Path) -> None:
+    file = config(FOUR_RANKS, kv_cache={"max_tokens": 60000})
+    rows = [{"prompt": "x", "max_tokens": 1}, {"prompt": "x", "max_tokens": 50000, "ignore_eos": True}]
+    prompts = write_rows(tmp_path / "prompts.jsonl", rows)
+    # A pipe with a name tells when the first row is done; the ranks' own output must not be what ends them.
+    output = tmp_path / "rows"
+    os.mkfifo(output)
+    words = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    words += ["-n", "4", sys.executable, "-m", "launch.cli", "run", "--config", str(file)]
+    words += ["--prompts", str(prompts), "--output", str(output)]
+    with subprocess.Popen(words, env=command_environment(), cwd=ROOT) as process, open(output) as reader:
+        assert json.loads(reader.readline())["index"] == 0
+        watched = [os.pidfd_open(child) for child in ranks_below(process.pid).values()]
+        assert len(watched) == 4
+        process.kill()
+        ended: set[int] = set()
+        while len(ended) < 4:
+            ready, _, _ = select.select([child for child in watched if child not in ended], [], [], 20)
+            if not ready:
+                for child in watched:
+                    signal.pidfd_send_signal(child, signal.SIGKILL)
+                pytest.fail("a rank outlived its mpirun")
+            ended.update(ready)
+        for child in watched:
+            os.close(child)

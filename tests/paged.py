@@ -1,0 +1,143 @@
+"""Runs models of trtrun over a paged KV store with scattered blocks, alone or as a lock-step tensor-parallel group.
+
+The group lives in one process: its ranks are threads that meet at barriers, so that tests need no mpirun.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from parallel.transports.solo import SoloCommunicator
+from trtrun.kvcache.store import KVStore
+from trtrun.layers.segments import AttentionBatch, AttentionSegment
+from trtrun.models.decoder import CausalLM
+from trtrun.models.loading import LoadReport, load_model
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+
+
+class LockStepGroup:
+    """Shared state of the ranks of one group in one process."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self.slots: list[torch.Tensor] = [torch.empty(0)] * size
+
+    def run(self, body: Callable[[int], T]) -> list[T]:
+        """Run `body(rank)` in one thread per rank; the first exception is raised here."""
+        size = len(self.slots)
+        results: list[T | None] = [None] * size
+        errors: list[BaseException] = []
+
+        def start(rank: int) -> None:
+            try:
+                results[rank] = body(rank)
+            except BaseException as error:
+                errors.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for error in errors:
+            if not isinstance(error, threading.BrokenBarrierError):
+                raise error
+        self.barrier.reset()
+        return results  # type: ignore[return-value]
+
+
+class LockStepCommunicator(SoloCommunicator):
+    """The collectives that a model uses, among threads."""
+
+    def __init__(self, group: LockStepGroup, rank: int) -> None:
+        super().__init__(f"rank{rank}")
+        self.rank, self.size, self._group = rank, len(group.slots), group
+
+    def _exchange(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._group.slots[self.rank] = tensor.clone()
+        self._group.barrier.wait()
+        everyone = torch.stack(list(self._group.slots))
+        self._group.barrier.wait()
+        return everyone
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(self._exchange(tensor).float().sum(0))
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._exchange(tensor)
+
+
+class PagedModel:
+    """A model with a KV store; rows are known by number and get blocks in a scattered order as they grow."""
+
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype = torch.float32,
+        tp_size: int = 1,
+        block_size: int = 4,
+        num_blocks: int = 200,
+    ) -> None:
+        self._group = LockStepGroup(tp_size)
+
+        def load(rank: int) -> tuple[CausalLM, LoadReport]:
+            communicator = LockStepCommunicator(self._group, rank) if tp_size > 1 else SoloCommunicator()
+            return load_model(path, communicator, CPU, dtype)
+
+        loaded = self._group.run(load)
+        self.models = [model for model, _ in loaded]
+        self.reports = [report for _, report in loaded]
+        config = self.models[0].config
+        self.stores = [
+            KVStore(config.num_layers, num_blocks, model.kv_heads, block_size, config.head_dim, dtype, CPU)
+            for model in self.models
+        ]
+        self.block_size = block_size
+        order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(7)) + 1
+        self._free = [int(block) for block in order]
+        self._tables: dict[int, list[int]] = {}
+
+    def forward(self, batch: Sequence[Sequence[tuple[int, int, Sequence[int]]]], spare_blocks: int = 0) -> torch.Tensor:
+        """One forward of several segments, each a list of (row, first position, tokens) of equal length.
+
+        Args:
+            batch: the segments.
+            spare_blocks: null blocks that widen every block table, as a coarser bucket would.
+
+        Returns:
+            [tokens, vocab_size] float32 logits of every token, in order, equal on all ranks.
+        """
+        segments, tokens, positions = [], [], []
+        for rows in batch:
+            queries = len(rows[0][2])
+            tables = [self._table(row, start + queries) for row, start, _ in rows]
+            width = max(len(table) for table in tables) + spare_blocks
+            padded = torch.tensor([table + [0] * (width - len(table)) for table in tables])
+            places = torch.stack([torch.arange(start, start + queries) for _, start, _ in rows])
+            segments.append(AttentionSegment(len(tokens), len(rows), queries, padded, places))
+            tokens.extend(token for _, _, ids in rows for token in ids)
+            positions.append(places.reshape(-1))
+
+        def body(rank: int) -> torch.Tensor:
+            model = self.models[rank]
+            batch_on_rank = AttentionBatch(segments, self.block_size)
+            hidden = model.forward(torch.tensor(tokens), torch.cat(positions), batch_on_rank, self.stores[rank])
+            return model.logits(hidden)
+
+        logits = self._group.run(body)
+        assert all(torch.equal(logits[0], other) for other in logits[1:])
+        return logits[0]
+
+    def _table(self, row: int, length: int) -> list[int]:
+        table = self._tables.setdefault(row, [])
+        while len(table) * self.block_size < length:
+            table.append(self._free.pop())
+        return table

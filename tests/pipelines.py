@@ -1,0 +1,108 @@
+"""The whole pipeline for tests: an LLM in one process on tiny checkpoints, and transformers to compare it with.
+
+`open_llm(target, draft, scheduler={"plans_ahead": 1})` is an LLM whose sections are given as in the YAML file. Nothing
+here is faked: checkpoints, scheduler, engines and cycle are the product's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import make_checkpoint, save_weights
+
+from trtrun import LLM, SamplingParams
+from trtrun.config import RuntimeConfig, make_config
+from trtrun.outputs import RequestOutput
+
+
+def configuration(
+    target: Path,
+    draft: Path | None,
+    *,
+    devices: tuple[Sequence[str], Sequence[str]] = (("cpu:0",), ("cpu:0",)),
+    dtype: str = "auto",
+    **sections: dict[str, Any],
+) -> RuntimeConfig:
+    """A configuration; `devices` are the draft's and the target's, `sections` what YAML would say otherwise."""
+    values: dict[str, Any] = {
+        "threads": 1,
+        "target": {"model": str(target), "devices": list(devices[1]), "dtype": dtype},
+        "speculation": {"method": "none" if draft is None else "draft_target", **sections.pop("speculation", {})},
+        "kv_cache": {"max_tokens": 8192, **sections.pop("kv_cache", {})},
+        **sections,
+    }
+    if draft is not None:
+        values["draft"] = {"model": str(draft), "devices": list(devices[0]), "dtype": dtype}
+    return make_config(values)
+
+
+def open_llm(target: Path, draft: Path | None = None, **settings: Any) -> LLM:
+    """An LLM in this process; `settings` are those of `configuration`."""
+    return LLM(config=configuration(target, draft, **settings))
+
+
+def prompt_of(length: int, seed: int = 0, vocab_size: int = 199) -> list[int]:
+    """Random token ids."""
+    return torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(1000 + seed)).tolist()
+
+
+def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[tuple[int, ...]]]:
+    """Token ids by prompt and completion; a refused prompt fails the test."""
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [[completion.token_ids for completion in output.completions] for output in outputs]
+
+
+def run_alone(llm: LLM, prompts: Sequence[Any], sampling: Sequence[SamplingParams]) -> list[list[tuple[int, ...]]]:
+    """`tokens_of` when each prompt has the engines to itself."""
+    return [
+        tokens_of(llm.generate([prompt], parameters))[0] for prompt, parameters in zip(prompts, sampling, strict=True)
+    ]
+
+
+def noisy_copy(path: Path, target: Path, noise: float, seed: int = 5) -> Path:
+    """A draft with the target's weights, each tensor disturbed by `noise` times its own deviation."""
+    from safetensors.torch import load_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    weights = load_file(target / "model.safetensors")
+    for name, value in weights.items():
+        disturbance = torch.randn(value.shape, generator=generator) * value.float().std() * noise
+        weights[name] = (value.float() + disturbance).to(value.dtype)
+    save_weights(path, weights)
+    for file in target.glob("*.json"):
+        (path / file.name).write_bytes(file.read_bytes())
+    return path
+
+
+def useless_draft(path: Path, **overrides: Any) -> Path:
+    """A draft of another size and with weights of its own: it agrees with a target by chance only."""
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return make_checkpoint(path, seed=77, **{**small, "num_key_value_heads": 1, **overrides})
+
+
+class Reference:
+    """transformers with the checkpoint's weights in float32."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+    @torch.inference_mode()
+    def greedy(self, prompt: Sequence[int], count: int) -> tuple[int, ...]:
+        """Its greedy generate."""
+        ids = torch.tensor([list(prompt)])
+        output = self.model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0
+        )
+        return tuple(output[0, len(prompt) :].tolist())
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int]) -> torch.Tensor:
+        """[tokens, vocab] float32, without a cache."""
+        logits: torch.Tensor = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+        return logits

@@ -1,0 +1,145 @@
+"""Makes pytest under mpirun honest: a failure on any one rank ends the whole command, non-zero and soon.
+
+Every rank runs the same tests (`mpirun -n N python -m pytest --with-mpi -m mpi tests/ranks`). Rank 0 reports. A rank on
+which a test fails prints its report and aborts the job, since its peers may be waiting for it inside MPI. A test that
+hangs is ended by a watchdog on each rank. After each test the ranks compare outcomes, so that none runs ahead and none
+skips alone. test_failing_rank.py proves all this.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+DEFAULT_TIMEOUT_S = 60.0
+
+
+class RankHarness:
+    """The pytest plugin of one rank."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        from mpi4py import MPI
+
+        self._world = MPI.COMM_WORLD
+        self._comm = MPI.COMM_WORLD.Dup()
+        self._config = config
+        self._outcomes: list[str] = []
+        capture = config.pluginmanager.getplugin("capturemanager")
+        with capture.global_and_fixture_disabled():
+            self._stderr = os.dup(2)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self) -> None:
+        """Let rank 0 alone report: pytest's own report of the other ranks goes nowhere."""
+        reporter = self._config.pluginmanager.getplugin("terminalreporter")
+        if self._comm.rank != 0 and reporter is not None:
+            reporter._tw._file = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
+
+    def _abort(self, text: str) -> NoReturn:
+        """Print `text` under this rank's name and end the job."""
+        tally = self._config.pluginmanager.getplugin("tally")
+        if tally is not None:
+            tally.counts["failed"] = max(1, tally.counts["failed"])
+            tally.write()
+        header = f"\n===== rank {self._comm.rank} of {self._comm.size}: "
+        os.write(self._stderr, f"{header}{text}\n".encode(errors="replace"))
+        self._world.Abort(1)
+        os._exit(1)
+
+    # A failing rank ends the job.
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Abort on a failure in setup, call or teardown; remember the outcome otherwise."""
+        if report.failed:
+            output = "\n".join(f"--- {name}\n{content}" for name, content in report.sections)
+            self._abort(f"{report.nodeid} failed in {report.when}\n{report.longreprtext}\n{output}")
+        self._outcomes.append(f"{report.when} {report.outcome}")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Abort when a file cannot be imported."""
+        if report.failed:
+            self._abort(f"{report.nodeid} cannot be collected\n{report.longreprtext}")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_internalerror(self, excrepr: object) -> None:
+        """Abort when pytest itself fails."""
+        self._abort(f"internal error of pytest\n{excrepr}")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """Abort when the session ends with anything but success or "no tests"."""
+        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            self._abort(f"pytest ended with status {int(exitstatus)}")
+
+    # The ranks stay together.
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Abort unless every rank is about to run the same tests."""
+        own = [item.nodeid for item in session.items]
+        if any(other != own for other in self._comm.allgather(own)):
+            self._abort(f"the ranks collected different tests; here: {own}")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Run one test under a watchdog, then wait for the other ranks and compare outcomes."""
+        self._outcomes.clear()
+        watchdog = self._watch(item)
+        try:
+            result = yield
+            outcomes = self._comm.allgather(list(self._outcomes))
+            if any(other != self._outcomes for other in outcomes):
+                self._abort(f"{item.nodeid} went differently on the ranks: {outcomes}")
+            return result
+        finally:
+            watchdog.cancel()
+            faulthandler.cancel_dump_traceback_later()
+
+    def _watch(self, item: pytest.Item) -> threading.Timer:
+        """Start the clock of one test: `mark.timeout(seconds)`, or one minute."""
+        marker = item.get_closest_marker("timeout")
+        seconds = float(marker.args[0]) if marker and marker.args else DEFAULT_TIMEOUT_S
+
+        def expire() -> None:
+            faulthandler.dump_traceback(self._stderr, all_threads=True)
+            # MPI_Abort from here could wait for a lock that the hanging call holds; an exit status cannot.
+            tally = self._config.pluginmanager.getplugin("tally")
+            if tally is not None:
+                tally.counts["failed"] += 1
+                tally.write()
+            line = f"\n===== rank {self._comm.rank} of {self._comm.size}: {item.nodeid} hung for {seconds:g} s\n"
+            os.write(self._stderr, line.encode())
+            os._exit(1)
+
+        timer = threading.Timer(seconds, expire)
+        timer.daemon = True
+        timer.start()
+        # The timer needs the interpreter lock. Where a native call keeps it, this one ends the process.
+        faulthandler.dump_traceback_later(seconds + 5, exit=True, file=self._stderr)
+        return timer
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Join the ranks where pytest runs under mpirun."""
+    if config.getoption("--with-mpi"):
+        config.pluginmanager.register(RankHarness(config), "rank_harness")
+
+
+@pytest.fixture
+def world() -> Iterator[MPI.Intracomm]:
+    """A communicator over all ranks, made for one test."""
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD.Dup()
+    yield comm
+    comm.Free()

@@ -1,0 +1,84 @@
+"""A user's program over several ranks that goes wrong as the environment says: which rank raises, or none.
+
+JOB_DRAFT, JOB_TARGET: model directories. JOB_FAILS: draft, target leader, target follower, orchestrator, program (the
+user's own code between two calls), kill 0 to kill 3 (that rank dies of SIGKILL in the middle of a text) or nothing.
+JOB_STYLE: with (a context manager), bare (no context manager), forgotten (ends well, but never closes).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mpi4py import MPI
+from pipelines import configuration, prompt_of
+
+from trtrun import LLM, SamplingParams
+from trtrun.engine.runner import Engine
+from trtrun.scheduling.scheduler import Scheduler
+from trtrun.speculation.drafters.draft_model import DraftModelDrafter
+
+FAILS, STYLE = os.environ["JOB_FAILS"], os.environ.get("JOB_STYLE", "with")
+ROUNDS = 4
+
+
+def fail() -> None:
+    print(f"failing at {time.time()}", flush=True)
+    raise ValueError("request 7:\nthe device is on fire")
+
+
+def fail_later(owner: type, name: str) -> None:
+    """Let a method of `owner` raise in its ROUNDS-th call of a round with rows."""
+    original: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def changed(self: Any, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == ROUNDS + 3:  # warm-up verifies up to three times
+            fail()
+        return original(self, *arguments)
+
+    setattr(owner, name, changed)
+
+
+def use(llm: LLM) -> None:
+    print("pids", *PROCESSES, flush=True)
+    llm.generate([prompt_of(9)], SamplingParams(max_tokens=40))
+    if FAILS == "program":
+        fail()
+    if STYLE == "forgotten":
+        return
+    rounds = 0
+    for _ in llm.stream(prompt_of(9), SamplingParams(max_tokens=1_000_000, ignore_eos=True)):
+        rounds = rounds + 1
+        if FAILS.startswith("kill") and rounds == ROUNDS:
+            print(f"failing at {time.time()}", flush=True)
+            os.kill(PROCESSES[int(FAILS[-1])], signal.SIGKILL)
+
+
+WORLD = MPI.COMM_WORLD
+PROCESSES = WORLD.allgather(os.getpid())
+failing = {"draft": 1, "target leader": 2, "target follower": 3, "orchestrator": 0}.get(FAILS)
+if failing == WORLD.rank:
+    if FAILS == "draft":
+        fail_later(DraftModelDrafter, "propose")
+    elif FAILS == "orchestrator":
+        fail_later(Scheduler, "schedule")
+    else:
+        fail_later(Engine, "verify_forward")
+config = configuration(
+    os.environ["JOB_TARGET"],  # type: ignore[arg-type]
+    os.environ["JOB_DRAFT"],  # type: ignore[arg-type]
+    devices=(("cpu:0",), ("cpu:1", "cpu:2")),
+    kv_cache={"max_tokens": 70_000},
+    scheduler={"max_batch_size": 2, "plans_ahead": int(os.environ.get("JOB_PLANS_AHEAD", "0"))},
+)
+if STYLE == "with":
+    with LLM(config=config) as llm:
+        use(llm)
+else:
+    use(LLM(config=config))

@@ -1,0 +1,243 @@
+"""One test body for every transport: solo, MPI, and NCCL where there is CUDA; under mpirun with 1 to 5 ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from mpi4py import MPI
+
+from parallel.communicator import DTYPES, Communicator
+from parallel.errors import CommunicatorError
+from parallel.transports import open_communicator
+from parallel.transports.mpi import SLICED_BYTES, MpiCommunicator
+from parallel.transports.nccl import NcclCommunicator, why_not
+from parallel.transports.solo import SoloCommunicator
+
+pytestmark = pytest.mark.mpi
+
+# The last has more than SLICED_BYTES in every dtype of two bytes and more, and does not divide by 3, 4 or 5.
+SHAPES = [(), (1,), (7,), (1, 256), (6, 1024), (0, 8), (3, 0), (211, 631)]
+HALF = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(params=["solo", "mpi", "nccl"])
+def communicator(request: pytest.FixtureRequest, world: MPI.Intracomm) -> Iterator[Communicator]:
+    opened: Communicator
+    if request.param == "solo":
+        opened = SoloCommunicator()
+    elif request.param == "mpi":
+        opened = MpiCommunicator(world.Dup(), "test")
+    else:
+        device = torch.device("cuda", world.rank % max(1, torch.cuda.device_count()))
+        reason = why_not(device)
+        if reason:
+            pytest.skip(f"NCCL not tested here: {reason}")
+        opened = NcclCommunicator(world.Dup(), "test", device)
+    opened.warm_up()
+    yield opened
+    opened.close()
+
+
+def sample(rank: int, shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+    """What rank `rank` holds: every rank can make every other's, so that results are known everywhere."""
+    generator = torch.Generator().manual_seed(1000 * salt + rank)
+    if dtype == torch.bool:
+        return torch.randint(0, 4, shape, generator=generator) == 0
+    if dtype.is_floating_point:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randint(0, 50, shape, generator=generator, dtype=dtype)
+
+
+def total(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """The sum over the ranks in rank order; for half types in float32, rounded once."""
+    parts = [sample(rank, shape, dtype) for rank in range(size)]
+    wide = torch.float32 if dtype in HALF else dtype
+    result = parts[0].to(wide)
+    for part in parts[1:]:
+        result = result + part.to(wide)
+    return result.to(dtype)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    left, right = left.cpu(), right.cpu()
+    return left.shape == right.shape and left.dtype == right.dtype and torch.equal(_bits(left), _bits(right))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with gaps between the elements."""
+    spread = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype, device=tensor.device)
+    spread[..., 0] = tensor
+    return spread[..., 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_reduce_is_the_sum_in_place_and_equal_on_all_ranks(communicator: Communicator, dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        expected = total(communicator.size, shape, dtype)
+        for layout in (torch.Tensor.contiguous, strided):
+            tensor = layout(sample(communicator.rank, shape, dtype).to(communicator.device))
+            result = communicator.all_reduce(tensor)
+            assert result is tensor
+            if isinstance(communicator, NcclCommunicator) and dtype.is_floating_point:
+                torch.testing.assert_close(result.cpu(), expected)  # NCCL adds in an order of its own
+            else:
+                assert same_bits(result, expected), (shape, dtype)
+            everywhere = communicator.all_gather(result)
+            assert all(same_bits(one, result) for one in everywhere)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_sum_of_a_row_does_not_depend_on_the_rows_beside_it(communicator: Communicator, dtype: torch.dtype) -> None:
+    if isinstance(communicator, NcclCommunicator):
+        pytest.skip("NCCL chooses its order of summation by message size")
+    batch = sample(communicator.rank, (160, 1024), dtype)
+    assert batch.numel() * batch.element_size() >= SLICED_BYTES
+    alone = communicator.all_reduce(batch[5:6].clone())
+    few = communicator.all_reduce(batch[4:7].clone())
+    together = communicator.all_reduce(batch)
+    assert same_bits(together[5:6], alone)
+    assert same_bits(few[1:2], alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_gather_stacks_the_ranks_in_order(communicator: Communicator, dtype: torch.dtype) -> None:
+    for shape in SHAPES:
+        expected = torch.stack([sample(rank, shape, dtype) for rank in range(communicator.size)])
+        own = sample(communicator.rank, shape, dtype).to(communicator.device)
+        for layout in (torch.Tensor.contiguous, strided):
+            result = communicator.all_gather(layout(own))
+            assert same_bits(result, expected)
+            assert result.is_contiguous()
+
+
+def test_all_gather_makes_a_new_tensor_each_time(communicator: Communicator) -> None:
+    first = communicator.all_gather(torch.zeros(3, device=communicator.device))
+    communicator.all_gather(torch.ones(3, device=communicator.device))
+    assert not first.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_broadcast_copies_the_roots_tensor_in_place(communicator: Communicator, dtype: torch.dtype) -> None:
+    for root in range(communicator.size):
+        for shape in SHAPES:
+            for layout in (torch.Tensor.contiguous, strided):
+                tensor = layout(sample(communicator.rank, shape, dtype).to(communicator.device))
+                assert communicator.broadcast(tensor, root) is tensor
+                assert same_bits(tensor, sample(root, shape, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_send_and_recv_reach_every_rank_from_every_rank(communicator: Communicator, dtype: torch.dtype) -> None:
+    for source in range(communicator.size):
+        for destination in range(communicator.size):
+            if source == destination:
+                continue
+            for salt, shape in enumerate(SHAPES):
+                expected = sample(source, shape, dtype, salt)
+                for layout in (torch.Tensor.contiguous, strided):
+                    if communicator.rank == source:
+                        communicator.send(layout(expected.to(communicator.device)), destination)
+                    elif communicator.rank == destination:
+                        blank = layout(torch.zeros(shape, dtype=dtype, device=communicator.device))
+                        assert communicator.recv(blank, source) is blank
+                        assert same_bits(blank, expected)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_of_a_pair_keep_their_order_large_and_small(communicator: Communicator) -> None:
+    sizes = [1, 300_000, 2, 70_000, 3]
+    if communicator.rank == 0:
+        for salt, size in enumerate(sizes):
+            message = sample(0, (size,), torch.float32, salt).to(communicator.device)
+            for destination in range(1, communicator.size):
+                communicator.send(message, destination)
+    else:
+        for salt, size in enumerate(sizes):
+            received = communicator.recv(torch.zeros(size, device=communicator.device), 0)
+            assert same_bits(received, sample(0, (size,), torch.float32, salt))
+
+
+def test_a_sent_tensor_may_be_overwritten_at_once(communicator: Communicator) -> None:
+    peers = [rank for rank in range(communicator.size) if rank != 0]
+    tensor = torch.zeros(100_000, device=communicator.device)
+    for value in range(5):
+        if communicator.rank == 0:
+            for peer in peers:
+                tensor.fill_(value)
+                communicator.send(tensor, peer)
+                tensor.fill_(-1)
+        else:
+            assert communicator.recv(tensor, 0).eq(value).all()
+
+
+def test_wrong_peers_dtypes_and_devices_are_refused(communicator: Communicator) -> None:
+    note = torch.ones(1, device=communicator.device)
+    for peer in (communicator.rank, -1, communicator.size):
+        with pytest.raises(CommunicatorError):
+            communicator.send(note, peer)
+        with pytest.raises(CommunicatorError):
+            communicator.recv(note, peer)
+    with pytest.raises(CommunicatorError):
+        communicator.broadcast(note, communicator.size)
+    for wrong in (note.to(torch.float64), torch.ones(1, device="meta")):
+        for operation in (communicator.all_reduce, communicator.all_gather):
+            with pytest.raises(CommunicatorError):
+                operation(wrong)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_message_of_another_size_than_the_plan_says_is_an_error(world: MPI.Intracomm) -> None:
+    communicator = MpiCommunicator(world.Dup(), "target")
+    if world.rank == 1:
+        communicator.send(torch.ones(3), 0)
+    elif world.rank == 0:
+        with pytest.raises(CommunicatorError, match="rank 1 sent 12 bytes where 16 were due"):
+            communicator.recv(torch.zeros(4), 1)
+    communicator.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_two_communicators_over_the_same_ranks_never_mix(world: MPI.Intracomm) -> None:
+    first = open_communicator(torch.device("cpu"), world, "first")
+    second = open_communicator(torch.device("cpu"), world, "second")
+    if world.rank == 0:
+        first.send(torch.tensor([1]), 1)
+        second.send(torch.tensor([2]), 1)
+    elif world.rank == 1:
+        assert second.recv(torch.tensor([0]), 0).item() == 2
+        assert first.recv(torch.tensor([0]), 0).item() == 1
+    assert first.all_reduce(torch.tensor([1])).item() == world.size
+    first.close()
+    assert second.all_reduce(torch.tensor([2])).item() == 2 * world.size
+    second.close()
+
+
+def test_the_transport_is_chosen_by_device_and_size(world: MPI.Intracomm) -> None:
+    opened = open_communicator(torch.device("cpu"), world, "group")
+    assert isinstance(opened, SoloCommunicator if world.size == 1 else MpiCommunicator)
+    assert isinstance(opened, Communicator)
+    assert (opened.rank, opened.size, opened.name) == (world.rank, world.size, "group")
+    opened.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_waits_for_a_message_sleeps(world: MPI.Intracomm) -> None:
+    communicator = open_communicator(torch.device("cpu"), world, "group")
+    if world.rank == 0:
+        time.sleep(1.0)  # the work that the others wait for
+        for peer in range(1, world.size):
+            communicator.send(torch.ones(1), peer)
+    else:
+        wall, processor = time.perf_counter(), time.process_time()
+        communicator.recv(torch.zeros(1), 0)
+        wall, processor = time.perf_counter() - wall, time.process_time() - processor
+        assert wall > 0.5
+        assert processor / wall < 0.3
+    communicator.close()

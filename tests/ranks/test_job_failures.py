@@ -1,0 +1,114 @@
+"""Jobs that end badly: an exception or a kill on any rank, a user's program that goes wrong, a world of another size.
+
+Each starts a real job of four ranks, a draft and two target ranks beside the orchestrator, written against the Python
+API (`programs/job_case.py`). The bounds on time only tell an end from a hang; they are no measurement.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from pipelines import noisy_copy
+
+PROGRAM = "tests/ranks/programs/job_case.py"
+ROOT = Path(__file__).resolve().parents[2]
+SOON = 15.0
+
+RunRanks = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of the program: a pair with a long context."""
+    folder = tmp_path_factory.mktemp("models")
+    target = make_checkpoint(folder / "target", num_hidden_layers=2, max_position_embeddings=65536)
+    draft = noisy_copy(folder / "draft", target, 0.05)
+    return {"JOB_TARGET": str(target), "JOB_DRAFT": str(draft), "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
+
+
+def own_lines(stderr: str) -> list[str]:
+    """What trtrun said itself. mpirun ends its own message with a NUL byte, which may come to stand before a line."""
+    return [line.strip("\0") for line in stderr.splitlines() if "trtrun: " in line]
+
+
+def is_alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def seconds_since_failure(stdout: str, ended: float) -> float:
+    failed = re.search(r"failing at ([\d.]+)", stdout)
+    assert failed is not None, stdout
+    return ended - float(failed[1])
+
+
+@pytest.mark.parametrize(
+    ("fails", "name", "plans_ahead"),
+    [
+        ("draft", "draft rank 1 (cpu:0)", 0),
+        ("target leader", "target rank 2 (cpu:1)", 1),
+        ("target follower", "target rank 3 (cpu:2)", 0),
+    ],
+)
+def test_an_exception_on_an_engine_rank_ends_the_job_with_one_line(
+    run_ranks: RunRanks, models: dict[str, str], fails: str, name: str, plans_ahead: int
+) -> None:
+    environment = {**models, "JOB_FAILS": fails, "JOB_PLANS_AHEAD": str(plans_ahead)}
+    done = run_ranks(4, PROGRAM, env=environment, timeout=60)
+    assert done.returncode != 0
+    assert own_lines(done.stderr) == [f"trtrun: {name} failed: ValueError: request 7: the device is on fire"]
+    assert seconds_since_failure(done.stdout, done.ended) < SOON
+
+
+@pytest.mark.parametrize(("fails", "style"), [("orchestrator", "with"), ("orchestrator", "bare"), ("program", "bare")])
+def test_an_exception_at_the_orchestrator_reaches_the_program_and_ends_the_job(
+    run_ranks: RunRanks, models: dict[str, str], fails: str, style: str
+) -> None:
+    """Whether or not the program closes the LLM on its way out; the exception is its own to see, once."""
+    environment = {**models, "JOB_FAILS": fails, "JOB_STYLE": style, "JOB_PLANS_AHEAD": "1"}
+    done = run_ranks(4, PROGRAM, env=environment, timeout=60)
+    assert done.returncode != 0
+    assert done.stderr.splitlines().count("the device is on fire") == 1, done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert seconds_since_failure(done.stdout, done.ended) < SOON
+
+
+def test_a_program_that_never_closes_its_llm_ends_all_the_same(run_ranks: RunRanks, models: dict[str, str]) -> None:
+    done = run_ranks(4, PROGRAM, env={**models, "JOB_FAILS": "nothing", "JOB_STYLE": "forgotten"}, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_killing_any_rank_ends_the_job(run_ranks: RunRanks, models: dict[str, str], rank: int) -> None:
+    done = run_ranks(4, PROGRAM, env={**models, "JOB_FAILS": f"kill {rank}"}, timeout=60)
+    assert done.returncode != 0
+    assert seconds_since_failure(done.stdout, done.ended) < SOON
+    line = next(line for line in done.stdout.splitlines() if line.startswith("pids"))
+    processes = [int(word) for word in line.split()[1:]]
+    assert len(processes) == 4
+    deadline = time.monotonic() + SOON
+    while left := [process for process in processes if is_alive(process)]:
+        assert time.monotonic() < deadline, f"{left} outlived their job"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_world_of_another_size_ends_at_once_and_says_the_counts(
+    run_ranks: RunRanks, models: dict[str, str], size: int
+) -> None:
+    done = run_ranks(size, PROGRAM, env={**models, "JOB_FAILS": "nothing"}, timeout=60)
+    assert done.returncode != 0
+    assert "TopologyError" in done.stderr
+    assert "need 4 ranks (orchestrator rank 0 (host), draft rank 1 (cpu:0), target rank 2 (cpu:1), target rank 3" in (
+        done.stderr
+    )
+    assert f"but {size} were started" in done.stderr

@@ -1,0 +1,234 @@
+"""Whole jobs over real ranks: every placement gives what transformers and a single process give, and idles quietly.
+
+Each test opens an LLM on all ranks of the running job, as a user's program would: rank 0 goes on with it, the others
+serve inside the constructor until it is closed. test_job_failures.py has the jobs that end badly.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from checkpoints import make_checkpoint
+from mpi4py import MPI
+from pipelines import Reference, configuration, noisy_copy, prompt_of, tokens_of, useless_draft
+
+import trtrun.llm
+from parallel.errors import TopologyError
+from trtrun import LLM, SamplingParams
+from trtrun.config import RuntimeConfig
+from trtrun.roles import job
+
+pytestmark = pytest.mark.mpi
+
+T = TypeVar("T")
+Devices = tuple[tuple[str, ...], tuple[str, ...]]
+SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
+
+
+def place(draft: str, target: str) -> Devices:
+    """`place("a", "bc")`: the draft on slot a, the target on slots b and c."""
+    draft_slots, target_slots = (tuple(f"cpu:{'abcd'.index(name)}" for name in names) for names in (draft, target))
+    return draft_slots, target_slots
+
+
+BY_WORLD_SIZE: dict[int, dict[str, Devices]] = {
+    1: {"one slot": place("a", "a"), "one slot, no draft": place("", "a")},
+    3: {"1+1": place("a", "b"), "a+ab": place("a", "ab"), "ab+ba": place("ab", "ba"), "no draft, 2": place("", "ab")},
+    4: {"1+2": place("a", "bc"), "2+1": place("ab", "c"), "ab+bc": place("ab", "bc")},
+    5: {"2+2": place("ab", "cd")},
+}
+HERE = BY_WORLD_SIZE.get(SIZE, {})
+LENGTHS = (1, 9, 70, 24, 3, 41)
+COUNT = 24
+
+
+def sampling() -> list[SamplingParams]:
+    """Greedy and sampled rows by turns."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.9, "top_p": 0.9},
+        {"repetition_penalty": 1.2, "logprobs": 2},
+        {"temperature": 1.2, "top_k": 20, "presence_penalty": 0.5},
+        {"stop_token_ids": (7, 8, 9)},
+        {"temperature": 0.8, "min_p": 0.05, "frequency_penalty": 0.3, "n": 2},
+    ]
+    return [SamplingParams(max_tokens=COUNT, seed=index, **kind) for index, kind in enumerate(kinds)]
+
+
+def prompts() -> list[list[int]]:
+    return [prompt_of(length, seed=length) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same `target`, `noisy` and `useless` for all ranks; the last has one KV head, which ranks must share."""
+    folder = None
+    if MPI.COMM_WORLD.rank == 0:
+        folder = tmp_path_factory.mktemp("jobs")
+        target = make_checkpoint(folder / "target", seed=1, num_hidden_layers=2, num_shards=1)
+        noisy_copy(folder / "noisy", target, 0.05)
+        useless_draft(folder / "useless")
+    path: Path = MPI.COMM_WORLD.bcast(folder)
+    return path
+
+
+@pytest.fixture(scope="module")
+def greedy(folder: Path) -> list[tuple[int, ...]]:
+    """transformers' greedy texts, at rank 0."""
+    if MPI.COMM_WORLD.rank != 0:
+        return []
+    reference = Reference(folder / "target")
+    return [reference.greedy(prompt, COUNT) for prompt in prompts()]
+
+
+def alone(config: RuntimeConfig, use: Callable[[LLM], T]) -> T:
+    """What `use` gives when this process is the whole job, whatever world it runs in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            trtrun.llm, "open_job", lambda config, progress: job._open_solo(config, job.topology_of(config), None)
+        )
+        with LLM(config=config) as llm:
+            return use(llm)
+
+
+def run_job(config: RuntimeConfig, use: Callable[[LLM], T]) -> T | None:
+    """Run `use` at rank 0 of a job over all ranks; returns what it returns there, None elsewhere."""
+    if MPI.COMM_WORLD.rank == 0:
+        with LLM(config=config) as llm:
+            result = use(llm)
+            llm.check_idle()
+            return result
+    with pytest.raises(SystemExit) as ended:
+        LLM(config=config)
+    assert ended.value.code == 0
+    return None
+
+
+def job_configuration(folder: Path, devices: Devices, draft: str = "noisy", **sections: Any) -> RuntimeConfig:
+    sections = {
+        "scheduler": {"max_batch_size": 4, "max_num_tokens": 48, "plans_ahead": 1},
+        "kv_cache": {"max_tokens": 1024, "block_size": 8},
+        "speculation": {"draft_len": 3},
+    } | sections
+    return configuration(folder / "target", folder / draft if devices[0] else None, devices=devices, **sections)
+
+
+@pytest.mark.parametrize("plans_ahead", [0, 1])
+@pytest.mark.parametrize("name", list(HERE))
+def test_every_placement_writes_what_transformers_and_one_process_write(
+    folder: Path, greedy: list[tuple[int, ...]], name: str, plans_ahead: int
+) -> None:
+    devices = HERE[name]
+    scheduler = {"max_batch_size": 4, "max_num_tokens": 48, "plans_ahead": plans_ahead}
+
+    def use(llm: LLM) -> list[Any]:
+        texts = tokens_of(llm.generate(prompts(), SamplingParams(max_tokens=COUNT)))
+        outputs = llm.generate(prompts(), sampling())
+        logprobs = [entry.logprob for entry in outputs[2].completions[0].logprobs or []]
+        llm.set_speculation(False)
+        plain = tokens_of(llm.generate(prompts(), sampling()))
+        return [texts, tokens_of(outputs), logprobs, plain, llm.statistics(), llm.report]
+
+    found = run_job(job_configuration(folder, devices, scheduler=scheduler), use)
+    if found is None:
+        return
+    texts, sampled, logprobs, plain, statistics, report = found
+    assert [tokens for (tokens,) in texts] == greedy
+    one_slot = alone(job_configuration(folder, (devices[0] and ("cpu:0",), ("cpu:0",))), use)
+    assert sampled == plain == one_slot[1]
+    assert len(logprobs) == len(sampled[2][0])
+    assert logprobs == pytest.approx(one_slot[2], abs=1e-4)
+    assert statistics["num_rounds"] > 0
+    assert (statistics["num_accepted_draft_tokens"] > 20) == bool(devices[0])
+    workers = [rank for rank in report.ranks if rank.shard_bytes]
+    assert len(workers) == max(1, SIZE - 1)
+    assert all(rank.bytes_read == rank.shard_bytes for rank in workers if len(devices[1]) == 1 == len(devices[0]))
+
+
+@pytest.mark.parametrize("name", [name for name in HERE if HERE[name][0]])
+@pytest.mark.parametrize("draft", ["noisy", "useless"])
+def test_draft_probabilities_cross_ranks_and_give_what_one_process_gives(
+    folder: Path, greedy: list[tuple[int, ...]], name: str, draft: str
+) -> None:
+    """The useless draft has one KV head, which both ranks of its group hold; rows are preempted on the way."""
+    sections: dict[str, Any] = {
+        "speculation": {"draft_len": 3, "use_logits": True},
+        "kv_cache": {"max_tokens": 104, "block_size": 8},
+    }
+
+    def use(llm: LLM) -> list[Any]:
+        texts = tokens_of(llm.generate(prompts(), SamplingParams(max_tokens=COUNT)))
+        outputs = llm.generate(prompts(), sampling())
+        preempted = sum(output.completions[0].statistics.num_preemptions for output in outputs)
+        return [texts, tokens_of(outputs), preempted]
+
+    found = run_job(job_configuration(folder, HERE[name], draft, **sections), use)
+    if found is None:
+        return
+    assert [tokens for (tokens,) in found[0]] == greedy
+    one_slot = alone(job_configuration(folder, (("cpu:0",), ("cpu:0",)), draft, **sections), use)
+    assert found == one_slot
+    assert found[2] > 0
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("name", list(HERE)[:1])
+def test_a_waiting_job_is_quiet(folder: Path, name: str) -> None:
+    """Ranks that wait for the next call use little of their cores: well under a third of the time."""
+    world = MPI.COMM_WORLD
+    processes = world.allgather(os.getpid())
+
+    def cpu_seconds(process: int) -> float:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def use(llm: LLM) -> list[float]:
+        llm.generate(prompts()[:2], SamplingParams(max_tokens=8))
+        before, started = [cpu_seconds(process) for process in processes], time.monotonic()
+        time.sleep(1.5)  # the span that is measured, no synchronisation
+        span = time.monotonic() - started
+        return [(cpu_seconds(process) - start) / span for process, start in zip(processes, before, strict=True)]
+
+    shares = run_job(job_configuration(folder, HERE[name]), use)
+    if shares is not None:
+        print(f"shares of a core while idle: {[round(share, 3) for share in shares]}")
+        assert max(shares[1:]) < 0.3, shares
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_world_of_another_size_is_refused_with_both_counts(folder: Path) -> None:
+    """On every rank, before anything is loaded, so that none is left waiting."""
+    for size, devices in ((3, place("a", "b")), (4, place("a", "bc")), (5, place("ab", "cd")), (1, place("a", "a"))):
+        if size == SIZE:
+            continue
+        with pytest.raises(TopologyError) as caught:
+            LLM(config=job_configuration(folder, devices))
+        message = str(caught.value)
+        assert f"{size} rank" in message and f"{SIZE} were started" in message
+        assert "\n" not in message
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_model_that_cannot_be_loaded_is_said_once_and_lets_all_ranks_go(folder: Path, tmp_path: Path) -> None:
+    """Only the draft's weights are missing: the draft's ranks alone see it, and all ends well everywhere."""
+    if not any(devices[0] for devices in HERE.values()):
+        return
+    name = next(name for name in HERE if HERE[name][0])
+    path = MPI.COMM_WORLD.bcast(tmp_path)
+    if MPI.COMM_WORLD.rank == 0:
+        noisy_copy(path / "draft", folder / "target", 0.01)
+        (path / "draft" / "model.safetensors").write_bytes(b"broken")
+    MPI.COMM_WORLD.Barrier()
+    config = configuration(folder / "target", path / "draft", devices=HERE[name])
+    if MPI.COMM_WORLD.rank == 0:
+        with pytest.raises(Exception, match=r"draft.*model\.safetensors") as caught:
+            LLM(config=config)
+        assert "\n" not in str(caught.value)
+    else:
+        with pytest.raises(SystemExit):
+            LLM(config=config)

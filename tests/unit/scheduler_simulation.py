@@ -1,0 +1,286 @@
+"""Two fake engines with real block stores, and a driver that runs them under the real scheduler.
+
+A slot of a store holds what a key/value vector stands for: its position and a checksum of the whole token chain up to
+it, computed from the slot before it. The target's next token is a function of the slot that was just written, so a
+wrong table, a stale block or a hole changes the output; and every read of a context is compared with the chain the
+engine expects. Engines know rows from plans and verdicts only, as real ranks do.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import deque
+from dataclasses import dataclass, field
+
+from trtrun.core import FinishReason, Request, RoundPlan, SamplingParams
+from trtrun.scheduling.scheduler import RowResult, RunningRequest, Scheduler, SchedulerLimits
+
+VOCABULARY = 7
+
+
+def chain(tokens: list[int], parent: int = 0) -> list[int]:
+    """The checksum of each prefix of `tokens`."""
+    values = []
+    for token in tokens:
+        parent = zlib.crc32(bytes([token]), parent)
+        values.append(parent)
+    return values
+
+
+def target_token(checksum: int) -> int:
+    """What the target says after the chain with this checksum."""
+    return zlib.crc32(checksum.to_bytes(4, "little")) % VOCABULARY
+
+
+def make_request(request_id: int, prompt: list[int], max_tokens: int = 8, stop_ids: tuple[int, ...] = ()) -> Request:
+    return Request(request_id, tuple(prompt), SamplingParams(max_tokens=max_tokens, seed=1), stop_ids)
+
+
+def reference(request: Request, limits: SchedulerLimits) -> tuple[list[int], FinishReason]:
+    """Sequential decoding by the target alone, one token at a time, without blocks."""
+    tokens, output = list(request.prompt_token_ids), []
+    while True:
+        output.append(target_token(chain(tokens)[-1]))
+        tokens.append(output[-1])
+        if output[-1] in request.stop_ids:
+            return output, FinishReason.STOP
+        if len(output) >= request.sampling.max_tokens or len(tokens) >= limits.max_length:
+            return output, FinishReason.LENGTH
+
+
+def accept_token(running: RunningRequest, token: int) -> FinishReason | None:
+    assert running.output_token_ids[-1] == token
+    return FinishReason.STOP if token in running.request.stop_ids else None
+
+
+@dataclass
+class EngineRow:
+    tokens: list[int]
+    drafted: bool
+    num_computed: int
+    table: dict[int, int] = field(default_factory=dict)
+
+
+class Engine:
+    """One engine: a store of slots and the rows it was told of."""
+
+    def __init__(self, limits: SchedulerLimits, context: int, name: str) -> None:
+        self.block_size = limits.block_size
+        self.context = context
+        self.name = name
+        self.store: list[tuple[int, int] | None] = [None] * (limits.num_blocks * limits.block_size)
+        self.rows: dict[int, EngineRow] = {}
+
+    def apply(self, plan: RoundPlan) -> None:
+        """Dropped rows, admissions, block updates: in this order."""
+        for row in plan.dropped_rows:
+            del self.rows[row]
+        for admission in plan.admissions:
+            assert admission.row not in self.rows, "an admission into a row that was not dropped"
+            tokens = admission.tokens.tolist()
+            self.rows[admission.row] = EngineRow(tokens, admission.drafted, admission.num_cached_tokens)
+        for row, index, block in plan.block_updates.tolist():
+            table = self.rows[row].table
+            assert block != 0 and index == len(table), "tables grow at their end and never hold the null block"
+            table[index] = block
+
+    def forward(self, row: int, start: int, tokens: list[int], frozen: frozenset[int]) -> list[int]:
+        """Compute `tokens` at positions from `start`, reading all positions before; return the checksums."""
+        state = self.rows[row]
+        others = {block for number, other in self.rows.items() if number != row for block in other.table.values()}
+        known = chain(state.tokens[:start])
+        for position in range(start):
+            found = self.store[self._slot(state, position)]
+            assert found == (position, known[position]), f"{self.name} reads {found} at {position} of row {row}"
+        checksums = chain(tokens, known[-1] if known else 0)
+        for position, checksum in enumerate(checksums, start):
+            block = state.table[position // self.block_size]
+            assert position < self.context, f"{self.name} writes position {position} of {self.context}"
+            assert block not in frozen, f"{self.name} writes to the shared block {block}"
+            assert block not in others, f"{self.name} writes to block {block} of another row"
+            self.store[self._slot(state, position)] = (position, checksum)
+        return checksums
+
+    def content(self, block: int) -> list[tuple[int, int] | None]:
+        return self.store[block * self.block_size : (block + 1) * self.block_size]
+
+    def _slot(self, state: EngineRow, position: int) -> int:
+        return state.table[position // self.block_size] * self.block_size + position % self.block_size
+
+
+class Job:
+    """Scheduler, both engines, and every check that holds at any time.
+
+    Args:
+        limits: of the scheduler.
+        seed: of drafts and of the order of events.
+        acceptance: how likely a draft token is the target's.
+    """
+
+    def __init__(self, limits: SchedulerLimits, seed: int = 0, acceptance: float = 0.7) -> None:
+        self.limits = limits
+        self.random = random.Random(seed)
+        self.acceptance = acceptance
+        self.scheduler = Scheduler(limits)
+        self.target = Engine(limits, limits.max_seq_len, "target")
+        self.draft = Engine(limits, limits.draft_max_seq_len or 0, "draft")
+        self.plans: deque[tuple[RoundPlan, frozenset[int]]] = deque()
+        self.results: deque[tuple[list[int], list[list[int]]]] = deque()
+        self.requests: dict[int, RunningRequest] = {}
+        self.streamed: dict[int, list[int]] = {}
+        self.first_admissions: list[int] = []
+        self.verified: set[int] = set()
+        self.num_rounds = 0
+
+    def add(self, request: Request) -> RunningRequest:
+        running = self.scheduler.add(request)
+        self.requests[request.request_id] = running
+        self.streamed[request.request_id] = []
+        self.verified.update(chain(list(request.prompt_token_ids) + reference(request, self.limits)[0]))
+        return running
+
+    def schedule(self) -> RoundPlan | None:
+        plan = self.scheduler.schedule()
+        if plan is None:
+            assert self.plans or not self.scheduler.has_work, "live-lock: work, nothing outstanding, and no plan"
+            return None
+        self.num_rounds += 1
+        self.plans.append((plan, self.scheduler._batch.cache.blocks))
+        decode, prefill = plan.decode_rows.tolist(), [chunk.row for chunk in plan.prefill]
+        assert len(set(decode + prefill)) == len(decode + prefill) > 0, "a row is in decode_rows or in prefill, once"
+        spent = sum(max(0, length) + 1 for length in plan.draft_lens.tolist()) + sum(c.length for c in plan.prefill)
+        assert spent <= self.limits.max_num_tokens
+        assert all(chunk.length > 0 for chunk in plan.prefill)
+        for admission in plan.admissions:
+            if admission.request_id not in self.first_admissions:
+                self.first_admissions.append(admission.request_id)
+            assert admission.num_cached_tokens < len(admission.tokens)
+            assert admission.num_prompt_tokens == len(self.requests[admission.request_id].request.prompt_token_ids)
+        assert self.first_admissions == sorted(self.first_admissions), "first come first served"
+        return plan
+
+    def execute(self) -> None:
+        """Run the oldest plan that was not run yet on both engines, the draft first."""
+        plan, frozen = self.plans[len(self.results)]
+        self.draft.apply(plan)
+        self.target.apply(plan)
+        proposals = [self._propose(r, k, frozen) for r, k in zip(plan.decode_rows, plan.draft_lens, strict=True)]
+        gained = [self._verify(r, p, frozen) for r, p in zip(plan.decode_rows, proposals, strict=True)]
+        for chunk in plan.prefill:
+            token = self._prefill(chunk.row, chunk.start, chunk.length, chunk.drafted, frozen)
+            assert chunk.is_last == (chunk.start + chunk.length == len(self.target.rows[chunk.row].tokens))
+            if chunk.is_last:
+                gained.append([token])
+        for row, tokens in zip(plan.sampled_rows, gained, strict=True):
+            self.target.rows[row].tokens.extend(tokens)
+            self.draft.rows[row].tokens.extend(tokens)
+            assert len(self.target.rows[row].tokens) <= plan.max_context
+        padding = [[*tokens, -1, -1] for tokens in gained]
+        self.results.append(([len(tokens) for tokens in gained], padding))
+
+    def commit(self) -> list[RowResult]:
+        plan, _ = self.plans.popleft()
+        num_tokens, tokens = self.results.popleft()
+        results = self.scheduler.commit(plan, num_tokens, tokens, accept_token)
+        for result in results:
+            self.streamed[result.running.request.request_id].extend(result.new_token_ids)
+            assert result.finished == (result.running.finish_reason is not None)
+        self.check_shared_blocks()
+        return results
+
+    def step(self) -> RoundPlan | None:
+        """One round with nothing outstanding."""
+        plan = self.schedule()
+        if plan is not None:
+            self.execute()
+            self.commit()
+        return plan
+
+    def run(self, requests: list[Request], cancel: float = 0.0) -> None:
+        """Arrivals, cancels, plans, rounds and commits in random order until nothing is left; then check all."""
+        arriving = deque(requests)
+        while arriving or self.scheduler.has_work or self.plans:
+            assert self.num_rounds < 3000, "live-lock"
+            choices = []
+            if arriving:
+                choices.append("add")
+            if len(self.plans) <= self.limits.plans_ahead and self.scheduler.has_work:
+                choices += ["schedule"] * 3
+            if len(self.results) < len(self.plans):
+                choices += ["execute"] * 2
+            if self.results:
+                choices += ["commit"] * 2
+            choice = self.random.choice(choices)
+            if choice == "add":
+                self.add(arriving.popleft())
+            elif choice == "schedule":
+                self.schedule()
+            elif choice == "execute":
+                self.execute()
+            else:
+                self.commit()
+            if self.requests and self.random.random() < cancel:
+                self.scheduler.cancel(self.random.choice(list(self.requests)))
+        self.check_outputs()
+
+    def check_outputs(self) -> None:
+        """Every output equals the sequential reference, or starts it when cancelled; and idle means whole."""
+        for running in self.requests.values():
+            output, reason = reference(running.request, self.limits)
+            assert self.streamed[running.request.request_id] == running.output_token_ids
+            if running.finish_reason is FinishReason.CANCELLED:
+                assert running.output_token_ids == output[: len(running.output_token_ids)]
+            else:
+                assert (running.output_token_ids, running.finish_reason) == (output, reason)
+        assert self.scheduler.idle_is_whole()
+
+    def check_shared_blocks(self) -> None:
+        """Every block on offer is written whole by both engines with one verified chain."""
+        for block in self.scheduler._batch.cache.blocks:
+            content = self.target.content(block)
+            for slot in content:
+                assert slot is not None and slot[1] in self.verified, f"block {block} holds an unverified token"
+            positions = [slot[0] for slot in content if slot is not None]
+            assert positions[0] % self.limits.block_size == 0
+            assert positions == list(range(positions[0], positions[0] + self.limits.block_size))
+            if self.scheduler._speculating:
+                assert self.draft.content(block) == content, f"the draft has not written block {block} whole"
+
+    def _propose(self, row: int, draft_len: int, frozen: frozenset[int]) -> list[int]:
+        state = self.draft.rows[row]
+        if draft_len < 0:
+            state.drafted = False
+            return []
+        assert state.drafted, "the draft engine was told to leave this row alone"
+        start = max(0, len(state.tokens) - 2)
+        # Catch up the last two committed tokens: the one before the last may be the bonus hole.
+        checksum = self.draft.forward(row, start, state.tokens[start:], frozen)[-1]
+        committed, proposed = list(state.tokens), []
+        for index in range(draft_len):
+            right = self.random.random() < self.acceptance
+            proposed.append(target_token(checksum) if right else self.random.randrange(VOCABULARY))
+            state.tokens = committed + proposed
+            if index + 1 < draft_len:
+                checksum = self.draft.forward(row, len(state.tokens) - 1, proposed[-1:], frozen)[0]
+        state.tokens = committed
+        return proposed
+
+    def _verify(self, row: int, proposed: list[int], frozen: frozenset[int]) -> list[int]:
+        state = self.target.rows[row]
+        start = len(state.tokens) - 1
+        answers = [target_token(c) for c in self.target.forward(row, start, [state.tokens[-1], *proposed], frozen)]
+        accepted = 0
+        while accepted < len(proposed) and proposed[accepted] == answers[accepted]:
+            accepted += 1
+        return answers[: accepted + 1]
+
+    def _prefill(self, row: int, start: int, length: int, drafted: bool, frozen: frozenset[int]) -> int:
+        checksum = 0
+        for engine in (self.draft, self.target) if drafted else (self.target,):
+            state = engine.rows[row]
+            assert start == state.num_computed and state.drafted == drafted
+            checksum = engine.forward(row, start, state.tokens[start : start + length], frozen)[-1]
+        for engine in (self.draft, self.target):
+            engine.rows[row].num_computed += length
+        return target_token(checksum)

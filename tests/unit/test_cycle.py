@@ -1,0 +1,165 @@
+"""The whole cycle in one process, without a model: draft_round, transfer, verify_round, commit_round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fakes import FakeEngine, FakeLink, Rule
+from trtrun.core import FinishReason, Request, RoundPlan, SamplingParams
+from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.scheduling.scheduler import Scheduler
+from trtrun.speculation.cycle import commit_round, draft_round, probability_rows, transfer, verify_round
+from trtrun.speculation.drafters.draft_model import DraftModelDrafter
+from trtrun.wire import RoundReport, RoundTimes
+
+VOCAB = 31
+
+
+def target_rule(context: Sequence[int]) -> int:
+    return (3 * context[-1] + 5 * len(context) + sum(context[-4:])) % VOCAB
+
+
+def wrong_every(number: int) -> Rule:
+    """A draft that is wrong at every `number`-th position."""
+    return lambda context: (target_rule(context) + (len(context) % number == 0)) % VOCAB
+
+
+def never_right(context: Sequence[int]) -> int:
+    return (target_rule(context) + 1) % VOCAB
+
+
+def continue_alone(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(target_rule(tokens))
+    return tokens[len(prompt) :]
+
+
+class Cycle:
+    """Scheduler, two fake engines and a link: `run` takes rounds until all requests are done."""
+
+    def __init__(self, draft_rule: Rule, draft_len: int, use_logits: bool = False, plans_ahead: int = 0) -> None:
+        self.draft, self.target, self.link = FakeEngine(draft_rule, VOCAB), FakeEngine(target_rule, VOCAB), FakeLink()
+        self.drafter = DraftModelDrafter(self.draft, VOCAB, use_logits)
+        self.use_logits, self.plans_ahead = use_logits, plans_ahead
+        self.scheduler = Scheduler(
+            SchedulerLimits(4, 64, 200, 200, draft_len, 16, 64, enable_block_reuse=False, plans_ahead=plans_ahead)
+        )
+        self.outputs: dict[int, list[int]] = {}
+        self.rounds = 0
+
+    def add(self, request_id: int, prompt: Sequence[int], **sampling: Any) -> None:
+        self.outputs[request_id] = []
+        self.scheduler.add(Request(request_id, tuple(prompt), SamplingParams(seed=request_id, **sampling)))
+
+    def _accept(self, running: Any, token: int) -> FinishReason | None:
+        self.outputs[running.request.request_id].append(token)
+        return None
+
+    def round(self, plan: RoundPlan) -> None:
+        self.target.begin_round(plan)
+        draft = draft_round(self.drafter, plan)
+        count = len(probability_rows(plan, self.target.rows.sampling, self.use_logits))
+        received = transfer(self.link, plan, draft, receives=True, num_probability_rows=count, vocab=VOCAB)
+        verdict = verify_round(self.target, self.link, plan, received, leads=True, use_logits=self.use_logits)
+        num_tokens, tokens = [], []
+        if verdict is not None:
+            self.drafter.advance(plan, *self.link.receive_verdict(len(plan.sampled_rows), plan.draft_len + 1))
+            num_tokens = verdict.num_tokens.tolist()
+            tokens = [row[:count] for row, count in zip(verdict.tokens.tolist(), num_tokens, strict=True)]
+        report = RoundReport(plan.round_index, RoundTimes(), True, num_tokens, tokens, [])
+        commit_round(self.scheduler, plan, report, self._accept)
+        self.rounds += 1
+
+    def run(self) -> None:
+        waiting: list[RoundPlan] = []
+        while self.scheduler.has_work:
+            while len(waiting) <= self.plans_ahead and (plan := self.scheduler.schedule()) is not None:
+                waiting.append(plan)
+            self.round(waiting.pop(0))
+        for plan in waiting:  # made before the last request ended; its result belongs to nobody
+            self.round(plan)
+
+
+@pytest.mark.parametrize("plans_ahead", [0, 1])
+@pytest.mark.parametrize("draft_len", range(1, 9))
+@pytest.mark.parametrize("draft_rule", [target_rule, never_right, wrong_every(2), wrong_every(5)])
+def test_greedy_output_is_the_targets_own(draft_rule: Rule, draft_len: int, plans_ahead: int) -> None:
+    cycle = Cycle(draft_rule, draft_len, plans_ahead=plans_ahead)
+    prompts = {1: [4], 2: [7, 8, 9], 3: list(range(25)), 4: [1, 1], 5: [2] * 40, 6: [30]}
+    for request_id, prompt in prompts.items():
+        cycle.add(request_id, prompt, max_tokens=10 + request_id)
+    cycle.run()
+    assert cycle.outputs == {number: continue_alone(prompt, 10 + number) for number, prompt in prompts.items()}
+    cycle.scheduler.idle_is_whole()
+
+
+def test_a_perfect_draft_yields_draft_len_plus_one_tokens_a_round() -> None:
+    cycle = Cycle(target_rule, draft_len=4)
+    cycle.add(1, [3, 4], max_tokens=51)
+    cycle.run()
+    assert cycle.rounds == 1 + 10  # prefill with the first token, then 5 tokens a round
+    # 1 prefill; each round one catch-up, which fills the bonus hole, and 3 more steps
+    assert cycle.draft.forwards == 1 + 10 * 4
+    assert cycle.target.forwards == 11
+
+
+def test_a_useless_draft_costs_rounds_and_nothing_else() -> None:
+    cycle = Cycle(never_right, draft_len=4)
+    cycle.add(1, [3, 4], max_tokens=20)
+    cycle.run()
+    assert cycle.outputs[1] == continue_alone([3, 4], 20)
+    assert cycle.rounds == 20
+
+
+def test_probabilities_travel_for_sampled_rows_only() -> None:
+    cycle = Cycle(wrong_every(3), draft_len=3, use_logits=True)
+    cycle.add(1, [3, 4], max_tokens=20)
+    cycle.add(2, [3, 4], max_tokens=20, temperature=1e-3)  # so cold that the rule's token is certain
+    cycle.run()
+    assert cycle.outputs == {1: continue_alone([3, 4], 20), 2: continue_alone([3, 4], 20)}
+    rows, lens = np.array([0, 1], np.int32), np.array([3, 3], np.int32)
+    plan = RoundPlan(0, (), (), np.zeros((0, 3), np.int32), (), rows, lens, 9)
+    greedy_and_sampled = {True: [1], False: []}
+    for use_logits, expected in greedy_and_sampled.items():
+        assert probability_rows(plan, _Greedy({0}), use_logits) == expected
+
+
+class _Greedy:
+    def __init__(self, greedy: set[int]) -> None:
+        self._greedy = greedy
+
+    def is_greedy(self, row: int) -> bool:
+        return row in self._greedy
+
+
+def test_a_report_of_another_round_is_a_defect_that_is_seen() -> None:
+    cycle = Cycle(target_rule, draft_len=2)
+    cycle.add(1, [3], max_tokens=4)
+    plan = cycle.scheduler.schedule()
+    assert plan is not None
+    with pytest.raises(RuntimeError, match="round 99"):
+        commit_round(cycle.scheduler, plan, RoundReport(99, RoundTimes(), True, [1], [[2]], []), cycle._accept)
+
+
+def test_the_draft_proposes_no_id_that_only_its_padding_has() -> None:
+    wide = FakeEngine(lambda context: 40, vocab_size=48)
+    drafter = DraftModelDrafter(wide, target_vocab_size=VOCAB, use_logits=True)
+    scheduler = Scheduler(SchedulerLimits(1, 64, 100, 100, 3, 16, 16))
+    scheduler.add(Request(1, (1, 2), SamplingParams(seed=1, temperature=1.0, max_tokens=9)))
+    first, rows = scheduler.schedule(), torch.zeros(1, dtype=torch.int64)
+    assert first is not None
+    draft_round(drafter, first)
+    drafter.advance(first, rows + 1, rows.unsqueeze(1) + 5)
+    scheduler.commit(first, [1], [[5]], lambda running, token: None)
+    second = scheduler.schedule()
+    assert second is not None
+    draft = draft_round(drafter, second)
+    assert draft.draft_probs is not None and draft.draft_probs.shape == (1, 3, VOCAB)
+    assert int(draft.tokens.max()) < VOCAB
+    assert torch.allclose(draft.draft_probs.sum(-1), torch.ones(1, 3))

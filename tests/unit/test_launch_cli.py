@@ -1,0 +1,69 @@
+"""Errors become one line and an exit status; a rank that fails takes its job along."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import click
+import pytest
+
+import launch.job
+from launch.cli import guarded, leave
+from launch.mpirun import find_place
+from parallel.errors import ShardingError
+from trtrun.errors import CheckpointError
+
+
+def raising(error: BaseException) -> int:
+    def action() -> int:
+        raise error
+
+    return guarded(action)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (CheckpointError("no weights\nhere"), 2, "trtrun: no weights here\n"),
+        (ShardingError("3 ranks"), 2, "trtrun: 3 ranks\n"),
+        (click.UsageError("No such option."), 2, "trtrun: No such option; see --help\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (SystemExit(0), 0, ""),
+        (SystemExit(3), 3, ""),
+        (SystemExit("why"), 1, ""),
+    ],
+)
+def test_what_the_user_did_is_one_line(
+    capsys: pytest.CaptureFixture[str], error: BaseException, status: int, said: str
+) -> None:
+    assert raising(error) == status
+    assert capsys.readouterr().err == said
+
+
+def test_a_defect_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert raising(RuntimeError("a defect")) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "aborts"), [(0, []), (2, [2])])
+def test_a_rank_that_fails_aborts_its_job(monkeypatch: pytest.MonkeyPatch, status: int, aborts: list[int]) -> None:
+    seen: list[int] = []
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace(_set_abort_status=seen.append))
+    with pytest.raises(SystemExit) as raised:
+        leave(status)
+    assert (raised.value.code, seen) == (status, aborts)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_other_ranks_speak_only_after_rank_0_had_its_chance(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
+    monkeypatch.setattr(launch.job, "time", SimpleNamespace(sleep=waits.append))
+    assert find_place() is not None
+    launch.job.print_error("wrong")
+    assert capsys.readouterr().err == "trtrun: wrong\n"
+    assert waits == ([] if rank == 0 else [launch.job.LAST_WORD_SECONDS])

@@ -1,0 +1,123 @@
+"""The process that watches mpirun: exit statuses, signals, nothing left behind. Plain Python stands in for mpirun."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+PARENT = """
+import sys
+from launch.supervise import supervise
+import os
+sys.exit(supervise([sys.executable, "-c", sys.argv[1]], os.environ, lambda rank: f"draft rank {rank} (cpu:0)"))
+"""
+
+# A child in a process group of its own, as mpirun's ranks are, that does not heed SIGTERM.
+STUBBORN = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen(
+    [sys.executable, "-c", "import signal, time\\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\\n"
+     "print('up', flush=True)\\ntime.sleep(600)"],
+    preexec_fn=os.setpgrp, stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+"""
+
+
+def start(code: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PARENT, textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+    )
+
+
+def is_alive(process: int) -> bool:
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("status", [0, 1, 2, 17])
+def test_the_status_of_the_job_is_passed_on(status: int) -> None:
+    process = start(f"import sys; print('out'); print('err', file=sys.stderr); sys.exit({status})")
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors) == (status, "out\n", "err\n")
+
+
+def test_a_job_that_fails_in_silence_gets_a_line() -> None:
+    process = start("import sys; sys.exit(3)")
+    assert "exit code 3" in process.communicate(timeout=60)[1]
+    assert process.returncode == 3
+
+
+def test_a_killed_rank_decides_the_status() -> None:
+    box = (
+        "-" * 74
+        + "\nprterun noticed that process rank 1 with PID 5 on node vm exited on\nsignal 9 (Killed).\n"
+        + "-" * 74
+    )
+    process = start(f"import sys; print({box!r}, file=sys.stderr); sys.exit(1)")
+    errors = process.communicate(timeout=60)[1]
+    assert errors == "trtrun: draft rank 1 (cpu:0) was killed by signal 9 (SIGKILL), process 5 on vm\n"
+    assert process.returncode == 137
+
+
+def test_what_mpirun_leaves_behind_is_killed() -> None:
+    process = start(STUBBORN)  # ends at once, its child does not
+    left_behind = int(process.communicate(timeout=60)[0])
+    assert process.returncode == 0
+    assert not is_alive(left_behind)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_everything(number: signal.Signals) -> None:
+    process = start(STUBBORN + "time.sleep(600)")
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert number.name in errors
+    assert not is_alive(child)
+
+
+def test_the_job_ends_when_its_parent_is_killed() -> None:
+    process = start("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
+    assert process.stdout is not None
+    with os.fdopen(os.pidfd_open(int(process.stdout.readline()))) as child:
+        process.kill()
+        ended, _, _ = select.select([child], [], [], 60)
+        process.communicate(timeout=60)
+    assert ended
+
+
+def test_a_rank_that_does_not_call_mpi_ends_with_its_launcher() -> None:
+    rank = (
+        "import time; from launch.job import end_with_launcher; end_with_launcher(); print('up', flush=True);"
+        "time.sleep(600)"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]]);"
+         "print(p.pid, flush=True); p.wait()", rank],
+        stdout=subprocess.PIPE, text=True, cwd=Path(__file__).resolve().parents[2],
+    )  # fmt: skip
+    assert launcher.stdout is not None
+    lines = {launcher.stdout.readline().strip(), launcher.stdout.readline().strip()}
+    with os.fdopen(os.pidfd_open(int(next(line for line in lines if line != "up")))) as child:
+        launcher.kill()
+        ended, _, _ = select.select([child], [], [], 60)
+        launcher.communicate(timeout=60)
+    assert ended

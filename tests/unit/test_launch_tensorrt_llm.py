@@ -1,0 +1,87 @@
+"""The command line of examples/run.py: how it is mended and read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+
+from launch.tensorrt_llm import make_runtime_config, mend_words, parse_arguments, parse_draft_config
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (["\u2013engine_dir", "x"], ["--engine_dir", "x"]),
+        (["--a", "=", "b"], ["--a=b"]),
+        (["\u2013a", "=", "\u201c[10,[0],", "False]\u201d", "c"], ["--a=[10,[0], False]", "c"]),
+        (["--input_text=\u201cHow", "does", "it?\u201d"], ["--input_text=How does it?"]),
+        (["\u201cHello\u201d, she said"], ["\u201cHello\u201d, she said"]),
+        (["\u201cnever closed", "--a"], ["\u201cnever closed", "--a"]),
+        (["--input_text", "a \u2013 b", "\u2013 c", "="], ["--input_text", "a \u2013 b", "\u2013 c", "="]),
+    ],
+)
+def test_what_web_pages_do_is_undone_and_prompts_stay(written: list[str], read: list[str]) -> None:
+    assert mend_words(written) == read
+
+
+def test_the_draft_configuration_is_read_as_literals() -> None:
+    assert parse_draft_config("[4,[0],[1, 2],True]") == (4, [0], [1, 2], True)
+    for text in (
+        "[4,[0],[1]]",
+        "[4,[0],[],True]",
+        "[4,[0],[1],1]",
+        "[4.5,[0],[1],True]",
+        "exit()",
+        "[4,[-1],[1],True]",
+        "",
+    ):
+        with pytest.raises(click.UsageError):
+            parse_draft_config(text)
+
+
+WORDS = ["--engine_dir", "target", "--max_output_len", "8", "--input_text", "a", "b"]
+DRAFT = ["--draft_engine_dir", "draft", "--draft_target_model_config", "[10,[0,1],[1],True]"]
+
+
+@pytest.mark.parametrize(("has_gpu", "kind"), [(True, "cuda"), (False, "cpu")])
+def test_options_become_a_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, kind: str
+) -> None:
+    for name in ("target", "draft", "words"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    extra = ["--kv_cache_free_gpu_memory_fraction=0.35", "--kv_cache_enable_block_reuse", "--tokenizer_dir=words"]
+    arguments = parse_arguments([*WORDS, *DRAFT, *extra])
+    config = make_runtime_config(arguments, has_gpu)
+    assert arguments.input_text == ["a", "b"]
+    assert config.target.devices == (f"{kind}:1",)
+    assert config.draft_devices == (f"{kind}:0", f"{kind}:1")
+    assert (config.speculation.draft_len, config.speculation.use_logits) == (10, True)
+    assert (config.kv_cache.free_memory_fraction, config.kv_cache.enable_block_reuse) == (0.35, True)
+    assert config.tokenizer == tmp_path / "words"
+
+
+def test_without_a_draft_the_target_decodes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "target").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = make_runtime_config(parse_arguments(WORDS), has_gpu=False)
+    assert config.speculation.method == "none"
+    assert not config.kv_cache.enable_block_reuse
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        (["--num_beams", "2"], "beam search"),
+        (["--use_py_session"], "no Python session"),
+        (["--max_output_length", "3"], "did you mean '--max_output_len'?"),
+        (DRAFT[:2], "go together"),
+        (["--num_beams", "two"], "invalid int value"),
+    ],
+)
+def test_what_is_not_supported_is_refused(extra: list[str], said: str) -> None:
+    with pytest.raises(click.UsageError) as raised:
+        parse_arguments([*WORDS, *extra])
+    assert said in raised.value.message

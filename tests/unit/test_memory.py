@@ -1,0 +1,122 @@
+"""Memory: loading reads a rank's shard straight to where it stays; no rank ever holds the whole model.
+
+A fresh process for each measurement, because a peak never falls. The baseline is that of a process which has imported
+everything and run a tiny model, so that what is measured is the model's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import torch
+from pipelines import configuration, open_llm, prompt_of
+from trtrun import LLM, SamplingParams
+
+def peak():
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+tiny, target, draft, dtype, tokens, kv_tokens = sys.argv[1:]
+torch.set_num_threads(1)
+with open_llm(Path(tiny), Path(tiny), dtype=dtype) as llm:
+    llm.generate([prompt_of(200)], SamplingParams(max_tokens=8))
+before = peak()
+peaks = []
+config = configuration(
+    Path(target),
+    Path(draft) if draft else None,
+    dtype=dtype,
+    kv_cache={"max_tokens": int(kv_tokens)},
+    scheduler={"max_batch_size": 32, "max_num_tokens": 192},
+)
+with LLM(config=config, on_load_progress=lambda done, total: peaks.append(peak())) as llm:
+    loaded = peaks[-1]
+    (report,) = llm.report.ranks
+    if int(tokens):
+        llm.generate([prompt_of(int(tokens))], SamplingParams(max_tokens=8))
+    ran = peak()
+print(json.dumps([before, loaded, ran, report.shard_bytes, report.bytes_read, report.kv_bytes, report.kv_tokens]))
+"""
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny`, `target` with about 90 MiB of bfloat16 in three files, of which the largest tensor is a tenth."""
+    folder = tmp_path_factory.mktemp("memory")
+    sizes = {"num_key_value_heads": 8, "num_attention_heads": 8, "max_position_embeddings": 2048}
+    make_checkpoint(folder / "tiny", dtype=torch.bfloat16, **sizes)
+    make_checkpoint(
+        folder / "target",
+        dtype=torch.bfloat16,
+        num_shards=3,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=10,
+        vocab_size=6000,
+        **sizes,
+    )
+    make_checkpoint(
+        folder / "draft",
+        dtype=torch.bfloat16,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=2,
+        vocab_size=6000,
+        **sizes,
+    )
+    return folder
+
+
+def measure(models: Path, draft: str, dtype: str, tokens: int, kv_tokens: int = 4096) -> list[int]:
+    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    draft = str(models / draft) if draft else ""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            PROGRAM,
+            *map(str, (models / "tiny", models / "target", draft, dtype, tokens, kv_tokens)),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    numbers: list[int] = json.loads(done.stdout.splitlines()[-1])
+    return numbers
+
+
+@pytest.mark.parametrize(("draft", "dtype"), [("", "bfloat16"), ("draft", "bfloat16"), ("", "float32")])
+def test_peak_memory_stays_within_1_2_times_the_shard_and_the_kv_store(models: Path, draft: str, dtype: str) -> None:
+    """While loading within 1.2 times the shard, and ever after within that and the KV store."""
+    before, loaded, ran, shard_bytes, bytes_read, kv_bytes, _ = measure(models, draft, dtype, tokens=300)
+    assert shard_bytes > 80 * MIB
+    assert bytes_read == shard_bytes // (2 if dtype == "float32" else 1)
+    print(
+        f"shard {shard_bytes / MIB:.0f} MiB, KV store {kv_bytes / MIB:.0f}; "
+        f"loading took {(loaded - before) / MIB:.0f}, all of it {(ran - before) / MIB:.0f}"
+    )
+    assert loaded - before <= 1.2 * shard_bytes
+    assert ran - before <= 1.2 * shard_bytes + kv_bytes
+
+
+def test_a_kv_store_takes_memory_only_where_it_was_written(models: Path) -> None:
+    """A store ten times the size costs nothing until rows fill it."""
+    small, large = (measure(models, "", "bfloat16", tokens=20, kv_tokens=count) for count in (4096, 65536))
+    assert large[5] > 10 * small[5]
+    assert large[2] - large[0] < small[2] - small[0] + (large[5] - small[5]) // 10

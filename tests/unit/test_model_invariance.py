@@ -1,0 +1,113 @@
+"""In bfloat16 a token's result is bit-equal alone, beside other queries and in chunks: lossless greedy rests on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import ARCHITECTURES, make_checkpoint
+from paged import PagedModel
+from torch.nn import functional
+
+from trtrun.kvcache.store import KVStore
+from trtrun.layers.attention import GatherAttention
+from trtrun.layers.norm import RMSNorm
+from trtrun.layers.rotary import RopeConfig, RotaryEmbedding
+from trtrun.layers.segments import AttentionBatch, AttentionSegment
+
+LENGTH = 40
+SHAPES: dict[str, dict[str, Any]] = {
+    # Sizes that are no multiples of a vector register, so that vectorised loops have scalar tails.
+    "odd": {"hidden_size": 60, "intermediate_size": 118, "head_dim": 10, "num_attention_heads": 6},
+    "wide": {"hidden_size": 512, "intermediate_size": 1376, "head_dim": 64, "num_attention_heads": 8},
+}
+
+
+def tokens_of(seed: int) -> list[int]:
+    """Random token ids, LENGTH of them."""
+    return torch.randint(199, (LENGTH,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_bfloat16_logits_do_not_depend_on_the_batch(tmp_path: Path, architecture: str, shape: str) -> None:
+    path = make_checkpoint(tmp_path, architecture, dtype=torch.bfloat16, **SHAPES[shape])
+    tokens = tokens_of(0)
+    model = PagedModel(path, torch.bfloat16, block_size=16)
+    singles = torch.cat([model.forward([[(0, at, tokens[at : at + 1])]]) for at in range(LENGTH)])
+    for row, chunk in ((1, 2), (2, 6), (3, LENGTH)):
+        parts = [model.forward([[(row, at, tokens[at : at + chunk])]]) for at in range(0, LENGTH, chunk)]
+        assert torch.equal(torch.cat(parts), singles), f"chunks of {chunk}"
+    parts = [model.forward([[(4, at, tokens[at : at + 1])]], spare_blocks=9) for at in range(LENGTH)]
+    assert torch.equal(torch.cat(parts), singles), "wider block tables"
+
+
+def test_bfloat16_logits_do_not_depend_on_other_rows(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, dtype=torch.bfloat16)
+    texts = {row: tokens_of(row) for row in range(5)}
+    alone = PagedModel(path, torch.bfloat16)
+    expected = {row: alone.forward([[(row, 0, tokens)]]) for row, tokens in texts.items()}
+    model = PagedModel(path, torch.bfloat16)
+    model.forward([[(row, 0, texts[row][:30]) for row in range(4)]])
+    logits = model.forward(
+        [
+            [(row, 30, texts[row][30:31]) for row in (0, 1)],
+            [(row, 30, texts[row][30:36]) for row in (2, 3)],
+            [(4, 0, texts[4])],
+        ]
+    )
+    wanted = [expected[0][30:31], expected[1][30:31], expected[2][30:36], expected[3][30:36], expected[4]]
+    assert torch.equal(logits, torch.cat(wanted))
+
+
+def test_attention_over_few_small_heads_does_not_depend_on_the_queries() -> None:
+    """Below 16**3 multiplications torch's bmm takes another kernel, whose rounding differs now and then."""
+    generator = torch.Generator().manual_seed(0)
+    attention, block_tables = GatherAttention(), torch.tensor([[2, 1]])
+    store = KVStore(1, 3, 2, 16, 32, torch.bfloat16, torch.device("cpu"))
+
+    def attend(first: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(first, first + len(query)).view(1, -1)
+        batch = AttentionBatch([AttentionSegment(0, 1, len(query), block_tables, positions)], 16)
+        return attention.forward(query, key, value, store.layer(0), batch, 0.2, None)
+
+    for _ in range(400):
+        query = torch.randn(32, 4, 32, generator=generator).bfloat16()
+        key, value = torch.randn(2, 32, 2, 32, generator=generator).bfloat16()
+        together = attend(0, query, key, value)
+        for at in range(26, 32):
+            one = slice(at, at + 1)
+            assert torch.equal(attend(at, query[one], key[one], value[one]), together[one])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_silu_is_one_function_of_every_value(dtype: torch.dtype) -> None:
+    """Vectorised loops and scalar tails agree on all 65536 values, so no split over rows or threads can show."""
+    values = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
+    values = values[values.isfinite()]
+    strided = torch.stack((values, values), dim=1)[:, 0]  # a strided input takes the scalar loop
+    assert torch.equal(functional.silu(values), functional.silu(strided))
+
+
+def test_norm_rounds_as_the_models_own_code() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(33, 300, generator=generator) * 3).bfloat16()
+    weight = torch.randn(300, generator=generator).bfloat16()
+    wide = x.float()
+    expected = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).bfloat16()
+    norm = RMSNorm(weight, 1e-5)
+    assert torch.equal(norm(x), expected)
+    assert torch.equal(torch.cat([norm(x[at : at + 1]) for at in range(33)]), expected)
+
+
+def test_rotary_tables_do_not_depend_on_how_they_grew() -> None:
+    def tables(*reserved: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rotary = RotaryEmbedding(RopeConfig(), 10, torch.float32, torch.device("cpu"))
+        for positions in reserved:
+            rotary.reserve(positions)
+        return rotary.lookup(torch.arange(6000))
+
+    for once, grown in zip(tables(6000), tables(3, 2049, 2050, 5999, 6000), strict=True):
+        assert torch.equal(once, grown)

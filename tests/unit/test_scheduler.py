@@ -1,0 +1,394 @@
+"""What each plan holds and what each commit does, one rule a test; whole runs are in test_scheduler_simulation.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from scheduler_simulation import Job, accept_token, make_request
+
+from trtrun.core import FinishReason, RoundPlan
+from trtrun.errors import ConfigError, InvalidRequestError
+from trtrun.scheduling.scheduler import RowResult, Scheduler, SchedulerLimits
+
+LIMITS = SchedulerLimits(
+    max_batch_size=4, max_num_tokens=64, max_seq_len=64, draft_max_seq_len=64, draft_len=3, block_size=4, num_blocks=65
+)
+
+
+def with_limits(**changes: int | bool | None) -> SchedulerLimits:
+    return dataclasses.replace(LIMITS, **changes)  # type: ignore[arg-type]
+
+
+def schedule(scheduler: Scheduler) -> RoundPlan:
+    plan = scheduler.schedule()
+    assert plan is not None
+    return plan
+
+
+def commit(scheduler: Scheduler, plan: RoundPlan, *tokens: list[int]) -> list[RowResult]:
+    return scheduler.commit(plan, [len(row) for row in tokens], list(tokens), accept_token)
+
+
+def start(scheduler: Scheduler, *lengths: int, max_tokens: int = 30) -> None:
+    """Add prompts of these lengths, which fit into one round, and commit 5 as each one's first token."""
+    for number, length in enumerate(lengths):
+        scheduler.add(make_request(number, [1] * length, max_tokens))
+    commit(scheduler, schedule(scheduler), *[[5]] * len(lengths))
+
+
+def test_first_plan_admits_in_order_into_the_smallest_rows() -> None:
+    scheduler = Scheduler(LIMITS)
+    for number, length in enumerate([5, 3, 1, 2, 6]):
+        scheduler.add(make_request(number, [1] * length))
+    plan = schedule(scheduler)
+    assert [(a.row, a.request_id) for a in plan.admissions] == [(0, 0), (1, 1), (2, 2), (3, 3)]
+    assert [(c.row, c.start, c.length, c.is_last) for c in plan.prefill] == [
+        (0, 0, 5, True), (1, 0, 3, True), (2, 0, 1, True), (3, 0, 2, True)
+    ]  # fmt: skip
+    assert plan.sampled_rows == [0, 1, 2, 3] and plan.decode_rows.size == 0
+    assert plan.admissions[0].tokens.tolist() == [1] * 5 and plan.max_context == 6
+    assert [update[:2] for update in plan.block_updates.tolist()] == [[0, 0], [0, 1], [1, 0], [2, 0], [3, 0]]
+    assert (scheduler.num_running, scheduler.num_waiting) == (4, 1)
+    # Rows 1 and 2 end; the waiting request gets row 1, in the plan that drops it.
+    scheduler.commit(plan, [1] * 4, [[5]] * 4, lambda run, _: FinishReason.STOP if run.row in (1, 2) else None)
+    plan = schedule(scheduler)
+    assert plan.dropped_rows == (1, 2) and plan.admissions[0].row == 1
+    assert plan.decode_rows.tolist() == [0, 3] and plan.sampled_rows == [0, 3, 1]
+
+
+def test_decode_rows_come_before_prefill_and_prefill_takes_what_is_left() -> None:
+    scheduler = Scheduler(with_limits(max_num_tokens=10))
+    start(scheduler, 3, 3)
+    long, late = make_request(2, [1] * 7), make_request(3, [1])
+    scheduler.add(long)
+    scheduler.add(late)
+    plan = schedule(scheduler)
+    assert plan.draft_lens.tolist() == [3, 3]
+    assert [(c.row, c.start, c.length, c.is_last) for c in plan.prefill] == [(2, 0, 2, False)]
+    assert plan.sampled_rows == [0, 1]
+    commit(scheduler, plan, [6], [6])
+    plan = schedule(scheduler)
+    assert [(c.start, c.length, c.is_last) for c in plan.prefill] == [(2, 2, False)]
+    commit(scheduler, plan, [6], [6])
+    commit(scheduler, schedule(scheduler), [6], [6])
+    plan = schedule(scheduler)
+    assert [(c.row, c.start, c.length, c.is_last) for c in plan.prefill] == [(2, 6, 1, True), (3, 0, 1, True)]
+    assert plan.sampled_rows == [0, 1, 2, 3]
+
+
+def test_tight_budget_cuts_drafts_before_it_cuts_rows() -> None:
+    scheduler = Scheduler(with_limits(max_num_tokens=5))
+    start(scheduler, 1, 1, 1)
+    plan = schedule(scheduler)
+    assert plan.draft_lens.tolist() == [2, 0, 0]
+    scheduler = Scheduler(with_limits(max_num_tokens=2))
+    start(scheduler, 1, 1)
+    assert schedule(scheduler).draft_lens.tolist() == [0, 0]
+
+
+def test_draft_len_stops_before_max_tokens_and_the_contexts_end() -> None:
+    scheduler = Scheduler(LIMITS)
+    start(scheduler, 5, max_tokens=4)
+    plan = schedule(scheduler)
+    assert plan.draft_lens.tolist() == [2], "three are left, one of which is the target's own"
+    commit(scheduler, plan, [6, 6])
+    assert schedule(scheduler).draft_lens.tolist() == [0]
+    scheduler = Scheduler(with_limits(max_seq_len=9))
+    start(scheduler, 5)
+    plan = schedule(scheduler)
+    assert plan.draft_lens.tolist() == [2] and plan.max_context == 9
+
+
+def test_length_ends_a_request_at_max_tokens_the_context_and_the_whole_store() -> None:
+    for limits, max_tokens, expected in (
+        (LIMITS, 6, 6), (with_limits(max_seq_len=12), 100, 8), (with_limits(num_blocks=4), 100, 8)
+    ):  # fmt: skip
+        job = Job(limits)
+        running = job.add(make_request(0, [1, 2, 3, 4], max_tokens))
+        job.run([])
+        assert len(running.output_token_ids) == expected and running.finish_reason is FinishReason.LENGTH
+
+
+def test_stop_discards_the_rest_of_the_round() -> None:
+    scheduler = Scheduler(LIMITS)
+    running = scheduler.add(make_request(0, [1, 2], 30, stop_ids=(7,)))
+    commit(scheduler, schedule(scheduler), [5])
+    results = commit(scheduler, schedule(scheduler), [6, 7, 8])
+    assert [(r.running, r.new_token_ids, r.finished, r.index_in_verdict) for r in results] == [
+        (running, [6, 7], True, 0)
+    ]
+    assert running.output_token_ids == [5, 6, 7] and running.finish_reason is FinishReason.STOP
+    assert running.row == -1 and not scheduler.has_work and scheduler.idle_is_whole()
+    assert scheduler.schedule() is None, "at idle the ranks are not told of dropped rows"
+    scheduler.add(make_request(1, [1]))
+    assert schedule(scheduler).dropped_rows == (0,)
+
+
+def test_stop_token_at_the_last_allowed_place_is_a_stop() -> None:
+    scheduler = Scheduler(LIMITS)
+    running = scheduler.add(make_request(0, [1, 2], 1, stop_ids=(7,)))
+    commit(scheduler, schedule(scheduler), [7])
+    assert running.finish_reason is FinishReason.STOP
+
+
+def test_statistics_count_speculative_rounds() -> None:
+    scheduler = Scheduler(LIMITS)
+    running = scheduler.add(make_request(0, [1, 2], 30))
+    commit(scheduler, schedule(scheduler), [5])
+    assert running.statistics.num_rounds == 0 and running.statistics.first_token is not None
+    commit(scheduler, schedule(scheduler), [6, 6, 6])
+    commit(scheduler, schedule(scheduler), [6])
+    statistics = running.statistics
+    assert (statistics.num_rounds, statistics.num_draft_tokens, statistics.num_accepted_draft_tokens) == (2, 6, 2)
+    assert statistics.acceptance_histogram == [1, 0, 1] and statistics.mean_acceptance_length == 2.0
+    assert statistics.arrival <= statistics.first_token and statistics.finished is None
+
+
+def test_draft_shrinks_at_its_context_and_then_leaves_the_row_for_good() -> None:
+    scheduler = Scheduler(with_limits(draft_max_seq_len=10))
+    start(scheduler, 6)  # 7 tokens
+    plan = schedule(scheduler)
+    assert plan.draft_lens.tolist() == [3]
+    commit(scheduler, plan, [6])
+    plan = schedule(scheduler)
+    assert plan.draft_lens.tolist() == [2], "8 tokens and 2 drafts fill its context of 10"
+    commit(scheduler, plan, [6, 6, 6])
+    for _ in range(3):
+        plan = schedule(scheduler)
+        assert plan.draft_lens.tolist() == [-1] and plan.draft_len == 0
+        commit(scheduler, plan, [6])
+
+
+@pytest.mark.parametrize(("length", "drafted"), [(8, True), (9, False)])
+def test_prompt_beyond_the_draft_context_runs_without_drafts(length: int, drafted: bool) -> None:
+    scheduler = Scheduler(with_limits(draft_max_seq_len=10))
+    running = scheduler.add(make_request(0, [1] * length))
+    plan = schedule(scheduler)
+    assert plan.admissions[0].drafted == plan.prefill[0].drafted == drafted
+    commit(scheduler, plan, [5])
+    assert schedule(scheduler).draft_lens.tolist() == [1 if drafted else -1]
+    assert running.statistics.num_rounds == 0
+
+
+def test_speculation_off_never_touches_the_draft() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.set_speculation(False)
+    start(scheduler, 3)
+    assert schedule(scheduler).draft_lens.tolist() == [-1]
+    with pytest.raises(RuntimeError, match="idle only: 1 running, 0 waiting, 1 results due"):
+        scheduler.set_speculation(True)
+    scheduler.cancel(0)
+    with pytest.raises(RuntimeError, match="1 results due"):
+        scheduler.set_speculation(True)
+    none = Scheduler(with_limits(draft_max_seq_len=None))
+    none.set_speculation(True)
+    start(none, 3)
+    assert schedule(none).draft_lens.tolist() == [-1]
+
+
+def test_plan_ahead_reserves_for_the_upper_bound() -> None:
+    scheduler = Scheduler(with_limits(plans_ahead=1, block_size=1))
+    start(scheduler, 5)
+    first = schedule(scheduler)  # 6 tokens: positions 5 to 8
+    assert [index for _, index, _ in first.block_updates.tolist()] == [5, 6, 7, 8] and first.max_context == 10
+    second = schedule(scheduler)  # 10 tokens at most: positions up to 12
+    assert [index for _, index, _ in second.block_updates.tolist()] == [9, 10, 11, 12] and second.max_context == 14
+    with pytest.raises(RuntimeError, match="2 results are due but plans_ahead is 1"):
+        scheduler.schedule()
+    commit(scheduler, first, [6])
+    third = schedule(scheduler)  # 7 tokens known, 11 at most
+    assert [index for _, index, _ in third.block_updates.tolist()] == [13] and third.max_context == 15
+
+
+def test_plan_ahead_waits_where_the_row_is_sure_or_likely_to_end() -> None:
+    scheduler = Scheduler(with_limits(plans_ahead=1))
+    start(scheduler, 5, max_tokens=2)
+    plan = schedule(scheduler)
+    assert scheduler.schedule() is None, "the outstanding round gives the last token"
+    assert commit(scheduler, plan, [6])[0].finished
+    scheduler = Scheduler(with_limits(plans_ahead=1, max_seq_len=9))
+    start(scheduler, 5)
+    plan = schedule(scheduler)
+    assert scheduler.schedule() is None, "it may stand at the context's end"
+    assert not commit(scheduler, plan, [6])[0].finished
+    assert schedule(scheduler).draft_lens.tolist() == [1]
+
+
+def test_last_chunk_and_first_round_may_both_be_out() -> None:
+    scheduler = Scheduler(with_limits(plans_ahead=1))
+    scheduler.add(make_request(0, [1] * 5))
+    prefill, decode = schedule(scheduler), schedule(scheduler)
+    assert prefill.sampled_rows == decode.sampled_rows == [0] and decode.draft_lens.tolist() == [3]
+    commit(scheduler, prefill, [5])
+    assert commit(scheduler, decode, [6, 7])[0].running.output_token_ids == [5, 6, 7]
+
+
+def test_results_of_a_row_that_ended_are_ignored() -> None:
+    scheduler = Scheduler(with_limits(plans_ahead=1))
+    running = scheduler.add(make_request(0, [1] * 5, 30, stop_ids=(7,)))
+    commit(scheduler, schedule(scheduler), [5])
+    first, second = schedule(scheduler), schedule(scheduler)
+    commit(scheduler, first, [7])
+    scheduler.add(make_request(1, [1]))
+    third = schedule(scheduler)
+    assert third.dropped_rows == (0,) and third.admissions[0].row == 0
+    assert commit(scheduler, second, [8]) == [], "the row is another request's now"
+    assert running.output_token_ids == [5, 7]
+    assert commit(scheduler, third, [5])[0].running.request.request_id == 1
+
+
+def test_preemption_takes_the_newest_row_and_puts_it_first_in_the_queue() -> None:
+    # 7 blocks of 4: 3 rows of 2 blocks each (and 1 for growth of two); 8 positions are full at length 8.
+    scheduler = Scheduler(with_limits(num_blocks=8, max_batch_size=3, enable_block_reuse=False, draft_len=0))
+    for number in range(4):
+        scheduler.add(make_request(number, [number] * 5, 30))
+    plan = schedule(scheduler)
+    assert [a.request_id for a in plan.admissions] == [0, 1], "the third would take the blocks that they grow into"
+    commit(scheduler, plan, [5], [5])
+    for _ in range(2):
+        commit(scheduler, schedule(scheduler), [6], [6])
+    assert scheduler.num_running == 2 and scheduler.num_free_blocks == 3
+    states = [scheduler._requests[number] for number in range(4)]
+    while states[1].statistics.num_preemptions == 0:
+        before = list(states[1].token_ids)
+        plan = schedule(scheduler)
+        commit(scheduler, plan, *[[6]] * len(plan.sampled_rows))
+    assert states[0].statistics.num_preemptions == 0 and states[0].row == 0
+    assert plan.dropped_rows == (1,) and plan.decode_rows.tolist() == [0] and plan.admissions == ()
+    assert scheduler._waiting.first() is states[1] and scheduler.num_waiting == 3
+    while states[0].finish_reason is None:
+        plan = schedule(scheduler)
+        assert not plan.admissions, "nobody overtakes the preempted request"
+        commit(scheduler, plan, *[[6]] * len(plan.sampled_rows))
+    again = schedule(scheduler).admissions[0]
+    assert again.request_id == 1 and again.tokens.tolist() == before and again.num_prompt_tokens == 5
+    assert states[1].token_ids == before, "committed output stays"
+
+
+def test_results_of_a_preempted_row_are_ignored() -> None:
+    # 4 blocks of 4: the first row needs its third block while the second, two tokens behind, still has room in its
+    # own two. The first waits for its own result, the second is planned once more, and then has to go.
+    scheduler = Scheduler(with_limits(num_blocks=5, max_batch_size=2, plans_ahead=1, draft_len=0))
+    for number, length in enumerate([4, 2]):
+        scheduler.add(make_request(number, [number] * length, 30))
+    plan = schedule(scheduler)
+    second = scheduler._requests[1]
+    lost = 0
+    while second.statistics.num_preemptions == 0:
+        following = scheduler.schedule()
+        length = len(second.token_ids)
+        sampled = plan.sampled_rows
+        results = commit(scheduler, plan, *[[6]] * len(sampled))
+        if second.statistics.num_preemptions:
+            lost = len(sampled) - len(results)
+            assert len(second.token_ids) == length
+        plan = following if following is not None else schedule(scheduler)
+    assert lost == 1
+
+
+@pytest.mark.parametrize(("num_blocks", "admitted"), [(17, 1), (16, 0)])
+def test_admission_leaves_the_running_rows_room_to_grow(num_blocks: int, admitted: int) -> None:
+    # The first row holds 8 blocks of 1 and may grow by 4 a round; the second needs 4.
+    scheduler = Scheduler(with_limits(block_size=1, num_blocks=num_blocks))
+    start(scheduler, 4)
+    scheduler.add(make_request(1, [2] * 4, 30))
+    assert len(schedule(scheduler).admissions) == admitted
+
+
+def test_nobody_is_preempted_for_an_upper_bound() -> None:
+    # 16 blocks of 1: both rows hold 8. At most 9 tokens long they need more, but the outstanding result may be short.
+    scheduler = Scheduler(with_limits(block_size=1, num_blocks=17, plans_ahead=1))
+    start(scheduler, 4, 4)
+    plan = schedule(scheduler)
+    assert scheduler.num_free_blocks == 0 and scheduler.schedule() is None
+    commit(scheduler, plan, [6], [6])
+    assert schedule(scheduler).draft_lens.tolist() == [2, 2], "drafts shrink to the blocks that are there"
+    assert scheduler.num_running == 2 and scheduler.num_waiting == 0
+
+
+def test_cancel_takes_a_waiting_or_a_running_request_out() -> None:
+    scheduler = Scheduler(with_limits(max_batch_size=1))
+    first, second = scheduler.add(make_request(0, [1] * 5)), scheduler.add(make_request(1, [1] * 5))
+    plan = schedule(scheduler)
+    assert scheduler.cancel(1) and second.finish_reason is FinishReason.CANCELLED and scheduler.num_waiting == 0
+    assert scheduler.cancel(0) and first.finish_reason is FinishReason.CANCELLED and scheduler.num_running == 0
+    assert not scheduler.cancel(0) and not scheduler.cancel(99)
+    assert scheduler.idle_is_whole() and scheduler.num_outstanding == 1
+    assert commit(scheduler, plan, [5]) == [] and first.output_token_ids == []
+    scheduler.add(make_request(0, [1]))
+    assert schedule(scheduler).dropped_rows == (0,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "length", "numbers"),
+    [
+        ({"max_seq_len": 20}, 20, ["20 tokens", "max_seq_len 20", "room for 19"]),
+        ({"num_blocks": 5}, 16, ["16 tokens", "needs 17", "holds 16", "4 blocks of 4"]),
+        ({}, 0, ["0 tokens"]),
+        ({"max_waiting": 1}, 3, ["1 requests wait", "max_waiting is 1"]),
+    ],
+)
+def test_refused_request_says_the_numbers_and_the_others_go_on(
+    changes: dict[str, int], length: int, numbers: list[str]
+) -> None:
+    job = Job(with_limits(**changes))
+    job.add(make_request(0, [1, 2, 3]))
+    with pytest.raises(InvalidRequestError) as caught:
+        job.scheduler.add(make_request(1, [1] * length))
+    assert all(number in str(caught.value) for number in numbers) and "\n" not in str(caught.value)
+    job.run([])
+
+
+def test_longest_prompts_that_fit_give_one_token() -> None:
+    for limits, length in ((with_limits(max_seq_len=20), 19), (with_limits(num_blocks=5), 15)):
+        job = Job(limits)
+        running = job.add(make_request(0, [1] * length))
+        job.run([])
+        assert len(running.output_token_ids) == 1
+
+
+def test_request_id_in_use_is_refused() -> None:
+    scheduler = Scheduler(LIMITS)
+    scheduler.add(make_request(3, [1]))
+    with pytest.raises(ValueError, match="request_id 3"):
+        scheduler.add(make_request(3, [1]))
+
+
+def test_commit_refuses_what_does_not_fit_the_plan() -> None:
+    scheduler = Scheduler(with_limits(plans_ahead=1))
+    scheduler.add(make_request(0, [1] * 5))
+    first, second = schedule(scheduler), schedule(scheduler)
+    with pytest.raises(RuntimeError, match="round 1 but the round due is 0"):
+        commit(scheduler, second, [5])
+    with pytest.raises(RuntimeError, match="2 counts and 2 token lists for 1 rows"):
+        commit(scheduler, first, [5], [5])
+    with pytest.raises(RuntimeError, match=r"request 0 got 2 tokens .* verified 0"):
+        commit(scheduler, first, [5, 5])
+
+
+def test_idle_means_whole() -> None:
+    scheduler = Scheduler(LIMITS)
+    assert scheduler.idle_is_whole()
+    start(scheduler, 9)
+    with pytest.raises(RuntimeError, match="not idle: 1 running"):
+        scheduler.idle_is_whole()
+    block = scheduler._requests[0].table.blocks[0]
+    scheduler._batch.pool.acquire(block)
+    scheduler.cancel(0)
+    with pytest.raises(RuntimeError, match=f"not whole: block {block} has 1 references"):
+        scheduler.idle_is_whole()
+    scheduler._batch.pool.release(block)
+    assert scheduler.idle_is_whole()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_batch_size": 0}, {"max_num_tokens": 0}, {"max_seq_len": 1}, {"draft_len": -1}, {"block_size": 0},
+        {"num_blocks": 1}, {"plans_ahead": 2}, {"max_waiting": 0}, {"draft_max_seq_len": 0},
+    ],
+)  # fmt: skip
+def test_limits_are_checked(changes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(changes))} must be .*, not {next(iter(changes.values()))}"):
+        with_limits(**changes)

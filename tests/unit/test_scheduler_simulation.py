@@ -1,0 +1,112 @@
+"""The scheduler under two fake engines whose output depends on every slot they read: all semantics at once."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scheduler_simulation import VOCABULARY, Job, make_request
+
+from trtrun.scheduling.scheduler import SchedulerLimits
+
+PROFILE = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+
+
+@st.composite
+def limits(draw: st.DrawFn, plans_ahead: int | None = None) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_batch_size=draw(st.integers(1, 5)),
+        max_num_tokens=draw(st.sampled_from([1, 2, 3, 7, 16, 64])),
+        max_seq_len=draw(st.integers(8, 48)),
+        draft_max_seq_len=draw(st.one_of(st.none(), st.integers(1, 48))),
+        draft_len=draw(st.integers(0, 6)),
+        block_size=draw(st.integers(1, 5)),
+        num_blocks=draw(st.integers(10, 40)),
+        enable_block_reuse=draw(st.booleans()),
+        plans_ahead=draw(st.integers(0, 1)) if plans_ahead is None else plans_ahead,
+    )
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[SchedulerLimits, list, int, float]:
+    chosen = draw(limits())
+    longest = min(chosen.max_length - 1, 24)
+    prompts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=longest)
+    stems = draw(st.lists(prompts, min_size=1, max_size=2))
+    requests = []
+    for number in range(draw(st.integers(1, 8))):
+        # Prompts share stems, so that reuse happens; some are equal to an earlier one.
+        stem, tail = draw(st.sampled_from(stems)), draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=6))
+        stop = draw(st.sampled_from([(), (0,), (1, 2)]))
+        requests.append(make_request(number, (stem + tail)[:longest], draw(st.integers(1, 20)), stop))
+    return chosen, requests, draw(st.integers(0, 2**32)), draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))
+
+
+@PROFILE
+@given(jobs())
+def test_output_equals_sequential_decoding_whatever_the_batch(job: tuple) -> None:
+    chosen, requests, seed, acceptance = job
+    Job(chosen, seed, acceptance).run(requests)
+
+
+@PROFILE
+@given(jobs())
+def test_cancelling_midway_leaves_the_others_and_the_pool_whole(job: tuple) -> None:
+    chosen, requests, seed, acceptance = job
+    Job(chosen, seed, acceptance).run(requests, cancel=0.1)
+
+
+def run_scarce(plans_ahead: int, reuse: bool, seed: int) -> Job:
+    # Twelve blocks of 4 for 4 rows that grow to 10 blocks each: rows must be preempted.
+    scarce = SchedulerLimits(4, 32, 40, 40, 3, 4, 13, reuse, plans_ahead)
+    job = Job(scarce, seed, 0.8)
+    job.run([make_request(number, [number % 3] * 9, 30) for number in range(6)])
+    return job
+
+
+def test_scarce_blocks_preempt_and_nothing_live_locks() -> None:
+    for plans_ahead in (0, 1):
+        for reuse in (False, True):
+            for seed in range(5):
+                job = run_scarce(plans_ahead, reuse, seed)
+                preemptions = [r.statistics.num_preemptions for r in job.requests.values()]
+                assert sum(preemptions) > 0
+                assert preemptions[0] == 0, "the oldest row is never preempted"
+
+
+def test_only_verified_blocks_are_shared() -> None:
+    """Draft acceptance of 1 makes a bonus hole every round; the next request then reuses what it left."""
+    reused = 0
+    for plans_ahead in (0, 1):
+        for block_size in (1, 2, 3, 4):
+            for acceptance in (0.5, 1.0):
+                job = Job(SchedulerLimits(2, 64, 60, 60, 3, block_size, 100, True, plans_ahead), 3, acceptance)
+                first = job.add(make_request(0, [1, 2, 3, 4, 5], 20))
+                while job.scheduler.has_work:
+                    job.step()
+                # The second prompt is the first one's whole text, so that blocks of its output are reused too.
+                second = job.add(make_request(1, first.token_ids, 10))
+                job.run([])
+                reused += second.statistics.num_cached_prompt_tokens
+                assert second.statistics.num_cached_prompt_tokens >= len(first.token_ids) - 2 - block_size
+    assert reused > 0
+
+
+def test_rows_beyond_the_draft_context_share_nothing() -> None:
+    job = Job(SchedulerLimits(2, 64, 60, 12, 3, 2, 100, True, 0), 1, 1.0)
+    first = job.add(make_request(0, [1, 2, 3, 4], 30))
+    while job.scheduler.has_work:
+        job.step()
+    assert job.scheduler.num_cached_blocks <= 6, "the draft has written 12 positions at most"
+    job.add(make_request(1, first.token_ids, 5))
+    job.run([])
+
+
+def test_speculation_can_be_switched_between_requests() -> None:
+    job = Job(SchedulerLimits(2, 16, 60, 60, 3, 2, 60, True, 1), 1, 0.9)
+    for number, enabled in enumerate([True, False, False, True]):
+        job.scheduler.set_speculation(enabled)
+        before = job.requests[number - 1].token_ids if number else [1, 2, 3]
+        running = job.add(make_request(number, before, 8))
+        job.run([])
+        assert (running.statistics.num_draft_tokens > 0) == enabled
+        assert (running.statistics.num_cached_prompt_tokens > 0) == (number == 2)

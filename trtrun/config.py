@@ -1,0 +1,299 @@
+"""The YAML file of a run: what may stand in it, what it means when left out, and what is refused.
+
+It knows names, types and ranges. It does not know which ranks follow from the devices (`parallel.topology`), whether
+the model directories hold models (`trtrun.models`), or how much memory there is (`trtrun.kvcache.sizing`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from trtrun.errors import ConfigError, nearest
+from trtrun.yaml_source import apply_override, describe_kind, parse_yaml
+
+ASSETS = Path(__file__).resolve().parent / "assets"
+"""The small trained pair that ships with the package: directories `target` and `draft`."""
+
+ASSET_PREFIX = "asset:"
+MAX_DRAFT_LEN = 32
+
+
+def _parse_device(value: object) -> str:
+    """Return the device in its one spelling: "cuda:N" or "cpu:N"; a bare number is a GPU."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return f"cuda:{value}"
+    match = re.fullmatch(r"(cuda|cpu)(?::(0|[1-9][0-9]*))?", value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f'{value!r} is no device: write a number or "cuda:0" for a GPU, "cpu:0" for a CPU slot')
+    return f"{match[1]}:{match[2] or 0}"
+
+
+def _parse_devices(value: object) -> tuple[str, ...]:
+    """Return the device list in its one spelling; a device alone is a list of one."""
+    items = value if isinstance(value, list | tuple) else [value]
+    devices = tuple(_parse_device(item) for item in items)
+    if not devices:
+        raise ValueError('the list is empty: name at least one device, such as [0] or ["cpu:0"]')
+    for device in devices:
+        if devices.count(device) > 1:
+            raise ValueError(f"{device} stands more than once: one device is one slot")
+    return devices
+
+
+def _refuse_bool(value: object) -> object:
+    """YAML's true and false are no numbers, though Python's are."""
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, not {str(value).lower()}")
+    return value
+
+
+Number = BeforeValidator(_refuse_bool)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
+
+
+class ModelSection(_Section):
+    """One engine: which checkpoint, on which devices (one tensor-parallel rank each), in which dtype.
+
+    Attributes:
+        model: directory in Hugging Face layout, or `asset:target` / `asset:draft` for the shipped pair.
+        devices: "cuda:N" or "cpu:N", in tensor-parallel order.
+        dtype: of weights, activations and KV; `auto` takes the checkpoint's.
+    """
+
+    model: Path
+    devices: Annotated[tuple[str, ...], BeforeValidator(_parse_devices)]
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+
+
+class SpeculationSection(_Section):
+    """How tokens are proposed and accepted.
+
+    Attributes:
+        method: `draft_target`, or `none` for the target alone.
+        draft_len: tokens drafted in one round.
+        use_logits: accept by the ratio of target_probs to draft_probs instead of by equal tokens.
+    """
+
+    method: Literal["draft_target", "none"] = "draft_target"
+    draft_len: Annotated[int, Number, Field(ge=1, le=MAX_DRAFT_LEN)] = 4
+    use_logits: bool = False
+
+
+class KVCacheSection(_Section):
+    """The paged store of keys and values.
+
+    Attributes:
+        block_size: tokens in a block.
+        free_memory_fraction: share of the memory that is free beside the weights; None takes 0.9 of a GPU and 0.5 of
+            the host.
+        max_tokens: tokens to hold, in place of the fraction.
+        enable_block_reuse: share full verified blocks between requests with the same prefix.
+    """
+
+    block_size: Annotated[int, Number, Field(ge=1, le=1024)] = 16
+    free_memory_fraction: Annotated[float, Number, Field(gt=0, le=1)] | None = None
+    max_tokens: Annotated[int, Number, Field(ge=1)] | None = None
+    enable_block_reuse: bool = True
+
+
+class SchedulerSection(_Section):
+    """Limits of one round.
+
+    Attributes:
+        max_batch_size: rows that run at once.
+        max_num_tokens: tokens of one forward pass, prompts and verification together.
+        max_seq_len: prompt and output of one request; None takes the target's context.
+        plans_ahead: plans sent before the results of the round before are back, 0 or 1.
+    """
+
+    max_batch_size: Annotated[int, Number, Field(ge=1, le=4096)] = 32
+    max_num_tokens: Annotated[int, Number, Field(ge=1)] = 2048
+    max_seq_len: Annotated[int, Number, Field(ge=2)] | None = None
+    plans_ahead: Annotated[int, Number, Field(ge=0, le=1)] = 0
+
+
+class RuntimeConfig(_Section):
+    """Everything that one run needs to know, from one YAML file.
+
+    Attributes:
+        target: the model whose distribution the output follows.
+        draft: the model that proposes; None when `speculation.method` is `none`.
+        tokenizer: directory of the tokenizer; None takes the target's.
+        threads: CPU threads of each slot; None divides the cores among the slots of the host.
+    """
+
+    target: ModelSection
+    draft: ModelSection | None = None
+    tokenizer: Path | None = None
+    speculation: SpeculationSection = SpeculationSection()
+    kv_cache: KVCacheSection = KVCacheSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    threads: Annotated[int, Number, Field(ge=1, le=1024)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unused_draft(cls, values: object) -> object:
+        """Forget the draft when the method is `none`: it is not loaded and has no rank."""
+        if isinstance(values, dict):
+            speculation = values.get("speculation")
+            method = getattr(speculation, "method", None)
+            if isinstance(speculation, dict):
+                method = speculation.get("method")
+            if method == "none":
+                return {key: value for key, value in values.items() if key != "draft"}
+        return values
+
+    @model_validator(mode="after")
+    def _check_sections_fit(self) -> RuntimeConfig:
+        if self.speculation.method == "draft_target" and self.draft is None:
+            raise ValueError(
+                "draft: missing, though speculation.method is draft_target: "
+                "add a draft section or set speculation.method to none"
+            )
+        devices = self.target.devices + (self.draft.devices if self.draft else ())
+        kinds = sorted({device.partition(":")[0] for device in devices})
+        if len(kinds) > 1:
+            raise ValueError(
+                f"target.devices: CPU slots and GPUs cannot be mixed in one run ({', '.join(devices)}): "
+                "use one kind for target and draft"
+            )
+        rows = self.scheduler.max_batch_size
+        width = 1 + (self.speculation.draft_len if self.draft else 0)
+        if self.scheduler.max_num_tokens < rows * width:
+            raise ValueError(
+                f"scheduler.max_num_tokens: {self.scheduler.max_num_tokens} is too small to verify {width} tokens of "
+                f"each of {rows} rows: set it to {rows * width} or more, or lower scheduler.max_batch_size"
+            )
+        return self
+
+    @property
+    def is_speculative(self) -> bool:
+        """Whether a draft engine runs beside the target."""
+        return self.draft is not None
+
+    @property
+    def draft_devices(self) -> tuple[str, ...]:
+        """Devices of the draft engine; empty without one."""
+        return self.draft.devices if self.draft else ()
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RuntimeConfig:
+    """Read a YAML file, apply `a.b=value` overrides and check everything.
+
+    Args:
+        path: the YAML file. Model directories in it that are not absolute are looked for beside the file first, then
+            in the working directory.
+        overrides: `key.path=value` strings; each value is read as YAML.
+
+    Raises:
+        ConfigError: one line that names the file and the key.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the configuration file {file}: {reason}") from None
+    values = parse_yaml(text, str(file))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: the file must be a mapping with at least 'target', not {describe_kind(values)}")
+    for override in overrides:
+        apply_override(values, override)
+    return make_config(values, base=file.resolve().parent, where=str(file))
+
+
+def make_config(values: Mapping[str, Any], base: Path | None = None, where: str = "configuration") -> RuntimeConfig:
+    """Check a mapping of the YAML's shape and resolve its model directories.
+
+    Args:
+        values: what the YAML file would hold.
+        base: directory that relative model paths are looked for in, before the working directory.
+        where: what to call the source in messages.
+
+    Raises:
+        ConfigError: one line that names the source and the key.
+    """
+    try:
+        config = RuntimeConfig.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_first_problem(error)}") from None
+    changes: dict[str, object] = {}
+    for name in ("target", "draft"):
+        section = cast(ModelSection | None, getattr(config, name))
+        if section is not None:
+            model = _resolve_directory(section.model, base, f"{where}: {name}.model")
+            changes[name] = section.model_copy(update={"model": model})
+    if config.tokenizer is not None:
+        changes["tokenizer"] = _resolve_directory(config.tokenizer, base, f"{where}: tokenizer")
+    return config.model_copy(update=changes)
+
+
+def _resolve_directory(path: Path, base: Path | None, where: str) -> Path:
+    """Return the absolute directory that `path` names."""
+    text = str(path)
+    if text.startswith(ASSET_PREFIX):
+        name = text.removeprefix(ASSET_PREFIX)
+        known = ("target", "draft")
+        if name not in known:
+            choices = [ASSET_PREFIX + item for item in known]
+            raise ConfigError(f"{where}: unknown asset '{text}'{nearest(text, choices)}")
+        path = ASSETS / name
+        if not path.is_dir():
+            raise ConfigError(f"{where}: {text} is not in this installation ({path} is missing): install trtrun again")
+        return path
+    path = path.expanduser()
+    places = [path] if path.is_absolute() else [place / path for place in (base, Path.cwd()) if place is not None]
+    for place in places:
+        if place.is_dir():
+            return place.resolve()
+    if any(place.exists() for place in places):
+        raise ConfigError(f"{where}: {path} is a file: name the model's directory")
+    looked = " and ".join(str(place) for place in dict.fromkeys(places))
+    raise ConfigError(f"{where}: no such directory: {looked}")
+
+
+def _first_problem(error: ValidationError) -> str:
+    """Return the first problem of a validation as one line: `path: what is wrong`. Unknown keys come first, because a
+    misspelt key is often why another one is missing."""
+    problems = sorted(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")
+    problem = problems[0]
+    path = [str(part) for part in problem["loc"]]
+    name = ".".join(path)
+    message = problem["msg"]
+    if problem["type"] == "extra_forbidden":
+        return f"{name}: unknown key{nearest(path[-1], _known_keys(path[:-1]))}"
+    if problem["type"] == "missing":
+        return f"{name}: missing"
+    if problem["type"] == "value_error":
+        message = str(problem["ctx"]["error"])
+        return f"{name}: {message}" if name else message
+    if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        keys = ", ".join(_known_keys(path))
+        return f"{name}: must be a section with keys ({keys}), not {describe_kind(problem['input'])}"
+    if problem["type"].startswith("path_"):
+        message = "must be the path of a directory"
+    message = message.replace("Input should be", "must be").split(", unable")[0].split(", got")[0]
+    shown = "nothing" if problem["input"] is None else repr(problem["input"])
+    return f"{name}: {message}, not {shown}".replace("\n", " ")
+
+
+def _known_keys(path: Sequence[str]) -> list[str]:
+    """Names that the section at `path` may hold."""
+    sections: dict[str, type[BaseModel]] = {
+        "target": ModelSection,
+        "draft": ModelSection,
+        "speculation": SpeculationSection,
+        "kv_cache": KVCacheSection,
+        "scheduler": SchedulerSection,
+    }
+    section = sections.get(path[0], RuntimeConfig) if path else RuntimeConfig
+    return list(section.model_fields)

@@ -1,0 +1,326 @@
+"""The nouns that travel between layers and ranks: Request, SamplingParams, RoundPlan, Draft, Verdict.
+
+Plain data with validation. This module knows no model, no rank and no transport; `wire.py` gives the plan its byte
+layout, `scheduling` makes plans, `engine` turns them into tensors, `speculation` makes drafts and verdicts.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from trtrun.errors import InvalidRequestError, nearest
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended, in the words of the OpenAI API where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen. Greedy unless `temperature` is above 0.
+
+    Every field is exact under speculation: the output follows the target's distribution after these parameters.
+
+    Attributes:
+        temperature: 0 is greedy; above 0 divides the logits.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
+        min_p: keep tokens at least min_p times as likely as the most likely one, in [0, 1].
+        seed: makes the output repeatable; None draws one.
+        max_tokens: most tokens to generate.
+        min_tokens: before this many tokens no end-of-sequence or stop token id may be chosen.
+        n: independent completions of the same prompt.
+        stop: strings that end the request; they are cut from the text.
+        stop_token_ids: tokens that end the request, beside the model's end-of-sequence tokens.
+        ignore_eos: go on after the model's end-of-sequence tokens.
+        repetition_penalty: above 1 discourages tokens of prompt and output (CTRL, arXiv:1909.05858).
+        presence_penalty: subtracted from the logits of tokens that the output has, in [-2, 2].
+        frequency_penalty: subtracted once for each time the output has the token, in [-2, 2].
+        logit_bias: token id to a number added to its logit, each in [-100, 100].
+        bad_words: strings that must not be generated.
+        logprobs: how many alternatives to report a position (0 reports the chosen token alone); None reports nothing.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 128
+    min_tokens: int = 0
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "bad_words"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        bias = self.logit_bias or {}
+        if not isinstance(bias, Mapping):
+            raise InvalidRequestError(f"logit_bias must map token ids to numbers, not {type(bias).__name__}")
+        try:
+            object.__setattr__(self, "logit_bias", {int(token): float(value) for token, value in bias.items()})
+        except (TypeError, ValueError) as error:
+            raise InvalidRequestError(f"logit_bias must map token ids to numbers: {error}") from None
+        self._check_types()
+        self._check_ranges()
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object]) -> SamplingParams:
+        """Build from a row of a JSON lines file; unknown names are refused with the nearest known one.
+
+        Raises:
+            InvalidRequestError: an unknown name or a value outside its range.
+        """
+        known = {item.name for item in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise InvalidRequestError(f"unknown sampling parameter '{name}'{nearest(name, known)}")
+        return cls(**dict(values))  # type: ignore[arg-type]
+
+    def _check_types(self) -> None:
+        optional = [name for name in ("seed", "logprobs") if getattr(self, name) is not None]
+        integers = ("top_k", "max_tokens", "min_tokens", "n", *optional)
+        for name in integers:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise InvalidRequestError(f"{name} must be a whole number, not {value!r}")
+        numbers = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        for name in numbers:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise InvalidRequestError(f"{name} must be a finite number, not {value!r}")
+        for name, kind in (("stop", str), ("bad_words", str), ("stop_token_ids", int)):
+            if not all(isinstance(item, kind) and item != "" for item in getattr(self, name)):
+                raise InvalidRequestError(f"{name} must hold non-empty {kind.__name__} values only")
+
+    def _check_ranges(self) -> None:
+        rules = (
+            ("temperature", self.temperature >= 0, "at least 0"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
+            ("n", 1 <= self.n <= 128, "between 1 and 128"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1"),
+        )
+        for name, holds, rule in rules:
+            if not holds:
+                raise InvalidRequestError(f"{name} must be {rule}, not {getattr(self, name)!r}")
+        for token, value in self.logit_bias.items():
+            if not -100 <= value <= 100:
+                raise InvalidRequestError(f"logit_bias of token {token} must be between -100 and 100, not {value!r}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is the most likely one."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the logits depend on which tokens came before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to complete once (`n` completions are n requests, made by the caller of the scheduler).
+
+    Attributes:
+        request_id: unique in the orchestrator.
+        prompt_token_ids: at least one token.
+        sampling: with `seed` already drawn (not None).
+        stop_ids: all tokens that end this request: end-of-sequence unless ignored, and stop_token_ids.
+        bad_word_ids: token sequences that must not be generated, each non-empty.
+    """
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass
+class RequestStatistics:
+    """What speculation did for one request. Times are seconds of `time.perf_counter`."""
+
+    arrival: float = 0.0
+    first_token: float | None = None
+    finished: float | None = None
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_preemptions: int = 0
+    acceptance_histogram: list[int] = field(default_factory=list)
+
+    def record_round(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Count one round that verified `num_draft_tokens` and kept `num_accepted` of them."""
+        self.num_rounds += 1
+        self.num_draft_tokens += num_draft_tokens
+        self.num_accepted_draft_tokens += num_accepted
+        while len(self.acceptance_histogram) <= num_accepted:
+            self.acceptance_histogram.append(0)
+        self.acceptance_histogram[num_accepted] += 1
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens a round yields: accepted + 1, averaged over the rounds; 0 before the first."""
+        return 1 + self.num_accepted_draft_tokens / self.num_rounds if self.num_rounds else 0.0
+
+
+@dataclass(frozen=True)
+class RowAdmission:
+    """What every engine rank learns when a request gets a row of the running batch.
+
+    Attributes:
+        row: index of the row, in [0, max_batch_size).
+        request_id: for messages only.
+        tokens: [length] int32: the prompt, and after a preemption the output so far behind it.
+        num_prompt_tokens: how many of `tokens` are the prompt; penalties and min_tokens count from there.
+        num_cached_tokens: leading tokens whose keys and values both engines already hold (block reuse).
+        drafted: False when the draft engine never touches this row (longer than its context, or method none).
+        sampling: temperature 0 is greedy; `sampling.seed` is never None here.
+        stop_ids: tokens masked until min_tokens are out.
+        bad_word_ids: token sequences that must not be generated.
+    """
+
+    row: int
+    request_id: int
+    tokens: np.ndarray
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    drafted: bool
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Tokens [start, start + length) of a row's admission tokens, to be computed this round by both engines.
+
+    The last chunk of a row (`is_last`) also samples the row's next token, at position start + length.
+    """
+
+    row: int
+    start: int
+    length: int
+    is_last: bool
+    drafted: bool
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """Who runs in one round. It says nothing of where a row stands: ranks know that from verdicts, so that a plan may
+    be sent one round ahead of the results.
+
+    The order in which ranks apply it: dropped rows, admissions, block updates, then the forwards.
+
+    Attributes:
+        round_index: counts up by one.
+        dropped_rows: rows whose request ended or was preempted.
+        admissions: rows that got a request.
+        block_updates: [updates, 3] int32 of (row, index in the row's block table, block).
+        prefill: chunks to compute; a row is in `prefill` or in `decode_rows`, never in both.
+        decode_rows: rows that draft and verify, [rows] int32.
+        draft_lens: [rows] int32, beside decode_rows: tokens to verify, 0 to draft_len; -1 when the draft engine does
+            not touch the row (then 0 tokens are verified).
+        max_context: upper bound of any row's length after this round, in tokens, for shapes of attention.
+    """
+
+    round_index: int
+    dropped_rows: tuple[int, ...]
+    admissions: tuple[RowAdmission, ...]
+    block_updates: np.ndarray
+    prefill: tuple[PrefillChunk, ...]
+    decode_rows: np.ndarray
+    draft_lens: np.ndarray
+    max_context: int
+
+    @cached_property
+    def draft_len(self) -> int:
+        """Tokens that the draft proposes this round: the largest of `draft_lens`, at least 0."""
+        return max(0, int(self.draft_lens.max())) if self.draft_lens.size else 0
+
+    @cached_property
+    def sampled_rows(self) -> list[int]:
+        """Rows that get tokens this round: decode rows in order, then rows whose last prefill chunk runs."""
+        return [int(row) for row in self.decode_rows] + [chunk.row for chunk in self.prefill if chunk.is_last]
+
+
+@dataclass
+class Draft:
+    """What the draft engine proposes for `plan.decode_rows`.
+
+    Attributes:
+        tokens: [rows, draft_len] int64 on the engine's device.
+        draft_probs: [probability_rows, draft_len, vocab] float32 for the rows that need them (sampled rows when
+            use_logits is on), in the order of decode_rows, or None.
+    """
+
+    tokens: torch.Tensor
+    draft_probs: torch.Tensor | None = None
+
+
+@dataclass
+class Verdict:
+    """What the target engine decided for `plan.sampled_rows`.
+
+    Attributes:
+        num_tokens: [sampled_rows] int64: tokens that the row gains: accepted + 1.
+        tokens: [sampled_rows, draft_len + 1] int64: the tokens gained, then padding (-1).
+        logprobs: for rows that asked, in order; None when no row did.
+    """
+
+    num_tokens: torch.Tensor
+    tokens: torch.Tensor
+    logprobs: VerdictLogprobs | None = None
+
+
+@dataclass
+class VerdictLogprobs:
+    """Log probabilities under the target's raw distribution (before penalties and temperature), as vLLM reports them.
+
+    Attributes:
+        token_ids: [logprob_rows, draft_len + 1, 1 + alternatives] int64: the chosen token, then the most likely ones.
+        values: same shape, float32.
+    """
+
+    token_ids: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """One output position's log probabilities: the chosen token's, and the most likely tokens', best first."""
+
+    token_id: int
+    logprob: float
+    alternatives: Sequence[tuple[int, float]]

@@ -1,0 +1,76 @@
+"""Where each row of the running batch stands, as tensors on the engine's device.
+
+Every engine rank keeps its own copy: the plan says who runs, verdicts say how far each row got. Nothing here is copied
+back to the host. It knows tokens, lengths, block tables and sampling parameters. It does not know requests, blocks'
+owners or models.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trtrun.core import RoundPlan
+from trtrun.layers.sampling import RowSampling
+
+
+class RowState:
+    """Token history, length, block table and sampling parameters of every row.
+
+    Attributes:
+        history: [max_rows, max_seq_len + slack] int32: the row's tokens; entries from its length on are scratch, where
+            the draft writes what it proposes.
+        lengths: [max_rows] int64: tokens of the row, the newest one included (its keys are not in the store yet).
+        block_tables: [max_rows, max_blocks] int64; 0 where no block is assigned.
+        sampling: the rows' sampling parameters.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        max_seq_len: int,
+        block_size: int,
+        max_draft_len: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        slack = max_draft_len + 2
+        self.device = device
+        self.block_size = block_size
+        self.history = torch.zeros((max_rows, max_seq_len + slack), dtype=torch.int32, device=device)
+        self.lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        max_blocks = -(-(max_seq_len + slack) // block_size)
+        self.block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int64, device=device)
+        self.sampling = RowSampling(max_rows, vocab_size, device)
+
+    def apply(self, plan: RoundPlan) -> None:
+        """Take in what the plan changes: rows dropped, rows admitted, blocks assigned, in this order."""
+        for row in plan.dropped_rows:
+            self.sampling.drop(row)
+        for admission in plan.admissions:
+            row = admission.row
+            tokens = torch.from_numpy(admission.tokens).to(self.device, non_blocking=True)
+            self.history[row, : len(tokens)] = tokens
+            self.lengths[row] = len(tokens)
+            self.block_tables[row] = 0
+            self.sampling.admit(admission)
+        if len(plan.block_updates):
+            updates = torch.from_numpy(plan.block_updates).to(self.device, torch.int64, non_blocking=True)
+            self.block_tables[updates[:, 0], updates[:, 1]] = updates[:, 2]
+
+    def advance(self, rows: torch.Tensor, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Append what a verdict gave.
+
+        Args:
+            rows: [rows] int64 on the device.
+            num_tokens: [rows] int64: tokens gained.
+            tokens: [rows, width] int64: the tokens, then padding, which lands in the scratch part of the history.
+        """
+        lengths = self.lengths[rows]
+        columns = lengths.unsqueeze(1) + torch.arange(tokens.shape[1], device=self.device)
+        self.history[rows.unsqueeze(1), columns] = tokens.to(torch.int32)
+        self.lengths[rows] = lengths + num_tokens
+
+    def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+        """[rows, context_blocks] int64: the rows' tables, cut to what `context` tokens need."""
+        blocks = min(-(-context // self.block_size), self.block_tables.shape[1])
+        return self.block_tables[rows, :blocks]

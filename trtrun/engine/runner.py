@@ -1,0 +1,133 @@
+"""One engine rank: its shard of a model, its KV store and its rows. Turns a plan into forwards.
+
+It knows how to compute logits for rows in any phase. It does not know which tokens to choose (speculation), who else
+computes what (roles) or why a row runs (scheduling).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trtrun.core import PrefillChunk, RoundPlan
+from trtrun.engine.batch import BatchBuilder, ForwardBatch
+from trtrun.engine.rows import RowState
+from trtrun.kvcache.store import KVStore
+from trtrun.layers.row_needs import device_integers
+from trtrun.layers.segments import StepBatch
+from trtrun.models.decoder import CausalLM
+
+
+class Engine:
+    """The forwards of one engine rank.
+
+    Attributes:
+        rows: the state of every row.
+        vocab_size: of the model's configuration, padding tokens of the checkpoint included.
+    """
+
+    def __init__(self, model: CausalLM, store: KVStore, rows: RowState) -> None:
+        self._model = model
+        self._store = store
+        self.rows = rows
+        self.vocab_size = model.config.vocab_size
+        self.device = rows.device
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        """Take in what the plan changes before anything runs."""
+        self.rows.apply(plan)
+
+    @torch.inference_mode()
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Compute keys and values of the chunks, and no logits (the draft engine's prefill)."""
+        builder = BatchBuilder(self.rows)
+        for chunk in chunks:
+            builder.add_prefill(chunk)
+        if builder.num_tokens:
+            self._forward(builder.build())
+
+    @torch.inference_mode()
+    def catch_up(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+        """Feed each row's last two tokens and return the logits after the last one.
+
+        After full acceptance the store lacks the last draft token's keys (the bonus hole), besides those of the newest
+        token; otherwise it lacks the newest token's alone. Feeding both always keeps the shape static, and writes the
+        same numbers again where they were there.
+
+        Args:
+            rows: [rows] int64 on the device; each row has at least two tokens.
+            context: upper bound of the rows' lengths.
+
+        Returns:
+            [rows, vocab] float32.
+        """
+        positions = self.rows.lengths[rows].unsqueeze(1) + torch.arange(-2, 0, device=self.device)
+        tokens = self.rows.history[rows.unsqueeze(1), positions].to(torch.int64)
+        builder = BatchBuilder(self.rows)
+        builder.add_rows(rows, tokens, positions, context)
+        return self._model.logits(self._forward(builder.build())[1::2])
+
+    @torch.inference_mode()
+    def prepare_steps(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> list[StepBatch]:
+        """Make ready to feed `rows` one token each, several times: what the steps share is computed once.
+
+        Args:
+            rows: [rows] int64.
+            positions: [rows, steps] int64; -1 where a row takes no part in a step (its logits have no meaning).
+            context: upper bound of the positions, plus one.
+
+        Returns:
+            One batch a step, for `decode`, in order.
+        """
+        builder = BatchBuilder(self.rows)
+        builder.add_rows(rows, positions, positions, context)
+        return builder.build_steps()
+
+    @torch.inference_mode()
+    def decode(self, step: StepBatch, tokens: torch.Tensor) -> torch.Tensor:
+        """Feed one token a row: tokens [rows] int64 → logits [rows, vocab] float32."""
+        positions = step.segments[0].positions.reshape(-1).clamp(min=0)
+        return self._model.logits(self._forward(ForwardBatch(tokens, positions, step)))
+
+    @torch.inference_mode()
+    def verify_forward(self, plan: RoundPlan, draft_tokens: torch.Tensor, draft_lens: torch.Tensor) -> torch.Tensor:
+        """One forward over draft_len + 1 positions of every decode row, and over every prefill chunk.
+
+        Args:
+            plan: the round's plan.
+            draft_tokens: [decode_rows, draft_len] int64.
+            draft_lens: [decode_rows] int64 on the device; below 1 means that only the newest token is fed.
+
+        Returns:
+            [sampled_rows, draft_len + 1, vocab] float32: decode rows, then rows whose last chunk ran (these repeat
+            their one position). Empty when the round samples nothing.
+        """
+        builder = BatchBuilder(self.rows)
+        queries = draft_tokens.shape[1] + 1
+        steps = torch.arange(queries, device=self.device)
+        picks = []
+        if len(plan.decode_rows):
+            rows = device_integers(plan.decode_rows.tolist(), self.device)
+            newest = self.rows.lengths[rows] - 1
+            positions = newest.unsqueeze(1) + steps
+            positions = torch.where(steps <= draft_lens.clamp(min=0).unsqueeze(1), positions, -1)
+            last = self.rows.history[rows, newest].to(torch.int64)
+            tokens = torch.cat((last.unsqueeze(1), draft_tokens), dim=1)
+            start = builder.add_rows(rows, tokens, positions, plan.max_context)
+            picks.append(torch.arange(start, builder.num_tokens, device=self.device))
+        for chunk in plan.prefill:
+            builder.add_prefill(chunk)
+            if chunk.is_last:
+                picks.append(torch.full((queries,), builder.num_tokens - 1, device=self.device))
+        if not builder.num_tokens:
+            return torch.empty((0, queries, self.vocab_size), device=self.device)
+        hidden = self._forward(builder.build())
+        if not picks:
+            return torch.empty((0, queries, self.vocab_size), device=self.device)
+        return self._model.logits(hidden.index_select(0, torch.cat(picks))).view(-1, queries, self.vocab_size)
+
+    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
+        # A draft's vocabulary may be narrower than the target's: tokens beyond it are fed as its last one.
+        tokens = batch.tokens.clamp(max=self.vocab_size - 1)
+        return self._model.forward(tokens, batch.positions, batch.attention, self._store)

@@ -1,0 +1,41 @@
+"""Errors that a user can cause or must see: every message is one line that says what is wrong and what to do.
+
+The command line prints the message of a `TrtrunError` without a traceback. Anything else is a defect and keeps its
+traceback. This module knows no other module.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TrtrunError(Exception):
+    """Base of all errors whose message is meant for the user, as one line."""
+
+
+class ConfigError(TrtrunError):
+    """The YAML file, a `--set` option or a device list is wrong."""
+
+
+class CheckpointError(TrtrunError):
+    """A model directory is missing something, damaged, or of a kind that is not supported."""
+
+
+class TopologyError(TrtrunError):
+    """The number of ranks or the device lists do not fit together."""
+
+
+class InvalidRequestError(TrtrunError):
+    """One request has a wrong parameter, or is longer than the engines can ever hold. Other requests go on."""
+
+
+class RankFailedError(TrtrunError):
+    """A rank of the job failed; the message names role, rank and cause."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean 'x'?)` for the known name nearest to `name`, or a list of the known names."""
+    choices = sorted(known)
+    match = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    return f" (did you mean '{match[0]}'?)" if match else f" (known: {', '.join(choices)})"

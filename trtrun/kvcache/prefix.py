@@ -1,0 +1,85 @@
+"""Reuse of full blocks between rows: a block is found again by the chain of all tokens up to its end.
+
+It knows digests of token chains and the blocks that hold them. It does not know which tokens are verified or written:
+`BlockTable.commit` is told that by the scheduler. The idea of hashing (parent, tokens of the block) is from vLLM's
+automatic prefix caching.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from trtrun.kvcache.blocks import BlockPool
+
+DIGEST_BYTES = 32
+
+
+def extend_digests(digests: list[bytes], tokens: Sequence[int], block_size: int, num_blocks: int) -> None:
+    """Append to `digests` until it holds those of the first `num_blocks` full blocks of `tokens`.
+
+    Each digest is BLAKE2b over the parent's digest and the block's token ids (int32), so it names the whole chain. A
+    cryptographic digest of 256 bits is taken as equality of tokens: Python's own `hash` would let a crafted prompt
+    read another request's keys and values.
+    """
+    parent = digests[-1] if digests else b"\0" * DIGEST_BYTES
+    for index in range(len(digests), num_blocks):
+        block_tokens = array("i", tokens[index * block_size : (index + 1) * block_size])
+        parent = blake2b(parent + block_tokens.tobytes(), digest_size=DIGEST_BYTES).digest()
+        digests.append(parent)
+
+
+class PrefixCache:
+    """Which block holds which token chain.
+
+    Args:
+        pool: its evictions remove blocks from this cache.
+        enabled: when False nothing is ever registered or found.
+    """
+
+    def __init__(self, pool: BlockPool, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self._pool = pool
+        self._block_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+        pool.on_evict = self._forget
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    @property
+    def blocks(self) -> frozenset[int]:
+        """All blocks that may be handed to another row."""
+        return frozenset(self._digest_of)
+
+    def match(self, digests: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest cached chain that `digests` starts with. Takes no reference."""
+        found = []
+        for digest in digests:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def register(self, block: int, digest: bytes) -> None:
+        """Offer a held block for reuse. Where another block already holds the same chain, that one stays.
+
+        The caller guarantees that all its tokens are verified, that every engine has written it whole, and that
+        nobody writes to it again.
+        """
+        if self.enabled and digest not in self._block_of and block not in self._digest_of:
+            self._block_of[digest] = block
+            self._digest_of[block] = digest
+            self._pool.mark_cached(block)
+
+    def clear(self) -> None:
+        """Forget every chain; evictable blocks become free."""
+        for block in self._digest_of:
+            self._pool.unmark_cached(block)
+        self._block_of.clear()
+        self._digest_of.clear()
+
+    def _forget(self, block: int) -> None:
+        del self._block_of[self._digest_of.pop(block)]

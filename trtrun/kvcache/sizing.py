@@ -1,0 +1,198 @@
+"""How many KV blocks a run gets: one pure rule, used by the engines at start and by `trtrun plan` without weights.
+
+It knows bytes, blocks and tokens. It does not know models (the callers say how many bytes a shard and a block take) or
+ranks (the caller takes the smallest answer over all of them, so that one block table fits every engine).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trtrun.errors import ConfigError
+
+GPU_FRACTION = 0.9
+HOST_FRACTION = 0.5
+"""Shares of free memory that KV takes where the configuration names none. The host's is lower: it is not ours alone."""
+
+NUM_NULL_BLOCKS = 1
+"""Block 0 of every store: padding is written there and no row owns it."""
+
+
+@dataclass(frozen=True)
+class SlotDemand:
+    """What the engines of one slot need.
+
+    Attributes:
+        shard_bytes: weights of all engines in the slot.
+        bytes_per_block: keys and values of one block, summed over the engines in the slot.
+    """
+
+    shard_bytes: int
+    bytes_per_block: int
+
+
+def useful_blocks(max_batch_size: int, max_seq_len: int, block_size: int, draft_len: int, plans_ahead: int) -> int:
+    """Blocks that the rows can fill at most: more would never be used by running requests.
+
+    A row may reach over its last token by one round's draft and bonus, and by another for a plan sent ahead.
+    """
+    tokens = max_seq_len + (draft_len + 1) * (1 + plans_ahead)
+    return max_batch_size * _ceil_divide(tokens, block_size)
+
+
+def count_kv_blocks(
+    free_bytes: int,
+    demand: SlotDemand,
+    *,
+    fraction: float,
+    block_size: int,
+    max_tokens: int | None,
+    most_useful: int,
+    where: str,
+) -> int:
+    """Number of blocks for one slot, the null block included.
+
+    With `max_tokens` the answer is what holds them, else the fraction of what is free beside the weights. Never more
+    than `most_useful` blocks (and the null block).
+
+    Args:
+        free_bytes: free memory of the slot before the weights are loaded.
+        demand: bytes of weights and of a block.
+        fraction: share of (free - weights) for KV, in (0, 1].
+        block_size: tokens a block.
+        max_tokens: tokens to hold, or None.
+        most_useful: see `useful_blocks`.
+        where: names the slot in messages, such as "target rank 1 (cpu:0)".
+
+    Raises:
+        ConfigError: the weights, the tokens asked for, or a single block do not fit, with the numbers.
+    """
+    left = free_bytes - demand.shard_bytes
+    if left <= 0:
+        raise ConfigError(
+            f"{where}: the weights need {format_bytes(demand.shard_bytes)} but {format_bytes(free_bytes)} of memory "
+            "are free: use more devices or a smaller dtype"
+        )
+    if max_tokens is not None:
+        wanted = min(_ceil_divide(max_tokens, block_size), most_useful) + NUM_NULL_BLOCKS
+        if wanted * demand.bytes_per_block > left:
+            fitting = max(0, left // demand.bytes_per_block - NUM_NULL_BLOCKS) * block_size
+            raise ConfigError(
+                f"{where}: kv_cache.max_tokens {max_tokens} needs {format_bytes(wanted * demand.bytes_per_block)} but "
+                f"{format_bytes(left)} are free beside the weights: at most {fitting} tokens fit"
+            )
+        return wanted
+    blocks = int(left * fraction) // demand.bytes_per_block
+    if blocks <= NUM_NULL_BLOCKS:
+        raise ConfigError(
+            f"{where}: kv_cache.free_memory_fraction {fraction:g} of the {format_bytes(left)} beside the weights holds "
+            f"no block of {block_size} tokens ({format_bytes(demand.bytes_per_block)} each): raise the fraction"
+        )
+    return min(blocks, most_useful + NUM_NULL_BLOCKS)
+
+
+def tokens_of_blocks(num_blocks: int, block_size: int) -> int:
+    """Tokens that rows can keep in a store of `num_blocks` blocks, the null block included."""
+    return (num_blocks - NUM_NULL_BLOCKS) * block_size
+
+
+def default_fraction(device: str) -> float:
+    """Share of free memory for KV where the configuration names none."""
+    return GPU_FRACTION if device.startswith("cuda") else HOST_FRACTION
+
+
+def free_bytes_of_slot(device: str, host_slots: int) -> int:
+    """Memory that one slot may count on: a GPU's free memory, or an equal share of the host's.
+
+    Args:
+        device: "cuda:N" or "cpu:N".
+        host_slots: CPU slots on this host, which share its memory.
+
+    Raises:
+        ConfigError: the GPU is not there.
+    """
+    if device.startswith("cuda"):
+        index = int(device.partition(":")[2])
+        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            raise ConfigError(f'{device} is not on this host, which has {count} GPUs: use CPU slots such as "cpu:0"')
+        free, _ = torch.cuda.mem_get_info(index)
+        return int(free)
+    return free_host_bytes() // max(1, host_slots)
+
+
+def free_host_bytes(
+    meminfo: Path = Path("/proc/meminfo"),
+    cgroup: Path = Path("/sys/fs/cgroup"),
+    membership: Path = Path("/proc/self/cgroup"),
+) -> int:
+    """Bytes that this host can still give: MemAvailable, and what the cgroup's limit leaves where it has one."""
+    values = {
+        name: int(rest.split()[0]) * 1024
+        for name, _, rest in (line.partition(":") for line in meminfo.read_text(encoding="ascii").splitlines())
+        if rest.split()
+    }
+    free = values.get("MemAvailable", values.get("MemFree", 0))
+    left = _cgroup_bytes_left(cgroup, membership)
+    return free if left is None else min(free, left)
+
+
+def format_bytes(count: int) -> str:
+    """A byte count for people: 3 significant digits with a binary unit."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{count} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+def _cgroup_bytes_left(root: Path, membership: Path) -> int | None:
+    """What the memory limits of this process's cgroup and of those above it leave, page cache counted as free.
+
+    Args:
+        root: where the cgroup file systems are mounted.
+        membership: the process's list of cgroups, lines of `number:controllers:path`.
+
+    Returns:
+        Bytes, or None without a limit.
+    """
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    lines += ["0::/", "0:memory:/"]  # in a container the path is the host's, but the mount shows the own limit on top
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        version_2 = controllers == ""
+        if not version_2 and "memory" not in controllers.split(","):
+            continue
+        top = root if version_2 else root / "memory"
+        folder = top / path.lstrip("/")
+        for place in (folder, *folder.parents):
+            found.append(_bytes_left_in(place, version_2))
+            if place == top:
+                break
+    limits = [left for left in found if left is not None]
+    return min(limits) if limits else None
+
+
+def _bytes_left_in(folder: Path, version_2: bool) -> int | None:
+    """What the limit of one cgroup leaves; None where it has none."""
+    names = ("memory.max", "memory.current") if version_2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    try:
+        limit, usage = (int((folder / name).read_text(encoding="ascii")) for name in names)
+        statistics = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):  # not there, or "max": no limit
+        return None
+    cache_name = "inactive_file" if version_2 else "total_inactive_file"
+    cache = next((int(line.split()[1]) for line in statistics if line.split()[:1] == [cache_name]), 0)
+    return max(0, limit - usage + cache)
+
+
+def _ceil_divide(count: int, size: int) -> int:
+    return -(-count // size)

@@ -1,0 +1,77 @@
+"""The key and value tensors of one engine rank, in blocks.
+
+It knows shapes and bytes. It does not know which row owns a block (tables.py), which blocks are free (blocks.py) or how
+attention reads them (layers/attention.py).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+NULL_BLOCK = 0
+"""The block that no row ever owns: writes of padding go there, and unused entries of a block table point to it."""
+
+
+class KVStore:
+    """Keys and values of all layers: one tensor [layers, 2, blocks, kv_heads, block, head].
+
+    A [block, head] tile of one head is contiguous, so attention gathers a row's context with one index_select of whole
+    tiles. The tensor is made of zeros, never of uninitialised memory: masked positions are multiplied by a
+    probability of 0, which must not meet a NaN. On the CPU the pages are committed when they are first written.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate `num_blocks` blocks, the null block included.
+
+        Args:
+            num_layers: layers of the model.
+            num_blocks: blocks in all; block 0 is the null block.
+            kv_heads: KV heads that this rank holds.
+            block_size: tokens a block.
+            head_dim: numbers a head.
+            dtype: of keys and values.
+            device: where the store lives.
+        """
+        self.num_blocks = num_blocks
+        self.kv_heads = kv_heads
+        self.block_size = block_size
+        self.head_dim = head_dim
+        shape = (num_layers, 2, num_blocks, kv_heads, block_size, head_dim)
+        on_host = device.type == "cpu"
+        self.data = _lazy_zeros(shape, dtype) if on_host else torch.zeros(shape, dtype=dtype, device=device)
+        self._layers = self.data.unbind()
+
+    @staticmethod
+    def bytes_per_block(num_layers: int, kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of one block over all layers, keys and values."""
+        return num_layers * 2 * kv_heads * block_size * head_dim * dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole store."""
+        return self.data.numel() * self.data.element_size()
+
+    def layer(self, index: int) -> torch.Tensor:
+        """Keys, then values of one layer: a view [2, blocks, kv_heads, block, head]."""
+        return self._layers[index]
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in host memory whose pages are committed when they are first written.
+
+    `torch.zeros` writes every byte; numpy asks the kernel for zero pages. A store sized for the longest possible batch
+    then costs what is used of it.
+    """
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,58 @@
+"""Token embedding and output head, both cut along the vocabulary over a tensor-parallel group.
+
+They know their slice of the vocabulary and the group's communicator. They do not know the tokenizer.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from parallel.communicator import Communicator
+from trtrun.layers.linear import Linear
+
+
+class VocabularyEmbedding:
+    """Looks tokens up in this rank's rows; the group's sum is the whole embedding.
+
+    Args:
+        weight: [rows, hidden]: entries [first, first + rows) of the vocabulary.
+        first: the first entry that the rank holds.
+        communicator: of the tensor-parallel group.
+    """
+
+    def __init__(self, weight: torch.Tensor, first: int, communicator: Communicator) -> None:
+        self.weight = weight
+        self._first = first
+        self._communicator = communicator
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens [tokens] int64 → [tokens, hidden] in the weight's dtype, equal on all ranks."""
+        if self._communicator.size == 1:
+            return self.weight.index_select(0, tokens)
+        local = tokens - self._first
+        elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        rows = self.weight.index_select(0, local.masked_fill(elsewhere, 0))
+        return self._communicator.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+
+class VocabularyHead:
+    """Logits of this rank's vocabulary entries, gathered over the group.
+
+    Args:
+        linear: hidden to this rank's share of the padded vocabulary, the same size on every rank.
+        vocab_size: entries of the checkpoint; the padding behind them is cut off.
+        communicator: of the tensor-parallel group.
+    """
+
+    def __init__(self, linear: Linear, vocab_size: int, communicator: Communicator) -> None:
+        self._linear = linear
+        self._vocab_size = vocab_size
+        self._communicator = communicator
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, hidden] → [n, vocab_size] float32 on every rank."""
+        logits = self._linear(hidden)
+        if self._communicator.size > 1:
+            gathered = self._communicator.all_gather(logits.contiguous())
+            logits = gathered.transpose(0, 1).reshape(hidden.shape[0], -1)
+        return logits[:, : self._vocab_size].float()

@@ -1,0 +1,72 @@
+"""A linear layer on this rank's slice of the weight, with the fastest kernel for its device and dtype.
+
+It knows one weight matrix. It does not know tensor parallelism: the model adds up or gathers partial results.
+
+Backends, by device and dtype:
+
+- CPU, bfloat16 and float32: oneDNN with the weight packed once into blocks. Several rows then cost hardly more than
+  one, which is what verification lives on; `F.linear` packs anew at every call.
+- CPU, float16, and builds of torch without oneDNN: `F.linear`.
+- anything else: `F.linear` (cuBLAS on CUDA).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from trtrun.layers.buckets import bucket_rows
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether a packed copy of `weight` will take its place."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if weight.dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype is torch.float32
+
+
+class Linear:
+    """y = x @ weight.T + bias, for x [tokens, in] to y [tokens, out], in the weight's dtype on its device."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """Take over `weight` [out, in] and `bias` [out]; where the weight is packed, the plain one is not kept."""
+        self.out_features, self.in_features = weight.shape
+        self._bias = bias
+        self._packed = can_pack(weight)
+        # In bfloat16 oneDNN gives bit-equal rows for any number of rows from two on, while a single row may take
+        # another kernel that adds up in another order. Verification computes draft_len + 1 rows where plain decoding
+        # computes one: computing two keeps both bit-equal, and costs nothing while the weight comes from memory.
+        # float32 has no such promise to keep (there the difference is 1e-7) and its one-row kernel is much faster.
+        self._pad_single_row = self._packed and weight.dtype is torch.bfloat16
+        # The number of rows is a hint for the layout only: one pack serves every number of rows.
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 2) if self._packed else weight
+        self.resident_bytes = weight.numel() * weight.element_size() + (
+            0 if bias is None else bias.numel() * bias.element_size()
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, in] → [tokens, out]."""
+        if not self._packed:
+            return functional.linear(x, self._weight, self._bias)
+        rows = x.shape[0]
+        wanted = 2 if rows == 1 and self._pad_single_row else bucket_rows(rows)
+        if wanted == rows:
+            return self._linear_pointwise(x)
+        return self._linear_pointwise(functional.pad(x, (0, 0, 0, wanted - rows)))[:rows]
+
+    def _linear_pointwise(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return result
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """Build the linear layer that suits the device and dtype of `weight` [out, in].
+
+    Args:
+        weight: this rank's slice, on its final device and in its final dtype. The caller must not keep it, so that a
+            packed copy replaces it.
+        bias: [out] or None.
+    """
+    return Linear(weight, bias)

@@ -1,0 +1,29 @@
+"""RMSNorm (arXiv:1910.07467): statistics in float32, rounded to the dtype, then times the weight, as transformers does.
+
+It knows one weight. It does not know where in a layer it stands.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+
+class RMSNorm:
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension.
+
+    Args:
+        weight: [size], or [heads, size] for one weight per head; in the model's dtype on its device.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self.weight = weight
+        self._shape = weight.shape[-1:]
+        self._eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., size] → the same shape and dtype."""
+        # F.rms_norm computes in float32 and rounds to x's dtype; the weight comes after the rounding, as in the
+        # models' own code, so it is not handed to F.rms_norm.
+        return functional.rms_norm(x, self._shape, None, self._eps).mul_(self.weight)

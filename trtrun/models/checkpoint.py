@@ -1,0 +1,170 @@
+"""The files of a Hugging Face model directory: JSON, safetensors shards and their index, read slice by slice.
+
+It knows files, tensor names, shapes and dtypes. It does not know what the tensors mean or which rank wants which slice.
+Nothing is unpickled, ever.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from trtrun.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+# safetensors maps files into memory and mapped pages that were read count as resident, so a file is mapped anew after
+# this many bytes; a slice is handed out in pieces of at most this size for the same reason.
+_MAPPED_BYTES = 8 * 1024 * 1024
+_PIECE_BYTES = 2 * 1024 * 1024
+
+
+def read_json(path: Path, name: str, required: bool) -> dict[str, Any]:
+    """Read one JSON object of a checkpoint directory; empty when the file is not there and not required.
+
+    Raises:
+        CheckpointError: directory or required file missing, or not a JSON object.
+    """
+    if not path.is_dir():
+        state = "is a file" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {state}; give a Hugging Face model directory (config.json and *.safetensors)")
+    file = path / name
+    if not file.is_file():
+        if not required:
+            return {}
+        raise CheckpointError(f"{path} has no {name}; give a Hugging Face model directory")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not valid JSON: {_one_line(error)}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, not {type(values).__name__}")
+    return values
+
+
+class Checkpoint:
+    """The weights of one model directory, one file or many with an index; opening reads headers only."""
+
+    def __init__(self, path: Path) -> None:
+        """Find the files and check their headers.
+
+        Raises:
+            CheckpointError: no weights, only pickle files, a shard missing, truncated or damaged, an index that names
+                tensors its shards do not have.
+        """
+        self.path = path
+        files = self._find_files()
+        self._file_of: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
+        for file in files:
+            with self._open(file) as handle:
+                for name in handle.keys():  # noqa: SIM118 (not a dict: the handle itself does not iterate)
+                    piece = handle.get_slice(name)
+                    self._file_of[name] = file
+                    self._shapes[name] = tuple(piece.get_shape())
+                    self._dtypes[name] = str(piece.get_dtype())
+        self._handle: Any = None
+        self._handle_file: Path | None = None
+        self._mapped_bytes = 0
+        self.bytes_read = 0
+
+    def _find_files(self) -> list[Path]:
+        if (self.path / SINGLE_FILE).is_file():
+            return [self.path / SINGLE_FILE]
+        index = read_json(self.path, INDEX_FILE, required=False)
+        if not index:
+            pickles = sorted(file.name for file in self.path.iterdir() if file.suffix in _PICKLE_SUFFIXES)
+            if pickles:
+                raise CheckpointError(
+                    f"{self.path} has its weights only as pickle ({pickles[0]}), which may run code when it is read; "
+                    f"save the model as safetensors"
+                )
+            raise CheckpointError(f"{self.path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise CheckpointError(f"{self.path / INDEX_FILE} has no 'weight_map' of tensor names to files")
+        names = sorted(set(weight_map.values()))
+        for name in names:
+            if Path(name).name != name:
+                raise CheckpointError(f"{self.path / INDEX_FILE} names '{name}', which is outside the model directory")
+            if not (self.path / name).is_file():
+                raise CheckpointError(f"{self.path} lacks shard {name} ({len(names)} in its index); copy it again")
+        return [self.path / name for name in names]
+
+    def _open(self, file: Path) -> Any:
+        try:
+            return safe_open(file, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{file} is truncated or damaged ({_one_line(error)}; {file.stat().st_size} bytes); copy it again"
+            ) from None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def first_dtype(self) -> torch.dtype:
+        """Dtype of the first tensor that has a supported one, float32 if none has."""
+        return next((_DTYPES[name] for name in self._dtypes.values() if name in _DTYPES), torch.float32)
+
+    def check(self, name: str, shape: tuple[int, ...]) -> int:
+        """Check that tensor `name` is there in this shape and in a supported dtype; returns bytes per element.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.path} has no tensor '{name}', which its config.json calls for")
+        if self._shapes[name] != shape:
+            raise CheckpointError(
+                f"{self._file_of[name]}: tensor '{name}' has shape {list(self._shapes[name])}, "
+                f"but config.json calls for {list(shape)}"
+            )
+        dtype = self._dtypes[name]
+        if dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{self._file_of[name]}: tensor '{name}' has dtype {dtype}, which is not supported; "
+                f"known: {', '.join(_DTYPES)}"
+            )
+        return _DTYPES[dtype].itemsize
+
+    def pieces(self, name: str, ranges: tuple[range, ...]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Read the slice `ranges` (one range per dimension) of tensor `name`, some rows at a time.
+
+        Yields:
+            (offset, piece): first row of the piece within the slice; a host tensor in the file's dtype that lies in
+            mapped memory: copy it before asking for the next.
+        """
+        rows, columns = ranges[0], tuple(slice(item.start, item.stop) for item in ranges[1:])
+        row_bytes = _DTYPES[self._dtypes[name]].itemsize
+        for size in self._shapes[name][1:]:
+            row_bytes *= size  # whole rows: a column slice still touches their pages
+        step = max(1, _PIECE_BYTES // row_bytes)
+        for start in range(rows.start, rows.stop, step):
+            stop = min(start + step, rows.stop)
+            piece = self._mapped(self._file_of[name]).get_slice(name)[(slice(start, stop), *columns)]
+            self._mapped_bytes += (stop - start) * row_bytes
+            self.bytes_read += piece.numel() * piece.element_size()
+            yield start - rows.start, piece
+
+    def _mapped(self, file: Path) -> Any:
+        if self._handle_file != file or self._mapped_bytes >= _MAPPED_BYTES:
+            self.close()
+            self._handle, self._handle_file = self._open(file), file
+        return self._handle
+
+    def close(self) -> None:
+        """Unmap the file; a later read maps it again."""
+        self._handle, self._handle_file, self._mapped_bytes = None, None, 0
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,134 @@
+"""The decoder-only transformer that Llama, Mistral, Qwen2 and Qwen3 share, as one rank of a group runs it.
+
+It knows weights on this rank, the paged KV store and attention segments. It does not know requests, phases or files.
+A forward issues the same operations whatever the tensors hold and never reads a value back to the host, so it can be
+captured in a CUDA graph. In bfloat16 on the CPU a token's result is bit-equal whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from trtrun.kvcache.store import KVStore
+from trtrun.layers.attention import AttentionBackend
+from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
+from trtrun.layers.linear import Linear
+from trtrun.layers.mlp import GatedMLP, RowParallelLinear
+from trtrun.layers.norm import RMSNorm
+from trtrun.layers.rotary import RotaryEmbedding
+from trtrun.layers.segments import AttentionBatch
+from trtrun.models.config import ModelConfig
+
+
+@dataclass
+class DecoderLayer:
+    """One layer: attention and feed-forward, each behind a norm and added to the residual stream.
+
+    Attributes:
+        qkv: hidden to this rank's query heads, key heads, value heads, in this order.
+        qk_norm: per-head norm of queries and keys (weight [heads + kv_heads, head_dim]), where the model has one.
+        window: sliding window of attention, None for the whole context.
+    """
+
+    input_norm: RMSNorm
+    qkv: Linear
+    qk_norm: RMSNorm | None
+    output: RowParallelLinear
+    post_attention_norm: RMSNorm
+    mlp: GatedMLP
+    rotary: RotaryEmbedding
+    attention: AttentionBackend
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        batch: AttentionBatch,
+        store_layer: torch.Tensor,
+    ) -> torch.Tensor:
+        """hidden [tokens, hidden], which is overwritten → [tokens, hidden]; writes the tokens' keys and values."""
+        fused = self.qkv(self.input_norm(hidden)).view(hidden.shape[0], -1, self.head_dim)
+        rotated_heads = self.heads + self.kv_heads
+        query_key, value = fused[:, :rotated_heads], fused[:, rotated_heads:]
+        if self.qk_norm is not None:
+            query_key = self.qk_norm(query_key)
+        query_key = self.rotary.rotate(query_key, *angles)
+        attended = self.attention.forward(
+            query_key[:, : self.heads],
+            query_key[:, self.heads :],
+            value,
+            store_layer,
+            batch,
+            self.head_dim**-0.5,
+            self.window,
+        )
+        hidden += self.output(attended.flatten(1))
+        hidden += self.mlp(self.post_attention_norm(hidden))
+        return hidden
+
+
+class CausalLM:
+    """A whole model on one rank.
+
+    Attributes:
+        config: shapes of the whole model.
+        dtype, device: of weights and activations.
+        kv_heads: KV heads that this rank holds, for its KVStore.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: VocabularyEmbedding,
+        layers: list[DecoderLayer],
+        final_norm: RMSNorm,
+        head: VocabularyHead,
+        rotary: RotaryEmbedding,
+    ) -> None:
+        self.config = config
+        self.dtype = embedding.weight.dtype
+        self.device = embedding.weight.device
+        self.kv_heads = layers[0].kv_heads
+        self._embedding = embedding
+        self._layers = layers
+        self._final_norm = final_norm
+        self._head = head
+        self._rotary = rotary
+
+    def reserve_positions(self, positions: int) -> None:
+        """Make rotary tables for positions [0, positions) now; needed before a graph is captured, free otherwise."""
+        self._rotary.reserve(positions)
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch, store: KVStore
+    ) -> torch.Tensor:
+        """Run tokens through the model, writing their keys and values.
+
+        Args:
+            tokens: [tokens] int64 on the device, in the order of the batch's segments.
+            positions: [tokens] int64 on the device: position of each token in its row, 0 for padding.
+            attention: the segments; their block tables cover every position.
+            store: this rank's KV store.
+
+        Returns:
+            [tokens, hidden] after the final norm, equal on all ranks of the group.
+        """
+        # The block tables' width bounds every position, so the host can grow the tables without reading positions.
+        self._rotary.reserve(attention.block_size * max(item.block_tables.shape[1] for item in attention.segments))
+        angles = self._rotary.lookup(positions)
+        hidden = self._embedding(tokens)
+        for index, layer in enumerate(self._layers):
+            hidden = layer.forward(hidden, angles, attention, store.layer(index))
+        return self._final_norm(hidden)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, hidden] of `forward` → [n, vocab_size] float32 on every rank of the group."""
+        return self._head(hidden)

@@ -1,0 +1,87 @@
+"""What a caller gets back: completions, their statistics, and pieces of text while they are made.
+
+Plain data. It knows the nouns of `core` and nothing of ranks, models or files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trtrun.core import RequestStatistics, TokenLogprobs
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One finished completion of a prompt.
+
+    Attributes:
+        index: in [0, n).
+        text: the tokens as text, stop strings cut off; empty for a checkpoint without a tokenizer.
+        token_ids: every token generated, a final end-of-sequence token included.
+        finish_reason: 'stop', 'length' or 'cancelled'.
+        statistics: rounds, drafted and accepted tokens, times.
+        logprobs: one entry a token where the request asked for them.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    statistics: RequestStatistics
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What became of one prompt.
+
+    Attributes:
+        index: place of the prompt in the input.
+        prompt: its text, None when it came as token ids.
+        prompt_token_ids: its tokens.
+        completions: `n` of them; empty when the request was refused.
+        error: why it was refused, else None.
+    """
+
+    index: int
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[CompletionOutput, ...]
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """What one round added to a stream.
+
+    Attributes:
+        text: never ends inside a character or inside what may become a stop string.
+        token_ids: tokens of this round.
+        finish_reason: set on the last chunk.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank holds once it has started. Bytes; `kv_tokens` counts tokens that its KV store holds."""
+
+    rank: int
+    host: str
+    role: str
+    device: str
+    bytes_read: int = 0
+    shard_bytes: int = 0
+    kv_bytes: int = 0
+    kv_tokens: int = 0
+    peak_memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """All ranks' reports, in rank order."""
+
+    ranks: tuple[RankReport, ...] = field(default_factory=tuple)

@@ -1,0 +1,223 @@
+"""From a configuration to running engines: communicators, weights, KV stores, first use of everything.
+
+Every rank that holds a device runs this at start and ends with a `Worker`. Nothing is left to initialise under load. It
+does not know requests, nor how ranks tell each other how many blocks all of them can hold (rendezvous.py).
+"""
+
+from __future__ import annotations
+
+import resource
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from parallel.communicator import Communicator
+from parallel.groups import Groups
+from parallel.link import Link
+from parallel.topology import Slot, Topology
+from trtrun.config import ModelSection, RuntimeConfig
+from trtrun.engine.rows import RowState
+from trtrun.engine.runner import Engine
+from trtrun.engine.warmup import warm_up
+from trtrun.errors import CheckpointError, ConfigError
+from trtrun.kvcache.sizing import (
+    SlotDemand,
+    count_kv_blocks,
+    default_fraction,
+    free_bytes_of_slot,
+    tokens_of_blocks,
+    useful_blocks,
+)
+from trtrun.kvcache.store import KVStore
+from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.decoder import CausalLM
+from trtrun.models.loading import LoadReport, load_model, shard_bytes
+from trtrun.outputs import RankReport
+from trtrun.roles.worker import Worker
+from trtrun.speculation.drafters.draft_model import DraftModelDrafter
+
+Progress = Callable[[int, int], None]
+"""Bytes read so far and bytes to read on this rank."""
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def device_of(slot: Slot) -> torch.device:
+    """The torch device of a slot. A CPU slot's number tells processes apart; torch knows one CPU."""
+    return torch.device(slot.device if slot.device.startswith("cuda") else "cpu")
+
+
+def resolve_dtype(section: ModelSection, config: ModelConfig) -> torch.dtype:
+    """The dtype to compute in: the section's, or the checkpoint's for `auto`."""
+    return config.checkpoint_dtype if section.dtype == "auto" else DTYPES[section.dtype]
+
+
+def target_context(config: RuntimeConfig, model: ModelConfig) -> int:
+    """Most tokens of one request.
+
+    Raises:
+        ConfigError: scheduler.max_seq_len is beyond the target's context.
+    """
+    wanted = config.scheduler.max_seq_len
+    if wanted is not None and wanted > model.max_position_embeddings:
+        raise ConfigError(
+            f"scheduler.max_seq_len is {wanted}, but the target's context is {model.max_position_embeddings} tokens"
+        )
+    return wanted or model.max_position_embeddings
+
+
+@dataclass
+class _LoadedEngine:
+    """One engine rank with its weights and without a KV store."""
+
+    model: CausalLM
+    report: LoadReport
+    communicator: Communicator
+
+
+class RankStartup:
+    """Brings one rank's engines up, in two steps: `load`, then `finish` with the number of blocks for all ranks."""
+
+    def __init__(self, config: RuntimeConfig, topology: Topology, rank: int, groups: Groups) -> None:
+        slot = topology.slot(rank)
+        assert slot is not None, "only ranks with a device start engines"
+        self._config = config
+        self._topology = topology
+        self._rank = rank
+        self._slot = slot
+        self._groups = groups
+        self._device = device_of(slot)
+        self._target_config = read_model_config(config.target.model)
+        self._draft_config = read_model_config(config.draft.model) if config.draft is not None else None
+        self._context = target_context(config, self._target_config)
+        self._engines: dict[str, _LoadedEngine] = {}
+
+    def load(self, progress: Progress) -> int:
+        """Read this rank's slices of the weights.
+
+        Returns:
+            KV blocks that this rank could hold, the null block included.
+
+        Raises:
+            CheckpointError: a model directory is damaged or not supported.
+            ConfigError: the weights or the KV store do not fit.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        free = free_bytes_of_slot(self._slot.device, len(self._topology.slots))
+        demand = self._demand()
+        blocks = count_kv_blocks(
+            free,
+            demand,
+            fraction=self._config.kv_cache.free_memory_fraction or default_fraction(self._slot.device),
+            block_size=self._config.kv_cache.block_size,
+            max_tokens=self._config.kv_cache.max_tokens,
+            most_useful=most_useful_blocks(self._config, self._context),
+            where=self._topology.describe(self._rank),
+        )
+        done = 0
+        for role, section, _, communicator in self._parts():
+            dtype = resolve_dtype(section, read_model_config(section.model))
+
+            def report(read: int, _total: int, before: int = done) -> None:
+                progress(before + read, demand.shard_bytes)
+
+            try:
+                model, loaded = load_model(section.model, communicator, self._device, dtype, report)
+            except CheckpointError as error:
+                raise CheckpointError(f"{role}: {error}") from None
+            done += loaded.bytes_read
+            self._engines[role] = _LoadedEngine(model, loaded, communicator)
+        return blocks
+
+    def finish(self, num_blocks: int) -> tuple[Worker, RankReport]:
+        """Allocate the KV stores, run every kernel once, and put the engines to work."""
+        engines = {role: self._make_engine(loaded, num_blocks) for role, loaded in self._engines.items()}
+        for engine in engines.values():
+            warm_up(engine, self._config.speculation.draft_len if self._draft_config is not None else 0)
+        drafter = None
+        if "draft" in engines:
+            drafter = DraftModelDrafter(
+                engines["draft"], self._target_config.vocab_size, self._config.speculation.use_logits
+            )
+        worker = Worker(
+            link=Link(self._topology, self._rank, self._groups.workers),
+            drafter=drafter,
+            target=engines.get("target"),
+            leads_draft=self._rank == self._topology.draft_leader,
+            leads_target=self._rank == self._topology.target_leader,
+            use_logits=self._config.speculation.use_logits,
+        )
+        return worker, self._report(num_blocks)
+
+    def _parts(self) -> list[tuple[str, ModelSection, ModelConfig, Communicator]]:
+        """This rank's engines: role, section, model configuration and tensor-parallel group."""
+        parts = []
+        if self._groups.draft is not None and self._config.draft is not None and self._draft_config is not None:
+            parts.append(("draft", self._config.draft, self._draft_config, self._groups.draft))
+        if self._groups.target is not None:
+            parts.append(("target", self._config.target, self._target_config, self._groups.target))
+        return parts
+
+    def _demand(self) -> SlotDemand:
+        weights = block = 0
+        for _, section, model, communicator in self._parts():
+            dtype = resolve_dtype(section, model)
+            weights += shard_bytes(model, communicator.rank, communicator.size, dtype, self._device)
+            block += kv_bytes_per_block(model, communicator.size, self._config.kv_cache.block_size, dtype)
+        return SlotDemand(weights, block)
+
+    def _make_engine(self, loaded: _LoadedEngine, num_blocks: int) -> Engine:
+        model, config = loaded.model, self._config
+        store = KVStore(
+            model.config.num_layers,
+            num_blocks,
+            model.kv_heads,
+            config.kv_cache.block_size,
+            model.config.head_dim,
+            model.dtype,
+            self._device,
+        )
+        rows = RowState(
+            config.scheduler.max_batch_size,
+            self._context,
+            config.kv_cache.block_size,
+            config.speculation.draft_len,
+            min(model.config.vocab_size, self._target_config.vocab_size),
+            self._device,
+        )
+        return Engine(model, store, rows)
+
+    def _report(self, num_blocks: int) -> RankReport:
+        loaded = [engine.report for engine in self._engines.values()]
+        block_size = self._config.kv_cache.block_size
+        return RankReport(
+            rank=self._rank,
+            host=socket.gethostname(),
+            role="+".join(self._topology.roles(self._rank)),
+            device=self._slot.device,
+            bytes_read=sum(report.bytes_read for report in loaded),
+            shard_bytes=sum(report.shard_bytes for report in loaded),
+            kv_bytes=num_blocks * self._demand().bytes_per_block,
+            kv_tokens=tokens_of_blocks(num_blocks, block_size),
+            peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
+
+
+def most_useful_blocks(config: RuntimeConfig, context: int) -> int:
+    """Blocks beyond which running requests could use no more (see `kvcache.sizing.useful_blocks`)."""
+    return useful_blocks(
+        config.scheduler.max_batch_size,
+        context,
+        config.kv_cache.block_size,
+        config.speculation.draft_len if config.is_speculative else 0,
+        config.scheduler.plans_ahead,
+    )
+
+
+def kv_bytes_per_block(model: ModelConfig, tp_size: int, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block on one rank of an engine with `tp_size` ranks."""
+    kv_heads = max(1, model.num_kv_heads // tp_size)
+    return KVStore.bytes_per_block(model.num_layers, kv_heads, block_size, model.head_dim, dtype)

@@ -1,0 +1,103 @@
+"""An engine rank's part of each round: draft and target share this one loop.
+
+A process holds a draft rank, a target rank or, where both list its device, both. It runs the functions of
+`speculation.cycle` that belong to its roles and reports what its leaders saw. It does not know where plans come from
+(fleet.py) nor how the engines were made (startup.py).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from trtrun.core import Draft, RoundPlan, Verdict
+from trtrun.speculation.cycle import draft_round, probability_rows, transfer, verify_round
+from trtrun.speculation.protocols import Drafter, DraftLink, TargetEngine
+from trtrun.wire import RoundTimes, encode_report
+
+
+@dataclass
+class Worker:
+    """One process's engine ranks.
+
+    Attributes:
+        link: between draft and target ranks.
+        drafter: set where the process holds a draft rank.
+        target: set where it holds a target rank.
+        leads_draft: whether its draft rank is the draft leader.
+        leads_target: whether its target rank is the target leader.
+        use_logits: acceptance mode of sampled rows.
+    """
+
+    link: DraftLink
+    drafter: Drafter | None
+    target: TargetEngine | None
+    leads_draft: bool
+    leads_target: bool
+    use_logits: bool
+
+    @torch.inference_mode()
+    def run_round(self, plan: RoundPlan) -> bytes | None:
+        """Run one round; returns the report of a leader, None elsewhere."""
+        started = time.perf_counter()
+        if self.target is not None:
+            self.target.begin_round(plan)
+        draft = draft_round(self.drafter, plan) if self.drafter is not None else None
+        drafted = time.perf_counter()
+        received = self._transfer(plan, draft)
+        transferred = time.perf_counter()
+        verdict = self._decide(plan, received)
+        finished = time.perf_counter()
+        times = RoundTimes(
+            drafting=drafted - started if self.leads_draft else 0.0,
+            transferring=transferred - drafted if self.leads_target else 0.0,
+            verifying=finished - transferred if self.leads_target else 0.0,
+        )
+        if self.leads_target:
+            return _encode_verdict(plan, times, verdict)
+        return encode_report(plan.round_index, times) if self.leads_draft else None
+
+    def _transfer(self, plan: RoundPlan, draft: Draft | None) -> Draft | None:
+        target = self.target
+        count = len(probability_rows(plan, target.rows.sampling, self.use_logits)) if target is not None else 0
+        return transfer(
+            self.link,
+            plan,
+            draft if self.leads_draft else None,
+            receives=target is not None,
+            num_probability_rows=count,
+            vocab=target.vocab_size if target is not None else 0,
+        )
+
+    def _decide(self, plan: RoundPlan, draft: Draft | None) -> Verdict | None:
+        """Verify, or learn the verdict; either way the rows of this process's engines advance."""
+        verdict: Verdict | None = None
+        if self.target is not None:
+            verdict = verify_round(
+                self.target, self.link, plan, draft, leads=self.leads_target, use_logits=self.use_logits
+            )
+        elif plan.sampled_rows:
+            verdict = Verdict(*self.link.receive_verdict(len(plan.sampled_rows), plan.draft_len + 1))
+        if self.drafter is not None and verdict is not None:
+            self.drafter.advance(plan, verdict.num_tokens, verdict.tokens)
+        return verdict
+
+
+def _encode_verdict(plan: RoundPlan, times: RoundTimes, verdict: Verdict | None) -> bytes:
+    """The one copy from the device to the host in a round: counts and tokens travel in one tensor."""
+    if verdict is None:
+        empty = torch.empty((0, 1), dtype=torch.int64).numpy()
+        return encode_report(plan.round_index, times, empty[:, 0], empty)
+    packed = torch.cat((verdict.num_tokens.unsqueeze(1), verdict.tokens), dim=1).cpu().numpy()
+    if verdict.logprobs is None:
+        return encode_report(plan.round_index, times, packed[:, 0], packed[:, 1:])
+    return encode_report(
+        plan.round_index,
+        times,
+        packed[:, 0],
+        packed[:, 1:],
+        verdict.logprobs.token_ids.cpu().numpy(),
+        verdict.logprobs.values.cpu().numpy(),
+    )

@@ -1,0 +1,85 @@
+"""What the scheduler must stay within: numbers from the configuration and from the size of the KV store.
+
+Plain data with validation; it knows no plan and no row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trtrun.errors import ConfigError, InvalidRequestError
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Limits of the running batch.
+
+    Attributes:
+        max_batch_size: rows of the running batch.
+        max_num_tokens: tokens of one round, over all rows: prefill chunks, and draft_len + 1 for each decode row.
+        max_seq_len: tokens of one request, prompt and output, in the target's context.
+        draft_max_seq_len: the draft's context; None when there is no draft engine (method none).
+        draft_len: most tokens drafted for a row in one round.
+        block_size: tokens of one KV block.
+        num_blocks: blocks of the KV store, the null block among them.
+        enable_block_reuse: whether full verified blocks are shared between requests.
+        plans_ahead: how many plans may be out without their results when the next is made: 0 or 1.
+        max_waiting: most requests in the waiting queue; None for no limit.
+    """
+
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int
+    draft_max_seq_len: int | None
+    draft_len: int
+    block_size: int
+    num_blocks: int
+    enable_block_reuse: bool = True
+    plans_ahead: int = 0
+    max_waiting: int | None = None
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("max_batch_size", self.max_batch_size >= 1, "at least 1"),
+            ("max_num_tokens", self.max_num_tokens >= 1, "at least 1"),
+            ("max_seq_len", self.max_seq_len >= 2, "at least 2, one prompt token and one output token"),
+            ("draft_max_seq_len", self.draft_max_seq_len is None or self.draft_max_seq_len >= 1, "at least 1"),
+            ("draft_len", self.draft_len >= 0, "at least 0"),
+            ("block_size", self.block_size >= 1, "at least 1"),
+            ("num_blocks", self.num_blocks >= 2, "at least 2, the null block and one more"),
+            ("plans_ahead", self.plans_ahead in (0, 1), "0 or 1"),
+            ("max_waiting", self.max_waiting is None or self.max_waiting >= 1, "at least 1"),
+        )
+        for name, holds, rule in rules:
+            if not holds:
+                raise ConfigError(f"{name} must be {rule}, not {getattr(self, name)!r}")
+
+    @property
+    def num_stored_tokens(self) -> int:
+        """Tokens that the whole KV store holds."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def max_length(self) -> int:
+        """Tokens at which a request ends with reason "length": the context's end, or the whole store's."""
+        return min(self.max_seq_len, self.num_stored_tokens)
+
+    def check_prompt(self, length: int) -> None:
+        """Refuse a prompt of `length` tokens that can never run.
+
+        Raises:
+            InvalidRequestError: it is empty, longer than the context, or longer than the whole KV store.
+        """
+        if length == 0:
+            raise InvalidRequestError("the prompt has 0 tokens; give at least 1")
+        if length > self.max_seq_len - 1:
+            raise InvalidRequestError(
+                f"the prompt has {length} tokens but max_seq_len {self.max_seq_len} leaves room for "
+                f"{self.max_seq_len - 1}; shorten it or raise scheduler.max_seq_len within the target's context"
+            )
+        if length + 1 > self.num_stored_tokens:
+            raise InvalidRequestError(
+                f"the prompt has {length} tokens and needs {length + 1} in the KV store, which holds "
+                f"{self.num_stored_tokens} ({self.num_blocks - 1} blocks of {self.block_size}); "
+                "shorten it or raise kv_cache.max_tokens or kv_cache.free_memory_fraction"
+            )

@@ -1,0 +1,108 @@
+"""A round plan under construction: collects rows, block updates and the token budget, then freezes to a RoundPlan.
+
+It knows the layout of `RoundPlan` and nothing of policy: who gets into the round is `scheduler.py`'s decision.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trtrun.core import PrefillChunk, RoundPlan, RowAdmission
+from trtrun.scheduling.running import PlannedRow, RunningRequest, Work
+
+
+class PlanBuilder:
+    """Parts of one round.
+
+    Attributes:
+        budget: tokens that still fit into the round.
+        decoding: rows that draft and verify, in plan order.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.decoding: list[PlannedRow] = []
+        self._last_chunks: list[PlannedRow] = []
+        self._chunks: list[PlannedRow] = []
+        self._prefill: list[PrefillChunk] = []
+        self._admissions: list[RowAdmission] = []
+        self._updates: list[tuple[int, int, int]] = []
+        self._max_context = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row would run."""
+        return not self.decoding and not self._prefill
+
+    def admit(self, running: RunningRequest) -> None:
+        """Announce a row that just got its place, with its whole block table."""
+        request = running.request
+        self._admissions.append(
+            RowAdmission(
+                row=running.row,
+                request_id=request.request_id,
+                tokens=np.array(running.token_ids, dtype=np.int32),
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_cached_tokens=running.num_prefilled,
+                drafted=running.drafted,
+                sampling=request.sampling,
+                stop_ids=request.stop_ids,
+                bad_word_ids=request.bad_word_ids,
+            )
+        )
+        self.add_blocks(running, 0)
+
+    def add_blocks(self, running: RunningRequest, first_new: int) -> None:
+        """Announce the blocks of a row's table from index `first_new` on."""
+        blocks = running.table.blocks
+        for index in range(first_new, len(blocks)):
+            self._updates.append((running.row, index, blocks[index]))
+
+    def decode(self, running: RunningRequest, draft_len: int) -> None:
+        """Have a row draft and verify `draft_len` tokens; counts the result as pending."""
+        self._max_context = max(self._max_context, running.longest + draft_len + 1)
+        self.decoding.append(PlannedRow(running, running.epoch, Work.DECODE, draft_len, running.drafted, 0))
+        running.num_pending_rounds += 1
+        running.num_pending_tokens += draft_len + 1
+        self.budget -= draft_len + 1
+
+    def prefill(self, running: RunningRequest) -> None:
+        """Have a row compute as many of its admission tokens as fit; the last chunk's result counts as pending."""
+        start = running.num_prefilled
+        length = min(running.num_admitted_tokens - start, self.budget)
+        end = start + length
+        is_last = end == running.num_admitted_tokens
+        running.num_prefilled = end
+        self.budget -= length
+        self._max_context = max(self._max_context, end + 1)
+        self._prefill.append(PrefillChunk(running.row, start, length, is_last, running.drafted))
+        if is_last:
+            running.num_pending_rounds += 1
+            running.num_pending_tokens += 1
+            self._last_chunks.append(PlannedRow(running, running.epoch, Work.LAST_CHUNK, 0, running.drafted, 0))
+        else:
+            self._chunks.append(PlannedRow(running, running.epoch, Work.CHUNK, 0, running.drafted, end))
+
+    def sampled(self) -> list[PlannedRow]:
+        """Rows that get tokens, in the order of `RoundPlan.sampled_rows`."""
+        return self.decoding + self._last_chunks
+
+    def chunks(self) -> list[PlannedRow]:
+        """Rows whose prefill goes on after this round."""
+        return self._chunks
+
+    def build(self, round_index: int, dropped_rows: tuple[int, ...]) -> RoundPlan:
+        """Freeze to the plan that ranks get."""
+        rows = [planned.running.row for planned in self.decoding]
+        # -1 says that the draft engine must not touch the row; 0 lets it catch up without proposing anything.
+        lengths = [planned.draft_len if planned.drafted else -1 for planned in self.decoding]
+        return RoundPlan(
+            round_index=round_index,
+            dropped_rows=dropped_rows,
+            admissions=tuple(self._admissions),
+            block_updates=np.array(self._updates, dtype=np.int32).reshape(-1, 3),
+            prefill=tuple(self._prefill),
+            decode_rows=np.array(rows, dtype=np.int32),
+            draft_lens=np.array(lengths, dtype=np.int32),
+            max_context=self._max_context,
+        )

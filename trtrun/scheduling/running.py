@@ -1,0 +1,106 @@
+"""What the scheduler remembers of one request, from its arrival to its end, and what a round did for it.
+
+Plain state without rules: the scheduler changes it, the orchestrator reads it. It knows no rank and no tensor.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from trtrun.core import FinishReason, Request, RequestStatistics
+from trtrun.kvcache.tables import BlockTable
+
+NO_ROW = -1
+
+
+@dataclass(eq=False, slots=True)
+class RunningRequest:
+    """One request in the scheduler.
+
+    Attributes:
+        request: as it was added.
+        table: its KV blocks; empty while it waits.
+        token_ids: prompt and committed output.
+        output_token_ids: committed output.
+        statistics: times are of `time.perf_counter`.
+        finish_reason: None until it ends.
+        row: its row of the running batch, -1 while it waits and after its end.
+        epoch: number of its present admission, counted over all requests; -1 without a row. A result carries the
+            epoch of its plan, so results planned before the row was preempted or ended are told apart.
+        drafted: whether the draft engine still touches the row.
+        num_admitted_tokens: length of `token_ids` when it got its row, all of which prefill computes.
+        num_prefilled: how many of them were reused or planned so far; equal means that the row decodes.
+        num_pending_rounds: plans without results that give this row tokens, each of them at least one.
+        num_pending_tokens: most tokens that those plans can give.
+    """
+
+    request: Request
+    table: BlockTable
+    token_ids: list[int]
+    output_token_ids: list[int] = field(default_factory=list)
+    statistics: RequestStatistics = field(default_factory=RequestStatistics)
+    finish_reason: FinishReason | None = None
+    row: int = NO_ROW
+    epoch: int = -1
+    drafted: bool = False
+    num_admitted_tokens: int = 0
+    num_prefilled: int = 0
+    num_pending_rounds: int = 0
+    num_pending_tokens: int = 0
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the row's whole prefill is planned, so that it drafts and verifies from the next plan on."""
+        return self.num_prefilled == self.num_admitted_tokens
+
+    @property
+    def longest(self) -> int:
+        """Upper bound of the row's length once the plans that are out have their results."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What one round gave one request.
+
+    Attributes:
+        running: the request, already updated.
+        new_token_ids: tokens appended to its output: the verdict's, cut at the token that ended the request.
+        finished: whether this round ended it; `running.finish_reason` says why.
+        index_in_verdict: its place in `plan.sampled_rows`, for logprobs.
+    """
+
+    running: RunningRequest
+    new_token_ids: list[int]
+    finished: bool
+    index_in_verdict: int
+
+
+class Work(enum.Enum):
+    """What a plan has a row do."""
+
+    DECODE = enum.auto()
+    LAST_CHUNK = enum.auto()
+    CHUNK = enum.auto()
+
+
+class PlannedRow(NamedTuple):
+    """One row's part in a plan that has no result yet.
+
+    Attributes:
+        running: the request.
+        epoch: its admission when the plan was made.
+        work: what the row does.
+        draft_len: tokens it verifies, 0 in prefill.
+        drafted: whether the draft engine took part.
+        end: positions below which the row is written after a CHUNK; 0 for the others.
+    """
+
+    running: RunningRequest
+    epoch: int
+    work: Work
+    draft_len: int
+    drafted: bool
+    end: int

@@ -1,0 +1,319 @@
+"""In-flight batching: which rows run in the next round, on which blocks, and what a round's result means for them.
+
+Pure bookkeeping of the orchestrator. It knows requests, rows, blocks and lengths; it does not know ranks, models,
+tensors, text or how drafts are verified. `schedule` makes a plan, `commit` takes its result, in the same order; with
+`plans_ahead` 1 one plan may be out while the next is made. For a row with results outstanding the scheduler knows its
+committed length and an upper bound; blocks and contexts are reserved for the upper bound, so that ranks, which know
+the true length from verdicts, never meet a position without a block.
+
+First come first served: rows are admitted in order of arrival, and only the most recently admitted row is ever
+preempted, so the oldest row always makes progress and nothing can wait for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from trtrun.core import FinishReason, Request, RequestStatistics, RoundPlan
+from trtrun.errors import InvalidRequestError
+from trtrun.scheduling.batch import RunningBatch
+from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.scheduling.planning import PlanBuilder
+from trtrun.scheduling.queue import WaitingQueue
+from trtrun.scheduling.results import AcceptToken, append_tokens
+from trtrun.scheduling.running import NO_ROW, PlannedRow, RowResult, RunningRequest, Work
+
+__all__ = ["AcceptToken", "RowResult", "RunningRequest", "Scheduler", "SchedulerLimits"]
+
+
+class _Outstanding(NamedTuple):
+    round_index: int
+    sampled: list[PlannedRow]
+    chunks: list[PlannedRow]
+
+
+class Scheduler:
+    """Rows, blocks and the waiting queue of one job. Not thread-safe: one caller, the orchestrator's loop."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self._batch = RunningBatch(limits)
+        self._waiting = WaitingQueue()
+        self._requests: dict[int, RunningRequest] = {}
+        self._outstanding: deque[_Outstanding] = deque()
+        self._next_round = 0
+        self._speculating = limits.draft_max_seq_len is not None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request runs or waits."""
+        return bool(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return len(self._batch.requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row, preempted ones among them."""
+        return len(self._waiting)
+
+    @property
+    def num_outstanding(self) -> int:
+        """Plans whose results were not committed yet."""
+        return len(self._outstanding)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that could be given to a row: free, or cached and held by nobody."""
+        return self._batch.pool.num_available
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks whose tokens a new row could reuse."""
+        return len(self._batch.cache)
+
+    def add(self, request: Request) -> RunningRequest:
+        """Put a request at the end of the waiting queue and return its state, which lives on after its end.
+
+        Raises:
+            InvalidRequestError: it can never run, or the queue is full; the message holds the numbers.
+            ValueError: its request_id is in use.
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request_id {request.request_id} is in use")
+        self.limits.check_prompt(len(request.prompt_token_ids))
+        if self.limits.max_waiting is not None and len(self._waiting) >= self.limits.max_waiting:
+            raise InvalidRequestError(
+                f"the queue is full: {len(self._waiting)} requests wait and max_waiting is {self.limits.max_waiting}; "
+                "send it again later"
+            )
+        running = RunningRequest(
+            request=request,
+            table=self._batch.new_table(),
+            token_ids=list(request.prompt_token_ids),
+            statistics=RequestStatistics(arrival=time.perf_counter()),
+        )
+        self._requests[request.request_id] = running
+        self._waiting.push_back(running)
+        return running
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request at once with reason "cancelled"; False when it is unknown or has ended.
+
+        No `RowResult` tells of it: the state that `add` returned has `finish_reason` set. Results of its outstanding
+        plan are ignored, and its row is dropped by the next plan.
+        """
+        running = self._requests.get(request_id)
+        if running is None:
+            return False
+        if running.row == NO_ROW:
+            self._waiting.remove(running)
+        else:
+            self._batch.release(running)
+        self._finish(running, FinishReason.CANCELLED, time.perf_counter())
+        return True
+
+    def set_speculation(self, enabled: bool) -> None:
+        """Turn drafting on or off for requests to come; without a draft engine it stays off.
+
+        Cached blocks are forgotten at a switch: those made while it was off were never written by the draft engine.
+
+        Raises:
+            RuntimeError: a request runs or waits, or a result is outstanding.
+        """
+        speculating = enabled and self.limits.draft_max_seq_len is not None
+        if speculating == self._speculating:
+            return
+        if self._requests or self._outstanding:
+            raise RuntimeError(f"speculation can be switched at idle only: {self._describe_work()}")
+        self._batch.cache.clear()
+        self._speculating = speculating
+
+    def schedule(self) -> RoundPlan | None:
+        """Plan the next round, or None when nothing can run before an outstanding result is committed, or at all.
+
+        Every plan that is returned must be executed and then committed, in order. Rows that ended are dropped by the
+        next plan in which some row runs: at idle the ranks keep their slots a while, which costs them nothing.
+
+        Raises:
+            RuntimeError: called with more than `plans_ahead` results outstanding.
+        """
+        if len(self._outstanding) > self.limits.plans_ahead:
+            raise RuntimeError(f"{len(self._outstanding)} results are due but plans_ahead is {self.limits.plans_ahead}")
+        if not self._requests:
+            return None
+        plan = PlanBuilder(self.limits.max_num_tokens)
+        self._plan_decoding(plan)
+        for running in self._batch.requests:
+            if plan.budget <= 0:
+                break
+            if not running.is_decoding:
+                plan.prefill(running)
+        self._plan_admissions(plan)
+        if plan.is_empty:
+            if not self._outstanding:
+                raise RuntimeError(f"nothing can run and nothing is outstanding: {self._describe_work()}")
+            return None
+        self._outstanding.append(_Outstanding(self._next_round, plan.sampled(), plan.chunks()))
+        built = plan.build(self._next_round, self._batch.take_dropped())
+        self._next_round += 1
+        return built
+
+    def _plan_decoding(self, plan: PlanBuilder) -> None:
+        batch = self._batch
+        later = sum(running.is_decoding for running in batch.requests)
+        index = 0
+        while index < len(batch.requests):  # preemption shortens the list from its end
+            running = batch.requests[index]
+            index += 1
+            if not running.is_decoding:
+                continue
+            later -= 1
+            if plan.budget <= 0:
+                break
+            # Each row further back keeps one token of the budget, so that drafts never keep a row from running.
+            draft_len = self._choose_draft_len(running, max(0, plan.budget - 1 - later))
+            if draft_len is None:
+                continue
+            # The row's last token is written at position longest - 1 at most, its drafts behind it.
+            longest = running.longest
+            if running.num_pending_rounds and batch.room(running) < longest:
+                continue  # the outstanding result will say how much it needs at most, which may be there
+            for preempted in batch.make_room(running, longest):
+                self._waiting.push_front(preempted)
+            if running.row == NO_ROW:
+                break
+            draft_len = min(draft_len, batch.room(running) - longest)
+            plan.add_blocks(running, running.table.reserve(longest + draft_len))
+            plan.decode(running, draft_len)
+
+    def _choose_draft_len(self, running: RunningRequest, most: int) -> int | None:
+        """Tokens to draft for a row, or None to leave it out until its outstanding result is known."""
+        longest = running.longest
+        left_in_context = self.limits.max_length - longest
+        # Each outstanding round gives one token at least; with none left the row is sure to end at that commit.
+        left_to_generate = (
+            running.request.sampling.max_tokens - len(running.output_token_ids) - running.num_pending_rounds
+        )
+        if left_in_context <= 0 or left_to_generate <= 0:
+            return None
+        if not running.drafted or self.limits.draft_max_seq_len is None:
+            return 0
+        left_in_draft = self.limits.draft_max_seq_len - longest
+        if left_in_draft < 0:
+            # From here on the draft engine's keys and values fall behind, so it cannot come back to this row.
+            running.drafted = False
+            return 0
+        return min(self.limits.draft_len, most, left_in_context - 1, left_to_generate - 1, left_in_draft)
+
+    def _plan_admissions(self, plan: PlanBuilder) -> None:
+        draft_context = self.limits.draft_max_seq_len
+        while self._waiting and self._batch.has_free_row() and plan.budget > 0:
+            running = self._waiting.first()
+            fits_draft = draft_context is not None and len(running.token_ids) + 2 <= draft_context
+            if not self._batch.try_admit(running, drafted=self._speculating and fits_draft):
+                return  # first come first served: nobody overtakes
+            self._waiting.pop()
+            plan.admit(running)
+            plan.prefill(running)
+
+    def commit(
+        self, plan: RoundPlan, num_tokens: Sequence[int], tokens: Sequence[Sequence[int]], accept_token: AcceptToken
+    ) -> list[RowResult]:
+        """Take a round's result: append tokens, end requests, offer verified blocks for reuse.
+
+        Args:
+            plan: the oldest plan without a result; a plan without sampled rows is committed too, with empty lists.
+            num_tokens: per row of `plan.sampled_rows`, the tokens it gained: accepted + 1.
+            tokens: per row, at least that many token ids; what follows is ignored.
+            accept_token: called after each append; the first reason it returns ends the request and discards the rest.
+
+        Returns:
+            One entry for each sampled row whose request is still in that row, in the order of `plan.sampled_rows`.
+
+        Raises:
+            RuntimeError: the plan is not the oldest one out, or the lists do not fit it.
+        """
+        if not self._outstanding or self._outstanding[0].round_index != plan.round_index:
+            due = self._outstanding[0].round_index if self._outstanding else "none"
+            raise RuntimeError(f"result of round {plan.round_index} but the round due is {due}")
+        record = self._outstanding[0]
+        if len(num_tokens) != len(record.sampled) or len(tokens) != len(record.sampled):
+            raise RuntimeError(
+                f"result of round {plan.round_index} has {len(num_tokens)} counts and {len(tokens)} token lists "
+                f"for {len(record.sampled)} rows"
+            )
+        self._outstanding.popleft()
+        for planned in record.chunks:
+            if planned.running.epoch == planned.epoch:
+                self._commit_blocks(planned, planned.end)
+        now = time.perf_counter()
+        results = []
+        for index, planned in enumerate(record.sampled):
+            # A result planned before the row was preempted, cancelled or ended belongs to nobody. A preempted row
+            # gets the same tokens again: randomness is keyed by position.
+            if planned.running.epoch == planned.epoch:
+                results.append(self._commit_row(planned, index, num_tokens[index], tokens[index], accept_token, now))
+        return results
+
+    def _commit_row(
+        self,
+        planned: PlannedRow,
+        index: int,
+        num_tokens: int,
+        tokens: Sequence[int],
+        accept_token: AcceptToken,
+        now: float,
+    ) -> RowResult:
+        running = planned.running
+        request = running.request
+        if not 1 <= num_tokens <= planned.draft_len + 1 or len(tokens) < num_tokens:
+            raise RuntimeError(
+                f"request {request.request_id} got {num_tokens} tokens ({len(tokens)} listed) "
+                f"from a round that verified {planned.draft_len}"
+            )
+        running.num_pending_rounds -= 1
+        running.num_pending_tokens -= planned.draft_len + 1
+        if planned.work is Work.DECODE:
+            running.statistics.record_round(planned.draft_len, num_tokens - 1)
+        if running.statistics.first_token is None:
+            running.statistics.first_token = now
+        new_token_ids, reason = append_tokens(running, tokens[:num_tokens], self.limits, accept_token)
+        # The target has written all but the last token. The draft may lack the one before it too (the bonus hole),
+        # and writes it again at its next catch-up.
+        self._commit_blocks(planned, len(running.token_ids) - (2 if planned.drafted else 1))
+        if reason is not None:
+            self._batch.release(running)
+            self._finish(running, reason, now)
+        return RowResult(running, new_token_ids, reason is not None, index)
+
+    def _commit_blocks(self, planned: PlannedRow, num_positions: int) -> None:
+        # While speculation is on, blocks of a row that the draft engine does not touch are in the target's store only.
+        if planned.drafted or not self._speculating:
+            planned.running.table.commit(planned.running.token_ids, num_positions)
+
+    def _finish(self, running: RunningRequest, reason: FinishReason, now: float) -> None:
+        running.finish_reason = reason
+        running.statistics.finished = now
+        del self._requests[running.request.request_id]
+
+    def _describe_work(self) -> str:
+        return f"{self.num_running} running, {self.num_waiting} waiting, {self.num_outstanding} results due"
+
+    def idle_is_whole(self) -> bool:
+        """Check that no request is left and every block and row is free; True, or an error that says what leaked.
+
+        Raises:
+            RuntimeError: a request runs or waits, or a block or row is still held.
+        """
+        if self._requests:
+            raise RuntimeError(f"not idle: {self._describe_work()}")
+        leaks = self._batch.leaks()
+        if leaks:
+            raise RuntimeError(f"idle but not whole: {'; '.join(leaks)}")
+        return True

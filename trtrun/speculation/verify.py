@@ -1,0 +1,251 @@
+"""Acceptance: which draft tokens the target keeps, and the one token that follows them.
+
+Pure functions of tensors, without a read-back from the device: shapes are [R, K + 1] whatever is accepted, with -1
+behind a row's tokens. Two ways of deciding, both lossless:
+
+- by token: the target's own token, greedy or sampled, is chosen at every position; draft tokens are kept while they
+  equal it, and the first that differs is replaced by it. The output is the target's own whatever the draft is.
+- by probability: speculative sampling (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318).
+
+This module knows no engine, no model, no rank; of sampling it sees a protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from trtrun.core import Verdict, VerdictLogprobs
+from trtrun.layers.random import Stream, gumbel_argmax, uniforms
+from trtrun.layers.row_needs import device_integers
+
+
+class TokenSampler(Protocol):
+    """What verification needs of the rows' sampling parameters; `layers.sampling.RowSampling` has it all."""
+
+    def process(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        lengths: Tensor,
+        history: Tensor,
+        draft_tokens: Tensor | None = None,
+        max_context: int | None = None,
+    ) -> Tensor:
+        """[R, P, V] logits after the rows' own parameters."""
+        ...
+
+    def choose(self, processed: Tensor, rows: Sequence[int], lengths: Tensor, stream: Stream) -> Tensor:
+        """[R, P] int64 tokens."""
+        ...
+
+    def probabilities(self, processed: Tensor) -> Tensor:
+        """[S, P, V] float32."""
+        ...
+
+    def seeds(self, rows: Sequence[int]) -> Tensor:
+        """[R] int64."""
+        ...
+
+    def wants_logprobs(self, row: int) -> int | None:
+        """Alternatives that the row reports, or None."""
+        ...
+
+    def top_logprobs(self, raw_logits: Tensor, tokens: Tensor, alternatives: int) -> VerdictLogprobs:
+        """[R, P, 1 + alternatives] token ids and values."""
+        ...
+
+
+def _count_accepted(accepted: Tensor, draft_lens: Tensor) -> Tensor:
+    """[R] int64: how many of the leading draft tokens are accepted, from [R, K] bool of each one by itself."""
+    steps = torch.arange(accepted.shape[1], device=accepted.device)
+    return (accepted & (steps < draft_lens[:, None])).to(torch.int64).cumprod(dim=1).sum(dim=1)
+
+
+def _gained(draft_tokens: Tensor, num_accepted: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """(num_tokens [R], tokens [R, K + 1]): the accepted draft tokens, then `last` [R], then -1."""
+    steps = torch.arange(draft_tokens.shape[1] + 1, device=draft_tokens.device)
+    padded = torch.cat([draft_tokens, last[:, None]], dim=1)
+    count = num_accepted[:, None]
+    tokens = torch.where(steps < count, padded, torch.where(steps == count, last[:, None], -1))
+    return num_accepted + 1, tokens
+
+
+def accept_by_token(target_tokens: Tensor, draft_tokens: Tensor, draft_lens: Tensor) -> tuple[Tensor, Tensor]:
+    """Keep draft tokens while they equal the target's; the target's token at the first other place follows them.
+
+    Args:
+        target_tokens: [R, K + 1] int64: the target's choice after the row's tokens and draft tokens 0 .. i-1.
+        draft_tokens: [R, K] int64; anything beyond a row's draft_lens.
+        draft_lens: [R] int64, -1 to K; where it is 0 or less the row gains exactly one token.
+
+    Returns:
+        num_tokens: [R] int64, accepted + 1.
+        tokens: [R, K + 1] int64, the tokens gained, then -1.
+    """
+    num_accepted = _count_accepted(draft_tokens == target_tokens[:, :-1], draft_lens)
+    last = target_tokens.gather(1, num_accepted[:, None])[:, 0]
+    return _gained(draft_tokens, num_accepted, last)
+
+
+def accept_tree_by_token(
+    target_tokens: Tensor, draft_tokens: Tensor, parents: Sequence[int], draft_lens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """accept_by_token for a tree of draft tokens: follow, from the root, the child that the target chose.
+
+    A chain is the tree with parents -1, 0, 1, …. Of siblings with the same token the first counts.
+
+    Args:
+        target_tokens: [R, N + 1] int64: column 0 the target's choice after the row's tokens, column i + 1 its choice
+            after node i and all of i's ancestors.
+        draft_tokens: [R, N] int64.
+        parents: N node indices, each smaller than the node's own; -1 is the root (the row's last token).
+        draft_lens: [R] int64: nodes 0 .. draft_lens - 1 of the row are real.
+
+    Returns:
+        num_tokens: [R] int64, accepted + 1.
+        tokens: [R, D + 1] int64, the tokens gained, then -1; D is the tree's depth.
+        nodes: [R, D] int64, the accepted nodes from the root on, then -1: whose keys and values stay.
+    """
+    count = draft_tokens.shape[0]
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    nodes = draft_tokens.new_full((count, max(depths, default=-1) + 1), -1)
+    deepest = draft_tokens.new_full((count,), -1)
+    for node, (parent, depth) in enumerate(zip(parents, depths, strict=True)):
+        agrees = (draft_tokens[:, node] == target_tokens[:, parent + 1]) & (node < draft_lens)
+        # The deepest accepted node is the parent until one of its children is accepted: later siblings come too late.
+        chosen = agrees & (deepest == parent)
+        deepest = torch.where(chosen, node, deepest)
+        nodes[:, depth] = torch.where(chosen, node, nodes[:, depth])
+    last = target_tokens.gather(1, deepest[:, None] + 1)[:, 0]
+    num_accepted = (nodes >= 0).sum(dim=1)
+    along = draft_tokens.gather(1, nodes.clamp(min=0))
+    return *_gained(along, num_accepted, last), nodes
+
+
+def accept_by_probability(
+    target_probs: Tensor,
+    draft_probs: Tensor,
+    draft_tokens: Tensor,
+    draft_lens: Tensor,
+    seeds: Tensor,
+    lengths: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Speculative sampling: accept draft token x with probability min(1, target_probs[x] / draft_probs[x]); replace the
+    first rejected one by a sample of norm(max(target_probs - draft_probs, 0)); after full acceptance add a bonus token.
+
+    A position's random numbers are fresh even if an earlier round, cut short by a rejection, looked at them: whether a
+    position is reached depends on the numbers of earlier positions alone.
+
+    Args:
+        target_probs: [R, K + 1, V] float32, after the request's own parameters.
+        draft_probs: [R, K, V] float32, the distributions that draft_tokens were sampled from, padded to V.
+        draft_tokens: [R, K] int64; one outside [0, V) is never accepted.
+        draft_lens: [R] int64, -1 to K.
+        seeds: [R] int64.
+        lengths: [R] int64, the position that target_probs[:, 0] belongs to.
+
+    Returns:
+        as accept_by_token.
+    """
+    count, draft_len = draft_tokens.shape
+    vocabulary = target_probs.shape[-1]
+    possible = (draft_tokens >= 0) & (draft_tokens < vocabulary)
+    index = draft_tokens.clamp(0, vocabulary - 1)[..., None]
+    target_of_token = target_probs[:, :-1].gather(-1, index)[..., 0]
+    draft_of_token = draft_probs.gather(-1, index)[..., 0]
+    places = lengths[:, None] + torch.arange(draft_len, device=lengths.device)
+    numbers = uniforms(seeds.repeat_interleave(draft_len), places.flatten(), Stream.ACCEPT).view(count, draft_len)
+    # u < target / draft, without the division; a token that the target rules out is never below 0.
+    num_accepted = _count_accepted((numbers * draft_of_token < target_of_token) & possible, draft_lens)
+
+    at = num_accepted[:, None, None].expand(-1, 1, vocabulary)
+    target_last = target_probs.gather(1, at)[:, 0]
+    full = num_accepted >= draft_lens
+    if draft_len:
+        draft_last = draft_probs.gather(1, at.clamp(max=draft_len - 1))[:, 0]
+        residual = (target_last - draft_last).clamp_(min=0.0)
+        # All zero only where the two distributions are equal to the last bit (a rejection there is rounding).
+        whole = full[:, None] | (residual.amax(dim=-1, keepdim=True) <= 0.0)
+        last_probs = torch.where(whole, target_last, residual)
+    else:
+        last_probs = target_last
+    streams = torch.where(full, int(Stream.TARGET), int(Stream.RECOVER))
+    return _gained(draft_tokens, num_accepted, gumbel_argmax(last_probs.log(), seeds, lengths + num_accepted, streams))
+
+
+def verify(
+    logits: Tensor,
+    sampling: TokenSampler,
+    rows: Sequence[int],
+    lengths: Tensor,
+    history: Tensor,
+    draft_tokens: Tensor,
+    draft_lens: Tensor,
+    draft_probs: Tensor | None = None,
+    probability_rows: Sequence[int] = (),
+    max_context: int | None = None,
+) -> Verdict:
+    """Decide what each row gains from the target's logits at K + 1 positions.
+
+    Args:
+        logits: [R, K + 1, V] float32, raw; not altered.
+        sampling: the rows' parameters.
+        rows: the R rows.
+        lengths: [R] int64, device: tokens in each row so far.
+        history: [max_rows, max_seq_len] int32, device, valid below lengths.
+        draft_tokens: [R, K] int64, device; K may be 0; padding may hold any value.
+        draft_lens: [R] int64, device, -1 to K.
+        draft_probs: [S, K, V] float32, device, beside probability_rows; None when there are none.
+        probability_rows: S indices into `rows` of the rows accepted by probability; the others are accepted by token.
+        max_context: upper bound of lengths, if the host knows one.
+
+    Returns:
+        Verdict: num_tokens [R], tokens [R, K + 1], logprobs for the rows that asked, in the order of `rows`, as wide as
+        the widest of them asked.
+
+    Raises:
+        ValueError: probability_rows without draft_probs of their number and width.
+    """
+    processed = sampling.process(logits, rows, lengths, history, draft_tokens, max_context)
+    if not probability_rows:
+        target_tokens = sampling.choose(processed, rows, lengths, Stream.TARGET)
+        num_tokens, tokens = accept_by_token(target_tokens, draft_tokens, draft_lens)
+    else:
+        shape = (len(probability_rows), draft_tokens.shape[1], logits.shape[-1])
+        if draft_probs is None or tuple(draft_probs.shape) != shape:
+            found = None if draft_probs is None else list(draft_probs.shape)
+            raise ValueError(f"draft_probs must be {list(shape)} for the rows verified by probability, not {found}")
+        num_tokens = torch.empty_like(lengths)
+        tokens = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
+        index = device_integers(probability_rows, logits.device)
+        gained = accept_by_probability(
+            sampling.probabilities(processed[index]),
+            draft_probs,
+            draft_tokens[index],
+            draft_lens[index],
+            sampling.seeds([rows[place] for place in probability_rows]),
+            lengths[index],
+        )
+        num_tokens[index], tokens[index] = gained
+        chosen = set(probability_rows)
+        others = [place for place in range(len(rows)) if place not in chosen]
+        if others:
+            index = device_integers(others, logits.device)
+            other_rows = [rows[place] for place in others]
+            target_tokens = sampling.choose(processed[index], other_rows, lengths[index], Stream.TARGET)
+            num_tokens[index], tokens[index] = accept_by_token(target_tokens, draft_tokens[index], draft_lens[index])
+    return Verdict(num_tokens, tokens, _logprobs(logits, sampling, rows, tokens))
+
+
+def _logprobs(logits: Tensor, sampling: TokenSampler, rows: Sequence[int], tokens: Tensor) -> VerdictLogprobs | None:
+    asked = [(place, wanted) for place, row in enumerate(rows) if (wanted := sampling.wants_logprobs(row)) is not None]
+    if not asked:
+        return None
+    index = device_integers([place for place, _ in asked], logits.device)
+    return sampling.top_logprobs(logits[index], tokens[index], max(wanted for _, wanted in asked))
