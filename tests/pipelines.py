@@ -17,6 +17,9 @@ from trtrun import LLM, SamplingParams
 from trtrun.config import RuntimeConfig, make_config
 from trtrun.outputs import RequestOutput
 
+LLM_VOCABULARY = 257 + 26
+"""Of the `llm` fixture: bytes and pairs of letters, as its random model writes any bytes, halves of characters too."""
+
 
 def configuration(
     target: Path,
@@ -106,3 +109,8 @@ class Reference:
         """[tokens, vocab] float32, without a cache."""
         logits: torch.Tensor = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
         return logits
+
+
+def text_of(llm: LLM, prompt: str | list[int], sampling: SamplingParams) -> str:
+    """The text of one prompt's first completion."""
+    return llm.generate([prompt], sampling)[0].completions[0].text

@@ -197,8 +197,12 @@ class Job:
             self.commit()
         return plan
 
-    def run(self, requests: list[Request], cancel: float = 0.0) -> None:
-        """Arrivals, cancels, plans, rounds and commits in random order until nothing is left; then check all."""
+    def run(self, requests: list[Request], cancel: float = 0.0) -> list[int]:
+        """Arrivals, cancels, plans, rounds and commits in random order until nothing is left; then check all.
+
+        Returns:
+            Ids of the requests that have ended, each with its output checked against the sequential reference.
+        """
         arriving = deque(requests)
         while arriving or self.scheduler.has_work or self.plans:
             assert self.num_rounds < 3000, "live-lock"
@@ -222,10 +226,11 @@ class Job:
                 self.commit()
             if self.requests and self.random.random() < cancel:
                 self.scheduler.cancel(self.random.choice(list(self.requests)))
-        self.check_outputs()
+        return self.check_outputs()
 
-    def check_outputs(self) -> None:
+    def check_outputs(self) -> list[int]:
         """Every output equals the sequential reference, or starts it when cancelled; and idle means whole."""
+        checked = []
         for running in self.requests.values():
             output, reason = reference(running.request, self.limits)
             assert self.streamed[running.request.request_id] == running.output_token_ids
@@ -233,7 +238,9 @@ class Job:
                 assert running.output_token_ids == output[: len(running.output_token_ids)]
             else:
                 assert (running.output_token_ids, running.finish_reason) == (output, reason)
+            checked.append(running.request.request_id)
         assert self.scheduler.idle_is_whole()
+        return checked
 
     def check_shared_blocks(self) -> None:
         """Every block on offer is written whole by both engines with one verified chain."""

@@ -1,0 +1,43 @@
+"""What tests of the Python API share: one tiny checkpoint with a draft, and an LLM on it for each test file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint, make_tokenizer
+from pipelines import LLM_VOCABULARY, noisy_copy, open_llm
+
+from trtrun import LLM
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`target` and `draft`, whose tokenizer has all bytes and 26 pairs of letters; token 0 ends a text."""
+    folder = tmp_path_factory.mktemp("llm")
+    make_checkpoint(folder / "target", seed=1, vocab_size=LLM_VOCABULARY, num_hidden_layers=3, eos_token_id=0)
+    make_tokenizer(folder / "target", merges=26)
+    noisy_copy(folder / "draft", folder / "target", 0.05)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[0, 1], ids=["plans_ahead=0", "plans_ahead=1"])
+def llm(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """A speculating LLM."""
+    settings: dict[str, Any] = {
+        "scheduler": {"max_batch_size": 8, "max_num_tokens": 128, "plans_ahead": request.param},
+        "speculation": {"draft_len": 4},
+        "kv_cache": {"max_tokens": 2048, "block_size": 8},
+    }
+    with open_llm(folder / "target", folder / "draft", **settings) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def _idle_is_whole(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every test all blocks of the shared LLM are free or cached."""
+    yield
+    if "llm" in request.fixturenames:
+        request.getfixturevalue("llm").check_idle()
