@@ -51,7 +51,7 @@ class Job:
     @property
     def threads(self) -> int:
         """CPU threads of each slot."""
-        return threads_per_slot(self.config.threads, count_host_slots(self.topology))
+        return threads_per_slot(self.config.threads, count_host_slots(self.topology, self.topology.slots[0].host))
 
     def command(self) -> list[str]:
         """The command that starts the job: mpirun with its flags, or plain Python for a single process."""

@@ -156,7 +156,7 @@ def _plan_rank(
     block_size = config.kv_cache.block_size
     draft_bytes = draft.shard_bytes(slot.draft_index, device) if draft is not None else 0
     target_bytes = target.shard_bytes(slot.target_index, device)
-    free = free_bytes_of_slot(slot.device, count_host_slots(topology))
+    free = free_bytes_of_slot(slot.device, count_host_slots(topology, slot.host))
     blocks = count_kv_blocks(
         free,
         SlotDemand(draft_bytes + target_bytes, _block_bytes(rank, topology, draft, target, block_size)),

@@ -26,16 +26,18 @@ class Slot:
     """One device, held by one process.
 
     Attributes:
-        device: such as "cuda:0" or "cpu:1".
+        device: such as "cuda:0" or "cpu:1", without its host.
         rank: world rank of the process.
         draft_index: the rank's place in the draft's tensor-parallel group, None when the draft is not here.
         target_index: the rank's place in the target's tensor-parallel group, None when the target is not here.
+        host: the device's host; empty where the job does not name hosts and is all on one.
     """
 
     device: str
     rank: int
     draft_index: int | None
     target_index: int | None
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,35 +45,55 @@ class Topology:
     """All slots of a job, in the order of their world ranks.
 
     Rank 0 is the orchestrator. It has no slot, except where the whole job is one slot: then rank 0 has every role.
+
+    Attributes:
+        slots: in rank order.
+        orchestrator_host: where rank 0 runs; empty where hosts are not named.
     """
 
     slots: tuple[Slot, ...]
+    orchestrator_host: str = ""
 
     @classmethod
-    def from_devices(cls, draft_devices: Sequence[str], target_devices: Sequence[str]) -> Topology:
+    def from_devices(
+        cls, draft_devices: Sequence[str], target_devices: Sequence[str], orchestrator_host: str | None = None
+    ) -> Topology:
         """Place both engines: rank 0 orchestrates, then the draft's devices in order, then the target's new ones.
 
         Args:
             draft_devices: the draft engine's devices in tensor-parallel order; empty when nothing is drafted.
             target_devices: the target engine's devices in tensor-parallel order. A device that both lists name is one
                 slot: one process that holds both engines' shards.
+            orchestrator_host: the host of rank 0, one of the devices' hosts; None takes the target's first.
+
+        Devices are "cuda:N" or "cpu:N"; with "HOST/" before each where the job has named hosts.
 
         Raises:
-            TopologyError: no target device, an empty name, or a device listed twice for one engine.
+            TopologyError: no target device, an empty name, a device listed twice for one engine, hosts named for some
+                devices only, or an orchestrator's host without a device.
         """
         for engine, devices in (("draft", draft_devices), ("target", target_devices)):
             _check_devices(engine, devices)
         if not target_devices:
             raise TopologyError("the target has no device: list at least one under target.devices")
         devices = list(dict.fromkeys([*draft_devices, *target_devices]))
+        hosts = [device.rpartition("/")[0] for device in devices]
+        if "" in hosts and any(hosts):
+            raise TopologyError(f"some devices name a host and some do not: {', '.join(devices)}")
+        target_host = target_devices[0].rpartition("/")[0]
+        if orchestrator_host is None or len(devices) == 1:
+            orchestrator_host = target_host
+        if orchestrator_host not in hosts:
+            raise TopologyError(f"the orchestrator's host {orchestrator_host} has none of the devices")
         first_rank = 0 if len(devices) == 1 else 1
         draft = {device: index for index, device in enumerate(draft_devices)}
         target = {device: index for index, device in enumerate(target_devices)}
         return cls(
             tuple(
-                Slot(device, rank, draft.get(device), target.get(device))
-                for rank, device in enumerate(devices, start=first_rank)
-            )
+                Slot(device.rpartition("/")[2], rank, draft.get(device), target.get(device), host)
+                for rank, (device, host) in enumerate(zip(devices, hosts, strict=True), start=first_rank)
+            ),
+            orchestrator_host,
         )
 
     @property
@@ -111,6 +133,20 @@ class Topology:
         """World rank of the target's first rank."""
         return self.target_ranks[0]
 
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Hosts in the order of their first ranks; one empty name where hosts are not named."""
+        return tuple(dict.fromkeys(self.host(rank) for rank in range(self.world_size)))
+
+    def host(self, rank: int) -> str:
+        """Return the host of a world rank; empty where hosts are not named."""
+        slot = self.slot(rank)
+        return slot.host if slot else self.orchestrator_host
+
+    def slots_of_host(self, host: str) -> tuple[Slot, ...]:
+        """Return the slots of one host, in rank order."""
+        return tuple(slot for slot in self.slots if slot.host == host)
+
     def slot(self, rank: int) -> Slot | None:
         """Return the slot of a world rank; None for an orchestrator without a device."""
         self._check_rank(rank)
@@ -127,9 +163,10 @@ class Topology:
         return tuple(role for role, holds in held if holds)
 
     def describe(self, rank: int) -> str:
-        """Name a rank for messages: "draft rank 1 (cpu:0)", "draft+target rank 1 (cuda:0)"; without device "(host)"."""
+        """Name a rank for messages: "draft rank 1 (cpu:0)", "target rank 2 (node2 cuda:0)"; without device "(host)"."""
         slot = self.slot(rank)
-        return f"{'+'.join(self.roles(rank))} rank {rank} ({slot.device if slot else 'host'})"
+        place = slot.device if slot else "host" if not self.orchestrator_host else ""
+        return f"{'+'.join(self.roles(rank))} rank {rank} ({f'{self.host(rank)} {place}'.strip()})"
 
     def check_world(self, size: int) -> None:
         """Raise TopologyError unless the MPI world has as many ranks as this topology."""

@@ -7,14 +7,15 @@ the model directories hold models (`trtrun.models`), or how much memory there is
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
+from trtrun.device_lists import host_of, kind_of, parse_devices
 from trtrun.errors import ConfigError, nearest
+from trtrun.launch_config import LaunchSection, Number, Section, SlurmSection
 from trtrun.yaml_source import apply_override, describe_kind, parse_yaml
 
 ASSETS = Path(__file__).resolve().parent / "assets"
@@ -24,57 +25,21 @@ ASSET_PREFIX = "asset:"
 MAX_DRAFT_LEN = 32
 
 
-def _parse_device(value: object) -> str:
-    """Return the device in its one spelling: "cuda:N" or "cpu:N"; a bare number is a GPU."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return f"cuda:{value}"
-    match = re.fullmatch(r"(cuda|cpu)(?::(0|[1-9][0-9]*))?", value) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError(f'{value!r} is no device: write a number or "cuda:0" for a GPU, "cpu:0" for a CPU slot')
-    return f"{match[1]}:{match[2] or 0}"
-
-
-def _parse_devices(value: object) -> tuple[str, ...]:
-    """Return the device list in its one spelling; a device alone is a list of one."""
-    items = value if isinstance(value, list | tuple) else [value]
-    devices = tuple(_parse_device(item) for item in items)
-    if not devices:
-        raise ValueError('the list is empty: name at least one device, such as [0] or ["cpu:0"]')
-    for device in devices:
-        if devices.count(device) > 1:
-            raise ValueError(f"{device} stands more than once: one device is one slot")
-    return devices
-
-
-def _refuse_bool(value: object) -> object:
-    """YAML's true and false are no numbers, though Python's are."""
-    if isinstance(value, bool):
-        raise ValueError(f"must be a number, not {str(value).lower()}")
-    return value
-
-
-Number = BeforeValidator(_refuse_bool)
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
-
-
-class ModelSection(_Section):
+class ModelSection(Section):
     """One engine: which checkpoint, on which devices (one tensor-parallel rank each), in which dtype.
 
     Attributes:
         model: directory in Hugging Face layout, or `asset:target` / `asset:draft` for the shipped pair.
-        devices: "cuda:N" or "cpu:N", in tensor-parallel order.
+        devices: "cuda:N" or "cpu:N", in tensor-parallel order; "HOST/cuda:N" where the job has named hosts.
         dtype: of weights, activations and KV; `auto` takes the checkpoint's.
     """
 
     model: Path
-    devices: Annotated[tuple[str, ...], BeforeValidator(_parse_devices)]
+    devices: Annotated[tuple[str, ...], BeforeValidator(parse_devices)]
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
 
 
-class SpeculationSection(_Section):
+class SpeculationSection(Section):
     """How tokens are proposed and accepted.
 
     Attributes:
@@ -88,7 +53,7 @@ class SpeculationSection(_Section):
     use_logits: bool = False
 
 
-class KVCacheSection(_Section):
+class KVCacheSection(Section):
     """The paged store of keys and values.
 
     Attributes:
@@ -105,7 +70,7 @@ class KVCacheSection(_Section):
     enable_block_reuse: bool = True
 
 
-class SchedulerSection(_Section):
+class SchedulerSection(Section):
     """Limits of one round.
 
     Attributes:
@@ -121,7 +86,7 @@ class SchedulerSection(_Section):
     plans_ahead: Annotated[int, Number, Field(ge=0, le=1)] = 0
 
 
-class RuntimeConfig(_Section):
+class RuntimeConfig(Section):
     """Everything that one run needs to know, from one YAML file.
 
     Attributes:
@@ -129,6 +94,7 @@ class RuntimeConfig(_Section):
         draft: the model that proposes; None when `speculation.method` is `none`.
         tokenizer: directory of the tokenizer; None takes the target's.
         threads: CPU threads of each slot; None divides the cores among the slots of the host.
+        launch: how the ranks are started, watched and ended.
     """
 
     target: ModelSection
@@ -138,6 +104,7 @@ class RuntimeConfig(_Section):
     kv_cache: KVCacheSection = KVCacheSection()
     scheduler: SchedulerSection = SchedulerSection()
     threads: Annotated[int, Number, Field(ge=1, le=1024)] | None = None
+    launch: LaunchSection = LaunchSection()
 
     @model_validator(mode="before")
     @classmethod
@@ -160,11 +127,22 @@ class RuntimeConfig(_Section):
                 "add a draft section or set speculation.method to none"
             )
         devices = self.target.devices + (self.draft.devices if self.draft else ())
-        kinds = sorted({device.partition(":")[0] for device in devices})
+        kinds = sorted({kind_of(device) for device in devices})
         if len(kinds) > 1:
             raise ValueError(
                 f"target.devices: CPU slots and GPUs cannot be mixed in one run ({', '.join(devices)}): "
                 "use one kind for target and draft"
+            )
+        hosts = {host_of(device) for device in devices}
+        if "" in hosts and len(hosts) > 1:
+            raise ValueError(
+                f"target.devices: some devices name a host and some do not ({', '.join(devices)}): "
+                "name the host of each, in target and draft"
+            )
+        if self.launch.orchestrator_host is not None and self.launch.orchestrator_host not in hosts:
+            raise ValueError(
+                f"launch.orchestrator_host: {self.launch.orchestrator_host} has none of the devices "
+                f"({', '.join(devices)}): name one of their hosts"
             )
         rows = self.scheduler.max_batch_size
         width = 1 + (self.speculation.draft_len if self.draft else 0)
@@ -197,6 +175,15 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     Raises:
         ConfigError: one line that names the file and the key.
     """
+    return make_config(read_values(path, overrides), base=Path(path).resolve().parent, where=str(path))
+
+
+def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a YAML file and apply overrides, without checking what the values mean.
+
+    Raises:
+        ConfigError: the file cannot be read, is no YAML, or no mapping.
+    """
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8")
@@ -208,7 +195,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
         raise ConfigError(f"{file}: the file must be a mapping with at least 'target', not {describe_kind(values)}")
     for override in overrides:
         apply_override(values, override)
-    return make_config(values, base=file.resolve().parent, where=str(file))
+    return values
 
 
 def make_config(values: Mapping[str, Any], base: Path | None = None, where: str = "configuration") -> RuntimeConfig:
@@ -288,12 +275,15 @@ def _first_problem(error: ValidationError) -> str:
 
 def _known_keys(path: Sequence[str]) -> list[str]:
     """Names that the section at `path` may hold."""
-    sections: dict[str, type[BaseModel]] = {
-        "target": ModelSection,
-        "draft": ModelSection,
-        "speculation": SpeculationSection,
-        "kv_cache": KVCacheSection,
-        "scheduler": SchedulerSection,
+    sections: dict[tuple[str, ...], type[BaseModel]] = {
+        (): RuntimeConfig,
+        ("target",): ModelSection,
+        ("draft",): ModelSection,
+        ("speculation",): SpeculationSection,
+        ("kv_cache",): KVCacheSection,
+        ("scheduler",): SchedulerSection,
+        ("launch",): LaunchSection,
+        ("launch", "slurm"): SlurmSection,
     }
-    section = sections.get(path[0], RuntimeConfig) if path else RuntimeConfig
-    return list(section.model_fields)
+    section = sections.get(tuple(path))
+    return [] if section is None else list(section.model_fields)

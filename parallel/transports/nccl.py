@@ -67,13 +67,20 @@ class NcclCommunicator:
         self._comm = comm
         self._nccl: Any = importlib.import_module("cupy.cuda.nccl")
         self._types = {dtype: getattr(self._nccl, constant) for dtype, constant in CONSTANTS.items()}
-        # CuPy gives the id as a tuple of signed chars.
-        own_id = self._nccl.get_unique_id() if self.rank == 0 else (0,) * UNIQUE_ID_BYTES
-        message = bytearray(byte & 0xFF for byte in own_id)
+        own_id = self._nccl.get_unique_id() if self.rank == 0 else b""
+        message = bytearray(own_id if isinstance(own_id, bytes) else (byte & 0xFF for byte in own_id))
+        message.extend(bytes(UNIQUE_ID_BYTES - len(message)))
         comm.Bcast((message, MPI.BYTE), 0)
-        unique_id = tuple(byte - 256 if byte > 127 else byte for byte in message)
         with torch.cuda.device(device):
-            self._handle: Any = self._nccl.NcclCommunicator(self.size, unique_id, self.rank)
+            self._handle: Any = self._connect(bytes(message))
+
+    def _connect(self, unique_id: bytes) -> Any:
+        """Make CuPy's communicator. Collective."""
+        try:
+            return self._nccl.NcclCommunicator(self.size, unique_id, self.rank)
+        except TypeError:  # before CuPy 14 the id was a tuple of signed chars
+            signed = tuple(byte - 256 if byte > 127 else byte for byte in unique_id)
+            return self._nccl.NcclCommunicator(self.size, signed, self.rank)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place."""

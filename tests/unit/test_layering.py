@@ -20,13 +20,13 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"layers"}),
     frozenset({"quantization", "kvcache"}),
     frozenset({"wire", "telemetry", "outputs", "text", "registry", "config"}),
-    frozenset({"core", "yaml_source", "threads"}),
+    frozenset({"core", "yaml_source", "threads", "device_lists", "launch_config"}),
     frozenset({"errors"}),
 )
 # Beyond the order: these see protocols instead.
 FORBIDDEN = {("speculation", "engine"), ("speculation", "models"), ("scheduling", "engine"), ("scheduling", "models")}
 # The bottom lines hold single modules, which may use their neighbours.
-NEIGHBOURS = {("wire", "registry"), ("config", "registry")}
+NEIGHBOURS = {("wire", "registry"), ("config", "registry"), ("launch_config", "device_lists")}
 PACKAGES = {"launch": {"launch", "trtrun", "parallel"}, "trtrun": {"trtrun", "parallel"}, "parallel": {"parallel"}}
 
 

@@ -43,7 +43,7 @@ class Job:
 
 def topology_of(config: RuntimeConfig) -> Topology:
     """Who sits where, from the configuration's device lists."""
-    return Topology.from_devices(config.draft_devices, config.target.devices)
+    return Topology.from_devices(config.draft_devices, config.target.devices, config.launch.orchestrator_host)
 
 
 def open_job(config: RuntimeConfig, progress: Progress | None) -> Job | None:

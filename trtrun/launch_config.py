@@ -1,0 +1,141 @@
+"""The sections of the YAML file that say how a job is started: MPI, hosts, time limits, Slurm.
+
+It knows names, types and ranges. What they lead to is the launch package's business.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from trtrun.device_lists import check_host
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are refused, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
+
+
+def _refuse_bool(value: object) -> object:
+    """YAML's true and false are no numbers, though Python's are."""
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, not {str(value).lower()}")
+    return value
+
+
+Number = BeforeValidator(_refuse_bool)
+"""A number that is not written as true or false."""
+
+
+def _check_line(value: str) -> str:
+    """One line of printable text: these values stand in `#SBATCH` lines, where a line break would begin another."""
+    if not value or not value.isprintable():
+        raise ValueError(f"{value!r} must be one line of text")
+    return value
+
+
+def _check_environment(values: dict[str, str]) -> dict[str, str]:
+    for name in values:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{name!r} is no name of an environment variable")
+    return values
+
+
+def _number_to_text(value: object) -> object:
+    """YAML reads 1:30:00 as a number in base 60, and a plain number stays one: both are times to Slurm."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return value
+
+
+def _environment_text(values: object) -> object:
+    if isinstance(values, dict):
+        return {name: str(value) if isinstance(value, int | float) else value for name, value in values.items()}
+    return values
+
+
+Line = Annotated[str, AfterValidator(_check_line)]
+Host = Annotated[str, AfterValidator(check_host)]
+Seconds = Annotated[float, Number, Field(gt=0, le=86400)]
+Environment = Annotated[dict[str, str], BeforeValidator(_environment_text), AfterValidator(_check_environment)]
+
+
+class SlurmSection(Section):
+    """What `trtrun submit` writes into the batch script. None leaves an option to the cluster's own default.
+
+    Attributes:
+        partition, account, qos, constraint, reservation, nodelist: sbatch's options of the same names.
+        time: time limit as sbatch takes it, such as "02:00:00" or minutes.
+        job_name: the job's name.
+        nodes: nodes to ask for; None takes what the devices need.
+        cpus_per_task: CPU cores of each rank.
+        memory: memory of each node, such as "64G".
+        gres: generic resources of each node; None asks for the GPUs that the devices need.
+        exclusive: take whole nodes.
+        output: the log's path; %j is the job's number, %A and %a an array's and its task's.
+        setup: shell lines to run first on the first node, such as `module load cuda`.
+        launcher: what starts the ranks inside the job.
+        srun_mpi: value of srun's --mpi where the launcher is srun.
+        requeue: put the job back into the queue when it was drained before it was done.
+        signal_seconds: how long before the time limit Slurm warns the job, so that it drains.
+        extra: further sbatch options as they stand, such as "--mail-type=END".
+    """
+
+    partition: Line | None = None
+    account: Line | None = None
+    qos: Line | None = None
+    constraint: Line | None = None
+    reservation: Line | None = None
+    nodelist: Line | None = None
+    time: Annotated[Line, BeforeValidator(_number_to_text)] | None = None
+    job_name: Line = "trtrun"
+    nodes: Annotated[int, Number, Field(ge=1)] | None = None
+    cpus_per_task: Annotated[int, Number, Field(ge=1)] | None = None
+    memory: Annotated[Line, BeforeValidator(_number_to_text)] | None = None
+    gres: Line | None = None
+    exclusive: bool = False
+    output: Line = "trtrun-%j.log"
+    setup: tuple[Line, ...] = ()
+    launcher: Literal["mpirun", "srun"] = "mpirun"
+    srun_mpi: Line | None = None
+    requeue: bool = False
+    signal_seconds: Annotated[int, Number, Field(ge=1, le=65535)] = 120
+    extra: tuple[Line, ...] = ()
+
+
+class LaunchSection(Section):
+    """How the ranks are started, watched and ended.
+
+    Attributes:
+        mpi: which MPI's flags mpirun gets; `auto` asks the mpi4py in use.
+        mpirun: the mpirun to call; None finds the one that belongs to the MPI library.
+        mpirun_arguments: further arguments of mpirun, behind trtrun's own.
+        ssh_arguments: arguments of ssh where hosts are reached by it, such as ["-F", "cluster.conf"].
+        environment: variables for every rank. Values reach the ranks through mpirun's environment, never through a
+            command line that others can read.
+        orchestrator_host: the host of rank 0; None takes the host where the job is started, where it has a device,
+            else the target's first.
+        start_seconds: from the first rank's start to the first round: rendezvous, weights, warm-up.
+        check_seconds: for `trtrun check`, and for the short check before every run.
+        heartbeat_seconds: a rank that is silent, or that stands still in a round, for longer ends the job.
+        drain_seconds: how long rows in flight may go on after a signal to end.
+        log_directory: one log file for each rank goes there.
+        slurm: for batch jobs.
+    """
+
+    mpi: Literal["auto", "openmpi", "openmpi4", "mpich"] = "auto"
+    mpirun: Path | None = None
+    mpirun_arguments: tuple[Line, ...] = ()
+    ssh_arguments: tuple[Line, ...] = ()
+    environment: Environment = Field(default_factory=dict)
+    orchestrator_host: Host | None = None
+    start_seconds: Seconds = 600.0
+    check_seconds: Seconds = 60.0
+    heartbeat_seconds: Seconds = 60.0
+    drain_seconds: Seconds = 30.0
+    log_directory: Path | None = None
+    slurm: SlurmSection = SlurmSection()
