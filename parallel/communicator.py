@@ -32,12 +32,14 @@ class Communicator(Protocol):
         size: ranks of the group.
         name: for messages, such as "target".
         device: where the tensors of all calls live.
+        is_capturable: whether a CUDA graph can hold its operations: they only enqueue, and never touch the host.
     """
 
     rank: int
     size: int
     name: str
     device: torch.device
+    is_capturable: bool
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over the ranks, in place, and return it. The result is bit-identical on all ranks.

@@ -94,6 +94,7 @@ class RuntimeConfig(Section):
         draft: the model that proposes; None when `speculation.method` is `none`.
         tokenizer: directory of the tokenizer; None takes the target's.
         threads: CPU threads of each slot; None divides the cores among the slots of the host.
+        cuda_graphs: replay the forwards of a round as CUDA graphs; without effect on the CPU.
         launch: how the ranks are started, watched and ended.
     """
 
@@ -104,6 +105,7 @@ class RuntimeConfig(Section):
     kv_cache: KVCacheSection = KVCacheSection()
     scheduler: SchedulerSection = SchedulerSection()
     threads: Annotated[int, Number, Field(ge=1, le=1024)] | None = None
+    cuda_graphs: bool = True
     launch: LaunchSection = LaunchSection()
 
     @model_validator(mode="before")

@@ -47,6 +47,8 @@ class MpiCommunicator:
     while they wait, since their peer may be anywhere.
     """
 
+    is_capturable = False
+
     def __init__(self, comm: MPI.Intracomm, name: str = "mpi", device: torch.device | None = None) -> None:
         """Take over `comm`: nobody else may use it, and `close` frees it.
 

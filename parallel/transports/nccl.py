@@ -46,6 +46,8 @@ def why_not(device: torch.device) -> str | None:
 class NcclCommunicator:
     """A Communicator over NCCL; see the protocol for shapes and errors."""
 
+    is_capturable = True
+
     def __init__(self, comm: MPI.Intracomm, name: str, device: torch.device) -> None:
         """Make the NCCL communicator of the ranks of `comm`. Collective.
 

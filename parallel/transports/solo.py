@@ -13,6 +13,8 @@ from parallel.communicator import check_peer, check_root, check_tensor, use_ever
 class SoloCommunicator:
     """A Communicator of one rank; see the protocol for shapes and errors."""
 
+    is_capturable = True
+
     def __init__(self, name: str = "solo", device: torch.device | None = None) -> None:
         """Make a group of this process alone, whose tensors live on `device` (default: the CPU)."""
         self.rank = 0

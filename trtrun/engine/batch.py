@@ -53,7 +53,8 @@ class BatchBuilder:
         """
         start = self.num_tokens
         count, queries = tokens.shape
-        self._segments.append(AttentionSegment(start, count, queries, self._rows.tables(rows, context), positions))
+        tables = self._rows.tables(rows, -(-context // self._rows.block_size))
+        self._segments.append(AttentionSegment(start, count, queries, tables, positions))
         self._tokens.append(tokens.reshape(-1))
         self.num_tokens += count * queries
         return start

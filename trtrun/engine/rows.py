@@ -22,6 +22,7 @@ class RowState:
         lengths: [max_rows] int64: tokens of the row, the newest one included (its keys are not in the store yet).
         block_tables: [max_rows, max_blocks] int64; 0 where no block is assigned.
         sampling: the rows' sampling parameters.
+        max_draft_len: most tokens drafted in a round.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class RowState:
         device: torch.device,
     ) -> None:
         slack = max_draft_len + 2
+        self.max_draft_len = max_draft_len
         self.device = device
         self.block_size = block_size
         self.history = torch.zeros((max_rows, max_seq_len + slack), dtype=torch.int32, device=device)
@@ -70,7 +72,6 @@ class RowState:
         self.history[rows.unsqueeze(1), columns] = tokens.to(torch.int32)
         self.lengths[rows] = lengths + num_tokens
 
-    def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
-        """[rows, context_blocks] int64: the rows' tables, cut to what `context` tokens need."""
-        blocks = min(-(-context // self.block_size), self.block_tables.shape[1])
-        return self.block_tables[rows, :blocks]
+    def tables(self, rows: torch.Tensor, blocks: int) -> torch.Tensor:
+        """[rows, blocks] int64: the rows' tables, cut to `blocks` columns or to what there is."""
+        return self.block_tables[rows, : min(blocks, self.block_tables.shape[1])]

@@ -7,16 +7,26 @@ computes what (roles) or why a row runs (scheduling).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from trtrun.core import PrefillChunk, RoundPlan
 from trtrun.engine.batch import BatchBuilder, ForwardBatch
+from trtrun.engine.graphs import Capture, ForwardGraphs
 from trtrun.engine.rows import RowState
 from trtrun.kvcache.store import KVStore
 from trtrun.layers.row_needs import device_integers
-from trtrun.layers.segments import StepBatch
+from trtrun.layers.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.models.decoder import CausalLM
+
+
+@dataclass(frozen=True)
+class GraphStep:
+    """One query position of rows that are fed through a graph: block tables [R, blocks] and positions [R, 1]."""
+
+    block_tables: torch.Tensor
+    positions: torch.Tensor
 
 
 class Engine:
@@ -27,12 +37,35 @@ class Engine:
         vocab_size: of the model's configuration, padding tokens of the checkpoint included.
     """
 
-    def __init__(self, model: CausalLM, store: KVStore, rows: RowState) -> None:
+    def __init__(self, model: CausalLM, store: KVStore, rows: RowState, capture: Capture | None = None) -> None:
+        """Put a model to work on rows.
+
+        Args:
+            model: this rank's share.
+            store: its keys and values.
+            rows: its rows.
+            capture: makes graphs of the forwards that rounds repeat; None runs them as they are.
+        """
         self._model = model
         self._store = store
         self.rows = rows
         self.vocab_size = model.config.vocab_size
         self.device = rows.device
+        self._graphs = self._make_graphs(capture) if capture is not None else None
+
+    def _make_graphs(self, capture: Capture) -> ForwardGraphs:
+        max_rows, max_blocks = self.rows.block_tables.shape
+        # A graph keeps the address of what it reads: the rotary tables must not grow, that is move, later.
+        self._model.reserve_positions(max_blocks * self.rows.block_size)
+        return ForwardGraphs(
+            self._forward_rows,
+            capture,
+            max_rows=max_rows,
+            max_queries=max(2, self.rows.max_draft_len + 1),
+            max_blocks=max_blocks,
+            vocab_size=self.vocab_size,
+            device=self.device,
+        )
 
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in what the plan changes before anything runs."""
@@ -64,12 +97,12 @@ class Engine:
         """
         positions = self.rows.lengths[rows].unsqueeze(1) + torch.arange(-2, 0, device=self.device)
         tokens = self.rows.history[rows.unsqueeze(1), positions].to(torch.int64)
-        builder = BatchBuilder(self.rows)
-        builder.add_rows(rows, tokens, positions, context)
-        return self._model.logits(self._forward(builder.build())[1::2])
+        return self._run_rows(rows, tokens, positions, context, last_only=True)
 
     @torch.inference_mode()
-    def prepare_steps(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> list[StepBatch]:
+    def prepare_steps(
+        self, rows: torch.Tensor, positions: torch.Tensor, context: int
+    ) -> Sequence[StepBatch | GraphStep]:
         """Make ready to feed `rows` one token each, several times: what the steps share is computed once.
 
         Args:
@@ -80,13 +113,19 @@ class Engine:
         Returns:
             One batch a step, for `decode`, in order.
         """
+        if self._graphs is not None:
+            tables = self._tables(rows, context)
+            return [GraphStep(tables, positions[:, step : step + 1]) for step in range(positions.shape[1])]
         builder = BatchBuilder(self.rows)
         builder.add_rows(rows, positions, positions, context)
         return builder.build_steps()
 
     @torch.inference_mode()
-    def decode(self, step: StepBatch, tokens: torch.Tensor) -> torch.Tensor:
+    def decode(self, step: StepBatch | GraphStep, tokens: torch.Tensor) -> torch.Tensor:
         """Feed one token a row: tokens [rows] int64 → logits [rows, vocab] float32."""
+        if isinstance(step, GraphStep):
+            assert self._graphs is not None
+            return self._graphs.run(tokens.unsqueeze(1), step.positions, step.block_tables, last_only=True)
         positions = step.segments[0].positions.reshape(-1).clamp(min=0)
         return self._model.logits(self._forward(ForwardBatch(tokens, positions, step)))
 
@@ -114,6 +153,9 @@ class Engine:
             positions = torch.where(steps <= draft_lens.clamp(min=0).unsqueeze(1), positions, -1)
             last = self.rows.history[rows, newest].to(torch.int64)
             tokens = torch.cat((last.unsqueeze(1), draft_tokens), dim=1)
+            if not plan.prefill:
+                logits = self._run_rows(rows, tokens, positions, plan.max_context, last_only=False)
+                return logits.view(-1, queries, self.vocab_size)
             start = builder.add_rows(rows, tokens, positions, plan.max_context)
             picks.append(torch.arange(start, builder.num_tokens, device=self.device))
         for chunk in plan.prefill:
@@ -126,6 +168,28 @@ class Engine:
         if not picks:
             return torch.empty((0, queries, self.vocab_size), device=self.device)
         return self._model.logits(hidden.index_select(0, torch.cat(picks))).view(-1, queries, self.vocab_size)
+
+    def _run_rows(
+        self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, context: int, last_only: bool
+    ) -> torch.Tensor:
+        """A forward of `rows` [R] alone, tokens and positions [R, Q]; logits [R * Q, vocab], or [R, vocab]."""
+        run = self._forward_rows if self._graphs is None else self._graphs.run
+        return run(tokens, positions, self._tables(rows, context), last_only)
+
+    def _tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+        """[R, blocks] int64: the rows' tables, as wide as `context` tokens need, or as their graph's bucket."""
+        blocks = -(-context // self.rows.block_size)
+        return self.rows.tables(rows, blocks if self._graphs is None else self._graphs.context_blocks(blocks))
+
+    def _forward_rows(
+        self, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, last_only: bool
+    ) -> torch.Tensor:
+        """See `graphs.RowForward`."""
+        count, queries = tokens.shape
+        segment = AttentionSegment(0, count, queries, block_tables, positions)
+        batch = AttentionBatch([segment], self.rows.block_size)
+        hidden = self._forward(ForwardBatch(tokens.reshape(-1), positions.reshape(-1).clamp(min=0), batch))
+        return self._model.logits(hidden[queries - 1 :: queries] if last_only else hidden)
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
         # A draft's vocabulary may be narrower than the target's: tokens beyond it are fed as its last one.

@@ -18,6 +18,7 @@ from parallel.groups import Groups
 from parallel.link import Link
 from parallel.topology import Slot, Topology
 from trtrun.config import ModelSection, RuntimeConfig
+from trtrun.engine.graphs import capture_for
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.engine.warmup import warm_up
@@ -188,7 +189,8 @@ class RankStartup:
             min(model.config.vocab_size, self._target_config.vocab_size),
             self._device,
         )
-        return Engine(model, store, rows)
+        graphs = config.cuda_graphs and loaded.communicator.is_capturable
+        return Engine(model, store, rows, capture_for(self._device) if graphs else None)
 
     def _report(self, num_blocks: int) -> RankReport:
         loaded = [engine.report for engine in self._engines.values()]

@@ -1,0 +1,120 @@
+"""Graphs of forwards: the same tokens as without them, few shapes, and inputs read from where the graph looks.
+
+Without a GPU a capture is played by running the captured work again: it reads the same fixed tensors as a CUDA graph
+would, so buckets, padding and copies are tested here, and capturing itself where there is a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, make_draft
+from pipelines import Reference, open_llm, prompt_of, tokens_of
+
+from trtrun import SamplingParams
+from trtrun.engine.graphs import FEWEST_BLOCKS, ForwardGraphs
+from trtrun.roles import startup
+
+LENGTHS = (1, 2, 17, 33, 64, 90)
+COUNT = 40
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every replay of a captured forward adds to this list, also on the CPU."""
+    replays: list[int] = []
+    real = startup.capture_for
+
+    def capture_for(device: torch.device) -> Callable[[Callable[[], None]], Callable[[], None]]:
+        capture = real(device) or (lambda work: work)
+
+        def counted(work: Callable[[], None]) -> Callable[[], None]:
+            number, replay = len(replays), capture(work)
+            return lambda: (replays.append(number), replay())[-1]
+
+        return counted
+
+    monkeypatch.setattr(startup, "capture_for", capture_for)
+    return replays
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_lossless_greedy_through_graphs_equals_transformers(tmp_path: Path, captures: list[int], device: str) -> None:
+    target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1, num_hidden_layers=3)
+    draft = make_draft(tmp_path / "draft", target, 2)
+    reference = Reference(target)
+    expected = [reference.greedy(prompt_of(length, seed=length), COUNT) for length in LENGTHS]
+    prompts = [prompt_of(length, seed=length) for length in LENGTHS]
+    scheduler = {"max_batch_size": 5, "max_num_tokens": 48}
+    with open_llm(
+        target, draft, devices=([f"{device}:0"],) * 2, speculation={"draft_len": 3}, scheduler=scheduler
+    ) as llm:
+        alone = [tokens_of(llm.generate([prompt], SamplingParams(max_tokens=COUNT)))[0][0] for prompt in prompts]
+        replays = len(captures)
+        together = [tokens for (tokens,) in tokens_of(llm.generate(prompts, SamplingParams(max_tokens=COUNT)))]
+        llm.check_idle()
+    assert (alone, together) == (expected, expected)
+    assert 0 < replays < len(captures)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sampling_through_graphs_is_the_target_alone(tmp_path: Path, captures: list[int], device: str) -> None:
+    target = make_checkpoint(tmp_path / "target", "Qwen3ForCausalLM", seed=2)
+    draft = make_draft(tmp_path / "draft", target, 1)
+    sampling = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.9, seed=4, repetition_penalty=1.2)
+    prompts = [prompt_of(length, seed=length) for length in LENGTHS]
+
+    def run(**settings: Any) -> list[Any]:
+        with open_llm(target, devices=([f"{device}:0"],) * 2, **settings) as llm:
+            return tokens_of(llm.generate(prompts, sampling))
+
+    assert run(draft=draft, speculation={"draft_len": 4}) == run()
+    assert captures
+
+
+def test_a_graph_serves_every_input_of_its_bucket() -> None:
+    """Rows 3 and 4 share a graph; what an earlier input left behind must not be seen by a smaller one."""
+    device = torch.device("cpu")
+    calls: list[tuple[int, ...]] = []
+
+    def forward(tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, last_only: bool) -> torch.Tensor:
+        calls.append((*tokens.shape, tables.shape[1]))
+        value = torch.where(positions < 0, 0, tokens * 100 + positions * 10 + tables.sum(dim=1, keepdim=True))
+        flat = (value[:, -1:] if last_only else value).reshape(-1, 1).float()
+        return torch.cat((flat, flat.sum().expand_as(flat)), dim=1)
+
+    captured: list[Callable[[], None]] = []
+
+    def capture(work: Callable[[], None]) -> Callable[[], None]:
+        captured.append(work)
+        return work
+
+    graphs = ForwardGraphs(forward, capture, max_rows=6, max_queries=3, max_blocks=9, vocab_size=2, device=device)
+    for rows, last_only in ((4, False), (3, False), (3, True), (6, True), (5, True)):
+        tokens = torch.arange(rows * 2).view(rows, 2) + rows
+        positions = torch.arange(rows * 2).view(rows, 2)
+        tables = torch.ones((rows, graphs.context_blocks(2)), dtype=torch.int64)
+        expected = forward(tokens, positions, tables, last_only)
+        assert torch.equal(graphs.run(tokens, positions, tables, last_only), expected), (rows, last_only)
+    assert graphs.num_graphs == len(captured) == 3
+    assert {shape[0] for shape in calls} == {3, 4, 5, 6}
+
+
+def test_contexts_fall_into_few_widths() -> None:
+    graphs = ForwardGraphs(
+        lambda *_: torch.empty(0),
+        lambda work: work,
+        max_rows=1,
+        max_queries=1,
+        max_blocks=100,
+        vocab_size=1,
+        device=torch.device("cpu"),
+    )
+    widths = [graphs.context_blocks(blocks) for blocks in range(1, 101)]
+    assert sorted(set(widths)) == [FEWEST_BLOCKS, 8, 16, 32, 64, 100]
+    assert all(width >= blocks for blocks, width in enumerate(widths, start=1))

@@ -1,0 +1,161 @@
+"""CUDA graphs of the forwards that rounds repeat: a whole forward becomes one launch.
+
+On a GPU a small forward takes longer to launch, kernel by kernel from Python, than to run. A forward over rows with the
+same number of queries each is captured once for every bucket of rows and of context, and replayed from then on: its
+inputs are copied into tensors of fixed place, its logits into one buffer that all graphs share.
+
+It knows a function from tokens, positions and block tables to logits. It does not know models, plans or which ranks the
+function talks to; collectives inside it must be capturable (`Communicator.is_capturable`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+RowForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+"""(tokens [R, Q], positions [R, Q], block_tables [R, blocks], last_only) → logits [R * Q or R, vocab] float32."""
+
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Turns work on tensors of fixed place into something that does it again when called."""
+
+FEWEST_BLOCKS = 4
+"""Contexts of up to this many blocks share a graph."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    rows: int
+    queries: int
+    blocks: int
+    last_only: bool
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """One graph and the tensors that it reads."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    block_tables: torch.Tensor
+    replay: Callable[[], None]
+
+
+class CudaCapture:
+    """Captures CUDA graphs that share one pool of memory: they are replayed one after the other on one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Capture `work`, which has run once before: libraries allocate at their first use, which a graph cannot."""
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process (the heartbeat) must not end the capture.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+
+class ForwardGraphs:
+    """Runs row forwards through graphs, made when a shape comes up for the first time."""
+
+    def __init__(
+        self,
+        forward: RowForward,
+        capture: Capture,
+        *,
+        max_rows: int,
+        max_queries: int,
+        max_blocks: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        """Capture `forward` on demand.
+
+        Args:
+            forward: reads nothing but its arguments and what never moves, and never waits for the device.
+            capture: see `Capture`; `CudaCapture` on a GPU.
+            max_rows, max_queries: of one forward.
+            max_blocks: width of the rows' block tables.
+            vocab_size: width of the logits.
+            device: where everything lives.
+        """
+        self._forward = forward
+        self._capture = capture
+        self._max_rows = max_rows
+        self._max_blocks = max_blocks
+        self._logits = torch.empty((max_rows * max_queries, vocab_size), dtype=torch.float32, device=device)
+        self._graphs: dict[_Shape, _Captured] = {}
+
+    @property
+    def num_graphs(self) -> int:
+        """Shapes captured so far."""
+        return len(self._graphs)
+
+    def context_blocks(self, blocks: int) -> int:
+        """The width of block tables to hand in for contexts of up to `blocks` blocks."""
+        return min(max(FEWEST_BLOCKS, 1 << max(0, blocks - 1).bit_length()), self._max_blocks)
+
+    def run(
+        self, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, last_only: bool
+    ) -> torch.Tensor:
+        """Run one forward.
+
+        Args:
+            tokens: [R, Q] int64 on the device.
+            positions: [R, Q] int64; -1 is padding.
+            block_tables: [R, `context_blocks`] int64.
+            last_only: whether only each row's last query has logits.
+
+        Returns:
+            [R * Q, vocab], or [R, vocab] with `last_only`, float32: valid until the next call.
+        """
+        rows, queries = tokens.shape
+        bucket = min(1 << (rows - 1).bit_length(), self._max_rows)
+        shape = _Shape(bucket, queries, block_tables.shape[1], last_only)
+        captured = self._graphs.get(shape)
+        if captured is None:
+            captured = self._graphs[shape] = self._make(shape, tokens, positions, block_tables)
+        else:
+            _fill(captured, tokens, positions, block_tables)
+            captured.replay()
+        return self._logits[: rows if last_only else rows * queries]
+
+    def _make(
+        self, shape: _Shape, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor
+    ) -> _Captured:
+        """Run the forward as it is, which also warms it up, and capture it for the next time."""
+        fixed = {
+            "tokens": tokens.new_zeros((shape.rows, shape.queries)),
+            "positions": positions.new_full((shape.rows, shape.queries), -1),
+            "block_tables": block_tables.new_zeros((shape.rows, shape.blocks)),
+        }
+        count = shape.rows if shape.last_only else shape.rows * shape.queries
+
+        def work() -> None:
+            self._logits[:count].copy_(
+                self._forward(fixed["tokens"], fixed["positions"], fixed["block_tables"], shape.last_only)
+            )
+
+        _fill(_Captured(**fixed, replay=work), tokens, positions, block_tables)
+        work()
+        return _Captured(**fixed, replay=self._capture(work))
+
+
+def _fill(captured: _Captured, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor) -> None:
+    """Copy a forward's input to where the graph reads it; rows that the bucket adds are padding."""
+    rows = tokens.shape[0]
+    captured.tokens[:rows].copy_(tokens)
+    captured.positions[:rows].copy_(positions)
+    captured.block_tables[:rows].copy_(block_tables)
+    if rows < captured.positions.shape[0]:
+        captured.positions[rows:].fill_(-1)
+
+
+def capture_for(device: torch.device) -> Capture | None:
+    """What captures the forwards of an engine on `device`: CUDA graphs on a GPU, nothing elsewhere."""
+    return CudaCapture(device) if device.type == "cuda" else None
