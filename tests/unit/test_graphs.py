@@ -102,6 +102,8 @@ def test_a_graph_serves_every_input_of_its_bucket() -> None:
         expected = forward(tokens, positions, tables, last_only)
         assert torch.equal(graphs.run(tokens, positions, tables, last_only), expected), (rows, last_only)
     assert graphs.num_graphs == len(captured) == 3
+    graphs.close()
+    assert graphs.num_graphs == 0
     assert {shape[0] for shape in calls} == {3, 4, 5, 6}
 
 

@@ -96,6 +96,11 @@ class ForwardGraphs:
         """Shapes captured so far."""
         return len(self._graphs)
 
+    def close(self) -> None:
+        """Give all graphs back. NCCL waits for ever for a graph that still holds one of its operations when the
+        communicator is destroyed, so this comes first."""
+        self._graphs.clear()
+
     def context_blocks(self, blocks: int) -> int:
         """The width of block tables to hand in for contexts of up to `blocks` blocks."""
         return min(max(FEWEST_BLOCKS, 1 << max(0, blocks - 1).bit_length()), self._max_blocks)

@@ -67,6 +67,11 @@ class Engine:
             device=self.device,
         )
 
+    def close(self) -> None:
+        """Give back what must not outlive the communicators. Nothing runs on the engine afterwards."""
+        if self._graphs is not None:
+            self._graphs.close()
+
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in what the plan changes before anything runs."""
         self.rows.apply(plan)

@@ -67,6 +67,10 @@ class RoundEngine(Protocol):
         """Take in admissions, drops and blocks."""
         ...
 
+    def close(self) -> None:
+        """Give back what must not outlive the communicators."""
+        ...
+
 
 class DraftEngine(RoundEngine, Protocol):
     """The forwards that a draft model needs."""
@@ -108,6 +112,10 @@ class Drafter(Protocol):
 
     def propose(self, plan: RoundPlan) -> Draft:
         """Draft tokens for every decode row; rows that are not drafted get zeros."""
+        ...
+
+    def close(self) -> None:
+        """Give back what must not outlive the communicators."""
         ...
 
     def advance(self, plan: RoundPlan, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:

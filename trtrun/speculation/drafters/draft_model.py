@@ -98,6 +98,10 @@ class DraftModelDrafter:
         probs = torch.stack(probabilities, dim=1)
         return tokens, torch.nn.functional.pad(probs, (0, self._target_vocab_size - self._vocab_size))
 
+    def close(self) -> None:
+        """See Drafter."""
+        self._engine.close()
+
     def advance(self, plan: RoundPlan, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
         """See Drafter."""
         rows = device_integers(plan.sampled_rows, self._engine.device)
