@@ -26,6 +26,13 @@ def warm_up(engine: Engine, draft_len: int) -> None:
     rows = torch.zeros(1, dtype=torch.int64, device=engine.device)
     # A row of two zero tokens stands in for a request.
     engine.rows.lengths[0] = 2
+    longest = engine.rows.history.shape[1] - engine.rows.max_draft_len - 2
+    if engine.device.type == "cuda":
+        # Kernels are compiled for the sizes of their tiles, and for contexts that are split.
+        for length in sorted({min(length, longest) for length in (8, 16, 64)}):
+            engine.prefill([PrefillChunk(row=0, start=0, length=length, is_last=False, drafted=True)])
+        for context in sorted({min(context, longest) for context in (64, 1024)}):
+            engine.catch_up(rows, context=context)
     engine.prefill([PrefillChunk(row=0, start=0, length=2, is_last=False, drafted=True)])
     engine.catch_up(rows, context=2)
     for step in engine.prepare_steps(rows, rows.unsqueeze(1) + 1, context=2):

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from trtrun.layers.buckets import bucket_rows
 from trtrun.layers.segments import AttentionBatch, ContextGroup
+from trtrun.layers.triton_support import triton_works
 
 _SCORE_ELEMENTS = 4 * 1024 * 1024
 """Most attention scores held at a time (float32): long prefill chunks are computed in tiles of queries."""
@@ -138,5 +139,9 @@ def _rows_to_add(folded: torch.Tensor, keys: torch.Tensor) -> int:
 
 
 def attention_backend(device: torch.device) -> AttentionBackend:
-    """The backend for a device. One serves all today; a fused CUDA kernel takes its place here."""
+    """The backend for a device: kernels that read the store in place where Triton works, else gathered contexts."""
+    if triton_works(device.type):
+        from trtrun.layers.paged_attention import PagedAttention
+
+        return PagedAttention()
     return GatherAttention()

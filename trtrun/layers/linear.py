@@ -33,6 +33,7 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         """Take over `weight` [out, in] and `bias` [out]; where the weight is packed, the plain one is not kept."""
         self.out_features, self.in_features = weight.shape
+        self.device = weight.device
         self._bias = bias
         self._packed = can_pack(weight)
         # In bfloat16 oneDNN gives bit-equal rows for any number of rows from two on, while a single row may take

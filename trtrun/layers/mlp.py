@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from parallel.communicator import Communicator
 from trtrun.layers.linear import Linear
+from trtrun.layers.triton_support import triton_works
 
 
 class RowParallelLinear:
@@ -46,8 +47,13 @@ class GatedMLP:
         self._gate_up = gate_up
         self._down = down
         self._features = gate_up.out_features // 2
+        self._fused = triton_works(gate_up.device.type)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, hidden] → [tokens, hidden]."""
         fused = self._gate_up(x)
+        if self._fused:
+            from trtrun.layers.fused_kernels import silu_and_multiply
+
+            return self._down(silu_and_multiply(fused))
         return self._down(functional.silu(fused[:, : self._features]).mul_(fused[:, self._features :]))

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from trtrun.layers.triton_support import triton_works
+
 
 class RMSNorm:
     """x / sqrt(mean(x²) + eps) * weight over the last dimension.
@@ -21,9 +23,19 @@ class RMSNorm:
         self.weight = weight
         self._shape = weight.shape[-1:]
         self._eps = eps
+        self._fused = weight.dim() == 1 and triton_works(weight.device.type)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size] → the same shape and dtype."""
         # F.rms_norm computes in float32 and rounds to x's dtype; the weight comes after the rounding, as in the
         # models' own code, so it is not handed to F.rms_norm.
         return functional.rms_norm(x, self._shape, None, self._eps).mul_(self.weight)
+
+    def add(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """hidden += delta, in place, and the norm of the sum; both [tokens, size] in the model's dtype."""
+        if self._fused:
+            from trtrun.layers.fused_kernels import add_and_normalise
+
+            return add_and_normalise(hidden, delta, self.weight, self._eps)
+        hidden += delta
+        return self(hidden)

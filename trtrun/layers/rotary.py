@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trtrun.layers.triton_support import triton_works
+
 # Tables grow by whole chunks of this many positions and each chunk is computed alone: the bits of an angle must not
 # depend on how far the table had grown before.
 _CHUNK = 2048
@@ -146,4 +148,8 @@ class RotaryEmbedding:
         Each product and the sum are rounded to the dtype, as transformers does; a fused multiply-add would round
         differently in vectorised loops and in their scalar tails, and so depend on the number of tokens.
         """
+        if heads.is_cuda and triton_works("cuda"):
+            from trtrun.layers.fused_kernels import rotate
+
+            return rotate(heads, cosine, sine)
         return (heads * cosine).add_(torch.roll(heads, self._half, 2).mul_(sine))

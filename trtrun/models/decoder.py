@@ -48,12 +48,25 @@ class DecoderLayer:
     def forward(
         self,
         hidden: torch.Tensor,
+        delta: torch.Tensor | None,
         angles: tuple[torch.Tensor, torch.Tensor],
         batch: AttentionBatch,
         store_layer: torch.Tensor,
     ) -> torch.Tensor:
-        """hidden [tokens, hidden], which is overwritten → [tokens, hidden]; writes the tokens' keys and values."""
-        fused = self.qkv(self.input_norm(hidden)).view(hidden.shape[0], -1, self.head_dim)
+        """Run the layer, writing the tokens' keys and values.
+
+        Args:
+            hidden: [tokens, hidden], the residual stream, which is overwritten.
+            delta: what the layer before left to add to it; None at the first.
+            angles: of rotary position embedding.
+            batch: the segments.
+            store_layer: keys and values of this layer.
+
+        Returns:
+            [tokens, hidden]: what is left to add to the stream, so that adding and the next norm can be one operation.
+        """
+        normal = self.input_norm(hidden) if delta is None else self.input_norm.add(hidden, delta)
+        fused = self.qkv(normal).view(hidden.shape[0], -1, self.head_dim)
         rotated_heads = self.heads + self.kv_heads
         query_key, value = fused[:, :rotated_heads], fused[:, rotated_heads:]
         if self.qk_norm is not None:
@@ -68,9 +81,7 @@ class DecoderLayer:
             self.head_dim**-0.5,
             self.window,
         )
-        hidden += self.output(attended.flatten(1))
-        hidden += self.mlp(self.post_attention_norm(hidden))
-        return hidden
+        return self.mlp(self.post_attention_norm.add(hidden, self.output(attended.flatten(1))))
 
 
 class CausalLM:
@@ -124,9 +135,11 @@ class CausalLM:
         self._rotary.reserve(attention.block_size * max(item.block_tables.shape[1] for item in attention.segments))
         angles = self._rotary.lookup(positions)
         hidden = self._embedding(tokens)
+        delta = None
         for index, layer in enumerate(self._layers):
-            hidden = layer.forward(hidden, angles, attention, store.layer(index))
-        return self._final_norm(hidden)
+            delta = layer.forward(hidden, delta, angles, attention, store.layer(index))
+        assert delta is not None, "a model has a layer at least"
+        return self._final_norm.add(hidden, delta)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

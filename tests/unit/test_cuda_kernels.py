@@ -1,0 +1,113 @@
+"""Triton's kernels against the plain torch operations whose place they take. They need a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from trtrun.layers.attention import GatherAttention
+from trtrun.layers.segments import AttentionBatch, AttentionSegment
+from trtrun.layers.triton_support import triton_works
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the norms; NaN anywhere gives NaN, which is below no bound."""
+    return ((found - expected).double().norm() / expected.double().norm()).item()
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def test_triton_works_on_a_gpu_with_a_compiler() -> None:
+    assert triton_works("cuda")
+    assert not triton_works("cpu")
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, 20, 300])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "rows", "queries", "blocks"),
+    [
+        (4, 2, 64, 16, 3, 1, 4),
+        (16, 8, 64, 16, 5, 6, 32),
+        (32, 8, 128, 16, 2, 9, 200),
+        (8, 2, 64, 8, 2, 5, 70),
+        (4, 4, 24, 16, 2, 3, 40),
+        (6, 2, 96, 32, 1, 700, 30),
+        (1, 1, 128, 16, 1, 1, 600),
+    ],
+)
+def test_paged_attention_equals_gathered_attention(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    rows: int,
+    queries: int,
+    blocks: int,
+    window: int | None,
+    dtype: torch.dtype,
+) -> None:
+    from trtrun.layers.paged_attention import PagedAttention
+
+    torch.manual_seed(heads * rows + queries)
+    count = rows * blocks + 1
+    store = random(2, count, kv_heads, block_size, head_dim, dtype=dtype)
+    tables = (torch.randperm(count - 1, device="cuda") + 1)[: rows * blocks].view(rows, blocks)
+    first = torch.randint(0, blocks * block_size - queries, (rows, 1), device="cuda")
+    first[0] = 0
+    positions = first + torch.arange(queries, device="cuda")
+    positions[-1, queries // 2 + 1 :] = -1  # padding
+    fused = random(rows * queries, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    query, key, value = fused.split([heads, kv_heads, kv_heads], dim=1)
+    stores, outputs = [], []
+    for backend in (GatherAttention(), PagedAttention()):
+        own = store.clone()
+        batch = AttentionBatch([AttentionSegment(0, rows, queries, tables, positions)], block_size)
+        outputs.append(backend.forward(query, key, value, own, batch, head_dim**-0.5, window))
+        stores.append(own[:, 1:])  # the null block may hold anything
+    assert torch.equal(*stores)
+    real = positions.flatten() >= 0
+    assert difference(outputs[1][real], outputs[0][real]) < BOUNDS[dtype]
+
+
+@DTYPES
+@pytest.mark.parametrize("size", [96, 1024, 5120])
+def test_add_and_normalise(size: int, dtype: torch.dtype) -> None:
+    from trtrun.layers.fused_kernels import add_and_normalise
+
+    hidden, delta, weight = random(7, size, dtype=dtype), random(7, size, dtype=dtype), random(size, dtype=dtype)
+    total = hidden + delta
+    expected = functional.rms_norm(total, (size,), None, 1e-5) * weight
+    found = add_and_normalise(hidden, delta, weight, 1e-5)
+    assert torch.equal(hidden, total)
+    assert difference(found, expected) < BOUNDS[dtype]
+    assert difference(add_and_normalise(hidden, None, weight, 1e-5), expected) < BOUNDS[dtype]
+    assert torch.equal(hidden, total)
+
+
+@DTYPES
+@pytest.mark.parametrize("features", [4, 1300, 14336])
+def test_silu_and_multiply(features: int, dtype: torch.dtype) -> None:
+    from trtrun.layers.fused_kernels import silu_and_multiply
+
+    fused = random(5, 2 * features, dtype=dtype)
+    expected = functional.silu(fused[:, :features]) * fused[:, features:]
+    assert difference(silu_and_multiply(fused), expected) < BOUNDS[dtype]
+
+
+@DTYPES
+@pytest.mark.parametrize("head_dim", [24, 64, 128])
+def test_rotate(head_dim: int, dtype: torch.dtype) -> None:
+    from trtrun.layers.fused_kernels import rotate
+
+    heads = random(9, 7, head_dim, dtype=dtype)[:, 1:6]
+    cosine, sine = random(9, 1, head_dim, dtype=dtype), random(9, 1, head_dim, dtype=dtype)
+    expected = (heads * cosine).add_(torch.roll(heads, head_dim // 2, 2).mul_(sine))
+    assert difference(rotate(heads, cosine, sine), expected) < BOUNDS[dtype]
