@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,24 +13,31 @@ from typing import NoReturn
 import click
 
 from launch.commands.bench import bench
+from launch.commands.check import check
+from launch.commands.merge import merge
 from launch.commands.plan import plan
 from launch.commands.run import run
+from launch.commands.slurm import cancel, status, submit
+from launch.exit_codes import ExitCode, FailedError, describe_exit_codes, status_of_signal
+from launch.logs import FILE_ONLY
+from launch.steps import say_hello
 from parallel.errors import ParallelError
 from trtrun import __version__
 from trtrun.errors import TrtrunError
 
-USER_ERROR = 2
-DEFECT = 1
-INTERRUPTED = 130
+logger = logging.getLogger("launch.cli")  # as a program this module has another name
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(
+    epilog=f"Exit status: {describe_exit_codes()}",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
 @click.version_option(__version__, prog_name="trtrun")
 def cli() -> None:
     """Lossless speculative decoding of large language models over MPI."""
 
 
-for _command in (run, plan, bench):
+for _command in (run, merge, plan, check, submit, status, cancel, bench):
     cli.add_command(_command)
 
 
@@ -42,30 +51,35 @@ def guarded(action: Callable[[], int]) -> int:
         message = error.format_message()
         hint = "; see --help" if isinstance(error, click.UsageError) else ""
         return _fail(message.rstrip(".") + hint)
+    except FailedError as error:
+        return _fail(str(error), ExitCode.FAILED)
     except (TrtrunError, ParallelError) as error:
         return _fail(str(error))
     except (KeyboardInterrupt, click.Abort):
-        return INTERRUPTED
+        return status_of_signal(signal.SIGINT)
     except BrokenPipeError:
         # The reader of our output is gone, as in `trtrun run … | head`. Python would complain again at its own end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DEFECT
+        return status_of_signal(signal.SIGPIPE)
     except Exception:
         traceback.print_exc()
-        return DEFECT
+        logger.critical("an exception that nothing caught", exc_info=True, extra=FILE_ONLY)
+        return ExitCode.FAILED
 
 
-def _fail(line: str) -> int:
+def _fail(line: str, status: ExitCode = ExitCode.REFUSED) -> int:
     from launch.job import print_error
 
+    logger.error(line, extra=FILE_ONLY)
     print_error(line)
-    return USER_ERROR
+    return status
 
 
 def main() -> None:
     """Entry of the console script and of `python -m launch.cli`."""
 
     def action() -> int:
+        say_hello()
         # Outside standalone mode click returns the command's value, and 0 after --help or --version.
         return int(cli.main(args=sys.argv[1:] or ["--help"], prog_name="trtrun", standalone_mode=False) or 0)
 
@@ -78,6 +92,7 @@ def leave(status: int) -> NoReturn:
     MPI's own end waits for all ranks, so a rank that just exits would hang the job. `python -m mpi4py` prevents that,
     but a user's `mpirun … trtrun run …` does not have it.
     """
+    logger.info("ends with exit status %d", status)
     if status and "mpi4py.MPI" in sys.modules:
         from mpi4py.run import set_abort_status
 

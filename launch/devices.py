@@ -1,4 +1,4 @@
-"""From the configuration's devices to a Topology: counts become names, and the orchestrator gets its host.
+"""From the configuration's devices to a Topology: counts become names, each host gets one name, and all must be there.
 
 It knows an allocation as host names and GPUs a host. It does not know MPI, or where the allocation comes from
 (allocation.py).
@@ -6,14 +6,14 @@ It knows an allocation as host names and GPUs a host. It does not know MPI, or w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from parallel.errors import ParallelError
 from parallel.topology import Topology
 from trtrun.config import RuntimeConfig
-from trtrun.device_lists import COUNT_KEYS, check_host, is_counts
+from trtrun.device_lists import COUNT_KEYS, check_host, host_of, is_counts, is_same_host, kind_of, parse_devices
 from trtrun.errors import ConfigError, TopologyError, nearest
 
 
@@ -34,11 +34,89 @@ class Allocation:
     source: str
 
 
+ENGINES = ("target", "draft")
+
+
+def list_devices(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Devices of each engine that names them, the target's first. An engine without a rank, that counts, or whose
+    devices are wrong (`make_config` says how) is left out.
+
+    Args:
+        values: the YAML file's mapping.
+    """
+    speculation = values.get("speculation")
+    method = speculation.get("method") if isinstance(speculation, dict) else None
+    found: dict[str, tuple[str, ...]] = {}
+    for name in ENGINES:
+        section = values.get(name)
+        devices = section.get("devices") if isinstance(section, dict) else None
+        if devices is None or is_counts(devices) or (name, method) == ("draft", "none"):
+            continue
+        try:
+            found[name] = parse_devices(devices)
+        except ValueError:
+            continue
+    return found
+
+
+def spell_hosts(values: Mapping[str, Any], hosts: Sequence[str] = (), home: str = "") -> dict[str, Any]:
+    """Give each host one name wherever the configuration places something: "node1" and "node1.cluster" are one host.
+
+    Args:
+        values: the YAML file's mapping.
+        hosts: names that come before the configuration's own, such as the allocation's.
+        home: host of the devices that name none; empty leaves them so.
+    """
+    spelled = dict(values)
+    devices = list_devices(values)
+    launch = values.get("launch")
+    orchestrator = launch.get("orchestrator_host") if isinstance(launch, dict) else None
+    known = list(hosts)
+
+    def spell(host: str) -> str:
+        match = next((name for name in known if is_same_host(name, host)), None)
+        if match is None:
+            known.append(host)
+        return match or host
+
+    for engine, names in devices.items():
+        pairs = [(host_of(name) or home, name.rpartition("/")[2]) for name in names]
+        listed = [f"{spell(host)}/{device}" if host else device for host, device in pairs]
+        spelled[engine] = {**values[engine], "devices": listed}
+    if isinstance(launch, dict) and isinstance(orchestrator, str):
+        spelled["launch"] = {**launch, "orchestrator_host": spell(orchestrator)}
+    return spelled
+
+
+def check_granted(values: Mapping[str, Any], allocation: Allocation) -> None:
+    """Raise ConfigError for a device on a host that the allocation lacks, or beyond the GPUs of its host.
+
+    Args:
+        values: the YAML file's mapping, with counts filled and hosts as the allocation spells them.
+        allocation: with named hosts.
+    """
+    for engine, names in list_devices(values).items():
+        for name in names:
+            host = host_of(name)
+            if host and host not in allocation.hosts:
+                raise ConfigError(
+                    f"{engine}.devices: {host} is not in {allocation.source}{nearest(host, allocation.hosts)}: "
+                    "name its hosts, or ask for this one"
+                )
+            number = int(name.rpartition(":")[2])
+            if kind_of(name) == "cuda" and allocation.gpus is not None and number >= allocation.gpus:
+                have = f"GPUs 0 to {allocation.gpus - 1}" if allocation.gpus else "no GPU"
+                raise ConfigError(
+                    f"{engine}.devices: {name} is not in {allocation.source}, which has {have} on each node: "
+                    "ask for more GPUs, or use fewer"
+                )
+
+
 def fill_counts(values: Mapping[str, Any], find_allocation: Callable[[], Allocation]) -> dict[str, Any]:
     """Replace `devices: {nodes: N, gpus_per_node: M}` by the names of devices; everything else stays.
 
-    The target takes the first M devices of the first N hosts. The draft takes devices that are still free, host by
-    host, where there are enough of them, and shares the target's first ones otherwise.
+    The target takes the first M devices of the first N hosts that the draft does not name. The draft takes devices
+    that are still free, host by host, where there are enough of them, and shares the target's first ones otherwise.
 
     Args:
         values: the YAML file's mapping.
@@ -48,15 +126,14 @@ def fill_counts(values: Mapping[str, Any], find_allocation: Callable[[], Allocat
         ConfigError: the counts are no counts, or the allocation has not so much.
     """
     filled = dict(values)
-    taken: set[str] = set()
-    method = (values.get("speculation") or {}).get("method") if isinstance(values.get("speculation"), dict) else None
-    for name in ("target", "draft"):
+    taken = {device for devices in list_devices(values).values() for device in devices}
+    speculation = values.get("speculation")
+    method = speculation.get("method") if isinstance(speculation, dict) else None
+    for name in ENGINES:
         section = values.get(name)
-        if (
-            not isinstance(section, dict)
-            or not is_counts(section.get("devices"))
-            or (name, method) == ("draft", "none")
-        ):
+        if not isinstance(section, dict) or not is_counts(section.get("devices")):
+            continue
+        if (name, method) == ("draft", "none"):
             continue
         allocation = find_allocation()
         nodes, per_node, kind = _read_counts(section["devices"], f"{name}.devices")

@@ -10,16 +10,18 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from launch.rows import PromptRow
+from launch.options import STANDARD_OUTPUT, is_stream
 from trtrun.errors import ConfigError
 
-STANDARD_OUTPUT = "-"
+if TYPE_CHECKING:
+    from launch.rows import PromptRow
 
 
 def check_output(path: str) -> None:
@@ -32,11 +34,6 @@ def check_output(path: str) -> None:
         raise ConfigError(f"cannot write the output file {path}: it is a directory")
     if not folder.is_dir():
         raise ConfigError(f"cannot write the output file {path}: the directory {folder} does not exist")
-
-
-def is_stream(path: str) -> bool:
-    """Whether rows are written to standard output, a pipe or a device: places that keep nothing for --resume."""
-    return path == STANDARD_OUTPUT or (os.path.exists(path) and not os.path.isfile(path))
 
 
 class RowStream:
@@ -53,7 +50,7 @@ class RowStream:
     def __init__(self, path: str, rows: Sequence[PromptRow]) -> None:
         self.pending = list(rows)
         self._path = path
-        self._next = 0
+        self._order = deque(row.index for row in rows)
         self._waiting: dict[int, Mapping[str, object]] = {}
         try:
             self._file: IO[str] = sys.stdout if path == STANDARD_OUTPUT else open(path, "w", encoding="utf-8")  # noqa: SIM115
@@ -68,9 +65,8 @@ class RowStream:
         """
         self._waiting[index] = row
         try:
-            while self._next in self._waiting:
-                self._file.write(json.dumps(self._waiting.pop(self._next), ensure_ascii=False) + "\n")
-                self._next += 1
+            while self._order and self._order[0] in self._waiting:
+                self._file.write(json.dumps(self._waiting.pop(self._order.popleft()), ensure_ascii=False) + "\n")
             self._file.flush()
         except OSError as error:
             raise _cannot_write(self._path, error) from None
@@ -87,11 +83,18 @@ class RowStream:
 
 @dataclass(frozen=True)
 class WrittenRow:
-    """Where a finished row stands in a file, in bytes, with its line end, and the hash of its input row."""
+    """Where an output row stands in a file.
+
+    Attributes:
+        offset, length: in bytes, with its line end.
+        input_hash: of its input row.
+        is_refused: whether it has an error instead of a completion.
+    """
 
     offset: int
     length: int
     input_hash: str
+    is_refused: bool = False
 
 
 def working_path(output: str) -> Path:
@@ -139,19 +142,34 @@ def _read_unfinished(working: Path, rows: Sequence[PromptRow], resume: bool) -> 
 def read_written(path: Path) -> tuple[dict[int, WrittenRow], int]:
     """Finished rows of a file by index, and the number of bytes before its torn last line (all, if none is torn).
 
-    A line is torn when it is the last, lacks its line end and begins as an output row begins. Rows with an error count
-    as not finished.
+    Rows with an error count as not finished.
+
+    Raises:
+        ConfigError: see `read_lines`.
+    """
+    written: dict[int, WrittenRow] = {}
+    end = 0
+    for index, row in read_lines(path):
+        if not row.is_refused:
+            written[index] = row
+        end = row.offset + row.length
+    return written, end
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, WrittenRow]]:
+    """Index and place of each whole row of a file, up to its torn last line.
+
+    A line is torn when it is the last, lacks its line end and begins as an output row begins.
 
     Raises:
         ConfigError: the file cannot be read, or another line is not an output row.
     """
-    written: dict[int, WrittenRow] = {}
-    end = 0
+    offset = 0
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n") and line[: len(_ROW_START)] == _ROW_START[: len(line)]:
-                    break
+                    return
                 try:
                     index, digest, error = (json.loads(line)[name] for name in ("index", "input_hash", "error"))
                     is_row = line.endswith(b"\n") and type(index) is int and index >= 0 and isinstance(digest, str)
@@ -162,21 +180,20 @@ def read_written(path: Path) -> tuple[dict[int, WrittenRow], int]:
                         f"{path}: line {number} is not a whole output row with its input_hash; "
                         "remove that line to run its prompt again"
                     )
-                if error is None:
-                    written[index] = WrittenRow(end, len(line), digest)
-                end += len(line)
+                yield index, WrittenRow(offset, len(line), digest, error is not None)
+                offset += len(line)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    return written, end
 
 
 _ROW_START = b'{"index": '
 
 
 def _check_same_input(path: Path, written: Mapping[int, WrittenRow], rows: Sequence[PromptRow]) -> None:
+    hashes = {row.index: row.input_hash for row in rows}
     for index in sorted(written):
-        if index >= len(rows) or written[index].input_hash != rows[index].input_hash:
-            reason = "is not in the input" if index >= len(rows) else "is of another input row or sampling options"
+        if written[index].input_hash != hashes.get(index):
+            reason = "is of another input row or sampling options" if index in hashes else "is not in the input"
             raise ConfigError(
                 f"cannot resume {path}: its row {index} {reason}; give the same input, or remove the file to start over"
             )
@@ -203,7 +220,7 @@ class RowJournal:
 
     def __init__(self, output: str, rows: Sequence[PromptRow], resume: bool) -> None:
         self._final, self._working = Path(output).resolve(), working_path(output)
-        self._rows = rows
+        self._hashes = {row.index: row.input_hash for row in rows}
         written = finished_rows(output, rows, resume)
         try:
             if written and not self._working.exists():
@@ -235,7 +252,7 @@ class RowJournal:
                 done += os.write(self._file, line[done:])
         except OSError as error:
             raise _cannot_write(str(self._working), error) from None
-        self._written[index] = WrittenRow(self._end, len(line), self._rows[index].input_hash)
+        self._written[index] = WrittenRow(self._end, len(line), self._hashes[index])
         self._end += len(line)
 
     def finish(self) -> None:
@@ -245,7 +262,7 @@ class RowJournal:
             ConfigError: the output file cannot be written; the rows stay in the working file.
         """
         try:
-            self._replace(self._final, self._file, [self._written[row.index] for row in self._rows])
+            self._replace(self._final, self._file, [self._written[index] for index in sorted(self._hashes)])
             self._working.unlink(missing_ok=True)
         except OSError as error:
             raise _cannot_write(str(self._final), error) from None
@@ -258,14 +275,9 @@ class RowJournal:
         os.close(self._file)
 
     def _replace(self, path: Path, source: int, places: Sequence[WrittenRow]) -> None:
-        """Make `path` of these lines of the file `source`, in one step: at any moment it is the old one or the new."""
+        """Make `path` of these lines of the file `source`."""
         temporary = self._working.with_name(self._working.name + ".new")
-        with open(temporary, "wb") as file:
-            for place in places:
-                file.write(os.pread(source, place.length, place.offset))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        replace_file(path, temporary, (os.pread(source, place.length, place.offset) for place in places))
 
     def _lock(self) -> None:
         """Two runs on one output would each miss the other's rows. The lock ends with its process."""
@@ -279,6 +291,19 @@ class RowJournal:
             pass
         if not is_free:
             raise ConfigError(f"another run is writing {self._working}: wait for its end")
+
+
+def replace_file(path: Path, temporary: Path, lines: Iterable[bytes]) -> None:
+    """Make `path` of these lines in one step: at any moment it is the old file or the new one, as a whole.
+
+    Raises:
+        OSError: it cannot be written; the old file is as it was.
+    """
+    with open(temporary, "wb") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def _cannot_write(path: str, error: OSError) -> ConfigError:

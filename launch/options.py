@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+STANDARD_OUTPUT = "-"
+
+
+def is_stream(output: str) -> bool:
+    """Whether rows are written to standard output, a pipe or a device: places that keep nothing for --resume."""
+    return output == STANDARD_OUTPUT or (os.path.exists(output) and not os.path.isfile(output))
+
+
+@dataclass(frozen=True)
+class Part:
+    """The `number`-th, from 1, of `count` contiguous shares of the input rows, which differ by one row at most."""
+
+    number: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def of(self, num_rows: int) -> range:
+        """The indexes of this share's rows; none where there are more shares than rows."""
+        return range((self.number - 1) * num_rows // self.count, self.number * num_rows // self.count)
 
 
 @dataclass(frozen=True)
@@ -17,6 +40,7 @@ class RunOptions:
         output: file for output rows, "-" for standard output, None for text.
         sampling: sampling parameters for all rows that do not name their own.
         resume: go on from the rows that an earlier run finished in `output`.
+        part: run this share of the rows only.
     """
 
     prompts: Sequence[str] = ()
@@ -24,6 +48,12 @@ class RunOptions:
     output: str | None = None
     sampling: Mapping[str, object] = field(default_factory=dict)
     resume: bool = False
+    part: Part | None = None
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether finished rows outlive the run, so that --resume can go on."""
+        return self.output is not None and not is_stream(self.output)
 
 
 @dataclass(frozen=True)

@@ -1,41 +1,41 @@
 """`trtrun plan`: what a job would take, told without loading weights or starting ranks.
 
 Bytes and blocks come from the functions that the engines use at start, so the plan is what happens, as long as the
-memory that is free stays the same.
+memory that is free stays the same. What only another host knows, such as its free memory, is left open and said so.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import socket
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from rich.table import Table
 
+from launch.allocation import is_local
+from launch.demand import Engines
 from launch.devices import count_host_slots
 from launch.job import Job
+from launch.links import Link, expect_kinds, list_links, summarize_links
 from launch.mpirun import show_command
-from launch.preflight import check_job
+from launch.preflight import check_models, check_tokenizers, damaged_weights, describe_gpus, missing_devices
 from launch.terminal import output_console
 from parallel.topology import Topology
-from trtrun.config import ModelSection, RuntimeConfig
-from trtrun.kvcache.sizing import (
-    SlotDemand,
-    count_kv_blocks,
-    default_fraction,
-    format_bytes,
-    free_bytes_of_slot,
-    tokens_of_blocks,
-)
-from trtrun.models.config import ModelConfig, read_model_config
-from trtrun.models.loading import shard_bytes
-from trtrun.roles.startup import kv_bytes_per_block, most_useful_blocks, resolve_dtype, target_context
+from trtrun.kvcache.sizing import format_bytes, free_bytes_of_slot, tokens_of_blocks
+
+UNKNOWN = "-"
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank of the plan. Bytes; `kv_tokens` is the same on every rank with a device: one block table serves all."""
+    """One rank of the plan. Bytes; `kv_tokens` is the same on every rank with a device: one block table serves all.
+
+    None stands for what is not known here: free memory of another host, and KV stores that depend on it.
+    """
 
     rank: int
     host: str
@@ -43,9 +43,9 @@ class RankPlan:
     role: str
     draft_shard_bytes: int = 0
     target_shard_bytes: int = 0
-    free_bytes: int = 0
-    kv_bytes: int = 0
-    kv_tokens: int = 0
+    free_bytes: int | None = 0
+    kv_bytes: int | None = 0
+    kv_tokens: int | None = 0
 
 
 @dataclass(frozen=True)
@@ -54,71 +54,79 @@ class JobPlan:
 
     Attributes:
         ranks: in rank order.
+        hosts: in the order of their first ranks.
         world_size: processes.
         threads: CPU threads of each slot.
         max_seq_len: most tokens of one request.
-        kv_tokens: tokens that the rows can hold together.
+        kv_tokens: tokens that the rows can hold together; None where other hosts decide.
         draft_dtype, target_dtype: what the engines compute in; None without a draft.
+        links: every pair of ranks that talk, and how.
         command: what starts the job.
+        script: the batch script of the job, where it was asked for.
+        notes: what the plan could not know, or had to assume.
     """
 
     ranks: tuple[RankPlan, ...]
+    hosts: tuple[str, ...]
     world_size: int
     threads: int
     max_seq_len: int
-    kv_tokens: int
+    kv_tokens: int | None
     draft_dtype: str | None
     target_dtype: str
+    links: tuple[Link, ...]
     command: str
+    script: str | None
+    notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class _Engine:
-    """One engine's model, split over `tp_size` ranks."""
-
-    section: ModelSection
-    model: ModelConfig
-    dtype: torch.dtype
-
-    @property
-    def tp_size(self) -> int:
-        return len(self.section.devices)
-
-    def shard_bytes(self, index: int | None, device: torch.device) -> int:
-        return 0 if index is None else shard_bytes(self.model, index, self.tp_size, self.dtype, device)
-
-    def block_bytes(self, index: int | None, block_size: int) -> int:
-        return 0 if index is None else kv_bytes_per_block(self.model, self.tp_size, block_size, self.dtype)
-
-
-def make_plan(job: Job) -> JobPlan:
+def make_plan(job: Job, made_up_hosts: Sequence[str] = (), script: str | None = None) -> JobPlan:
     """Work out what every rank would hold.
+
+    Args:
+        job: to plan.
+        made_up_hosts: hosts that stand for those of an allocation to come.
+        script: the job's batch script, to be shown with the plan.
 
     Raises:
         TrtrunError: the job could not start, or would not fit; one line says why.
     """
     config, topology = job.config, job.topology
-    check_job(config, topology)
-    target = _read_engine(config.target)
-    draft = _read_engine(config.draft) if config.draft is not None else None
-    context = target_context(config, target.model)
-    ranks = [_plan_rank(rank, config, topology, draft, target, context) for rank in range(topology.world_size)]
-    kv_tokens = min(rank.kv_tokens for rank in ranks if topology.slot(rank.rank) is not None)
-    blocks = kv_tokens // config.kv_cache.block_size + 1
+    check_models(config)
+    check_tokenizers(config)
+    engines = Engines.read(config, topology)
+    here = {host for host in topology.hosts if host not in made_up_hosts and is_local(host)}
+    absent = missing_devices(topology) if here else []
+    ranks = [_plan_rank(rank, engines, here, bool(absent)) for rank in range(topology.world_size)]
+    placed = [rank for rank in ranks if topology.slot(rank.rank) is not None]
+    known = [rank.kv_tokens for rank in placed if rank.kv_tokens is not None]
+    kv_tokens = min(known) if len(known) == len(placed) else None
+    nccl, nccl_note = _expect_nccl(topology, bool(absent))
+    notes = [*_note_hosts(made_up_hosts), *(f"warning: {text}" for text in damaged_weights(config))]
+    if absent:
+        be = "is" if len(absent) == 1 else "are"
+        notes.append(f"warning: {', '.join(absent)} {be} not on this host: it has {describe_gpus()}")
+    notes += nccl_note
+    unknown = [rank for rank in placed if rank.free_bytes is None]
+    notes += _note_memory(unknown, kv_tokens, min(known, default=None))
     return JobPlan(
-        ranks=tuple(_share_blocks(rank, config, topology, draft, target, blocks) for rank in ranks),
+        ranks=tuple(_share_blocks(rank, engines, kv_tokens) for rank in ranks),
+        hosts=tuple(dict.fromkeys(rank.host for rank in ranks)),
         world_size=topology.world_size,
         threads=job.threads,
-        max_seq_len=context,
+        max_seq_len=engines.context,
         kv_tokens=kv_tokens,
-        draft_dtype=None if draft is None else _dtype_name(draft.dtype),
-        target_dtype=_dtype_name(target.dtype),
+        draft_dtype=None if engines.draft is None else _dtype_name(engines.draft.dtype),
+        target_dtype=_dtype_name(engines.target.dtype),
+        links=list_links(topology, expect_kinds(topology, nccl), config.speculation.use_logits),
         command=show_command(job.command()),
+        script=script,
+        notes=tuple(notes),
     )
 
 
 def print_plan(plan: JobPlan, as_json: bool) -> None:
-    """Show the plan on standard output, as a table or as one JSON object."""
+    """Show the plan on standard output, as tables or as one JSON object."""
     if as_json:
         print(json.dumps(asdict(plan)))
         return
@@ -127,67 +135,89 @@ def print_plan(plan: JobPlan, as_json: bool) -> None:
         table.add_column(name, justify="left" if name in ("host", "device", "role") else "right", no_wrap=True)
     for rank in plan.ranks:
         sizes = (rank.draft_shard_bytes, rank.target_shard_bytes, rank.free_bytes, rank.kv_bytes)
-        cells = [format_bytes(size) if size else "-" for size in sizes]
-        table.add_row(
-            str(rank.rank), rank.host, rank.device, rank.role, *cells, str(rank.kv_tokens) if rank.kv_tokens else "-"
-        )
-    output_console().print(table)
+        cells = [format_bytes(size) if size else UNKNOWN for size in sizes]
+        tokens = str(rank.kv_tokens) if rank.kv_tokens else UNKNOWN
+        table.add_row(str(rank.rank), rank.host, rank.device, rank.role, *cells, tokens)
+    console = output_console()
+    console.print(table)
+    links = Table(title=None)
+    for name in ("what travels", "ranks", "over"):
+        links.add_column(name)
+    for row in summarize_links(plan.links):
+        links.add_row(row.carries, row.ranks, row.transport)
+    console.print(links)
     dtypes = f"target {plan.target_dtype}" + (f", draft {plan.draft_dtype}" if plan.draft_dtype else ", no draft")
     processes = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
-    print(f"{processes}, CPU threads of each: {plan.threads}; {dtypes}; up to {plan.max_seq_len} tokens a row")
-    print(plan.command)
+    hosts = f" on {len(plan.hosts)} hosts" if len(plan.hosts) > 1 else ""
+    print(f"{processes}{hosts}, CPU threads of each: {plan.threads}; {dtypes}; up to {plan.max_seq_len} tokens a row")
+    for note in plan.notes:
+        print(note)
+    print(plan.command if plan.script is None else plan.script)
 
 
-def _read_engine(section: ModelSection) -> _Engine:
-    model = read_model_config(section.model)
-    return _Engine(section, model, resolve_dtype(section, model))
-
-
-def _plan_rank(
-    rank: int, config: RuntimeConfig, topology: Topology, draft: _Engine | None, target: _Engine, context: int
-) -> RankPlan:
-    """One rank by itself: its KV tokens are what it could hold alone."""
+def _plan_rank(rank: int, engines: Engines, here: set[str], gpus_absent: bool) -> RankPlan:
+    """One rank by itself: its KV tokens are what it could hold alone, None where that is not known."""
+    topology, config = engines.topology, engines.config
     role = "+".join(topology.roles(rank))
-    host = socket.gethostname()
+    host = topology.host(rank) or socket.gethostname()
     slot = topology.slot(rank)
     if slot is None:
         return RankPlan(rank, host, "host", role)
-    device = torch.device(slot.device if slot.device.startswith("cuda") else "cpu")
-    block_size = config.kv_cache.block_size
-    draft_bytes = draft.shard_bytes(slot.draft_index, device) if draft is not None else 0
-    target_bytes = target.shard_bytes(slot.target_index, device)
-    free = free_bytes_of_slot(slot.device, count_host_slots(topology, slot.host))
-    blocks = count_kv_blocks(
-        free,
-        SlotDemand(draft_bytes + target_bytes, _block_bytes(rank, topology, draft, target, block_size)),
-        fraction=config.kv_cache.free_memory_fraction or default_fraction(slot.device),
-        block_size=block_size,
-        max_tokens=config.kv_cache.max_tokens,
-        most_useful=most_useful_blocks(config, context),
-        where=topology.describe(rank),
-    )
-    tokens = tokens_of_blocks(blocks, block_size)
-    return RankPlan(rank, host, slot.device, role, draft_bytes, target_bytes, free, 0, tokens)
+    drafted, verified = engines.shard_bytes(rank)
+    is_known = slot.host in here and not (gpus_absent and slot.device.startswith("cuda"))
+    free = free_bytes_of_slot(slot.device, count_host_slots(topology, slot.host)) if is_known else None
+    tokens: int | None = None
+    if free is not None or config.kv_cache.max_tokens is not None:
+        # With max_tokens the rule gives every host that has the room the same answer.
+        blocks = engines.count_blocks(rank, sys.maxsize if free is None else free, topology.describe(rank))
+        tokens = tokens_of_blocks(blocks, config.kv_cache.block_size)
+    return RankPlan(rank, host, slot.device, role, drafted, verified, free, 0, tokens)
 
 
-def _share_blocks(
-    rank: RankPlan, config: RuntimeConfig, topology: Topology, draft: _Engine | None, target: _Engine, blocks: int
-) -> RankPlan:
+def _share_blocks(rank: RankPlan, engines: Engines, kv_tokens: int | None) -> RankPlan:
     """The rank with the number of blocks that all ranks can hold."""
-    if topology.slot(rank.rank) is None:
+    if engines.topology.slot(rank.rank) is None:
         return rank
-    block_size = config.kv_cache.block_size
-    kv_bytes = blocks * _block_bytes(rank.rank, topology, draft, target, block_size)
-    values = {**asdict(rank), "kv_bytes": kv_bytes, "kv_tokens": tokens_of_blocks(blocks, block_size)}
-    return RankPlan(**values)
+    if kv_tokens is None:
+        return replace(rank, kv_bytes=None, kv_tokens=None)
+    blocks = kv_tokens // engines.config.kv_cache.block_size + 1
+    return replace(rank, kv_bytes=blocks * engines.block_bytes(rank.rank), kv_tokens=kv_tokens)
 
 
-def _block_bytes(rank: int, topology: Topology, draft: _Engine | None, target: _Engine, block_size: int) -> int:
-    slot = topology.slot(rank)
-    if slot is None:
-        return 0
-    drafted = draft.block_bytes(slot.draft_index, block_size) if draft is not None else 0
-    return drafted + target.block_bytes(slot.target_index, block_size)
+def _expect_nccl(topology: Topology, gpus_absent: bool) -> tuple[bool, list[str]]:
+    """Whether NCCL will be there, and what to say about that."""
+    gpus = [slot for slot in topology.slots if slot.device.startswith("cuda")]
+    if len(gpus) < 2:
+        return False, []
+    if gpus_absent or not torch.cuda.is_available():
+        return True, ["NCCL is taken for granted between GPUs: this host has none to try it with"]
+    # Looked for and not loaded: the transport starts MPI when it is imported.
+    if importlib.util.find_spec("cupy") is None:
+        return False, ["GPUs talk through host memory, for CuPy is not installed: install the extra cuda12 or cuda13"]
+    return True, []
+
+
+def _note_hosts(made_up_hosts: Sequence[str]) -> list[str]:
+    if not made_up_hosts:
+        return []
+    names = ", ".join(made_up_hosts) if len(made_up_hosts) < 4 else f"{made_up_hosts[0]} to {made_up_hosts[-1]}"
+    stand = "stands for the host" if len(made_up_hosts) == 1 else "stand for the hosts"
+    return [f"there is no allocation yet: {names} {stand} that it will have"]
+
+
+def _note_memory(unknown: Sequence[RankPlan], kv_tokens: int | None, at_most: int | None) -> list[str]:
+    """What is said about memory that this host cannot see."""
+    if not unknown:
+        return []
+    own = socket.gethostname()
+    hosts = ", ".join(dict.fromkeys("the missing GPUs" if rank.host == own else rank.host for rank in unknown))
+    if kv_tokens is not None:
+        return [f"free memory of {hosts} is not known here: whether {kv_tokens} KV tokens fit is found out there"]
+    limit = f", at most {at_most} tokens by what is free here" if at_most is not None else ""
+    return [
+        f"free memory of {hosts} is not known here: KV tokens are decided on the hosts{limit}; "
+        "kv_cache.max_tokens would set them"
+    ]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from launch.allocation import is_local
 from parallel.errors import ParallelError
 from parallel.topology import Topology
 from trtrun.config import ModelSection, RuntimeConfig
@@ -28,11 +29,37 @@ def check_job(config: RuntimeConfig, topology: Topology) -> None:
         config: of the run.
         topology: its ranks.
     """
+    check_models(config)
+    damaged = damaged_weights(config)
+    if damaged:
+        raise CheckpointError(damaged[0])
+    check_devices(topology)
+    check_tokenizers(config)
+
+
+def check_models(config: RuntimeConfig) -> None:
+    """Raise CheckpointError or ConfigError for models that are not supported, or that cannot be split like this. Only
+    their config.json is read."""
     target = _check_model("target", config.target)
     target_context(config, target)
     if config.draft is not None:
         _check_model("draft", config.draft)
-    check_devices(topology)
+
+
+def damaged_weights(config: RuntimeConfig) -> list[str]:
+    """Say of each model what is wrong with the files of its weights, by their headers; none where all is well."""
+    wrong = []
+    for role, section in (("target", config.target), ("draft", config.draft)):
+        try:
+            if section is not None:
+                Checkpoint(Path(section.model))
+        except CheckpointError as error:
+            wrong.append(f"{role}: {error}")
+    return wrong
+
+
+def check_tokenizers(config: RuntimeConfig) -> None:
+    """Raise CheckpointError where draft and target do not spell text alike."""
     tokenizer = read_tokenizer(config.tokenizer or config.target.model)
     draft_tokenizer = read_tokenizer(config.draft.model) if config.draft is not None else None
     if tokenizer is not None and draft_tokenizer is not None:
@@ -45,27 +72,39 @@ def has_tokenizer(config: RuntimeConfig) -> bool:
 
 
 def check_devices(topology: Topology) -> None:
-    """Raise ConfigError for a GPU that this host does not have.
+    """Raise ConfigError for a GPU of this host that it does not have.
 
     A rank of another host is not checked here; its own start-up does it.
     """
-    wanted = [slot.device for slot in topology.slots if slot.device.startswith("cuda")]
-    if not wanted:
-        return
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    missing = [device for device in wanted if int(device.partition(":")[2]) >= count]
+    missing = missing_devices(topology)
     if missing:
-        have = f"it has {count} (cuda:0 to cuda:{count - 1})" if count else "it has none"
         raise ConfigError(
-            f'{missing[0]} is not on this host: {have}; use CPU slots such as "cpu:0" where there is no GPU'
+            f"{missing[0]} is not on this host: it has {describe_gpus()}; "
+            'use CPU slots such as "cpu:0" where there is no GPU'
         )
 
 
+def missing_devices(topology: Topology) -> list[str]:
+    """GPUs that should be on this host and are not."""
+    wanted = [slot.device for slot in topology.slots if slot.device.startswith("cuda") and is_local(slot.host)]
+    count = _count_gpus() if wanted else 0
+    return [device for device in wanted if int(device.partition(":")[2]) >= count]
+
+
+def describe_gpus() -> str:
+    """How many GPUs this host has, as a text: "2 (cuda:0 to cuda:1)", "none"."""
+    count = _count_gpus()
+    return f"{count} (cuda:0 to cuda:{count - 1})" if count else "none"
+
+
+def _count_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def _check_model(role: str, section: ModelSection) -> ModelConfig:
-    """Read one model's configuration and the headers of its weights, and try its split over the section's devices."""
+    """Read one model's configuration, and try its split over the section's devices."""
     try:
         config = read_model_config(section.model)
-        Checkpoint(Path(section.model))
         for rank in range(len(section.devices)):
             shard_bytes(config, rank, len(section.devices), resolve_dtype(section, config))
     except (CheckpointError, ConfigError, ParallelError) as error:

@@ -45,6 +45,21 @@ def input_hash(values: object) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
+def all_rows(prompts: Sequence[str], prompts_file: Path | None, defaults: Mapping[str, object]) -> list[PromptRow]:
+    """All input rows, those of the command line first.
+
+    Raises:
+        ConfigError: no prompt at all, or the file cannot be read.
+        InvalidRequestError: a default is outside its range.
+    """
+    rows = rows_from_prompts(prompts, defaults)
+    if prompts_file is not None:
+        rows += rows_from_file(prompts_file, defaults, start=len(rows))
+    if not rows:
+        raise ConfigError("nothing to do: give --prompt TEXT or --prompts FILE.jsonl")
+    return rows
+
+
 def rows_from_prompts(prompts: Sequence[str], defaults: Mapping[str, object], start: int = 0) -> list[PromptRow]:
     """Rows of prompts from the command line.
 
@@ -71,6 +86,10 @@ def rows_from_file(path: Path, defaults: Mapping[str, object], start: int = 0) -
         InvalidRequestError: a default is outside its range.
     """
     SamplingParams.from_mapping(defaults)
+    if path.exists() and not path.is_file():
+        raise ConfigError(
+            f"the prompts file {path} is not a file: it is read more than once, so write the rows to a file first"
+        )
     try:
         # Only "\n" ends a row: other Unicode line ends may stand inside a JSON string.
         lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]

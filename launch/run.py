@@ -1,6 +1,7 @@
 """`trtrun run`: prompts from the command line or a file, text to the screen or rows to a file.
 
-It knows what the user sees. How prompts become text is the LLM's business, and which process calls it is `job`'s.
+It knows what becomes of the rows of a run. How prompts become text is the LLM's business, which process calls it is
+`job`'s, and when a run is to end early is `drain`'s.
 """
 
 from __future__ import annotations
@@ -8,24 +9,27 @@ from __future__ import annotations
 import sys
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+from launch.check import check_before_run
+from launch.drain import Drain, EndedAtStart
+from launch.exit_codes import ExitCode, FailedError
 from launch.job import Job, finish_mpi, is_reporting_rank
-from launch.journal import RowJournal, RowStream, check_output, finished_rows, is_stream, open_writer
+from launch.journal import RowJournal, RowStream, check_output, finished_rows, open_writer
 from launch.mpirun import find_place
-from launch.options import RunOptions
+from launch.options import RunOptions, is_stream
 from launch.preflight import check_job, has_tokenizer
-from launch.rows import PromptRow, output_row, refused_row, rows_from_file, rows_from_prompts
+from launch.rows import PromptRow, all_rows, output_row, refused_row
+from launch.run_texts import describe_drain, join_tokens, print_texts, summarize, tell, tell_refusal
 from launch.terminal import Bar
+from parallel.errors import ParallelError
 from trtrun.config import RuntimeConfig
-from trtrun.errors import ConfigError, InvalidRequestError
+from trtrun.errors import ConfigError, InvalidRequestError, TrtrunError
 from trtrun.llm import LLM
-from trtrun.outputs import CompletionOutput, RequestOutput
-
-ROWS_REFUSED = 1
-"""Exit status when the job ran but at least one row was refused."""
+from trtrun.outputs import RequestOutput
 
 
 def check_run(job: Job, options: RunOptions) -> None:
@@ -38,8 +42,8 @@ def check_run(job: Job, options: RunOptions) -> None:
         )
 
 
-def finish_resumed(options: RunOptions) -> int | None:
-    """With --resume, finish the output file if no prompt is left to run. No rank is needed for that, and no model.
+def finish_without_models(options: RunOptions) -> int | None:
+    """Finish the output if no prompt is left to run: after --resume, or in a part that has no rows.
 
     Returns:
         The exit status of the run; None when there is something to run.
@@ -47,18 +51,23 @@ def finish_resumed(options: RunOptions) -> int | None:
     Raises:
         TrtrunError: the user got something about the rows or the output wrong.
     """
-    rows = _check_rows(options)
-    if not options.resume or options.output is None:
+    if not _may_have_nothing_to_run(options):
         return None
-    finished = finished_rows(options.output, rows, resume=True)
+    rows = _check_rows(options)
+    finished = finished_rows(options.output, rows, options.resume) if options.keeps_rows and options.output else {}
     if _num_runnable([row for row in rows if row.index not in finished]):
         return None
     with _open_output(options, rows) as writer:
         return _finish_rows(rows, writer)
 
 
+def _may_have_nothing_to_run(options: RunOptions) -> bool:
+    """Known on all ranks, so that all of them agree on whether to ask rank 0."""
+    return options.resume or options.part is not None
+
+
 def _check_rows(options: RunOptions) -> list[PromptRow]:
-    """All input rows, once the output and what it holds already are known to be right."""
+    """The input rows of this run, once the output and what it holds already are known to be right."""
     if options.output is not None:
         check_output(options.output)
         if options.resume and is_stream(options.output):
@@ -70,57 +79,90 @@ def _check_rows(options: RunOptions) -> list[PromptRow]:
 
 
 def read_rows(options: RunOptions) -> list[PromptRow]:
-    """All input rows, those of the command line first.
+    """The input rows of this run: all of them, or with a part its share, under the indexes of the whole.
 
     Raises:
         ConfigError: no prompt at all, or the file cannot be read.
         InvalidRequestError: a sampling option is outside its range.
     """
-    rows = rows_from_prompts(options.prompts, options.sampling)
-    if options.prompts_file is not None:
-        rows += rows_from_file(options.prompts_file, options.sampling, start=len(rows))
-    if not rows:
-        raise ConfigError("nothing to do: give --prompt TEXT or --prompts FILE.jsonl")
-    return rows
+    rows = all_rows(options.prompts, options.prompts_file, options.sampling)
+    return rows if options.part is None else [rows[index] for index in options.part.of(len(rows))]
 
 
 def open_llm(config: RuntimeConfig) -> LLM:
     """Load the models, with a progress bar on a terminal. On worker ranks this serves to the end of the job.
 
     Raises:
-        SystemExit: on worker ranks, with code 0, when the job is over.
+        SystemExit: on worker ranks, with code 0, when the job is over; on rank 0 where the ranks do not fit together.
     """
+    check_before_run(config)
     with Bar("loading weights", in_bytes=True) as bar:
         return LLM(config=config, on_load_progress=bar.update)
 
 
-def play_run(config: RuntimeConfig, options: RunOptions) -> int:
+@dataclass
+class _Outcome:
+    """What a run came to.
+
+    Attributes:
+        refused: why each row that was not run was refused, by index.
+        num_left: rows that a drain left for --resume.
+        elapsed: seconds, without loading.
+        statistics: the LLM's totals.
+    """
+
+    refused: dict[int, str] = field(default_factory=dict)
+    num_left: int = 0
+    elapsed: float = 0.0
+    statistics: dict[str, Any] = field(default_factory=dict)
+
+
+def play_run(config: RuntimeConfig, options: RunOptions, drain: Drain) -> int:
     """This rank's part of a run: workers serve inside `open_llm`, rank 0 goes on with the prompts.
 
-    Returns:
-        0, or 1 when a row was refused.
+    Raises:
+        FailedError: the run cannot go on; rows that are finished stay with the output.
     """
     rows = read_rows(options) if is_reporting_rank() else []
     with _open_output(options, rows) as writer:
         pending = rows if writer is None else writer.pending
-        if options.resume and not _share_count(_num_runnable(pending)):
+        if _may_have_nothing_to_run(options) and not _share_count(_num_runnable(pending)):
             status = _finish_rows(rows, writer)
             finish_mpi()
             return status
-        with open_llm(config) as llm:
-            started = time.perf_counter()
-            if len(rows) == 1 and writer is None and _is_streamable(rows[0]):
-                refused = _stream(llm, rows[0])
-            else:
-                refused = _complete(llm, pending, writer)
-            elapsed = time.perf_counter() - started
-            statistics = llm.statistics()
+        try:
+            outcome = _run_prompts(config, pending, writer, drain)
+        except EndedAtStart:  # not worth the wait for the other ranks: the end of this one ends the job
+            tell(describe_drain(drain.cause, len(rows) - _num_runnable(pending), len(rows)))
+            return ExitCode.DRAINED
     finish_mpi()
-    line = _summary(len(pending), refused, elapsed, statistics)
+    if outcome.num_left:
+        tell(describe_drain(drain.cause, len(rows) - outcome.num_left, len(rows)))
+        return ExitCode.DRAINED
+    line = summarize(len(pending), len(outcome.refused), outcome.elapsed, outcome.statistics)
     if len(pending) < len(rows):
         line += f"; {len(rows) - len(pending)} rows were done before"
-    print(line, file=sys.stderr, flush=True)
-    return ROWS_REFUSED if refused else 0
+    tell(line)
+    return ExitCode.ROWS_REFUSED if outcome.refused else ExitCode.DONE
+
+
+def _run_prompts(
+    config: RuntimeConfig, rows: Sequence[PromptRow], writer: RowStream | RowJournal | None, drain: Drain
+) -> _Outcome:
+    """Load the models and complete the rows; what goes wrong from there on is no refusal any more."""
+    with open_llm(config) as llm:
+        drain.start_running()
+        started = time.perf_counter()
+        try:
+            if len(rows) == 1 and writer is None and _is_streamable(rows[0]):
+                outcome = _stream(llm, rows[0])
+            else:
+                outcome = _complete(llm, rows, writer, lambda: drain.seconds_left(config.launch.drain_seconds))
+        except (TrtrunError, ParallelError) as error:
+            raise FailedError(str(error)) from error
+        outcome.elapsed = time.perf_counter() - started
+        outcome.statistics = llm.statistics()
+    return outcome
 
 
 @contextmanager
@@ -153,40 +195,49 @@ def _share_count(count: int) -> int:
 
 
 def _finish_rows(rows: Sequence[PromptRow], writer: RowStream | RowJournal | None) -> int:
-    """The end of a resumed run that has nothing to compute: rows that cannot run are refused again."""
-    if writer is None:
-        return 0
-    for row in writer.pending:
-        writer.write(row.index, refused_row(row, str(row.error)))
-    writer.finish()
-    for row in writer.pending:
-        _tell_refusal(row.index, str(row.error))
-    done = len(rows) - len(writer.pending)
-    print(f"trtrun: nothing left to run; {done} rows were done before", file=sys.stderr, flush=True)
-    return ROWS_REFUSED if writer.pending else 0
+    """The end of a run that has nothing to compute: rows that cannot run are refused, again where it is resumed."""
+    if not is_reporting_rank():
+        return ExitCode.DONE
+    pending = rows if writer is None else writer.pending
+    if writer is not None:
+        for row in pending:
+            writer.write(row.index, refused_row(row, str(row.error)))
+        writer.finish()
+    for row in pending:
+        tell_refusal(row.index, str(row.error))
+    if rows:
+        tell(f"nothing left to run; {len(rows) - len(pending)} rows were done before")
+    else:
+        tell("nothing to run: there are more parts than rows, and this part has none")
+    return ExitCode.ROWS_REFUSED if pending else ExitCode.DONE
 
 
 def _is_streamable(row: PromptRow) -> bool:
     return row.sampling is not None and row.sampling.n == 1 and row.sampling.logprobs is None
 
 
-def _stream(llm: LLM, row: PromptRow) -> int:
-    """Show one prompt's text as it comes; returns the number of refused rows."""
+def _stream(llm: LLM, row: PromptRow) -> _Outcome:
+    """Show one prompt's text as it comes."""
     assert row.prompt is not None and row.sampling is not None
     try:
         for chunk in llm.stream(row.prompt, row.sampling):
-            sys.stdout.write(chunk.text if llm.tokenizer is not None else _join_tokens(chunk.token_ids) + " ")
+            sys.stdout.write(chunk.text if llm.tokenizer is not None else join_tokens(chunk.token_ids) + " ")
             sys.stdout.flush()
     except InvalidRequestError as error:
-        _tell_refusal(row.index, str(error))
-        return 1
+        tell_refusal(row.index, str(error))
+        return _Outcome({row.index: str(error)})
     sys.stdout.write("\n")
     sys.stdout.flush()
-    return 0
+    return _Outcome()
 
 
-def _complete(llm: LLM, rows: Sequence[PromptRow], writer: RowStream | RowJournal | None) -> int:
-    """Complete all rows together and write or print each; returns the number of refused rows."""
+def _complete(
+    llm: LLM,
+    rows: Sequence[PromptRow],
+    writer: RowStream | RowJournal | None,
+    seconds_left: Callable[[], float | None],
+) -> _Outcome:
+    """Complete all rows together, and write or print each."""
     good = [row for row in rows if row.error is None]
     outputs: dict[int, RequestOutput] = {}
     refused = {row.index: row.error for row in rows if row.error is not None}
@@ -207,50 +258,13 @@ def _complete(llm: LLM, rows: Sequence[PromptRow], writer: RowStream | RowJourna
                     writer.write(row.index, refused_row(row, row.error))
         prompts = [row.prompt for row in good if row.prompt is not None]
         sampling = [row.sampling for row in good if row.sampling is not None]
-        llm.generate(prompts, sampling, on_finish=settle)
-        if writer is not None:
+        llm.generate(prompts, sampling, on_finish=settle, seconds_left=seconds_left)
+        num_left = len(good) - len(outputs)
+        if writer is not None and not num_left:
             writer.finish()
     if writer is None:
-        _print_texts(rows, outputs, llm.tokenizer is not None)
-    for index, error in sorted(refused.items()):
-        _tell_refusal(index, str(error))
-    return len(refused)
-
-
-def _print_texts(rows: Sequence[PromptRow], outputs: dict[int, RequestOutput], has_text: bool) -> None:
-    """All completions under the index of their prompt."""
-    for row in rows:
-        for completion in outputs[row.index].completions if row.index in outputs else ():
-            number = f"{row.index}" if len(outputs[row.index].completions) == 1 else f"{row.index}.{completion.index}"
-            print(f"--- {number} ({completion.finish_reason})")
-            print(completion.text if has_text else _join_tokens(completion.token_ids))
-            for line in _logprob_lines(completion):
-                print(line)
-    sys.stdout.flush()
-
-
-def _logprob_lines(completion: CompletionOutput) -> list[str]:
-    return [
-        f"    token {entry.token_id}: logprob {entry.logprob:.4f}"
-        + "".join(f", {token}: {value:.4f}" for token, value in entry.alternatives)
-        for entry in completion.logprobs or ()
-    ]
-
-
-def _join_tokens(tokens: Sequence[int]) -> str:
-    return " ".join(str(token) for token in tokens)
-
-
-def _tell_refusal(index: int, error: str) -> None:
-    print(f"trtrun: row {index} refused: {error}", file=sys.stderr, flush=True)
-
-
-def _summary(num_rows: int, refused: int, elapsed: float, statistics: dict[str, Any]) -> str:
-    tokens = statistics["num_tokens"]
-    line = (
-        f"trtrun: {num_rows} prompts, {tokens} tokens in {elapsed:.2f} s ({tokens / max(elapsed, 1e-9):.1f} tokens/s)"
-    )
-    if statistics["num_draft_tokens"]:
-        line += f", mean acceptance length {statistics['mean_acceptance_length']:.2f}"
-    line += f", {statistics['num_rounds']} rounds"
-    return line + (f", {refused} refused" if refused else "")
+        print_texts(rows, outputs, llm.tokenizer is not None)
+    if not num_left:  # else --resume tells them, with the rest
+        for index, error in sorted(refused.items()):
+            tell_refusal(index, error)
+    return _Outcome(refused, num_left)

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.allocation import find_allocation, is_local
-from launch.devices import fill_counts, make_topology
+from launch.allocation import find_allocation, find_local, has_own_name, in_allocation
+from launch.devices import ENGINES, Allocation, check_granted, fill_counts, list_devices, make_topology, spell_hosts
 from launch.mpirun import Place, find_place
+from launch.problems import settle
 from trtrun.config import RuntimeConfig, make_config, read_values
-from trtrun.device_lists import host_of, is_counts, parse_devices
+from trtrun.device_lists import host_of, is_counts
 from trtrun.errors import ConfigError, TopologyError
 
 DEFAULT_HOST = "default"
@@ -36,38 +38,77 @@ def load_run_config(path: Path, overrides: Sequence[str]) -> RuntimeConfig:
     check_started_together(place, os.environ)
     source: dict[str, Any] | None = None
     if place is None or place.rank == 0:
-        values = name_places(read_values(path, overrides))
+        values = read_values(path, overrides)
+        try:
+            values = name_places(values)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
         source = {"values": values, "base": str(path.resolve().parent), "where": str(path)}
     if place is not None and place.size > 1:
         if source is not None:
             # What is wrong is said before MPI starts, and at once; so is a wrong number of ranks, by whoever asked.
-            config = make_run_config(source)
+            config = make_run_config(source, place)
             if make_topology(config).world_size != place.size:
                 return config
         source = _share(source, place)
-    assert source is not None
-    return make_run_config(source)
+    shared = source
+    assert shared is not None
+    return settle(lambda: make_run_config(shared, place), place)
 
 
-def name_places(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fill in what only the starting host knows: the allocation's devices, and the orchestrator's host."""
-    filled = fill_counts(values, find_allocation)
+def name_places(
+    values: Mapping[str, Any], find_allocation: Callable[[], Allocation] = find_allocation
+) -> dict[str, Any]:
+    """Fill in what only the starting host knows: the allocation's devices, and the orchestrator's host.
+
+    Args:
+        values: the YAML file's mapping.
+        find_allocation: returns what the job may use; called only where devices are counted, or in an allocation.
+
+    Raises:
+        ConfigError: a device is not in the allocation, or it has too few.
+    """
+    if in_allocation():
+        allocation = find_allocation()
+        counts = any(is_counts(section.get("devices")) for section in _sections(values))
+        # mpirun spreads ranks without a host over the whole allocation; devices without one are this host's.
+        several = counts or len(allocation.hosts) > 1
+        home = next(filter(has_own_name, allocation.hosts), allocation.hosts[0]) if several else ""
+        filled = fill_counts(spell_hosts(values, allocation.hosts, home), lambda: allocation)
+        check_granted(filled, allocation)
+    else:
+        filled = fill_counts(spell_hosts(values), find_allocation)
     launch = filled.get("launch") or {}
     if isinstance(launch, dict) and launch.get("orchestrator_host") is None:
-        local = next((host for host in _hosts(filled) if host and is_local(host)), None)
+        hosts = [host_of(device) for devices in list_devices(filled).values() for device in devices]
+        local = find_local(host for host in dict.fromkeys(hosts) if host)
         if local is not None:
             filled["launch"] = {**launch, "orchestrator_host": local}
     return filled
 
 
-def make_run_config(source: Mapping[str, Any]) -> RuntimeConfig:
-    """Check the values as this host sees them: with its own model directories."""
+def make_run_config(source: Mapping[str, Any], place: Place | None = None) -> RuntimeConfig:
+    """Check the values as this host sees them: with its own model directories.
+
+    Args:
+        source: what rank 0 read: `values`, the directory `base` that relative paths start from, and the file `where`.
+        place: of this rank.
+
+    Raises:
+        ConfigError: one line that names the file and the key, and on ranks other than 0 also rank and host.
+    """
     values = {**source["values"]}
-    for name in ("target", "draft"):
+    where = source["where"]
+    if place is not None and place.rank > 0:
+        where = f"{where}, on rank {place.rank} of host {socket.gethostname()}"
+    for name in ENGINES:
         section = values.get(name)
         if isinstance(section, dict) and isinstance(section.get("model"), dict):
-            values[name] = {**section, "model": _own_path(section["model"], f"{source['where']}: {name}.model")}
-    return make_config(values, base=Path(source["base"]), where=source["where"])
+            model = _own_path(section["model"], f"{where}: {name}.model", place)
+            values[name] = {**section, "model": model}
+    if isinstance(values.get("tokenizer"), dict):
+        values["tokenizer"] = _own_path(values["tokenizer"], f"{where}: tokenizer", place)
+    return make_config(values, base=Path(source["base"]), where=where)
 
 
 def check_started_together(place: Place | None, environment: Mapping[str, str]) -> None:
@@ -114,29 +155,24 @@ def _share(source: dict[str, Any] | None, place: Place) -> dict[str, Any]:
     return dict(json.loads(bytes(message)))
 
 
-def _own_path(paths: Mapping[str, Any], where: str) -> Any:
+def _own_path(paths: Mapping[str, Any], where: str, place: Place | None) -> Any:
     """This host's path of a mapping from hosts to paths."""
-    for host, path in paths.items():
-        if host != DEFAULT_HOST and is_local(host):
-            return path
-    if DEFAULT_HOST not in paths:
-        raise ConfigError(
-            f"{where}: no path for this host ({os.uname().nodename}): add it beside {', '.join(paths)}, "
-            f"or a path under '{DEFAULT_HOST}'"
-        )
-    return paths[DEFAULT_HOST]
+    host = find_local(host for host in paths if host != DEFAULT_HOST)
+    if host is not None:
+        return paths[host]
+    if DEFAULT_HOST in paths:
+        return paths[DEFAULT_HOST]
+    if place is None:
+        # This process only starts the ranks: any host's directory that it can see tells it what the model is.
+        for path in paths.values():
+            if isinstance(path, str) and Path(path).is_dir():
+                return path
+    raise ConfigError(
+        f"{where}: no path for this host ({socket.gethostname()}): add it beside {', '.join(paths) or 'the others'}, "
+        f"or a path under '{DEFAULT_HOST}'"
+    )
 
 
-def _hosts(values: Mapping[str, Any]) -> list[str]:
-    """Hosts of all devices, the target's first; what is wrong with them is found out later."""
-    hosts: list[str] = []
-    for name in ("target", "draft"):
-        section = values.get(name)
-        devices = section.get("devices") if isinstance(section, dict) else None
-        if devices is None or is_counts(devices):
-            continue
-        try:
-            hosts += [host_of(device) for device in parse_devices(devices)]
-        except ValueError:
-            continue
-    return list(dict.fromkeys(hosts))
+def _sections(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The engines' sections, as far as they are sections."""
+    return [section for section in (values.get(name) for name in ENGINES) if isinstance(section, dict)]

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from launch.cli import guarded, leave
+from launch.exit_codes import ExitCode
 from launch.job import Job
 from launch.mpirun import find_place
 from trtrun.config import RuntimeConfig, make_config
@@ -183,7 +184,7 @@ def run(words: Sequence[str]) -> int:
 def _play(job: Job, options: Any) -> int:
     """Rank 0 prints inputs and outputs in the form of examples/run.py."""
     from launch.job import finish_mpi
-    from launch.run import ROWS_REFUSED, open_llm
+    from launch.run import open_llm
     from trtrun.core import SamplingParams
 
     refused = 0
@@ -201,7 +202,7 @@ def _play(job: Job, options: Any) -> int:
                 print(f"Log probabilities [Text {output.index}]: {values}")
     sys.stdout.flush()
     finish_mpi()
-    return ROWS_REFUSED if refused else 0
+    return ExitCode.ROWS_REFUSED if refused else ExitCode.DONE
 
 
 def _has_gpu() -> bool:

@@ -8,12 +8,10 @@ queues, and MPI is not started.
 from __future__ import annotations
 
 import json
-import os
-import sys
-import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from parallel import ending
 from parallel.errors import ControlPlaneError
 from parallel.topology import Topology
 from parallel.waiting import wait_until
@@ -179,12 +177,11 @@ class ControlPlane:
     def abort(self, cause: str) -> NoReturn:
         """End the whole job now: print one line that names this rank and `cause` on stderr, and exit non-zero.
 
-        Under MPI every rank ends, whatever it is doing; a job of one process exits with status 1.
+        Under MPI every rank ends, whatever it is doing, and this one within seconds even where MPI's abort hangs; a job
+        of one process exits with status 1.
         """
-        line = f"trtrun: {self._topology.describe(self.rank)} failed: {' '.join(cause.split())}\n"
-        # One write, so that the lines of ranks that fail together do not mix.
-        sys.stderr.flush()
-        os.write(2, line.encode(errors="replace"))
+        self._transport.begin_abort()
+        ending.say(f"trtrun: {self._topology.describe(self.rank)} failed: {' '.join(cause.split())}\n")
         self._transport.abort()
 
     def _only_orchestrator(self, what: str) -> None:
@@ -222,6 +219,9 @@ class _Local:
 
     def close(self) -> None:
         self._queue.clear()
+
+    def begin_abort(self) -> None:
+        pass
 
     def abort(self) -> NoReturn:
         raise SystemExit(1)
@@ -273,11 +273,11 @@ class _Mpi:
         if self._comm != self._mpi.COMM_NULL:
             self._comm.Free()
 
+    def begin_abort(self) -> None:
+        ending.begin_ending()
+
     def abort(self) -> NoReturn:
-        # mpirun forwards stderr and learns of the abort by different ways: let the line come before its own words.
-        time.sleep(0.05)
-        self._mpi.COMM_WORLD.Abort(1)
-        os._exit(1)
+        ending.end_world()
 
     def _drop_sent(self) -> None:
         while self._sending and self._sending[0][0].Test():

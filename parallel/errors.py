@@ -26,5 +26,9 @@ class ControlPlaneError(ParallelError):
     """A control message on the wrong rank, or one that did not arrive in time."""
 
 
+class HeartbeatError(ParallelError):
+    """A rank cannot reach rank 0 by TCP."""
+
+
 class LinkError(ParallelError):
     """A packet between the engines that has another shape than the plan says, or that this rank may not send."""

@@ -17,7 +17,10 @@ COUNT_KEYS = ("nodes", "gpus_per_node", "cpus_per_node")
 
 def is_counts(value: object) -> bool:
     """Whether a `devices` value counts devices (`{nodes: 2, gpus_per_node: 4}`) instead of naming them."""
-    return isinstance(value, Mapping) and bool(value) and any(key in COUNT_KEYS for key in value)
+    if not isinstance(value, Mapping):
+        return False
+    # A misspelt count must not pass for a host of that name.
+    return any(key in COUNT_KEYS or str(key).endswith("_per_node") for key in value)
 
 
 def parse_devices(value: object) -> tuple[str, ...]:
@@ -47,6 +50,16 @@ def parse_devices(value: object) -> tuple[str, ...]:
         if devices.count(device) > 1:
             raise ValueError(f"{device} stands more than once: one device is one slot")
     return devices
+
+
+def is_same_host(one: str, other: str) -> bool:
+    """Whether two names are one host's: they are equal, or one is the other up to its first dot."""
+    if one == other:
+        return bool(one)
+    short = one.partition(".")[0]
+    if short.isdecimal() or short != other.partition(".")[0]:  # of two addresses, no part is a name
+        return False
+    return one == short or other == short
 
 
 def check_host(host: object) -> str:

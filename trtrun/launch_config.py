@@ -39,9 +39,11 @@ def _check_line(value: str) -> str:
 
 
 def _check_environment(values: dict[str, str]) -> dict[str, str]:
-    for name in values:
+    for name, value in values.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ValueError(f"{name!r} is no name of an environment variable")
+        if "\0" in value:
+            raise ValueError(f"the value of {name} holds a zero byte, which no environment can")
     return values
 
 
@@ -53,12 +55,23 @@ def _number_to_text(value: object) -> object:
 
 
 def _environment_text(values: object) -> object:
-    if isinstance(values, dict):
-        return {name: str(value) if isinstance(value, int | float) else value for name, value in values.items()}
-    return values
+    """Numbers become text. YAML's true and false do not: what a program wants to read instead is not known."""
+    if not isinstance(values, dict):
+        raise ValueError("must be a mapping, such as {NCCL_IB_HCA: mlx5}")
+    return {
+        name: str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+        for name, value in values.items()
+    }
+
+
+def _refuse_text(value: object) -> object:
+    if isinstance(value, str):
+        raise ValueError(f'must be a list with each word by itself, such as ["-F", "cluster.conf"], not {value!r}')
+    return value
 
 
 Line = Annotated[str, AfterValidator(_check_line)]
+Lines = Annotated[tuple[Line, ...], BeforeValidator(_refuse_text)]
 Host = Annotated[str, AfterValidator(check_host)]
 Seconds = Annotated[float, Number, Field(gt=0, le=86400)]
 Environment = Annotated[dict[str, str], BeforeValidator(_environment_text), AfterValidator(_check_environment)]
@@ -99,12 +112,12 @@ class SlurmSection(Section):
     gres: Line | None = None
     exclusive: bool = False
     output: Line = "trtrun-%j.log"
-    setup: tuple[Line, ...] = ()
+    setup: Lines = ()
     launcher: Literal["mpirun", "srun"] = "mpirun"
     srun_mpi: Line | None = None
     requeue: bool = False
     signal_seconds: Annotated[int, Number, Field(ge=1, le=65535)] = 120
-    extra: tuple[Line, ...] = ()
+    extra: Lines = ()
 
 
 class LaunchSection(Section):
@@ -129,8 +142,8 @@ class LaunchSection(Section):
 
     mpi: Literal["auto", "openmpi", "openmpi4", "mpich"] = "auto"
     mpirun: Path | None = None
-    mpirun_arguments: tuple[Line, ...] = ()
-    ssh_arguments: tuple[Line, ...] = ()
+    mpirun_arguments: Lines = ()
+    ssh_arguments: Lines = ()
     environment: Environment = Field(default_factory=dict)
     orchestrator_host: Host | None = None
     start_seconds: Seconds = 600.0

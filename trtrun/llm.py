@@ -109,6 +109,7 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         on_finish: Callable[[RequestOutput], None] | None = None,
+        seconds_left: Callable[[], float | None] | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts together.
 
@@ -116,9 +117,12 @@ class LLM:
             prompts: texts, or lists of token ids.
             sampling: one for all, or one for each prompt; None is greedy.
             on_finish: called with each output as soon as it is there, in order of completion.
+            seconds_left: asked before every round. None: go on. A number: begin no more prompts, and give up those that
+                have begun once it is 0 or less.
 
         Returns:
-            One output a prompt, in their order. A prompt that can never run has `error` set; the others go on.
+            One output a prompt, in their order. A prompt that can never run has `error` set; the others go on. Prompts
+            that were given up have no output.
         """
         self._check_open()
         if sampling is None or isinstance(sampling, SamplingParams):
@@ -144,6 +148,9 @@ class LLM:
                 unfinished.append(job)
         try:
             while unfinished:
+                left = seconds_left() if seconds_left is not None else None
+                if left is not None:
+                    unfinished = self._wind_down(unfinished, left)
                 self._orchestrator.step()
                 for job in [job for job in unfinished if job.is_finished]:
                     unfinished.remove(job)
@@ -216,6 +223,24 @@ class LLM:
         except InvalidRequestError as error:
             job.error = str(error)
             self._cancel([job])
+
+    def _wind_down(self, jobs: Sequence[PromptJob], seconds_left: float) -> list[PromptJob]:
+        """Give up the prompts that have not begun, and the others too once no time is left; returns those that go on.
+
+        A prompt of several completions has begun when one of them has: the others may still be admitted.
+        """
+        going_on: list[PromptJob] = []
+        given_up: list[PromptJob] = []
+        for job in jobs:
+            (going_on if seconds_left > 0 and self._has_begun(job) else given_up).append(job)
+        self._cancel(given_up)
+        return going_on
+
+    def _has_begun(self, job: PromptJob) -> bool:
+        return any(
+            stream.finish_reason is not None or self._orchestrator.has_begun(stream.request.request_id)
+            for stream in job.streams
+        )
 
     def _cancel(self, jobs: Sequence[PromptJob]) -> None:
         for job in jobs:

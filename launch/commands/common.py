@@ -1,7 +1,9 @@
-"""Options that several subcommands share, and how they become a configuration."""
+"""Options that several subcommands share, and how they become a configuration and this process's log."""
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,10 +14,19 @@ from trtrun.config import RuntimeConfig
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+STARTERS = ("run", "bench", "check", "serve")
+"""Commands that start ranks, and so have logs."""
+
+_VERBOSITY = "verbosity"
+_LOG_DIRECTORY = "log_directory"
+
 
 def with_config(command: Command) -> Command:
-    """Add --config, --set and --speculation."""
-    options = (
+    """Add --config, --set and --speculation, and to commands that start ranks -v and --log-dir.
+
+    The two are no arguments of the command: `load` finds them in click's context.
+    """
+    options = [
         click.option(
             "--config",
             "config_path",
@@ -35,19 +46,75 @@ def with_config(command: Command) -> Command:
             type=click.Choice(["draft_target", "none"]),
             help="Short for --set speculation.method=…; none runs the target alone.",
         ),
-    )
+    ]
+    if command.__name__ in STARTERS:
+        options += [
+            click.option(
+                "-v",
+                "--verbose",
+                _VERBOSITY,
+                count=True,
+                expose_value=False,
+                callback=_keep,
+                help="Show what every rank logs; -vv shows everything, and what libraries say.",
+            ),
+            click.option(
+                "--log-dir",
+                _LOG_DIRECTORY,
+                metavar="DIR",
+                expose_value=False,
+                callback=_keep,
+                help="Keep a log file of each rank there.  [default: launch.log_directory]",
+            ),
+        ]
     for option in reversed(options):
         command = option(command)
     return command
 
 
 def load(path: Path, overrides: Sequence[str], speculation: str | None) -> RuntimeConfig:
-    """The configuration of this run, the same on every rank.
+    """The configuration of this run, the same on every rank. Inside a command that starts ranks, logging begins here.
 
     Raises:
-        TrtrunError: one line that names the file and the key.
+        TrtrunError: one line that names the file and the key, or the log file that cannot be written.
     """
     from launch.source import load_run_config
 
     extra = [] if speculation is None else [f"speculation.method={speculation}"]
-    return load_run_config(path, [*overrides, *extra])
+    context = click.get_current_context(silent=True)
+    options = context.meta if context is not None else {}
+    if _VERBOSITY not in options:
+        return load_run_config(path, [*overrides, *extra])
+    if options[_LOG_DIRECTORY] is not None:
+        extra.append(f"launch.log_directory={json.dumps(options[_LOG_DIRECTORY])}")
+    from launch.logs import quiet_libraries
+
+    quiet_libraries(options[_VERBOSITY])
+    config = load_run_config(path, [*overrides, *extra])
+    _begin_log(path, config, options[_VERBOSITY])
+    return config
+
+
+def _begin_log(path: Path, config: RuntimeConfig, verbosity: int) -> None:
+    from launch.allocation import find_local
+    from launch.devices import make_topology
+    from launch.logs import find_speaker, set_up_logging
+    from launch.mpirun import find_place
+
+    topology = make_topology(config)
+    speaker = find_speaker(topology, find_place())
+    # A launcher on another host than the ranks' need not have their directory.
+    has_directory = speaker.rank is not None or find_local(topology.hosts) is not None
+    set_up_logging(speaker, verbosity, config.launch.log_directory if has_directory else None)
+    logger = logging.getLogger(__name__)
+    if not speaker.rank:
+        places = ", ".join(topology.describe(rank) for rank in range(topology.world_size))
+        logger.info("%s: %d ranks: %s", path, topology.world_size, places)
+    for name, section in (("target", config.target), ("draft", config.draft)):
+        # A worker tells the directory of its own engine: they may differ from host to host.
+        if section is not None and (not speaker.rank or name in speaker.role):
+            logger.info("%s: %s", name, section.model)
+
+
+def _keep(context: click.Context, parameter: click.Parameter, value: object) -> None:
+    context.meta[str(parameter.name)] = value

@@ -6,21 +6,38 @@ from pathlib import Path
 
 import click
 
-from launch.commands.common import load, with_config
+from launch.commands.common import with_config
 
 
 @click.command()
 @with_config
+@click.option("--slurm", is_flag=True, help="Plan a batch job: show its script in place of the mpirun command.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def plan(config_path: Path, overrides: tuple[str, ...], speculation: str | None, as_json: bool) -> int:
-    """Show each rank's host, device, role, bytes and KV tokens, and the mpirun command, without loading weights."""
+def plan(config_path: Path, overrides: tuple[str, ...], speculation: str | None, slurm: bool, as_json: bool) -> int:
+    """Show each rank's host, device, role, bytes and KV tokens, the links between ranks, and the command that starts
+    them, without loading weights.
+
+    It also plans for hosts and GPUs that this machine does not have: what only they know is left open.
+    """
     from launch.job import Job
+    from launch.placeholders import load_plan_config, place_on_made_up_hosts
+    from launch.slurm_needs import read_needs
 
     arguments = ["run", "--config", str(config_path), *(word for value in overrides for word in ("--set", value))]
     if speculation is not None:
         arguments += ["--speculation", speculation]
-    job = Job(load(config_path, overrides, speculation), [*arguments, "--prompt", "TEXT"])
+        overrides += (f"speculation.method={speculation}",)
+    arguments += ["--prompt", "TEXT"]
+    script = None
+    if slurm:
+        from launch.slurm import BatchJob, render_script
+
+        needs = read_needs(config_path, overrides)
+        script = render_script(BatchJob(needs, arguments, Path.cwd()))
+        config, made_up_hosts = place_on_made_up_hosts(config_path, overrides, needs)
+    else:
+        config, made_up_hosts = load_plan_config(config_path, overrides)
     from launch.plan import make_plan, print_plan
 
-    print_plan(make_plan(job), as_json)
+    print_plan(make_plan(Job(config, arguments), made_up_hosts, script), as_json)
     return 0

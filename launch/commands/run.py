@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from launch.commands.common import load, with_config
+from launch.commands.prompts import given_sampling, parse_part, with_prompts
+from launch.drain import Drain, EndedAtStart, ending_at_once, leave_starting_ranks
+from launch.exit_codes import ExitCode, describe_exit_codes
+from launch.options import Part, RunOptions
 
 
-@click.command()
+@click.command(epilog=f"Exit status: {describe_exit_codes()}")
 @with_config
-@click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt. May be repeated.")
-@click.option(
-    "--prompts",
-    "prompts_file",
-    type=click.Path(path_type=Path),
-    metavar="FILE.jsonl",
-    help='Rows {"prompt": "…"} or {"prompt_token_ids": […]}, with any sampling parameter.',
-)
 @click.option("--output", metavar="FILE.jsonl", help='Write one row for each prompt, in input order ("-": stdout).')
 @click.option("--resume", is_flag=True, help="Keep the rows that an earlier run finished in --output; run the rest.")
-@click.option("--max-tokens", type=int, help="Most tokens to generate for each prompt.  [default: 128]")
-@click.option("--temperature", type=float, help="0 is greedy.  [default: 0]")
-@click.option("--top-k", type=int, help="Keep the K most likely tokens; 0 keeps all.")
-@click.option("--top-p", type=float, help="Keep the smallest set of tokens with this probability.")
-@click.option("--min-p", type=float, help="Keep tokens at least this likely, relative to the likeliest.")
-@click.option("--seed", type=int, help="Makes sampled output repeatable.")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End at this text. May be repeated.")
-@click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the model's end of text.")
+@click.option(
+    "--part",
+    metavar="I/N",
+    callback=parse_part,
+    help="Run the I-th of N shares of the rows; `trtrun merge` joins the outputs.",
+)
+@with_prompts
 def run(
     config_path: Path,
     overrides: tuple[str, ...],
@@ -38,31 +34,50 @@ def run(
     prompts_file: Path | None,
     output: str | None,
     resume: bool,
+    part: Part | None,
     **sampling: object,
 ) -> int:
     """Complete prompts.
 
     Started plainly it starts mpirun itself where the devices need several ranks. Sampling options hold for rows that do
-    not name their own. Exit status: 0; 1 when a row was refused (its reason is in the row's `error`); 2 when nothing
-    could run.
+    not name their own. With --output FILE.jsonl a first SIGINT, SIGTERM or SIGUSR1 drains the run: prompts in flight
+    have launch.drain_seconds to finish, the rest is left for --resume.
     """
-    from launch.job import Job
-    from launch.options import RunOptions
-
-    given = {name: value for name, value in sampling.items() if value is not None and value != ()}
-    options = RunOptions(prompts, prompts_file, output, given, resume)
+    options = RunOptions(prompts, prompts_file, output, given_sampling(sampling), resume, part)
     if not prompts and prompts_file is None:
         raise click.UsageError("nothing to do: give --prompt TEXT or --prompts FILE.jsonl")
     if resume and output in (None, "-"):
         raise click.UsageError("--resume needs --output FILE.jsonl, the file to go on with")
-    job = Job(load(config_path, overrides, speculation), sys.argv[1:])
+    drain = Drain()
+    if not options.keeps_rows:
+        with ending_at_once():
+            return _run(config_path, overrides, speculation, options, drain)
+    try:
+        with drain.listening():
+            status = _run(config_path, overrides, speculation, options, drain)
+    except EndedAtStart:
+        line = f"drained after {drain.cause} before any prompt was begun; the same command with --resume runs them"
+        print(f"trtrun: {line}", file=sys.stderr, flush=True)
+        status = ExitCode.DRAINED
+    if drain.has_interrupted and status == ExitCode.DRAINED:
+        leave_starting_ranks()
+    return status
+
+
+def _run(
+    config_path: Path, overrides: Sequence[str], speculation: str | None, options: RunOptions, drain: Drain
+) -> int:
+    """This process's part, once it hears the signals that may end it."""
+    from launch.job import Job
+
+    job = Job(load(config_path, overrides, speculation), sys.argv[1:], drains=options.keeps_rows)
 
     def check() -> None:
         from launch.mpirun import find_place
-        from launch.run import check_run, finish_resumed
+        from launch.run import check_run, finish_without_models
 
         # Ranks that are started already have to agree that nothing is left: that is play_run's part.
-        finished = finish_resumed(options) if resume and find_place() is None else None
+        finished = finish_without_models(options) if find_place() is None else None
         if finished is not None:
             raise click.exceptions.Exit(finished)
         check_run(job, options)
@@ -72,4 +87,4 @@ def run(
         return status
     from launch.run import play_run
 
-    return play_run(job.config, options)
+    return play_run(job.config, options, drain)

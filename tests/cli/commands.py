@@ -60,6 +60,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Output rows without the figures that no two runs share."""
+    return [{name: value for name, value in row.items() if not name.endswith("_s")} for row in rows]
+
+
 def error_line(done: subprocess.CompletedProcess[str]) -> str:
     """The one line that a failed command says; fails the test when it says more, or says it twice."""
     lines = done.stderr.splitlines()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 
-from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run
+import pytest
+from checkpoints import make_checkpoint
+from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run, error_line
 
 from trtrun.config import load_config
 from trtrun.llm import LLM
@@ -58,3 +61,130 @@ def test_the_engines_do_what_the_plan_says(config: Configs, trtrun: Run, pair: P
     assert report.kv_tokens == plan["kv_tokens"] == 2 * 112
     assert report.kv_bytes == plan["kv_bytes"]
     assert report.shard_bytes == plan["draft_shard_bytes"] + plan["target_shard_bytes"]
+
+
+def test_the_plan_shows_the_links_of_every_pair(config: Configs, trtrun: Run) -> None:
+    file = config(FOUR_RANKS, kv_cache={"max_tokens": 1000})
+    plan = json.loads(trtrun("plan", "--config", file, "--json").stdout)
+    assert [(link["carries"], *link["ranks"], link["transport"]) for link in plan["links"]] == [
+        ("plans and reports", 0, 1, "MPI, shared memory"),
+        ("plans and reports", 0, 2, "MPI, shared memory"),
+        ("plans and reports", 0, 3, "MPI, shared memory"),
+        ("target all_reduce", 2, 3, "MPI, shared memory"),
+        ("draft tokens", 1, 2, "MPI, shared memory"),
+        ("draft tokens", 1, 3, "MPI, shared memory"),
+        ("verdict", 2, 1, "MPI, shared memory"),
+        ("verdict", 2, 3, "MPI, shared memory"),
+    ]
+    assert (plan["hosts"], plan["notes"], plan["script"]) == ([os.uname().nodename], [], None)
+    shown = trtrun("plan", "--config", file, "--set", "speculation.use_logits=true").stdout
+    for part in (
+        "what travels",
+        "target all_reduce",
+        "draft tokens, draft_probs",
+        "1→2",
+        "2→1, 3",
+        "MPI, shared memory",
+    ):
+        assert part in shown
+
+
+ON_TWO_HOSTS = {"target": {"node1": [0, 1]}, "draft": {"node2": [0]}}
+
+
+def test_hosts_and_gpus_that_are_not_here_are_planned_all_the_same(config: Configs, trtrun: Run) -> None:
+    done = trtrun("plan", "--config", config(ON_TWO_HOSTS), "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    plan = json.loads(done.stdout)
+    assert [(rank["host"], rank["device"], rank["role"]) for rank in plan["ranks"]] == [
+        ("node1", "host", "orchestrator"),
+        ("node2", "cuda:0", "draft"),
+        ("node1", "cuda:0", "target"),
+        ("node1", "cuda:1", "target"),
+    ]
+    assert {rank["free_bytes"] for rank in plan["ranks"][1:]} == {None}
+    assert {rank["kv_tokens"] for rank in plan["ranks"][1:]} == {plan["kv_tokens"]} == {None}
+    assert plan["ranks"][2]["target_shard_bytes"] > 0
+    transports = {(link["carries"], *link["ranks"]): link["transport"] for link in plan["links"]}
+    assert transports["target all_reduce", 2, 3] == "NCCL, one host"
+    assert transports["draft tokens", 1, 2] == "NCCL over network"
+    assert transports["plans and reports", 0, 1] == "MPI over network"
+    assert transports["plans and reports", 0, 2] == "MPI, shared memory"
+    assert any("free memory of node2, node1 is not known here" in note for note in plan["notes"])
+    assert "node2" in plan["command"]
+
+
+def test_kv_tokens_of_other_hosts_follow_from_max_tokens(config: Configs, trtrun: Run) -> None:
+    plan = json.loads(trtrun("plan", "--config", config(ON_TWO_HOSTS, kv_cache={"max_tokens": 1000}), "--json").stdout)
+    assert plan["kv_tokens"] == 1008
+    assert [rank["kv_tokens"] for rank in plan["ranks"]] == [0, 1008, 1008, 1008]
+    assert plan["ranks"][1]["kv_bytes"] > 0
+
+
+def test_gpus_that_this_host_lacks_are_a_warning_in_a_plan(config: Configs, trtrun: Run) -> None:
+    file = config({"target": [96, 97], "draft": [96]})
+    done = trtrun("plan", "--config", file, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "warning: cuda:96, cuda:97 are not on this host: it has none" in done.stdout
+    assert trtrun("run", "--config", file, "--prompt", "x", env={"CUDA_VISIBLE_DEVICES": ""}).returncode == 2
+
+
+def test_weights_that_are_not_here_are_a_warning_in_a_plan(config: Configs, trtrun: Run, tmp_path: Path) -> None:
+    """As on a laptop, with no more than the config.json of the big model."""
+    bare = make_checkpoint(tmp_path / "bare", num_hidden_layers=3)
+    (bare / "model.safetensors").unlink()
+    done = trtrun("plan", "--config", config(FOUR_RANKS, target={"model": str(bare)}), "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    (note,) = json.loads(done.stdout)["notes"]
+    assert note.startswith(f"warning: target: {bare} has no weights")
+
+
+COUNTED = {"target": {"nodes": 2, "gpus_per_node": 1}, "draft": {"nodes": 1, "gpus_per_node": 1}}
+
+
+def test_counts_are_planned_on_made_up_hosts_outside_an_allocation(config: Configs, trtrun: Run) -> None:
+    done = trtrun("plan", "--config", config(COUNTED))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "there is no allocation yet: node-1, node-2 stand for the hosts that it will have" in done.stdout
+    assert "3 processes on 2 hosts" in done.stdout
+    plan = json.loads(trtrun("plan", "--config", config(COUNTED), "--json").stdout)
+    assert [(rank["host"], rank["device"]) for rank in plan["ranks"]] == [
+        ("node-1", "host"), ("node-1", "cuda:0"), ("node-2", "cuda:0")
+    ]  # fmt: skip
+    # CPU slots may outnumber cores: this host has room for a node's.
+    here = config({"target": {"nodes": 1, "cpus_per_node": 3}, "draft": {"nodes": 1, "cpus_per_node": 3}})
+    plan = json.loads(trtrun("plan", "--config", here, "--json", "--set", "speculation.method=none").stdout)
+    assert plan["hosts"] == [os.uname().nodename]
+
+
+def test_counts_are_planned_on_the_hosts_of_an_allocation(config: Configs, trtrun: Run) -> None:
+    allocation = {"SLURM_JOB_NODELIST": "gpu[7-8]", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "17"}
+    plan = json.loads(trtrun("plan", "--config", config(COUNTED), "--json", env=allocation).stdout)
+    assert plan["hosts"] == ["gpu7", "gpu8"]
+    assert not [note for note in plan["notes"] if "no allocation" in note]
+
+
+def test_a_batch_job_is_planned_with_its_script(config: Configs, trtrun: Run) -> None:
+    done = trtrun("plan", "--config", config(COUNTED, launch={"slurm": {"partition": "main"}}), "--slurm")
+    assert (done.returncode, done.stderr) == (0, "")
+    script = done.stdout[done.stdout.index("#!/bin/bash") :]
+    for part in ("#SBATCH --nodes=2", "#SBATCH --gres=gpu:1", "#SBATCH --partition=main", "launch.cli run", "TEXT"):
+        assert part in script
+    assert "node-2" in done.stdout[: done.stdout.index("#!/bin/bash")]
+
+
+@pytest.mark.parametrize(
+    ("devices", "said"),
+    [
+        ({"nodes": 2, "gpu_per_node": 1}, "target.devices.gpu_per_node: unknown key (did you mean 'gpus_per_node'?)"),
+        ({"nodes": 0, "gpus_per_node": 1}, "target.devices.nodes: must be a number of 1 or more, not 0"),
+        ({"nodes": 2}, "write gpus_per_node or cpus_per_node beside nodes"),
+    ],
+)
+def test_wrong_counts_are_told_once(config: Configs, trtrun: Run, devices: dict[str, int], said: str) -> None:
+    file = config({**COUNTED, "target": devices})
+    done = trtrun("plan", "--config", file)
+    assert done.returncode == 2
+    line = error_line(done)
+    assert said in line
+    assert line.count(str(file)) == 1

@@ -26,6 +26,7 @@ from commands import (
     error_line,
     ranks_below,
     read_rows,
+    without_times,
     write_rows,
 )
 
@@ -89,10 +90,6 @@ def kill_when(words: list[str], working: Path, num_rows: int, victim: Victim) ->
                 signal.pidfd_send_signal(rank, signal.SIGKILL)
                 pytest.fail("a rank outlived its job")
             os.close(rank)
-
-
-def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if not name.endswith("_s")} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +156,7 @@ def test_with_nothing_left_no_model_is_loaded(
     rows = [{"prompt": "a", "max_tokens": 3}, {"promt": "b"}, {"prompt": "c", "max_tokens": 2}]
     prompts, output = write_rows(tmp_path / "prompts.jsonl", rows), tmp_path / "out.jsonl"
     files = ("--prompts", prompts, "--output", output)
-    assert trtrun("run", "--config", config(ONE_PROCESS), *files).returncode == 1
+    assert trtrun("run", "--config", config(ONE_PROCESS), *files).returncode == 4
     first = read_rows(output)
     devices = ONE_PROCESS if starter == "one process" else FOUR_RANKS
     model = poisoned(pair, tmp_path)
@@ -175,7 +172,7 @@ def test_with_nothing_left_no_model_is_loaded(
     if starter != "mpirun":
         (model / "elsewhere").rename(weights)
     lines = [line for line in done.stderr.splitlines() if line.startswith("trtrun: ")]
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 4, done.stderr
     assert lines[0].startswith("trtrun: row 1 refused: unknown key 'promt'")
     assert lines[1:] == ["trtrun: nothing left to run; 2 rows were done before"]
     assert read_rows(output) == first

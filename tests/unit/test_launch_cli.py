@@ -10,6 +10,7 @@ import pytest
 
 import launch.job
 from launch.cli import guarded, leave
+from launch.exit_codes import MEANINGS, ExitCode, FailedError, describe_exit_codes, status_of_signal
 from launch.mpirun import find_place
 from parallel.errors import ShardingError
 from trtrun.errors import CheckpointError
@@ -28,6 +29,7 @@ def raising(error: BaseException) -> int:
         (CheckpointError("no weights\nhere"), 2, "trtrun: no weights here\n"),
         (ShardingError("3 ranks"), 2, "trtrun: 3 ranks\n"),
         (click.UsageError("No such option."), 2, "trtrun: No such option; see --help\n"),
+        (FailedError("the disk\nis full"), 1, "trtrun: the disk is full\n"),
         (KeyboardInterrupt(), 130, ""),
         (SystemExit(0), 0, ""),
         (SystemExit(3), 3, ""),
@@ -67,3 +69,17 @@ def test_other_ranks_speak_only_after_rank_0_had_its_chance(
     launch.job.print_error("wrong")
     assert capsys.readouterr().err == "trtrun: wrong\n"
     assert waits == ([] if rank == 0 else [launch.job.LAST_WORD_SECONDS])
+
+
+def test_exit_codes_are_distinct_and_every_one_is_in_the_help() -> None:
+    assert [(code.name, int(code)) for code in ExitCode] == [
+        ("DONE", 0),
+        ("FAILED", 1),
+        ("REFUSED", 2),
+        ("DRAINED", 3),
+        ("ROWS_REFUSED", 4),
+    ]
+    assert list(MEANINGS) == list(ExitCode)
+    for code in ExitCode:
+        assert f"{int(code)} {MEANINGS[code]}" in describe_exit_codes()
+    assert [status_of_signal(number) for number in (2, 9, 15)] == [130, 137, 143]

@@ -13,10 +13,23 @@ from pathlib import Path
 import pytest
 
 PARENT = """
-import sys
+import os, sys
+import launch.supervise
 from launch.supervise import supervise
-import os
-sys.exit(supervise([sys.executable, "-c", sys.argv[1]], os.environ, lambda rank: f"draft rank {rank} (cpu:0)"))
+launch.supervise.DRAIN_GRACE_SECONDS = 0.1
+drain_seconds = float(sys.argv[2]) if sys.argv[2] else None
+command = [sys.executable, "-c", sys.argv[1]]
+sys.exit(supervise(command, os.environ, lambda rank: f"draft rank {rank} (cpu:0)", drain_seconds))
+"""
+
+# Says where its orders come from, then what they are; ends when one that it knows has come.
+DRAINING = """
+import os, sys
+print(os.environ.get("TRTRUN_CONTROL"), flush=True)
+for line in sys.stdin:
+    print(line.strip(), flush=True)
+    if line.startswith("drain"):
+        sys.exit(3)
 """
 
 # A child in a process group of its own, as mpirun's ranks are, that does not heed SIGTERM.
@@ -31,9 +44,10 @@ print(child.pid, flush=True)
 """
 
 
-def start(code: str) -> subprocess.Popen[str]:
+def start(code: str, drain_seconds: float | None = None) -> subprocess.Popen[str]:
+    """A parent that supervises this code. In tests the ranks have 0.1 s beyond the time for a drain."""
     return subprocess.Popen(
-        [sys.executable, "-c", PARENT, textwrap.dedent(code)],
+        [sys.executable, "-c", PARENT, textwrap.dedent(code), str(drain_seconds or "")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -82,7 +96,7 @@ def test_what_mpirun_leaves_behind_is_killed() -> None:
     assert not is_alive(left_behind)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_ends_everything(number: signal.Signals) -> None:
     process = start(STUBBORN + "time.sleep(600)")
     assert process.stdout is not None
@@ -92,6 +106,56 @@ def test_a_signal_ends_everything(number: signal.Signals) -> None:
     assert process.returncode == 128 + number
     assert number.name in errors
     assert not is_alive(child)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_job_that_can_drain_is_asked_to_and_decides_the_status(number: signal.Signals) -> None:
+    process = start(DRAINING, drain_seconds=60)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "stdin\n"
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (3, f"drain {number.name}\n")
+    assert "said nothing" in errors  # it is rank 0 that tells of a drain
+
+
+def test_an_order_waits_for_a_job_that_is_only_starting() -> None:
+    process = start("import os, time; print(os.getpid(), flush=True); time.sleep(1)\n" + DRAINING, drain_seconds=60)
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    process.send_signal(signal.SIGUSR1)
+    assert process.communicate(timeout=60)[0] == "stdin\ndrain SIGUSR1\n"
+    assert process.returncode == 3
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_a_drain_at_once_and_a_warning_does_not(second: signal.Signals) -> None:
+    process = start("print('up', flush=True)\n" + DRAINING.replace("sys.exit(3)", "pass"), drain_seconds=600)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["up\n", "stdin\n"]
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "drain SIGTERM\n"
+    for number in (signal.SIGUSR1, signal.SIGUSR1, second):
+        process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (128 + second, "")
+    assert errors == f"trtrun: ended by {second.name}; all ranks are stopped\n"
+
+
+def test_a_job_that_does_not_drain_in_time_is_killed_and_counts_as_drained() -> None:
+    process = start(STUBBORN + "time.sleep(600)", drain_seconds=0.1)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
+    process.send_signal(signal.SIGUSR1)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert "did not drain in time after SIGUSR1 and were killed; --resume goes on" in errors
+    assert not is_alive(child)
+
+
+def test_a_job_that_cannot_drain_has_no_orders_to_read() -> None:
+    process = start("import os, sys; print(os.environ.get('TRTRUN_CONTROL'), repr(sys.stdin.read()))")
+    assert process.communicate(timeout=60)[0] == "None ''\n"
 
 
 def test_the_job_ends_when_its_parent_is_killed() -> None:

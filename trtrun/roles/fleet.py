@@ -7,9 +7,13 @@ worker ranks over the control plane. Neither knows what a plan means.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
+from parallel.activity import Activity, Phase
 from parallel.control import ControlPlane
+from parallel.heartbeat_server import HeartbeatServer
 from trtrun.core import RoundPlan
 from trtrun.errors import RankFailedError
 from trtrun.roles.worker import Worker
@@ -29,6 +33,10 @@ class Fleet(Protocol):
         Raises:
             RankFailedError: a rank failed.
         """
+        ...
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """The time in which the orchestrator must not stand still; outside of it the user's program has the word."""
         ...
 
     def close(self) -> None:
@@ -54,36 +62,75 @@ class SoloFleet:
             raise RankFailedError("the single process of this job does not lead the target engine")
         return decode_report(report)
 
+    def stepping(self) -> AbstractContextManager[None]:
+        """See Fleet; nobody watches a process alone."""
+        return nullcontext()
+
     def close(self) -> None:
         """See Fleet."""
         self._plans.clear()
 
 
 class MpiFleet:
-    """Worker ranks behind the control plane."""
+    """Worker ranks behind the control plane.
 
-    def __init__(self, control: ControlPlane) -> None:
+    Args:
+        control: the control plane.
+        activity: of this process, the orchestrator.
+        heartbeat: rank 0's end, which ends with the fleet; None where nobody watches.
+    """
+
+    def __init__(self, control: ControlPlane, activity: Activity, heartbeat: HeartbeatServer | None = None) -> None:
         self._control = control
+        self._activity = activity
+        self._heartbeat = heartbeat
+        self._published = -1
+        self._is_stepping = False
 
     def publish(self, plan: RoundPlan) -> None:
         """See Fleet."""
+        self._published = plan.round_index
         self._control.publish(encode_plan(plan))
 
     def collect(self) -> RoundReport:
         """See Fleet."""
-        while True:
-            received = self._control.collect(timeout=None)
-            if received is not None:
-                return decode_report(received.payload)
+        self._activity.enter(self._published, Phase.AWAITING_REPORT)
+        try:
+            while True:
+                received = self._control.collect(timeout=None)
+                if received is not None:
+                    return decode_report(received.payload)
+        finally:
+            self._leave()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """See Fleet."""
+        self._is_stepping = True
+        self._activity.enter(self._published, Phase.SCHEDULING)
+        try:
+            yield
+        finally:
+            self._is_stepping = False
+            self._activity.rest()
 
     def close(self) -> None:
         """See Fleet."""
         self._control.shut_down()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+
+    def _leave(self) -> None:
+        if self._is_stepping:
+            self._activity.enter(self._published, Phase.SCHEDULING)
+        else:
+            self._activity.rest()
 
 
 def serve(control: ControlPlane, worker: Worker) -> None:
     """A worker rank's life after start-up: run plans in order until the orchestrator lets it end."""
     while True:
+        worker.activity.rest()
         payload = control.receive(timeout=None)
         if payload is None:
             return

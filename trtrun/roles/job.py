@@ -12,8 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from parallel.activity import Activity, Phase
 from parallel.control import ControlPlane
 from parallel.groups import open_groups
+from parallel.heartbeat import invite_workers, join_heartbeat
+from parallel.heartbeat_server import HeartbeatServer
+from parallel.probe import verify_groups
 from parallel.topology import Topology
 from trtrun.config import RuntimeConfig
 from trtrun.outputs import RankReport, StartReport
@@ -66,13 +70,14 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> Job | None:
     topology.check_world(world.size)
     if topology.world_size == 1:
         return _open_solo(config, topology, progress)
+    if world.rank == topology.orchestrator_rank:
+        return _open_orchestrator(config, topology, world, progress)
     control = ControlPlane(world, topology)
     try:
-        return _open_ranks(config, topology, control, world, progress)
+        _run_worker(config, topology, control, world)
     except Exception as error:
-        if world.rank != topology.orchestrator_rank:
-            control.abort(f"{type(error).__name__}: {error}")
-        raise
+        control.abort(f"{type(error).__name__}: {error}")
+    return None
 
 
 def started_by_mpi() -> bool:
@@ -88,19 +93,46 @@ def _open_solo(config: RuntimeConfig, topology: Topology, progress: Progress | N
     return Job(SoloFleet(worker), blocks, StartReport((report,)))
 
 
-def _open_ranks(
-    config: RuntimeConfig, topology: Topology, control: ControlPlane, world: MPI.Intracomm, progress: Progress | None
-) -> Job | None:
-    slot = topology.slot(world.rank)
-    groups = open_groups(world, topology, device_of(slot) if slot is not None else torch.device("cpu"))
-    control.warm_up()
-    if world.rank == topology.orchestrator_rank:
+def _open_orchestrator(
+    config: RuntimeConfig, topology: Topology, world: MPI.Intracomm, progress: Progress | None
+) -> Job:
+    """Rank 0 without a device: start the others, under a deadline from here on."""
+    activity = Activity()
+    limit = config.launch.heartbeat_seconds
+    # Before anything collective: a rank that never comes must not keep this one from saying so.
+    heartbeat = HeartbeatServer(topology, activity, limit, config.launch.start_seconds)
+    try:
+        control = ControlPlane(world, topology)
+        invite_workers(control, topology, heartbeat)
+        activity.start(Phase.CONNECTING)
+        open_groups(world, topology, torch.device("cpu"))
+        control.warm_up()
+        activity.start(Phase.LOADED)
         blocks, reports = start_orchestrator(control, topology, progress)
-        return Job(MpiFleet(control), blocks, StartReport((_orchestrator_report(), *reports)))
-    worker = start_worker(control, lambda: RankStartup(config, topology, world.rank, groups))
+    except BaseException:
+        heartbeat.close()
+        raise
+    activity.rest()
+    heartbeat.finish_start()
+    return Job(MpiFleet(control, activity, heartbeat), blocks, StartReport((_orchestrator_report(), *reports)))
+
+
+def _run_worker(config: RuntimeConfig, topology: Topology, control: ControlPlane, world: MPI.Intracomm) -> None:
+    """A rank with a device: start its engines, and run rounds until the orchestrator lets it end."""
+    activity = Activity()
+    heartbeat = join_heartbeat(control, topology, activity, config.launch.heartbeat_seconds)
+    slot = topology.slot(world.rank)
+    assert slot is not None
+    activity.start(Phase.CONNECTING)
+    groups = open_groups(world, topology, device_of(slot))
+    verify_groups(groups, topology, world.rank)
+    control.warm_up()
+    worker = start_worker(control, lambda: RankStartup(config, topology, world.rank, groups, activity))
     if worker is not None:
+        heartbeat.beat()
         serve(control, worker)
-    return None
+        worker.close()
+    heartbeat.close()
 
 
 def _orchestrator_report() -> RankReport:

@@ -146,6 +146,10 @@ class Orchestrator:
         self._close(request_id, FinishReason.CANCELLED)
         return True
 
+    def has_begun(self, request_id: int) -> bool:
+        """Whether a request has got a row yet; False too when it is not known (any more)."""
+        return self.scheduler.has_begun(request_id)
+
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs, or a plan is still out."""
@@ -157,6 +161,10 @@ class Orchestrator:
         Returns:
             The streams that gained tokens.
         """
+        with self._fleet.stepping():
+            return self._step()
+
+    def _step(self) -> list[Stream]:
         started = self._clock()
         while len(self._outstanding) <= self._plans_ahead and (plan := self.scheduler.schedule()) is not None:
             self._fleet.publish(plan)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from parallel.activity import Activity, Phase
 from parallel.communicator import Communicator
 from parallel.groups import Groups
 from parallel.link import Link
@@ -81,9 +82,12 @@ class _LoadedEngine:
 class RankStartup:
     """Brings one rank's engines up, in two steps: `load`, then `finish` with the number of blocks for all ranks."""
 
-    def __init__(self, config: RuntimeConfig, topology: Topology, rank: int, groups: Groups) -> None:
+    def __init__(
+        self, config: RuntimeConfig, topology: Topology, rank: int, groups: Groups, activity: Activity | None = None
+    ) -> None:
         slot = topology.slot(rank)
         assert slot is not None, "only ranks with a device start engines"
+        self._activity = activity or Activity()
         self._config = config
         self._topology = topology
         self._rank = rank
@@ -105,6 +109,7 @@ class RankStartup:
             CheckpointError: a model directory is damaged or not supported.
             ConfigError: the weights or the KV store do not fit.
         """
+        self._activity.start(Phase.WEIGHTS)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         free = free_bytes_of_slot(self._slot.device, len(self._topology.slots))
@@ -123,6 +128,7 @@ class RankStartup:
             dtype = resolve_dtype(section, read_model_config(section.model))
 
             def report(read: int, _total: int, before: int = done) -> None:
+                self._activity.start(Phase.WEIGHTS, before + read, demand.shard_bytes)
                 progress(before + read, demand.shard_bytes)
 
             try:
@@ -131,11 +137,14 @@ class RankStartup:
                 raise CheckpointError(f"{role}: {error}") from None
             done += loaded.bytes_read
             self._engines[role] = _LoadedEngine(model, loaded, communicator)
+        self._activity.start(Phase.LOADED)
         return blocks
 
     def finish(self, num_blocks: int) -> tuple[Worker, RankReport]:
         """Allocate the KV stores, run every kernel once, and put the engines to work."""
+        self._activity.start(Phase.ALLOCATING)
         engines = {role: self._make_engine(loaded, num_blocks) for role, loaded in self._engines.items()}
+        self._activity.start(Phase.WARMING_UP)
         for engine in engines.values():
             warm_up(engine, self._config.speculation.draft_len if self._draft_config is not None else 0)
         drafter = None
@@ -150,7 +159,9 @@ class RankStartup:
             leads_draft=self._rank == self._topology.draft_leader,
             leads_target=self._rank == self._topology.target_leader,
             use_logits=self._config.speculation.use_logits,
+            activity=self._activity,
         )
+        self._activity.rest()
         return worker, self._report(num_blocks)
 
     def _parts(self) -> list[tuple[str, ModelSection, ModelConfig, Communicator]]:

@@ -8,10 +8,11 @@ A process holds a draft rank, a target rank or, where both list its device, both
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from parallel.activity import Activity, Phase
 from trtrun.core import Draft, RoundPlan, Verdict
 from trtrun.speculation.cycle import draft_round, probability_rows, transfer, verify_round
 from trtrun.speculation.protocols import Drafter, DraftLink, TargetEngine
@@ -29,6 +30,7 @@ class Worker:
         leads_draft: whether its draft rank is the draft leader.
         leads_target: whether its target rank is the target leader.
         use_logits: acceptance mode of sampled rows.
+        activity: where the process says what it is doing.
     """
 
     link: DraftLink
@@ -37,19 +39,24 @@ class Worker:
     leads_draft: bool
     leads_target: bool
     use_logits: bool
+    activity: Activity = field(default_factory=Activity)
 
     @torch.inference_mode()
     def run_round(self, plan: RoundPlan) -> bytes | None:
         """Run one round; returns the report of a leader, None elsewhere."""
         started = time.perf_counter()
+        self.activity.enter(plan.round_index, Phase.DRAFTING)
         if self.target is not None:
             self.target.begin_round(plan)
         draft = draft_round(self.drafter, plan) if self.drafter is not None else None
         drafted = time.perf_counter()
+        self.activity.enter(plan.round_index, Phase.TRANSFERRING)
         received = self._transfer(plan, draft)
         transferred = time.perf_counter()
+        self.activity.enter(plan.round_index, Phase.VERIFYING if self.target is not None else Phase.AWAITING_VERDICT)
         verdict = self._decide(plan, received)
         finished = time.perf_counter()
+        self.activity.enter(plan.round_index, Phase.REPORTING)
         times = RoundTimes(
             drafting=drafted - started if self.leads_draft else 0.0,
             transferring=transferred - drafted if self.leads_target else 0.0,
@@ -58,6 +65,13 @@ class Worker:
         if self.leads_target:
             return _encode_verdict(plan, times, verdict)
         return encode_report(plan.round_index, times) if self.leads_draft else None
+
+    def close(self) -> None:
+        """Give back what must not outlive the communicators. No round follows."""
+        if self.target is not None:
+            self.target.close()
+        if self.drafter is not None:
+            self.drafter.close()
 
     def _transfer(self, plan: RoundPlan, draft: Draft | None) -> Draft | None:
         target = self.target

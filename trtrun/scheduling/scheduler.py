@@ -118,6 +118,11 @@ class Scheduler:
         self._finish(running, FinishReason.CANCELLED, time.perf_counter())
         return True
 
+    def has_begun(self, request_id: int) -> bool:
+        """Whether a request has, or had before it was preempted, a row; False when it is unknown or has ended."""
+        running = self._requests.get(request_id)
+        return running is not None and running.num_admitted_tokens > 0
+
     def set_speculation(self, enabled: bool) -> None:
         """Turn drafting on or off for requests to come; without a draft engine it stays off.
 

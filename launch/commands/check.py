@@ -1,0 +1,39 @@
+"""`trtrun check`: parse its command line and play this process's part."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from launch.commands.common import load, with_config
+
+
+@click.command()
+@with_config
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def check(config_path: Path, overrides: tuple[str, ...], speculation: str | None, as_json: bool) -> int:
+    """Start the ranks without weights and prove that they can do the job.
+
+    Every rank must be on its host, with one version of the software, its device, its model directory and enough memory;
+    every link between ranks is tried with checksummed messages, and timed. Ends within launch.check_seconds, and names
+    the ranks that are stuck by then.
+    """
+    from launch.job import Job
+    from launch.steps import has_parent
+
+    job = Job(load(config_path, overrides, speculation), sys.argv[1:], is_check=True)
+
+    def preflight() -> None:
+        from launch.preflight import check_job
+
+        if not has_parent():  # else it has said so
+            check_job(job.config, job.topology)
+
+    status = job.enter(preflight)
+    if status is not None:
+        return status
+    from launch.check import play_check
+
+    return play_check(job.config, as_json)

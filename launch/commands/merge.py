@@ -1,0 +1,39 @@
+"""`trtrun merge`: parse its command line."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from launch.commands.prompts import given_sampling, with_prompts
+from launch.exit_codes import ExitCode, describe_exit_codes
+
+
+@click.command(epilog=f"Exit status: {describe_exit_codes()}")
+@click.option("--output", required=True, metavar="FILE.jsonl", help='The file to make ("-": stdout).')
+@with_prompts
+@click.argument("parts", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PART.jsonl…")
+def merge(
+    output: str, prompts: tuple[str, ...], prompts_file: Path | None, parts: tuple[Path, ...], **sampling: object
+) -> int:
+    """Join the outputs of `trtrun run --part` in input order.
+
+    Every row must be there, and no part may be unfinished. With --prompts and the sampling options of the runs it also
+    makes sure that the rows are this input's, to the last one.
+    """
+    from launch.merge import merge_parts
+
+    given = given_sampling(sampling)
+    rows = None
+    if prompts or prompts_file is not None:
+        from launch.rows import all_rows
+
+        rows = all_rows(prompts, prompts_file, given)
+    elif given:
+        raise click.UsageError("sampling options are compared with the rows of --prompts FILE.jsonl: give that too")
+    count, refused = merge_parts(output, parts, rows)
+    line = f"merged {len(parts)} parts: {count} rows" + (f", {refused} of them refused" if refused else "")
+    print(f"trtrun: {line}", file=sys.stderr, flush=True)
+    return ExitCode.ROWS_REFUSED if refused else ExitCode.DONE

@@ -1,0 +1,157 @@
+"""`trtrun submit`, `trtrun status` and `trtrun cancel`: parse their command lines and talk to the user."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from launch.slurm import Array, BatchJob
+
+SETTINGS = (
+    ("--partition", "partition", "NAME", "Partition to run in."),
+    ("--account", "account", "NAME", "Account that pays."),
+    ("--qos", "qos", "NAME", "Quality of service."),
+    ("--reservation", "reservation", "NAME", "Reservation to run in."),
+    ("--constraint", "constraint", "LIST", "Features that the nodes must have."),
+    ("--time", "time", "LIMIT", 'Time limit, such as "2:00:00", or minutes.'),
+    ("--nodelist", "nodelist", "LIST", "Nodes that must be among the job's."),
+    ("--gres", "gres", "LIST", "Generic resources of each node, such as gpu:4.  [default: what the devices need]"),
+    ("--cpus-per-task", "cpus_per_task", "N", "CPU cores of each rank."),
+    ("--mem", "memory", "SIZE", "Memory of each node, such as 64G."),
+    ("--job-name", "job_name", "NAME", "Name of the job."),
+    ("--log", "output", "PATH", "The log; %j is the job's number, %A an array's, %a a task's."),
+)
+"""Options that stand for keys of launch.slurm: option, key, what it takes, help."""
+
+
+def _read_array(context: click.Context, parameter: click.Parameter, value: str | None) -> Array | None:
+    """N, or N%M for at most M at once."""
+    from launch.slurm import Array
+
+    if value is None:
+        return None
+    match = re.fullmatch(r"([1-9][0-9]{0,5})(?:%([1-9][0-9]{0,5}))?", value)
+    if match is None:
+        raise click.BadParameter(f"{value!r} is no number of jobs: write such as 4, or 100%8 for at most 8 at once")
+    return Array(int(match[1]), int(match[2]) if match[2] else None)
+
+
+def _with_settings(command: Any) -> Any:
+    for option, key, metavar, text in reversed(SETTINGS):
+        command = click.option(option, key, metavar=metavar, help=text)(command)
+    return command
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="YAML file of the run.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set any key of the YAML file.")
+@click.option("--dry-run", is_flag=True, help="Show the batch script; submit nothing.")
+@click.option("--follow", is_flag=True, help="Show the log until the job ends, and end with its exit status.")
+@click.option("--array", callback=_read_array, metavar="N[%M]", help="Split the rows over N jobs, M at once.")
+@click.option("--requeue/--no-requeue", default=None, help="Put a job that reaches its time limit back into the queue.")
+@click.option("--exclusive", is_flag=True, default=None, help="Take whole nodes.")
+@_with_settings
+@click.argument("words", nargs=-1, metavar="-- COMMAND [OPTION]…", type=click.UNPROCESSED)
+def submit(
+    config_path: Path,
+    overrides: tuple[str, ...],
+    dry_run: bool,
+    follow: bool,
+    array: Array | None,
+    words: tuple[str, ...],
+    **settings: object,
+) -> int:
+    """Run a command of trtrun as a Slurm job, such as:
+
+        trtrun submit --config F.yaml --time 2:00:00 -- run --prompts P.jsonl --output O.jsonl
+
+    The nodes, ranks and GPUs come from the devices in the YAML file, everything else from its launch.slurm section and
+    the options here. What is wrong with the command is said now, not when the job starts.
+    """
+    from launch.slurm import render_script
+    from launch.slurm_arguments import make_job, merge_words, parse_inner
+    from launch.slurm_needs import read_needs
+
+    inner = parse_inner(words, config_path, overrides)
+    changes = {name: value for name, value in settings.items() if value is not None}
+    job = make_job(inner, read_needs(config_path, inner.overrides, changes), config_path, overrides, array)
+    script = render_script(job)
+    if dry_run:
+        print(script, end="")
+        return 0
+    status = _submit(job, script, follow)
+    if array is not None:
+        when = "now" if follow and not status else "when all jobs are done"
+        print(f"trtrun: {when}, join the parts: {shlex.join(merge_words(inner, array))}", file=sys.stderr, flush=True)
+    return status
+
+
+def _submit(job: BatchJob, script: str, is_followed: bool) -> int:
+    from launch.slurm_client import find_jobs
+    from launch.slurm_client import submit as submit_script
+
+    number = submit_script(script, job.folder)
+    jobs = find_jobs(str(number))
+    logs = str(jobs[0].log) if len(jobs) == 1 else f"{jobs[0].log} to {jobs[-1].log}"
+    print(f"trtrun: job {number} is submitted; log: {logs}", file=sys.stderr, flush=True)
+    if is_followed:
+        return _follow(str(number))
+    print(number)
+    return 0
+
+
+def _follow(job: str) -> int:
+    from launch.slurm_follow import follow
+
+    try:
+        return follow(job)
+    except KeyboardInterrupt:
+        print(
+            f"\ntrtrun: job {job} goes on; see: trtrun status {job}, or end it: trtrun cancel {job}",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise
+
+
+@click.command()
+@click.argument("job")
+def status(job: str) -> int:
+    """Show a job's state, nodes, time, log and finished rows. JOB is a number, or ARRAY_TASK."""
+    from launch.slurm_client import find_jobs
+    from launch.slurm_status import show_jobs
+
+    show_jobs(find_jobs(job))
+    return 0
+
+
+@click.command()
+@click.argument("job")
+@click.option("--now", is_flag=True, help="End the job at once; without it rows in flight may finish.")
+def cancel(job: str, now: bool) -> int:
+    """End a job so that it loses no finished row: running jobs drain, waiting ones leave the queue.
+
+    JOB is a number, or ARRAY_TASK for one task of an array.
+    """
+    from launch.slurm_client import SlurmError, end_jobs, find_jobs, signal_scripts
+
+    jobs = [item for item in find_jobs(job) if not (item.has_ended or item.is_ending)]
+    if not jobs:
+        raise SlurmError(f"job {job} has ended already; see: trtrun status {job}")
+    # Waiting jobs first: a task that ends must not let the next one start.
+    waiting = [item for item in jobs if now or not item.is_running]
+    draining = [item for item in jobs if not now and item.is_running]
+    if waiting:
+        end_jobs(waiting)
+    if draining:
+        signal_scripts(draining, "TERM")
+    for item in jobs:
+        what = "drains; trtrun status tells when it has ended" if item in draining else "is ended"
+        print(f"trtrun: job {item.label} {what}", file=sys.stderr, flush=True)
+    return 0

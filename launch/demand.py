@@ -1,0 +1,117 @@
+"""What each rank of a job needs: bytes of weights and of KV blocks, from both models' config.json.
+
+The numbers come from the functions that the engines use at start. It knows models and devices by name. It does not know
+what a host can give: callers say how much is free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from parallel.topology import Topology
+from trtrun.config import ModelSection, RuntimeConfig
+from trtrun.kvcache.sizing import SlotDemand, count_kv_blocks, default_fraction
+from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.loading import shard_bytes
+from trtrun.roles.startup import (
+    device_of,
+    kv_bytes_per_block,
+    most_useful_blocks,
+    resolve_dtype,
+    target_context,
+)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine's model, split over `tp_size` ranks."""
+
+    section: ModelSection
+    model: ModelConfig
+    dtype: torch.dtype
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks of the engine."""
+        return len(self.section.devices)
+
+    def shard_bytes(self, index: int | None, device: torch.device) -> int:
+        """Bytes of one rank's weights; 0 where `index` is None, on a rank that does not hold the engine."""
+        return 0 if index is None else shard_bytes(self.model, index, self.tp_size, self.dtype, device)
+
+    def block_bytes(self, index: int | None, block_size: int) -> int:
+        """Bytes of one KV block on one rank; 0 where `index` is None."""
+        return 0 if index is None else kv_bytes_per_block(self.model, self.tp_size, block_size, self.dtype)
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Both engines' models: what each rank needs, whatever its host can give.
+
+    Attributes:
+        config, topology: of the job.
+        draft: None without one.
+        target: of the run.
+        context: most tokens of one request.
+    """
+
+    config: RuntimeConfig
+    topology: Topology
+    draft: Engine | None
+    target: Engine
+    context: int
+
+    @classmethod
+    def read(cls, config: RuntimeConfig, topology: Topology) -> Engines:
+        """Read both models' config.json.
+
+        Raises:
+            TrtrunError: one of them cannot be read, or is shorter than scheduler.max_seq_len.
+        """
+        target = _read_engine(config.target)
+        draft = _read_engine(config.draft) if config.draft is not None else None
+        return cls(config, topology, draft, target, target_context(config, target.model))
+
+    def shard_bytes(self, rank: int) -> tuple[int, int]:
+        """Bytes of the draft's and the target's weights on one rank."""
+        slot = self.topology.slot(rank)
+        if slot is None:
+            return 0, 0
+        device = device_of(slot)
+        drafted = self.draft.shard_bytes(slot.draft_index, device) if self.draft is not None else 0
+        return drafted, self.target.shard_bytes(slot.target_index, device)
+
+    def block_bytes(self, rank: int) -> int:
+        """Bytes of one KV block on one rank, in both engines' stores."""
+        slot = self.topology.slot(rank)
+        if slot is None:
+            return 0
+        block_size = self.config.kv_cache.block_size
+        drafted = self.draft.block_bytes(slot.draft_index, block_size) if self.draft is not None else 0
+        return drafted + self.target.block_bytes(slot.target_index, block_size)
+
+    def count_blocks(self, rank: int, free_bytes: int, where: str) -> int:
+        """KV blocks that a rank with a device can hold by itself.
+
+        Raises:
+            ConfigError: the weights or the KV store do not fit into `free_bytes`.
+        """
+        slot = self.topology.slot(rank)
+        assert slot is not None
+        cache = self.config.kv_cache
+        return count_kv_blocks(
+            free_bytes,
+            SlotDemand(sum(self.shard_bytes(rank)), self.block_bytes(rank)),
+            fraction=cache.free_memory_fraction or default_fraction(slot.device),
+            block_size=cache.block_size,
+            max_tokens=cache.max_tokens,
+            most_useful=most_useful_blocks(self.config, self.context),
+            where=where,
+        )
+
+
+def _read_engine(section: ModelSection) -> Engine:
+    model = read_model_config(section.model)
+    return Engine(section, model, resolve_dtype(section, model))

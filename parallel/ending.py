@@ -1,0 +1,107 @@
+"""The last thing that a process does: say one line, end the job, and never hang while doing so.
+
+MPI's abort may wait for ever, for a launcher that is cut off or stopped, and it may do so holding the interpreter's
+lock. So a timer of C code is set before anything is tried. The same timer can instead write this process's stacks when
+its threads stop running; there is one such timer in a process, which is why both are here.
+
+It does not know who is at fault, nor what the line says.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
+
+logger = logging.getLogger(__name__)
+# A program that sets up no logging has read the text on stderr: Python would print it there once more.
+logger.addHandler(logging.NullHandler())
+
+ABORT_SECONDS = 5.0
+"""How long ending may take; then the process just exits."""
+
+STATUS = 1
+STDERR = 2
+
+_lock = threading.Lock()
+_is_ending = False
+
+
+def begin_ending() -> None:
+    """From here on this process ends within ABORT_SECONDS, whatever else happens in it.
+
+    A second thread that comes here while the first one ends the job stays here: one line is enough.
+    """
+    global _is_ending
+    with _lock:
+        first, _is_ending = not _is_ending, True
+        if first:
+            # Not a Python timer: it could not run while a native call holds the interpreter's lock.
+            silent = os.open(os.devnull, os.O_WRONLY)
+            faulthandler.dump_traceback_later(ABORT_SECONDS, exit=True, file=silent)
+    while not first:
+        time.sleep(ABORT_SECONDS)
+
+
+def say(text: str) -> None:
+    """Write to stderr past all buffers, in as few pieces as the system allows, so that ranks' texts do not mix.
+
+    A log file that this process keeps gets it too.
+    """
+    with suppress(OSError, ValueError):
+        sys.stderr.flush()
+    rest = memoryview(text.encode(errors="replace"))
+    with suppress(OSError):
+        while rest:
+            rest = rest[os.write(STDERR, rest) :]
+    logger.error("%s", text.strip(), extra={"file_only": True})  # last: it may wait for a lock of the main thread
+
+
+def end_world() -> NoReturn:
+    """End every rank of the MPI world, or at least this process. `begin_ending` comes first."""
+    # mpirun forwards stderr and learns of the abort by different ways: let the line come before its own words.
+    time.sleep(0.05)
+    module = sys.modules.get("mpi4py.MPI")
+    with suppress(Exception):
+        if module is not None and module.Is_initialized() and not module.Is_finalized():
+            module.COMM_WORLD.Abort(STATUS)
+    os._exit(STATUS)
+
+
+def guarded(work: Callable[[], None]) -> Callable[[], None]:
+    """`work` for a thread: an exception in it is a defect, and ends the job instead of the thread alone."""
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            begin_ending()
+            say(f"trtrun: {type(error).__name__} in the heartbeat's thread\n{traceback.format_exc()}")
+            end_world()
+
+    return run
+
+
+def write_stacks_after(seconds: float) -> None:
+    """Write the stacks of all threads to stderr unless this is called again, or cancelled, within `seconds`.
+
+    The timer is C code: it does its work where no thread of Python can run any more.
+    """
+    with _lock:
+        if not _is_ending:
+            with suppress(OSError, ValueError, RuntimeError):  # stderr may be closed
+                faulthandler.dump_traceback_later(seconds, file=STDERR)
+
+
+def cancel_stacks() -> None:
+    """Take back `write_stacks_after`."""
+    with _lock:
+        if not _is_ending:
+            faulthandler.cancel_dump_traceback_later()

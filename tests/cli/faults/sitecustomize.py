@@ -1,0 +1,93 @@
+"""Makes one rank of a real job misbehave: Python imports this module by itself where it stands on PYTHONPATH.
+
+TRTRUN_TEST_FAULT is "RANK KIND", with one of these kinds:
+
+    corrupt    the rank flips one bit of every MPI message of 4096 bytes that it sends
+    wrong-sum  the rank adds 1 to the last element of every sum over MPI
+    stop       the rank stops itself (SIGSTOP) when it is about to send a message of 4096 bytes
+    sleep      the rank never returns from its first look at a model directory, though its threads go on
+    torch      the rank has another version of torch
+
+Nothing of trtrun knows this module.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import os
+import signal
+import sys
+import time
+from types import ModuleType
+from typing import Any
+
+rank, _, kind = os.environ.get("TRTRUN_TEST_FAULT", "").partition(" ")
+
+
+def break_mpi(module: ModuleType) -> None:
+    """Change what the transport sends or sums."""
+    communicator: Any = module.MpiCommunicator
+    send, all_reduce = communicator.send, communicator.all_reduce
+
+    def bad_send(self: Any, tensor: Any, destination: int) -> None:
+        if tensor.numel() == 4096 and kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if tensor.numel() == 4096 and kind == "corrupt":
+            tensor = tensor.clone()
+            tensor[-1] ^= 1
+        send(self, tensor, destination)
+
+    def bad_sum(self: Any, tensor: Any) -> Any:
+        result = all_reduce(self, tensor)
+        result.view(-1)[-1] += 1
+        return result
+
+    if kind in ("stop", "corrupt"):
+        communicator.send = bad_send
+    elif kind == "wrong-sum":
+        communicator.all_reduce = bad_sum
+
+
+def break_checkpoint(module: Any) -> None:
+    """A file system that hangs."""
+    if kind == "sleep":
+        module.read_json = lambda *_, **__: time.sleep(600)
+
+
+def break_torch(module: Any) -> None:
+    """Another version."""
+    if kind == "torch":
+        module.__version__ = "2.0.0"
+
+
+BREAKERS = {
+    "parallel.transports.mpi": break_mpi,
+    "trtrun.models.checkpoint": break_checkpoint,
+    "torch": break_torch,
+}
+
+
+class BreakingFinder(importlib.abc.MetaPathFinder):
+    """Lets the breaker of a module run behind its import."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        """See the base."""
+        if name not in BREAKERS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def execute_and_break(module: ModuleType) -> None:
+            execute(module)
+            BREAKERS[name](module)
+
+        loader.exec_module = execute_and_break
+        return spec
+
+
+if rank and os.environ.get("OMPI_COMM_WORLD_RANK") == rank:
+    sys.meta_path.insert(0, BreakingFinder())

@@ -1,0 +1,258 @@
+"""`trtrun check` through the real command: a good job, bad set-ups, broken links and ranks that are stuck.
+
+Ranks misbehave by tests/cli/faults/sitecustomize.py, by signals, or because their host really differs (a mount
+namespace of their own).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from commands import FOUR_RANKS, ONE_PROCESS, ROOT, Configs, Run, command_words, error_line, is_alive, ranks_below
+
+FAULTS = ROOT / "tests" / "cli" / "faults"
+Start = Callable[..., "subprocess.Popen[str]"]
+MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+
+
+def with_fault(fault: str) -> dict[str, str]:
+    """Environment in which one rank misbehaves."""
+    paths = os.pathsep.join(filter(None, [str(FAULTS), str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": paths, "TRTRUN_TEST_FAULT": fault}
+
+
+def own_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """What trtrun said on stderr; a user's own mpirun adds boxes of its own."""
+    return [line for line in done.stderr.splitlines() if line.startswith("trtrun: ")]
+
+
+def test_four_good_ranks(config: Configs, trtrun: Run) -> None:
+    done = trtrun("check", "--config", config(FOUR_RANKS, kv_cache={"max_tokens": 1000}), "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert report["ok"]
+    assert report["problems"] == []
+    assert report["world_size"] == 4
+    assert set(report["versions"]) == {"trtrun", "Python", "torch", "mpi4py", "MPI library"}
+    assert [(rank["rank"], rank["role"], rank["device"]) for rank in report["ranks"]] == [
+        (0, "orchestrator", "host"), (1, "draft", "cpu:0"), (2, "target", "cpu:1"), (3, "target", "cpu:2")
+    ]  # fmt: skip
+    assert [rank["kv_tokens"] for rank in report["ranks"]] == [None, 1008, 1008, 1008]
+    assert len({rank["process"] for rank in report["ranks"]}) == 4
+    links = {(link["carries"], *link["ranks"]): link for link in report["links"]}
+    assert set(links) == {
+        ("plans and reports", 0, 1), ("plans and reports", 0, 2), ("plans and reports", 0, 3),
+        ("target all_reduce", 2, 3),
+        ("draft tokens", 1, 2), ("draft tokens", 1, 3), ("verdict", 2, 1), ("verdict", 2, 3),
+    }  # fmt: skip
+    for link in links.values():
+        assert link["transport"] == "MPI, shared memory"
+        assert link["faults"] == []
+        assert 0 < link["timing"]["latency_s"] < 60
+        assert link["timing"]["bytes_per_s"] > 0
+
+
+def test_tables_show_ranks_and_links(config: Configs, trtrun: Run) -> None:
+    done = trtrun("check", "--config", config(FOUR_RANKS))
+    assert (done.returncode, done.stderr) == (0, "")
+    for part in (
+        "orchestrator",
+        "cpu:2",
+        "target all_reduce",
+        "1→2",
+        "0↔3",
+        "right",
+        "µs",
+        "GB/s",
+        "4 ranks on 1 host",
+    ):
+        assert part in done.stdout
+    assert "the same on all ranks" in done.stdout
+
+
+def test_a_job_of_one_process_is_checked_without_mpi(config: Configs, trtrun: Run) -> None:
+    done = trtrun("check", "--config", config(ONE_PROCESS), "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert set(report["versions"]) == {"trtrun", "Python", "torch"}
+    assert {link["transport"] for link in report["links"]} == {"same process"}
+    small = trtrun("check", "--config", config(ONE_PROCESS, kv_cache={"max_tokens": 10**9}, **HUGE_BATCH))
+    assert small.returncode == 2
+    assert "kv_cache.max_tokens 1000000000 needs" in error_line(small)
+
+
+HUGE_BATCH = {"scheduler": {"max_batch_size": 4096, "max_num_tokens": 30000}}
+
+
+def test_devices_too_small_are_told_for_every_rank(config: Configs, trtrun: Run) -> None:
+    file = config(FOUR_RANKS, kv_cache={"max_tokens": 10**9}, **HUGE_BATCH)
+    done = trtrun("check", "--config", file)
+    assert (done.returncode, done.stdout) == (2, "")
+    host = os.uname().nodename
+    lines = done.stderr.splitlines()
+    assert [line.partition(": kv_cache")[0] for line in lines] == [
+        f"trtrun: draft rank 1 (cpu:0) on {host}",
+        f"trtrun: target rank 2 (cpu:1) on {host}",
+        f"trtrun: target rank 3 (cpu:2) on {host}",
+    ]
+    assert all("max_tokens 1000000000 needs" in line and "tokens fit" in line for line in lines)
+    as_json = trtrun("check", "--config", file, "--json")
+    report = json.loads(as_json.stdout)
+    assert (as_json.returncode, report["ok"], len(report["problems"])) == (2, False, 3)
+
+
+def test_a_world_of_the_wrong_size(config: Configs, trtrun: Run) -> None:
+    done = trtrun("check", "--config", config(FOUR_RANKS), words=[*MPIRUN, "-n", "3", *command_words()])
+    assert done.returncode == 2
+    (line,) = own_lines(done)
+    assert "the devices need 4 ranks (orchestrator rank 0 (host), draft rank 1 (cpu:0), target rank 2 " in line
+    assert "but 3 were started; run: " in line
+    assert " -n 4 " in line
+    assert line.endswith("-m launch.cli check --config " + line.rpartition(" ")[2])
+
+
+def hide(folder: Path, ranks: tuple[int, ...], script: Path) -> list[str]:
+    """Words of mpirun whose ranks run the command, some of them in a mount namespace in which `folder` is empty."""
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mount namespaces cannot be made here")
+    script.write_text(
+        "#!/bin/bash\n"
+        f'if [[ " {" ".join(str(rank) for rank in ranks)} " == *" $OMPI_COMM_WORLD_RANK "* ]]; then\n'
+        f'    exec unshare -m bash -c \'mount -t tmpfs none "$0" && exec "$@"\' {folder} "$@"\n'
+        "fi\n"
+        'exec "$@"\n'
+    )
+    script.chmod(0o755)
+    return [*MPIRUN, "-n", "4", str(script), *command_words()]
+
+
+@pytest.mark.parametrize("command", [("check",), ("run", "--prompt", "x")])
+def test_a_model_that_is_empty_on_one_host(
+    pair: Path, config: Configs, trtrun: Run, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    words = hide(pair / "target", (2, 3), tmp_path / "start.sh")
+    done = trtrun(*command, "--config", config(FOUR_RANKS), words=words)
+    assert done.returncode == 2
+    host = os.uname().nodename
+    why = f"on {host}: target: {pair}/target has no config.json; give a Hugging Face model directory"
+    assert own_lines(done) == [f"trtrun: target rank 2 (cpu:1) {why}", f"trtrun: target rank 3 (cpu:2) {why}"]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [("check",), ("run", "--prompt", "x")])
+def test_a_model_directory_that_is_missing_on_one_host(
+    pair: Path, config: Configs, trtrun: Run, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    words = hide(pair, (1, 3), tmp_path / "start.sh")
+    file = config(FOUR_RANKS)
+    done = trtrun(*command, "--config", file, words=words)
+    assert done.returncode == 2
+    host = os.uname().nodename
+    assert own_lines(done) == [
+        f"trtrun: {file}, on rank {rank} of host {host}: target.model: no such directory: {pair}/target"
+        for rank in (1, 3)
+    ]
+
+
+@pytest.mark.parametrize("command", [("check",), ("run", "--prompt", "x")])
+def test_another_version_on_one_rank(config: Configs, trtrun: Run, command: tuple[str, ...]) -> None:
+    done = trtrun(*command, "--config", config(FOUR_RANKS), env=with_fault("2 torch"))
+    assert done.returncode == 2
+    line = error_line(done)
+    assert line.startswith("trtrun: torch is not the same everywhere: ")
+    assert f"2.0.0 on rank 2 ({os.uname().nodename})" in line
+
+
+def test_a_corrupted_message_is_told_with_its_link(config: Configs, trtrun: Run) -> None:
+    done = trtrun("check", "--config", config(FOUR_RANKS), env=with_fault("3 corrupt"))
+    assert done.returncode == 1
+    wrong = "message of 4096 bytes: its checksum is wrong: bytes were changed on the way (MPI, shared memory)"
+    assert done.stderr.splitlines() == [
+        f"trtrun: rank 3 to rank 1: {wrong}",
+        f"trtrun: rank 3 to rank 2: {wrong}",
+    ]
+    assert "4 ranks on 1 host: failed" in done.stdout
+
+
+def test_a_wrong_sum_is_told_with_its_group(config: Configs, trtrun: Run) -> None:
+    done = trtrun("check", "--config", config(FOUR_RANKS), "--json", env=with_fault("2 wrong-sum"))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(
+        "trtrun: target all_reduce at rank 2: all_reduce of 64 bytes (float32): 1 of 16 elements are "
+    )
+    report = json.loads(done.stdout)
+    assert not report["ok"]
+    assert [link["carries"] for link in report["links"] if link["faults"]] == ["target all_reduce"]
+
+
+def test_a_run_over_a_broken_transport_ends_before_weights_load(config: Configs, trtrun: Run) -> None:
+    done = trtrun("run", "--config", config(FOUR_RANKS), "--prompt", "x", env=with_fault("2 wrong-sum"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "what came to rank 2 is wrong: target: all_reduce of 65536 bytes" in done.stderr
+
+
+def stuck_line(done: subprocess.CompletedProcess[str], started: float, seconds: float) -> str:
+    """The one line about a stuck rank, told within the time of the check."""
+    assert (done.returncode, done.stdout) == (1, "")
+    assert time.monotonic() - started < seconds + 5  # reading the command's own modules is not the check's
+    return error_line(done)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (
+            "1 stop",
+            "draft rank 1 (cpu:0) on {host}, process {any}, is stuck in the step 'draft tokens, rank 1 to rank 2'",
+        ),
+        ("3 sleep", "target rank 3 (cpu:2) on {host}, process {any}, is stuck in the step 'reading the models'"),
+    ],
+)
+def test_a_rank_that_stops_in_the_middle_is_named_with_its_step(
+    config: Configs, trtrun: Run, fault: str, said: str
+) -> None:
+    started = time.monotonic()
+    file = config(FOUR_RANKS, launch={"check_seconds": 30})
+    line = stuck_line(trtrun("check", "--config", file, env=with_fault(fault)), started, 30)
+    before, _, after = said.format(host=os.uname().nodename, any="\0").partition("\0")
+    assert before in line
+    assert after in line
+    assert line.startswith("trtrun: the check was not done after 26 s: ")
+
+
+def test_a_rank_stopped_before_mpi_starts_is_named(config: Configs, start_trtrun: Start) -> None:
+    started = time.monotonic()
+    process = start_trtrun("check", "--config", config(FOUR_RANKS, launch={"check_seconds": 30}))
+    while 3 not in (ranks := ranks_below(process.pid)):
+        assert process.poll() is None
+        assert time.monotonic() - started < 60
+        time.sleep(0.005)
+    os.kill(ranks[3], signal.SIGSTOP)
+    output, errors = process.communicate(timeout=90)
+    done = subprocess.CompletedProcess([], process.returncode, output, errors)
+    assert "target rank 3 (cpu:2)" in stuck_line(done, started, 30)
+    assert "rank 2" not in errors
+    assert not any(is_alive(child) for child in ranks_below(process.pid).values())
+    assert not is_alive(ranks[3])
+
+
+def test_under_a_users_own_mpirun_rank_0_names_whom_it_waits_for(config: Configs, trtrun: Run) -> None:
+    file = config(FOUR_RANKS, launch={"check_seconds": 30})
+    words = [*MPIRUN, "-n", "4", *command_words()]
+    done = trtrun("check", "--config", file, env=with_fault("1 stop"), words=words)
+    assert done.returncode == 1
+    lines = own_lines(done)
+    step = "gave no answer in the step 'draft tokens, rank 1 to rank 2'"
+    assert lines == [
+        f"trtrun: the check did not end within 30 s: draft rank 1 (cpu:0) {step}",
+        f"trtrun: the check did not end within 30 s: target rank 2 (cpu:1) {step}",
+    ]

@@ -1,0 +1,305 @@
+"""Signals that drain a run: what is in flight finishes, the rest stays for --resume, and nothing finished is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import (
+    FOUR_RANKS,
+    ONE_PROCESS,
+    ROOT,
+    Configs,
+    Run,
+    command_environment,
+    command_words,
+    is_alive,
+    ranks_below,
+    read_rows,
+    without_times,
+    write_rows,
+)
+from drains import PATIENCE, handles, rank_of, wait_until, written_indexes
+
+PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"
+ONE_SLOT = ("--set", 'target.devices=["cpu:0"]')
+MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+DONE, DRAINED, ROWS_REFUSED = 0, 3, 4
+pytestmark = pytest.mark.timeout(600)  # several runs in each test, and machines may be busy
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Return start(*arguments, words=…): a command that runs; what is left of it is ended with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: object, words: list[str] | None = None) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*(words or command_words()), *(str(argument) for argument in arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=command_environment(),
+            cwd=ROOT,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        if process.poll() is None:
+            process.kill()  # the kernel takes its ranks along
+        process.communicate(timeout=PATIENCE)
+
+
+def drained_line(cause: str, num_done: int, num_rows: int) -> str:
+    return (
+        f"trtrun: drained after {cause}: {num_done} of {num_rows} rows are done, {num_rows - num_done} are left; "
+        "the same command with --resume runs them"
+    )
+
+
+def own_lines(errors: str) -> list[str]:
+    return [line for line in errors.splitlines() if line.startswith("trtrun: ")]
+
+
+# Drains in the middle of a run, again and again.
+
+CHAIN = [
+    {"prompt": f"def f{index}(", "max_tokens": 240 if index % 8 == 1 else 16, "ignore_eos": True} for index in range(32)
+]
+"""Every eighth prompt takes so long that several others pass it by."""
+
+Target = Callable[[int], int | None]
+TARGETS: dict[str, Target] = {
+    "command": lambda command: command,  # trtrun itself, or the mpirun that a user has started
+    "rank 0": lambda command: rank_of(command, 0),
+}
+STARTERS: dict[str, tuple[list[str], tuple[str, ...], list[tuple[str, signal.Signals]]]] = {
+    "trtrun": (
+        [],
+        (),
+        [("command", signal.SIGINT), ("command", signal.SIGTERM), ("command", signal.SIGUSR1)],
+    ),
+    "mpirun": (
+        [*MPIRUN, "-n", "4"],
+        (),
+        [("command", signal.SIGUSR1), ("rank 0", signal.SIGTERM), ("rank 0", signal.SIGINT)],
+    ),
+    "one process": ([], ONE_SLOT, [("command", signal.SIGTERM), ("command", signal.SIGUSR1)]),
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], list[dict[str, Any]]]:
+    """Return rows(devices): those of a run that nobody disturbs, made once."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    prompts = write_rows(folder / "prompts.jsonl", list(CHAIN))
+
+    @cache
+    def rows(devices: tuple[str, ...]) -> list[dict[str, Any]]:
+        words = [*command_words(), "run", "--config", str(PAIR), *devices, "--prompts", str(prompts)]
+        done = subprocess.run(
+            [*words, "--output", str(folder / "out.jsonl"), "--set", "scheduler.max_batch_size=2"],
+            env=command_environment(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False,
+        )  # fmt: skip
+        assert done.returncode == DONE, done.stderr
+        return read_rows(folder / "out.jsonl")
+
+    return rows
+
+
+@pytest.mark.parametrize("starter", STARTERS)
+def test_a_run_drained_again_and_again_ends_with_the_rows_of_an_undisturbed_one(
+    trtrun: Run,
+    start: Start,
+    tmp_path: Path,
+    undisturbed: Callable[[tuple[str, ...]], list[dict[str, Any]]],
+    starter: str,
+) -> None:
+    before, devices, signals = STARTERS[starter]
+    output, working = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    arguments = ["run", "--config", PAIR, "--set", "scheduler.max_batch_size=2", *devices]
+    arguments += ["--prompts", write_rows(tmp_path / "prompts.jsonl", list(CHAIN)), "--resume", "--output"]
+    done: set[int] = set()
+    for target, number in signals:
+        process = start(*arguments, output, words=[*before, *command_words()])
+
+        def has_passed_a_long_row() -> bool:
+            now = written_indexes(working)
+            return now != set(range(len(now)))
+
+        wait_until(has_passed_a_long_row, process, "a row that passes another by")
+        victim = TARGETS[target](process.pid)
+        assert victim is not None
+        os.kill(victim, number)
+        text, errors = process.communicate(timeout=PATIENCE)
+        before_drain, done = done, written_indexes(working)
+        # Prompts are begun in order. So this says that the long row, which was in flight, has finished, and that no
+        # row was begun behind those in flight: without an end to admissions all others would have passed it by.
+        assert done == set(range(len(done))), "a row in flight did not finish"
+        assert len(before_drain) < len(done) < len(CHAIN), errors
+        assert process.returncode == DRAINED, errors
+        assert text == ""
+        cause = number.name
+        announced, ended = own_lines(errors)
+        assert announced.startswith(f"trtrun: {cause}: no more prompts are begun, those in flight have 30 s")
+        assert ended == drained_line(cause, len(done), len(CHAIN))
+        if starter != "mpirun":  # whose own words nobody filters
+            assert len(errors.splitlines()) == 2, errors
+        assert not output.exists()
+    last = trtrun(*arguments, output)
+    assert last.returncode == DONE, last.stderr
+    assert f"{len(CHAIN) - len(done)} prompts, " in last.stderr
+    assert f"; {len(done)} rows were done before" in last.stderr
+    assert not working.exists()
+    assert without_times(read_rows(output)) == without_times(undisturbed(devices))
+
+
+# How a drain ends.
+
+
+def endless_run(config: Configs, folder: Path, devices: dict[str, list[str]], drain_seconds: float) -> list[object]:
+    """A command line: prompt 0 is done at once, 1 never, and 2 to 4 wait for a row."""
+    sections = {"kv_cache": {"max_tokens": 60000}, "scheduler": {"max_batch_size": 2}}
+    file = config(devices, launch={"drain_seconds": drain_seconds}, **sections)
+    endless = {"prompt": "x", "max_tokens": 50000, "ignore_eos": True}
+    prompts = write_rows(folder / "prompts.jsonl", [{"prompt": "a", "max_tokens": 2}, *[endless] * 4])
+    return ["run", "--config", file, "--prompts", prompts, "--output", folder / "out.jsonl"]
+
+
+def start_endless(
+    config: Configs, start: Start, folder: Path, devices: dict[str, list[str]], drain_seconds: float
+) -> tuple[subprocess.Popen[str], dict[int, int]]:
+    """The same, once prompt 0 is done; and its ranks' processes."""
+    process = start(*endless_run(config, folder, devices, drain_seconds))
+    wait_until(lambda: len(written_indexes(folder / "out.jsonl.partial")) == 1, process, "the first row")
+    return process, ranks_below(process.pid)
+
+
+@pytest.mark.parametrize("devices", [ONE_PROCESS, FOUR_RANKS], ids=["one-process", "four-ranks"])
+def test_rows_that_take_too_long_are_left_and_warnings_do_not_hurry(
+    config: Configs, start: Start, tmp_path: Path, devices: dict[str, list[str]]
+) -> None:
+    process, ranks = start_endless(config, start, tmp_path, devices, drain_seconds=1.5)
+    for victim in (process.pid, *ranks.values(), process.pid):  # as a batch system that signals every process
+        os.kill(victim, signal.SIGUSR1)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == DRAINED, errors
+    assert own_lines(errors)[1:] == [drained_line("SIGUSR1", 1, 5)]
+    assert len(errors.splitlines()) == 2, errors
+    assert written_indexes(tmp_path / "out.jsonl.partial") == {0}
+    assert not (tmp_path / "out.jsonl").exists()
+    assert not any(is_alive(rank) for rank in ranks.values())
+
+
+@pytest.mark.parametrize("devices", [ONE_PROCESS, FOUR_RANKS], ids=["one-process", "four-ranks"])
+@pytest.mark.parametrize(("first", "second"), [("SIGTERM", "SIGINT"), ("SIGINT", "SIGTERM"), ("SIGUSR1", "SIGTERM")])
+def test_a_second_signal_ends_at_once(
+    config: Configs, start: Start, tmp_path: Path, devices: dict[str, list[str]], first: str, second: str
+) -> None:
+    process, ranks = start_endless(config, start, tmp_path, devices, drain_seconds=1000)
+    process.send_signal(signal.Signals[first])
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith(f"trtrun: {first}: no more prompts are begun")
+    process.send_signal(signal.Signals[second])
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 128 + signal.Signals[second]
+    stopped = "; all ranks are stopped" if ranks else ""
+    assert errors.splitlines() == [f"trtrun: ended by {second}{stopped}"]
+    assert written_indexes(tmp_path / "out.jsonl.partial") == {0}
+    assert not any(is_alive(rank) for rank in ranks.values())
+
+
+@pytest.mark.parametrize(("rows", "status"), [([], DONE), ([{"promt": "bad"}], ROWS_REFUSED)], ids=["good", "refused"])
+def test_a_drain_that_finds_time_enough_ends_as_ever(
+    config: Configs, start: Start, tmp_path: Path, rows: list[Any], status: int
+) -> None:
+    long = {"prompt": "x", "max_tokens": 600, "ignore_eos": True}
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "a", "max_tokens": 1}, long, long, *rows])
+    output, working = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
+    file = config(FOUR_RANKS, launch={"drain_seconds": 1000})
+    process = start("run", "--config", file, "--prompts", prompts, "--output", output)
+    wait_until(lambda: 0 in written_indexes(working), process, "the first row")
+    process.terminate()
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == status, errors
+    assert own_lines(errors)[0].startswith("trtrun: SIGTERM: no more prompts are begun")
+    assert f"{3 + len(rows)} prompts, 1201 tokens" in own_lines(errors)[-1]
+    assert [len(row["token_ids"]) for row in read_rows(output)] == [1, 600, 600, *[0 for _ in rows]]
+    assert not working.exists()
+
+
+# Signals before anything runs.
+
+
+def opened(output: Path) -> bool:
+    return output.with_name(output.name + ".partial").exists()
+
+
+Moment = Callable[[int, Path], bool]
+MOMENTS: dict[str, tuple[dict[str, list[str]], Moment]] = {
+    "one process, at its start": (ONE_PROCESS, lambda command, output: handles(command, signal.SIGUSR1)),
+    "one process, before it loads": (ONE_PROCESS, lambda command, output: opened(output)),
+    "parent, at its start": (FOUR_RANKS, lambda command, output: handles(command, signal.SIGUSR1)),
+    "ranks are started": (FOUR_RANKS, lambda command, output: len(ranks_below(command)) == 4),
+    "rank 0 hears": (FOUR_RANKS, lambda command, output: handles(rank_of(command, 0) or 0, signal.SIGUSR1)),
+    "ranks begin to load": (FOUR_RANKS, lambda command, output: opened(output)),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_before_anything_runs_ends_soon_and_loses_nothing(
+    config: Configs, start: Start, tmp_path: Path, moment: str, number: signal.Signals
+) -> None:
+    devices, is_there = MOMENTS[moment]
+    process = start(*endless_run(config, tmp_path, devices, drain_seconds=5))
+    wait_until(lambda: is_there(process.pid, tmp_path / "out.jsonl"), process, moment)
+    ranks = ranks_below(process.pid)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == DRAINED, errors
+    assert own_lines(errors)[-1].startswith(f"trtrun: drained after {number.name}"), errors
+    assert "--resume runs them" in errors
+    assert not (tmp_path / "out.jsonl").exists()
+    assert written_indexes(tmp_path / "out.jsonl.partial") <= {0}  # 0 where loading was done by then
+    assert not any(is_alive(rank) for rank in ranks.values())
+
+
+def test_a_signal_to_a_users_own_mpirun_before_anything_runs(config: Configs, start: Start, tmp_path: Path) -> None:
+    arguments = endless_run(config, tmp_path, FOUR_RANKS, drain_seconds=5)
+    process = start(*arguments, words=[*MPIRUN, "-n", "4", *command_words()])
+    wait_until(lambda: handles(rank_of(process.pid, 0) or 0, signal.SIGTERM), process, "rank 0's handlers")
+    ranks = ranks_below(process.pid)
+    os.kill(ranks[0], signal.SIGTERM)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == DRAINED, errors
+    assert own_lines(errors)[-1].startswith("trtrun: drained after SIGTERM"), errors
+    assert not any(is_alive(rank) for rank in ranks.values())
+
+
+# Runs that keep no rows.
+
+
+@pytest.mark.parametrize("devices", [ONE_PROCESS, FOUR_RANKS], ids=["one-process", "four-ranks"])
+def test_without_an_output_file_a_warning_ends_the_job_at_once(
+    config: Configs, start: Start, devices: dict[str, list[str]]
+) -> None:
+    file = config(devices, kv_cache={"max_tokens": 60000}, launch={"drain_seconds": 1000})
+    process = start("run", "--config", file, "--prompt", "x", "--max-tokens", 50000, "--ignore-eos")
+    assert process.stdout is not None and process.stdout.read(1)
+    ranks = ranks_below(process.pid)
+    process.send_signal(signal.SIGUSR1)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 128 + signal.SIGUSR1
+    assert errors.splitlines() == ["trtrun: ended by SIGUSR1" + ("; all ranks are stopped" if ranks else "")]
+    assert not any(is_alive(rank) for rank in ranks.values())

@@ -1,0 +1,120 @@
+"""A user's program over four ranks in which one rank stands still, as the environment says; the limits are in seconds.
+
+HEARTBEAT_TARGET, HEARTBEAT_DRAFT: model directories. HEARTBEAT_LIMIT, HEARTBEAT_START: launch.heartbeat_seconds and
+launch.start_seconds. HEARTBEAT_RANK: which rank stands still. HEARTBEAT_KIND: how and where:
+
+- python, native: in the middle of a round, in Python or in a call that keeps the interpreter's lock.
+- slow: not for ever, but for the better part of the limit, in several rounds.
+- wait: the program does nothing for longer than the limit, between two calls.
+- loading, warming, missing: in the start: in the weights, in warm-up, or before it has anything to do with the others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from mpi4py import MPI
+from pipelines import configuration, prompt_of
+
+from trtrun import LLM, SamplingParams
+from trtrun.engine.runner import Engine
+from trtrun.models.loading import _Loader
+from trtrun.roles import startup
+from trtrun.scheduling.scheduler import Scheduler
+from trtrun.speculation.drafters.draft_model import DraftModelDrafter
+
+RANK, KIND = int(os.environ["HEARTBEAT_RANK"]), os.environ["HEARTBEAT_KIND"]
+LIMIT = float(os.environ["HEARTBEAT_LIMIT"])
+SLOW_ROUNDS = 4
+WARM_CALLS = 3
+"""Warm-up verifies up to three times."""
+
+
+def stuck_in_python() -> None:
+    print(f"standing still at {time.time()}", flush=True)
+    while True:
+        time.sleep(0.01)
+
+
+def stuck_in_native_code() -> None:
+    print(f"standing still at {time.time()}", flush=True)
+    ctypes.PyDLL(None).sleep(1000)  # unlike CDLL, PyDLL keeps the interpreter's lock
+
+
+def be_slow() -> None:
+    time.sleep(0.6 * LIMIT)
+
+
+def change(owner: Any, name: str, when: Callable[[int], bool], what: Callable[[], None]) -> None:
+    """Let a function of `owner` do `what` first, in the calls whose number `when` picks."""
+    original: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def changed(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if when(calls):
+            what()
+        return original(*arguments, **keywords)
+
+    setattr(owner, name, changed)
+
+
+@cache
+def began() -> float:
+    """When this was asked first."""
+    return time.monotonic()
+
+
+def stand_still() -> None:
+    """Prepare this rank for what the environment says."""
+    if KIND == "missing":
+        stuck_in_python()
+    elif KIND == "loading":
+        # The target's third layer: some of the weights are read by then.
+        change(_Loader, "linear", lambda call: call == 6, stuck_in_python)
+    elif KIND == "warming":
+        change(startup, "warm_up", lambda call: True, stuck_in_python)
+    elif KIND in ("python", "native", "slow"):
+        what = {"python": stuck_in_python, "native": stuck_in_native_code, "slow": be_slow}[KIND]
+        owner, name = {0: (Scheduler, "schedule"), 1: (DraftModelDrafter, "propose")}.get(
+            RANK, (Engine, "verify_forward")
+        )
+        if KIND == "slow":
+            change(owner, name, lambda call: call % 3 == 0 and 3 < call <= 3 * SLOW_ROUNDS + 3, what)
+        else:
+            # Once rounds have run for a second, so that beats have told of some.
+            change(owner, name, lambda call: call > WARM_CALLS and time.monotonic() > began() + 1, what)
+
+
+def use(llm: LLM) -> None:
+    endless = SamplingParams(max_tokens=1_000_000 if KIND in ("python", "native") else 60, ignore_eos=True)
+    for _ in llm.stream(prompt_of(9), endless):
+        pass
+    if KIND == "wait":
+        started = time.monotonic()
+        while time.monotonic() - started < 2 * LIMIT:
+            time.sleep(0.1)
+        llm.generate([prompt_of(9)], SamplingParams(max_tokens=8))
+    print(f"all is well after {llm.statistics()['num_rounds']} rounds", flush=True)
+
+
+WORLD = MPI.COMM_WORLD
+print("pids", *WORLD.allgather(os.getpid()), flush=True)
+if WORLD.rank == RANK:
+    stand_still()
+config = configuration(
+    os.environ["HEARTBEAT_TARGET"],  # type: ignore[arg-type]
+    os.environ["HEARTBEAT_DRAFT"],  # type: ignore[arg-type]
+    devices=(("cpu:0",), ("cpu:1", "cpu:2")),
+    kv_cache={"max_tokens": 70_000},
+    scheduler={"max_batch_size": 2, "plans_ahead": int(os.environ.get("HEARTBEAT_PLANS_AHEAD", "0"))},
+    launch={"heartbeat_seconds": LIMIT, "start_seconds": float(os.environ.get("HEARTBEAT_START", "120"))},
+)
+with LLM(config=config) as llm:
+    use(llm)

@@ -1,0 +1,243 @@
+"""Time limits of a job: a rank that is silent or stands still is named, with its stack, and the job ends.
+
+Each test starts a real job of four ranks, a draft and two target ranks beside the orchestrator
+(`programs/heartbeat_case.py`). Bounds on time only tell an end from a hang; they are no measurement.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from pipelines import noisy_copy
+
+PROGRAM = "tests/ranks/programs/heartbeat_case.py"
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = ["orchestrator rank 0 (host)", "draft rank 1 (cpu:0)", "target rank 2 (cpu:1)", "target rank 3 (cpu:2)"]
+RANKS_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+LIMIT = 2.0
+SOON = 30.0
+TIMEOUT = 90.0
+
+RunRanks = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of the program: a pair with a long context."""
+    folder = tmp_path_factory.mktemp("models")
+    target = make_checkpoint(folder / "target", num_hidden_layers=3, max_position_embeddings=65536)
+    draft = noisy_copy(folder / "draft", target, 0.05)
+    return {
+        "HEARTBEAT_TARGET": str(target),
+        "HEARTBEAT_DRAFT": str(draft),
+        "HEARTBEAT_LIMIT": str(LIMIT),
+        "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}",
+    }
+
+
+def case(models: dict[str, str], kind: str, rank: int, **more: object) -> dict[str, str]:
+    extra = {f"HEARTBEAT_{name.upper()}": str(value) for name, value in more.items()}
+    return {**models, "HEARTBEAT_KIND": kind, "HEARTBEAT_RANK": str(rank), **extra}
+
+
+def own_lines(stderr: str) -> list[str]:
+    """What trtrun said itself, without the stacks. mpirun may leave a NUL byte before a line."""
+    return [line.strip("\0") for line in stderr.splitlines() if "trtrun: " in line]
+
+
+def stack_of(stderr: str, name: str) -> str:
+    """The stack that stands under a rank's name."""
+    found = re.search(rf"^--- main thread of [^\n]*{re.escape(name)}[^\n]*\n((?:  .*\n)+)", stderr, re.MULTILINE)
+    assert found is not None, stderr
+    return found[1]
+
+
+def seconds_since(stdout: str, ended: float) -> float:
+    stood = re.search(r"standing still at ([\d.]+)", stdout)
+    assert stood is not None, stdout
+    return ended - float(stood[1])
+
+
+@pytest.mark.parametrize(
+    ("rank", "phase", "plans_ahead"),
+    [(1, "drafting", 0), (2, "verifying", 1), (3, "verifying", 0)],
+)
+def test_a_worker_that_stands_still_in_python_is_named_and_not_the_ranks_that_wait_for_it(
+    run_ranks: RunRanks, models: dict[str, str], rank: int, phase: str, plans_ahead: int
+) -> None:
+    done = run_ranks(4, PROGRAM, env=case(models, "python", rank, plans_ahead=plans_ahead), timeout=TIMEOUT)
+    assert done.returncode != 0
+    (line,) = own_lines(done.stderr)
+    assert re.fullmatch(
+        rf"trtrun: {re.escape(NAMES[rank])} failed: in round \d+ \({phase}\) for longer than 2 s", line
+    ), line
+    assert "stuck_in_python" in stack_of(done.stderr, NAMES[rank])
+    # The stack of the one at fault comes first; the others' say for whom they wait.
+    assert done.stderr.index(f"main thread of {NAMES[rank]}") == done.stderr.index("main thread of ")
+    assert all("stuck_in_python" not in stack_of(done.stderr, name) for name in NAMES if name != NAMES[rank])
+    assert LIMIT <= seconds_since(done.stdout, done.ended) < SOON
+
+
+def test_a_worker_whose_threads_cannot_run_is_named_and_leaves_its_stack(
+    run_ranks: RunRanks, models: dict[str, str]
+) -> None:
+    done = run_ranks(4, PROGRAM, env=case(models, "native", 3), timeout=TIMEOUT)
+    assert done.returncode != 0
+    (line,) = own_lines(done.stderr)
+    assert re.fullmatch(
+        rf"trtrun: {re.escape(NAMES[3])} failed: silent for 2 s, last seen (in|idle after) round \d+.*", line
+    ), line
+    # Written by C code: under the name that its heartbeat's thread bears.
+    assert f"in heartbeat of {NAMES[3]}\n" in done.stderr
+    assert "in stuck_in_native_code\n" in done.stderr
+    assert seconds_since(done.stdout, done.ended) < SOON
+
+
+def test_an_orchestrator_that_stands_still_in_python_is_named(run_ranks: RunRanks, models: dict[str, str]) -> None:
+    done = run_ranks(4, PROGRAM, env=case(models, "python", 0), timeout=TIMEOUT)
+    assert done.returncode != 0
+    (line,) = own_lines(done.stderr)
+    assert re.fullmatch(
+        rf"trtrun: {re.escape(NAMES[0])} failed: stands still in round \d+ \(scheduling\) for longer than 2 s", line
+    ), line
+    assert "stuck_in_python" in stack_of(done.stderr, NAMES[0])
+
+
+def test_an_orchestrator_whose_threads_cannot_run_is_named_by_a_worker(
+    run_ranks: RunRanks, models: dict[str, str]
+) -> None:
+    done = run_ranks(4, PROGRAM, env=case(models, "native", 0), timeout=TIMEOUT)
+    assert done.returncode != 0
+    lines = own_lines(done.stderr)
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith(f"trtrun: {NAMES[0]} failed: silent for 2 s, last seen ")
+    assert lines[0].endswith(f"as told by {NAMES[1]}")
+    assert f"in heartbeat of {NAMES[0]}\n" in done.stderr
+    assert "in stuck_in_native_code\n" in done.stderr
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_rounds_that_are_slow_but_end_within_the_limit_go_on(
+    run_ranks: RunRanks, models: dict[str, str], rank: int
+) -> None:
+    done = run_ranks(4, PROGRAM, env=case(models, "slow", rank), timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
+    assert "all is well" in done.stdout
+    assert own_lines(done.stderr) == []
+
+
+def test_a_program_may_take_its_time_between_calls(run_ranks: RunRanks, models: dict[str, str]) -> None:
+    done = run_ranks(4, PROGRAM, env=case(models, "wait", 0), timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
+    assert "all is well" in done.stdout
+    assert own_lines(done.stderr) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "words"),
+    [
+        ("loading", 3, r"target rank 3 \(cpu:2\): weights \d+ %"),
+        ("warming", 1, r"draft rank 1 \(cpu:0\): warming up"),
+        ("missing", 2, r"target rank 2 \(cpu:1\): not heard of"),
+    ],
+)
+def test_a_start_that_takes_too_long_ends_with_where_each_late_rank_is(
+    run_ranks: RunRanks, models: dict[str, str], kind: str, rank: int, words: str
+) -> None:
+    done = run_ranks(4, PROGRAM, env=case(models, kind, rank, start=8), timeout=TIMEOUT)
+    assert done.returncode != 0
+    (line,) = own_lines(done.stderr)
+    assert line.startswith("trtrun: the job has not started within 8 s (launch.start_seconds): ")
+    assert re.search(words, line), line
+    if kind == "loading":
+        assert all(name not in line for name in NAMES if name != NAMES[rank]), line
+    if kind != "missing":  # who was never heard of cannot be asked
+        assert "stuck_in_python" in stack_of(done.stderr, NAMES[rank])
+
+
+class Job:
+    """A job of four ranks without a parent of trtrun's, its ranks' processes known."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        mpirun = str(Path(sys.executable).parent / "mpirun")
+        self.process = subprocess.Popen(
+            [mpirun, "--oversubscribe", "--bind-to", "none", "-n", "4", sys.executable, PROGRAM],
+            cwd=ROOT,
+            env={**os.environ, **RANKS_ENVIRONMENT, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.ranks: list[int] = []
+        assert self.process.stdout is not None
+        while not self.ranks:
+            line = self.process.stdout.readline()
+            assert line, self.process.communicate()
+            if line.startswith("pids"):
+                self.ranks = [int(word) for word in line.split()[1:]]
+
+    def wait_for(self, words: str) -> None:
+        """Read the job's output until a line holds `words`."""
+        assert self.process.stdout is not None
+        while words not in (line := self.process.stdout.readline()):
+            assert line, self.process.communicate()
+
+    def close(self) -> None:
+        """End what is left of it."""
+        for process in (*self.ranks, self.process.pid):
+            try:
+                os.kill(process, signal.SIGCONT)
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.communicate(timeout=SOON)
+
+
+@pytest.fixture
+def start_job() -> Iterator[Callable[[dict[str, str]], Job]]:
+    jobs: list[Job] = []
+
+    def start(environment: dict[str, str]) -> Job:
+        jobs.append(Job(environment))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.close()
+
+
+def await_end(process: int, seconds: float) -> float:
+    """Seconds until a process has ended."""
+    descriptor, started = os.pidfd_open(process), time.monotonic()
+    try:
+        assert select.select([descriptor], [], [], seconds)[0], f"process {process} runs on after {seconds} s"
+    finally:
+        os.close(descriptor)
+    return time.monotonic() - started
+
+
+def test_ending_does_not_wait_for_a_launcher_that_does_not_answer(
+    start_job: Callable[[dict[str, str]], Job], models: dict[str, str]
+) -> None:
+    """MPI's abort asks mpirun, which is stopped here: the rank that ends the job must exit all the same."""
+    job = start_job(case(models, "python", 2))
+    job.wait_for("standing still")
+    os.kill(job.process.pid, signal.SIGSTOP)
+    assert await_end(job.ranks[0], SOON) >= 0

@@ -1,0 +1,173 @@
+"""What the Slurm tests share: the cluster, the command, a configuration of the shipped pair, its undisturbed rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster import Cluster, missing
+
+ROOT = Path(__file__).resolve().parents[2]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Start = Callable[..., "subprocess.Popen[str]"]
+Rows = list[dict[str, Any]]
+
+TEXTS = ("def main(", "import os\n", "class Tree:", "for i in range(")
+
+
+def make_prompts(count: int, max_tokens: int) -> Rows:
+    """Input rows of equal length."""
+    return [
+        {"prompt": TEXTS[place % 4] * (1 + place // 4), "max_tokens": max_tokens, "ignore_eos": True}
+        for place in range(count)
+    ]
+
+
+def read_rows(path: Path) -> Rows:
+    """Output rows without what differs from run to run."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [{name: value for name, value in row.items() if not name.endswith("_s")} for row in rows]
+
+
+def count_lines(path: Path) -> int:
+    """Whole lines of a file that may not exist."""
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A Slurm of two nodes; skips where none can be started."""
+    reason = missing()
+    if reason is not None:
+        pytest.skip(f"no Slurm here: {reason}")
+    running = Cluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        running.start()
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a test's files lie and its jobs run; its name has what a shell and sbatch must not trip over."""
+    place = tmp_path / "it's a $(folder) #1"
+    place.mkdir()
+    return place
+
+
+def command_words() -> list[str]:
+    """The command, as this Python has it."""
+    return [sys.executable, "-m", "launch.cli"]
+
+
+def command_environment(cluster: Cluster | None) -> dict[str, str]:
+    """Of the command and its jobs: this checkout's code, one thread a rank."""
+    base = os.environ if cluster is None else cluster.environment
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**base, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+
+
+@pytest.fixture
+def trtrun(cluster: Cluster, folder: Path) -> Run:
+    """Return run(*arguments): the command on the cluster's login node, which is this host, captured."""
+
+    def run(*arguments: object, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command_words(), *(str(argument) for argument in arguments)],
+            env=command_environment(cluster), cwd=folder, capture_output=True, text=True, timeout=timeout, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture
+def start_trtrun(cluster: Cluster, folder: Path) -> Iterator[Start]:
+    """Return start(*arguments): the command, running; ended with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*command_words(), *(str(argument) for argument in arguments)],
+            env=command_environment(cluster), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate(timeout=60)
+
+
+@pytest.fixture
+def config(folder: Path) -> Callable[..., Path]:
+    """Return make(nodes, slurm={…}, **sections) -> a YAML file for the shipped pair, one CPU slot of the target a node.
+
+    The file is JSON, which is YAML.
+    """
+
+    def make(nodes: int, slurm: dict[str, Any] | None = None, **sections: Any) -> Path:
+        values: dict[str, Any] = {
+            "target": {"model": "asset:target", "devices": {"nodes": nodes, "cpus_per_node": 1}},
+            "draft": {"model": "asset:draft", "devices": {"nodes": 1, "cpus_per_node": 1}},
+            "threads": 1,
+            **sections,
+        }
+        # A limit, because a job that hangs must not outlive the tests.
+        values["launch"] = {**values.get("launch", {}), "slurm": {"time": "10:00", **(slurm or {})}}
+        file = folder / f"run {len(list(folder.glob('*.yaml')))}.yaml"
+        file.write_text(json.dumps(values), encoding="utf-8")
+        return file
+
+    return make
+
+
+@pytest.fixture
+def prompts(folder: Path) -> Callable[..., Path]:
+    """Return write(count, max_tokens) -> a prompts file."""
+
+    def write(count: int, max_tokens: int) -> Path:
+        file = folder / "prompts.jsonl"
+        lines = [json.dumps(row) for row in make_prompts(count, max_tokens)]
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return file
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def local_rows(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Rows]:
+    """Return rows(count, max_tokens, targets=1): the output of a run on this host that nobody disturbs.
+
+    Sums over tensor-parallel ranks round in their own way, so the number of targets is part of what is compared.
+    """
+    known: dict[tuple[int, int, int], Rows] = {}
+
+    def make(count: int, max_tokens: int, targets: int = 1) -> Rows:
+        if (count, max_tokens, targets) not in known:
+            folder = tmp_path_factory.mktemp("local")
+            values = {
+                "target": {"model": "asset:target", "devices": [f"cpu:{index}" for index in range(targets)]},
+                "draft": {"model": "asset:draft", "devices": ["cpu:0"]},
+            }
+            (folder / "run.yaml").write_text(json.dumps(values), encoding="utf-8")
+            lines = [json.dumps(row) for row in make_prompts(count, max_tokens)]
+            (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            words = [*command_words(), "run", "--config", "run.yaml", "--prompts", "prompts.jsonl"]
+            done = subprocess.run(
+                [*words, "--output", "out.jsonl"], env=command_environment(None), cwd=folder,
+                capture_output=True, text=True, timeout=170, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            known[count, max_tokens, targets] = read_rows(folder / "out.jsonl")
+        return known[count, max_tokens, targets]
+
+    return make

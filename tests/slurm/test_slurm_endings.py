@@ -1,0 +1,195 @@
+"""Jobs on a real Slurm that do not end by themselves: cancelled, warned, killed, their node lost. No row is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cluster import Cluster, wait_for
+from conftest import Rows, Run, Start, count_lines, read_rows
+
+Config = Callable[..., Path]
+Prompts = Callable[..., Path]
+Local = Callable[[int, int], Rows]
+
+pytestmark = pytest.mark.timeout(300)
+ONE_BY_ONE = {"max_batch_size": 1}
+"""Rows that run one after another finish one after another, so that some are left at any moment."""
+
+
+class Jobs:
+    """Submits the same run again and again, as a user does who wants its rows."""
+
+    def __init__(self, cluster: Cluster, trtrun: Run, folder: Path, file: Path, prompts: Path) -> None:
+        self._cluster = cluster
+        self._trtrun = trtrun
+        self._folder = folder
+        self._arguments = ("--config", file, "--", "run", "--prompts", prompts, "--output", "out.jsonl")
+
+    def submit(self, *options: object) -> int:
+        """Return the job's number, which is all that standard output holds."""
+        done = self._trtrun("submit", *options, *self._arguments)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    def wait_for_rows(self, count: int) -> None:
+        """Until so many rows are finished."""
+        partial = self._folder / "out.jsonl.partial"
+        wait_for(lambda: count_lines(partial) >= count, 90, f"{count} rows are finished")
+
+    def wait_for_state(self, job: int, *states: str) -> dict[str, str]:
+        """Until the job is in one of the states; what Slurm says of it then."""
+
+        def show() -> dict[str, str] | None:
+            shown = self._cluster.show(job)
+            return shown if shown["JobState"] in states else None
+
+        return wait_for(show, 150, f"job {job} is {' or '.join(states)}")
+
+    def log(self, job: int) -> str:
+        """All that the job said."""
+        return (self._folder / f"trtrun-{job}.log").read_text(encoding="utf-8")
+
+    def finish(self, rows: Rows) -> None:
+        """Submit once more, and see that the output is whole."""
+        job = self.submit()
+        self.wait_for_state(job, "COMPLETED")
+        assert "rows were done before" in self.log(job)
+        assert read_rows(self._folder / "out.jsonl") == rows
+        assert not (self._folder / "out.jsonl.partial").exists()
+
+
+@pytest.fixture
+def jobs(cluster: Cluster, trtrun: Run, folder: Path, prompts: Prompts) -> Callable[..., Jobs]:
+    """Return make(config, count, max_tokens)."""
+
+    def make(file: Path, count: int, max_tokens: int) -> Jobs:
+        return Jobs(cluster, trtrun, folder, file, prompts(count, max_tokens))
+
+    return make
+
+
+def test_a_cancelled_job_drains_and_the_next_one_goes_on(
+    trtrun: Run, config: Config, jobs: Callable[..., Jobs], local_rows: Local
+) -> None:
+    # It would be requeued after Slurm's warning, but not when a user wants it to end.
+    run = jobs(config(1, {"requeue": True, "signal_seconds": 60}, scheduler=ONE_BY_ONE), 8, 100)
+    job = run.submit()
+    run.wait_for_rows(1)
+    done = trtrun("cancel", job)
+    assert (done.returncode, done.stderr) == (0, f"trtrun: job {job} drains; trtrun status tells when it has ended\n")
+    ended = run.wait_for_state(job, "FAILED", "COMPLETED", "PENDING")
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "3:0", "0")
+    shown = trtrun("status", job).stdout
+    assert f"job {job} FAILED after" in shown
+    assert "exit status 3: drained" in shown
+    run.finish(local_rows(8, 100))
+
+
+def test_a_job_that_waits_is_taken_out_of_the_queue(
+    cluster: Cluster, trtrun: Run, config: Config, jobs: Callable[..., Jobs]
+) -> None:
+    run = jobs(config(1, {"extra": ["--begin=now+1hour"]}), 1, 2)
+    job = run.submit()
+    assert f"job {job} is PENDING (BeginTime)" in trtrun("status", job).stdout
+    done = trtrun("cancel", job)
+    assert (done.returncode, done.stderr) == (0, f"trtrun: job {job} is ended\n")
+    assert cluster.show(job)["JobState"] == "CANCELLED"
+
+
+def test_a_job_that_reaches_its_time_limit_drains_requeues_and_completes(
+    cluster: Cluster, config: Config, jobs: Callable[..., Jobs], folder: Path, local_rows: Local
+) -> None:
+    slurm = {"requeue": True, "signal_seconds": 120}
+    for count in (120, 480, 1920):
+        file = config(1, slurm, scheduler=ONE_BY_ONE, launch={"drain_seconds": 5})
+        run = jobs(file, count, 80)
+        job = run.submit()
+        run.wait_for_rows(2)
+        # Slurm counts limits in minutes and looks at them every half minute. From now on the end is near enough for the
+        # warning, and more than a minute away.
+        minutes = int(cluster.show(job)["RunTime"].split(":")[1])
+        cluster.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")
+        shown = run.wait_for_state(job, "PENDING", "COMPLETED", "FAILED", "TIMEOUT")
+        if shown["JobState"] != "COMPLETED":
+            break
+        (folder / "out.jsonl").unlink()  # this machine is too fast: once more, with more to do
+    assert shown["JobState"] == "PENDING", run.log(job)
+    kept = count_lines(folder / "out.jsonl.partial")
+    assert 2 <= kept < count
+    # The next start may run the rest as it likes: rows do not depend on who shares their batch.
+    file.write_text(file.read_text(encoding="utf-8").replace('"max_batch_size": 1', '"max_batch_size": 32'))
+    cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=10")
+    ended = run.wait_for_state(job, "COMPLETED", "FAILED", "TIMEOUT")
+    log = run.log(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
+    assert "trtrun: SIGUSR1: no more prompts are begun" in log
+    assert "trtrun: the job goes back into the queue, for the rows that are left\n" in log
+    assert "start 2\n" in log
+    assert f"{kept} rows were done before" in log
+    assert read_rows(folder / "out.jsonl") == local_rows(count, 80)
+
+
+def test_a_job_that_gets_no_further_is_not_requeued(
+    cluster: Cluster, config: Config, jobs: Callable[..., Jobs]
+) -> None:
+    slurm = {"requeue": True, "signal_seconds": 60, "setup": ["SLURM_RESTART_COUNT=3 # as if it were the fourth start"]}
+    run = jobs(config(1, slurm, scheduler=ONE_BY_ONE, launch={"drain_seconds": 0.1}), 1, 4000)
+    job = run.submit()
+    wait_for(lambda: len(cluster.ranks(job)) == 3, 60, "the ranks are up")
+    cluster.call("scancel", "--batch", "--signal=USR1", str(job))
+    ended = run.wait_for_state(job, "FAILED", "COMPLETED", "PENDING")
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "3:0", "0")
+    assert "trtrun: no row was finished, and the next start would hardly get further: not requeued" in run.log(job)
+
+
+def test_a_killed_rank_ends_the_job_and_the_next_one_goes_on(
+    cluster: Cluster, trtrun: Run, config: Config, jobs: Callable[..., Jobs], local_rows: Local
+) -> None:
+    run = jobs(config(1, scheduler=ONE_BY_ONE), 8, 100)
+    job = run.submit()
+    run.wait_for_rows(1)
+    process, _ = cluster.ranks(job)[2]
+    os.kill(process, signal.SIGKILL)
+    ended = run.wait_for_state(job, "FAILED", "COMPLETED")
+    assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "137:0"), run.log(job)
+    assert "target rank 2 (n1 cpu:0)" in run.log(job)
+    assert f"job {job} FAILED" in trtrun("status", job).stdout
+    run.finish(local_rows(8, 100))
+
+
+def test_a_job_whose_node_is_set_down_starts_again_when_it_is_back(
+    cluster: Cluster, config: Config, jobs: Callable[..., Jobs], folder: Path, start_trtrun: Start
+) -> None:
+    slurm = {"requeue": True, "signal_seconds": 60}
+    run = jobs(config(2, slurm, scheduler=ONE_BY_ONE), 6, 100)
+    job = run.submit()
+    run.wait_for_rows(1)
+    cluster.set_node("n2", "DOWN")
+    try:
+        run.wait_for_state(job, "PENDING", "FAILED", "NODE_FAIL", "COMPLETED")
+    finally:
+        cluster.set_node("n2", "RESUME")
+    ended = run.wait_for_state(job, "COMPLETED", "FAILED", "NODE_FAIL")
+    log = run.log(job)
+    assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
+    assert "DUE TO NODE FAILURE" in log
+    assert "rows were done before" in log
+    assert len(read_rows(folder / "out.jsonl")) == 6
+
+
+@pytest.mark.parametrize("kind", ["none", "pmi2"])
+def test_processes_that_srun_leaves_alone_say_so_and_fail(
+    trtrun: Run, config: Config, prompts: Prompts, folder: Path, kind: str
+) -> None:
+    """The wheel of Open MPI understands neither: each of its ranks would be a world of its own, and call it success."""
+    file = config(2, {"launcher": "srun", "srun_mpi": kind})
+    arguments = ("--config", file, "--follow", "--", "run", "--prompts", prompts(1, 2), "--output", "out.jsonl")
+    done = trtrun("submit", *arguments)
+    assert done.returncode not in (0, 3), done.stdout
+    assert "srun" in done.stdout
+    assert "do not know each other" in done.stdout or "MPI sees a world of 1" in done.stdout
+    assert not (folder / "out.jsonl").exists()

@@ -1,0 +1,116 @@
+"""What a main thread says about itself: rounds and phases, and how long it has been in them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import parallel.activity
+from parallel.activity import NO_ROUND, Activity, Doing, Phase
+from parallel.stacks import Stack, main_stack, named, show_stacks, waits_for_peers
+
+
+class Clock:
+    """Stands in for time.monotonic, so that spans are exact."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(parallel.activity, "time", clock)
+    return clock
+
+
+def test_a_round_goes_on_through_its_phases_and_ends_with_rest(clock: Clock) -> None:
+    activity = Activity()
+    activity.enter(7, Phase.DRAFTING)
+    clock.now += 2
+    activity.enter(7, Phase.VERIFYING)
+    clock.now += 3
+    assert activity.look() == Doing(Phase.VERIFYING, 7, 5.0, 3.0)
+    activity.rest()
+    clock.now += 1
+    assert activity.look() == Doing(Phase.IDLE, 7, 1.0, 1.0)
+    activity.enter(8, Phase.DRAFTING)
+    assert activity.look() == Doing(Phase.DRAFTING, 8, 0.0, 0.0)
+
+
+def test_the_same_round_number_after_a_rest_is_another_round(clock: Clock) -> None:
+    activity = Activity()
+    activity.enter(0, Phase.DRAFTING)
+    activity.rest()
+    clock.now += 50
+    activity.enter(0, Phase.DRAFTING)
+    assert activity.look().round_seconds == 0
+
+
+def test_the_start_counts_its_phases_and_bytes(clock: Clock) -> None:
+    activity = Activity()
+    activity.start(Phase.WEIGHTS)
+    clock.now += 4
+    activity.start(Phase.WEIGHTS, 34, 100)
+    doing = activity.look()
+    assert (doing.phase_seconds, doing.words, doing.phase.is_start) == (4.0, "weights 34 %", True)
+    activity.start(Phase.WARMING_UP)
+    assert activity.look() == Doing(Phase.WARMING_UP, NO_ROUND)
+
+
+def test_words_name_round_and_phase() -> None:
+    assert Doing(Phase.VERIFYING, 17).words == "in round 17 (verifying)"
+    assert Doing(Phase.IDLE, 17).words == "idle after round 17"
+    assert Doing(Phase.IDLE).words == "idle"
+    assert Doing(Phase.WEIGHTS).words == "weights"
+
+
+def test_what_is_done_travels_as_json_and_nothing_else_does() -> None:
+    doing = Doing(Phase.TRANSFERRING, 3, 1.5, 0.5, 1, 2)
+    assert Doing.from_dict(json.loads(json.dumps(doing.as_dict()))) == doing
+    for wrong in ({"phase": "sleeping"}, {**doing.as_dict(), "more": 1}, {}):
+        with pytest.raises((TypeError, ValueError)):
+            Doing.from_dict(wrong)
+
+
+def test_another_thread_sees_the_main_threads_stack() -> None:
+    found: list[Stack] = []
+    thread = threading.Thread(target=lambda: found.append(main_stack()))
+    thread.start()
+    thread.join()
+    assert "test_another_thread_sees_the_main_threads_stack" in found[0].text
+    assert not found[0].waits
+
+
+def test_only_code_that_serves_to_wait_waits_for_peers() -> None:
+    package = Path(parallel.activity.__file__).parent
+    for waits in ("link.py", "waiting.py", "control.py", "transports/mpi.py", "transports/nccl.py"):
+        assert (package / waits).is_file() and waits_for_peers(str(package / waits))
+    for works in ("heartbeat.py", "activity.py", "../trtrun/roles/worker.py"):
+        assert not waits_for_peers(str(package / works))
+
+
+def test_ranks_at_the_same_place_share_a_stack() -> None:
+    stacks = {"a": Stack("  one\n", True), "b": Stack("  two\n", False), "c": Stack("  one\n", True)}
+    assert show_stacks(stacks) == (
+        "--- main thread of a, c, innermost call last:\n  one\n--- main thread of b, innermost call last:\n  two\n"
+    )
+
+
+def test_a_named_method_bears_the_name_in_stacks() -> None:
+    class Looker:
+        name = ""
+
+        def look(self) -> None:
+            self.name = sys._getframe().f_code.co_name
+
+    looker = Looker()
+    named(looker.look, "heartbeat of rank 3")()
+    assert looker.name == "heartbeat of rank 3"

@@ -1,0 +1,157 @@
+"""Who is at fault when a job stands still: decided from ranks' states and stacks alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from parallel.activity import NO_ROUND, Doing, Phase
+from parallel.culprit import (
+    CLOSED_SECONDS,
+    Accusation,
+    RankState,
+    StacksWanted,
+    examine,
+    find_broken,
+    late_starters,
+)
+from parallel.stacks import Stack
+
+LIMIT, PATIENCE = 60.0, 4.0
+WAITS, WORKS = Stack("  in a communicator\n", True), Stack("  in a loop\n", False)
+COLLECTING = Doing(Phase.AWAITING_REPORT, 17, 61, 61)
+
+
+def in_round(
+    rank: int, phase: Phase = Phase.VERIFYING, seconds: float = 61, index: int = 17, **more: float
+) -> RankState:
+    return RankState(rank, Doing(phase, index, seconds, seconds), **more)
+
+
+def idle(rank: int, seconds: float = 0.0, index: int = 17, **more: float) -> RankState:
+    return RankState(rank, Doing(Phase.IDLE, index, seconds, seconds), **more)
+
+
+def judge(own: Doing, *states: RankState, stacks: Mapping[int, Stack] | None = None) -> object:
+    return examine(own, states, LIMIT, PATIENCE, stacks)
+
+
+def test_nobody_is_late_within_the_limit() -> None:
+    own = Doing(Phase.AWAITING_REPORT, 17, 59, 59)
+    assert judge(own, in_round(1, seconds=59), in_round(2, seconds=59, silent_seconds=3)) is None
+    assert judge(Doing(Phase.SCHEDULING, 17, 59, 59), idle(1), idle(2)) is None
+
+
+def test_who_waits_for_a_plan_or_for_its_user_is_never_late() -> None:
+    own = Doing(Phase.IDLE, 17, 9999, 9999)
+    assert judge(own, idle(1, 9999), idle(2, 9999)) is None
+    assert judge(own, RankState(1, Doing(Phase.IDLE, NO_ROUND, 9999, 9999))) is None
+
+
+def test_a_silent_rank_is_at_fault_however_late_the_others_are() -> None:
+    found = judge(COLLECTING, in_round(1), in_round(2, silent_seconds=60.5), in_round(3))
+    assert found == Accusation((2,), "silent for 60 s, last seen in round 17 (verifying)")
+
+
+def test_all_silent_ranks_are_accused_together() -> None:
+    found = judge(COLLECTING, in_round(1), in_round(2, silent_seconds=61), in_round(3, silent_seconds=61))
+    assert isinstance(found, Accusation) and found.ranks == (2, 3)
+
+
+def test_what_a_silent_rank_missed_is_said() -> None:
+    found = judge(COLLECTING, in_round(1), idle(2, index=16, silent_seconds=61))
+    assert found == Accusation((2,), "silent for 60 s, last seen idle after round 16; the job is in round 17")
+
+
+def test_late_ranks_are_not_judged_while_one_may_turn_out_to_be_silent() -> None:
+    assert judge(COLLECTING, in_round(1), in_round(2, seconds=10, silent_seconds=PATIENCE + 1)) is None
+    assert judge(COLLECTING, in_round(1), in_round(2, seconds=10, closed_seconds=1)) is None
+
+
+def test_a_late_round_needs_stacks() -> None:
+    assert judge(COLLECTING, in_round(1), in_round(2, seconds=59)) == StacksWanted()
+
+
+@pytest.mark.parametrize("culprit", [1, 2, 3])
+def test_the_rank_that_waits_for_nobody_holds_up_the_others(culprit: int) -> None:
+    states = [in_round(1, Phase.AWAITING_VERDICT), in_round(2), in_round(3)]
+    stacks = {rank: WORKS if rank == culprit else WAITS for rank in (1, 2, 3)}
+    found = judge(COLLECTING, *states, stacks=stacks)
+    assert isinstance(found, Accusation) and found.ranks == (culprit,)
+    assert found.cause.endswith("for longer than 60 s")
+
+
+def test_a_late_rank_that_waits_is_passed_over_for_one_that_is_not_late_yet() -> None:
+    """The draft entered the round first; the target, which entered later, is what it waits for."""
+    found = judge(COLLECTING, in_round(1), in_round(2, seconds=58), stacks={1: WAITS, 2: WORKS})
+    assert found == Accusation((2,), "in round 17 (verifying) for longer than 60 s")
+
+
+def test_of_ranks_that_work_the_one_that_is_behind_is_at_fault() -> None:
+    """With NCCL the host waits for the device outside of any communicator."""
+    states = [in_round(1, index=18), in_round(2, Phase.REPORTING), in_round(3, Phase.VERIFYING)]
+    found = judge(COLLECTING, *states, stacks=dict.fromkeys((1, 2, 3), WORKS))
+    assert isinstance(found, Accusation) and found.ranks == (3,)
+
+
+def test_where_all_wait_the_one_that_got_least_far_is_named_and_the_line_says_so() -> None:
+    states = [in_round(1, Phase.AWAITING_VERDICT), in_round(2), in_round(3, Phase.TRANSFERRING)]
+    found = judge(COLLECTING, *states, stacks=dict.fromkeys((1, 2, 3), WAITS))
+    assert found == Accusation((3,), "in round 17 (transferring) for longer than 60 s; every rank waits for another")
+
+
+def test_a_rank_that_never_got_the_plan_is_at_fault_when_the_others_wait_for_it() -> None:
+    found = judge(COLLECTING, in_round(1), idle(2, 61, index=16), stacks={1: WAITS, 2: WAITS})
+    assert found == Accusation((2,), "never got the plan of round 17, last seen idle after round 16")
+
+
+def test_a_rank_without_an_answer_counts_as_one_that_waits_for_nobody() -> None:
+    found = judge(COLLECTING, in_round(1), in_round(2), stacks={1: WAITS})
+    assert isinstance(found, Accusation) and found.ranks == (2,)
+
+
+def test_an_orchestrator_that_stands_still_is_at_fault() -> None:
+    found = judge(Doing(Phase.SCHEDULING, 17, 61, 61), idle(1, 61), idle(2, 61))
+    assert found == Accusation((0,), "stands still in round 17 (scheduling) for longer than 60 s")
+
+
+def test_lost_messages_are_seen_when_everybody_is_idle() -> None:
+    lost_report = judge(COLLECTING, idle(1, 61), idle(2, 61))
+    assert isinstance(lost_report, Accusation) and lost_report.ranks == (0,)
+    assert "every engine rank is done" in lost_report.cause
+    lost_plan = judge(COLLECTING, idle(1, 61), idle(2, 61, index=16))
+    assert lost_plan == Accusation((2,), "never got the plan of round 17, last seen idle after round 16")
+    assert judge(COLLECTING, idle(1, 61), idle(2, 1)) is None  # the report may be on its way
+    assert judge(COLLECTING, idle(1, 61), idle(2, 61, silent_seconds=30)) is None
+
+
+def test_a_broken_connection_counts_after_a_while_and_a_goodbye_never() -> None:
+    assert judge(COLLECTING, in_round(1, seconds=1, closed_seconds=CLOSED_SECONDS - 1)) is None
+    broken = in_round(1, seconds=1, closed_seconds=CLOSED_SECONDS + 1, silent_seconds=61)
+    due = Accusation((1,), "its connection broke, last seen in round 17 (verifying)")
+    assert judge(COLLECTING, broken, idle(2)) == find_broken([broken]) == due
+    assert judge(Doing(Phase.IDLE), RankState(1, Doing(), 99, 99, has_left=True)) is None
+    assert judge(Doing(Phase.IDLE), RankState(1, Doing(), silent_seconds=99, has_left=True)) is None
+    assert find_broken([RankState(1, None, 99, 99, has_left=True)]) is None
+
+
+def test_a_late_start_says_where_each_late_rank_is() -> None:
+    states = [
+        RankState(1, Doing(Phase.LOADED)),
+        RankState(2, None, silent_seconds=600),
+        RankState(3, Doing(Phase.WEIGHTS, done=34, total=100)),
+        RankState(4, Doing(Phase.WARMING_UP)),
+        RankState(5, Doing(Phase.WEIGHTS, done=1, total=8), silent_seconds=30),
+        idle(6),
+    ]
+    assert late_starters(Doing(), states, PATIENCE) == [
+        (2, "not heard of"),
+        (3, "weights 34 %"),
+        (4, "warming up"),
+        (5, "weights 12 %, silent for 30 s"),
+    ]
+
+
+def test_a_late_start_in_which_all_others_are_done_is_the_orchestrators() -> None:
+    assert late_starters(Doing(Phase.CONNECTING), [idle(1), idle(2)], PATIENCE) == [(0, "opening communicators")]

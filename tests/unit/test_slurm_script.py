@@ -1,0 +1,215 @@
+"""The batch script: what stands in it, what a shell makes of it, and settings that would go wrong later."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from launch.merge import part_path
+from launch.slurm import Array, parse_time, part_output, quote_directive, render_script
+from launch.slurm_arguments import make_job, merge_words, parse_inner
+from launch.slurm_needs import read_needs
+from trtrun.errors import ConfigError
+
+HARMFUL = """a 'b' "c" $(touch bad) `touch bad` \\ ; touch bad & #x"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a prompts file of five rows."""
+    folder = tmp_path / "a $(touch bad) folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    lines = [json.dumps({"prompt": f"p{index}"}) for index in range(5)]
+    Path("p.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def script_of(*words: str, slurm: dict[str, Any] | None = None, array: Array | None = None, **launch: Any) -> str:
+    engines = {name: {"model": f"asset:{name}", "devices": ["cpu:0"]} for name in ("target", "draft")}
+    values = {**engines, "launch": {**launch, "slurm": slurm or {}}}
+    Path("run.yaml").write_text(json.dumps(values), encoding="utf-8")
+    path = Path("run.yaml")
+    inner = parse_inner(words, path, ())
+    return render_script(make_job(inner, read_needs(path, inner.overrides), path, (), array))
+
+
+def run(*options: str) -> tuple[str, ...]:
+    return ("run", "--prompts", "p.jsonl", "--output", "o.jsonl", *options)
+
+
+def words_in_shell(script: str, **environment: str) -> list[str]:
+    """The words of the command, as bash takes them from the script's own lines."""
+    lines = script.splitlines()
+    start, end = lines.index("job=("), lines.index(")")
+    text = "\n".join([*lines[start : end + 1], "printf '%s\\0' \"${job[@]}\""])
+    done = subprocess.run(
+        ["bash", "-c", text], env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.split("\0")[:-1]
+
+
+def test_everything_of_the_users_reaches_the_command_as_it_is(here: Path) -> None:
+    words = words_in_shell(script_of(*run("--stop", HARMFUL, "--prompt", "--output")))
+    given = ["--prompts", "p.jsonl", "--output", "o.jsonl", "--stop", HARMFUL, "--prompt", "--output"]
+    assert words[1:] == ["-m", "launch.cli", "run", "--config", "run.yaml", *given, "--resume"]
+    assert os.listdir(here).count("bad") == 0
+
+
+def test_the_whole_script_is_a_script(here: Path) -> None:
+    for slurm in ({}, {"requeue": True, "exclusive": True, "setup": ["module load cuda"]}):
+        for script in (script_of(*run(), slurm=slurm), script_of("bench", "--rows", "1", slurm=slurm)):
+            done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+            assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_settings_become_options_of_sbatch(here: Path) -> None:
+    slurm = {
+        "partition": "gpu", "account": "me", "qos": "high", "constraint": "a100&nvlink", "reservation": "r",
+        "nodelist": "n[1-2]", "time": "2:00:00", "job_name": "it's mine", "cpus_per_task": 4, "memory": "64G",
+        "gres": "gpu:a100:1", "exclusive": True, "output": "log-%j", "requeue": True, "extra": ["--mail-type=END"],
+        "signal_seconds": 200,
+    }  # fmt: skip
+    script = script_of(*run(), slurm=slurm)
+    assert [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")] == [
+        '--job-name="it\'s mine"',
+        f'--chdir="{here}"',
+        "--output=log-%j",
+        "--open-mode=append",
+        "--partition=gpu",
+        "--account=me",
+        "--qos=high",
+        "--reservation=r",
+        "--constraint=a100&nvlink",
+        "--time=2:00:00",
+        "--nodes=1",
+        "--nodelist=n[1-2]",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=4",
+        "--mem=64G",
+        "--gres=gpu:a100:1",
+        "--exclusive",
+        "--requeue",
+        "--signal=B:USR1@200",
+        "--mail-type=END",
+    ]
+    assert 'scontrol requeue "$SLURM_JOB_ID"' in script
+
+
+def test_a_command_without_rows_is_neither_warned_nor_requeued(here: Path) -> None:
+    script = script_of("bench", "--rows", "1", slurm={"requeue": True})
+    assert "#SBATCH --no-requeue" in script
+    assert "--signal" not in script
+    assert "scontrol" not in script
+    assert "--resume" not in script
+
+
+def test_a_task_of_an_array_runs_its_part(here: Path) -> None:
+    script = script_of(*run("--seed", "1"), array=Array(4, 2))
+    assert "#SBATCH --array=1-4%2\n" in script
+    assert "#SBATCH --output=trtrun-%A_%a.log\n" in script
+    words = words_in_shell(script, SLURM_ARRAY_TASK_ID="3")
+    part = ["--output", "o.part-3-of-4.jsonl", "--part", "3/4"]
+    assert words[6:] == ["--prompts", "p.jsonl", "--seed", "1", *part, "--resume"]
+    assert str(part_path("o.jsonl", 3, 4)) == "o.part-3-of-4.jsonl"
+
+
+@pytest.mark.parametrize("name", ["o.jsonl", "o", "a.b.jsonl", "o.txt", "f/o.jsonl", "it's o.jsonl"])
+def test_parts_are_named_as_merge_names_them(name: str) -> None:
+    word = part_output(Path(name), 12)
+    assert f"{word.before}7{word.after}" == str(part_path(name, 7, 12))
+    assert shlex.split(str(word).replace('"$SLURM_ARRAY_TASK_ID"', "7")) == [str(part_path(name, 7, 12))]
+
+
+def test_merging_is_told_with_the_input_to_compare(here: Path) -> None:
+    inner = parse_inner(run("--temperature", "0.5", "--resume"), Path("run.yaml"), ())
+    assert merge_words(inner, Array(2)) == [
+        "trtrun", "merge", "--prompts", "p.jsonl", "--temperature", "0.5", "--output", "o.jsonl",
+        "o.part-1-of-2.jsonl", "o.part-2-of-2.jsonl",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "quoted"),
+    [("gpu:a100:4", "gpu:a100:4"), ("a b", '"a b"'), ('say "x" \\', '"say \\"x\\" \\\\"'), ("#1", '"#1"'), ("", '""')],
+)
+def test_directives_are_quoted_as_sbatch_reads_them(text: str, quoted: str) -> None:
+    assert quote_directive(text) == quoted
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400), ("1:30", 90), ("1:00:05", 3605), ("2-12", 216000), ("1-0:30", 88200), ("1-1:1:1", 90061),
+        ("UNLIMITED", None), ("infinite", None),
+    ],
+)  # fmt: skip
+def test_times_are_read_as_sbatch_reads_them(text: str, seconds: float | None) -> None:
+    assert parse_time(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("words", "slurm", "launch", "said"),
+    [
+        (run(), {"time": "1"}, {}, "launch.slurm.time: with a limit of 1 the warning 120 s before the end"),
+        (run(), {"time": "soon"}, {}, "launch.slurm.time: 'soon' is no time limit"),
+        (
+            run(),
+            {"requeue": True, "signal_seconds": 35},
+            {"drain_seconds": 30},
+            "launch.slurm.signal_seconds: a warning of 35 s is too short for launch.drain_seconds (30)",
+        ),
+        (("run", "--prompt", "x"), {"requeue": True}, {}, "launch.slurm.requeue: only a run with --output"),
+        (run(), {"extra": ["mail"]}, {}, "launch.slurm.extra: 'mail' is no option of sbatch"),
+        (run(), {"output": "logs/%j"}, {}, "folder/logs does not exist, and Slurm does not make it"),
+        (("run", "--prompts", "none.jsonl"), {}, {}, "cannot read the prompts file none.jsonl"),
+        (("run", "--prompts", "p.jsonl", "--output", "no/o"), {}, {}, "no does not exist"),
+    ],
+)
+def test_what_would_go_wrong_later_is_refused_now(
+    here: Path, words: tuple[str, ...], slurm: dict[str, Any], launch: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        script_of(*words, slurm=slurm, **launch)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "array", "said"),
+    [
+        ((), None, "name what the job runs"),
+        (("rnu",), None, "'rnu' cannot be submitted (did you mean 'run'?)"),
+        (("submit",), None, "'submit' cannot be submitted"),
+        (run("--ouput", "x"), None, "No such option"),
+        (run("--config", "b.yaml"), None, "give --config once, before the --"),
+        (run("--config=b.yaml"), None, "give --config once, before the --"),
+        (("run", "--output", "o.jsonl"), None, "nothing to do"),
+        (("run", "--prompt", "x", "--resume"), None, "--resume needs --output"),
+        (("bench",), Array(2), "--array splits the rows of `run`; bench has none"),
+        (("run", "--prompts", "p.jsonl"), Array(2), "--array needs --output FILE.jsonl"),
+        (run("--part", "1/2"), Array(2), "--array and --part exclude each other"),
+        (run(), Array(6), "--array 6: the input has 5 rows"),
+    ],
+)
+def test_the_commands_own_mistakes_are_told_before_submission(
+    here: Path, words: tuple[str, ...], array: Array | None, said: str
+) -> None:
+    with pytest.raises((click.UsageError, ConfigError)) as raised:
+        script_of(*words, array=array)
+    message = raised.value.format_message() if isinstance(raised.value, click.UsageError) else str(raised.value)
+    assert said in message
+
+
+def test_rows_of_another_input_are_found_before_submission(here: Path) -> None:
+    row = {"index": 0, "input_hash": "0" * 16, "error": None, "token_ids": [1], "text": "x"}
+    Path("o.part-1-of-2.jsonl.partial").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    script_of(*run())
+    with pytest.raises(ConfigError, match=r"o\.part-1-of-2\.jsonl\.partial"):
+        script_of(*run(), array=Array(2))
