@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.check_report import CheckReport, LinkReport, print_report, report_json
-from launch.check_session import Session, SetupError, StuckError
+from launch.check_session import BrokenError, Session, SetupError
 from launch.devices import make_topology
 from launch.exit_codes import ExitCode, FailedError
 from launch.facts import collect_facts, find_problems
@@ -23,8 +23,11 @@ from launch.links import GROUPS, Carries, Kind, Link, group_ranks, list_links, s
 from launch.mpirun import find_place
 from launch.steps import DONE, STARTED, StepTeller
 from parallel import probe
+from parallel.activity import Activity
 from parallel.communicator import Communicator
 from parallel.errors import ControlPlaneError
+from parallel.heartbeat import invite_workers, join_heartbeat
+from parallel.heartbeat_server import HeartbeatServer
 from trtrun.config import RuntimeConfig
 
 
@@ -134,7 +137,7 @@ class _Tried:
 
 def _problems(error: SetupError | FailedError) -> tuple[str, ...]:
     """The lines of an error."""
-    return error.problems if isinstance(error, SetupError | StuckError) else (str(error),)
+    return error.problems if isinstance(error, SetupError | BrokenError) else (str(error),)
 
 
 def _tell(error: SetupError | FailedError) -> ExitCode:
@@ -149,13 +152,16 @@ def _lead_steps(session: Session) -> Iterator[LinkReport]:
     topology = session.topology
     workers = topology.worker_ranks
     control = _try_control(session, workers)
-    opened = session.run_step("opening the communicators", workers, step="open")
+    reached = _try_heartbeat(session, workers)
+    opened = session.run_step("opening the communicators", workers, session.open_groups, step="open")
     kinds = _merge_kinds(opened.values())
     links = list_links(topology, kinds, _sends_probs(session.config))
     pairs: dict[frozenset[int], _Tried] = {}
     for link in links:
         if link.carries is Carries.CONTROL:
             yield LinkReport.of(link, control[link.ranks[1]].faults, control[link.ranks[1]].timing)
+        elif link.carries is Carries.HEARTBEAT and link.ranks[1] in reached:
+            yield LinkReport.of(link, (), None)
     for name, carries in (("draft", Carries.DRAFT_SUMS), ("target", Carries.TARGET_SUMS)):
         members = group_ranks(topology, name)
         if len(members) > 1:
@@ -163,7 +169,7 @@ def _lead_steps(session: Session) -> Iterator[LinkReport]:
             tried = _merge(answers, {rank: f"{carries} at rank {rank}" for rank in members})
             yield LinkReport.of_group([link for link in links if link.carries is carries], tried.faults, tried.timing)
     for link in links:
-        if link.carries not in (Carries.CONTROL, Carries.DRAFT_SUMS, Carries.TARGET_SUMS):
+        if link.carries in (Carries.DRAFT, Carries.DRAFT_PROBS, Carries.VERDICT):
             yield _try_pair(session, link, pairs)
 
 
@@ -184,6 +190,19 @@ def _try_control(session: Session, workers: Sequence[int]) -> dict[int, _Tried]:
             wrong = f"rank 0 to rank {rank}: {_shorten(answer['faults'])}"
             tried[rank] = _Tried((*tried[rank].faults, wrong), tried[rank].timing)
     return tried
+
+
+def _try_heartbeat(session: Session, workers: Sequence[int]) -> set[int]:
+    """The TCP connections beside MPI, made as in a run; returns the workers that have one."""
+    seconds = session.config.launch.heartbeat_seconds
+    server = HeartbeatServer(session.topology, Activity(), seconds, max(seconds, session.seconds_left() + seconds))
+    try:
+        answers = session.run_step(
+            "heartbeat", workers, lambda: invite_workers(session.control, session.topology, server), step="heartbeat"
+        )
+    finally:
+        server.close()
+    return set(answers)
 
 
 def _try_pair(session: Session, link: Link, tried: dict[frozenset[int], _Tried]) -> LinkReport:
@@ -224,6 +243,10 @@ def _follow(session: Session, order: dict[str, Any]) -> dict[str, Any]:
     """A worker's part of one step; returns its report."""
     if order["step"] == "control":
         return {"faults": probe.answer_control(session.control)}
+    if order["step"] == "heartbeat":
+        seconds = session.config.launch.heartbeat_seconds
+        join_heartbeat(session.control, session.topology, Activity(), seconds).close()
+        return {}
     if order["step"] == "open":
         session.open_groups()
         assert session.groups is not None

@@ -25,7 +25,8 @@ class LinkReport:
         ranks: world ranks.
         transport: how.
         faults: what came through wrong.
-        timing: None where nothing has to travel.
+        timing: None where nothing was timed.
+        is_tried: whether messages went over it; not inside one process.
     """
 
     carries: str
@@ -33,9 +34,10 @@ class LinkReport:
     transport: str
     faults: tuple[str, ...]
     timing: Timing | None
+    is_tried: bool = True
 
     @classmethod
-    def of(cls, link: Link, faults: Sequence[str], timing: Timing) -> LinkReport:
+    def of(cls, link: Link, faults: Sequence[str], timing: Timing | None) -> LinkReport:
         """A link that was tried."""
         return cls(link.carries, link.ranks, link.transport, tuple(faults), timing)
 
@@ -49,7 +51,7 @@ class LinkReport:
     @classmethod
     def untried(cls, link: Link) -> LinkReport:
         """A link inside one process."""
-        return cls(link.carries, link.ranks, link.transport, (), None)
+        return cls(link.carries, link.ranks, link.transport, (), None, is_tried=False)
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def print_report(report: CheckReport) -> None:
     for name in ("what travels", "ranks", "over", "messages", "latency", "bandwidth"):
         links.add_column(name, justify="right" if name in ("latency", "bandwidth") else "left")
     for link in report.links:
-        wrong = "wrong" if link.faults else "right" if link.timing is not None else "-"
+        wrong = "wrong" if link.faults else "right" if link.is_tried else "-"
         links.add_row(link.carries, show_link(link), link.transport, wrong, *_show_timing(link.timing))
     console = output_console()
     console.print(ranks)
@@ -144,7 +146,7 @@ def show_link(link: LinkReport) -> str:
     """Its ranks: "1→2", "2, 3"."""
     if len(link.ranks) != 2 or link.carries.endswith("all_reduce"):
         return show_ranks(link.ranks)
-    return f"{link.ranks[0]}{'↔' if link.carries == Carries.CONTROL else '→'}{link.ranks[1]}"
+    return f"{link.ranks[0]}{'↔' if link.carries in (Carries.CONTROL, Carries.HEARTBEAT) else '→'}{link.ranks[1]}"
 
 
 def _show_timing(timing: Timing | None) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 PARENT_SECONDS = 5.0
 """How much later than its parent rank 0 gives up on stuck ranks: the parent can tell more about them."""
 
+MORE_ERRORS_SECONDS = 2.0
+"""How long rank 0 waits for the errors of other ranks behind the first; those without one may be hanging."""
+
 FACTS, STEPS = 1, 10
 """Numbers of a rank's steps for `steps`: looking around, then the steps that rank 0 names."""
 
@@ -49,8 +52,8 @@ class SetupError(TrtrunError):
         self.problems = tuple(problems)
 
 
-class StuckError(FailedError):
-    """Ranks did not answer in time.
+class BrokenError(FailedError):
+    """Ranks failed in a step, or did not answer in time.
 
     Attributes:
         problems: one line for each.
@@ -122,16 +125,24 @@ class Session:
         """Tell every worker what comes next."""
         self.control.publish(json.dumps(order).encode())
 
-    def run_step(self, title: str, ranks: Iterable[int], **order: Any) -> dict[int, dict[str, Any]]:
+    def run_step(
+        self, title: str, ranks: Iterable[int], own: Callable[[], None] | None = None, **order: Any
+    ) -> dict[int, dict[str, Any]]:
         """Let some ranks do a step; returns their reports by rank.
+
+        Args:
+            title: for people.
+            ranks: workers.
+            own: rank 0's part in it; it may wait for the others.
+            order: what the ranks are told.
 
         Raises:
             FailedError: a rank failed, or did not report in time.
         """
         self.start_step(title, ranks, **order)
-        if order["step"] == "open":
+        if own is not None:
             with self._ending_late(ranks, title):
-                self.open_groups()
+                own()
         return self.collect(ranks, title)
 
     def start_step(self, title: str, ranks: Iterable[int], **order: Any) -> None:
@@ -142,24 +153,27 @@ class Session:
 
     def collect(self, ranks: Iterable[int], title: str) -> dict[int, dict[str, Any]]:
         """One report from each of some ranks."""
-        waiting, answers = set(ranks), dict[int, dict[str, Any]]()
+        waiting, answers, errors = set(ranks), dict[int, dict[str, Any]](), list[str]()
         while waiting:
-            report = self.control.collect(max(0.0, self.seconds_left()))
-            if report is None:
+            seconds = max(0.0, self.seconds_left())
+            report = self.control.collect(min(seconds, MORE_ERRORS_SECONDS) if errors else seconds)
+            if report is None and not errors:
                 raise self.stuck(waiting, title)
+            if report is None:
+                break
             answer = json.loads(report.payload)
-            if "error" in answer:
-                raise FailedError(
-                    f"{self.topology.describe(report.rank)} failed in the step '{title}': {answer['error']}"
-                )
             answers[report.rank] = answer
             waiting.discard(report.rank)
+            if "error" in answer:
+                errors.append(f"{self.topology.describe(report.rank)}, step '{title}': {answer['error']}")
+        if errors:
+            raise BrokenError(errors)
         return answers
 
-    def stuck(self, ranks: Iterable[int], title: str) -> StuckError:
+    def stuck(self, ranks: Iterable[int], title: str) -> BrokenError:
         """The error for ranks that are late."""
         after = f"the check did not end within {self.config.launch.check_seconds:g} s"
-        return StuckError(
+        return BrokenError(
             [f"{after}: {self.topology.describe(rank)} gave no answer in the step '{title}'" for rank in sorted(ranks)]
         )
 

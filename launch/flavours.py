@@ -39,7 +39,7 @@ class Setting:
     """Arguments of mpirun that trtrun gives unless the user has decided the same thing.
 
     Attributes:
-        arguments: words; `{seconds}` stands for launch.heartbeat_seconds.
+        arguments: words; `{probes}` tries, `{interval}` seconds apart, take launch.heartbeat_seconds.
         variables: of the environment, by which the user decides it instead.
         options: of launch.mpirun_arguments, by which the user decides it instead. Without them the first argument.
         when: the jobs that need it.
@@ -71,6 +71,7 @@ class Flavour:
             rank's host among them.
         ssh_before: words before mpirun that hand `{arguments}` to ssh.
         ssh: arguments of mpirun that do.
+        ssh_variable: of the environment, by which the user does.
         agents: environment variables and options of mpirun by which the user has something else than ssh reach hosts.
         rank_variables: size and rank, as each process finds them before MPI has started.
     """
@@ -88,8 +89,27 @@ class Flavour:
     whole: tuple[str, ...] = ()
     ssh_before: tuple[str, ...] = ()
     ssh: tuple[str, ...] = ()
+    ssh_variable: str = ""
     agents: tuple[str, ...] = ()
     rank_variables: tuple[str, str] = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
+
+
+def _when_hosts(option: str, prefix: str) -> tuple[Setting, ...]:
+    """Open MPI's settings for jobs on several hosts; its versions differ in who takes them.
+
+    Its daemons notice after 300 s that a connection is cut, and not at all once they have something to send. Noticed as
+    soon as the heartbeat does, they end on both sides.
+
+    When a rank is killed, the ranks that were connected to it abort, and mpirun takes the first of those for the cause.
+    A rank that aborts after a second leaves the daemon of the killed one the time to say so.
+    """
+    keepalive = (("time", "{interval}"), ("intvl", "{interval}"), ("probes", "{probes}"))
+    values = [(option, prefix, f"oob_tcp_keepalive_{name}", value) for name, value in keepalive]
+    values.append(("--mca", "OMPI_MCA_", "mpi_abort_delay", "1"))
+    return tuple(
+        Setting((word, name, value), (f"{before}{name}",), (name,), When.SEVERAL_HOSTS)
+        for word, before, name, value in values
+    )
 
 
 OPENMPI = Flavour(
@@ -114,21 +134,13 @@ OPENMPI = Flavour(
             variables=("OMPI_MCA_mpi_yield_when_idle",),
             options=("mpi_yield_when_idle",),
         ),
-        # A host that is cut off is noticed after 300 s by default. The heartbeat notices first, and says more.
-        *(
-            Setting(
-                ("--prtemca", f"oob_tcp_keepalive_{name}", value),
-                variables=(f"PRTE_MCA_oob_tcp_keepalive_{name}",),
-                options=(f"oob_tcp_keepalive_{name}",),
-                when=When.SEVERAL_HOSTS,
-            )
-            for name, value in (("time", "{seconds}"), ("intvl", "2"), ("probes", "5"))
-        ),
+        *_when_hosts("--prtemca", "PRTE_MCA_"),
     ),
     define=("-x", "{name}={value}"),
     forward=("-x", "{name}"),
     segment=("--host", "{host}:{count}"),
     ssh=("--prtemca", "plm_ssh_args", "{arguments}"),
+    ssh_variable="PRTE_MCA_plm_ssh_args",
     agents=("PRTE_MCA_plm_ssh_agent", "PRTE_MCA_plm", "plm_ssh_agent", "plm"),
 )
 
@@ -152,20 +164,13 @@ OPENMPI4 = Flavour(
             variables=("OMPI_MCA_mpi_yield_when_idle",),
             options=("mpi_yield_when_idle",),
         ),
-        *(
-            Setting(
-                ("--mca", f"oob_tcp_keepalive_{name}", value),
-                variables=(f"OMPI_MCA_oob_tcp_keepalive_{name}",),
-                options=(f"oob_tcp_keepalive_{name}",),
-                when=When.SEVERAL_HOSTS,
-            )
-            for name, value in (("time", "{seconds}"), ("intvl", "2"), ("probes", "5"))
-        ),
+        *_when_hosts("--mca", "OMPI_MCA_"),
     ),
     define=("-x", "{name}={value}"),
     forward=("-x", "{name}"),
     segment=("--host", "{host}:{count}"),
     ssh=("--mca", "plm_rsh_args", "{arguments}"),
+    ssh_variable="OMPI_MCA_plm_rsh_args",
     agents=("OMPI_MCA_plm_rsh_agent", "OMPI_MCA_plm", "plm_rsh_agent", "plm"),
 )
 
@@ -181,6 +186,7 @@ MPICH = Flavour(
     forward=("-genvlist", "{names}"),
     whole=("-hosts", "{hosts}", "-rankmap", "{places}"),
     ssh_before=("env", "HYDRA_LAUNCHER_EXTRA_ARGS={arguments}"),
+    ssh_variable="HYDRA_LAUNCHER_EXTRA_ARGS",
     agents=("HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC", "-launcher", "-launcher-exec"),
     rank_variables=("PMI_SIZE", "PMI_RANK"),
 )

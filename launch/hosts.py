@@ -79,12 +79,12 @@ def describe_host(environment: Mapping[str, str]) -> dict[str, str]:
     return {"trtrun": __version__, "MPI library": find_library(environment).version}
 
 
-def check_hosts(hosts: Sequence[str], section: LaunchSection, environment: Mapping[str, str]) -> None:
+def check_hosts(hosts: Sequence[str], ssh_arguments: Sequence[str], environment: Mapping[str, str]) -> None:
     """Ask every host, by ssh, what it has. Takes as long as the slowest, and never longer than ANSWER_SECONDS.
 
     Args:
         hosts: that mpirun will reach by ssh.
-        section: launch of the configuration, for ssh's arguments.
+        ssh_arguments: what ssh needs for them.
         environment: what ranks of other hosts will get from mpirun.
 
     Raises:
@@ -97,15 +97,15 @@ def check_hosts(hosts: Sequence[str], section: LaunchSection, environment: Mappi
         raise TopologyError(f"ranks on {', '.join(hosts)} are started by ssh, which is not installed here")
     own = describe_host({**os.environ, **environment})
     with ThreadPoolExecutor(min(len(hosts), _MOST_AT_ONCE)) as pool:
-        found = pool.map(lambda host: _ask(host, ssh, section, environment), hosts)
+        found = pool.map(lambda host: _ask(host, [ssh, *ssh_arguments], environment), hosts)
     problems = [problem for host, answer in zip(hosts, found, strict=True) for problem in _judge(host, answer, own)]
     if problems:
         raise TopologyError("; ".join(problems))
 
 
-def _ask(host: str, ssh: str, section: LaunchSection, environment: Mapping[str, str]) -> dict[str, Any] | str:
+def _ask(host: str, ssh: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any] | str:
     """What a host answers, or why it does not."""
-    command = [ssh, "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", *section.ssh_arguments]
+    command = [ssh[0], "-oBatchMode=yes", f"-oConnectTimeout={CONNECT_SECONDS}", *ssh[1:]]
     given = {"environment": dict(environment), "root": str(Path(__file__).resolve().parent.parent)}
     question = _QUESTION.format(given=json.dumps(given), mark=_ANSWER)
     try:
@@ -125,7 +125,7 @@ def _ask(host: str, ssh: str, section: LaunchSection, environment: Mapping[str, 
     said = [line.strip() for line in asked.stderr.splitlines() if line.strip() and not line.startswith("Warning: ")]
     reason = "; ".join(said[-2:]) or f"exit status {asked.returncode}"
     if asked.returncode == _SSH_FAILED:
-        return f"host {host} is not reached by ssh ({reason}); try: {shlex.join(['ssh', *section.ssh_arguments, host])}"
+        return f"host {host} is not reached by ssh ({reason}); try: {shlex.join(['ssh', *ssh[1:], host])}"
     if asked.returncode == _NO_PROGRAM:
         return f"host {host} has no {sys.executable}: install trtrun there in the same place as here"
     return f"host {host} cannot run {sys.executable} ({reason})"

@@ -28,6 +28,7 @@ from launch.mpirun import (
     forwarded_names,
     rank_program,
     show_command,
+    ssh_arguments,
 )
 from launch.steps import STARTED, StepWatch, say_hello
 from launch.steps import VARIABLE as STEPS_VARIABLE
@@ -110,7 +111,8 @@ class Job:
         command = self._build(launch)
         if launch.uses_ssh:
             forwarded = {name: launch.environment[name] for name in forwarded_names(launch)}
-            check_hosts(list(remote_hosts(self.topology)), section, {**forwarded, **launch.choice.environment})
+            hosts = list(remote_hosts(self.topology))
+            check_hosts(hosts, ssh_arguments(launch), {**forwarded, **launch.choice.environment})
         drain_seconds = section.drain_seconds if self.drains else None
         return supervise(command, environment, self.topology.describe, drain_seconds, self._watch_steps())
 

@@ -2,8 +2,8 @@
 
 The rule is `parallel.transports.open_communicator`'s, told ahead of time: a group of one is solo; NCCL serves a group
 whose ranks all have a GPU of their own that NCCL can use; MPI serves the rest, staging what lies on a GPU through host
-memory. Plans and reports always travel as host bytes. Pure: it knows ranks and hosts, and starts, opens and measures
-nothing.
+memory. Plans and reports always travel as host bytes, and the heartbeat beside MPI. Pure: it knows ranks and hosts, and
+starts, opens and measures nothing.
 """
 
 from __future__ import annotations
@@ -34,12 +34,15 @@ class Transport(enum.StrEnum):
     STAGED_NETWORK = "MPI with host staging, over network"
     NCCL_ONE_HOST = "NCCL, one host"
     NCCL_NETWORK = "NCCL over network"
+    TCP_ONE_HOST = "TCP, one host"
+    TCP_NETWORK = "TCP over network"
 
 
 class Carries(enum.StrEnum):
     """What travels on a link."""
 
     CONTROL = "plans and reports"
+    HEARTBEAT = "heartbeat"
     DRAFT_SUMS = "draft all_reduce"
     TARGET_SUMS = "target all_reduce"
     DRAFT = "draft tokens"
@@ -89,7 +92,7 @@ def expect_kinds(topology: Topology, nccl: bool) -> dict[str, Kind]:
 
 
 def list_links(topology: Topology, kinds: Mapping[str, Kind], sends_probs: bool) -> tuple[Link, ...]:
-    """Every pair of ranks that will talk, in the order control, all_reduce, drafts, verdicts.
+    """Every pair of ranks that will talk, in the order control, heartbeat, all_reduce, drafts, verdicts.
 
     Args:
         topology: who sits where.
@@ -104,6 +107,10 @@ def _walk_links(topology: Topology, kinds: Mapping[str, Kind], sends_probs: bool
     for rank in topology.worker_ranks:
         place = Transport.SAME_PROCESS if rank == orchestrator else _over_mpi(topology, orchestrator, rank)
         yield Link(Carries.CONTROL, (orchestrator, rank), place)
+    for rank in topology.worker_ranks:
+        if rank != orchestrator:
+            over = Transport.TCP_NETWORK if spans_hosts(topology, (orchestrator, rank)) else Transport.TCP_ONE_HOST
+            yield Link(Carries.HEARTBEAT, (orchestrator, rank), over)
     for name, carries in (("draft", Carries.DRAFT_SUMS), ("target", Carries.TARGET_SUMS)):
         for first, second in combinations(sorted(group_ranks(topology, name)), 2):
             yield Link(carries, (first, second), _choose(topology, kinds[name], first, second))
@@ -187,6 +194,6 @@ def _show_pairs(carries: Carries, pairs: Sequence[tuple[int, int]]) -> str:
         if len(pairs) == len(members) * (len(members) - 1) // 2 and len(members) > 2:
             return f"{show_ranks(members)}, all pairs"
         return " ".join(f"{one}↔{other}" for one, other in pairs)
-    arrow = "↔" if carries is Carries.CONTROL else "→"
+    arrow = "↔" if carries in (Carries.CONTROL, Carries.HEARTBEAT) else "→"
     assert len(first) == 1
     return f"{first.pop()}{arrow}{show_ranks(pair[1] for pair in pairs)}"

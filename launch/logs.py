@@ -23,6 +23,7 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
+from launch.hosts import is_placed
 from launch.mpirun import TERMINAL_VARIABLE, Place
 from parallel.topology import Topology
 from trtrun import __version__
@@ -71,8 +72,9 @@ def find_speaker(topology: Topology, place: Place | None) -> Speaker:
         place: this process's, as mpirun told it.
     """
     rank = place.rank if place is not None else 0
-    if topology.world_size != (1 if place is None else place.size):
-        return Speaker(socket.gethostname())  # the launcher; or too few ranks, which are about to be refused
+    # A job of one rank has a launcher too where that rank is on another host.
+    if topology.world_size != (1 if place is None else place.size) or (place is None and is_placed(topology)):
+        return Speaker(socket.gethostname())  # also one of too few ranks, which are about to be refused
     return Speaker(topology.host(rank) or socket.gethostname(), "+".join(topology.roles(rank)), rank)
 
 

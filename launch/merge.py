@@ -125,9 +125,17 @@ def _read_parts(parts: Sequence[Path]) -> dict[int, _Place]:
     return places
 
 
-def _content(place: _Place) -> dict[str, object]:
+def _content(place: _Place) -> object:
     """A row without its times, which are no run's like another's."""
-    return {name: value for name, value in json.loads(_read_line(place)).items() if not name.endswith("_s")}
+    return _without_times(json.loads(_read_line(place)))
+
+
+def _without_times(value: object) -> object:
+    if isinstance(value, list):
+        return [_without_times(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _without_times(item) for name, item in value.items() if not name.endswith("_s")}
+    return value
 
 
 def _compare(places: dict[int, _Place], rows: Sequence[PromptRow]) -> None:

@@ -6,6 +6,7 @@ It starts nothing (see supervise.py) and does not know what ranks do.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shlex
@@ -163,11 +164,14 @@ def build_command(launch: Launch, program: Sequence[str], threads: int | None) -
     section = launch.section
     flavour, needed = launch.choice.flavour, launch.choice.environment
     command = [find_mpirun(flavour, launch.choice.library, section.mpirun)]
+    interval = max(1, math.ceil(section.heartbeat_seconds / 100))
+    probes = max(1, round(section.heartbeat_seconds / interval))
     for setting in flavour.settings:
         if _applies(setting, launch):
-            command += _fill(setting.arguments, seconds=max(1, round(section.heartbeat_seconds)))
-    if launch.uses_ssh and section.ssh_arguments:
-        arguments = _join_ssh_arguments(section.ssh_arguments)
+            command += _fill(setting.arguments, interval=interval, probes=probes)
+    if launch.uses_ssh:
+        alive = (f"-oServerAliveInterval={interval}", f"-oServerAliveCountMax={probes + 2}")
+        arguments = _join_ssh_arguments([*ssh_arguments(launch), *alive])
         command = [*_fill(flavour.ssh_before, arguments=arguments), *command]
         command += _fill(flavour.ssh, arguments=arguments)
     command += section.mpirun_arguments
@@ -199,6 +203,12 @@ def _applies(setting: Setting, launch: Launch) -> bool:
     given = {word.partition("=")[0] for word in launch.section.mpirun_arguments}
     options = setting.options or setting.arguments[:1]
     return not any(name in launch.environment for name in setting.variables) and given.isdisjoint(options)
+
+
+def ssh_arguments(launch: Launch) -> list[str]:
+    """The user's arguments of ssh: launch.ssh_arguments, or those that the environment has for this mpirun."""
+    given = launch.environment.get(launch.choice.flavour.ssh_variable, "")
+    return list(launch.section.ssh_arguments) or given.split()
 
 
 def _join_ssh_arguments(arguments: Sequence[str]) -> str:

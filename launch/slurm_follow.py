@@ -125,7 +125,7 @@ def _tell_states(jobs: Sequence[SlurmJob], told: dict[str, str]) -> bool:
         if told.get(item.label) != line:
             told[item.label] = line
             is_changed = True
-            if not item.has_ended:
+            if not (item.has_ended or item.is_ending):
                 print(f"trtrun: {line}", file=sys.stderr, flush=True)
     return is_changed
 

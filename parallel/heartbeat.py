@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import socket
 import threading
 import time
@@ -24,7 +23,7 @@ from parallel.control import ControlPlane
 from parallel.culprit import CLOSED_SECONDS
 from parallel.errors import HeartbeatError
 from parallel.heartbeat_server import PATIENCE_BEATS, HeartbeatServer, beat_seconds, dump_seconds
-from parallel.lines import LineSocket, connect, own_addresses
+from parallel.lines import LineSocket, connect, own_addresses, wait_for
 from parallel.stacks import main_stack, named
 from parallel.topology import Topology
 
@@ -158,10 +157,12 @@ class HeartbeatClient:
                 self._write_stacks_if_stuck(now)
                 self._lines.send({"doing": self._activity.look().as_dict()})
                 beat_due = now + self._beat
-            open_ends: list[Any] = [self._wakes] if self._lines.is_closed else [self._wakes, self._lines]
-            ready, _, _ = select.select(open_ends, [], [], max(0.0, beat_due - time.monotonic()))
+            ends: list[LineSocket | socket.socket] = [self._wakes]
+            if not self._lines.is_closed:
+                ends.append(self._lines)
+            ready = wait_for(ends, beat_due - time.monotonic())
             now = time.monotonic()
-            if self._wakes in ready:
+            if self._wakes.fileno() in ready:
                 self._wakes.recv(4096)
                 beat_due = now
             if not self._lines.is_closed:

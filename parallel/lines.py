@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import hmac
 import json
+import math
 import secrets
 import select
 import socket
@@ -55,11 +56,6 @@ class LineSocket:
         """For select."""
         return self._socket.fileno()
 
-    @property
-    def wants_to_write(self) -> bool:
-        """Whether something waits to be sent."""
-        return bool(self._unsent) and not self.is_closed
-
     def send(self, message: dict[str, Any]) -> None:
         """Queue a message and send what goes without waiting. A peer that takes nothing for long loses messages."""
         if self.is_closed or len(self._unsent) > MOST_BYTES:
@@ -101,7 +97,7 @@ class LineSocket:
             self.flush()
             self._socket.shutdown(socket.SHUT_WR)
         while not self.is_closed and (left := deadline - time.monotonic()) > 0:
-            select.select([self], [], [], left)
+            wait_for([self], left)
             self.receive()
         self.close()
 
@@ -119,6 +115,15 @@ class LineSocket:
         if not all(isinstance(message, dict) for message in messages):
             raise ValueError("a line that is no object")
         return messages
+
+
+def wait_for(ends: Sequence[LineSocket | socket.socket], seconds: float) -> set[int]:
+    """Wait until one of the ends can be read; returns the file numbers of those that can. Of any number: select takes
+    none above 1023, which a process with many files open has."""
+    poll = select.poll()
+    for end in ends:
+        poll.register(end.fileno(), select.POLLIN)
+    return {number for number, _ in poll.poll(max(0, math.ceil(seconds * 1000)))}
 
 
 class Challenge:
@@ -173,7 +178,7 @@ def _connect_to(address: str, port: int, token: str, introduction: dict[str, Any
 def _next_message(lines: LineSocket, deadline: float) -> dict[str, Any]:
     """The next message of a handshake, in which each side sends one line and waits for the other's."""
     while (left := deadline - time.monotonic()) > 0:
-        select.select([lines], [lines] if lines.wants_to_write else [], [], left)
+        wait_for([lines], left)
         lines.flush()
         if messages := lines.receive():
             return messages[0]

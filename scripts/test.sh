@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Runs the whole test suite: the tests of one process, then those of several ranks under mpirun with 1 to 5 ranks.
+# Runs the whole test suite: the tests of one process, those of several ranks under mpirun with 1 to 5 ranks, and jobs on
+# a real Slurm of two nodes.
 #
 #   scripts/test.sh [PYTEST_OPTION | PATH]…      such as:  scripts/test.sh -k sharding   scripts/test.sh tests/unit
 #
-# Installs what it needs first. Ends non-zero when a test fails on any one rank, and says so in the last line.
+# Installs what it needs first, Slurm too where the user is root and apt-get is there; where it cannot, the Slurm tests are
+# skipped, and a line says why. Ends non-zero when a test fails on any one rank, and says so in the last line.
 # TRTRUN_PYTHON: a Python that has everything already (nothing is installed then).
 # TRTRUN_TEST_RANKS: numbers of ranks, default "1 2 3 4 5".
+# TRTRUN_TEST_SLURM: "no" leaves the Slurm tests out, and installs nothing for them.
 set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -30,7 +33,7 @@ for argument in "$@"; do
 done
 
 tallies="$(mktemp -d)"
-trap 'rm -rf "$tallies"' EXIT
+trap 'rm -rf "$tallies" "$tallies.apt"' EXIT
 status=0
 
 phase() { # NAME COMMAND…: run one part of the suite, and remember whether it failed
@@ -47,14 +50,48 @@ phase() { # NAME COMMAND…: run one part of the suite, and remember whether it 
     fi
 }
 
-phase one-process "$python" -m pytest -m "not mpi" ${paths[@]+"${paths[@]}"}
-[[ ${#paths[@]} -gt 0 ]] || paths=(tests/ranks)
+has_slurm() {
+    local program
+    for program in munged slurmctld slurmd sbatch; do
+        PATH="$PATH:/usr/sbin:/sbin" command -v "$program" >/dev/null || return 1
+    done
+}
+
+install_slurm() { # says why it cannot
+    [[ "$(id -u)" == 0 ]] || { echo "only root can run it"; return 1; }
+    has_slurm && return 0
+    command -v apt-get >/dev/null || { echo "it is not installed, and there is no apt-get"; return 1; }
+    # RUNLEVEL: the packages' own services are not started; the tests start theirs.
+    local -x RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive
+    local install="apt-get install --yes --no-install-recommends slurm-wlm munge"
+    timeout 120 bash -c "$install || { apt-get update && $install; }" >"$tallies.apt" 2>&1 </dev/null
+    has_slurm && return 0
+    echo "apt-get could not install slurm-wlm and munge within 120 s: $(tail -n 1 "$tallies.apt")"
+    return 1
+}
+
+if [[ ${#paths[@]} -eq 0 ]]; then
+    phase one-process "$python" -m pytest -m "not mpi" --ignore=tests/slurm
+    if [[ "${TRTRUN_TEST_SLURM:-}" == no ]]; then
+        slurm="the Slurm tests are skipped: TRTRUN_TEST_SLURM is no"
+    elif reason="$(install_slurm)"; then
+        slurm=""
+        phase slurm "$python" -m pytest tests/slurm
+    else
+        slurm="the Slurm tests are skipped: $reason"
+    fi
+    [[ -z "$slurm" ]] || printf '\n##### %s\n' "$slurm"
+    paths=(tests/ranks)
+else
+    slurm=""
+    phase one-process "$python" -m pytest -m "not mpi" "${paths[@]}"
+fi
 for ranks in ${TRTRUN_TEST_RANKS:-1 2 3 4 5}; do
     phase "mpirun-$ranks" "$mpirun" --oversubscribe --bind-to none -n "$ranks" \
         "$python" -m pytest --with-mpi -m mpi "${paths[@]}"
 done
 
-"$python" - "$status" "$tallies" <<'PY'
+"$python" - "$status" "$tallies" "$slurm" <<'PY'
 import json
 import pathlib
 import sys
@@ -65,6 +102,7 @@ for path in pathlib.Path(sys.argv[2]).iterdir():
         totals[name] += count
 ran = totals["passed"] + totals["failed"]
 totals["failed"] = max(totals["failed"], int(sys.argv[1]))
-print(f"\n##### total: {totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped")
+note = f"; {sys.argv[3]}" if sys.argv[3] else ""
+print(f"\n##### total: {totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped{note}")
 sys.exit(0 if ran and not totals["failed"] else 1)
 PY

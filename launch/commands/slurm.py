@@ -152,6 +152,7 @@ def cancel(job: str, now: bool) -> int:
     if draining:
         signal_scripts(draining, "TERM")
     for item in jobs:
-        what = "drains; trtrun status tells when it has ended" if item in draining else "is ended"
+        asked = f"is asked to end, and rows in flight may finish; see: trtrun status {item.label}"
+        what = asked if item in draining else "is ended"
         print(f"trtrun: job {item.label} {what}", file=sys.stderr, flush=True)
     return 0

@@ -62,7 +62,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Output rows without the figures that no two runs share."""
-    return [{name: value for name, value in row.items() if not name.endswith("_s")} for row in rows]
+    kept = [{name: value for name, value in row.items() if not name.endswith("_s")} for row in rows]
+    return [row | {"completions": without_times(row["completions"])} if "completions" in row else row for row in kept]
 
 
 def error_line(done: subprocess.CompletedProcess[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from commands import ranks_below
 
-PATIENCE = 90.0
+PATIENCE = 240.0
 """Seconds that anything may take on a busy machine before a test gives up on it."""
 
 

@@ -270,6 +270,8 @@ def test_a_signal_before_anything_runs_ends_soon_and_loses_nothing(
     assert process.returncode == DRAINED, errors
     assert own_lines(errors)[-1].startswith(f"trtrun: drained after {number.name}"), errors
     assert "--resume runs them" in errors
+    if "load" not in moment:  # loading a tiny model may be over by then
+        assert len(errors.splitlines()) == 1, "it went on to run before it ended"
     assert not (tmp_path / "out.jsonl").exists()
     assert written_indexes(tmp_path / "out.jsonl.partial") <= {0}  # 0 where loading was done by then
     assert not any(is_alive(rank) for rank in ranks.values())

@@ -37,12 +37,12 @@ START_SECONDS = 3.0
 PROMPTS = [
     {
         "prompt": f"def f{index}(",
-        "max_tokens": 4 + index * 7 % 17,
+        "max_tokens": 4 + index * 7 % 11,
         "ignore_eos": True,
         "temperature": 0.5,
         "seed": index,
     }
-    for index in range(400)
+    for index in range(240)
 ]
 KILLED = 128 + signal.SIGKILL
 

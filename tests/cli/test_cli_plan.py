@@ -70,6 +70,9 @@ def test_the_plan_shows_the_links_of_every_pair(config: Configs, trtrun: Run) ->
         ("plans and reports", 0, 1, "MPI, shared memory"),
         ("plans and reports", 0, 2, "MPI, shared memory"),
         ("plans and reports", 0, 3, "MPI, shared memory"),
+        ("heartbeat", 0, 1, "TCP, one host"),
+        ("heartbeat", 0, 2, "TCP, one host"),
+        ("heartbeat", 0, 3, "TCP, one host"),
         ("target all_reduce", 2, 3, "MPI, shared memory"),
         ("draft tokens", 1, 2, "MPI, shared memory"),
         ("draft tokens", 1, 3, "MPI, shared memory"),
@@ -152,7 +155,7 @@ def test_counts_are_planned_on_made_up_hosts_outside_an_allocation(config: Confi
         ("node-1", "host"), ("node-1", "cuda:0"), ("node-2", "cuda:0")
     ]  # fmt: skip
     # CPU slots may outnumber cores: this host has room for a node's.
-    here = config({"target": {"nodes": 1, "cpus_per_node": 3}, "draft": {"nodes": 1, "cpus_per_node": 3}})
+    here = config({"target": {"nodes": 1, "cpus_per_node": 2}, "draft": {"nodes": 1, "cpus_per_node": 2}})
     plan = json.loads(trtrun("plan", "--config", here, "--json", "--set", "speculation.method=none").stdout)
     assert plan["hosts"] == [os.uname().nodename]
 

@@ -12,7 +12,6 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -172,6 +171,18 @@ def test_a_start_that_takes_too_long_ends_with_where_each_late_rank_is(
         assert "stuck_in_python" in stack_of(done.stderr, NAMES[rank])
 
 
+def test_a_worker_that_cannot_reach_rank_0_says_so_at_start(run_ranks: RunRanks, models: dict[str, str]) -> None:
+    done = run_ranks(4, PROGRAM, env=case(models, "unreachable", 0), timeout=TIMEOUT)
+    assert done.returncode != 0
+    (line,) = own_lines(done.stderr)
+    host = re.escape(os.uname().nodename)
+    assert re.fullmatch(
+        rf"trtrun: {re.escape(NAMES[1])} failed: HeartbeatError: host {host} has no TCP connection to rank 0 on host "
+        rf"{host} \(127\.0\.0\.1 port \d+: .*refused\); a firewall between the two must let TCP connections through",
+        line,
+    ), line
+
+
 class Job:
     """A job of four ranks without a parent of trtrun's, its ranks' processes known."""
 
@@ -210,8 +221,11 @@ class Job:
         self.process.communicate(timeout=SOON)
 
 
+StartJob = Callable[[dict[str, str]], Job]
+
+
 @pytest.fixture
-def start_job() -> Iterator[Callable[[dict[str, str]], Job]]:
+def start_job() -> Iterator[StartJob]:
     jobs: list[Job] = []
 
     def start(environment: dict[str, str]) -> Job:
@@ -223,21 +237,51 @@ def start_job() -> Iterator[Callable[[dict[str, str]], Job]]:
         job.close()
 
 
-def await_end(process: int, seconds: float) -> float:
-    """Seconds until a process has ended."""
-    descriptor, started = os.pidfd_open(process), time.monotonic()
+def await_end(process: int, seconds: float) -> None:
+    """Wait until a process has ended; fail the test when it has not within `seconds`."""
+    descriptor = os.pidfd_open(process)
     try:
         assert select.select([descriptor], [], [], seconds)[0], f"process {process} runs on after {seconds} s"
     finally:
         os.close(descriptor)
-    return time.monotonic() - started
 
 
-def test_ending_does_not_wait_for_a_launcher_that_does_not_answer(
-    start_job: Callable[[dict[str, str]], Job], models: dict[str, str]
-) -> None:
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_a_stopped_worker_is_named_with_its_last_round(start_job: StartJob, models: dict[str, str], rank: int) -> None:
+    job = start_job(case(models, "endless", -1))
+    job.wait_for("running")
+    os.kill(job.ranks[rank], signal.SIGSTOP)
+    _, stderr = job.process.communicate(timeout=TIMEOUT)
+    assert job.process.returncode != 0
+    (line,) = own_lines(stderr)
+    pattern = rf"trtrun: {re.escape(NAMES[rank])} failed: silent for 2 s, last seen (in|idle after) round \d+.*"
+    assert re.fullmatch(pattern, line), line
+    for name in NAMES:
+        if name != NAMES[rank]:
+            assert "parallel" in stack_of(stderr, name)  # all others wait
+
+
+def test_the_workers_of_a_stopped_orchestrator_end_themselves(start_job: StartJob, models: dict[str, str]) -> None:
+    job = start_job(case(models, "endless", -1))
+    job.wait_for("running")
+    # Nor does mpirun end anybody: it is stopped, too.
+    os.kill(job.process.pid, signal.SIGSTOP)
+    os.kill(job.ranks[0], signal.SIGSTOP)
+    for process in job.ranks[1:]:
+        await_end(process, SOON)
+    os.kill(job.process.pid, signal.SIGCONT)
+    _, stderr = job.process.communicate(timeout=TIMEOUT)
+    assert job.process.returncode != 0
+    lines = own_lines(stderr)
+    # The first worker speaks, and the others give its word time to end them; mpirun could not do that here.
+    assert len(lines) == 3, stderr
+    assert lines[0].startswith(f"trtrun: {NAMES[0]} failed: silent for 2 s, last seen ")
+    assert lines[0].endswith(f"as told by {NAMES[1]}")
+
+
+def test_ending_does_not_wait_for_a_launcher_that_does_not_answer(start_job: StartJob, models: dict[str, str]) -> None:
     """MPI's abort asks mpirun, which is stopped here: the rank that ends the job must exit all the same."""
     job = start_job(case(models, "python", 2))
     job.wait_for("standing still")
     os.kill(job.process.pid, signal.SIGSTOP)
-    assert await_end(job.ranks[0], SOON) >= 0
+    await_end(job.ranks[0], SOON)

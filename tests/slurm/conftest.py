@@ -3,41 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from batch import Rows, Run, Start, command_environment, command_words, make_prompts, read_rows
 from cluster import Cluster, missing
-
-ROOT = Path(__file__).resolve().parents[2]
-Run = Callable[..., subprocess.CompletedProcess[str]]
-Start = Callable[..., "subprocess.Popen[str]"]
-Rows = list[dict[str, Any]]
-
-TEXTS = ("def main(", "import os\n", "class Tree:", "for i in range(")
-
-
-def make_prompts(count: int, max_tokens: int) -> Rows:
-    """Input rows of equal length."""
-    return [
-        {"prompt": TEXTS[place % 4] * (1 + place // 4), "max_tokens": max_tokens, "ignore_eos": True}
-        for place in range(count)
-    ]
-
-
-def read_rows(path: Path) -> Rows:
-    """Output rows without what differs from run to run."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [{name: value for name, value in row.items() if not name.endswith("_s")} for row in rows]
-
-
-def count_lines(path: Path) -> int:
-    """Whole lines of a file that may not exist."""
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 @pytest.fixture(scope="session")
@@ -60,18 +33,6 @@ def folder(tmp_path: Path) -> Path:
     place = tmp_path / "it's a $(folder) #1"
     place.mkdir()
     return place
-
-
-def command_words() -> list[str]:
-    """The command, as this Python has it."""
-    return [sys.executable, "-m", "launch.cli"]
-
-
-def command_environment(cluster: Cluster | None) -> dict[str, str]:
-    """Of the command and its jobs: this checkout's code, one thread a rank."""
-    base = os.environ if cluster is None else cluster.environment
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**base, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from batch import Rows, Run, count_lines, read_rows
 from cluster import Cluster, wait_for
-from conftest import Rows, Run, Start, count_lines, read_rows
 
 Config = Callable[..., Path]
 Prompts = Callable[..., Path]
@@ -35,10 +35,14 @@ class Jobs:
         assert done.returncode == 0, done.stderr
         return int(done.stdout)
 
-    def wait_for_rows(self, count: int) -> None:
-        """Until so many rows are finished."""
-        partial = self._folder / "out.jsonl.partial"
-        wait_for(lambda: count_lines(partial) >= count, 90, f"{count} rows are finished")
+    def wait_for_rows(self, job: int, count: int) -> None:
+        """Until the job, which must be running or about to, has finished so many rows."""
+
+        def are_there() -> bool:
+            assert self._cluster.show(job)["JobState"] in ("PENDING", "RUNNING"), self.log(job)
+            return count_lines(self._folder / "out.jsonl.partial") >= count
+
+        wait_for(are_there, 120, f"{count} rows are finished")
 
     def wait_for_state(self, job: int, *states: str) -> dict[str, str]:
         """Until the job is in one of the states; what Slurm says of it then."""
@@ -78,9 +82,10 @@ def test_a_cancelled_job_drains_and_the_next_one_goes_on(
     # It would be requeued after Slurm's warning, but not when a user wants it to end.
     run = jobs(config(1, {"requeue": True, "signal_seconds": 60}, scheduler=ONE_BY_ONE), 8, 100)
     job = run.submit()
-    run.wait_for_rows(1)
+    run.wait_for_rows(job, 1)
     done = trtrun("cancel", job)
-    assert (done.returncode, done.stderr) == (0, f"trtrun: job {job} drains; trtrun status tells when it has ended\n")
+    said = f"trtrun: job {job} is asked to end, and rows in flight may finish; see: trtrun status {job}\n"
+    assert (done.returncode, done.stderr) == (0, said)
     ended = run.wait_for_state(job, "FAILED", "COMPLETED", "PENDING")
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "3:0", "0")
     shown = trtrun("status", job).stdout
@@ -108,7 +113,7 @@ def test_a_job_that_reaches_its_time_limit_drains_requeues_and_completes(
         file = config(1, slurm, scheduler=ONE_BY_ONE, launch={"drain_seconds": 5})
         run = jobs(file, count, 80)
         job = run.submit()
-        run.wait_for_rows(2)
+        run.wait_for_rows(job, 2)
         # Slurm counts limits in minutes and looks at them every half minute. From now on the end is near enough for the
         # warning, and more than a minute away.
         minutes = int(cluster.show(job)["RunTime"].split(":")[1])
@@ -151,7 +156,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_one_goes_on(
 ) -> None:
     run = jobs(config(1, scheduler=ONE_BY_ONE), 8, 100)
     job = run.submit()
-    run.wait_for_rows(1)
+    run.wait_for_rows(job, 1)
     process, _ = cluster.ranks(job)[2]
     os.kill(process, signal.SIGKILL)
     ended = run.wait_for_state(job, "FAILED", "COMPLETED")
@@ -162,12 +167,16 @@ def test_a_killed_rank_ends_the_job_and_the_next_one_goes_on(
 
 
 def test_a_job_whose_node_is_set_down_starts_again_when_it_is_back(
-    cluster: Cluster, config: Config, jobs: Callable[..., Jobs], folder: Path, start_trtrun: Start
+    cluster: Cluster, config: Config, jobs: Callable[..., Jobs], folder: Path
 ) -> None:
     slurm = {"requeue": True, "signal_seconds": 60}
-    run = jobs(config(2, slurm, scheduler=ONE_BY_ONE), 6, 100)
+    target = {"model": "asset:target", "devices": {"n1": ["cpu:0"], "n2": ["cpu:0"]}}
+    draft = {"model": "asset:draft", "devices": {"n2": ["cpu:1"]}}
+    run = jobs(config(2, slurm, scheduler=ONE_BY_ONE, target=target, draft=draft), 6, 100)
     job = run.submit()
-    run.wait_for_rows(1)
+    run.wait_for_rows(job, 1)
+    assert cluster.show(job)["ReqNodeList"] == "n[1-2]"
+    assert [node for _, (_, node) in sorted(cluster.ranks(job).items())] == ["n1", "n2", "n1", "n2"]
     cluster.set_node("n2", "DOWN")
     try:
         run.wait_for_state(job, "PENDING", "FAILED", "NODE_FAIL", "COMPLETED")

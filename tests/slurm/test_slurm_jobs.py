@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from batch import Rows, Run, Start, count_lines, read_rows
 from cluster import Cluster, wait_for
-from conftest import Rows, Run, Start, count_lines, read_rows
 
 Config = Callable[..., Path]
 Prompts = Callable[..., Path]

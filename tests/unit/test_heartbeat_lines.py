@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import socket
 import threading
 import time
@@ -163,3 +165,21 @@ def test_a_server_that_closes_releases_its_clients(server: HeartbeatServer) -> N
     server.close()
     client._thread.join(timeout=SOON)
     assert not client._thread.is_alive()
+
+
+def test_connections_with_high_file_numbers_work(server: HeartbeatServer) -> None:
+    """A process with many weights and GPUs has more than 1024 files open, which is beyond select's reach."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        port = server.listen(everywhere=False)
+        lines = connect(["127.0.0.1"], port, server.token, {"rank": 1})
+        assert lines.fileno() > 1023
+        client = HeartbeatClient(lines, Activity(), LONG, NAMES, True, LONG)
+        client.close()
+        assert lines.is_closed
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

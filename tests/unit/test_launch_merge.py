@@ -24,7 +24,8 @@ PROMPTS = rows_from_prompts([f"prompt {index}" for index in range(10)], {})
 def output_line(index: int, text: str = "", error: str | None = None, time_s: float = 0.5) -> dict[str, Any]:
     """An output row; its text has bytes above 127 and a line end."""
     text = text or f'\u4f60 "{index}"\n}}'
-    return {"index": index, "text": text, "time_s": time_s, "error": error, "input_hash": PROMPTS[index].input_hash}
+    row = {"index": index, "text": text, "time_s": time_s, "error": error, "input_hash": PROMPTS[index].input_hash}
+    return {**row, "completions": [{"text": text, "time_s": time_s}]}
 
 
 def write_part(path: Path, indexes: Sequence[int], **values: Any) -> Path:

@@ -153,7 +153,8 @@ def test_a_rank_marks_its_steps_and_repeats_them_only_where_a_parent_reads() -> 
         assert process.stderr is not None
         text = ""
         while text.count("\n") < 4:
-            assert (more := process.stderr.read(1)), text
+            more = process.stderr.read(1)
+            assert more, text
             text += more
         process.communicate(timeout=60)
     start_mark = f"\x1etrtrun 1 0 {process.pid} {os.uname().nodename} start of MPI\n"

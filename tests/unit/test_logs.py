@@ -194,6 +194,9 @@ def test_the_process_that_starts_mpirun_is_the_launcher_and_a_job_of_one_process
     assert find_speaker(FOUR, None).role == find_speaker(FOUR, Place(0, 1)).role == LAUNCHER
     alone = find_speaker(Topology.from_devices(["cpu:0"], ["cpu:0"]), None)
     assert (alone.rank, alone.role) == (0, "orchestrator+draft+target")
+    elsewhere = Topology.from_devices([], ["240.0.0.1/cpu:0"])
+    assert find_speaker(elsewhere, None).role == LAUNCHER
+    assert find_speaker(elsewhere, Place(0, 1)).rank == 0
 
 
 # Libraries.

@@ -5,7 +5,9 @@ launch.start_seconds. HEARTBEAT_RANK: which rank stands still. HEARTBEAT_KIND: h
 
 - python, native: in the middle of a round, in Python or in a call that keeps the interpreter's lock.
 - slow: not for ever, but for the better part of the limit, in several rounds.
+- endless: it does not; the text has no end.
 - wait: the program does nothing for longer than the limit, between two calls.
+- unreachable: nobody listens where rank 0 says that it does.
 - loading, warming, missing: in the start: in the weights, in warm-up, or before it has anything to do with the others.
 """
 
@@ -21,6 +23,8 @@ from typing import Any
 from mpi4py import MPI
 from pipelines import configuration, prompt_of
 
+from parallel.heartbeat_server import HeartbeatServer
+from parallel.lines import listen
 from trtrun import LLM, SamplingParams
 from trtrun.engine.runner import Engine
 from trtrun.models.loading import _Loader
@@ -48,6 +52,11 @@ def stuck_in_native_code() -> None:
 
 def be_slow() -> None:
     time.sleep(0.6 * LIMIT)
+
+
+def closed_port(server: HeartbeatServer, everywhere: bool) -> int:
+    with listen(everywhere) as listener:
+        return int(listener.getsockname()[1])
 
 
 def change(owner: Any, name: str, when: Callable[[int], bool], what: Callable[[], None]) -> None:
@@ -80,6 +89,8 @@ def stand_still() -> None:
         change(_Loader, "linear", lambda call: call == 6, stuck_in_python)
     elif KIND == "warming":
         change(startup, "warm_up", lambda call: True, stuck_in_python)
+    elif KIND == "unreachable":
+        HeartbeatServer.listen = closed_port  # type: ignore[assignment,method-assign]
     elif KIND in ("python", "native", "slow"):
         what = {"python": stuck_in_python, "native": stuck_in_native_code, "slow": be_slow}[KIND]
         owner, name = {0: (Scheduler, "schedule"), 1: (DraftModelDrafter, "propose")}.get(
@@ -93,9 +104,13 @@ def stand_still() -> None:
 
 
 def use(llm: LLM) -> None:
-    endless = SamplingParams(max_tokens=1_000_000 if KIND in ("python", "native") else 60, ignore_eos=True)
-    for _ in llm.stream(prompt_of(9), endless):
-        pass
+    endless = KIND in ("python", "native", "endless")
+    sampling = SamplingParams(max_tokens=1_000_000 if endless else 60, ignore_eos=True)
+    told = False
+    for _ in llm.stream(prompt_of(9), sampling):
+        if not told and time.monotonic() > began() + 1:  # beats have told of some rounds by now
+            told = True
+            print("running", flush=True)
     if KIND == "wait":
         started = time.monotonic()
         while time.monotonic() - started < 2 * LIMIT:

@@ -1,0 +1,133 @@
+"""`trtrun plan` and `trtrun check` of a job on two hosts: what is only wrong on one of them is told with its name.
+
+The hosts are namespaces of this machine (network.py) that see the same files, but for one directory that is their own.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint, make_draft
+from network import Network, missing_parts, start_network
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 150.0
+
+pytestmark = [pytest.mark.skipif(bool(missing_parts()), reason=missing_parts()), pytest.mark.timeout(400)]
+
+
+@dataclass
+class Site:
+    """Two hosts, models that both see, and the command on the first host."""
+
+    network: Network
+    pair: Path
+    folder: Path
+
+    @property
+    def private(self) -> Path:
+        """A directory that is another one on each host."""
+        return self.network.folder / "private"
+
+    def config(self, name: str, **sections: Any) -> Path:
+        """Rank 0 and the draft on north, the target on south."""
+        values: dict[str, Any] = {
+            "target": {"model": str(self.pair / "target"), "devices": {"south": ["cpu:0", "cpu:1"]}},
+            "draft": {"model": str(self.pair / "draft"), "devices": {"north": ["cpu:0"]}},
+            "launch": {"ssh_arguments": self.network.ssh_arguments, "check_seconds": 100},
+            "kv_cache": {"max_tokens": 1000},
+            "threads": 1,
+        }
+        for key, section in sections.items():
+            values[key] = {**values[key], **section}
+        path = self.folder / f"{name}.yaml"
+        path.write_text(json.dumps(values), encoding="utf-8")
+        return path
+
+    def trtrun(self, *words: object) -> subprocess.CompletedProcess[str]:
+        """Run the command on north."""
+        command = [sys.executable, "-m", "launch.cli", *(str(word) for word in words)]
+        return self.network["north"].run(
+            "env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", *command, timeout=PATIENCE, cwd=ROOT
+        )
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    pair, folder = tmp_path_factory.mktemp("pair"), tmp_path_factory.mktemp("hosts")
+    make_checkpoint(pair / "target", tokenizer=True)
+    make_draft(pair / "draft", pair / "target", num_layers=1)
+    with start_network(folder) as network:
+        yield Site(network, pair, tmp_path_factory.mktemp("configs"))
+
+
+def own_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in done.stderr.splitlines() if line.startswith("trtrun: ")]
+
+
+def test_every_link_of_two_hosts_is_tried(site: Site) -> None:
+    file = site.config("good")
+    done = site.trtrun("check", "--config", file, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [rank["host"] for rank in report["ranks"]] == ["north", "north", "south", "south"]
+    assert [rank["kv_tokens"] for rank in report["ranks"]] == [None, 1008, 1008, 1008]
+    plan = json.loads(site.trtrun("plan", "--config", file, "--json").stdout)
+    assert [rank["host"] for rank in plan["ranks"]] == ["north", "north", "south", "south"]
+    assert [rank["free_bytes"] is None for rank in plan["ranks"]] == [False, False, True, True]
+    planned = {(link["carries"], *link["ranks"]): link["transport"] for link in plan["links"]}
+    tried = {(link["carries"], *link["ranks"]): link["transport"] for link in report["links"]}
+    assert planned == tried
+    assert tried["draft tokens", 1, 2] == "MPI over network"
+    assert tried["target all_reduce", 2, 3] == "MPI, shared memory"
+    assert tried["heartbeat", 0, 3] == "TCP over network"
+    assert all(link["faults"] == [] and link["is_tried"] for link in report["links"])
+
+
+def test_a_model_missing_on_one_host_is_told_for_its_ranks(site: Site) -> None:
+    site.network["north"].run("cp", "-r", str(site.pair / "target"), str(site.private / "gone"), check=True)
+    file = site.config("missing", target={"model": str(site.private / "gone")})
+    done = site.trtrun("check", "--config", file)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert own_lines(done) == [
+        f"trtrun: {file}, on rank {rank} of host south: target.model: no such directory: {site.private}/gone"
+        for rank in (2, 3)
+    ]
+
+
+def test_another_model_on_one_host_is_told(site: Site) -> None:
+    model = site.private / "other"
+    for name, layers in (("north", 2), ("south", 3)):
+        source = make_checkpoint(site.folder / f"model of {name}", tokenizer=True, num_hidden_layers=layers)
+        site.network[name].run("cp", "-r", str(source), str(model), check=True)
+        shutil.rmtree(source)
+    done = site.trtrun("check", "--config", site.config("other", target={"model": str(model)}))
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = own_lines(done)
+    assert line.startswith("trtrun: target: config.json is not the same everywhere: ")
+    assert "on rank 0, 1 (north); " in line
+    assert "on rank 2, 3 (south): copy one model to all hosts" in line
+
+
+def test_each_host_may_have_the_model_in_its_own_place(site: Site) -> None:
+    site.network["south"].run("cp", "-r", str(site.pair / "target"), str(site.private / "own"), check=True)
+    paths = {"south": str(site.private / "own"), "default": str(site.pair / "target")}
+    done = site.trtrun("check", "--config", site.config("own", target={"model": paths}), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ok"]
+
+
+def test_a_host_that_is_down_is_named(site: Site) -> None:
+    file = site.config("down", target={"devices": {"nobody": ["cpu:0", "cpu:1"]}})
+    done = site.trtrun("check", "--config", file)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = own_lines(done)
+    assert "host nobody" in line
