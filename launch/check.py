@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launch.check_report import CheckReport, LinkReport, print_report, report_json
-from launch.check_session import BrokenError, Session, SetupError
+from launch.check_session import Session, SetupError, StuckError
 from launch.devices import make_topology
 from launch.exit_codes import ExitCode, FailedError
 from launch.facts import collect_facts, find_problems
@@ -121,10 +121,9 @@ def follow_check(config: RuntimeConfig) -> None:
                 continue
             session.begin(order["number"], order["title"])
             try:
-                result = _follow(session, order)
-            except Exception as error:  # rank 0 tells it, for all ranks
-                result = {"error": f"{type(error).__name__}: {error}"}
-            session.send(result)
+                session.send(_follow(session, order))
+            except Exception as error:  # others may be waiting for this rank inside MPI, rank 0 too
+                session.control.abort(f"step '{order['title']}': {type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ class _Tried:
 
 def _problems(error: SetupError | FailedError) -> tuple[str, ...]:
     """The lines of an error."""
-    return error.problems if isinstance(error, SetupError | BrokenError) else (str(error),)
+    return error.problems if isinstance(error, SetupError | StuckError) else (str(error),)
 
 
 def _tell(error: SetupError | FailedError) -> ExitCode:

@@ -7,6 +7,7 @@ answer. It does not know what the steps are for (check.py).
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,11 +31,10 @@ from trtrun.roles.startup import device_of
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+logger = logging.getLogger(__name__)
+
 PARENT_SECONDS = 5.0
 """How much later than its parent rank 0 gives up on stuck ranks: the parent can tell more about them."""
-
-MORE_ERRORS_SECONDS = 2.0
-"""How long rank 0 waits for the errors of other ranks behind the first; those without one may be hanging."""
 
 FACTS, STEPS = 1, 10
 """Numbers of a rank's steps for `steps`: looking around, then the steps that rank 0 names."""
@@ -52,8 +52,8 @@ class SetupError(TrtrunError):
         self.problems = tuple(problems)
 
 
-class BrokenError(FailedError):
-    """Ranks failed in a step, or did not answer in time.
+class StuckError(FailedError):
+    """Ranks did not answer in time.
 
     Attributes:
         problems: one line for each.
@@ -109,6 +109,7 @@ class Session:
     def begin(self, number: int, title: str) -> None:
         """Tell the parent what this rank is at: an even number for what it does, the odd one behind it for waiting."""
         self._number = number
+        logger.info("check, step %d: %s", number, title)
         self.teller.tell(STEPS + 2 * number, title)
 
     # Rank 0.
@@ -137,7 +138,7 @@ class Session:
             order: what the ranks are told.
 
         Raises:
-            FailedError: a rank failed, or did not report in time.
+            StuckError: a rank did not report in time.
         """
         self.start_step(title, ranks, **order)
         if own is not None:
@@ -153,27 +154,19 @@ class Session:
 
     def collect(self, ranks: Iterable[int], title: str) -> dict[int, dict[str, Any]]:
         """One report from each of some ranks."""
-        waiting, answers, errors = set(ranks), dict[int, dict[str, Any]](), list[str]()
+        waiting, answers = set(ranks), dict[int, dict[str, Any]]()
         while waiting:
-            seconds = max(0.0, self.seconds_left())
-            report = self.control.collect(min(seconds, MORE_ERRORS_SECONDS) if errors else seconds)
-            if report is None and not errors:
-                raise self.stuck(waiting, title)
+            report = self.control.collect(max(0.0, self.seconds_left()))
             if report is None:
-                break
-            answer = json.loads(report.payload)
-            answers[report.rank] = answer
+                raise self.stuck(waiting, title)
+            answers[report.rank] = json.loads(report.payload)
             waiting.discard(report.rank)
-            if "error" in answer:
-                errors.append(f"{self.topology.describe(report.rank)}, step '{title}': {answer['error']}")
-        if errors:
-            raise BrokenError(errors)
         return answers
 
-    def stuck(self, ranks: Iterable[int], title: str) -> BrokenError:
+    def stuck(self, ranks: Iterable[int], title: str) -> StuckError:
         """The error for ranks that are late."""
         after = f"the check did not end within {self.config.launch.check_seconds:g} s"
-        return BrokenError(
+        return StuckError(
             [f"{after}: {self.topology.describe(rank)} gave no answer in the step '{title}'" for rank in sorted(ranks)]
         )
 
@@ -223,4 +216,8 @@ class Session:
         self.groups = open_groups(self.world, self.topology, device)
 
     def _collect_own_facts(self) -> Facts:
-        return collect_facts(self.config, self.topology, self.rank, lambda step: self.teller.tell(FACTS, step))
+        facts = collect_facts(self.config, self.topology, self.rank, lambda step: self.teller.tell(FACTS, step))
+        logger.info("%s", ", ".join(f"{name} {version}" for name, version in facts.versions.items()))
+        for problem in facts.problems:
+            logger.info("problem: %s", problem)
+        return facts

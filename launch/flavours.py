@@ -63,6 +63,7 @@ class Flavour:
         programs: file names of mpirun.
         library_files: file names of the library.
         settings: for root, oversubscription, binding, waiting, and connections that break.
+        variables: names and values that the ranks' environment needs, where the user has not set them.
         define: an environment variable for the ranks, from `{name}` and `{value}`.
         forward: environment variables of mpirun's own for ranks of other hosts, once for each `{name}`, or once for all
             `{names}`. Values do not stand there.
@@ -91,6 +92,7 @@ class Flavour:
     ssh: tuple[str, ...] = ()
     ssh_variable: str = ""
     agents: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
     rank_variables: tuple[str, str] = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
 
 
@@ -182,6 +184,7 @@ MPICH = Flavour(
     programs=("mpirun", "mpirun.mpich", "mpiexec.hydra"),
     library_files=("libmpi.so.12", "libmpich.so.12"),
     settings=(),  # it runs as root, oversubscribes, binds nothing and yields by itself
+    variables=(("UCX_LOG_FILE", "stderr"),),  # else its warnings stand between the rows on stdout
     define=("-genv", "{name}", "{value}"),
     forward=("-genvlist", "{names}"),
     whole=("-hosts", "{hosts}", "-rankmap", "{places}"),

@@ -44,6 +44,7 @@ _LINE = re.compile(
     r"|\[[^\s\]]+:\d+\] Set MCA parameter \"\w+help_aggregate\""
     # Hydra's
     r"|\[(?:mpiexec|proxy:\d+(?::\d+)?)@[^\s\]]+\] "
+    r"|\[\d+\.\d+\] \[\S+ *:\d+\] +\S+ +UCX +WARN +unexpected tag-receive descriptor"
     r"|Abort\(\d+\) on node \d+ \(rank \d+ in comm \d+\): application called MPI_Abort"
     # that of the ssh below mpirun
     r"|Killed by signal 15\.\s*$"
@@ -66,6 +67,7 @@ class NoiseFilter:
     Attributes:
         describe: names a rank, such as "target rank 2 (cpu:1)".
         find_rank: returns the rank of a process on a host, None where it is not known.
+        is_expected: the job is being ended, so that killed ranks and lost connections are no news.
         said_something: whether a rank, or this filter, has said anything.
         killed: (rank, signal number) of ranks that ended by a signal, as mpirun noticed them; a rank that is not known
             is -1.
@@ -74,6 +76,7 @@ class NoiseFilter:
 
     describe: Callable[[int], str]
     find_rank: Callable[[str, int], int | None] = lambda host, process: None
+    is_expected: bool = False
     said_something: bool = False
     killed: list[tuple[int, int]] = field(default_factory=list)
     lost_hosts: list[str] = field(default_factory=list)
@@ -121,7 +124,7 @@ class NoiseFilter:
         """Return what is held back, and what follows from all that was said: the job has ended."""
         text = self.flush()
         conclusions = []
-        if not self.killed and not self._has_told_failure:
+        if not self.killed and not self._has_told_failure and not self.is_expected:
             if self._disconnected is not None and not self.lost_hosts:
                 here, there = self._disconnected
                 conclusions.append(f"trtrun: a rank on {there} is gone: a rank on {here} lost its connection to it\n")
@@ -164,6 +167,9 @@ class NoiseFilter:
 
     def _close_box(self) -> str:
         body = " ".join(self._box[1:-1]) if self._box else ""
+        if self.is_expected:
+            self._box = None
+            return ""
         if killed := _KILLED.search(body):
             self._box = None
             return self._tell_killed(int(killed["rank"]), int(killed["process"]), killed["host"], int(killed["signal"]))
@@ -190,6 +196,8 @@ class NoiseFilter:
         return True
 
     def _tell_killed(self, rank: int, process: int, host: str, number: int) -> str:
+        if self.is_expected:
+            return ""
         self.said_something = True
         self.killed.append((rank, number))
         try:
@@ -202,8 +210,9 @@ class NoiseFilter:
 
     def _tell_lost(self, host: str) -> str:
         """The heartbeat has most likely named the host's ranks before."""
-        self.lost_hosts.append(host)
-        if self._has_told_failure:
+        if not self.is_expected:
+            self.lost_hosts.append(host)
+        if self._has_told_failure or self.is_expected:
             return ""
         self.said_something = True
         return f"trtrun: mpirun lost the connection to host {host}; the job ends\n"

@@ -244,6 +244,7 @@ while [[ $again ]]; do # a signal ends `wait` before the command has ended
     wait "$child"
     status=$?
 done
+child=''
 [[ $status != {unheard} ]] || status={drained} # the signal came before the command could hear it: nothing had begun
 {requeue}\
 exit "$status"\

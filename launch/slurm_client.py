@@ -29,7 +29,7 @@ ENDED = frozenset(
 )  # fmt: skip
 """States that a job does not leave."""
 
-RUNNING = frozenset({"RUNNING", "SUSPENDED", "STOPPED", "SIGNALING"})
+RUNNING = frozenset({"RUNNING", "SUSPENDED", "STOPPED"})
 ENDING = frozenset({"COMPLETING", "STAGE_OUT"})
 SEPARATOR = "\x1f"
 JOB = re.compile(r"[0-9]+(_[0-9]+)?")
@@ -154,7 +154,7 @@ def read_job(line: str) -> SlurmJob:
         number=number,
         label=str(number) if task is None else f"{array}_{task}",
         task=task,
-        state=values["State"],
+        state="RUNNING" if values["State"] == "SIGNALING" else values["State"],  # for a moment, by our own scancel
         reason=reason[1:-1] if reason.startswith("(") and reason != "(None)" else "",
         wait_status=int(values["exit_code"] or 0),
         restarts=int(values["RestartCnt"] or 0),

@@ -61,7 +61,8 @@ def say(text: str) -> None:
     with suppress(OSError):
         while rest:
             rest = rest[os.write(STDERR, rest) :]
-    logger.error("%s", text.strip(), extra={"file_only": True})  # last: it may wait for a lock of the main thread
+    stack = sys.exc_info()[0] is not None
+    logger.error("%s", text.strip(), exc_info=stack, extra={"file_only": True})  # last: it may wait for a lock of the main thread
 
 
 def end_world() -> NoReturn:

@@ -48,7 +48,7 @@ def _check_environment(values: dict[str, str]) -> dict[str, str]:
 
 
 def _number_to_text(value: object) -> object:
-    """YAML reads 1:30:00 as a number in base 60, and a plain number stays one: both are times to Slurm."""
+    """A plain number is minutes to Slurm, which takes texts."""
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return value

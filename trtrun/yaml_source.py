@@ -5,6 +5,7 @@ It knows YAML and mappings. It does not know which keys mean something (config.p
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -69,3 +70,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 reads 1:30:00 as 5400, a number in base 60. Here it is a text, as in YAML 1.2: Slurm's times look like that.
+_BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?$")
+_UniqueKeyLoader.yaml_implicit_resolvers = {
+    first: [("tag:yaml.org,2002:str", _BASE_60), *resolvers]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}

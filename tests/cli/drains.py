@@ -17,9 +17,7 @@ PATIENCE = 240.0
 """Seconds that anything may take on a busy machine before a test gives up on it."""
 
 
-def wait_until(
-    is_there: Callable[[], bool], process: subprocess.Popen[str], what: str, pause: float = 0.005
-) -> None:
+def wait_until(is_there: Callable[[], bool], process: subprocess.Popen[str], what: str, pause: float = 0.005) -> None:
     """Wait for an event of a process; fails the test when the process ends before it, or after PATIENCE.
 
     Args:

@@ -200,6 +200,13 @@ def test_a_run_over_a_broken_transport_ends_before_weights_load(config: Configs,
     assert "what came to rank 2 is wrong: target: all_reduce of 65536 bytes" in done.stderr
 
 
+def test_a_rank_that_fails_ends_the_check_at_once(config: Configs, trtrun: Run) -> None:
+    done = trtrun("check", "--config", config(FOUR_RANKS), env=with_fault("3 no-group"))
+    assert done.returncode == 1
+    said = "step 'opening the communicators': RuntimeError: no way to the others"
+    assert error_line(done) == f"trtrun: target rank 3 (cpu:2) failed: {said}"
+
+
 def stuck_line(done: subprocess.CompletedProcess[str], started: float, seconds: float) -> str:
     """The one line about a stuck rank, told within the time of the check."""
     assert (done.returncode, done.stdout) == (1, "")

@@ -109,7 +109,7 @@ def test_a_job_that_reaches_its_time_limit_drains_requeues_and_completes(
     cluster: Cluster, config: Config, jobs: Callable[..., Jobs], folder: Path, local_rows: Local
 ) -> None:
     slurm = {"requeue": True, "signal_seconds": 120}
-    for count in (120, 480, 1920):
+    for count in (240, 960, 3840):
         file = config(1, slurm, scheduler=ONE_BY_ONE, launch={"drain_seconds": 5})
         run = jobs(file, count, 80)
         job = run.submit()

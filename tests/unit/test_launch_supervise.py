@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from launch.supervise import _Orders
+
 PARENT = """
 import os, sys
 import launch.supervise
@@ -44,7 +46,7 @@ print(child.pid, flush=True)
 """
 
 
-def start(code: str, drain_seconds: float | None = None) -> subprocess.Popen[str]:
+def start(code: str, drain_seconds: float | None = None, **variables: str) -> subprocess.Popen[str]:
     """A parent that supervises this code. In tests the ranks have 0.1 s beyond the time for a drain."""
     return subprocess.Popen(
         [sys.executable, "-c", PARENT, textwrap.dedent(code), str(drain_seconds or "")],
@@ -52,7 +54,7 @@ def start(code: str, drain_seconds: float | None = None) -> subprocess.Popen[str
         stderr=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).resolve().parents[2],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), **variables},
     )
 
 
@@ -153,8 +155,22 @@ def test_a_job_that_does_not_drain_in_time_is_killed_and_counts_as_drained() -> 
     assert not is_alive(child)
 
 
+@pytest.mark.parametrize(("drain_seconds", "status"), [(60.0, 3), (None, -signal.SIGTERM)])
+def test_a_signal_that_comes_before_the_job_is_started_reaches_it(drain_seconds: float | None, status: int) -> None:
+    orders = _Orders(drain_seconds)
+    with orders.heard():
+        signal.raise_signal(signal.SIGUSR1)
+        with subprocess.Popen([sys.executable, "-c", DRAINING], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as job:
+            orders.follow(job)
+            assert job.stdout is not None
+            output = job.stdout.read()
+    assert job.returncode == status
+    assert (b"drain SIGUSR1" in output) == (drain_seconds is not None)
+
+
 def test_a_job_that_cannot_drain_has_no_orders_to_read() -> None:
-    process = start("import os, sys; print(os.environ.get('TRTRUN_CONTROL'), repr(sys.stdin.read()))")
+    code = "import os, sys; print(os.environ.get('TRTRUN_CONTROL'), repr(sys.stdin.read()))"
+    process = start(code, TRTRUN_CONTROL="stdin")  # of a job around this one
     assert process.communicate(timeout=60)[0] == "None ''\n"
 
 

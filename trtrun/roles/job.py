@@ -61,13 +61,15 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> Job | None:
         TrtrunError: on the orchestrator, when any rank could not start.
     """
     topology = topology_of(config)
-    torch.set_num_threads(threads_per_slot(config.threads, len(topology.slots)))
     if topology.world_size == 1 and not started_by_mpi():
+        torch.set_num_threads(threads_per_slot(config.threads, 1))
         return _open_solo(config, topology, progress)
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     topology.check_world(world.size)
+    neighbours = topology.slots_of_host(topology.host(world.rank))
+    torch.set_num_threads(threads_per_slot(config.threads, len(neighbours)))
     if topology.world_size == 1:
         return _open_solo(config, topology, progress)
     if world.rank == topology.orchestrator_rank:

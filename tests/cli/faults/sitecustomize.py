@@ -4,6 +4,7 @@ TRTRUN_TEST_FAULT is "RANK KIND", with one of these kinds:
 
     corrupt    the rank flips one bit of every MPI message of 4096 bytes that it sends
     wrong-sum  the rank adds 1 to the last element of every sum over MPI
+    no-group   the rank fails when it opens a group of ranks
     stop       the rank stops itself (SIGSTOP) when it is about to send a message of 4096 bytes
     sleep      the rank never returns from its first look at a model directory, though its threads go on
     torch      the rank has another version of torch
@@ -43,6 +44,11 @@ def break_mpi(module: ModuleType) -> None:
         result.view(-1)[-1] += 1
         return result
 
+    def fail(self: Any) -> None:
+        raise RuntimeError("no way to the others")
+
+    if kind == "no-group":
+        communicator.warm_up = fail
     if kind in ("stop", "corrupt"):
         communicator.send = bad_send
     elif kind == "wrong-sum":

@@ -1,0 +1,186 @@
+"""What the tests on two hosts share: a pair of models that both see, configurations, the command on north, its ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from network import Host, Network, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 150.0
+"""Seconds for one job; other work may keep the machine busy."""
+
+TWO_HOSTS = {"target": {"north": ["cpu:1"], "south": ["cpu:0"]}, "draft": {"south": ["cpu:1"]}}
+"""Ranks 0 and 2 on north, ranks 1 and 3 on south: no host's ranks follow each other."""
+
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def rank_of(process: int) -> int | None:
+    """The rank that mpirun has given a process, None where it is no rank."""
+    for name, value in environment_of(process).items():
+        if name in RANK_VARIABLES:
+            return int(value)
+    return None
+
+
+def environment_of(process: int) -> dict[str, str]:
+    """Environment that a process was started with; empty for one that has ended."""
+    try:
+        items = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return {}
+    return dict(item.partition("=")[::2] for item in items if item)
+
+
+def own_lines(errors: str) -> list[str]:
+    """What trtrun itself said on stderr."""
+    return [line for line in errors.splitlines() if line.startswith("trtrun: ")]
+
+
+@dataclass
+class Site:
+    """Two hosts, models that both see, and the command on north.
+
+    Attributes:
+        environment: of every command, beside what PATH and the like say.
+    """
+
+    network: Network
+    pair: Path
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def private(self) -> Path:
+        """A directory that is another one on each host."""
+        return self.network.folder / "private"
+
+    def config(self, devices: dict[str, Any] = TWO_HOSTS, **sections: Any) -> Path:
+        """Write a configuration and return its path; JSON is YAML."""
+        values: dict[str, Any] = {
+            name: {"model": str(self.pair / name), "devices": placed} for name, placed in devices.items()
+        }
+        values |= {"launch": {"ssh_arguments": self.network.ssh_arguments}, "kv_cache": {"max_tokens": 4000}}
+        for key, section in sections.items():
+            values[key] = {**values.get(key, {}), **section} if isinstance(section, dict) else section
+        path = self.folder / f"run{len(list(self.folder.glob('*.yaml')))}.yaml"
+        path.write_text(json.dumps(values), encoding="utf-8")
+        return path
+
+    def words(self, *arguments: object) -> list[str]:
+        """The command on north."""
+        return self.network["north"].words(f"--wdns={ROOT}", *self.command(*arguments))
+
+    def command(self, *arguments: object) -> list[str]:
+        """The command as a shell on a host has it."""
+        extra = [f"{name}={value}" for name, value in self.environment.items()]
+        before = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", *extra]
+        return [*before, sys.executable, "-m", "launch.cli", *(str(argument) for argument in arguments)]
+
+    def trtrun(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        """Run the command on north to its end."""
+        return run(self.words(*arguments))
+
+    def remote_processes(self) -> dict[str, list[str]]:
+        """Command lines of what runs on the hosts beside their own first processes, by host; hosts without are left
+        out."""
+        found = {name: list(host.processes().values()) for name, host in self.network.hosts.items()}
+        return {name: lines for name, lines in found.items() if lines}
+
+    def expect_nothing_left(self, seconds: float = 60) -> None:
+        """Wait until no process of a job is left on either host."""
+        wait_for(lambda: not self.remote_processes(), seconds, lambda: str(self.remote_processes()))
+
+
+def run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
+
+
+@dataclass
+class RunningJob:
+    """A job of four ranks on two hosts, in the middle of a very long text."""
+
+    site: Site
+    process: subprocess.Popen[str]
+
+    @classmethod
+    def start(cls, site: Site, **sections: Any) -> RunningJob:
+        """Start it and wait for its first token."""
+        file = site.config(**{"kv_cache": {"max_tokens": 60000}, **sections})
+        arguments = ("run", "--config", file, "--prompt", "x", "--max-tokens", 50000, "--ignore-eos")
+        process = subprocess.Popen(
+            site.words(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+        )
+        job = cls(site, process)
+        assert process.stdout is not None
+        if not process.stdout.read(1):
+            raise AssertionError(process.communicate(timeout=PATIENCE)[1])
+        return job
+
+    @property
+    def ranks(self) -> dict[int, tuple[str, int]]:
+        """Host and process id, as this test sees it, of each rank."""
+        found = {}
+        for name, host in self.site.network.hosts.items():
+            for process, line in host.processes().items():
+                rank = rank_of(process)
+                if rank is not None and "launch.cli" in line:
+                    found[rank] = (name, process)
+        return found
+
+    def find(self, host: Host, *names: str) -> int:
+        """Process id of the one program of a host with one of these names."""
+        found = [p for p, line in host.processes().items() if Path(line.split()[0]).name in names]
+        assert len(found) == 1, (names, host.processes())
+        return found[0]
+
+    @property
+    def parent(self) -> int:
+        """Process id of the `trtrun run` that the user has started."""
+        lines = self.site.network["north"].processes()
+        found = [process for process, line in lines.items() if "-m launch.cli run" in line and "mpi4py" not in line]
+        assert len(found) == 1, lines
+        return found[0]
+
+    def end(self, seconds: float = PATIENCE) -> tuple[int, str, float]:
+        """Wait for the end of the job; returns the exit status, stderr, and how many seconds it took."""
+        start = time.monotonic()
+        _, errors = self.process.communicate(timeout=seconds)
+        return self.process.returncode, errors, time.monotonic() - start
+
+    def stop(self) -> None:
+        """End what is left of it, however the test ended."""
+        for host in self.site.network.hosts.values():
+            for process in host.processes():
+                if Path(f"/proc/{process}").exists():
+                    os.kill(process, 9)
+        self.process.kill()
+        self.process.communicate(timeout=60)
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write a JSON lines file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of an output without what differs from run to run."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [{name: value for name, value in row.items() if not name.endswith("_s")} for row in rows]
+
+
+def copy_to(host: Host, source: Path, target: Path) -> None:
+    """Copy a file or directory to where only this host sees it."""
+    assert shutil.which("cp")
+    host.run("cp", "-r", str(source), str(target), check=True)
