@@ -92,6 +92,11 @@ class NoiseFilter:
     def __post_init__(self) -> None:
         self._output = _OutputFilter(self._take_termination)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank has said that it ends the job."""
+        return self._has_told_failure
+
     def feed(self, text: str) -> str:
         """Take a piece of stderr, which may end anywhere; return what may be shown now."""
         shown: list[str] = []

@@ -31,6 +31,9 @@ GRACE_SECONDS = 5.0
 DRAIN_GRACE_SECONDS = 20.0
 """How long the ranks may take to end beyond the time that they have for a drain, before all are killed."""
 
+FAILED_GRACE_SECONDS = 10.0
+"""How long the job may go on once a rank has said that it ends it: mpirun waits for ever for a host that is cut off."""
+
 STUCK_GRACE_SECONDS = 2.0
 """The same for a job in which a rank is stuck."""
 
@@ -88,7 +91,9 @@ def supervise(
             is_overdue = process.poll() is None
             _clear_session(process.pid)  # mpirun is gone, or the loop failed: no rank may stay
             process.wait()
-    _show(noise.flush())
+    with suppress(BrokenPipeError):
+        _pass_on(noise.flush_output())
+    _show(noise.finish())
     if steps is not None and steps.is_given_up:
         return ExitCode.FAILED
     return _tell_end(process.returncode, noise, orders, is_overdue)
@@ -173,6 +178,8 @@ def _tell_end(status: int, noise: NoiseFilter, orders: _Orders, is_overdue: bool
         return ExitCode.DRAINED
     if noise.killed:
         return status_of_signal(noise.killed[0][1])
+    if noise.has_failed and (is_overdue or status == 0):  # an mpirun that loses a host ends with 0
+        return ExitCode.FAILED
     if status < 0:
         _show(f"trtrun: mpirun was killed by signal {-status}; all ranks are stopped\n")
         return status_of_signal(-status)
@@ -190,11 +197,19 @@ def _pump(
         BrokenPipeError: nobody reads this process's standard output any more.
     """
     assert process.stdout is not None and process.stderr is not None
+    failed_deadline = float("inf")
+
+    def is_overdue() -> bool:
+        nonlocal failed_deadline
+        if noise.has_failed:
+            failed_deadline = min(failed_deadline, time.monotonic() + FAILED_GRACE_SECONDS)
+        return orders.is_overdue or time.monotonic() > failed_deadline
+
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         selector.register(process.stderr, selectors.EVENT_READ)
         while selector.get_map():
-            if orders.is_overdue:
+            if is_overdue():
                 return
             if steps is not None and (stuck := steps.give_up()):
                 _show(noise.flush() + "".join(f"trtrun: {line}\n" for line in stuck))
@@ -208,16 +223,17 @@ def _pump(
                 if not data:
                     selector.unregister(key.fileobj)
                 elif key.fileobj is process.stdout:
-                    sys.stdout.buffer.write(data)
-                    sys.stdout.buffer.flush()
+                    _pass_on(noise.feed_output(data))
                 else:
                     text = data.decode(errors="replace")
                     _show(noise.feed(text if steps is None else steps.feed(text)))
+            noise.is_expected = orders.ended_by is not None
             if not ready:
+                _pass_on(noise.flush_output())
                 _show(noise.flush())
                 if process.poll() is not None:  # a stray child may hold the pipes open for ever
                     return
-    while process.poll() is None and not orders.is_overdue:
+    while process.poll() is None and not is_overdue():
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=PAUSE_SECONDS)
 
@@ -255,6 +271,13 @@ def _clear_session(session: int) -> None:
     deadline = time.monotonic() + GRACE_SECONDS
     while _kill_session(session) and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def _pass_on(data: bytes) -> None:
+    """Write what the ranks wrote to stdout."""
+    if data:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
 
 
 def _show(text: str) -> None:

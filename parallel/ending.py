@@ -62,7 +62,8 @@ def say(text: str) -> None:
         while rest:
             rest = rest[os.write(STDERR, rest) :]
     stack = sys.exc_info()[0] is not None
-    logger.error("%s", text.strip(), exc_info=stack, extra={"file_only": True})  # last: it may wait for a lock of the main thread
+    # Last: it may wait for a lock of the main thread.
+    logger.error("%s", text.strip(), exc_info=stack, extra={"file_only": True})
 
 
 def end_world() -> NoReturn:

@@ -1,4 +1,4 @@
-"""Two hosts on one machine: namespaces of network, host name, processes and mounts, joined by a link, with sshd in each.
+"""Two hosts on one machine: namespaces of network, name, processes and mounts, joined by a link, with sshd in each.
 
 Needs root, Linux's `unshare`, `nsenter` and `ip`, and OpenSSH's sshd. Nothing of it has a name outside: killing the
 first process of a host ends every process of the host and takes its addresses, mounts and the link along.

@@ -1,4 +1,4 @@
-"""What the tests on two hosts share: a pair of models that both see, configurations, the command on north, its ranks."""
+"""What the tests on two hosts share: models that both see, configurations, the command on north, and its ranks."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ class Site:
 
     def words(self, *arguments: object) -> list[str]:
         """The command on north."""
-        return self.network["north"].words(f"--wdns={ROOT}", *self.command(*arguments))
+        return self.network["north"].words(*self.command(*arguments))
 
     def command(self, *arguments: object) -> list[str]:
         """The command as a shell on a host has it."""
         extra = [f"{name}={value}" for name, value in self.environment.items()]
-        before = ["env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", *extra]
+        before = ["env", f"--chdir={ROOT}", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", *extra]
         return [*before, sys.executable, "-m", "launch.cli", *(str(argument) for argument in arguments)]
 
     def trtrun(self, *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -19,6 +19,9 @@ Rows = list[dict[str, Any]]
 
 TEXTS = ("def main(", "import os\n", "class Tree:", "for i in range(")
 
+ONE_PROCESS = {name: {"model": f"asset:{name}", "devices": ["cpu:0"]} for name in ("target", "draft")}
+"""Sections for the tests that are about jobs, not about ranks: no mpirun, and soon up."""
+
 
 def make_prompts(count: int, max_tokens: int) -> Rows:
     """Input rows of equal length."""

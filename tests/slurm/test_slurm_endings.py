@@ -172,7 +172,7 @@ def test_a_job_whose_node_is_set_down_starts_again_when_it_is_back(
     slurm = {"requeue": True, "signal_seconds": 60}
     target = {"model": "asset:target", "devices": {"n1": ["cpu:0"], "n2": ["cpu:0"]}}
     draft = {"model": "asset:draft", "devices": {"n2": ["cpu:1"]}}
-    run = jobs(config(2, slurm, scheduler=ONE_BY_ONE, target=target, draft=draft), 6, 100)
+    run = jobs(config(2, slurm, scheduler=ONE_BY_ONE, target=target, draft=draft), 6, 40)
     job = run.submit()
     run.wait_for_rows(job, 1)
     assert cluster.show(job)["ReqNodeList"] == "n[1-2]"

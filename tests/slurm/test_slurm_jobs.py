@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from batch import Rows, Run, Start, count_lines, read_rows
+from batch import ONE_PROCESS, Rows, Run, Start, count_lines, read_rows
 from cluster import Cluster, wait_for
 
 Config = Callable[..., Path]
@@ -68,7 +68,7 @@ def test_counted_nodes_are_filled_from_the_allocation(
     local_rows: Local,
 ) -> None:
     file = config(2, scheduler={"max_batch_size": 2})
-    arguments = ("--config", file, "--", "run", "--prompts", prompts(4, 150), "--output", "out.jsonl")
+    arguments = ("--config", file, "--", "run", "--prompts", prompts(4, 40), "--output", "out.jsonl")
     script = trtrun("submit", "--dry-run", *arguments).stdout
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=3\n" in script
     ranks = ["rank 0 (node-1)", "rank 1 (node-1 cpu:1)", "rank 2 (node-1 cpu:0)", "rank 3 (node-2 cpu:0)"]
@@ -80,13 +80,13 @@ def test_counted_nodes_are_filled_from_the_allocation(
     assert [found[rank][1] for rank in range(4)] == ["n1", "n1", "n1", "n2"]
     stdout, stderr = followed.communicate(timeout=150)
     assert followed.returncode == 0, stdout + stderr
-    assert read_rows(folder / "out.jsonl") == local_rows(4, 150, targets=2)
+    assert read_rows(folder / "out.jsonl") == local_rows(4, 40, targets=2)
 
 
 def test_an_array_splits_the_rows_and_merge_joins_them(
     trtrun: Run, config: Config, prompts: Prompts, folder: Path, local_rows: Local
 ) -> None:
-    arguments = ("--config", config(1), "--array", "3%2", "--follow", "--")
+    arguments = ("--config", config(1, **ONE_PROCESS), "--array", "3%2", "--follow", "--")
     done = trtrun("submit", *arguments, "run", "--prompts", prompts(4, 20), "--output", "out.jsonl")
     assert done.returncode == 0, done.stdout + done.stderr
     parts = [f"out.part-{number}-of-3.jsonl" for number in (1, 2, 3)]
@@ -105,7 +105,8 @@ def test_an_array_splits_the_rows_and_merge_joins_them(
 def test_a_job_that_nobody_follows_any_more_goes_on(
     cluster: Cluster, start_trtrun: Start, trtrun: Run, config: Config, prompts: Prompts, folder: Path
 ) -> None:
-    arguments = ("--config", config(1), "--follow", "--", "run", "--prompts", prompts(8, 100), "--output", "out.jsonl")
+    file = config(1, scheduler={"max_batch_size": 1}, **ONE_PROCESS)
+    arguments = ("--config", file, "--follow", "--", "run", "--prompts", prompts(500, 100), "--output", "out.jsonl")
     followed = start_trtrun("submit", *arguments)
     wait_for(lambda: count_lines(folder / "out.jsonl.partial"), 60, "a row is finished")
     followed.send_signal(signal.SIGINT)

