@@ -37,18 +37,17 @@ _DISCONNECTED = re.compile(
     r"MPI communication peer process has unexpectedly disconnected.*"
     r"Local host: (?P<here>\S+).*Peer host: +(?P<there>\S+)"
 )
-_LINE = re.compile(
-    # Open MPI's
+_TRIVIA = re.compile(
     r"\[[^\s\]]+:\d+\] (?:Delaying for \d+ seconds? before aborting|plm:ssh: Warning: setpgid)"
     r"|(?:\[[^\s\]]+:\d+\] )?\d+ more process(?:es)? ha(?:s|ve) sent help message help-"
     r"|\[[^\s\]]+:\d+\] Set MCA parameter \"\w+help_aggregate\""
-    # Hydra's
-    r"|\[(?:mpiexec|proxy:\d+(?::\d+)?)@[^\s\]]+\] "
     r"|\[\d+\.\d+\] \[\S+ *:\d+\] +\S+ +UCX +WARN +unexpected tag-receive descriptor"
     r"|Abort\(\d+\) on node \d+ \(rank \d+ in comm \d+\): application called MPI_Abort"
-    # that of the ssh below mpirun
-    r"|Killed by signal 15\.\s*$"
+    r"|Killed by signal 15\.\s*$"  # said by the ssh below mpirun
 )
+_INTERNAL = re.compile(r"\[(?:mpiexec|proxy:\d+(?::\d+)?)@[^\s\]]+\] ")
+"""Hydra's own errors. They may be all there is to be read of what went wrong."""
+
 _SOCKET_CLOSED = re.compile(r"\[[^\s\]]+:\d+\] \*\*\* An error occurred in Socket closed")
 _MPI_ERROR = re.compile(r"\[[^\s\]]+:\d+\] \*\*\* ")
 _EDGE = re.compile(rb"=+$")
@@ -94,8 +93,8 @@ class NoiseFilter:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank has said that it ends the job."""
-        return self._has_told_failure
+        """Whether a rank has said that it ends the job, or mpirun that it has lost a host."""
+        return self._has_told_failure or bool(self.lost_hosts)
 
     def feed(self, text: str) -> str:
         """Take a piece of stderr, which may end anywhere; return what may be shown now."""
@@ -165,10 +164,10 @@ class NoiseFilter:
         self._is_in_error = _SOCKET_CLOSED.match(line) is not None
         if self._is_in_error:
             return True
-        if _LINE.match(line):
+        if _INTERNAL.match(line):
             self._dropped.append(line + "\n")
             return True
-        return False
+        return _TRIVIA.match(line) is not None
 
     def _close_box(self) -> str:
         body = " ".join(self._box[1:-1]) if self._box else ""
