@@ -56,7 +56,7 @@ _EXIT_STRING = re.compile(
     rb"|This typically refers to a problem with your application\."
     rb"|Please see the FAQ page for debugging suggestions"
 )
-_FAILURE = re.compile(r"trtrun: .* failed: |trtrun: .* was killed by signal ")
+_FAILURE = re.compile(r"trtrun: [a-z+]+ rank \d+ \([^)]*\) (?:failed: |was killed by signal )")
 
 
 @dataclass
@@ -276,4 +276,6 @@ class _OutputFilter:
 
 def _may_be_noise(text: str) -> bool:
     """Whether a line that is not whole yet may turn out to be mpirun's."""
-    return set(text) == {"-"} or text.startswith(("[", "Abort(", "Killed by"))
+    if set(text) == {"-"} or text[0] == "[" or re.fullmatch(r"\d+(?: (?:m.*)?)?", text):
+        return True
+    return any(text.startswith(start) or start.startswith(text) for start in ("Abort(", "Killed by"))

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from launch.flavours import FLAVOURS, Library
+import launch.mpirun
+from launch.flavours import FLAVOURS, Choice, Library
 from launch.job import Job
-from launch.mpirun import Place, build_environment, find_mpirun, find_place, show_command
+from launch.mpirun import Launch, Place, build_command, build_environment, find_mpirun, find_place, show_command
+from parallel.topology import Topology
 from trtrun.config import make_config
-from trtrun.errors import TopologyError
+from trtrun.errors import ConfigError, TopologyError
+from trtrun.launch_config import LaunchSection
 
 SETTINGS = (
     "OMPI_MCA_mpi_yield_when_idle",
@@ -118,3 +121,137 @@ def test_a_users_own_settings_of_mpi_pass_and_ranks_find_the_package() -> None:
     root, rest = result["PYTHONPATH"].split(os.pathsep)
     assert (Path(root) / "launch" / "cli.py").is_file()
     assert rest == "/somewhere"
+
+
+MPI = {name: Choice(flavour, Library(flavour.title, "", flavour), {}) for name, flavour in FLAVOURS.items()}
+TWO_HOSTS = Topology.from_devices(["b/cpu:1"], ["a/cpu:1", "b/cpu:0", "b/cpu:2"], "a")
+"""Rank 0 on a, 1 on b, 2 on a, 3 and 4 on b."""
+
+
+@pytest.fixture
+def any_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.mpirun, "find_mpirun", lambda flavour, library, configured: "mpirun")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+
+
+def placed(name: str, values: dict[str, str] | None = None, threads: int | None = None, **section: object) -> list[str]:
+    """The command of a job on two hosts, up to the program of its first ranks."""
+    starting = Launch(TWO_HOSTS, LaunchSection.model_validate(section), values or {}, MPI[name], True, True)
+    return build_command(starting, ["PROGRAM"], threads)
+
+
+@pytest.mark.usefixtures("any_mpirun")
+@pytest.mark.parametrize("name", ["openmpi", "openmpi4"])
+def test_open_mpi_gets_a_segment_for_each_stretch_of_ranks_on_one_host(name: str) -> None:
+    text = show_command(placed(name, {"NCCL_DEBUG": "WARN"}))
+    assert text.endswith(
+        "--host a:1 -n 1 -x NCCL_DEBUG PROGRAM : --host b:1 -n 1 -x NCCL_DEBUG PROGRAM : "
+        "--host a:1 -n 1 -x NCCL_DEBUG PROGRAM : --host b:2 -n 2 -x NCCL_DEBUG PROGRAM"
+    )
+
+
+@pytest.mark.usefixtures("any_mpirun")
+def test_mpich_gets_the_place_of_every_rank() -> None:
+    text = show_command(placed("mpich", {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1"}))
+    assert "-hosts a,b -rankmap 0,1,0,1,1 -n 5" in text
+    assert text.endswith("-genvlist NCCL_DEBUG,OMP_NUM_THREADS PROGRAM")
+
+
+@pytest.mark.usefixtures("any_mpirun")
+@pytest.mark.parametrize("name", list(FLAVOURS))
+def test_values_of_variables_stand_on_no_command_line(name: str) -> None:
+    environment = {"HF_HOME": "hidden-1", "MY_KEY": "hidden-2", "PYTHONPATH": "hidden-3"}
+    words = placed(name, environment, environment={"MY_KEY": "hidden-2"})
+    assert "hidden" not in show_command(words)
+    assert {"HF_HOME", "MY_KEY", "PYTHONPATH"} <= set(",".join(words).split(","))
+
+
+@pytest.mark.usefixtures("any_mpirun")
+def test_what_goes_along_to_other_hosts() -> None:
+    along = {"OMP_NUM_THREADS", "HF_HOME", "NCCL_IB_HCA", "CUDA_HOME", "TRTRUN_X", "PYTHONPATH", "LD_LIBRARY_PATH"}
+    stays = {"HOME", "PATH", "EDITOR", "CUDA_VISIBLE_DEVICES", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MY_OWN"}
+    words = placed("openmpi", dict.fromkeys(along | stays, "x"))
+    assert {words[place + 1] for place, word in enumerate(words) if word == "-x"} == along
+    asked = {"MY_OWN": "1", "CUDA_VISIBLE_DEVICES": "0", "HF_TOKEN": "x"}
+    words = placed("openmpi", asked, environment=asked)
+    assert {words[place + 1] for place, word in enumerate(words) if word == "-x"} == set(asked)
+
+
+@pytest.mark.usefixtures("any_mpirun")
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("openmpi", ["--prtemca", "plm_ssh_args", "-F f -oServerAliveInterval=1 -oServerAliveCountMax=62"]),
+        ("openmpi4", ["--mca", "plm_rsh_args", "-F f -oServerAliveInterval=1 -oServerAliveCountMax=62"]),
+        ("mpich", ["env", "HYDRA_LAUNCHER_EXTRA_ARGS=-F f -oServerAliveInterval=1 -oServerAliveCountMax=62", "mpirun"]),
+    ],
+)
+def test_arguments_of_ssh_are_handed_on(name: str, expected: list[str]) -> None:
+    words = placed(name, ssh_arguments=["-F", "f"])
+    assert expected in [words[place : place + 3] for place in range(len(words))]
+    variable = FLAVOURS[name].ssh_variable
+    words = placed(name, {variable: "-F g"})
+    assert "-F g -oServerAlive" in show_command(words)
+    with pytest.raises(ConfigError, match=r"launch\.ssh_arguments: .*'a b', which holds a space"):
+        placed(name, ssh_arguments=["a b"])
+
+
+@pytest.mark.usefixtures("any_mpirun")
+def test_connections_are_watched_as_long_as_the_heartbeat_waits() -> None:
+    for seconds, interval, probes in ((60, "1", "60"), (600, "6", "100"), (0.5, "1", "1")):
+        words = placed("openmpi", heartbeat_seconds=seconds)
+        found = {words[place + 1]: words[place + 2] for place, word in enumerate(words) if word == "--prtemca"}
+        assert found["oob_tcp_keepalive_time"] == found["oob_tcp_keepalive_intvl"] == interval
+        assert found["oob_tcp_keepalive_probes"] == probes
+
+
+@pytest.mark.usefixtures("any_mpirun")
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--bind-to", "core"], "--bind-to none"),
+        (["--map-by", "slot"], "--oversubscribe"),
+        (["--mca", "mpi_yield_when_idle", "0"], "mpi_yield_when_idle 1"),
+        (["--prtemca", "oob_tcp_keepalive_probes", "3"], "oob_tcp_keepalive_probes 60"),
+    ],
+)
+def test_arguments_of_mpirun_by_the_user_take_the_place_of_trtruns(arguments: list[str], part: str) -> None:
+    assert part in show_command(placed("openmpi"))
+    text = show_command(placed("openmpi", mpirun_arguments=arguments))
+    assert part not in text
+    assert show_command(arguments) in text
+
+
+@pytest.mark.usefixtures("any_mpirun")
+def test_threads_of_other_hosts_are_theirs_unless_they_are_configured() -> None:
+    assert "OMP_NUM_THREADS" not in show_command(placed("openmpi"))
+    assert show_command(placed("openmpi", {"OMP_NUM_THREADS": "7"}, threads=2)).count("OMP_NUM_THREADS=2") == 4
+    assert "-x OMP_NUM_THREADS " in show_command(placed("openmpi", {"OMP_NUM_THREADS": "7"}))
+
+
+def test_srun_tells_the_place_of_a_rank() -> None:
+    pmix = {"PMIX_RANK": "3", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    assert find_place(pmix) == Place(3, 4)
+    assert find_place({**pmix, "SLURM_PROCID": "0"}) is None  # another PMIx inside the step
+    assert find_place({name: value for name, value in pmix.items() if name != "PMIX_RANK"}) is None  # singletons
+    pmi2 = {"PMI_RANK": "1", "PMI_SIZE": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    assert find_place(pmi2) == Place(1, 4)
+
+
+def test_a_shell_that_srun_has_started_is_no_rank() -> None:
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    shells = ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.1"}, {"PMI_RANK": "0", "PMI_SIZE": "1", "PMI_FD": "9"})
+    for shell in shells:
+        assert find_place({**step, **shell}) is None
+        # mpirun started there must not take itself for a rank of that step; settings of the user's own stay.
+        result = build_environment({**step, **shell, "PMIX_MCA_gds": "hash"})
+        assert not set(shell) & set(result)
+        assert result["PMIX_MCA_gds"] == "hash"
+    # One rank of an mpirun inside such a step, or below the srun that mpirun has started its daemons with.
+    assert find_place({**step, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) == Place(0, 1)
+    assert find_place({**step, "PMI_SIZE": "1", "PMI_RANK": "0", "MPI_LOCALNRANKS": "1"}) == Place(0, 1)
+
+
+def test_the_configurations_variables_come_before_the_users() -> None:
+    result = build_environment({"NCCL_DEBUG": "INFO", "HOME": "/home/user"}, {"NCCL_DEBUG": "WARN"})
+    assert (result["NCCL_DEBUG"], result["HOME"]) == ("WARN", "/home/user")

@@ -80,3 +80,141 @@ def test_a_pause_releases_what_is_held_back() -> None:
 def test_a_box_without_end_is_released() -> None:
     text = LINE + "line\n" * 60
     assert make().feed(text).startswith(LINE)
+
+
+LOST = (
+    LINE
+    + "PRTE has lost communication with a remote daemon.\n\n  HNP daemon   : [prterun-north-1@0,0] on node north\n"
+    + "  Remote daemon: [prterun-north-1@0,1] on node south\n\nThis is usually due to either a failure of the TCP\n"
+    + LINE
+)
+DISCONNECTED = (
+    LINE
+    + "An MPI communication peer process has unexpectedly disconnected.  This\nusually indicates a failure\n\n"
+    + "  Local host: north\n  Local PID:  677\n  Peer host:  south\n"
+    + LINE
+)
+SOCKET_CLOSED = (
+    "[north:00000] *** An error occurred in Socket closed\n[north:00000] *** reported by process [2959802369,2]\n"
+    "[north:00000] *** on a NULL communicator\n[north:00000] *** Unknown error\n"
+    "[north:00000] *** MPI_ERRORS_ARE_FATAL (processes in this communicator will now abort,\n"
+    "[north:00000] ***    and MPI will try to terminate your MPI job as well)\n"
+)
+TRIVIA = (
+    "[north:00677] Delaying for 1 seconds before aborting\n"
+    "[north:00777] plm:ssh: Warning: setpgid(780,780) failed in parent with errno=Permission denied(13)\n"
+    "1 more process has sent help message help-mpi-api.txt / mpi-abort\n"
+    "[north:01181] 2 more processes have sent help message help-mpi-btl-tcp.txt / peer hung up\n"
+    '[north:01181] Set MCA parameter "orte_base_help_aggregate" to 0 to see all help / error messages\n'
+    "Abort(1) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 1) - process 1\n"
+    "[1795183463.823202] [north:2105 :0]       tag_match.c:62   UCX  WARN  unexpected tag-receive descriptor 0x562e\n"
+    "Killed by signal 15.\n"
+)
+HYDRA = (
+    "[proxy:0@north] main (/mpich-5.0.2/src/pm/hydra/proxy/pmip.c:123): demux engine error waiting for event\n"
+    "[mpiexec@north] main (/mpich-5.0.2/src/pm/hydra/mpiexec/mpiexec.c:270): process manager error\n"
+)
+EQUALS = "=" * 83 + "\n"
+TERMINATED = (
+    "\n" + EQUALS + "=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   PID 5784 RUNNING AT south\n"
+    "=   EXIT CODE: 9\n=   CLEANING UP REMAINING PROCESSES\n=   YOU CAN IGNORE THE BELOW CLEANUP MESSAGES\n" + EQUALS
+)
+EXIT_STRING = (
+    "YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n"
+    "This typically refers to a problem with your application.\nPlease see the FAQ page for debugging suggestions\n"
+)
+
+
+@pytest.mark.parametrize("step", [1, 7, 10**6])
+def test_a_lost_host_is_named(step: int) -> None:
+    shown, noise = run(LOST, step)
+    assert shown == "trtrun: mpirun lost the connection to host south; the job ends\n"
+    assert noise.lost_hosts == ["south"] and noise.has_failed
+
+
+def test_a_lost_host_that_the_heartbeat_has_named_is_no_news() -> None:
+    line = "trtrun: draft rank 1 (south cpu:1) failed: silent for 5 s, last seen idle\n"
+    shown, noise = run(line + LOST, 10**6)
+    assert shown == line
+    assert noise.has_failed
+
+
+@pytest.mark.parametrize("step", [1, 7, 10**6])
+def test_ranks_that_notice_that_another_was_killed_are_not_heard(step: int) -> None:
+    shown, noise = run(DISCONNECTED + SOCKET_CLOSED + TRIVIA + KILLED, step)
+    assert shown == "trtrun: target rank 2 (cpu:1) was killed by signal 9 (SIGKILL), process 6047 on vm\n"
+    assert noise.finish() == ""
+
+
+def test_a_lost_connection_is_told_where_nothing_else_explains_it() -> None:
+    shown, noise = run(DISCONNECTED + SOCKET_CLOSED + TRIVIA, 10**6)
+    assert shown == ""
+    assert noise.finish() == "trtrun: a rank on south is gone: a rank on north lost its connection to it\n"
+    assert noise.said_something
+
+
+def test_an_error_of_mpi_that_is_not_a_lost_connection_stays() -> None:
+    text = SOCKET_CLOSED.replace("Socket closed", "MPI_Recv")
+    assert run(text, 10**6)[0] == text
+
+
+def test_hydras_own_errors_are_told_only_where_nobody_else_says_anything() -> None:
+    shown, noise = run(HYDRA, 10**6)
+    assert (shown, noise.finish()) == ("", HYDRA)
+    shown, noise = run("ssh: connect to host south port 22: No route to host\n" + HYDRA, 10**6)
+    assert (shown, noise.finish()) == ("ssh: connect to host south port 22: No route to host\n", "")
+
+
+@pytest.mark.parametrize("step", [1, 7, 10**6])
+def test_hydras_box_on_stdout_names_the_killed_rank_on_stderr(step: int) -> None:
+    noise = NoiseFilter(
+        lambda rank: f"target rank {rank} (cpu:1)", lambda host, process: {("south", 5784): 2}[host, process]
+    )
+    data = b'{"index": 0}\n' + (TERMINATED + EXIT_STRING).encode()
+    shown = b"".join(noise.feed_output(data[start : start + step]) for start in range(0, len(data), step))
+    assert shown + noise.flush_output() == b'{"index": 0}\n\n'
+    assert noise.flush() == "trtrun: target rank 2 (cpu:1) was killed by signal 9 (SIGKILL), process 5784 on south\n"
+    assert noise.killed == [(2, 9)]
+
+
+def test_a_killed_process_whose_rank_is_not_known() -> None:
+    noise = make()
+    noise.feed_output(TERMINATED.encode())
+    assert noise.finish() == "trtrun: a rank was killed by signal 9 (SIGKILL), process 5784 on south\n"
+    assert noise.killed == [(-1, 9)]
+
+
+@pytest.mark.parametrize("step", [1, 7, 10**6])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"a title\n=======\n", EQUALS.encode(), (EQUALS + "a box of a text\n" + EQUALS).encode(), b"\xe4\xf6\0\r\n",
+        b"=" * 70, EQUALS.encode() + b"line\n" * 60, EXIT_STRING.encode(),
+    ],
+)  # fmt: skip
+def test_stdout_passes_byte_by_byte(data: bytes, step: int) -> None:
+    noise = make()
+    shown = b"".join(noise.feed_output(data[start : start + step]) for start in range(0, len(data), step))
+    assert shown + noise.flush_output() == data
+    assert not noise.killed
+
+
+def test_a_line_of_stdout_that_still_grows_is_shown_at_once() -> None:
+    noise = make()
+    assert noise.feed_output(b"one wor") == b"one wor"
+    assert noise.feed_output(b"d\n==") == b"d\n"
+    assert noise.flush_output() == b"=="
+
+
+def test_in_a_job_that_is_being_ended_ends_are_no_news() -> None:
+    noise = make()
+    noise.is_expected = True
+    noise.feed_output(TERMINATED.encode())
+    assert noise.feed(LOST + DISCONNECTED + SOCKET_CLOSED + KILLED + HYDRA) + noise.finish() == ""
+    assert (noise.killed, noise.lost_hosts, noise.has_failed) == ([], [], False)
+
+
+def test_open_mpi_4_does_not_tell_the_process() -> None:
+    assert run(KILLED.replace("6047", "0").replace("prterun", "mpirun"), 10**6)[0] == (
+        "trtrun: target rank 2 (cpu:1) was killed by signal 9 (SIGKILL), on vm\n"
+    )

