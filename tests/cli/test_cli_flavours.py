@@ -1,4 +1,4 @@
-"""A job of four ranks with each MPI library that is installed: the same rows by `trtrun run` and by the printed command.
+"""A job of four ranks with each MPI library that is installed: same rows by `trtrun run` and by the printed command.
 
 Which are needed, and how they are found, is in mpi_libraries.py; a library that is not installed is skipped, by name.
 """
