@@ -38,7 +38,7 @@ _DISCONNECTED = re.compile(
     r"Local host: (?P<here>\S+).*Peer host: +(?P<there>\S+)"
 )
 _TRIVIA = re.compile(
-    r"\[[^\s\]]+:\d+\] (?:Delaying for \d+ seconds? before aborting|plm:ssh: Warning: setpgid)"
+    r"\[[^\s\]]+:\d+\] (?:Delaying for \d+ seconds? before aborting|plm:ssh: Warning: setpgid|PMIX ERROR: PMIX_ERR_)"
     r"|(?:\[[^\s\]]+:\d+\] )?\d+ more process(?:es)? ha(?:s|ve) sent help message help-"
     r"|\[[^\s\]]+:\d+\] Set MCA parameter \"\w+help_aggregate\""
     r"|\[\d+\.\d+\] \[\S+ *:\d+\] +\S+ +UCX +WARN +unexpected tag-receive descriptor"

@@ -92,7 +92,7 @@ def ranks_below(process: int) -> dict[int, int]:
         waiting += children.get(child, [])
         for item in _environment_of(child):
             name, _, value = item.partition("=")
-            if name == "OMPI_COMM_WORLD_RANK":
+            if name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
                 found[int(value)] = child
     return found
 

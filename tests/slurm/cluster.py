@@ -239,5 +239,5 @@ def _has_namespaces() -> bool:
 
 
 def _end_with_parent() -> None:
-    """In a daemon, before it starts: the kernel ends it when the tests die."""
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    """In a daemon, before it starts: the kernel kills it when the tests die."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)

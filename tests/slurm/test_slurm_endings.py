@@ -11,6 +11,8 @@ import pytest
 from batch import Rows, Run, count_lines, read_rows
 from cluster import Cluster, wait_for
 
+from launch.slurm_client import ENDED
+
 Config = Callable[..., Path]
 Prompts = Callable[..., Path]
 Local = Callable[[int, int], Rows]
@@ -45,11 +47,11 @@ class Jobs:
         wait_for(are_there, 120, f"{count} rows are finished")
 
     def wait_for_state(self, job: int, *states: str) -> dict[str, str]:
-        """Until the job is in one of the states; what Slurm says of it then."""
+        """Until the job is in one of the states, or has ended in another; what Slurm says of it then."""
 
         def show() -> dict[str, str] | None:
             shown = self._cluster.show(job)
-            return shown if shown["JobState"] in states else None
+            return shown if shown["JobState"] in (*states, *ENDED) else None
 
         return wait_for(show, 150, f"job {job} is {' or '.join(states)}")
 
@@ -60,7 +62,7 @@ class Jobs:
     def finish(self, rows: Rows) -> None:
         """Submit once more, and see that the output is whole."""
         job = self.submit()
-        self.wait_for_state(job, "COMPLETED")
+        assert self.wait_for_state(job)["JobState"] == "COMPLETED", self.log(job)
         assert "rows were done before" in self.log(job)
         assert read_rows(self._folder / "out.jsonl") == rows
         assert not (self._folder / "out.jsonl.partial").exists()
@@ -86,7 +88,7 @@ def test_a_cancelled_job_drains_and_the_next_one_goes_on(
     done = trtrun("cancel", job)
     said = f"trtrun: job {job} is asked to end, and rows in flight may finish; see: trtrun status {job}\n"
     assert (done.returncode, done.stderr) == (0, said)
-    ended = run.wait_for_state(job, "FAILED", "COMPLETED", "PENDING")
+    ended = run.wait_for_state(job, "PENDING")
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "3:0", "0")
     shown = trtrun("status", job).stdout
     assert f"job {job} FAILED after" in shown
@@ -118,7 +120,7 @@ def test_a_job_that_reaches_its_time_limit_drains_requeues_and_completes(
         # warning, and more than a minute away.
         minutes = int(cluster.show(job)["RunTime"].split(":")[1])
         cluster.call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")
-        shown = run.wait_for_state(job, "PENDING", "COMPLETED", "FAILED", "TIMEOUT")
+        shown = run.wait_for_state(job, "PENDING")
         if shown["JobState"] != "COMPLETED":
             break
         (folder / "out.jsonl").unlink()  # this machine is too fast: once more, with more to do
@@ -128,7 +130,7 @@ def test_a_job_that_reaches_its_time_limit_drains_requeues_and_completes(
     # The next start may run the rest as it likes: rows do not depend on who shares their batch.
     file.write_text(file.read_text(encoding="utf-8").replace('"max_batch_size": 1', '"max_batch_size": 32'))
     cluster.call("scontrol", "update", f"JobId={job}", "TimeLimit=10")
-    ended = run.wait_for_state(job, "COMPLETED", "FAILED", "TIMEOUT")
+    ended = run.wait_for_state(job)
     log = run.log(job)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
     assert "trtrun: SIGUSR1: no more prompts are begun" in log
@@ -146,7 +148,7 @@ def test_a_job_that_gets_no_further_is_not_requeued(
     job = run.submit()
     wait_for(lambda: len(cluster.ranks(job)) == 3, 60, "the ranks are up")
     cluster.call("scancel", "--batch", "--signal=USR1", str(job))
-    ended = run.wait_for_state(job, "FAILED", "COMPLETED", "PENDING")
+    ended = run.wait_for_state(job, "PENDING")
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "3:0", "0")
     assert "trtrun: no row was finished, and the next start would hardly get further: not requeued" in run.log(job)
 
@@ -159,7 +161,7 @@ def test_a_killed_rank_ends_the_job_and_the_next_one_goes_on(
     run.wait_for_rows(job, 1)
     process, _ = cluster.ranks(job)[2]
     os.kill(process, signal.SIGKILL)
-    ended = run.wait_for_state(job, "FAILED", "COMPLETED")
+    ended = run.wait_for_state(job)
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "137:0"), run.log(job)
     assert "target rank 2 (n1 cpu:0)" in run.log(job)
     assert f"job {job} FAILED" in trtrun("status", job).stdout
@@ -179,10 +181,10 @@ def test_a_job_whose_node_is_set_down_starts_again_when_it_is_back(
     assert [node for _, (_, node) in sorted(cluster.ranks(job).items())] == ["n1", "n2", "n1", "n2"]
     cluster.set_node("n2", "DOWN")
     try:
-        run.wait_for_state(job, "PENDING", "FAILED", "NODE_FAIL", "COMPLETED")
+        run.wait_for_state(job, "PENDING")
     finally:
         cluster.set_node("n2", "RESUME")
-    ended = run.wait_for_state(job, "COMPLETED", "FAILED", "NODE_FAIL")
+    ended = run.wait_for_state(job)
     log = run.log(job)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", "1"), log
     assert "DUE TO NODE FAILURE" in log
