@@ -9,6 +9,7 @@
 # TRTRUN_PYTHON: a Python that has everything already (nothing is installed then).
 # TRTRUN_TEST_RANKS: numbers of ranks, default "1 2 3 4 5".
 # TRTRUN_TEST_SLURM: "no" leaves the Slurm tests out, and installs nothing for them.
+# TRTRUN_TEST_HOSTS: "no" leaves the tests on two hosts out.
 set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -71,7 +72,12 @@ install_slurm() { # says why it cannot
 }
 
 if [[ ${#paths[@]} -eq 0 ]]; then
-    phase one-process "$python" -m pytest -m "not mpi" --ignore=tests/slurm
+    left_out=(--ignore=tests/slurm)
+    if [[ "${TRTRUN_TEST_HOSTS:-}" == no ]]; then
+        echo "##### the tests on two hosts are left out: TRTRUN_TEST_HOSTS is no"
+        left_out+=(--ignore=tests/hosts)
+    fi
+    phase one-process "$python" -m pytest -m "not mpi" "${left_out[@]}"
     if [[ "${TRTRUN_TEST_SLURM:-}" == no ]]; then
         slurm="the Slurm tests are skipped: TRTRUN_TEST_SLURM is no"
     elif reason="$(install_slurm)"; then
