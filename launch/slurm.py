@@ -133,7 +133,13 @@ def render_script(job: BatchJob) -> str:
 
 
 def quote_directive(value: str) -> str:
-    """A value as sbatch reads it in an #SBATCH line: it knows double quotes and backslashes, but no other shell."""
+    """A value as sbatch reads it in an #SBATCH line: it knows double quotes and backslashes, but no other shell.
+
+    Raises:
+        ConfigError: it does not fit into a line.
+    """
+    if not value.isprintable():
+        raise ConfigError(f"{value!r} cannot stand in a batch script: submit from a folder with a plain name")
     if value and all(character.isalnum() or character in "-_./:,=+@%[]()&|*!" for character in value):
         return value
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from launch.exit_codes import ExitCode
-from launch.slurm_client import SlurmJob, find_jobs
+from launch.slurm_client import SlurmError, SlurmJob, find_jobs
 
 READ_SECONDS = 0.25
 """Between two looks at the logs."""
@@ -22,6 +22,9 @@ FIRST_ASK_SECONDS, LAST_ASK_SECONDS = 0.5, 5.0
 
 SETTLE_SECONDS = 1.0
 """A shared file system shows the end of a log later than Slurm tells the end of the job."""
+
+MOST_FAILURES = 10
+"""Questions in a row that Slurm may leave unanswered: a controller that is busy or restarts is no reason to give up."""
 
 CHUNK_BYTES = 1 << 20
 
@@ -76,11 +79,16 @@ def follow(job: str, find: Callable[[str], list[SlurmJob]] = find_jobs) -> int:
     """
     tails: dict[str, Tail] = {}
     told: dict[str, str] = {}
-    pause, next_ask = FIRST_ASK_SECONDS, 0.0
+    pause, next_ask, failures = FIRST_ASK_SECONDS, 0.0, 0
     jobs: list[SlurmJob] = []
     while True:
         if time.monotonic() >= next_ask:
-            jobs = find(job)
+            try:
+                jobs, failures = find(job), 0
+            except SlurmError:
+                failures += 1
+                if failures > MOST_FAILURES:
+                    raise
             is_changed = _tell_states(jobs, told)
             pause = FIRST_ASK_SECONDS if is_changed else min(pause * 1.5, LAST_ASK_SECONDS)
             next_ask = time.monotonic() + pause

@@ -18,10 +18,9 @@ def show_jobs(jobs: Sequence[SlurmJob]) -> None:
     record = read_record(str(jobs[0].number))
     for job in jobs:
         print("\n".join(describe(job, record)))
-    rows = record.get("rows")
     counts = [count_rows(file) for file in (_output(job, record) for job in jobs) if file is not None]
-    if len(jobs) > 1 and counts:
-        print(f"rows of all: {sum(counts)} of {rows} done" if len(jobs) == record.get("parts") else "")
+    if len(jobs) > 1 and len(jobs) == record.get("parts"):
+        print(f"rows of all: {sum(counts)} of {record.get('rows')} done")
 
 
 def describe(job: SlurmJob, record: Mapping[str, object]) -> Iterator[str]:

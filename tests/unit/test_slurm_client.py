@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from launch import slurm_follow
 from launch.cli import cli
 from launch.slurm_client import SEPARATOR, SlurmError, SlurmJob, check_name, find_jobs, read_job, submit
 from launch.slurm_follow import Tail, describe_end, describe_state, follow
@@ -134,6 +135,28 @@ def test_following_goes_on_through_a_requeue(tmp_path: Path, capfd: pytest.Captu
         "trtrun: job 12 is PENDING (BeginTime), start 2",
         "trtrun: job 12 FAILED after 1:02, exit status 4",
     ]
+
+
+def test_a_controller_that_is_away_for_a_moment_does_not_end_the_following(tmp_path: Path) -> None:
+    asked = []
+
+    def find(job: str) -> list[SlurmJob]:
+        asked.append(job)
+        if len(asked) in (1, 2):
+            raise SlurmError("squeue: Socket timed out on send/recv operation")
+        return [job_of("COMPLETED", STDOUT=str(tmp_path / "log"))]
+
+    assert (follow("12", find), len(asked)) == (0, 3)
+
+
+def test_a_controller_that_stays_away_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(job: str) -> list[SlurmJob]:
+        raise SlurmError("squeue: Unable to contact slurm controller")
+
+    for name in ("FIRST_ASK_SECONDS", "LAST_ASK_SECONDS", "READ_SECONDS"):
+        monkeypatch.setattr(slurm_follow, name, 0.001)
+    with pytest.raises(SlurmError, match="Unable to contact"):
+        follow("12", find)
 
 
 def test_rows_are_counted_in_the_working_file_first(tmp_path: Path) -> None:

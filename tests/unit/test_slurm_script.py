@@ -144,6 +144,11 @@ def test_directives_are_quoted_as_sbatch_reads_them(text: str, quoted: str) -> N
     assert quote_directive(text) == quoted
 
 
+def test_a_folder_that_would_break_a_line_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot stand in a batch script"):
+        quote_directive("a\ntouch bad")
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [

@@ -112,7 +112,7 @@ class RankStartup:
         self._activity.start(Phase.WEIGHTS)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        free = free_bytes_of_slot(self._slot.device, len(self._topology.slots))
+        free = free_bytes_of_slot(self._slot.device, len(self._topology.slots_of_host(self._slot.host)))
         demand = self._demand()
         blocks = count_kv_blocks(
             free,
