@@ -20,6 +20,7 @@ from typing import Any
 
 from launch.allocation import in_allocation, is_local
 from launch.flavours import Flavour, find_library
+from launch.leftovers import remove_leftovers
 from parallel.topology import Topology
 from trtrun import __version__
 from trtrun.errors import TopologyError
@@ -68,7 +69,7 @@ def uses_ssh(flavour: Flavour, section: LaunchSection, environment: Mapping[str,
 
 
 def describe_host(environment: Mapping[str, str]) -> dict[str, str]:
-    """What must be the same on all hosts before mpirun can start ranks there; called on each.
+    """What must be the same on all hosts before mpirun can start ranks there; called on each, just before that.
 
     Args:
         environment: of the ranks.
@@ -76,6 +77,7 @@ def describe_host(environment: Mapping[str, str]) -> dict[str, str]:
     Raises:
         TopologyError: no MPI library is there.
     """
+    remove_leftovers(environment)
     return {"trtrun": __version__, "MPI library": find_library(environment).version}
 
 

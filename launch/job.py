@@ -19,6 +19,7 @@ from launch.devices import count_host_slots, make_topology
 from launch.drain import CONTROL_VARIABLE
 from launch.flavours import choose_flavour
 from launch.hosts import check_hosts, is_placed, remote_hosts, uses_ssh
+from launch.leftovers import remove_leftovers
 from launch.mpirun import (
     Launch,
     Place,
@@ -114,6 +115,7 @@ class Job:
             hosts = list(remote_hosts(self.topology))
             check_hosts(hosts, ssh_arguments(launch), {**forwarded, **launch.choice.environment})
         drain_seconds = section.drain_seconds if self.drains else None
+        remove_leftovers(environment)
         return supervise(command, environment, self.topology.describe, drain_seconds, self._watch_steps())
 
     def enter(self, check: Callable[[], None]) -> int | None:

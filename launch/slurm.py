@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.exit_codes import ExitCode, status_of_signal
+from launch.slurm_body import PLAIN_BODY, draining_body
 from launch.slurm_needs import Needs
 from trtrun.errors import ConfigError
 from trtrun.launch_config import SlurmSection
@@ -29,10 +28,6 @@ SINGLE_LOG = "trtrun-%j.log"
 ARRAY_LOG = "trtrun-%A_%a.log"
 END_SECONDS = 10.0
 """How long after the last row a drained job takes to end."""
-
-MOST_IDLE_STARTS = 3
-"""A job that finishes no row in one of its first starts is requeued all the same: the warning may have come early.
-Later on it is not, because its rows most likely do not fit into the time limit, and it would start for ever."""
 
 
 @dataclass(frozen=True)
@@ -223,73 +218,15 @@ def _wrap(words: Iterable[str | Word]) -> Iterator[str]:
     yield " ".join(line)
 
 
-_PLAIN_BODY = """\
-# A signal ends the command. It also ends the first `wait`, and the second one takes the command's status.
-"${job[@]}" &
-child=$!
-trap 'kill -s TERM "$child"' TERM
-wait "$child" || wait "$child"\
-"""
-
-_DRAINING_BODY = """\
-# USR1 is Slurm's warning before the time limit, TERM comes from `trtrun cancel`. Either makes the command drain: it
-# begins no more rows, gives those in flight {drain_seconds:g} s, keeps what is done, and ends with status {drained}.
-child='' heard='' again=yes
-hear() {{
-    heard=$1 again=yes
-    [[ -z $child ]] || kill -s USR1 "$child"
-}}
-trap 'hear USR1' USR1
-trap 'hear TERM' TERM
-{count_before}
-"${{job[@]}}" &
-child=$!
-[[ -z $heard ]] || kill -s USR1 "$child"
-while [[ $again ]]; do # a signal ends `wait` before the command has ended
-    again=''
-    wait "$child"
-    status=$?
-done
-child=''
-[[ $status != {unheard} ]] || status={drained} # the signal came before the command could hear it: nothing had begun
-{requeue}\
-exit "$status"\
-"""
-
-_COUNT_BEFORE = """
-# Rows that are finished but not yet in the output file.
-count_rows() {{ cat {partial} 2>/dev/null | wc -l; }}
-before=$(count_rows)
-"""
-
-_REQUEUE = """
-if [[ $status == {drained} && $heard == USR1 ]]; then
-    if (( $(count_rows) > before || ${{SLURM_RESTART_COUNT:-0}} < {most_idle_starts} )); then
-        echo "trtrun: the job goes back into the queue, for the rows that are left"
-        scontrol requeue "$SLURM_JOB_ID" # Slurm ends this script
-    else
-        echo "trtrun: no row was finished, and the next start would hardly get further: not requeued; ask for more time"
-    fi
-fi
-"""
-
-
 def _body(job: BatchJob) -> str:
-    """Run the command; where rows are kept, so that a signal drains it, and requeue after Slurm's warning."""
+    """Run the command; where rows are kept, so that a signal drains it."""
     if job.output is None:
-        return _PLAIN_BODY
-    partial: Word | str = shlex.quote(f"{job.output}.partial")
+        return PLAIN_BODY
+    partial = shlex.quote(f"{job.output}.partial")
     if job.array is not None:
         word = part_output(job.output, job.array.count)
-        partial = Word(word.before, f"{word.after}.partial")
-    requeues = job.slurm.requeue
-    return _DRAINING_BODY.format(
-        drain_seconds=job.needs.config.launch.drain_seconds,
-        drained=int(ExitCode.DRAINED),
-        unheard=status_of_signal(signal.SIGUSR1),
-        count_before=_COUNT_BEFORE.format(partial=partial) if requeues else "",
-        requeue=_REQUEUE.format(drained=int(ExitCode.DRAINED), most_idle_starts=MOST_IDLE_STARTS) if requeues else "",
-    )
+        partial = str(Word(word.before, f"{word.after}.partial"))
+    return draining_body(partial, job.needs.config.launch.drain_seconds, job.slurm.requeue)
 
 
 def _check(job: BatchJob) -> None:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from launch.leftovers import remove_leftovers
+
 ROOT = Path(__file__).resolve().parent.parent
 # What tells a process that some mpirun started it; a job started from a test must not see it.
 LAUNCHER_VARIABLES = ("OMPI_COMM_", "OMPI_FILE_", "OMPI_ARGV", "OMPI_COMMAND", "PMIX_", "PRTE_", "PMI_")
@@ -33,6 +35,11 @@ class Finished:
 
 
 RunRanks = Callable[..., Finished]
+
+
+def pytest_sessionstart() -> None:
+    """Tests start mpirun by hand too, and tests kill mpirun."""
+    remove_leftovers(os.environ)
 
 
 def rank_environment(extra: dict[str, str] | None = None) -> dict[str, str]:

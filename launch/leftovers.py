@@ -1,0 +1,57 @@
+"""Removes what killed mpiruns and their daemons left on a host, because it keeps others from starting.
+
+Open MPI's programs keep a folder each, named by process id. One that was killed leaves it behind, and the next process
+of the same id then ends with "The PMIx server's listener thread failed to start": soon, in a container, where ids are
+small and come again. PMIx after 5.0 reclaims such a folder by itself. This module does not know jobs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+_FOLDER = re.compile(r"[a-z]+\.(?P<process>\d+)")
+_BASES = ("PRTE_MCA_prte_tmpdir_base", "TMPDIR", "TEMP", "TMP")
+
+
+def remove_leftovers(environment: Mapping[str, str]) -> None:
+    """Remove the folders of this user's on this host whose process is gone. What cannot be removed stays.
+
+    A folder says by a file in it which host it belongs to: where hosts or containers share a file system, those of the
+    others stay.
+
+    Args:
+        environment: of mpirun or of its daemon; tells where their folders are.
+    """
+    base = next((environment[name] for name in _BASES if environment.get(name)), "/tmp")
+    with suppress(OSError):
+        for folder in list(_find_abandoned(Path(base))):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _find_abandoned(base: Path) -> Iterator[Path]:
+    host = socket.gethostname()
+    for entry in os.scandir(base):
+        named = _FOLDER.fullmatch(entry.name)
+        if named is None or not entry.is_dir(follow_symlinks=False):
+            continue
+        process = int(named["process"])
+        is_own = entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+        marks = [Path(entry.path, f"pmix.{name}.tool") for name in {host, host.partition(".")[0]}]
+        if is_own and any(mark.is_file() for mark in marks) and not _is_alive(process):
+            yield Path(entry.path)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
