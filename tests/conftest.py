@@ -116,6 +116,6 @@ class Tally:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Count outcomes where scripts/test.sh asks for it."""
-    if os.environ.get("TRTRUN_TEST_TALLY"):
+    """Count outcomes where scripts/test.sh asks for it. Where tests run in several processes, the first one counts."""
+    if os.environ.get("TRTRUN_TEST_TALLY") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Tally(Path(os.environ["TRTRUN_TEST_TALLY"])), "tally")

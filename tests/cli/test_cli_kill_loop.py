@@ -102,6 +102,7 @@ def run_and_kill(words: list[str], working: Path, kill: Kill) -> tuple[int, str]
     return process.returncode, errors
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_twenty_kills_at_random_moments_lose_no_row_and_repeat_none(trtrun: Run, tmp_path: Path) -> None:
     seed = int(os.environ.get("TRTRUN_TEST_SEED") or random.SystemRandom().randrange(10**6))
