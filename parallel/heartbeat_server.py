@@ -26,6 +26,8 @@ STACK_SECONDS = 2.0
 """How long ranks may take to send their stacks; one that cannot writes its own to stderr (see `dump_seconds`)."""
 
 LEAVING_SECONDS = 10.0
+GOODBYE_SECONDS = 1.0
+"""How long the end of this process is held up for workers that do not leave."""
 
 
 def beat_seconds(limit: float) -> float:
@@ -61,6 +63,7 @@ class HeartbeatServer:
         self._is_up = threading.Event()
         self._closing = threading.Event()
         self._said_goodbye = threading.Event()
+        self._is_over = threading.Event()
         self._peers = Peers([rank for rank in topology.worker_ranks if rank != 0], activity)
         watch = named(self._watch, f"heartbeat of {topology.describe(0)}")
         threading.Thread(target=ending.guarded(watch), name="heartbeat", daemon=True).start()
@@ -90,10 +93,11 @@ class HeartbeatServer:
         self._peers.wake()
 
     def close(self) -> None:
-        """Watch no longer, and tell the workers so."""
+        """Watch no longer, tell the workers so, and wait until they have left: the end of MPI lets no thread run."""
         self._closing.set()
         self._peers.wake()
         self._said_goodbye.wait(timeout=LEAVING_SECONDS)
+        self._is_over.wait(timeout=GOODBYE_SECONDS)
 
     # The thread.
 
@@ -167,3 +171,4 @@ class HeartbeatServer:
         while not self._peers.all_are_gone and time.monotonic() < deadline:
             self._peers.serve(self._beat)
         self._peers.close()
+        self._is_over.set()
