@@ -77,7 +77,7 @@ install_slurm() { # says why it cannot
     return 1
 }
 
-cores="$(nproc)"
+cores="$(env -u OMP_NUM_THREADS nproc)"
 processes="${TRTRUN_TEST_PROCESSES:-$((cores < 4 ? cores : 4))}"
 mark="not mpi"
 [[ "${TRTRUN_TEST_LONG:-}" != no ]] || mark+=" and not long"
