@@ -111,14 +111,15 @@ class RankHarness:
         seconds = float(marker.args[0]) if marker and marker.args else DEFAULT_TIMEOUT_S
 
         def expire() -> None:
+            # First of all: all ranks come here at once, and the first to exit ends the others.
+            line = f"\n===== rank {self._comm.rank} of {self._comm.size}: {item.nodeid} hung for {seconds:g} s\n"
+            os.write(self._stderr, line.encode())
             faulthandler.dump_traceback(self._stderr, all_threads=True)
             # MPI_Abort from here could wait for a lock that the hanging call holds; an exit status cannot.
             tally = self._config.pluginmanager.getplugin("tally")
             if tally is not None:
                 tally.counts["failed"] += 1
                 tally.write()
-            line = f"\n===== rank {self._comm.rank} of {self._comm.size}: {item.nodeid} hung for {seconds:g} s\n"
-            os.write(self._stderr, line.encode())
             os._exit(1)
 
         timer = threading.Timer(seconds, expire)
