@@ -36,6 +36,7 @@ PasswordAuthentication no
 KbdInteractiveAuthentication no
 PidFile none
 MaxStartups 100
+SetEnv TMPDIR={folder}/private
 """
 SSH_CONFIG = """\
 Host *

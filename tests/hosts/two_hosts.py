@@ -83,7 +83,9 @@ class Site:
     def command(self, *arguments: object) -> list[str]:
         """The command as a shell on a host has it."""
         extra = [f"{name}={value}" for name, value in self.environment.items()]
-        before = ["env", f"--chdir={ROOT}", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", *extra]
+        # MPI's files are named by process id and host, and other tests' hosts have the same ones.
+        own = [f"TMPDIR={self.private}", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1"]
+        before = ["env", f"--chdir={ROOT}", *own, *extra]
         return [*before, sys.executable, "-m", "launch.cli", *(str(argument) for argument in arguments)]
 
     def trtrun(self, *arguments: object) -> subprocess.CompletedProcess[str]:

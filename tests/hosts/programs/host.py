@@ -27,11 +27,12 @@ def call(*words: str) -> None:
 
 
 def take_name(name: str, folder: str) -> None:
-    """Own host name, own /etc/hosts, own /run, own private directory."""
+    """Own host name, own /etc/hosts, own /run and shared memory, own private directory."""
     socket.sethostname(name)
     call("mount", "--bind", f"{folder}/hosts", "/etc/hosts")
     call("mount", "-t", "tmpfs", "none", "/run")
     os.mkdir("/run/sshd")
+    call("mount", "-t", "tmpfs", "none", "/dev/shm")
     call("mount", "-t", "tmpfs", "none", f"{folder}/private")
 
 
