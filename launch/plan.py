@@ -102,7 +102,7 @@ def make_plan(job: Job, made_up_hosts: Sequence[str] = (), script: str | None = 
     known = [rank.kv_tokens for rank in placed if rank.kv_tokens is not None]
     kv_tokens = min(known) if len(known) == len(placed) else None
     nccl, nccl_note = _expect_nccl(topology, bool(absent))
-    notes = [*_note_hosts(made_up_hosts), *(f"warning: {text}" for text in damaged_weights(config))]
+    notes = [*_note_hosts(made_up_hosts), *(f"warning: {text}" for text in damaged_weights(config, topology))]
     if absent:
         be = "is" if len(absent) == 1 else "are"
         notes.append(f"warning: {', '.join(absent)} {be} not on this host: it has {describe_gpus()}")

@@ -30,7 +30,7 @@ def check_job(config: RuntimeConfig, topology: Topology) -> None:
         topology: its ranks.
     """
     check_models(config)
-    damaged = damaged_weights(config)
+    damaged = damaged_weights(config, topology)
     if damaged:
         raise CheckpointError(damaged[0])
     check_devices(topology)
@@ -46,12 +46,20 @@ def check_models(config: RuntimeConfig) -> None:
         _check_model("draft", config.draft)
 
 
-def damaged_weights(config: RuntimeConfig) -> list[str]:
-    """Say of each model what is wrong with the files of its weights, by their headers; none where all is well."""
+def damaged_weights(config: RuntimeConfig, topology: Topology) -> list[str]:
+    """Say of each model what is wrong with the files of its weights, by their headers; none where all is well.
+
+    Weights that only other hosts need may be missing here; the ranks there read them.
+    """
     wrong = []
+    here = [slot for slot in topology.slots if is_local(slot.host)]
+    held = {
+        "target": any(slot.target_index is not None for slot in here),
+        "draft": any(slot.draft_index is not None for slot in here),
+    }
     for role, section in (("target", config.target), ("draft", config.draft)):
         try:
-            if section is not None:
+            if section is not None and held[role]:
                 Checkpoint(Path(section.model))
         except CheckpointError as error:
             wrong.append(f"{role}: {error}")

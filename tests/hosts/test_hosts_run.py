@@ -115,6 +115,31 @@ def test_a_configuration_that_only_the_host_of_rank_0_has(
     assert read_rows(output) == reference
 
 
+def test_a_host_needs_no_weights_of_the_other_ones_ranks(two_hosts: Site) -> None:
+    """Of a model that only other hosts hold, the directory without its weights is enough."""
+    names = {"north": "draft", "south": "target"}
+    for host, held in names.items():
+        for name in ("draft", "target"):
+            place = two_hosts.private / f"light {name}"
+            copy_to(two_hosts.network[host], two_hosts.pair / name, place)
+            if name != held:
+                two_hosts.network[host].run("find", str(place), "-name", "*.safetensors*", "-delete", check=True)
+    file = two_hosts.config(
+        {"target": {"south": ["cpu:0"]}, "draft": {"north": ["cpu:0"]}},
+        target={"model": str(two_hosts.private / "light target")},
+        draft={"model": str(two_hosts.private / "light draft")},
+    )
+    done = two_hosts.trtrun("run", "--config", file, "--prompt", "x", "--max-tokens", 6, "--output", "-")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["num_draft_tokens"] > 0
+    # What a host does need, it misses.
+    two_hosts.network["south"].run("rm", str(two_hosts.private / "light target" / "model.safetensors"), check=True)
+    bad = two_hosts.trtrun("run", "--config", file, "--prompt", "x", "--max-tokens", 6, "--output", "-")
+    assert bad.returncode == 2
+    (line,) = own_lines(bad.stderr)
+    assert "target" in line and "light target" in line
+
+
 @pytest.mark.parametrize("name", ["north", "10.78.0.1"])
 def test_a_job_on_this_host_by_its_name_needs_no_ssh(two_hosts: Site, name: str) -> None:
     file = two_hosts.config(

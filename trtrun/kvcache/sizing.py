@@ -80,9 +80,12 @@ def count_kv_blocks(
         wanted = min(_ceil_divide(max_tokens, block_size), most_useful) + NUM_NULL_BLOCKS
         if wanted * demand.bytes_per_block > left:
             fitting = max(0, left // demand.bytes_per_block - NUM_NULL_BLOCKS) * block_size
+            used = most_useful * block_size
+            limit = f" (of which {used} can be in use at a time)" if used < max_tokens else ""
             raise ConfigError(
-                f"{where}: kv_cache.max_tokens {max_tokens} needs {format_bytes(wanted * demand.bytes_per_block)} but "
-                f"{format_bytes(left)} are free beside the weights: at most {fitting} tokens fit"
+                f"{where}: kv_cache.max_tokens {max_tokens}{limit} needs "
+                f"{format_bytes(wanted * demand.bytes_per_block)} but {format_bytes(left)} are free beside the weights: "
+                f"at most {fitting} tokens fit"
             )
         return wanted
     blocks = int(left * fraction) // demand.bytes_per_block
