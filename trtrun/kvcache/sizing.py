@@ -82,10 +82,10 @@ def count_kv_blocks(
             fitting = max(0, left // demand.bytes_per_block - NUM_NULL_BLOCKS) * block_size
             used = most_useful * block_size
             limit = f" (of which {used} can be in use at a time)" if used < max_tokens else ""
+            needed = format_bytes(wanted * demand.bytes_per_block)
             raise ConfigError(
-                f"{where}: kv_cache.max_tokens {max_tokens}{limit} needs "
-                f"{format_bytes(wanted * demand.bytes_per_block)} but {format_bytes(left)} are free beside the weights: "
-                f"at most {fitting} tokens fit"
+                f"{where}: kv_cache.max_tokens {max_tokens}{limit} needs {needed} but {format_bytes(left)} are free "
+                f"beside the weights: at most {fitting} tokens fit"
             )
         return wanted
     blocks = int(left * fraction) // demand.bytes_per_block
