@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from launch.allocation import in_allocation, is_local
-from launch.flavours import Flavour, find_library
+from launch.flavours import Flavour
 from launch.leftovers import remove_leftovers
+from launch.mpi_library import find_library
 from parallel.topology import Topology
 from trtrun import __version__
 from trtrun.errors import TopologyError

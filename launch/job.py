@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 
 from launch.devices import count_host_slots, make_topology
 from launch.drain import CONTROL_VARIABLE
-from launch.flavours import choose_flavour
 from launch.hosts import check_hosts, is_placed, remote_hosts, uses_ssh
 from launch.leftovers import remove_leftovers
+from launch.mpi_library import choose_flavour
 from launch.mpirun import (
     Launch,
     Place,

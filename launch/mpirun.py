@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from launch.flavours import FLAVOURS, Choice, Flavour, Library, Setting, When, identify_program
+from launch.flavours import FLAVOURS, Flavour, Setting, When
+from launch.mpi_library import Choice, Library, identify_program
 from parallel.topology import Topology
 from trtrun.errors import ConfigError, TopologyError
 from trtrun.launch_config import LaunchSection

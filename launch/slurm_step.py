@@ -10,7 +10,8 @@ import os
 import shlex
 from collections.abc import Iterator
 
-from launch.flavours import When, choose_flavour
+from launch.flavours import When
+from launch.mpi_library import choose_flavour
 from launch.slurm_needs import Needs
 from trtrun.errors import ConfigError
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.flavours import FLAVOURS, LIBRARY_VARIABLE, choose_flavour
+from launch.flavours import FLAVOURS
+from launch.mpi_library import LIBRARY_VARIABLE, choose_flavour
 from launch.mpirun import find_mpirun
 from trtrun.errors import TopologyError
 

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 from mpi_libraries import find_mpi
 
-import launch.flavours
-from launch.flavours import (
-    FLAVOURS,
+import launch.mpi_library
+from launch.flavours import FLAVOURS, MPICH, OPENMPI, OPENMPI4, Flavour
+from launch.mpi_library import (
     LIBRARY_VARIABLE,
-    MPICH,
-    OPENMPI,
-    OPENMPI4,
+    Choice,
     Library,
     choose_flavour,
     find_library,
@@ -44,7 +42,7 @@ def test_a_library_and_its_mpirun_are_recognised_by_what_they_say(name: str) -> 
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS.values(), ids=list(FLAVOURS))
-def test_a_row_can_place_forward_and_reach(flavour: launch.flavours.Flavour) -> None:
+def test_a_row_can_place_forward_and_reach(flavour: Flavour) -> None:
     assert bool(flavour.segment) != bool(flavour.whole)
     assert bool(flavour.ssh) != bool(flavour.ssh_before)
     for words, names in (
@@ -81,7 +79,7 @@ def test_the_library_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_asking_does_not_load_mpi_into_this_process() -> None:
-    code = "import os, sys, launch.flavours as f; print(f.choose_flavour('auto', os.environ).flavour.name);"
+    code = "import os, sys, launch.mpi_library as f; print(f.choose_flavour('auto', os.environ).flavour.name);"
     code += "print([name for name in sys.modules if name.split('.')[0] in ('mpi4py', 'torch')])"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.splitlines()[1] == "[]"
@@ -91,14 +89,14 @@ def test_asking_does_not_load_mpi_into_this_process() -> None:
 def a_library(monkeypatch: pytest.MonkeyPatch) -> Library:
     """What mpi4py loads: a library that is in no table."""
     library = Library("Some MPI 1.0", "/opt/some/lib/libmpi.so", None)
-    monkeypatch.setattr(launch.flavours, "_ask_library", lambda python, environment: library)
+    monkeypatch.setattr(launch.mpi_library, "_ask_library", lambda python, environment: library)
     return library
 
 
 def test_a_library_that_is_not_known_is_refused_unless_the_user_says_what_it_is_like(a_library: Library) -> None:
     with pytest.raises(TopologyError, match=r"Some MPI 1\.0.*set launch\.mpi to the one of openmpi, openmpi4, mpich"):
         choose_flavour("auto", {})
-    assert choose_flavour("mpich", {}) == launch.flavours.Choice(MPICH, a_library, {})
+    assert choose_flavour("mpich", {}) == Choice(MPICH, a_library, {})
 
 
 def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +107,7 @@ def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
             raise TopologyError("cannot open")
         return library
 
-    monkeypatch.setattr(launch.flavours, "_ask_library", ask)
+    monkeypatch.setattr(launch.mpi_library, "_ask_library", ask)
     with pytest.raises(TopologyError, match=r"launch\.mpi is mpich, but mpi4py loads Open MPI v5\.0\.11 \(/venv/lib"):
         choose_flavour("mpich", {})
 
