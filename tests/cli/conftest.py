@@ -52,12 +52,12 @@ def trtrun() -> Run:
 
 @pytest.fixture
 def start_trtrun() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Return start(*arguments): the real command, running; ended with the test."""
+    """Return start(*arguments, words=…): the real command, running; what is left of it is ended with the test."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: object) -> subprocess.Popen[str]:
+    def start(*arguments: object, words: list[str] | None = None) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*command_words(), *(str(argument) for argument in arguments)],
+            [*(words or command_words()), *(str(argument) for argument in arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -70,5 +70,5 @@ def start_trtrun() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     yield start
     for process in started:
         if process.poll() is None:
-            process.terminate()
+            process.kill()  # the kernel takes its ranks along
         process.communicate(timeout=60)

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,30 +34,6 @@ MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "-
 DONE, DRAINED, ROWS_REFUSED = 0, 3, 4
 pytestmark = pytest.mark.timeout(600)  # several runs in each test, and machines may be busy
 Start = Callable[..., "subprocess.Popen[str]"]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Return start(*arguments, words=…): a command that runs; what is left of it is ended with the test."""
-    started: list[subprocess.Popen[str]] = []
-
-    def begin(*arguments: object, words: list[str] | None = None) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [*(words or command_words()), *(str(argument) for argument in arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=command_environment(),
-            cwd=ROOT,
-        )
-        started.append(process)
-        return process
-
-    yield begin
-    for process in started:
-        if process.poll() is None:
-            process.kill()  # the kernel takes its ranks along
-        process.communicate(timeout=PATIENCE)
 
 
 def drained_line(cause: str, num_done: int, num_rows: int) -> str:
@@ -120,7 +96,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str
 @pytest.mark.parametrize("starter", STARTERS)
 def test_a_run_drained_again_and_again_ends_with_the_rows_of_an_undisturbed_one(
     trtrun: Run,
-    start: Start,
+    start_trtrun: Start,
     tmp_path: Path,
     undisturbed: Callable[[tuple[str, ...]], list[dict[str, Any]]],
     starter: str,
@@ -131,7 +107,7 @@ def test_a_run_drained_again_and_again_ends_with_the_rows_of_an_undisturbed_one(
     arguments += ["--prompts", write_rows(tmp_path / "prompts.jsonl", list(CHAIN)), "--resume", "--output"]
     done: set[int] = set()
     for target, number in signals:
-        process = start(*arguments, output, words=[*before, *command_words()])
+        process = start_trtrun(*arguments, output, words=[*before, *command_words()])
 
         def has_passed_a_long_row() -> bool:
             now = written_indexes(working)
@@ -177,19 +153,19 @@ def endless_run(config: Configs, folder: Path, devices: dict[str, list[str]], dr
 
 
 def start_endless(
-    config: Configs, start: Start, folder: Path, devices: dict[str, list[str]], drain_seconds: float
+    config: Configs, start_trtrun: Start, folder: Path, devices: dict[str, list[str]], drain_seconds: float
 ) -> tuple[subprocess.Popen[str], dict[int, int]]:
     """The same, once prompt 0 is done; and its ranks' processes."""
-    process = start(*endless_run(config, folder, devices, drain_seconds))
+    process = start_trtrun(*endless_run(config, folder, devices, drain_seconds))
     wait_until(lambda: len(written_indexes(folder / "out.jsonl.partial")) == 1, process, "the first row")
     return process, ranks_below(process.pid)
 
 
 @pytest.mark.parametrize("devices", [ONE_PROCESS, FOUR_RANKS], ids=["one-process", "four-ranks"])
 def test_rows_that_take_too_long_are_left_and_warnings_do_not_hurry(
-    config: Configs, start: Start, tmp_path: Path, devices: dict[str, list[str]]
+    config: Configs, start_trtrun: Start, tmp_path: Path, devices: dict[str, list[str]]
 ) -> None:
-    process, ranks = start_endless(config, start, tmp_path, devices, drain_seconds=1.5)
+    process, ranks = start_endless(config, start_trtrun, tmp_path, devices, drain_seconds=1.5)
     for victim in (process.pid, *ranks.values(), process.pid):  # as a batch system that signals every process
         os.kill(victim, signal.SIGUSR1)
     _, errors = process.communicate(timeout=PATIENCE)
@@ -204,9 +180,9 @@ def test_rows_that_take_too_long_are_left_and_warnings_do_not_hurry(
 @pytest.mark.parametrize("devices", [ONE_PROCESS, FOUR_RANKS], ids=["one-process", "four-ranks"])
 @pytest.mark.parametrize(("first", "second"), [("SIGTERM", "SIGINT"), ("SIGINT", "SIGTERM"), ("SIGUSR1", "SIGTERM")])
 def test_a_second_signal_ends_at_once(
-    config: Configs, start: Start, tmp_path: Path, devices: dict[str, list[str]], first: str, second: str
+    config: Configs, start_trtrun: Start, tmp_path: Path, devices: dict[str, list[str]], first: str, second: str
 ) -> None:
-    process, ranks = start_endless(config, start, tmp_path, devices, drain_seconds=1000)
+    process, ranks = start_endless(config, start_trtrun, tmp_path, devices, drain_seconds=1000)
     process.send_signal(signal.Signals[first])
     assert process.stderr is not None
     assert process.stderr.readline().startswith(f"trtrun: {first}: no more prompts are begun")
@@ -221,13 +197,13 @@ def test_a_second_signal_ends_at_once(
 
 @pytest.mark.parametrize(("rows", "status"), [([], DONE), ([{"promt": "bad"}], ROWS_REFUSED)], ids=["good", "refused"])
 def test_a_drain_that_finds_time_enough_ends_as_ever(
-    config: Configs, start: Start, tmp_path: Path, rows: list[Any], status: int
+    config: Configs, start_trtrun: Start, tmp_path: Path, rows: list[Any], status: int
 ) -> None:
     long = {"prompt": "x", "max_tokens": 600, "ignore_eos": True}
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "a", "max_tokens": 1}, long, long, *rows])
     output, working = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     file = config(FOUR_RANKS, launch={"drain_seconds": 1000})
-    process = start("run", "--config", file, "--prompts", prompts, "--output", output)
+    process = start_trtrun("run", "--config", file, "--prompts", prompts, "--output", output)
     wait_until(lambda: 0 in written_indexes(working), process, "the first row")
     process.terminate()
     _, errors = process.communicate(timeout=PATIENCE)
@@ -259,10 +235,10 @@ MOMENTS: dict[str, tuple[dict[str, list[str]], Moment]] = {
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_before_anything_runs_ends_soon_and_loses_nothing(
-    config: Configs, start: Start, tmp_path: Path, moment: str, number: signal.Signals
+    config: Configs, start_trtrun: Start, tmp_path: Path, moment: str, number: signal.Signals
 ) -> None:
     devices, is_there = MOMENTS[moment]
-    process = start(*endless_run(config, tmp_path, devices, drain_seconds=5))
+    process = start_trtrun(*endless_run(config, tmp_path, devices, drain_seconds=5))
     wait_until(lambda: is_there(process.pid, tmp_path / "out.jsonl"), process, moment)
     ranks = ranks_below(process.pid)
     process.send_signal(number)
@@ -277,9 +253,11 @@ def test_a_signal_before_anything_runs_ends_soon_and_loses_nothing(
     assert not any(is_alive(rank) for rank in ranks.values())
 
 
-def test_a_signal_to_a_users_own_mpirun_before_anything_runs(config: Configs, start: Start, tmp_path: Path) -> None:
+def test_a_signal_to_a_users_own_mpirun_before_anything_runs(
+    config: Configs, start_trtrun: Start, tmp_path: Path
+) -> None:
     arguments = endless_run(config, tmp_path, FOUR_RANKS, drain_seconds=5)
-    process = start(*arguments, words=[*MPIRUN, "-n", "4", *command_words()])
+    process = start_trtrun(*arguments, words=[*MPIRUN, "-n", "4", *command_words()])
     wait_until(lambda: handles(rank_of(process.pid, 0) or 0, signal.SIGTERM), process, "rank 0's handlers")
     ranks = ranks_below(process.pid)
     os.kill(ranks[0], signal.SIGTERM)
@@ -294,10 +272,10 @@ def test_a_signal_to_a_users_own_mpirun_before_anything_runs(config: Configs, st
 
 @pytest.mark.parametrize("devices", [ONE_PROCESS, FOUR_RANKS], ids=["one-process", "four-ranks"])
 def test_without_an_output_file_a_warning_ends_the_job_at_once(
-    config: Configs, start: Start, devices: dict[str, list[str]]
+    config: Configs, start_trtrun: Start, devices: dict[str, list[str]]
 ) -> None:
     file = config(devices, kv_cache={"max_tokens": 60000}, launch={"drain_seconds": 1000})
-    process = start("run", "--config", file, "--prompt", "x", "--max-tokens", 50000, "--ignore-eos")
+    process = start_trtrun("run", "--config", file, "--prompt", "x", "--max-tokens", 50000, "--ignore-eos")
     assert process.stdout is not None and process.stdout.read(1)
     ranks = ranks_below(process.pid)
     process.send_signal(signal.SIGUSR1)
