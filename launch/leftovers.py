@@ -16,14 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 
 _FOLDER = re.compile(r"[a-z]+\.(?P<process>\d+)")
+_ADDRESS = re.compile(r"tcp[46]?://(?P<host>[^;,\s]+):(?P<port>\d+)")
+_CONNECT_SECONDS = 1.0
 _BASES = ("PRTE_MCA_prte_tmpdir_base", "TMPDIR", "TEMP", "TMP")
 
 
 def remove_leftovers(environment: Mapping[str, str]) -> None:
     """Remove the folders of this user's on this host whose process is gone. What cannot be removed stays.
 
-    A folder says by a file in it which host it belongs to: where hosts or containers share a file system, those of the
-    others stay.
+    A folder says by a file in it which host it belongs to, and at which port its process listens. So those of other
+    hosts that share the file system stay, and those of processes that a container cannot see.
 
     Args:
         environment: of mpirun or of its daemon; tells where their folders are.
@@ -40,10 +42,10 @@ def _find_abandoned(base: Path) -> Iterator[Path]:
         named = _FOLDER.fullmatch(entry.name)
         if named is None or not entry.is_dir(follow_symlinks=False):
             continue
-        process = int(named["process"])
         is_own = entry.stat(follow_symlinks=False).st_uid == os.geteuid()
         marks = [Path(entry.path, f"pmix.{name}.tool") for name in {host, host.partition(".")[0]}]
-        if is_own and any(mark.is_file() for mark in marks) and not _is_alive(process):
+        mark = next(filter(Path.is_file, marks), None)
+        if is_own and mark is not None and not _is_alive(int(named["process"])) and not _listens(mark):
             yield Path(entry.path)
 
 
@@ -54,4 +56,16 @@ def _is_alive(process: int) -> bool:
         return False
     except OSError:
         pass
+    return True
+
+
+def _listens(mark: Path) -> bool:
+    """Whether somebody takes connections at the address in the first line, such as "prterun-node1-7@0.0;tcp4://…"."""
+    found = _ADDRESS.search(mark.read_text(encoding="utf-8", errors="replace").partition("\n")[0])
+    if found is None:
+        return False
+    try:
+        socket.create_connection((found["host"].strip("[]"), int(found["port"])), timeout=_CONNECT_SECONDS).close()
+    except (OSError, OverflowError):
+        return False
     return True

@@ -16,7 +16,7 @@ from parallel.activity import Activity, Phase
 from parallel.errors import HeartbeatError
 from parallel.heartbeat import HeartbeatClient, Names
 from parallel.heartbeat_server import HeartbeatServer
-from parallel.lines import FEW_BYTES, LineSocket, connect, listen, own_addresses
+from parallel.lines import FEW_BYTES, LineSocket, connect, listen, own_addresses, wait_for
 from parallel.topology import Topology
 
 TOPOLOGY = Topology.from_devices(["cpu:0"], ["cpu:1", "cpu:2"])
@@ -46,6 +46,9 @@ def refused(connection: socket.socket) -> bool:
 def test_a_worker_that_knows_the_token_is_let_in(server: HeartbeatServer) -> None:
     port = server.listen(everywhere=False)
     lines = connect(["127.0.0.1"], port, server.token, {"rank": 1})
+    lines.send({"doing": Activity().look().as_dict()})
+    wait_for([lines], SOON)
+    assert [list(message) for message in lines.receive()] == [["doing"]]  # each beat is answered
     lines.close()
 
 

@@ -21,13 +21,20 @@ def gone() -> int:
     return process.pid
 
 
-def make_folder(base: Path, process: int, host: str, program: str = "prted") -> Path:
+def make_folder(base: Path, process: int, host: str, program: str = "prted", port: int | None = None) -> Path:
     """What Open MPI's daemon keeps while it runs."""
     folder = base / f"{program}.{process}"
     folder.mkdir()
-    (folder / f"pmix.{host}.tool").write_text("")
-    (folder / f"pmix.{host}.tool.{process}").write_text("")
+    text = f"prterun-{host}-{process}@0.0;tcp4://127.0.0.1:{port or free_port()}\nv5.0.11\n{process}\n"
+    (folder / f"pmix.{host}.tool").write_text(text)
+    (folder / f"pmix.{host}.tool.{process}").write_text(text)
     return folder
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 @pytest.mark.parametrize("program", ["prted", "ompi", "prterun"])
@@ -42,6 +49,23 @@ def test_a_folder_whose_process_lives_stays(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, os.getpid(), socket.gethostname())
     remove_leftovers({"TMPDIR": str(tmp_path)})
     assert folder.is_dir()
+
+
+def test_a_folder_whose_process_listens_unseen_stays(tmp_path: Path, gone: int) -> None:
+    """As that of an mpirun outside a container that has process ids of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        folder = make_folder(tmp_path, gone, socket.gethostname(), port=listener.getsockname()[1])
+        remove_leftovers({"TMPDIR": str(tmp_path)})
+        assert folder.is_dir()
+    remove_leftovers({"TMPDIR": str(tmp_path)})
+    assert not folder.exists()
+
+
+def test_a_file_that_was_never_written_whole_keeps_nothing(tmp_path: Path, gone: int) -> None:
+    folder = make_folder(tmp_path, gone, socket.gethostname())
+    (folder / f"pmix.{socket.gethostname()}.tool").write_text("")
+    remove_leftovers({"TMPDIR": str(tmp_path)})
+    assert not folder.exists()
 
 
 def test_a_folder_of_another_host_stays(tmp_path: Path, gone: int) -> None:
@@ -60,5 +84,6 @@ def test_folders_that_only_look_like_it_stay(tmp_path: Path, gone: int) -> None:
     assert folder.is_dir() and link.is_dir()
 
 
-def test_a_base_that_is_not_there_is_no_matter() -> None:
-    remove_leftovers({"TMPDIR": "/no/such/folder"})
+def test_a_base_that_is_not_there_is_no_matter(tmp_path: Path) -> None:
+    remove_leftovers({"TMPDIR": str(tmp_path / "none")})
+    assert not (tmp_path / "none").exists()
