@@ -46,9 +46,12 @@ def test_a_signal_to_the_command_ends_ranks_everywhere(two_hosts: Site, start_jo
 
 
 def test_a_killed_command_takes_ranks_everywhere_along(two_hosts: Site, start_job: Start) -> None:
+    """Though nothing is written any more, which would tell mpirun that nobody reads it."""
     job = start_job()
+    os.kill(job.ranks[0][1], signal.SIGSTOP)
     os.kill(job.parent, signal.SIGKILL)
-    two_hosts.expect_nothing_left()
+    two_hosts.expect_nothing_left(seconds=30)
+    assert job.end()[0] == -signal.SIGKILL
 
 
 def test_a_killed_mpirun_takes_ranks_everywhere_along(two_hosts: Site, start_job: Start) -> None:
