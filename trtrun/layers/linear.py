@@ -12,6 +12,8 @@ Backends, by device and dtype:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn import functional
 
@@ -35,31 +37,34 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         self.device = weight.device
         self._bias = bias
-        self._packed = can_pack(weight)
+        packed = can_pack(weight)
         # In bfloat16 oneDNN gives bit-equal rows for any number of rows from two on, while a single row may take
         # another kernel that adds up in another order. Verification computes draft_len + 1 rows where plain decoding
         # computes one: computing two keeps both bit-equal, and costs nothing while the weight comes from memory.
         # float32 has no such promise to keep (there the difference is 1e-7) and its one-row kernel is much faster.
-        self._pad_single_row = self._packed and weight.dtype is torch.bfloat16
+        self._pad_single_row = packed and weight.dtype is torch.bfloat16
         # The number of rows is a hint for the layout only: one pack serves every number of rows.
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 2) if self._packed else weight
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, 2) if packed else weight
+        # The overload itself: looking it up by name at every call costs microseconds of a layer of a few hundred.
+        self._product: Callable[..., torch.Tensor] | None = (
+            torch.ops.mkldnn._linear_pointwise.default if packed else None
+        )
         self.resident_bytes = weight.numel() * weight.element_size() + (
             0 if bias is None else bias.numel() * bias.element_size()
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [tokens, in] → [tokens, out]."""
-        if not self._packed:
+        if self._product is None:
             return functional.linear(x, self._weight, self._bias)
         rows = x.shape[0]
-        wanted = 2 if rows == 1 and self._pad_single_row else bucket_rows(rows)
-        if wanted == rows:
-            return self._linear_pointwise(x)
-        return self._linear_pointwise(functional.pad(x, (0, 0, 0, wanted - rows)))[:rows]
-
-    def _linear_pointwise(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-        return result
+        wanted = bucket_rows(rows)
+        if rows == 1 and self._pad_single_row:
+            wanted, x = 2, x.expand(2, -1)
+        elif wanted > rows:
+            x = functional.pad(x, (0, 0, 0, wanted - rows))
+        result = self._product(x, self._weight, self._bias, "none", [], "")
+        return result if wanted == rows else result[:rows]
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
