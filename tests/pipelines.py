@@ -29,11 +29,18 @@ def configuration(
     dtype: str = "auto",
     **sections: dict[str, Any],
 ) -> RuntimeConfig:
-    """A configuration; `devices` are the draft's and the target's, `sections` what YAML would say otherwise."""
+    """A configuration; `devices` are the draft's and the target's, `sections` what YAML would say otherwise.
+
+    draft_len does not depend on times unless `speculation` says so: tests count what was drafted.
+    """
     values: dict[str, Any] = {
         "threads": 1,
         "target": {"model": str(target), "devices": list(devices[1]), "dtype": dtype},
-        "speculation": {"method": "none" if draft is None else "draft_target", **sections.pop("speculation", {})},
+        "speculation": {
+            "method": "none" if draft is None else "draft_target",
+            "pacing": "fixed",
+            **sections.pop("speculation", {}),
+        },
         "kv_cache": {"max_tokens": 8192, **sections.pop("kv_cache", {})},
         **sections,
     }

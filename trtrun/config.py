@@ -44,13 +44,17 @@ class SpeculationSection(Section):
 
     Attributes:
         method: `draft_target`, or `none` for the target alone.
-        draft_len: tokens drafted in one round.
+        draft_len: tokens drafted in one round, at most.
         use_logits: accept by the ratio of target_probs to draft_probs instead of by equal tokens.
+        pacing: `measured` drafts fewer tokens where the run's own times say that fewer pay more, as with many rows or
+            a poor draft; `fixed` always drafts draft_len. With use_logits it is `fixed` in any case: the tokens of a
+            seed depend on the draft there, and must not depend on times.
     """
 
     method: Literal["draft_target", "none"] = "draft_target"
     draft_len: Annotated[int, Number, Field(ge=1, le=MAX_DRAFT_LEN)] = 4
     use_logits: bool = False
+    pacing: Literal["measured", "fixed"] = "measured"
 
 
 class KVCacheSection(Section):
@@ -160,6 +164,12 @@ class RuntimeConfig(Section):
     def is_speculative(self) -> bool:
         """Whether a draft engine runs beside the target."""
         return self.draft is not None
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether draft_len follows from what rounds took (see SpeculationSection.pacing)."""
+        speculation = self.speculation
+        return self.is_speculative and speculation.pacing == "measured" and not speculation.use_logits
 
     @property
     def draft_devices(self) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from trtrun.roles.orchestrator import Orchestrator
 from trtrun.roles.startup import target_context
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
+from trtrun.speculation.pacing import Pacer
 from trtrun.text import Tokenizer, check_same_tokenizer, read_tokenizer
 
 
@@ -83,7 +84,11 @@ class LLM:
         self._prompts = PromptReader(model, self.tokenizer)
         self._limits = _limits(self.config, model, draft_model, job.num_blocks)
         self._orchestrator = Orchestrator(
-            Scheduler(self._limits), job.fleet, self.tokenizer, self.config.scheduler.plans_ahead
+            Scheduler(self._limits),
+            job.fleet,
+            self.tokenizer,
+            self.config.scheduler.plans_ahead,
+            Pacer(self.config.speculation.draft_len) if self.config.is_paced else None,
         )
         self._closed = False
         # A program that forgets to close, or dies of an exception, must not leave the other ranks waiting: MPI's own

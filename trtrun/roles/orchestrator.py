@@ -15,6 +15,7 @@ from trtrun.core import FinishReason, Request, RequestStatistics, RoundPlan, Tok
 from trtrun.roles.fleet import Fleet
 from trtrun.scheduling.scheduler import RowResult, RunningRequest, Scheduler
 from trtrun.speculation.cycle import commit_round
+from trtrun.speculation.pacing import Pacer
 from trtrun.telemetry import RunStatistics
 from trtrun.text import IncrementalDetokenizer, Tokenizer
 from trtrun.wire import RoundReport
@@ -93,10 +94,11 @@ class Stream:
 
 @dataclass(frozen=True)
 class _Outstanding:
-    """A plan that is out, and the places in its verdict that will carry log probabilities."""
+    """A plan that is out, the places in its verdict that will carry log probabilities, and when it went out."""
 
     plan: RoundPlan
     logprob_places: list[int]
+    published: float
 
 
 class Orchestrator:
@@ -112,14 +114,18 @@ class Orchestrator:
         fleet: Fleet,
         tokenizer: Tokenizer | None,
         plans_ahead: int,
+        pacer: Pacer | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """Put the scheduler's plans to work on the fleet; without `pacer` every round drafts all of draft_len."""
         self.scheduler = scheduler
         self.statistics = RunStatistics()
         self._fleet = fleet
         self._tokenizer = tokenizer
         self._plans_ahead = plans_ahead
+        self._pacer = pacer
         self._clock = clock
+        self._last_verdict = 0.0
         self._outstanding: deque[_Outstanding] = deque()
         self._streams: dict[int, Stream] = {}
         self._row_wants_logprobs: dict[int, bool] = {}
@@ -166,9 +172,9 @@ class Orchestrator:
 
     def _step(self) -> list[Stream]:
         started = self._clock()
-        while len(self._outstanding) <= self._plans_ahead and (plan := self.scheduler.schedule()) is not None:
+        while len(self._outstanding) <= self._plans_ahead and (plan := self._schedule()) is not None:
             self._fleet.publish(plan)
-            self._outstanding.append(_Outstanding(plan, self._places_with_logprobs(plan)))
+            self._outstanding.append(_Outstanding(plan, self._places_with_logprobs(plan), self._clock()))
         planned = self._clock()
         self.statistics.orchestrating += planned - started
         if not self._outstanding:
@@ -176,7 +182,12 @@ class Orchestrator:
         report = self._collect()
         received = self._clock()
         self.statistics.waiting += received - planned
-        changed = self._commit(self._outstanding.popleft(), report)
+        outstanding = self._outstanding.popleft()
+        if self._pacer is not None:
+            seconds = received - max(self._last_verdict, outstanding.published)
+            _record_pace(self._pacer, outstanding.plan, report, seconds)
+        self._last_verdict = received
+        changed = self._commit(outstanding, report)
         committed = self._clock()
         self.statistics.committing += committed - received
         self.statistics.orchestrating += committed - received
@@ -190,6 +201,12 @@ class Orchestrator:
     def close(self) -> None:
         """Let the engine ranks end."""
         self._fleet.close()
+
+    def _schedule(self) -> RoundPlan | None:
+        num_decoding = self.scheduler.num_decoding
+        if self._pacer is None or not num_decoding:
+            return self.scheduler.schedule()
+        return self.scheduler.schedule(self._pacer.choose(num_decoding))
 
     def _collect(self) -> RoundReport:
         """The next verdict; reports of the draft leader on the way only add their times."""
@@ -238,3 +255,12 @@ class Orchestrator:
         stream = self._streams.pop(request_id)
         stream.close(reason)
         self.statistics.add_request(stream.statistics)
+
+
+def _record_pace(pacer: Pacer, plan: RoundPlan, report: RoundReport, seconds: float) -> None:
+    """Tell the pacer what a round did; one that no draft engine followed says nothing about drafting."""
+    drafted = plan.draft_lens.tolist()
+    if not any(length >= 0 for length in drafted):
+        return
+    acceptances = [(length, count - 1) for length, count in zip(drafted, report.num_tokens, strict=False) if length > 0]
+    pacer.record(len(drafted), plan.draft_len, None if plan.prefill else seconds, acceptances)

@@ -58,6 +58,11 @@ class Scheduler:
         return len(self._batch.requests)
 
     @property
+    def num_decoding(self) -> int:
+        """Requests whose prefill is planned to its end: those that draft and verify in the next plan."""
+        return sum(running.is_decoding for running in self._batch.requests)
+
+    @property
     def num_waiting(self) -> int:
         """Requests without a row, preempted ones among them."""
         return len(self._waiting)
@@ -139,11 +144,14 @@ class Scheduler:
         self._batch.cache.clear()
         self._speculating = speculating
 
-    def schedule(self) -> RoundPlan | None:
+    def schedule(self, draft_len: int | None = None) -> RoundPlan | None:
         """Plan the next round, or None when nothing can run before an outstanding result is committed, or at all.
 
         Every plan that is returned must be executed and then committed, in order. Rows that ended are dropped by the
         next plan in which some row runs: at idle the ranks keep their slots a while, which costs them nothing.
+
+        Args:
+            draft_len: most tokens to draft for a row in this round; None for the limits' own.
 
         Raises:
             RuntimeError: called with more than `plans_ahead` results outstanding.
@@ -153,7 +161,7 @@ class Scheduler:
         if not self._requests:
             return None
         plan = PlanBuilder(self.limits.max_num_tokens)
-        self._plan_decoding(plan)
+        self._plan_decoding(plan, self.limits.draft_len if draft_len is None else draft_len)
         for running in self._batch.requests:
             if plan.budget <= 0:
                 break
@@ -169,9 +177,9 @@ class Scheduler:
         self._next_round += 1
         return built
 
-    def _plan_decoding(self, plan: PlanBuilder) -> None:
+    def _plan_decoding(self, plan: PlanBuilder, most: int) -> None:
         batch = self._batch
-        later = sum(running.is_decoding for running in batch.requests)
+        later = self.num_decoding
         index = 0
         while index < len(batch.requests):  # preemption shortens the list from its end
             running = batch.requests[index]
@@ -182,7 +190,7 @@ class Scheduler:
             if plan.budget <= 0:
                 break
             # Each row further back keeps one token of the budget, so that drafts never keep a row from running.
-            draft_len = self._choose_draft_len(running, max(0, plan.budget - 1 - later))
+            draft_len = self._choose_draft_len(running, min(most, max(0, plan.budget - 1 - later)))
             if draft_len is None:
                 continue
             # The row's last token is written at position longest - 1 at most, its drafts behind it.

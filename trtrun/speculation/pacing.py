@@ -1,0 +1,167 @@
+"""How many tokens to draft in a round: what pays most under the present load, by what the run itself measured.
+
+Verifying a few rows costs hardly more than decoding them, as both wait for the weights. With many rows verification is
+arithmetic, and a draft_len that is right for one row loses more time than its accepted tokens win. The pacer keeps how
+long rounds of each draft_len took under each load, and how often the draft token of each position was accepted, and
+answers with the draft_len of the most tokens a second to be expected. That is the goodput of Liu et al. 2024
+(arXiv:2406.14066), with times measured on the way in place of a profile made beforehand.
+
+It knows numbers of rows, seconds and counts. It does not know requests, clocks, models or what a plan makes of its
+answer. No text depends on the answer: acceptance by token is lossless for any draft_len.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_NUM_SAMPLES = 5
+"""Times kept for a draft_len under a load; their median counts, so one slow round (a kernel's first use) does not."""
+
+_FEWEST_SAMPLES = 2
+_FIRST_TRIALS = (8, 16, 24)
+_TRIAL_EVERY = 128
+"""Rounds of a load after which another draft_len is tried: soon after its start, then now and then."""
+
+_TRIAL_ROUNDS = 3
+_WORTH_A_CHANGE = 1.03
+"""How many times the present goodput another draft_len must promise."""
+
+_MEMORY = 0.98
+"""What is kept of older acceptances with every round that brings new ones: the last fifty rounds weigh most."""
+
+_PRIOR_ACCEPTANCE = 0.8
+
+
+@dataclass(slots=True)
+class _Load:
+    """What is known of rounds with about the same number of rows.
+
+    Attributes:
+        current: the draft_len in use.
+        rounds: how many were recorded.
+        seconds: by draft_len, the last times.
+        last_seen: by draft_len, the value of `rounds` when it was recorded last.
+        trial: the draft_len on trial, for `trial_left` rounds more.
+    """
+
+    current: int
+    rounds: int = 0
+    seconds: dict[int, deque[float]] = field(default_factory=dict)
+    last_seen: dict[int, int] = field(default_factory=dict)
+    trial: int = 0
+    trial_left: int = 0
+
+    def known_seconds(self) -> dict[int, float]:
+        """Seconds of a round by draft_len, in order of draft_len, where there are samples enough."""
+        return {
+            draft_len: statistics.median_low(samples)
+            for draft_len, samples in sorted(self.seconds.items())
+            if len(samples) >= _FEWEST_SAMPLES
+        }
+
+
+class Pacer:
+    """Chooses draft_len, between 0 and the configured one, from what rounds took and what was accepted."""
+
+    def __init__(self, draft_len: int) -> None:
+        """Start without knowledge: `draft_len`, the configured one, is the answer until there is some."""
+        self._most = draft_len
+        self._loads: dict[int, _Load] = {}
+        self._offered = [1.0] * draft_len
+        self._accepted = [_PRIOR_ACCEPTANCE] * draft_len
+
+    def choose(self, num_rows: int) -> int:
+        """Tokens to draft for each row in the next round, in which `num_rows` rows decode."""
+        load = self._load(num_rows)
+        return load.trial if load.trial_left else load.current
+
+    def record(
+        self, num_rows: int, draft_len: int, seconds: float | None, acceptances: Sequence[tuple[int, int]]
+    ) -> None:
+        """Take in a round's result.
+
+        Args:
+            num_rows: rows that decoded.
+            draft_len: most tokens that were drafted for a row.
+            seconds: how long the round took; None where it did other work, too, or where nothing can be told.
+            acceptances: for each row with drafts, how many tokens were drafted and how many of them accepted.
+        """
+        self._record_acceptances(acceptances)
+        if seconds is None:
+            return
+        load = self._load(num_rows)
+        load.rounds += 1
+        load.seconds.setdefault(draft_len, deque(maxlen=_NUM_SAMPLES)).append(seconds)
+        load.last_seen[draft_len] = load.rounds
+        load.trial_left = max(0, load.trial_left - 1)
+        load.current = self._best(load)
+        if load.rounds in _FIRST_TRIALS or load.rounds % _TRIAL_EVERY == 0:
+            load.trial, load.trial_left = self._trial(load), _TRIAL_ROUNDS
+
+    def expected_tokens(self, draft_len: int) -> float:
+        """Tokens that a row is expected to gain in a round: 1, and each draft token that all before it let through."""
+        tokens, chance = 1.0, 1.0
+        for place in range(draft_len):
+            chance *= self._accepted[place] / self._offered[place]
+            tokens += chance
+        return tokens
+
+    def _load(self, num_rows: int) -> _Load:
+        """The load of so many rows: exact to 4, then four to a power of two. A new one begins as the nearest does."""
+        step = max(1, 1 << max(0, (num_rows - 1).bit_length() - 3))
+        key = -(-num_rows // step) * step
+        load = self._loads.get(key)
+        if load is None:
+            nearest = min(self._loads, key=lambda rows: abs(rows - key), default=None)
+            load = self._loads[key] = _Load(self._most if nearest is None else self._loads[nearest].current)
+        return load
+
+    def _record_acceptances(self, acceptances: Sequence[tuple[int, int]]) -> None:
+        for place in range(self._most):
+            # A position counts as offered where everything before it was accepted: verification stops at a rejection.
+            offered = sum(drafted > place and accepted >= place for drafted, accepted in acceptances)
+            if offered:
+                kept = sum(accepted > place for _, accepted in acceptances)
+                self._offered[place] = self._offered[place] * _MEMORY + offered
+                self._accepted[place] = self._accepted[place] * _MEMORY + kept
+
+    def _best(self, load: _Load) -> int:
+        """The draft_len of the highest goodput; the present one unless another is clearly better."""
+        known = load.known_seconds()
+        if len(known) < 2:
+            return load.current
+        goodput = {
+            draft_len: self.expected_tokens(draft_len) / _estimate(known, draft_len)
+            for draft_len in range(self._most + 1)
+        }
+        best = max(goodput, key=lambda draft_len: goodput[draft_len])
+        return best if goodput[best] > _WORTH_A_CHANGE * goodput[load.current] else load.current
+
+    def _trial(self, load: _Load) -> int:
+        """The draft_len to try next: one far off at first, then the neighbour that was seen least recently."""
+        if len(load.known_seconds()) < 2:
+            half = self._most // 2
+            return half if half != load.current else self._most
+        neighbours = [value for value in (load.current - 1, load.current + 1) if 0 <= value <= self._most]
+        return min(neighbours, key=lambda draft_len: load.last_seen.get(draft_len, 0))
+
+
+def _estimate(known: dict[int, float], draft_len: int) -> float:
+    """Seconds of a round of `draft_len`: the line through its neighbours in `known`, which is in order and holds two.
+
+    Below the shortest one known a round takes no less than its share of positions: fewer would cost less than nothing.
+    """
+    if draft_len in known:
+        return known[draft_len]
+    lens = list(known)
+    above = next((place for place, value in enumerate(lens) if value > draft_len), len(lens) - 1)
+    low, high = lens[max(0, above - 1)], lens[max(1, above)]
+    slope = max(0.0, (known[high] - known[low]) / (high - low))
+    line = known[low] + slope * (draft_len - low)
+    shortest = lens[0]
+    if draft_len < shortest:
+        return max(line, known[shortest] * (draft_len + 1) / (shortest + 1))
+    return line
