@@ -58,14 +58,14 @@ class FakeEngine:
             span = range(chunk.start, chunk.start + chunk.length)
             self._feed(chunk.row, self.rows.history[chunk.row, chunk.start : span.stop].tolist(), span)
 
-    def catch_up(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+    def catch_up(self, rows: torch.Tensor, counts: Sequence[int], context: int) -> torch.Tensor:
         self.forwards += 1
         outputs = []
-        for row in rows.tolist():
+        for row, count in zip(rows.tolist(), counts, strict=True):
             length = int(self.rows.lengths[row])
-            assert length <= context
-            tokens = self.rows.history[row, length - 2 : length].tolist()
-            outputs.append(self._feed(row, tokens, range(length - 2, length))[-1])
+            assert 2 <= count <= length <= context
+            tokens = self.rows.history[row, length - count : length].tolist()
+            outputs.append(self._feed(row, tokens, range(length - count, length))[-1])
         return torch.stack(outputs)
 
     def prepare_steps(

@@ -252,6 +252,8 @@ class RoundPlan:
         decode_rows: rows that draft and verify, [rows] int32.
         draft_lens: [rows] int32, beside decode_rows: tokens to verify, 0 to draft_len; -1 when the draft engine does
             not touch the row (then 0 tokens are verified).
+        catch_up: [rows] int32, beside decode_rows: how many of the row's last tokens the draft engine feeds before it
+            drafts: 2, more after rounds that it sat out, 0 where it sits this one out or does not touch the row.
         max_context: upper bound of any row's length after this round, in tokens, for shapes of attention.
     """
 
@@ -262,6 +264,7 @@ class RoundPlan:
     prefill: tuple[PrefillChunk, ...]
     decode_rows: np.ndarray
     draft_lens: np.ndarray
+    catch_up: np.ndarray
     max_context: int
 
     @cached_property

@@ -52,6 +52,7 @@ def encode_plan(plan: RoundPlan) -> bytes:
         np.array([(c.row, c.start, c.length, c.is_last, c.drafted) for c in plan.prefill], dtype=np.int64).reshape(-1),
         plan.decode_rows.astype(np.int64),
         plan.draft_lens.astype(np.int64),
+        plan.catch_up.astype(np.int64),
     ]
     floats: list[np.ndarray] = []
     admissions = np.zeros(len(plan.admissions), dtype=_ADMISSION)
@@ -115,6 +116,7 @@ def decode_plan(payload: bytes) -> RoundPlan:
     chunks = integers.take(5 * int(header["prefill"])).reshape(-1, 5).tolist()
     decode_rows = integers.take(int(header["decode"])).astype(np.int32)
     draft_lens = integers.take(int(header["decode"])).astype(np.int32)
+    catch_up = integers.take(int(header["decode"])).astype(np.int32)
     return RoundPlan(
         round_index=int(header["round_index"]),
         dropped_rows=dropped,
@@ -125,6 +127,7 @@ def decode_plan(payload: bytes) -> RoundPlan:
         ),
         decode_rows=decode_rows,
         draft_lens=draft_lens,
+        catch_up=catch_up,
         max_context=int(header["max_context"]),
     )
 

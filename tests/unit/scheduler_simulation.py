@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from trtrun.core import FinishReason, Request, RoundPlan, SamplingParams
+from trtrun.scheduling.planning import MAX_MISSED_ROUNDS
 from trtrun.scheduling.scheduler import RowResult, RunningRequest, Scheduler, SchedulerLimits
 
 VOCABULARY = 7
@@ -132,6 +133,7 @@ class Job:
         self.first_admissions: list[int] = []
         self.verified: set[int] = set()
         self.num_rounds = 0
+        self.most_drafted: int | None = None
 
     def add(self, request: Request) -> RunningRequest:
         running = self.scheduler.add(request)
@@ -141,7 +143,9 @@ class Job:
         return running
 
     def schedule(self) -> RoundPlan | None:
-        plan = self.scheduler.schedule()
+        if self.random.random() < 0.1:  # the pacer changes its mind now and then, and often wants no drafts for long
+            self.most_drafted = self.random.choice((None, 0, 0, 1))
+        plan = self.scheduler.schedule(self.most_drafted)
         if plan is None:
             assert self.plans or not self.scheduler.has_work, "live-lock: work, nothing outstanding, and no plan"
             return None
@@ -165,7 +169,8 @@ class Job:
         plan, frozen = self.plans[len(self.results)]
         self.draft.apply(plan)
         self.target.apply(plan)
-        proposals = [self._propose(r, k, frozen) for r, k in zip(plan.decode_rows, plan.draft_lens, strict=True)]
+        drafts = zip(plan.decode_rows, plan.draft_lens, plan.catch_up.tolist(), strict=True)
+        proposals = [self._propose(row, length, count, frozen) for row, length, count in drafts]
         gained = [self._verify(r, p, frozen) for r, p in zip(plan.decode_rows, proposals, strict=True)]
         for chunk in plan.prefill:
             token = self._prefill(chunk.row, chunk.start, chunk.length, chunk.drafted, frozen)
@@ -254,14 +259,17 @@ class Job:
             if self.scheduler._speculating:
                 assert self.draft.content(block) == content, f"the draft has not written block {block} whole"
 
-    def _propose(self, row: int, draft_len: int, frozen: frozenset[int]) -> list[int]:
+    def _propose(self, row: int, draft_len: int, catch_up: int, frozen: frozenset[int]) -> list[int]:
         state = self.draft.rows[row]
         if draft_len < 0:
             state.drafted = False
+        if catch_up == 0:
+            assert draft_len <= 0, "nothing can be drafted without the newest token"
             return []
         assert state.drafted, "the draft engine was told to leave this row alone"
-        start = max(0, len(state.tokens) - 2)
-        # Catch up the last two committed tokens: the one before the last may be the bonus hole.
+        assert 2 <= catch_up <= 2 + MAX_MISSED_ROUNDS
+        start = len(state.tokens) - catch_up
+        # Catch up the last two committed tokens, the one before the last may be the bonus hole, and all that it missed.
         checksum = self.draft.forward(row, start, state.tokens[start:], frozen)[-1]
         committed, proposed = list(state.tokens), []
         for index in range(draft_len):

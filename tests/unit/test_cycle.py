@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,9 +42,20 @@ def continue_alone(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class Cycle:
-    """Scheduler, two fake engines and a link: `run` takes rounds until all requests are done."""
+    """Scheduler, two fake engines and a link: `run` takes rounds until all requests are done.
 
-    def __init__(self, draft_rule: Rule, draft_len: int, use_logits: bool = False, plans_ahead: int = 0) -> None:
+    `pace` is the most tokens to draft in each plan, without end; None leaves it at draft_len.
+    """
+
+    def __init__(
+        self,
+        draft_rule: Rule,
+        draft_len: int,
+        use_logits: bool = False,
+        plans_ahead: int = 0,
+        pace: Iterator[int] | None = None,
+    ) -> None:
+        self.pace = pace
         self.draft, self.target, self.link = FakeEngine(draft_rule, VOCAB), FakeEngine(target_rule, VOCAB), FakeLink()
         self.drafter = DraftModelDrafter(self.draft, VOCAB, use_logits)
         self.use_logits, self.plans_ahead = use_logits, plans_ahead
@@ -76,10 +88,13 @@ class Cycle:
         commit_round(self.scheduler, plan, report, self._accept)
         self.rounds += 1
 
+    def _schedule(self) -> RoundPlan | None:
+        return self.scheduler.schedule(next(self.pace) if self.pace is not None else None)
+
     def run(self) -> None:
         waiting: list[RoundPlan] = []
         while self.scheduler.has_work:
-            while len(waiting) <= self.plans_ahead and (plan := self.scheduler.schedule()) is not None:
+            while len(waiting) <= self.plans_ahead and (plan := self._schedule()) is not None:
                 waiting.append(plan)
             self.round(waiting.pop(0))
         for plan in waiting:  # made before the last request ended; its result belongs to nobody
@@ -97,6 +112,30 @@ def test_greedy_output_is_the_targets_own(draft_rule: Rule, draft_len: int, plan
     cycle.run()
     assert cycle.outputs == {number: continue_alone(prompt, 10 + number) for number, prompt in prompts.items()}
     cycle.scheduler.idle_is_whole()
+
+
+@pytest.mark.parametrize("plans_ahead", [0, 1])
+@pytest.mark.parametrize(
+    "lens", [[0], [0, 4], [4, 0, 0], [3] + [0] * 5, [4] + [0] * 6, [4, 1] + [0] * 7, [2] + [0] * 20]
+)
+@pytest.mark.parametrize("draft_rule", [target_rule, wrong_every(3)])
+def test_the_draft_catches_up_after_rounds_that_it_sat_out(draft_rule: Rule, lens: list[int], plans_ahead: int) -> None:
+    """A hole in its context would raise; and it drafts as well as before."""
+    cycle = Cycle(draft_rule, 4, plans_ahead=plans_ahead, pace=itertools.cycle(lens))
+    prompts = {1: [4], 2: [7, 8, 9], 3: list(range(25)), 4: [1, 1], 5: [2] * 40, 6: [30]}
+    for request_id, prompt in prompts.items():
+        cycle.add(request_id, prompt, max_tokens=60 + 5 * request_id)
+    cycle.run()
+    assert cycle.outputs == {number: continue_alone(prompt, 60 + 5 * number) for number, prompt in prompts.items()}
+    cycle.scheduler.idle_is_whole()
+
+
+def test_without_drafts_the_draft_engine_runs_in_one_round_of_seven() -> None:
+    cycle = Cycle(target_rule, 4, pace=itertools.repeat(0))
+    cycle.add(1, [3, 4], max_tokens=71)
+    cycle.run()
+    assert cycle.rounds == 1 + 70
+    assert cycle.draft.forwards == 1 + 70 // 7
 
 
 def test_a_perfect_draft_yields_draft_len_plus_one_tokens_a_round() -> None:
@@ -124,7 +163,7 @@ def test_probabilities_travel_for_sampled_rows_only() -> None:
     cycle.run()
     assert cycle.outputs == {1: continue_alone([3, 4], 20), 2: continue_alone([3, 4], 20)}
     rows, lens = np.array([0, 1], np.int32), np.array([3, 3], np.int32)
-    plan = RoundPlan(0, (), (), np.zeros((0, 3), np.int32), (), rows, lens, 9)
+    plan = RoundPlan(0, (), (), np.zeros((0, 3), np.int32), (), rows, lens, lens, 9)
     greedy_and_sampled = {True: [1], False: []}
     for use_logits, expected in greedy_and_sampled.items():
         assert probability_rows(plan, _Greedy({0}), use_logits) == expected

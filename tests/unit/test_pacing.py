@@ -5,6 +5,7 @@ Rounds come from a machine whose costs and acceptance are written down, with noi
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -266,6 +267,49 @@ def test_the_pacer_is_told_what_each_round_took_and_accepted(pair: tuple[Path, P
     counted = sum(output.completions[0].statistics.num_accepted_draft_tokens for output in outputs)
     # A plan that was out when its row ended is told, too, and belongs to no request.
     assert kept == counted if not plans_ahead else kept >= counted > 0
+
+
+class ScriptedPacer(Pacer):
+    """Says the same draft lens over and over."""
+
+    def __init__(self, lens: list[int]) -> None:
+        super().__init__(max(lens))
+        self._lens = itertools.cycle(lens)
+
+    def choose(self, num_rows: int) -> int:
+        return next(self._lens)
+
+
+@pytest.mark.parametrize("lens", [[4, 0, 0, 0], [4] + [0] * 6, [4] + [0] * 20])
+def test_a_draft_that_sat_rounds_out_drafts_as_well_as_before(tmp_path: Path, lens: list[int]) -> None:
+    """The target's own copy is right every time, so each token that it proposes is accepted: its keys have no hole."""
+    target = make_checkpoint(tmp_path / "target", num_hidden_layers=2)
+    speculation = {"draft_len": 4, "pacing": "measured"}
+    with open_llm(target, target, speculation=speculation, scheduler={"max_batch_size": 4}) as llm:
+        llm._orchestrator._pacer = ScriptedPacer(lens)
+        sampling = SamplingParams(max_tokens=120, ignore_eos=True)
+        llm.generate([prompt_of(length, seed=length) for length in (1, 2, 17, 40)], sampling)
+        statistics = llm.statistics()
+    assert statistics["num_draft_tokens"] > 40
+    # Drafts that reach over the end of a text are cut, not rejected: all are counted as accepted.
+    assert statistics["num_accepted_draft_tokens"] == statistics["num_draft_tokens"]
+
+
+def test_a_catch_up_writes_what_each_row_lacks_and_nothing_before_it(pair: tuple[Path, Path]) -> None:
+    """What lies before may be shared with other rows by then."""
+    untouched = 7.0
+    with open_llm(*pair) as llm:
+        engine = llm._orchestrator._fleet._worker.drafter._engine
+        engine.rows.lengths[:2] = torch.tensor([5, 20])
+        engine.rows.block_tables[:2, :2] = torch.tensor([[1, 2], [3, 4]])
+        engine._store.data.fill_(untouched)
+        engine.catch_up(torch.tensor([0, 1]), [3, 8], context=20)
+        store = engine._store.data[:, :, 1:5].transpose(3, 4).flatten(2, 3)  # [layers, 2, 4 * block, kv_heads, head]
+        written = (store != untouched).flatten(3).all(dim=3).all(dim=0).all(dim=0)
+        kept = (store == untouched).flatten(3).all(dim=3).all(dim=0).all(dim=0)
+    expected = [2, 3, 4, *range(32 + 12, 32 + 20)]
+    assert written.nonzero().flatten().tolist() == expected
+    assert kept.sum() == 64 - len(expected)
 
 
 def test_with_use_logits_the_text_of_a_seed_does_not_depend_on_times(pair: tuple[Path, Path]) -> None:

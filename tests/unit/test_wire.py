@@ -52,7 +52,7 @@ def admissions(draw: st.DrawFn) -> RowAdmission:
 
 @st.composite
 def plans(draw: st.DrawFn) -> RoundPlan:
-    decode = draw(st.lists(st.tuples(ROW, st.integers(-1, 32)), max_size=10))
+    decode = draw(st.lists(st.tuples(ROW, st.integers(-1, 32), st.integers(0, 8)), max_size=10))
     updates = draw(st.lists(st.tuples(ROW, ROW, TOKEN), max_size=10))
     chunk = st.builds(PrefillChunk, ROW, ROW, st.integers(1, 4096), st.booleans(), st.booleans())
     return RoundPlan(
@@ -61,8 +61,9 @@ def plans(draw: st.DrawFn) -> RoundPlan:
         admissions=tuple(draw(st.lists(admissions(), max_size=4))),
         block_updates=np.array(updates, dtype=np.int32).reshape(-1, 3),
         prefill=tuple(draw(st.lists(chunk, max_size=4))),
-        decode_rows=np.array([row for row, _ in decode], dtype=np.int32),
-        draft_lens=np.array([length for _, length in decode], dtype=np.int32),
+        decode_rows=np.array([row for row, _, _ in decode], dtype=np.int32),
+        draft_lens=np.array([length for _, length, _ in decode], dtype=np.int32),
+        catch_up=np.array([count for _, _, count in decode], dtype=np.int32),
         max_context=draw(st.integers(0, 10**6)),
     )
 

@@ -86,22 +86,28 @@ class Engine:
             self._forward(builder.build())
 
     @torch.inference_mode()
-    def catch_up(self, rows: torch.Tensor, context: int) -> torch.Tensor:
-        """Feed each row's last two tokens and return the logits after the last one.
+    def catch_up(self, rows: torch.Tensor, counts: Sequence[int], context: int) -> torch.Tensor:
+        """Feed each row's last tokens and return the logits after the last one.
 
         After full acceptance the store lacks the last draft token's keys (the bonus hole), besides those of the newest
         token; otherwise it lacks the newest token's alone. Feeding both always keeps the shape static, and writes the
-        same numbers again where they were there.
+        same numbers again where they were there. After rounds that were sat out it lacks one more for each; few
+        shapes ever occur, as the widest count is rounded up to a power of two and the rest is padding.
 
         Args:
             rows: [rows] int64 on the device; each row has at least two tokens.
+            counts: tokens to feed of each row, at least 2 and at most its length.
             context: upper bound of the rows' lengths.
 
         Returns:
             [rows, vocab] float32.
         """
-        positions = self.rows.lengths[rows].unsqueeze(1) + torch.arange(-2, 0, device=self.device)
-        tokens = self.rows.history[rows.unsqueeze(1), positions].to(torch.int64)
+        width = 1 << (max(counts) - 1).bit_length()
+        steps = torch.arange(-width, 0, device=self.device)
+        positions = self.rows.lengths[rows].unsqueeze(1) + steps
+        if width > 2:
+            positions = torch.where(-steps <= device_integers(counts, self.device).unsqueeze(1), positions, -1)
+        tokens = self.rows.history[rows.unsqueeze(1), positions.clamp(min=0)].to(torch.int64)
         return self._run_rows(rows, tokens, positions, context, last_only=True)
 
     @torch.inference_mode()

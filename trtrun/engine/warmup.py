@@ -32,9 +32,9 @@ def warm_up(engine: Engine, draft_len: int) -> None:
         for length in sorted({min(length, longest) for length in (8, 16, 64)}):
             engine.prefill([PrefillChunk(row=0, start=0, length=length, is_last=False, drafted=True)])
         for context in sorted({min(context, longest) for context in (64, 1024)}):
-            engine.catch_up(rows, context=context)
+            engine.catch_up(rows, [2], context=context)
     engine.prefill([PrefillChunk(row=0, start=0, length=2, is_last=False, drafted=True)])
-    engine.catch_up(rows, context=2)
+    engine.catch_up(rows, [2], context=2)
     for step in engine.prepare_steps(rows, rows.unsqueeze(1) + 1, context=2):
         engine.decode(step, rows)
     for length in sorted({0, draft_len}):
@@ -46,6 +46,7 @@ def warm_up(engine: Engine, draft_len: int) -> None:
             prefill=(),
             decode_rows=np.zeros(1, dtype=np.int32),
             draft_lens=np.array([length], dtype=np.int32),
+            catch_up=np.array([2], dtype=np.int32),
             max_context=2 + length,
         )
         drafted = torch.zeros((1, length), dtype=torch.int64, device=engine.device)

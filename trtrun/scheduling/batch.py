@@ -61,6 +61,7 @@ class RunningBatch:
         running.epoch = self._next_epoch
         self._next_epoch += 1
         running.drafted = drafted
+        running.num_missed_rounds = 0
         running.num_admitted_tokens = length
         running.num_prefilled = len(cached) * self._limits.block_size
         if running.statistics.num_preemptions == 0:

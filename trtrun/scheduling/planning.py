@@ -10,6 +10,9 @@ import numpy as np
 from trtrun.core import PrefillChunk, RoundPlan, RowAdmission
 from trtrun.scheduling.running import PlannedRow, RunningRequest, Work
 
+MAX_MISSED_ROUNDS = 6
+"""Rounds without drafts that the draft engine sits out in a row: it then feeds 8 tokens a row at once."""
+
 
 class PlanBuilder:
     """Parts of one round.
@@ -28,6 +31,7 @@ class PlanBuilder:
         self._admissions: list[RowAdmission] = []
         self._updates: list[tuple[int, int, int]] = []
         self._max_context = 0
+        self._catch_up: list[int] = []
 
     @property
     def is_empty(self) -> bool:
@@ -61,7 +65,7 @@ class PlanBuilder:
     def decode(self, running: RunningRequest, draft_len: int) -> None:
         """Have a row draft and verify `draft_len` tokens; counts the result as pending."""
         self._max_context = max(self._max_context, running.longest + draft_len + 1)
-        self.decoding.append(PlannedRow(running, running.epoch, Work.DECODE, draft_len, running.drafted, 0))
+        self.decoding.append(PlannedRow(running, running.epoch, Work.DECODE, draft_len, running.drafted, 0, 0))
         running.num_pending_rounds += 1
         running.num_pending_tokens += draft_len + 1
         self.budget -= draft_len + 1
@@ -79,9 +83,27 @@ class PlanBuilder:
         if is_last:
             running.num_pending_rounds += 1
             running.num_pending_tokens += 1
-            self._last_chunks.append(PlannedRow(running, running.epoch, Work.LAST_CHUNK, 0, running.drafted, 0))
+            self._last_chunks.append(PlannedRow(running, running.epoch, Work.LAST_CHUNK, 0, running.drafted, 0, 0))
         else:
-            self._chunks.append(PlannedRow(running, running.epoch, Work.CHUNK, 0, running.drafted, end))
+            self._chunks.append(PlannedRow(running, running.epoch, Work.CHUNK, 0, running.drafted, 0, end))
+
+    def settle_drafting(self) -> None:
+        """Decide whether the draft engine feeds the decoding rows in this round; call it once, when all are planned.
+
+        Where nothing is drafted it may sit the round out, and feed what it missed later: its weights are then read
+        once in several rounds. Each round that it missed gave one token, so the host knows how many it lacks.
+        """
+        followed = [planned.running for planned in self.decoding if planned.drafted]
+        sits_out = all(planned.draft_len == 0 for planned in self.decoding) and all(
+            running.num_missed_rounds < MAX_MISSED_ROUNDS for running in followed
+        )
+        for place, planned in enumerate(self.decoding):
+            running = planned.running
+            feeds = planned.drafted and not sits_out
+            # Two tokens are always fed: the newest, and the one before it, which may be the bonus hole.
+            self._catch_up.append(2 + running.num_missed_rounds if feeds else 0)
+            running.num_missed_rounds = 0 if feeds else running.num_missed_rounds + 1
+            self.decoding[place] = planned._replace(num_missed_rounds=running.num_missed_rounds)
 
     def sampled(self) -> list[PlannedRow]:
         """Rows that get tokens, in the order of `RoundPlan.sampled_rows`."""
@@ -94,7 +116,7 @@ class PlanBuilder:
     def build(self, round_index: int, dropped_rows: tuple[int, ...]) -> RoundPlan:
         """Freeze to the plan that ranks get."""
         rows = [planned.running.row for planned in self.decoding]
-        # -1 says that the draft engine must not touch the row; 0 lets it catch up without proposing anything.
+        # -1 says that the draft engine must not touch the row; 0 leaves it a row that may be drafted later.
         lengths = [planned.draft_len if planned.drafted else -1 for planned in self.decoding]
         return RoundPlan(
             round_index=round_index,
@@ -104,5 +126,6 @@ class PlanBuilder:
             prefill=tuple(self._prefill),
             decode_rows=np.array(rows, dtype=np.int32),
             draft_lens=np.array(lengths, dtype=np.int32),
+            catch_up=np.array(self._catch_up, dtype=np.int32),
             max_context=self._max_context,
         )

@@ -34,6 +34,7 @@ class RunningRequest:
         num_prefilled: how many of them were reused or planned so far; equal means that the row decodes.
         num_pending_rounds: plans without results that give this row tokens, each of them at least one.
         num_pending_tokens: most tokens that those plans can give.
+        num_missed_rounds: rounds that the draft engine sat out since it last fed the row; each gave one token.
     """
 
     request: Request
@@ -49,6 +50,7 @@ class RunningRequest:
     num_prefilled: int = 0
     num_pending_rounds: int = 0
     num_pending_tokens: int = 0
+    num_missed_rounds: int = 0
 
     @property
     def is_decoding(self) -> bool:
@@ -94,7 +96,8 @@ class PlannedRow(NamedTuple):
         epoch: its admission when the plan was made.
         work: what the row does.
         draft_len: tokens it verifies, 0 in prefill.
-        drafted: whether the draft engine took part.
+        drafted: whether the draft engine follows the row.
+        num_missed_rounds: rounds, this one included, since it last fed the row.
         end: positions below which the row is written after a CHUNK; 0 for the others.
     """
 
@@ -103,4 +106,5 @@ class PlannedRow(NamedTuple):
     work: Work
     draft_len: int
     drafted: bool
+    num_missed_rounds: int
     end: int

@@ -172,6 +172,7 @@ class Scheduler:
             if not self._outstanding:
                 raise RuntimeError(f"nothing can run and nothing is outstanding: {self._describe_work()}")
             return None
+        plan.settle_drafting()
         self._outstanding.append(_Outstanding(self._next_round, plan.sampled(), plan.chunks()))
         built = plan.build(self._next_round, self._batch.take_dropped())
         self._next_round += 1
@@ -297,9 +298,10 @@ class Scheduler:
         if running.statistics.first_token is None:
             running.statistics.first_token = now
         new_token_ids, reason = append_tokens(running, tokens[:num_tokens], self.limits, accept_token)
-        # The target has written all but the last token. The draft may lack the one before it too (the bonus hole),
-        # and writes it again at its next catch-up.
-        self._commit_blocks(planned, len(running.token_ids) - (2 if planned.drafted else 1))
+        # The target has written all but the last token. The draft may lack the one before it too (the bonus hole) and
+        # one for each round that it sat out, and writes them at its next catch-up.
+        lacking = 2 + planned.num_missed_rounds if planned.drafted else 1
+        self._commit_blocks(planned, len(running.token_ids) - lacking)
         if reason is not None:
             self._batch.release(running)
             self._finish(running, reason, now)

@@ -79,8 +79,8 @@ class DraftEngine(RoundEngine, Protocol):
         """Compute the chunks' keys and values."""
         ...
 
-    def catch_up(self, rows: torch.Tensor, context: int) -> torch.Tensor:
-        """Feed the last two tokens of each row; [rows, vocab] float32 after the last."""
+    def catch_up(self, rows: torch.Tensor, counts: Sequence[int], context: int) -> torch.Tensor:
+        """Feed each row's last `counts` tokens; [rows, vocab] float32 after the last."""
         ...
 
     def prepare_steps(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> Sequence[Any]:

@@ -44,12 +44,13 @@ class DraftModelDrafter:
         self._engine.prefill([chunk for chunk in plan.prefill if chunk.drafted])
         device, draft_len = self._engine.device, plan.draft_len
         tokens = torch.zeros((len(plan.decode_rows), draft_len), dtype=torch.int64, device=device)
-        followed = [index for index, length in enumerate(plan.draft_lens.tolist()) if length >= 0]
+        counts = plan.catch_up.tolist()
+        followed = [index for index, count in enumerate(counts) if count > 0]
         if not followed:
             return Draft(tokens)
         row_list = plan.decode_rows[followed].tolist()
         rows = device_integers(row_list, device)
-        logits = self._engine.catch_up(rows, plan.max_context)
+        logits = self._engine.catch_up(rows, [counts[index] for index in followed], plan.max_context)
         if draft_len == 0:
             return Draft(tokens)
         wanted = set(probability_rows(plan, self._engine.rows.sampling, self._use_logits))
