@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from trtrun.layers.buckets import bucket_rows
@@ -21,10 +23,10 @@ def test_a_linear_layer_gives_every_row_and_no_more() -> None:
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         weight, bias = torch.randn(24, 40).to(dtype), torch.randn(24).to(dtype)
-        layer = make_linear(weight.clone(), bias)
+        layers = [make_linear(weight.clone(), bias, batch_invariant=invariant) for invariant in (True, False)]
         inputs = torch.randn(150, 40).to(dtype)
         expected = inputs.float() @ weight.float().T + bias.float()
-        for rows in (1, 2, 16, 17, 100, 150):
+        for layer, rows in itertools.product(layers, (1, 2, 16, 17, 100, 150)):
             output = layer(inputs[:rows])
             assert output.shape == (rows, 24)
             assert output.dtype is dtype

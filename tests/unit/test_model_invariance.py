@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import ARCHITECTURES, make_checkpoint
 from paged import PagedModel
+from pipelines import open_llm
 from torch.nn import functional
 
 from trtrun.kvcache.store import KVStore
@@ -21,6 +22,7 @@ LENGTH = 40
 SHAPES: dict[str, dict[str, Any]] = {
     # Sizes that are no multiples of a vector register, so that vectorised loops have scalar tails.
     "odd": {"hidden_size": 60, "intermediate_size": 118, "head_dim": 10, "num_attention_heads": 6},
+    # Sums so long that oneDNN adds a single row up in another order.
     "wide": {"hidden_size": 512, "intermediate_size": 1376, "head_dim": 64, "num_attention_heads": 8},
 }
 
@@ -42,6 +44,19 @@ def test_bfloat16_logits_do_not_depend_on_the_batch(tmp_path: Path, architecture
         assert torch.equal(torch.cat(parts), singles), f"chunks of {chunk}"
     parts = [model.forward([[(4, at, tokens[at : at + 1])]], spare_blocks=9) for at in range(LENGTH)]
     assert torch.equal(torch.cat(parts), singles), "wider block tables"
+
+
+def test_the_target_of_a_job_keeps_a_single_row_equal_to_the_same_row_among_others(tmp_path: Path) -> None:
+    """Its draft need not: plain decoding computes one row where verification computes several."""
+    path = make_checkpoint(tmp_path, dtype=torch.bfloat16, **SHAPES["wide"])
+    inputs = torch.randn((6, 1376), generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    with open_llm(path, path) as llm:
+        layer = llm._orchestrator._fleet._worker.target._model._layers[0]
+        for linear in (layer.qkv, layer.output, layer.mlp._gate_up, layer.mlp._down):
+            part = inputs[:, : 1376 if linear is layer.mlp._down else 512].contiguous()
+            together = linear(part)
+            for row in range(6):
+                assert torch.equal(linear(part[row : row + 1]), together[row : row + 1])
 
 
 def test_bfloat16_logits_do_not_depend_on_other_rows(tmp_path: Path) -> None:

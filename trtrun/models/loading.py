@@ -65,6 +65,8 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress | None = None,
+    *,
+    batch_invariant: bool = True,
 ) -> tuple[CausalLM, LoadReport]:
     """Load this rank's share of the model in `path`.
 
@@ -74,13 +76,15 @@ def load_model(
         device: where the weights go.
         dtype: float32, float16 or bfloat16; weights in another dtype are converted.
         progress: called with (bytes read, bytes to read) of this rank.
+        batch_invariant: whether a token's result must not depend on what else is in the batch, in bfloat16 on the CPU.
+            Losslessness needs it of a target; a draft is faster without.
 
     Raises:
         CheckpointError: anything wrong with the directory, in one line.
     """
     config = read_model_config(path)
     layout = ShardLayout(config, communicator.rank, communicator.size)
-    loader = _Loader(Checkpoint(path), layout, device, dtype, progress)
+    loader = _Loader(Checkpoint(path), layout, device, dtype, progress, batch_invariant)
     # The order keeps the peak low: first the head, the largest weight that is packed out of a buffer, while little else
     # is resident; last the embedding, which needs no buffer.
     shared = _shares_tied_embedding(config, device, dtype)
@@ -97,7 +101,7 @@ def load_model(
         VocabularyEmbedding(embedding, layout.vocabulary.start, communicator),
         layers,
         final_norm,
-        VocabularyHead(make_linear(embedding) if head is None else head, config.vocab_size, communicator),
+        VocabularyHead(loader.wrap(embedding) if head is None else head, config.vocab_size, communicator),
         rotary,
     )
     size = shard_bytes(config, communicator.rank, communicator.size, dtype, device)
@@ -158,11 +162,13 @@ class _Loader:
         device: torch.device,
         dtype: torch.dtype,
         progress: Progress | None,
+        batch_invariant: bool,
     ) -> None:
         self.device = device
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._progress = progress
+        self._batch_invariant = batch_invariant
         self._buffer = torch.empty(0, dtype=dtype)
         # Every name, shape and dtype is checked before the first byte of a weight is read.
         self._total = sum(
@@ -185,13 +191,17 @@ class _Loader:
     def linear(self, weight: Weight, bias: Weight | None = None) -> Linear:
         """A linear layer of `weight` [out, in] and `bias` [out]."""
         if not _packs(self.device, self._dtype):
-            return make_linear(self.tensor(weight), self.optional(bias))
+            return self.wrap(self.tensor(weight), self.optional(bias))
         if self._buffer.numel() < weight.num_elements:
             # Weights are packed out of one buffer mapped from the system: the allocator would keep what is freed, and a
             # fresh one for each weight would leave holes between the packed copies.
             self._buffer = _map_buffer(weight.num_elements, self._dtype)
         plain = self._buffer[: weight.num_elements].view(weight.shape)
-        return make_linear(self._fill(plain, weight), self.optional(bias))
+        return self.wrap(self._fill(plain, weight), self.optional(bias))
+
+    def wrap(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """A linear layer of tensors that are there already."""
+        return make_linear(weight, bias, batch_invariant=self._batch_invariant)
 
     def release_buffer(self) -> None:
         """Give the packing buffer back; the next packed weight maps another."""

@@ -132,7 +132,9 @@ class RankStartup:
                 progress(before + read, demand.shard_bytes)
 
             try:
-                model, loaded = load_model(section.model, communicator, self._device, dtype, report)
+                model, loaded = load_model(
+                    section.model, communicator, self._device, dtype, report, batch_invariant=role == "target"
+                )
             except CheckpointError as error:
                 raise CheckpointError(f"{role}: {error}") from None
             done += loaded.bytes_read
