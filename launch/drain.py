@@ -86,6 +86,21 @@ class Drain:
                 # A warning that comes when all is done has nothing to end any more.
                 signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else handler or signal.SIG_DFL)
 
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Around what an order may interrupt.
+
+        Raises:
+            EndedAtStart: for any error that comes out after an order: native code on the way (safetensors reading a
+                tensor, say) may put an error of its own in the place of what the signal raised inside it.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.has_interrupted:
+                raise EndedAtStart from error
+            raise
+
     def start_running(self) -> None:
         """From here on an order is noted and no longer interrupts."""
         self._is_running = True

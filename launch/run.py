@@ -131,7 +131,8 @@ def play_run(config: RuntimeConfig, options: RunOptions, drain: Drain) -> int:
             finish_mpi()
             return status
         try:
-            outcome = _run_prompts(config, pending, writer, drain)
+            with drain.starting():
+                outcome = _run_prompts(config, pending, writer, drain)
         except EndedAtStart:  # not worth the wait for the other ranks: the end of this one ends the job
             tell(describe_drain(drain.cause, len(rows) - _num_runnable(pending), len(rows)))
             return ExitCode.DRAINED

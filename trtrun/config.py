@@ -64,8 +64,7 @@ class KVCacheSection(Section):
         block_size: tokens in a block.
         free_memory_fraction: share of the memory that is free beside the weights; None takes 0.9 of a GPU and 0.5 of
             the host.
-        max_tokens: tokens to hold, in place of the fraction. On the CPU their memory is taken at start, where that of a
-            fraction is taken as rows fill it.
+        max_tokens: tokens to hold, in place of the fraction.
         enable_block_reuse: share full verified blocks between requests with the same prefix.
     """
 

@@ -60,9 +60,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def depends_on_times(name: str) -> bool:
+    """Whether a column of an output row says how fast it was, or how much was drafted for it."""
+    return name.endswith("_s") or name.startswith(("num_", "mean_"))
+
+
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Output rows without the figures that no two runs share."""
-    kept = [{name: value for name, value in row.items() if not name.endswith("_s")} for row in rows]
+    """Output rows without what no two runs share: times, and how much was drafted, which follows from times."""
+    kept = [{name: value for name, value in row.items() if not depends_on_times(name)} for row in rows]
     return [row | {"completions": without_times(row["completions"])} if "completions" in row else row for row in kept]
 
 

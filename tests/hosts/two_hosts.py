@@ -179,7 +179,14 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of an output without what differs from run to run."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [{name: value for name, value in row.items() if not name.endswith("_s")} for row in rows]
+    return [
+        {
+            name: value
+            for name, value in row.items()
+            if not name.endswith("_s") and not name.startswith(("num_", "mean_"))
+        }
+        for row in rows
+    ]
 
 
 def copy_to(host: Host, source: Path, target: Path) -> None:

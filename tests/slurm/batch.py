@@ -34,7 +34,14 @@ def make_prompts(count: int, max_tokens: int) -> Rows:
 def read_rows(path: Path) -> Rows:
     """Output rows without what differs from run to run."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [{name: value for name, value in row.items() if not name.endswith("_s")} for row in rows]
+    return [
+        {
+            name: value
+            for name, value in row.items()
+            if not name.endswith("_s") and not name.startswith(("num_", "mean_"))
+        }
+        for row in rows
+    ]
 
 
 def count_lines(path: Path) -> int:

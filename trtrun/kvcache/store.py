@@ -20,7 +20,7 @@ class KVStore:
 
     A [block, head] tile of one head is contiguous, so attention gathers a row's context with one index_select of whole
     tiles. The tensor is made of zeros, never of uninitialised memory: masked positions are multiplied by a
-    probability of 0, which must not meet a NaN.
+    probability of 0, which must not meet a NaN. On the CPU the pages are committed when they are first written.
     """
 
     def __init__(
@@ -32,8 +32,6 @@ class KVStore:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        lazy: bool = False,
     ) -> None:
         """Allocate `num_blocks` blocks, the null block included.
 
@@ -45,17 +43,14 @@ class KVStore:
             head_dim: numbers a head.
             dtype: of keys and values.
             device: where the store lives.
-            lazy: on the CPU, let pages be committed when they are first written: a store sized for the longest possible
-                batch then costs what is used of it, and the rounds that use it first wait for the pages (measured:
-                up to 6 ms). Otherwise all memory is there when this returns. Of no effect on other devices.
         """
         self.num_blocks = num_blocks
         self.kv_heads = kv_heads
         self.block_size = block_size
         self.head_dim = head_dim
         shape = (num_layers, 2, num_blocks, kv_heads, block_size, head_dim)
-        put_off = lazy and device.type == "cpu"
-        self.data = _lazy_zeros(shape, dtype) if put_off else torch.zeros(shape, dtype=dtype, device=device)
+        on_host = device.type == "cpu"
+        self.data = _lazy_zeros(shape, dtype) if on_host else torch.zeros(shape, dtype=dtype, device=device)
         self._layers = self.data.unbind()
 
     @staticmethod
@@ -76,6 +71,7 @@ class KVStore:
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros in host memory whose pages are committed when they are first written.
 
-    `torch.zeros` writes every byte; numpy asks the kernel for zero pages.
+    `torch.zeros` writes every byte; numpy asks the kernel for zero pages. A store sized for the longest possible batch
+    then costs what is used of it.
     """
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -193,8 +193,6 @@ class RankStartup:
             model.config.head_dim,
             model.dtype,
             self._device,
-            # Tokens that were asked for are there from the start; a share of free memory is an upper bound.
-            lazy=config.kv_cache.max_tokens is None,
         )
         rows = RowState(
             config.scheduler.max_batch_size,
