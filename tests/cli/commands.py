@@ -55,22 +55,6 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON lines file."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def depends_on_times(name: str) -> bool:
-    """Whether a column of an output row says how fast it was, or how much was drafted for it."""
-    return name.endswith("_s") or name.startswith(("num_", "mean_"))
-
-
-def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Output rows without what no two runs share: times, and how much was drafted, which follows from times."""
-    kept = [{name: value for name, value in row.items() if not depends_on_times(name)} for row in rows]
-    return [row | {"completions": without_times(row["completions"])} if "completions" in row else row for row in kept]
-
-
 def error_line(done: subprocess.CompletedProcess[str]) -> str:
     """The one line that a failed command says; fails the test when it says more, or says it twice."""
     lines = done.stderr.splitlines()

@@ -22,11 +22,10 @@ from commands import (
     command_words,
     is_alive,
     ranks_below,
-    read_rows,
-    without_times,
     write_rows,
 )
 from drains import PATIENCE, handles, rank_of, wait_until, written_indexes
+from output_rows import read_rows, without_times
 
 PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"
 ONE_SLOT = ("--set", 'target.devices=["cpu:0"]')

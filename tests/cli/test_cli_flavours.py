@@ -24,11 +24,10 @@ from commands import (
     command_words,
     is_alive,
     ranks_below,
-    read_rows,
-    without_times,
     write_rows,
 )
 from mpi_libraries import find_mpi
+from output_rows import read_rows, without_times
 
 from launch.flavours import FLAVOURS
 

@@ -15,18 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from commands import (
-    ROOT,
-    Run,
-    command_environment,
-    command_words,
-    is_alive,
-    ranks_below,
-    read_rows,
-    without_times,
-    write_rows,
-)
+from commands import ROOT, Run, command_environment, command_words, is_alive, ranks_below, write_rows
 from drains import PATIENCE, wait_until, written_indexes
+from output_rows import read_rows, without_times
 
 PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"
 KILLS = 20

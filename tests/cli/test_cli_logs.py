@@ -9,7 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run, error_line, read_rows, write_rows
+from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run, error_line, write_rows
+from output_rows import read_rows
 
 HOST = socket.gethostname()
 LINE = re.compile(

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import FOUR_RANKS, ONE_PROCESS, ROOT, Configs, Run, error_line, read_rows, without_times, write_rows
+from commands import FOUR_RANKS, ONE_PROCESS, ROOT, Configs, Run, error_line, write_rows
+from output_rows import read_rows, without_times
 
 PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"
 pytestmark = pytest.mark.timeout(600)  # several runs in each test, and machines may be busy

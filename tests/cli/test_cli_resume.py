@@ -25,10 +25,9 @@ from commands import (
     command_words,
     error_line,
     ranks_below,
-    read_rows,
-    without_times,
     write_rows,
 )
+from output_rows import read_rows, without_times
 
 PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"
 TEXTS = [

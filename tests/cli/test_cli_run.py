@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run, command_words, read_rows, write_rows
+from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run, command_words, write_rows
+from output_rows import read_rows
 
 PROMPTS = ["def main(", "import os\n", "x", "The quick brown fox", "\u00e4\u4f60\u597d \U0001f600"]
 COLUMNS = [

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import FOUR_RANKS, Configs, Run, command_words, read_rows, write_rows
+from commands import FOUR_RANKS, Configs, Run, command_words, write_rows
+from output_rows import read_rows
 
 MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 OTHER_HOST = "240.0.0.1"

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import output_rows
 from network import Host, Network, wait_for
+from output_rows import without_times
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 150.0
@@ -178,15 +180,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of an output without what differs from run to run."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [
-        {
-            name: value
-            for name, value in row.items()
-            if not name.endswith("_s") and not name.startswith(("num_", "mean_"))
-        }
-        for row in rows
-    ]
+    return without_times(output_rows.read_rows(path))
 
 
 def copy_to(host: Host, source: Path, target: Path) -> None:

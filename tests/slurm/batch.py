@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import output_rows
 from cluster import Cluster
+from output_rows import without_times
 
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -33,15 +34,7 @@ def make_prompts(count: int, max_tokens: int) -> Rows:
 
 def read_rows(path: Path) -> Rows:
     """Output rows without what differs from run to run."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [
-        {
-            name: value
-            for name, value in row.items()
-            if not name.endswith("_s") and not name.startswith(("num_", "mean_"))
-        }
-        for row in rows
-    ]
+    return without_times(output_rows.read_rows(path))
 
 
 def count_lines(path: Path) -> int:
