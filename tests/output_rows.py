@@ -13,10 +13,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Output rows without what no two runs share: times, and how much was drafted, which follows from times."""
-    kept = [{name: value for name, value in row.items() if not _depends_on_times(name)} for row in rows]
+    """Output rows without the figures that no two runs share.
+
+    How much was drafted stays: runs that are compared set `speculation.pacing` to `fixed`, as it follows from
+    times otherwise.
+    """
+    kept = [{name: value for name, value in row.items() if not name.endswith("_s")} for row in rows]
     return [row | {"completions": without_times(row["completions"])} if "completions" in row else row for row in kept]
-
-
-def _depends_on_times(name: str) -> bool:
-    return name.endswith("_s") or name.startswith(("num_", "mean_"))

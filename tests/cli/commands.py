@@ -14,6 +14,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}
 FOUR_RANKS = {"target": ["cpu:1", "cpu:2"], "draft": ["cpu:0"]}
+FIXED = ("--set", "speculation.pacing=fixed")
+"""For runs of the shipped pair whose rows are compared: how much is drafted does not follow from times."""
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -40,7 +43,7 @@ class Configs:
         """Write a configuration with these devices and return its path; JSON is YAML."""
         values: dict[str, Any] = {
             name: {"model": str(self.pair / name), "devices": slots} for name, slots in devices.items()
-        }
+        } | {"speculation": {"pacing": "fixed"}}  # runs that are compared draft alike
         for name, section in sections.items():
             values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
         file = self.folder / f"run{len(list(self.folder.glob('*.yaml')))}.yaml"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from commands import (
+    FIXED,
     FOUR_RANKS,
     ONE_PROCESS,
     ROOT,
@@ -81,7 +82,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str
 
     @cache
     def rows(devices: tuple[str, ...]) -> list[dict[str, Any]]:
-        words = [*command_words(), "run", "--config", str(PAIR), *devices, "--prompts", str(prompts)]
+        words = [*command_words(), "run", "--config", str(PAIR), *FIXED, *devices, "--prompts", str(prompts)]
         done = subprocess.run(
             [*words, "--output", str(folder / "out.jsonl"), "--set", "scheduler.max_batch_size=2"],
             env=command_environment(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False,
@@ -102,7 +103,7 @@ def test_a_run_drained_again_and_again_ends_with_the_rows_of_an_undisturbed_one(
 ) -> None:
     before, devices, signals = STARTERS[starter]
     output, working = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    arguments = ["run", "--config", PAIR, "--set", "scheduler.max_batch_size=2", *devices]
+    arguments = ["run", "--config", PAIR, *FIXED, "--set", "scheduler.max_batch_size=2", *devices]
     arguments += ["--prompts", write_rows(tmp_path / "prompts.jsonl", list(CHAIN)), "--resume", "--output"]
     done: set[int] = set()
     for target, number in signals:

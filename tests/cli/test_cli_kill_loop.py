@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from commands import ROOT, Run, command_environment, command_words, is_alive, ranks_below, write_rows
+from commands import FIXED, ROOT, Run, command_environment, command_words, is_alive, ranks_below, write_rows
 from drains import PATIENCE, wait_until, written_indexes
 from output_rows import read_rows, without_times
 
@@ -100,7 +100,14 @@ def test_twenty_kills_at_random_moments_lose_no_row_and_repeat_none(trtrun: Run,
     print(f"TRTRUN_TEST_SEED={seed}")
     generator = random.Random(seed)
     output, working = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    arguments = ["run", "--config", str(PAIR), "--prompts", str(write_rows(tmp_path / "prompts.jsonl", list(PROMPTS)))]
+    arguments = [
+        "run",
+        "--config",
+        str(PAIR),
+        *FIXED,
+        "--prompts",
+        str(write_rows(tmp_path / "prompts.jsonl", list(PROMPTS))),
+    ]
     words = [*command_words(), *arguments, "--output", str(output)]
     kept: set[int] = set()
     statuses: Counter[int] = Counter()

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import FOUR_RANKS, ONE_PROCESS, ROOT, Configs, Run, error_line, write_rows
+from commands import FIXED, FOUR_RANKS, ONE_PROCESS, ROOT, Configs, Run, error_line, write_rows
 from output_rows import read_rows, without_times
 
 PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"
@@ -32,7 +32,7 @@ def parts_of(folder: Path, count: int) -> list[Path]:
 def test_parts_merged_are_one_run(trtrun: Run, tmp_path: Path) -> None:
     prompts = write_rows(tmp_path / "prompts.jsonl", list(ROWS))
     source = ("--prompts", prompts, *OPTIONS)
-    run = ("run", "--config", PAIR, *source)
+    run = ("run", "--config", PAIR, *FIXED, *source)
     assert trtrun(*run, "--output", tmp_path / "whole.jsonl").returncode == 4
     parts, output = parts_of(tmp_path, 3), tmp_path / "out.jsonl"
     done = [trtrun(*run, "--part", f"{number}/3", "--output", part) for number, part in enumerate(parts, start=1)]

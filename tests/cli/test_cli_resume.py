@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from commands import (
+    FIXED,
     FOUR_RANKS,
     ONE_PROCESS,
     ROOT,
@@ -96,7 +97,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     """Rows of a run of the shipped pair that nobody disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed")
     prompts = write_rows(folder / "prompts.jsonl", list(PROMPTS))
-    words = [*command_words(), "run", "--config", str(PAIR), "--prompts", str(prompts)]
+    words = [*command_words(), "run", "--config", str(PAIR), *FIXED, "--prompts", str(prompts)]
     done = subprocess.run(
         [*words, "--output", str(folder / "out.jsonl")],
         env=command_environment(), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
@@ -116,7 +117,7 @@ def test_killed_again_and_again_a_run_ends_with_the_rows_of_an_undisturbed_one(
     output, working = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     prompts = write_rows(tmp_path / "prompts.jsonl", list(PROMPTS))
     words = [*MPIRUN, "-n", "4", *command_words()] if starter == "mpirun" else command_words()
-    arguments = ["run", "--config", str(PAIR), "--prompts", str(prompts), "--output", str(output)]
+    arguments = ["run", "--config", str(PAIR), *FIXED, "--prompts", str(prompts), "--output", str(output)]
     kept = 0
     for round_, name in enumerate(victims):
         resume = ["--resume"] if round_ else []

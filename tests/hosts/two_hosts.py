@@ -72,6 +72,7 @@ class Site:
             name: {"model": str(self.pair / name), "devices": placed} for name, placed in devices.items()
         }
         values |= {"launch": {"ssh_arguments": self.network.ssh_arguments}, "kv_cache": {"max_tokens": 4000}}
+        values |= {"speculation": {"pacing": "fixed"}}  # runs that are compared draft alike
         for key, section in sections.items():
             values[key] = {**values.get(key, {}), **section} if isinstance(section, dict) else section
         path = self.folder / f"run{len(list(self.folder.glob('*.yaml')))}.yaml"

@@ -80,6 +80,7 @@ def config(folder: Path) -> Callable[..., Path]:
             "target": {"model": "asset:target", "devices": {"nodes": nodes, "cpus_per_node": 1}},
             "draft": {"model": "asset:draft", "devices": {"nodes": 1, "cpus_per_node": 1}},
             "threads": 1,
+            "speculation": {"pacing": "fixed"},  # runs that are compared draft alike
             **sections,
         }
         # A limit, because a job that hangs must not outlive the tests.
@@ -118,6 +119,7 @@ def local_rows(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Rows]:
             values = {
                 "target": {"model": "asset:target", "devices": [f"cpu:{index}" for index in range(targets)]},
                 "draft": {"model": "asset:draft", "devices": ["cpu:0"]},
+                "speculation": {"pacing": "fixed"},
             }
             (folder / "run.yaml").write_text(json.dumps(values), encoding="utf-8")
             lines = [json.dumps(row) for row in make_prompts(count, max_tokens)]
