@@ -77,7 +77,7 @@ def count_kv_blocks(
             "are free: use more devices or a smaller dtype"
         )
     if max_tokens is not None:
-        wanted = min(_ceil_divide(max_tokens, block_size), most_useful) + NUM_NULL_BLOCKS
+        wanted = min(blocks_of_tokens(max_tokens, block_size), most_useful + NUM_NULL_BLOCKS)
         if wanted * demand.bytes_per_block > left:
             fitting = max(0, left // demand.bytes_per_block - NUM_NULL_BLOCKS) * block_size
             used = most_useful * block_size
@@ -100,6 +100,11 @@ def count_kv_blocks(
 def tokens_of_blocks(num_blocks: int, block_size: int) -> int:
     """Tokens that rows can keep in a store of `num_blocks` blocks, the null block included."""
     return (num_blocks - NUM_NULL_BLOCKS) * block_size
+
+
+def blocks_of_tokens(num_tokens: int, block_size: int) -> int:
+    """Leading blocks of a store that hold `num_tokens` tokens, the null block included."""
+    return _ceil_divide(num_tokens, block_size) + NUM_NULL_BLOCKS
 
 
 def default_fraction(device: str) -> float:

@@ -58,6 +58,14 @@ class KVStore:
         """Bytes of one block over all layers, keys and values."""
         return num_layers * 2 * kv_heads * block_size * head_dim * dtype.itemsize
 
+    def commit(self, num_blocks: int) -> None:
+        """Have the system back the first `num_blocks` blocks with memory now rather than at their first write.
+
+        Blocks are handed out from the first on, and a first write may wait for a huge page to be cleared: 5 ms were
+        measured on a virtual machine, five times in a request of 340 ms. Zeroes the blocks; call it before use.
+        """
+        self.data[:, :, :num_blocks].zero_()
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole store."""

@@ -26,6 +26,7 @@ from trtrun.engine.warmup import warm_up
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.kvcache.sizing import (
     SlotDemand,
+    blocks_of_tokens,
     count_kv_blocks,
     default_fraction,
     free_bytes_of_slot,
@@ -194,6 +195,10 @@ class RankStartup:
             model.dtype,
             self._device,
         )
+        if self._device.type == "cpu":
+            # As much as one forward may write: enough for the first requests to run at full speed, and little beside
+            # the weights. The rest of a store that may take half of the machine's memory costs nothing until it is used.
+            store.commit(min(num_blocks, blocks_of_tokens(config.scheduler.max_num_tokens, config.kv_cache.block_size)))
         rows = RowState(
             config.scheduler.max_batch_size,
             self._context,

@@ -1,0 +1,1 @@
+"""Kernels for the CPU, written as LLVM IR and compiled at start-up for the processor that they run on."""

@@ -1,0 +1,83 @@
+"""y = x @ weight.T + bias in bfloat16 on the CPU, for few rows at the speed at which the weight comes out of memory.
+
+It knows one product, its blocked weight and its threads. It does not know models. Written for AVX-512 BF16.
+
+The weight [out, in] lies in blocks of 64 output features; a block holds its input features in pairs, [in / 2, 64, 2], as
+the instruction VDPBF16PS takes them: sixteen float32 accumulators each add the products of one pair. A tile of up to six
+rows keeps its 6 x 64 accumulators in registers, reads the block once and asks for memory ahead of time. More rows take
+the block again while it is in the second-level cache, a stretch of input features at a time.
+
+Every accumulator adds the pairs of input features one by one, in order, whatever the number of rows, of threads and of
+stretches: a row's result is bit-equal in any company, which lossless verification rests on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch.nn import functional
+
+from trtrun.layers.native.machine import Kernel, compile_kernel
+from trtrun.layers.native.matmul_code import BLOCK, KERNEL, STRETCH, TILE_ROWS, Arguments, matmul_module
+
+_KEPT_BYTES = 2**20
+"""Weights up to this size belong to models small enough to stay in the caches (the shipped pair: 20 MB in all)."""
+
+
+class BlockedMatmul:
+    """The product with one weight, which it keeps in blocks.
+
+    Args:
+        weight: [out, in] bfloat16 on the CPU; `in` is even. It is copied.
+        bias: [out] bfloat16 or None.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._features, inputs = weight.shape
+        blocks = -(-self._features // BLOCK)
+        self._blocks = torch.empty(blocks, inputs // 2, BLOCK, 2, dtype=weight.dtype)
+        full = self._features // BLOCK
+        pairs = weight[: full * BLOCK].view(full, BLOCK, inputs // 2, 2)
+        self._blocks[:full].copy_(pairs.transpose(1, 2))
+        if full < blocks:
+            rest = functional.pad(weight[full * BLOCK :], (0, 0, 0, blocks * BLOCK - self._features))
+            self._blocks[full].copy_(rest.view(BLOCK, inputs // 2, 2).transpose(0, 1))
+        self._bias = None if bias is None else functional.pad(bias.float(), (0, blocks * BLOCK - self._features))
+        self._needs_scratch = inputs // 2 > STRETCH
+        self._kernel = _kernel()
+        self._arguments = Arguments(
+            weight=self._blocks.data_ptr(),
+            bias=None if self._bias is None else self._bias.data_ptr(),
+            pairs=inputs // 2,
+            features=self._features,
+            keep=self._blocks.nbytes <= _KEPT_BYTES,
+        )
+        self._address = ctypes.addressof(self._arguments)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in] bfloat16 → [rows, out] bfloat16."""
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        rows = x.shape[0]
+        threads = min(torch.get_num_threads(), self._blocks.shape[0])
+        y = torch.empty(rows, self._features, dtype=torch.bfloat16)
+        arguments = self._arguments
+        if self._needs_scratch and rows > TILE_ROWS:
+            scratch = torch.empty(threads, rows, BLOCK, dtype=torch.float32)
+            arguments.scratch = scratch.data_ptr()
+        arguments.x, arguments.y = x.data_ptr(), y.data_ptr()
+        arguments.x_stride, arguments.rows = x.stride(0) * x.itemsize, rows
+        self._kernel(self._address, threads)
+        return y
+
+
+def can_block(weight: torch.Tensor) -> bool:
+    """Whether `BlockedMatmul` takes this weight [out, in], on a machine that has its kernel."""
+    return weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0
+
+
+@functools.cache
+def _kernel() -> Kernel:
+    return compile_kernel(matmul_module(), KERNEL)
