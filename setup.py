@@ -28,6 +28,8 @@ setup(
         "PyYAML>=6",
         "click>=8.1",
         "rich>=13",
+        # Compiles the kernels of bfloat16 on the CPU; without it they are torch's.
+        'llvmlite>=0.45,<0.60; platform_machine == "x86_64" and python_version < "3.15"',
     ],
     extras_require={
         "cuda12": ["cupy-cuda12x>=13.6", "nvidia-nccl-cu12>=2.27"],

@@ -7,6 +7,7 @@ of its vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, make_checkpoint, make_draft
+from native import leave_to_torch, needs_kernels
 from pipelines import Reference, noisy_copy, open_llm, prompt_of, run_alone, tokens_of, useless_draft
 
 from trtrun import SamplingParams
@@ -184,20 +186,33 @@ class Bfloat16Pair:
     draft: Path
     prompts: list[list[int]]
     expected: list[list[tuple[int, ...]]]
+    kv_cache: dict[str, Any]
 
 
 BFLOAT16_SAMPLING = SamplingParams(max_tokens=36)
 
 
-@pytest.fixture(scope="module")
-def bfloat16_pair(tmp_path_factory: pytest.TempPathFactory) -> Bfloat16Pair:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((16, True), id="own kernels", marks=needs_kernels),
+        pytest.param((8, True), id="own products, torch's attention", marks=needs_kernels),
+        pytest.param((8, False), id="torch"),
+    ],
+)
+def bfloat16_pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Bfloat16Pair]:
+    block_size, own = request.param
     folder = tmp_path_factory.mktemp("bfloat16")
     sizes = {"hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4, "vocab_size": 300}
     target = make_checkpoint(folder / "target", dtype=torch.bfloat16, seed=1, num_hidden_layers=2, **sizes)
     prompts = [prompt_of(3 + 7 * index % 83, seed=index, vocab_size=300) for index in range(20)]
-    with open_llm(target) as llm:
-        expected = run_alone(llm, prompts, [BFLOAT16_SAMPLING] * len(prompts))
-    return Bfloat16Pair(target, noisy_copy(folder / "draft", target, 0.05), prompts, expected)
+    kv_cache = {"block_size": block_size}
+    with pytest.MonkeyPatch.context() as patch:
+        if not own:
+            leave_to_torch(patch)
+        with open_llm(target, kv_cache=kv_cache) as llm:
+            expected = run_alone(llm, prompts, [BFLOAT16_SAMPLING] * len(prompts))
+        yield Bfloat16Pair(target, noisy_copy(folder / "draft", target, 0.05), prompts, expected, kv_cache)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +227,7 @@ def test_lossless_greedy_in_bfloat16_is_bit_equal_to_the_target_alone(
         bfloat16_pair.draft,
         speculation={"draft_len": draft_len},
         scheduler={"max_batch_size": 8, "max_num_tokens": 80, "plans_ahead": plans_ahead},
-        kv_cache={"max_tokens": max_tokens, "block_size": 8},
+        kv_cache={"max_tokens": max_tokens, **bfloat16_pair.kv_cache},
     ) as llm:
         outputs = llm.generate(bfloat16_pair.prompts, BFLOAT16_SAMPLING)
         llm.check_idle()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, make_checkpoint
+from native import leave_to_torch, needs_kernels
 from paged import PagedModel
 from pipelines import open_llm
 from torch.nn import functional
@@ -19,6 +20,15 @@ from trtrun.layers.rotary import RopeConfig, RotaryEmbedding
 from trtrun.layers.segments import AttentionBatch, AttentionSegment
 
 LENGTH = 40
+
+
+@pytest.fixture(params=[pytest.param(True, id="own kernels", marks=needs_kernels), pytest.param(False, id="torch")])
+def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models run on trtrun's own kernels, and as on processors that have none."""
+    if not request.param:
+        leave_to_torch(monkeypatch)
+
+
 SHAPES: dict[str, dict[str, Any]] = {
     # Sizes that are no multiples of a vector register, so that vectorised loops have scalar tails.
     "odd": {"hidden_size": 60, "intermediate_size": 118, "head_dim": 10, "num_attention_heads": 6},
@@ -32,6 +42,7 @@ def tokens_of(seed: int) -> list[int]:
     return torch.randint(199, (LENGTH,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_bfloat16_logits_do_not_depend_on_the_batch(tmp_path: Path, architecture: str, shape: str) -> None:
@@ -46,6 +57,7 @@ def test_bfloat16_logits_do_not_depend_on_the_batch(tmp_path: Path, architecture
     assert torch.equal(torch.cat(parts), singles), "wider block tables"
 
 
+@pytest.mark.usefixtures("_kernels")
 def test_the_target_of_a_job_keeps_a_single_row_equal_to_the_same_row_among_others(tmp_path: Path) -> None:
     """Its draft need not: plain decoding computes one row where verification computes several."""
     path = make_checkpoint(tmp_path, dtype=torch.bfloat16, **SHAPES["wide"])
@@ -59,6 +71,7 @@ def test_the_target_of_a_job_keeps_a_single_row_equal_to_the_same_row_among_othe
                 assert torch.equal(linear(part[row : row + 1]), together[row : row + 1])
 
 
+@pytest.mark.usefixtures("_kernels")
 def test_bfloat16_logits_do_not_depend_on_other_rows(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, dtype=torch.bfloat16)
     texts = {row: tokens_of(row) for row in range(5)}
@@ -106,10 +119,12 @@ def test_silu_is_one_function_of_every_value(dtype: torch.dtype) -> None:
     assert torch.equal(functional.silu(values), functional.silu(strided))
 
 
-def test_norm_rounds_as_the_models_own_code() -> None:
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("size", [300, 304])
+def test_norm_rounds_as_the_models_own_code(size: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    x = (torch.randn(33, 300, generator=generator) * 3).bfloat16()
-    weight = torch.randn(300, generator=generator).bfloat16()
+    x = (torch.randn(33, size, generator=generator) * 3).bfloat16()
+    weight = torch.randn(size, generator=generator).bfloat16()
     wide = x.float()
     expected = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).bfloat16()
     norm = RMSNorm(weight, 1e-5)

@@ -298,7 +298,7 @@ def test_a_draft_that_sat_rounds_out_drafts_as_well_as_before(tmp_path: Path, le
 def test_a_catch_up_writes_what_each_row_lacks_and_nothing_before_it(pair: tuple[Path, Path]) -> None:
     """What lies before may be shared with other rows by then."""
     untouched = 7.0
-    with open_llm(*pair) as llm:
+    with open_llm(*pair, dtype="float32") as llm:  # in bfloat16 a kernel may lay the store out in its own way
         engine = llm._orchestrator._fleet._worker.drafter._engine
         engine.rows.lengths[:2] = torch.tensor([5, 20])
         engine.rows.block_tables[:2, :2] = torch.tensor([[1, 2], [3, 4]])

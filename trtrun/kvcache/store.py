@@ -14,6 +14,8 @@ import torch
 NULL_BLOCK = 0
 """The block that no row ever owns: writes of padding go there, and unused entries of a block table point to it."""
 
+_LINE_BYTES = 64
+
 
 class KVStore:
     """Keys and values of all layers: one tensor [layers, 2, blocks, kv_heads, block, head].
@@ -80,6 +82,9 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros in host memory whose pages are committed when they are first written.
 
     `torch.zeros` writes every byte; numpy asks the kernel for zero pages. A store sized for the longest possible batch
-    then costs what is used of it.
+    then costs what is used of it. It starts at a cache line, so that no tile is read across two.
     """
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + _LINE_BYTES, dtype=np.uint8)
+    start = -memory.ctypes.data % _LINE_BYTES
+    return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)

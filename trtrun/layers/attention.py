@@ -11,6 +11,8 @@ import torch
 from torch.nn import functional
 
 from trtrun.layers.buckets import bucket_rows
+from trtrun.layers.native.attention import NativeAttention, takes_blocks, takes_head
+from trtrun.layers.native.machine import has_bfloat16_kernels
 from trtrun.layers.segments import AttentionBatch, ContextGroup
 from trtrun.layers.triton_support import triton_works
 
@@ -139,10 +141,35 @@ def _rows_to_add(folded: torch.Tensor, keys: torch.Tensor) -> int:
     return bucket_rows(max(count, _SMALL_PRODUCT // (batch * inner * keys.shape[1]) + 1)) - count
 
 
-def attention_backend(device: torch.device) -> AttentionBackend:
-    """The backend for a device: kernels that read the store in place where Triton works, else gathered contexts."""
+class HostAttention:
+    """Attention on the CPU: trtrun's own kernel where it takes the head and the block size, else gathered contexts."""
+
+    def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
+        """For a model of `dtype` with heads of `head_dim` numbers."""
+        self._gather = GatherAttention()
+        self._native: AttentionBackend | None = None
+        if dtype is torch.bfloat16 and takes_head(head_dim) and has_bfloat16_kernels():
+            self._native = NativeAttention(head_dim)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        store_layer: torch.Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See AttentionBackend. One store must always meet the same kernel: they lay its tiles out differently."""
+        backend = self._gather if self._native is None or not takes_blocks(store_layer.shape[3]) else self._native
+        return backend.forward(query, key, value, store_layer, batch, scale, window)
+
+
+def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+    """The backend for a model: kernels that read the store in place where they work, else gathered contexts."""
     if triton_works(device.type):
         from trtrun.layers.paged_attention import PagedAttention
 
         return PagedAttention()
-    return GatherAttention()
+    return HostAttention(dtype, head_dim) if device.type == "cpu" else GatherAttention()

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from parallel.communicator import Communicator
 from trtrun.layers.linear import Linear
+from trtrun.layers.native import fused as native
 from trtrun.layers.triton_support import triton_works
 
 
@@ -56,4 +57,6 @@ class GatedMLP:
             from trtrun.layers.fused_kernels import silu_and_multiply
 
             return self._down(silu_and_multiply(fused))
+        if native.fuses(fused.dtype, fused.device, self._features):
+            return self._down(native.silu_and_multiply(fused))
         return self._down(functional.silu(fused[:, : self._features]).mul_(fused[:, self._features :]))

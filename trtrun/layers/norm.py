@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from trtrun.layers.native.fused import fuses, normalise
 from trtrun.layers.triton_support import triton_works
 
 
@@ -24,9 +25,12 @@ class RMSNorm:
         self._shape = weight.shape[-1:]
         self._eps = eps
         self._fused = weight.dim() == 1 and triton_works(weight.device.type)
+        self._native = fuses(weight.dtype, weight.device, weight.shape[-1])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., size] → the same shape and dtype."""
+        """x [tokens, size], or [tokens, heads, size] for one weight per head → the same shape and dtype."""
+        if self._native:
+            return normalise(x, self.weight, self._eps)
         # F.rms_norm computes in float32 and rounds to x's dtype; the weight comes after the rounding, as in the
         # models' own code, so it is not handed to F.rms_norm.
         return functional.rms_norm(x, self._shape, None, self._eps).mul_(self.weight)
@@ -37,5 +41,7 @@ class RMSNorm:
             from trtrun.layers.fused_kernels import add_and_normalise
 
             return add_and_normalise(hidden, delta, self.weight, self._eps)
+        if self._native:
+            return normalise(hidden, self.weight, self._eps, delta)
         hidden += delta
         return self(hidden)

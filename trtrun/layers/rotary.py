@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trtrun.layers.native import fused as native
 from trtrun.layers.triton_support import triton_works
 
 # Tables grow by whole chunks of this many positions and each chunk is computed alone: the bits of an angle must not
@@ -152,4 +153,6 @@ class RotaryEmbedding:
             from trtrun.layers.fused_kernels import rotate
 
             return rotate(heads, cosine, sine)
+        if native.fuses(heads.dtype, heads.device, self._half):
+            return native.rotate(heads, cosine, sine)
         return (heads * cosine).add_(torch.roll(heads, self._half, 2).mul_(sine))

@@ -15,7 +15,7 @@ import torch
 
 from parallel.communicator import Communicator
 from trtrun.errors import CheckpointError
-from trtrun.layers.attention import attention_backend
+from trtrun.layers.attention import AttentionBackend, attention_backend
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.linear import Linear, can_pack, make_linear
 from trtrun.layers.mlp import GatedMLP, RowParallelLinear
@@ -91,7 +91,11 @@ def load_model(
     head = None if shared else loader.linear(layout.head())
     loader.release_buffer()
     rotary = RotaryEmbedding(config.rope, config.head_dim, dtype, device)
-    layers = [_load_layer(loader, config, layout, index, rotary, communicator) for index in range(config.num_layers)]
+    attention = attention_backend(device, dtype, config.head_dim)
+    layers = [
+        _load_layer(loader, config, layout, index, rotary, attention, communicator)
+        for index in range(config.num_layers)
+    ]
     loader.release_buffer()
     final_norm = RMSNorm(loader.tensor(layout.final_norm()), config.rms_norm_eps)
     embedding = loader.tensor(layout.embedding())
@@ -124,6 +128,7 @@ def _load_layer(
     layout: ShardLayout,
     index: int,
     rotary: RotaryEmbedding,
+    attention: AttentionBackend,
     communicator: Communicator,
 ) -> DecoderLayer:
     weights = layout.layer(index)
@@ -144,7 +149,7 @@ def _load_layer(
             RowParallelLinear(loader.linear(weights["down"]), loader.optional(weights.get("down_bias")), communicator),
         ),
         rotary=rotary,
-        attention=attention_backend(loader.device),
+        attention=attention,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=config.head_dim,

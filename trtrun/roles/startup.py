@@ -197,7 +197,7 @@ class RankStartup:
         )
         if self._device.type == "cpu":
             # As much as one forward may write: enough for the first requests to run at full speed, and little beside
-            # the weights. The rest of a store that may take half of the machine's memory costs nothing until it is used.
+            # the weights. The rest of a store, which may be half of the memory, costs nothing until it is used.
             store.commit(min(num_blocks, blocks_of_tokens(config.scheduler.max_num_tokens, config.kv_cache.block_size)))
         rows = RowState(
             config.scheduler.max_batch_size,

@@ -2,9 +2,9 @@
 
 It knows LLVM (llvmlite), what the processor can do, and libgomp. It does not know what a kernel computes.
 
-A kernel is a C function `void kernel(const void *arguments)`, the form that OpenMP calls an outlined parallel region in.
-Entering it through libgomp's own entry (GOMP_parallel, "Implementing PARALLEL construct" in the libgomp manual) runs it
-on the threads that torch's operations run on, so that kernels and operations never compete for cores.
+A kernel is a C function `void kernel(const void *arguments)`, the form in which OpenMP calls an outlined parallel
+region. Entering it through libgomp's own entry (GOMP_parallel; "Implementing PARALLEL construct" in the libgomp manual)
+runs it on the threads that torch's operations run on, so that kernels and operations never compete for cores.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
 Kernel = Callable[[int, int], None]
 """Called with the address of the arguments and the number of threads; returns when all of them are done."""
 
-_THREAD_NUMBER, _NUM_THREADS = "omp_get_thread_num", "omp_get_num_threads"
+THREAD_NUMBER, NUM_THREADS, BARRIER = "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"
+"""Functions of the OpenMP library that a kernel may declare: the first two return int32, the last waits for all."""
 
 
 @functools.cache
@@ -51,7 +51,7 @@ def _processor_features() -> dict[str, bool]:
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
     """The OpenMP library that torch has loaded, if it is libgomp."""
-    if not torch.backends.openmp.is_available():
+    if not torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
         return None
     try:
         return ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
@@ -59,35 +59,8 @@ def _openmp() -> ctypes.CDLL | None:
         return None
 
 
-def declare_threads(module: ir.Module) -> tuple[ir.Function, ir.Function]:
-    """Functions without arguments that return this thread's number and the number of threads, both int32."""
-    from llvmlite import ir
-
-    signature = ir.FunctionType(ir.IntType(32), [])
-    return ir.Function(module, signature, _THREAD_NUMBER), ir.Function(module, signature, _NUM_THREADS)
-
-
-@contextmanager
-def count(builder: ir.IRBuilder, start: ir.Value, stop: ir.Value, step: ir.Value | int) -> Iterator[ir.Value]:
-    """Emit `for (index = start; index < stop; index += step)` around what the body emits; yields the index, int64."""
-    before = builder.block
-    head, body = builder.append_basic_block("head"), builder.append_basic_block("body")
-    after = builder.append_basic_block("after")
-    builder.branch(head)
-    builder.position_at_end(head)
-    index = builder.phi(start.type)
-    index.add_incoming(start, before)
-    builder.cbranch(builder.icmp_signed("<", index, stop), body, after)
-    builder.position_at_end(body)
-    yield index
-    stride = start.type(step) if isinstance(step, int) else step
-    index.add_incoming(builder.add(index, stride), builder.block)
-    builder.branch(head)
-    builder.position_at_end(after)
-
-
-def compile_kernel(module: ir.Module, name: str) -> Kernel:
-    """Compile `module` for this processor and return its function `name`. Needs `has_bfloat16_kernels`."""
+def compile_kernels(module: ir.Module, *names: str) -> dict[str, Kernel]:
+    """Compile `module` for this processor and return its functions `names`. Needs `has_bfloat16_kernels`."""
     import llvmlite.binding as llvm
 
     library = _openmp()
@@ -99,7 +72,7 @@ def compile_kernel(module: ir.Module, name: str) -> Kernel:
     )
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
-    # Kernels come with their loops unrolled and their registers chosen: a whole pipeline of passes would only take time.
+    # Kernels come with their loops unrolled and their registers counted: a whole pipeline of passes only takes time.
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=1))
     passes = llvm.create_new_function_pass_manager()
     passes.add_sroa_pass()
@@ -108,19 +81,27 @@ def compile_kernel(module: ir.Module, name: str) -> Kernel:
         if not function.is_declaration:
             passes.run(function, builder)
     engine = llvm.create_mcjit_compiler(parsed, machine)
-    for symbol in (_THREAD_NUMBER, _NUM_THREADS):
-        engine.add_global_mapping(
-            parsed.get_function(symbol), ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
-        )
+    declared = {function.name: function for function in parsed.functions if function.is_declaration}
+    for symbol in (THREAD_NUMBER, NUM_THREADS, BARRIER):
+        if symbol in declared:
+            address = ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
+            engine.add_global_mapping(declared[symbol], address)
     engine.finalize_object()
     _ENGINES.append(engine)
-    function = engine.get_function_address(name)
     enter = library.GOMP_parallel
     enter.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     enter.restype = None
+    return {name: _kernel(enter, engine.get_function_address(name)) for name in names}
+
+
+def _kernel(enter: Callable[[int, int, int, int], None], address: int) -> Kernel:
+    alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def run(arguments: int, threads: int) -> None:
-        enter(function, arguments, threads, 0)
+        if threads == 1:
+            alone(arguments)  # a thread outside a parallel region is number 0 of 1
+        else:
+            enter(address, arguments, threads, 0)
 
     return run
 

@@ -2,10 +2,11 @@
 
 It knows one product, its blocked weight and its threads. It does not know models. Written for AVX-512 BF16.
 
-The weight [out, in] lies in blocks of 64 output features; a block holds its input features in pairs, [in / 2, 64, 2], as
-the instruction VDPBF16PS takes them: sixteen float32 accumulators each add the products of one pair. A tile of up to six
-rows keeps its 6 x 64 accumulators in registers, reads the block once and asks for memory ahead of time. More rows take
-the block again while it is in the second-level cache, a stretch of input features at a time.
+The weight [out, in] lies in blocks of 64 output features; a block holds its input features in pairs, [in / 2, 64, 2],
+as the instruction VDPBF16PS takes them: sixteen float32 accumulators each add the products of one pair. A tile of up to
+six rows keeps its 6 x 64 accumulators in registers, reads the block once and asks for memory ahead of time. More rows
+take the block again while it is in the second-level cache, a stretch of input features at a time, and ask for the next
+stretch meanwhile.
 
 Every accumulator adds the pairs of input features one by one, in order, whatever the number of rows, of threads and of
 stretches: a row's result is bit-equal in any company, which lossless verification rests on.
@@ -19,7 +20,7 @@ import functools
 import torch
 from torch.nn import functional
 
-from trtrun.layers.native.machine import Kernel, compile_kernel
+from trtrun.layers.native.machine import Kernel, compile_kernels
 from trtrun.layers.native.matmul_code import BLOCK, KERNEL, STRETCH, TILE_ROWS, Arguments, matmul_module
 
 _KEPT_BYTES = 2**20
@@ -80,4 +81,4 @@ def can_block(weight: torch.Tensor) -> bool:
 
 @functools.cache
 def _kernel() -> Kernel:
-    return compile_kernel(matmul_module(), KERNEL)
+    return compile_kernels(matmul_module(), KERNEL)[KERNEL]

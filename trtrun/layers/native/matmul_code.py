@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, ClassVar
 
-from trtrun.layers.native.machine import count, declare_threads
+from trtrun.layers.native.emitter import LANES, PAIR_BYTES, REGISTER_BYTES, Emitter, count
+from trtrun.layers.native.machine import NUM_THREADS, THREAD_NUMBER
 
 if TYPE_CHECKING:
     from llvmlite import ir
@@ -20,24 +21,24 @@ BLOCK = 64
 TILE_ROWS = 6
 """Rows computed at a time: 24 of 32 registers are then accumulators, the rest hold weights and the broadcast pair."""
 STRETCH = 1024
-"""Pairs of input features that several tiles go through together: 256 KiB of a block, so that this stretch and the next,
-which is on its way, fit a second-level cache of 1 MiB."""
+"""Pairs of input features that several tiles go through together: 256 KiB of a block, so that this stretch and the
+next, which is on its way, fit a second-level cache of 1 MiB."""
 
-_LANES = 16
-_REGISTERS = BLOCK // _LANES
-_PAIR_BYTES = 4
-_LINE_BYTES = 4 * _LANES
+_REGISTERS = BLOCK // LANES
+_LINE_BYTES = REGISTER_BYTES
+_BLOCK_PAIR_BYTES = BLOCK * PAIR_BYTES
 _PREFETCH_BYTES = 6144
-"""How far ahead the first tile asks for memory. Measured on Zen 5: 2 to 8 KiB are within 5 %, asking for none costs 15 %
-at six rows."""
+"""How far ahead the first tile asks for memory. Measured on Zen 5: 2 to 8 KiB are within 5 %, asking for none costs
+15 % at six rows."""
 _USE_ONCE, _TO_SECOND_LEVEL, _KEEP = 0, 2, 3
 """Prefetches: lines used once leave the first-level cache to x (5 % at six rows), but are lost to later calls."""
+
 
 class Arguments(ctypes.Structure):
     """What the kernel gets.
 
-    Strides are in bytes. scratch is [threads, rows, 64] float32, needed where rows > TILE_ROWS and pairs > STRETCH. keep
-    is 1 for a weight that caches may hold from call to call, 0 for one that memory delivers each time.
+    Strides are in bytes. scratch is [threads, rows, 64] float32, needed where rows > TILE_ROWS and pairs > STRETCH.
+    keep is 1 for a weight that caches may hold from call to call, 0 for one that memory delivers each time.
     """
 
     _fields_: ClassVar = [
@@ -56,102 +57,57 @@ class Arguments(ctypes.Structure):
 
 def matmul_module() -> ir.Module:
     """A module whose function KERNEL takes Arguments and shares the blocks out over the threads that enter it."""
-    from llvmlite import ir
+    code = _MatmulCode(KERNEL)
+    hints = (_USE_ONCE, _KEEP, _TO_SECOND_LEVEL)
+    code.emit_kernel([[code.emit_tile(rows, hint) for rows in range(1, TILE_ROWS + 1)] for hint in hints])
+    return code.module
 
-    return _MatmulCode(ir.Module(name=KERNEL)).module
 
+class _MatmulCode(Emitter):
+    """Emits the kernel and its tiles."""
 
-class _MatmulCode:
-    """Emits the kernel and its tiles into `module`."""
-
-    def __init__(self, module: ir.Module) -> None:
-        from llvmlite import ir
-
-        class BFloat(ir.Type):  # type: ignore[misc]
-            """LLVM's bfloat, which llvmlite has no class for."""
-
-            intrinsic_name = "bf16"
-
-            def _to_string(self) -> str:
-                return "bfloat"
-
-        self._ir = ir
-        self.module = module
-        self._integer, self._small, self._bit = ir.IntType(64), ir.IntType(32), ir.IntType(1)
-        self._byte, self._pointer = ir.IntType(8), ir.PointerType()
-        self._floats = ir.VectorType(ir.FloatType(), _LANES)
-        self._halves, self._pairs = ir.VectorType(BFloat(), _LANES), ir.VectorType(BFloat(), 2 * _LANES)
-        self._mask = ir.VectorType(self._bit, _LANES)
-        void, floats = ir.VoidType(), self._floats
-        self._dot = self._declare("llvm.x86.avx512bf16.dpbf16ps.512", floats, floats, self._pairs, self._pairs)
-        self._round = self._declare("llvm.x86.avx512bf16.cvtneps2bf16.512", self._halves, floats)
-        self._prefetch = self._declare(
-            "llvm.prefetch.p0", void, self._pointer, self._small, self._small, self._small
-        )
-        self._store = self._declare(
-            "llvm.masked.store.v16bf16.p0", void, self._halves, self._pointer, self._small, self._mask
-        )
-        hints = (_USE_ONCE, _KEEP, _TO_SECOND_LEVEL)
-        self._emit_kernel([[self._emit_tile(rows, hint) for rows in range(1, TILE_ROWS + 1)] for hint in hints])
-
-    def _declare(self, name: str, result: ir.Type, *arguments: ir.Type) -> ir.Function:
-        return self._ir.Function(self.module, self._ir.FunctionType(result, arguments), name)
-
-    def _at(self, builder: ir.IRBuilder, pointer: ir.Value, offset: ir.Value | int) -> ir.Value:
-        """`pointer` plus `offset` bytes."""
-        if isinstance(offset, int):
-            offset = self._integer(offset)
-        return builder.gep(pointer, [offset], source_etype=self._byte)
-
-    def _emit_tile(self, rows: int, hint: int) -> ir.Function:
-        """tile(x, x_stride, weight, ahead, bias, y, y_stride, scratch, pairs, lanes, first, last): a block's `rows` rows.
+    def emit_tile(self, rows: int, hint: int) -> ir.Function:
+        """tile(x, x_stride, weight, ahead, bias, y, y_stride, scratch, pairs, lanes, first, last) for `rows` rows.
 
         `lanes` output features of the block exist. Accumulators start at zero in the `first` stretch, else in scratch,
         and end in y after the `last`, else in scratch. With every pair the tile prefetches what lies a bit ahead of its
         weight; with _TO_SECOND_LEVEL, one line at `ahead` instead, as an earlier tile has brought the weight.
         """
-        ir, integer, pointer = self._ir, self._integer, self._pointer
-        kinds = [pointer, integer, pointer, pointer, pointer, pointer, integer, pointer, integer, integer]
-        kinds += [self._bit, self._bit]
-        tile = ir.Function(self.module, ir.FunctionType(ir.VoidType(), kinds), f"tile_{rows}_{hint}")
-        tile.linkage = "internal"
-        x, x_stride, weight, ahead, bias, y, y_stride, scratch, pairs, lanes, first, last = tile.args
-        builder = ir.IRBuilder(tile.append_basic_block("entry"))
-        sums = [[builder.alloca(self._floats) for _ in range(_REGISTERS)] for _ in range(rows)]
+        integer, pointer, bit = self.integer, self.pointer, self.bit
+        kinds = [pointer, integer, pointer, pointer, pointer, pointer, integer, pointer, integer, integer, bit, bit]
+        builder, arguments = self.define(f"tile_{rows}_{hint}", *kinds)
+        x, x_stride, weight, ahead, bias, y, y_stride, scratch, pairs, lanes, first, last = arguments
+        sums = [[builder.alloca(self.floats) for _ in range(_REGISTERS)] for _ in range(rows)]
         places = [
-            (sums[row][part], row, part, self._at(builder, scratch, (row * _REGISTERS + part) * _LINE_BYTES))
+            (sums[row][part], row, part, self.at(builder, scratch, (row * _REGISTERS + part) * _LINE_BYTES))
             for row in range(rows)
             for part in range(_REGISTERS)
         ]
         with builder.if_else(first) as (then, otherwise):
             with then:
                 for place, *_ in places:
-                    builder.store(ir.Constant(self._floats, None), place)
+                    builder.store(self.zeros(), place)
             with otherwise:
                 for place, _, _, saved in places:
-                    builder.store(builder.load(saved, typ=self._floats, align=4), place)
-        inputs = [self._at(builder, x, builder.mul(x_stride, integer(row))) for row in range(rows)]
+                    builder.store(builder.load(saved, typ=self.floats, align=4), place)
+        inputs = [self.at(builder, x, builder.mul(x_stride, integer(row))) for row in range(rows)]
         with count(builder, integer(0), pairs, 1) as pair:
-            offset = builder.mul(pair, integer(_REGISTERS * _LINE_BYTES))
-            line = self._at(builder, weight, offset)
+            offset = builder.mul(pair, integer(_BLOCK_PAIR_BYTES))
+            line = self.at(builder, weight, offset)
             if hint == _TO_SECOND_LEVEL:
-                self._emit_prefetch(builder, self._at(builder, ahead, offset), hint)
+                self.prefetch(builder, self.at(builder, ahead, offset), hint)
             else:
                 for part in range(_REGISTERS):
-                    self._emit_prefetch(builder, self._at(builder, line, part * _LINE_BYTES + _PREFETCH_BYTES), hint)
+                    self.prefetch(builder, self.at(builder, line, part * _LINE_BYTES + _PREFETCH_BYTES), hint)
             self._add_products(builder, sums, inputs, line, pair)
         with builder.if_else(last) as (then, otherwise):
             with then:
                 self._emit_results(builder, places, bias, y, y_stride, lanes)
             with otherwise:
                 for place, _, _, saved in places:
-                    builder.store(builder.load(place, typ=self._floats), saved, align=4)
+                    builder.store(builder.load(place, typ=self.floats), saved, align=4)
         builder.ret_void()
-        return tile
-
-    def _emit_prefetch(self, builder: ir.IRBuilder, address: ir.Value, hint: int) -> None:
-        read, data = self._small(0), self._small(1)
-        builder.call(self._prefetch, [address, read, self._small(hint), data])
+        return builder.function
 
     def _add_products(
         self,
@@ -162,24 +118,15 @@ class _MatmulCode:
         pair: ir.Value,
     ) -> None:
         """Input features `pair` of every row times the 64 pairs of weights at `line`, added to `sums`."""
-        ir = self._ir
         weights = [
-            builder.load(self._at(builder, line, part * _LINE_BYTES), typ=self._pairs, align=64)
+            builder.load(self.at(builder, line, part * _LINE_BYTES), typ=self.pairs, align=64)
             for part in range(_REGISTERS)
         ]
-        offset = builder.mul(pair, self._integer(_PAIR_BYTES))
-        lanes = ir.VectorType(self._small, _LANES)
-        undefined, everywhere = ir.Constant(lanes, ir.Undefined), ir.Constant(lanes, None)
+        offset = builder.mul(pair, self.integer(PAIR_BYTES))
         for row, source in enumerate(inputs):
-            # Two bfloat16 as one number of 32 bits, in every lane.
-            value = builder.load(self._at(builder, source, offset), typ=self._small, align=2)
-            spread = builder.shuffle_vector(
-                builder.insert_element(undefined, value, self._small(0)), undefined, everywhere
-            )
-            pairs = builder.bitcast(spread, self._pairs)
+            pairs = self.spread_pair(builder, self.at(builder, source, offset))
             for part, place in enumerate(sums[row]):
-                total = builder.load(place, typ=self._floats)
-                builder.store(builder.call(self._dot, [total, pairs, weights[part]]), place)
+                self.add_dot(builder, place, pairs, weights[part])
 
     def _emit_results(
         self,
@@ -191,33 +138,27 @@ class _MatmulCode:
         lanes: ir.Value,
     ) -> None:
         """Add the bias, where there is one, round to bfloat16 and store the lanes that exist."""
-        ir, integer = self._ir, self._integer
+        integer = self.integer
         with builder.if_then(builder.icmp_unsigned("!=", builder.ptrtoint(bias, integer), integer(0))):
             for place, _, part, _ in places:
-                added = builder.load(self._at(builder, bias, part * _LINE_BYTES), typ=self._floats, align=4)
-                builder.store(builder.fadd(builder.load(place, typ=self._floats), added), place)
-        numbers = ir.VectorType(integer, _LANES)
-        one = builder.insert_element(ir.Constant(numbers, ir.Undefined), lanes, self._small(0))
-        zeros = ir.Constant(ir.VectorType(self._small, _LANES), None)
-        limit = builder.shuffle_vector(one, ir.Constant(numbers, ir.Undefined), zeros)
+                added = builder.load(self.at(builder, bias, part * _LINE_BYTES), typ=self.floats, align=4)
+                builder.store(builder.fadd(builder.load(place, typ=self.floats), added), place)
+        limit = self.spread(builder, builder.trunc(lanes, self.small))
         for place, row, part, _ in places:
-            lane = ir.Constant(numbers, [part * _LANES + number for number in range(_LANES)])
-            rounded = builder.call(self._round, [builder.load(place, typ=self._floats)])
-            target = self._at(builder, y, builder.mul(y_stride, integer(row)))
-            target = self._at(builder, target, part * _LINE_BYTES // 2)
-            builder.call(self._store, [rounded, target, self._small(2), builder.icmp_signed("<", lane, limit)])
+            lane = self.numbers(range(part * LANES, (part + 1) * LANES))
+            target = self.at(builder, y, builder.mul(y_stride, integer(row)))
+            target = self.at(builder, target, part * _LINE_BYTES // 2)
+            rounded = self.round(builder, builder.load(place, typ=self.floats))
+            self.store_some(builder, rounded, target, builder.icmp_signed("<", lane, limit))
 
-    def _emit_kernel(self, tiles: list[list[ir.Function]]) -> None:
+    def emit_kernel(self, tiles: list[list[ir.Function]]) -> None:
         """For each block of this thread, for each stretch of input features, for each tile of rows."""
-        ir, integer = self._ir, self._integer
-        thread_number, num_threads = declare_threads(self.module)
-        kernel = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [self._pointer]), KERNEL)
-        builder = ir.IRBuilder(kernel.append_basic_block("entry"))
-        values = []
-        for index, (_, kind) in enumerate(Arguments._fields_):
-            place = self._at(builder, kernel.args[0], 8 * index)
-            values.append(builder.load(place, typ=self._pointer if kind is ctypes.c_void_p else integer))
-        x, weight, bias, y, scratch, x_stride, rows, pairs, features, keep = values
+        integer = self.integer
+        thread_number = self.declare(THREAD_NUMBER, self.small)
+        num_threads = self.declare(NUM_THREADS, self.small)
+        builder, (pointer,) = self.define(KERNEL, self.pointer)
+        field = self.read(builder, pointer, Arguments)
+        rows, pairs, features = field["rows"], field["pairs"], field["features"]
         thread = builder.zext(builder.call(thread_number, []), integer)
         threads = builder.zext(builder.call(num_threads, []), integer)
         blocks = builder.sdiv(builder.add(features, integer(BLOCK - 1)), integer(BLOCK))
@@ -226,50 +167,60 @@ class _MatmulCode:
         y_stride = builder.mul(features, integer(2))
         alone = builder.icmp_signed("<=", rows, integer(TILE_ROWS))
         stretch = builder.select(alone, pairs, integer(STRETCH))
-        pair_bytes, row_bytes = integer(_REGISTERS * _LINE_BYTES), integer(_REGISTERS * _LINE_BYTES)
-        scratch = self._at(builder, scratch, builder.mul(builder.mul(thread, rows), row_bytes))
+        saved_bytes = integer(BLOCK * 4)
+        scratch = self.at(builder, field["scratch"], builder.mul(builder.mul(thread, rows), saved_bytes))
+        has_bias = builder.icmp_unsigned("!=", builder.ptrtoint(field["bias"], integer), integer(0))
         with count(builder, start, stop, 1) as block:
-            block_weight = self._at(builder, weight, builder.mul(builder.mul(block, pairs), pair_bytes))
+            block_bytes = builder.mul(pairs, integer(_BLOCK_PAIR_BYTES))
+            weight = self.at(builder, field["weight"], builder.mul(block, block_bytes))
             first_feature = builder.mul(block, integer(BLOCK))
+            bias = self.at(builder, field["bias"], builder.mul(first_feature, integer(4)))
+            bias = builder.select(has_bias, bias, field["bias"])
+            y = self.at(builder, field["y"], builder.mul(first_feature, integer(2)))
             lanes = builder.sub(features, first_feature)
-            has_bias = builder.icmp_unsigned("!=", builder.ptrtoint(bias, integer), integer(0))
-            block_bias = self._at(builder, bias, builder.mul(first_feature, integer(4)))
-            block_bias = builder.select(has_bias, block_bias, bias)
-            block_y = self._at(builder, y, builder.mul(first_feature, integer(2)))
             with count(builder, integer(0), pairs, stretch) as pair, count(builder, integer(0), rows, TILE_ROWS) as row:
-                left, remaining = builder.sub(rows, row), builder.sub(pairs, pair)
-                full = integer(TILE_ROWS)
-                taken = builder.select(builder.icmp_signed("<", left, full), left, full)
+                remaining = builder.sub(pairs, pair)
                 last = builder.icmp_signed("<=", remaining, stretch)
-                taken_pairs = builder.select(last, remaining, stretch)
-                row_x = self._at(builder, x, builder.mul(row, x_stride))
-                stretch_weight = self._at(builder, block_weight, builder.mul(pair, pair_bytes))
-                # Tiles 1, 2, 3, 4, 5… ask for line 0, 1, 2, 3, 0… of each pair of the next stretch, which lies behind.
-                tile_number = builder.sdiv(row, full)
-                line = builder.and_(builder.sub(tile_number, integer(1)), integer(_REGISTERS - 1))
-                ahead = self._at(builder, stretch_weight, builder.mul(taken_pairs, pair_bytes))
+                taken = builder.select(last, remaining, stretch)
+                row_x = self.at(builder, field["x"], builder.mul(row, field["x_stride"]))
+                stretch_weight = self.at(builder, weight, builder.mul(pair, integer(_BLOCK_PAIR_BYTES)))
                 arguments = [
-                    self._at(builder, row_x, builder.mul(pair, integer(_PAIR_BYTES))),
-                    x_stride,
+                    self.at(builder, row_x, builder.mul(pair, integer(PAIR_BYTES))),
+                    field["x_stride"],
                     stretch_weight,
-                    self._at(builder, ahead, builder.mul(line, integer(_LINE_BYTES))),
-                    block_bias,
-                    self._at(builder, block_y, builder.mul(row, y_stride)),
+                    self._ahead(builder, stretch_weight, taken, row),
+                    bias,
+                    self.at(builder, y, builder.mul(row, y_stride)),
                     y_stride,
-                    self._at(builder, scratch, builder.mul(row, row_bytes)),
-                    taken_pairs,
+                    self.at(builder, scratch, builder.mul(row, saved_bytes)),
+                    taken,
                     lanes,
                     builder.icmp_signed("==", pair, integer(0)),
                     last,
                 ]
-                later = builder.icmp_signed(">", row, integer(0))
-                kind = builder.select(later, integer(2), keep)
-                done = builder.append_basic_block("tile_done")
-                choice = builder.switch(builder.add(taken, builder.mul(kind, full)), done)
-                for number, tile in enumerate((tile for hints in tiles for tile in hints), 1):
-                    choice.add_case(integer(number), case := builder.append_basic_block(f"tile_{number}"))
-                    builder.position_at_end(case)
-                    builder.call(tile, arguments)
-                    builder.branch(done)
-                builder.position_at_end(done)
+                self._emit_choice(builder, tiles, builder.sub(rows, row), row, field["keep"], arguments)
         builder.ret_void()
+
+    def _ahead(self, builder: ir.IRBuilder, weight: ir.Value, pairs: ir.Value, row: ir.Value) -> ir.Value:
+        """What a later tile asks for: tiles 1, 2, 3, 4, 5… line 0, 1, 2, 3, 0… of each pair of the next stretch."""
+        tile = builder.sdiv(row, self.integer(TILE_ROWS))
+        line = builder.and_(builder.sub(tile, self.integer(1)), self.integer(_REGISTERS - 1))
+        behind = self.at(builder, weight, builder.mul(pairs, self.integer(_BLOCK_PAIR_BYTES)))
+        return self.at(builder, behind, builder.mul(line, self.integer(_LINE_BYTES)))
+
+    def _emit_choice(
+        self,
+        builder: ir.IRBuilder,
+        tiles: list[list[ir.Function]],
+        left: ir.Value,
+        row: ir.Value,
+        keep: ir.Value,
+        arguments: list[ir.Value],
+    ) -> None:
+        """Call the tile for the `left` rows from `row` on: tiles [streaming, keeping, later][rows - 1]."""
+        full = self.integer(TILE_ROWS)
+        taken = builder.select(builder.icmp_signed("<", left, full), left, full)
+        later = builder.icmp_signed(">", row, self.integer(0))
+        kind = builder.select(later, self.integer(len(tiles) - 1), keep)
+        number = builder.add(taken, builder.mul(kind, full))
+        self.call_one(builder, number, [tile for hint in tiles for tile in hint], arguments)

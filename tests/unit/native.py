@@ -1,0 +1,19 @@
+"""What tests of the CPU kernels share: where they run at all, and how a model is made to do without them."""
+
+from __future__ import annotations
+
+import pytest
+
+from trtrun.layers import attention, linear
+from trtrun.layers.native import fused
+from trtrun.layers.native.machine import has_bfloat16_kernels
+
+needs_kernels = pytest.mark.skipif(
+    not has_bfloat16_kernels(), reason="the kernels need AVX-512 BF16 without AMX, libgomp and llvmlite"
+)
+
+
+def leave_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let models that are loaded from now on run on torch's operations, as on processors without the kernels."""
+    for module in (attention, linear, fused):
+        monkeypatch.setattr(module, "has_bfloat16_kernels", lambda: False)

@@ -1,0 +1,107 @@
+"""The bfloat16 product on the CPU: right to the last rounding, and bit-equal in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from native import leave_to_torch, needs_kernels
+
+from trtrun.layers.linear import make_linear
+from trtrun.layers.native.matmul import BlockedMatmul
+from trtrun.layers.native.matmul_code import STRETCH, TILE_ROWS
+
+pytestmark = needs_kernels
+
+SHAPES = [
+    (64, 2),  # one pair of input features
+    (1, 8),  # one output feature: a block that is nearly empty
+    (24, 60),
+    (128, 1000),  # whole blocks
+    (1000, 688),
+    (70, 2 * STRETCH + 2),  # one pair more than tiles go through together
+    (130, 6 * STRETCH + 10),
+]
+ROWS = [1, 2, 3, 4, 5, TILE_ROWS, TILE_ROWS + 1, 13, 5 * TILE_ROWS, 100]
+
+
+@pytest.fixture(autouse=True, params=[1, 2, 5])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Also more threads than this machine has cores, and than a weight has blocks."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def numbers(*shape: int, seed: int) -> torch.Tensor:
+    """Random bfloat16 of the shape."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def assert_rounded(found: torch.Tensor, exact: torch.Tensor, sizes: torch.Tensor) -> None:
+    """`found` is `exact` (float64) rounded to bfloat16, but for float32 sums of terms whose `sizes` add up to these."""
+    assert found.dtype is torch.bfloat16
+    error = (found.double() - exact).abs()
+    assert bool((error <= exact.abs() * 2**-8 + sizes * 2**-20).all()), (error / (exact.abs() + sizes)).max()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("features", "inputs"), SHAPES)
+def test_products_are_right_and_rows_do_not_depend_on_their_number(features: int, inputs: int, with_bias: bool) -> None:
+    weight, x = numbers(features, inputs, seed=1), numbers(max(ROWS), inputs, seed=2)
+    bias = numbers(features, seed=3) * 8 if with_bias else None
+    matmul = BlockedMatmul(weight.clone(), bias)
+    whole = matmul(x)
+    exact = x.double() @ weight.double().T
+    sizes = x.double().abs() @ weight.double().abs().T
+    if bias is not None:
+        exact, sizes = exact + bias.double(), sizes + bias.double().abs()
+    assert_rounded(whole, exact, sizes)
+    for rows in ROWS:
+        assert torch.equal(matmul(x[:rows]), whole[:rows])
+        assert torch.equal(matmul(x[-rows:]), whole[-rows:])
+
+
+def test_rows_may_lie_apart() -> None:
+    weight, wide = numbers(100, 64, seed=1), numbers(9, 200, seed=2)
+    matmul = BlockedMatmul(weight, None)
+    x = wide[:, 50:114]
+    assert torch.equal(matmul(x), matmul(x.contiguous()))
+    turned = numbers(64, 9, seed=3).T
+    assert torch.equal(matmul(turned), matmul(turned.contiguous()))
+    assert torch.equal(matmul(wide[:1, :64].expand(7, -1)), matmul(wide[:1, :64]).expand(7, -1))
+
+
+def test_no_rows_give_no_rows() -> None:
+    assert BlockedMatmul(numbers(100, 64, seed=1), None)(numbers(0, 64, seed=2)).shape == (0, 100)
+
+
+def test_the_product_keeps_no_hold_of_the_weight_that_it_was_made_of() -> None:
+    weight, x = numbers(100, 64, seed=1), numbers(3, 64, seed=2)
+    matmul = BlockedMatmul(weight, None)
+    expected = matmul(x)
+    weight.zero_()
+    assert torch.equal(matmul(x), expected)
+
+
+def test_values_that_are_not_numbers_come_through() -> None:
+    weight = numbers(70, 64, seed=1)
+    x = numbers(2, 64, seed=2)
+    x[1, 5] = float("nan")
+    found = BlockedMatmul(weight, None)(x)
+    assert bool(found[0].isfinite().all())
+    assert bool(found[1].isnan().all())
+
+
+@pytest.mark.parametrize("inputs", [64, 65])
+def test_linear_layers_agree_with_those_of_torch(inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An odd number of input features is torch's in any case."""
+    weight, bias, x = numbers(70, inputs, seed=1), numbers(70, seed=2), numbers(8, inputs, seed=3)
+    own = make_linear(weight.clone(), bias)
+    assert isinstance(own._product, BlockedMatmul) is (inputs % 2 == 0)
+    leave_to_torch(monkeypatch)
+    other = make_linear(weight.clone(), bias)
+    assert not isinstance(other._product, BlockedMatmul)
+    assert torch.allclose(own(x).float(), other(x).float(), rtol=2**-7, atol=2**-7)

@@ -1,0 +1,186 @@
+"""What kernels are written with: types, addresses and AVX-512 instructions, over llvmlite's IRBuilder.
+
+It knows LLVM IR. It does not know what a kernel computes or how it is run (machine.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llvmlite import ir
+
+LANES = 16
+"""Numbers of 32 bits in a register."""
+REGISTER_BYTES = 64
+PAIR_BYTES = 4
+"""Two bfloat16, what one lane of a dot product takes."""
+
+_LOG2_E = math.log2(math.e)
+_LN_2_HIGH, _LN_2_LOW = 0.693359375, -2.12194440e-4
+_EXP_COEFFICIENTS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+"""exp on [-ln 2 / 2, ln 2 / 2] as in the Cephes library (expf); ln 2 in two parts that subtract without error."""
+_SMALLEST_EXPONENT = -87.0
+
+
+class Emitter:
+    """Types and instructions in one module."""
+
+    def __init__(self, name: str) -> None:
+        """Start a module `name`."""
+        from llvmlite import ir
+
+        class BFloat(ir.Type):  # type: ignore[misc]
+            """LLVM's bfloat, which llvmlite has no class for."""
+
+            intrinsic_name = "bf16"
+
+            def _to_string(self) -> str:
+                return "bfloat"
+
+        self._ir = ir
+        self.module = ir.Module(name=name)
+        self.integer, self.small, self.bit, self.byte = (ir.IntType(bits) for bits in (64, 32, 1, 8))
+        self.pointer, self.void = ir.PointerType(), ir.VoidType()
+        self.floats = ir.VectorType(ir.FloatType(), LANES)
+        self.halves, self.pairs = ir.VectorType(BFloat(), LANES), ir.VectorType(BFloat(), 2 * LANES)
+        self.lanes = ir.VectorType(self.small, LANES)
+        floats, small = self.floats, self.small
+        self._dot = self.declare("llvm.x86.avx512bf16.dpbf16ps.512", floats, floats, self.pairs, self.pairs)
+        self._round = self.declare("llvm.x86.avx512bf16.cvtneps2bf16.512", self.halves, floats)
+        self._fma = self.declare("llvm.fma.v16f32", floats, floats, floats, floats)
+        self._nearest = self.declare("llvm.rint.v16f32", floats, floats)
+        self._store: ir.Function | None = None
+        self._prefetch = self.declare("llvm.prefetch.p0", self.void, self.pointer, small, small, small)
+
+    def declare(self, name: str, result: ir.Type, *arguments: ir.Type) -> ir.Function:
+        """A function defined elsewhere: an intrinsic, or a symbol that `machine.compile_kernels` binds."""
+        return self._ir.Function(self.module, self._ir.FunctionType(result, arguments), name)
+
+    def define(self, name: str, *arguments: ir.Type) -> tuple[ir.IRBuilder, Sequence[ir.Value]]:
+        """Start a function without a result: where to emit its body, and its arguments."""
+        function = self._ir.Function(self.module, self._ir.FunctionType(self.void, arguments), name)
+        return self._ir.IRBuilder(function.append_basic_block("entry")), function.args
+
+    def read(self, builder: ir.IRBuilder, pointer: ir.Value, layout: type[ctypes.Structure]) -> dict[str, ir.Value]:
+        """Load every field of a structure at `pointer`: pointers, int64, and float32 as a float."""
+        kinds = {ctypes.c_void_p: self.pointer, ctypes.c_int64: self.integer, ctypes.c_float: self._ir.FloatType()}
+        fields = {}
+        for name, kind in layout._fields_:  # type: ignore[misc]
+            place = self.at(builder, pointer, getattr(layout, name).offset)
+            fields[name] = builder.load(place, typ=kinds[kind], name=name)
+        return fields
+
+    def at(self, builder: ir.IRBuilder, pointer: ir.Value, offset: ir.Value | int) -> ir.Value:
+        """`pointer` plus `offset` bytes."""
+        if isinstance(offset, int):
+            offset = self.integer(offset)
+        return builder.gep(pointer, [offset], source_etype=self.byte)
+
+    def zeros(self) -> ir.Value:
+        """Sixteen float32 zeros."""
+        return self._ir.Constant(self.floats, None)
+
+    def numbers(self, values: Sequence[int]) -> ir.Value:
+        """Sixteen constant int32."""
+        return self._ir.Constant(self.lanes, list(values))
+
+    def spread(self, builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+        """A float32 or int32 in all sixteen lanes."""
+        kind = self._ir.VectorType(value.type, LANES)
+        undefined = self._ir.Constant(kind, self._ir.Undefined)
+        first = builder.insert_element(undefined, value, self.small(0))
+        return builder.shuffle_vector(first, undefined, self._ir.Constant(self.lanes, None))
+
+    def spread_constant(self, value: float) -> ir.Value:
+        """A constant float32 in all sixteen lanes."""
+        return self._ir.Constant(self.floats, [value] * LANES)
+
+    def spread_pair(self, builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+        """Two bfloat16 at `address` in all sixteen lanes."""
+        value = builder.load(address, typ=self.small, align=2)
+        return builder.bitcast(self.spread(builder, value), self.pairs)
+
+    def add_dot(self, builder: ir.IRBuilder, place: ir.Value, left: ir.Value, right: ir.Value) -> None:
+        """Add to the sixteen float32 at `place`, lane by lane, the products of two pairs of bfloat16."""
+        total = builder.load(place, typ=self.floats)
+        builder.store(builder.call(self._dot, [total, left, right]), place)
+
+    def round(self, builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+        """Sixteen float32 → sixteen bfloat16, to nearest even."""
+        return builder.call(self._round, [value])
+
+    def exp(self, builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+        """exp of sixteen numbers of at most 0, to 2 units in the last place; 0 where it would be less than 1e-37."""
+        constant = self.spread_constant
+        power = builder.call(self._nearest, [builder.fmul(x, constant(_LOG2_E))])
+        power = builder.select(builder.fcmp_ordered(">", x, constant(_SMALLEST_EXPONENT)), power, self.zeros())
+        rest = builder.call(self._fma, [power, constant(-_LN_2_HIGH), x])
+        rest = builder.call(self._fma, [power, constant(-_LN_2_LOW), rest])
+        result = constant(_EXP_COEFFICIENTS[0])
+        for coefficient in _EXP_COEFFICIENTS[1:]:
+            result = builder.call(self._fma, [result, rest, constant(coefficient)])
+        square = builder.fmul(rest, rest)
+        result = builder.call(self._fma, [result, square, builder.fadd(rest, constant(1.0))])
+        exponent = builder.shl(builder.fptosi(power, self.lanes), self.numbers([23] * LANES))
+        result = builder.bitcast(builder.add(builder.bitcast(result, self.lanes), exponent), self.floats)
+        return builder.select(builder.fcmp_ordered(">", x, constant(_SMALLEST_EXPONENT)), result, self.zeros())
+
+    def extend(self, builder: ir.IRBuilder, halves: ir.Value) -> ir.Value:
+        """Sixteen bfloat16 → sixteen float32."""
+        bits = builder.bitcast(halves, self._ir.VectorType(self._ir.IntType(16), LANES))
+        shifted = builder.shl(builder.zext(bits, self.lanes), self.numbers([16] * LANES))
+        return builder.bitcast(shifted, self.floats)
+
+    def load_halves(self, builder: ir.IRBuilder, base: ir.Value, offset: ir.Value) -> ir.Value:
+        """Sixteen bfloat16 at `base` plus `offset` bytes, as float32."""
+        return self.extend(builder, builder.load(self.at(builder, base, offset), typ=self.halves, align=2))
+
+    def prefetch(self, builder: ir.IRBuilder, address: ir.Value, locality: int) -> None:
+        """Ask for the cache line at `address`; locality as in LLVM's prefetch, 0 for use once to 3 for keep."""
+        read, data = self.small(0), self.small(1)
+        builder.call(self._prefetch, [address, read, self.small(locality), data])
+
+    def store_some(self, builder: ir.IRBuilder, value: ir.Value, address: ir.Value, mask: ir.Value) -> None:
+        """Store those of sixteen bfloat16 whose bit of `mask` is set."""
+        if self._store is None:
+            name, kinds = "llvm.masked.store.v16bf16.p0", (self.halves, self.pointer, self.small, mask.type)
+            self._store = self.declare(name, self.void, *kinds)
+        builder.call(self._store, [value, address, self.small(2), mask])
+
+    def call_one(
+        self, builder: ir.IRBuilder, number: ir.Value, functions: Sequence[ir.Function], arguments: Sequence[ir.Value]
+    ) -> None:
+        """Call the first of `functions` where `number` is 1, the second where it is 2, and so on."""
+        done = builder.append_basic_block("called")
+        choice = builder.switch(number, done)
+        for case, function in enumerate(functions, 1):
+            block = builder.append_basic_block(function.name)
+            choice.add_case(number.type(case), block)
+            builder.position_at_end(block)
+            builder.call(function, arguments)
+            builder.branch(done)
+        builder.position_at_end(done)
+
+
+@contextmanager
+def count(builder: ir.IRBuilder, start: ir.Value, stop: ir.Value, step: ir.Value | int) -> Iterator[ir.Value]:
+    """Emit `for (index = start; index < stop; index += step)` around what the body emits; yields the index, int64."""
+    before = builder.block
+    head, body = builder.append_basic_block("head"), builder.append_basic_block("body")
+    after = builder.append_basic_block("after")
+    builder.branch(head)
+    builder.position_at_end(head)
+    index = builder.phi(start.type)
+    index.add_incoming(start, before)
+    builder.cbranch(builder.icmp_signed("<", index, stop), body, after)
+    builder.position_at_end(body)
+    yield index
+    stride = start.type(step) if isinstance(step, int) else step
+    index.add_incoming(builder.add(index, stride), builder.block)
+    builder.branch(head)
+    builder.position_at_end(after)
