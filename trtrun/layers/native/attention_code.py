@@ -23,7 +23,7 @@ TILE_QUERIES = 6
 SCRATCH_BYTES_PER_KEY = TILE_QUERIES * (4 + 2)
 """A float32 score and a bfloat16 weight for each query."""
 
-_VARIANTS = (1, 2, 4, TILE_QUERIES)
+_VARIANTS = (1, 2, TILE_QUERIES)
 """Numbers of queries that there is code for; the last query is computed again to make up the next of them."""
 _CHUNK = 64
 """Numbers of a head that are accumulated at a time."""

@@ -23,7 +23,7 @@ from torch.nn import functional
 from trtrun.layers.native.machine import Kernel, compile_kernels
 from trtrun.layers.native.matmul_code import BLOCK, KERNEL, STRETCH, TILE_ROWS, Arguments, matmul_module
 
-_KEPT_BYTES = 2**20
+_CACHED_BYTES = 2**20
 """Weights up to this size belong to models small enough to stay in the caches (the shipped pair: 20 MB in all)."""
 
 
@@ -53,7 +53,7 @@ class BlockedMatmul:
             bias=None if self._bias is None else self._bias.data_ptr(),
             pairs=inputs // 2,
             features=self._features,
-            keep=self._blocks.nbytes <= _KEPT_BYTES,
+            is_cached=self._blocks.nbytes <= _CACHED_BYTES,
         )
         self._address = ctypes.addressof(self._arguments)
 

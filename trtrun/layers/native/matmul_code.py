@@ -30,15 +30,16 @@ _BLOCK_PAIR_BYTES = BLOCK * PAIR_BYTES
 _PREFETCH_BYTES = 6144
 """How far ahead the first tile asks for memory. Measured on Zen 5: 2 to 8 KiB are within 5 %, asking for none costs
 15 % at six rows."""
-_USE_ONCE, _TO_SECOND_LEVEL, _KEEP = 0, 2, 3
-"""Prefetches: lines used once leave the first-level cache to x (5 % at six rows), but are lost to later calls."""
+_USE_ONCE, _TO_SECOND_LEVEL = 0, 2
+"""Prefetches. A line that is used once leaves the first-level cache to x, which is 5 % at six rows, but is lost to the
+next call."""
 
 
 class Arguments(ctypes.Structure):
     """What the kernel gets.
 
     Strides are in bytes. scratch is [threads, rows, 64] float32, needed where rows > TILE_ROWS and pairs > STRETCH.
-    keep is 1 for a weight that caches may hold from call to call, 0 for one that memory delivers each time.
+    is_cached is 1 for a weight that caches may hold from call to call, 0 for one that memory delivers each time.
     """
 
     _fields_: ClassVar = [
@@ -51,14 +52,14 @@ class Arguments(ctypes.Structure):
         ("rows", ctypes.c_int64),
         ("pairs", ctypes.c_int64),
         ("features", ctypes.c_int64),
-        ("keep", ctypes.c_int64),
+        ("is_cached", ctypes.c_int64),
     ]
 
 
 def matmul_module() -> ir.Module:
     """A module whose function KERNEL takes Arguments and shares the blocks out over the threads that enter it."""
     code = _MatmulCode(KERNEL)
-    hints = (_USE_ONCE, _KEEP, _TO_SECOND_LEVEL)
+    hints = (_USE_ONCE, _TO_SECOND_LEVEL)
     code.emit_kernel([[code.emit_tile(rows, hint) for rows in range(1, TILE_ROWS + 1)] for hint in hints])
     return code.module
 
@@ -71,7 +72,7 @@ class _MatmulCode(Emitter):
 
         `lanes` output features of the block exist. Accumulators start at zero in the `first` stretch, else in scratch,
         and end in y after the `last`, else in scratch. With every pair the tile prefetches what lies a bit ahead of its
-        weight; with _TO_SECOND_LEVEL, one line at `ahead` instead, as an earlier tile has brought the weight.
+        weight; with _TO_SECOND_LEVEL, one line at `ahead` instead, as the weight is in a cache.
         """
         integer, pointer, bit = self.integer, self.pointer, self.bit
         kinds = [pointer, integer, pointer, pointer, pointer, pointer, integer, pointer, integer, integer, bit, bit]
@@ -198,7 +199,7 @@ class _MatmulCode(Emitter):
                     builder.icmp_signed("==", pair, integer(0)),
                     last,
                 ]
-                self._emit_choice(builder, tiles, builder.sub(rows, row), row, field["keep"], arguments)
+                self._emit_choice(builder, tiles, builder.sub(rows, row), row, field["is_cached"], arguments)
         builder.ret_void()
 
     def _ahead(self, builder: ir.IRBuilder, weight: ir.Value, pairs: ir.Value, row: ir.Value) -> ir.Value:
@@ -214,13 +215,13 @@ class _MatmulCode(Emitter):
         tiles: list[list[ir.Function]],
         left: ir.Value,
         row: ir.Value,
-        keep: ir.Value,
+        is_cached: ir.Value,
         arguments: list[ir.Value],
     ) -> None:
-        """Call the tile for the `left` rows from `row` on: tiles [streaming, keeping, later][rows - 1]."""
+        """Call the tile for the `left` rows from `row` on: tiles [from memory, from a cache][rows - 1]."""
         full = self.integer(TILE_ROWS)
         taken = builder.select(builder.icmp_signed("<", left, full), left, full)
-        later = builder.icmp_signed(">", row, self.integer(0))
-        kind = builder.select(later, self.integer(len(tiles) - 1), keep)
+        is_later = builder.icmp_signed(">", row, self.integer(0))
+        kind = builder.select(is_later, self.integer(1), is_cached)
         number = builder.add(taken, builder.mul(kind, full))
         self.call_one(builder, number, [tile for hint in tiles for tile in hint], arguments)
