@@ -31,6 +31,7 @@ from trtrun.core import SamplingParams
 from trtrun.errors import ConfigError, InvalidRequestError
 from trtrun.llm import LLM
 from trtrun.models.config import read_model_config
+from trtrun.outputs import RankReport
 from trtrun.roles.startup import resolve_dtype, target_context
 
 PLAIN = "plain"
@@ -96,18 +97,21 @@ def check_bench(job: Job, options: BenchOptions) -> None:
 def play_bench(job: Job, options: BenchOptions) -> int:
     """This rank's part of a benchmark; rank 0 prints a table and, last, one JSON object."""
     seed = options.seed if options.seed is not None else int.from_bytes(os.urandom(4), "little")
-    results, identical = _measure(job, options, seed)
+    results, identical, ranks = _measure(job, options, seed)
     gc.collect()  # the peer gets the memory
     peer = _run_peer(job, options, results) if options.peer is not None else {}
     report = _make_report(job, options, seed, results, peer, identical)
+    report["kernels"] = sorted({rank.kernels for rank in ranks if rank.kernels})
     if not options.as_json:
         _print_table(report)
     print(json.dumps(report), flush=True)
     return 0
 
 
-def _measure(job: Job, options: BenchOptions, seed: int) -> tuple[dict[int, dict[str, Case]], bool | None]:
-    """Cases by number of rows and mode, and whether speculation gave plain decoding's tokens on the same prompts."""
+def _measure(
+    job: Job, options: BenchOptions, seed: int
+) -> tuple[dict[int, dict[str, Case]], bool | None, tuple[RankReport, ...]]:
+    """Cases by number of rows and mode, whether speculation gave plain decoding's tokens on the same prompts, ranks."""
     generator = random.Random(seed)
     modes = (PLAIN, SPECULATIVE) if job.config.is_speculative else (PLAIN,)
     identical: bool | None = None
@@ -125,8 +129,9 @@ def _measure(job: Job, options: BenchOptions, seed: int) -> tuple[dict[int, dict
                     _run_once(llm, cases[mode], _draw(generator, vocabulary, rows, options), options.max_tokens)
         if SPECULATIVE in modes:
             identical = _is_identical(llm, _draw(generator, vocabulary, 1, options), options.max_tokens)
+        ranks = llm.report.ranks
     finish_mpi()
-    return results, identical
+    return results, identical, ranks
 
 
 def _draw(generator: random.Random, vocabulary: int, rows: int, options: BenchOptions) -> Prompts:
@@ -196,8 +201,8 @@ def _run_peer(job: Job, options: BenchOptions, results: dict[int, dict[str, Case
         ],
     }
     environment = {**build_environment(), "OMP_NUM_THREADS": str(_total_threads(job))}
-    if environment.pop("TRTRUN_SET_HUGE_PAGES", None):
-        del environment["THP_MEM_ALLOC_ENABLE"]  # the peer runs as its users run it
+    for name in environment.pop("TRTRUN_SETTINGS", "").split(","):
+        environment.pop(name, None)  # the peer runs as its users run it
     ended = subprocess.run(
         [sys.executable, "-m", "launch.peer"],
         input=json.dumps(task),

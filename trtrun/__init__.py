@@ -13,11 +13,18 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-# Weights on the CPU are read from end to end for every token: huge pages spare address translation (4 % of a round was
-# measured). torch reads this when it first allocates, hence here; the user's own setting wins. The second variable
-# tells child processes that are not trtrun whose setting it is.
-if "THP_MEM_ALLOC_ENABLE" not in os.environ:
-    os.environ["THP_MEM_ALLOC_ENABLE"] = os.environ["TRTRUN_SET_HUGE_PAGES"] = "1"
+# Settings of torch that it reads when it first allocates and multiplies, hence here; the user's own win.
+_SETTINGS = {
+    # Weights on the CPU are read from end to end for every token: huge pages spare address translation (4 % of a round
+    # was measured).
+    "THP_MEM_ALLOC_ENABLE": "1",
+    # With AMX, oneDNN's bfloat16 results depend on the number of rows, so that verification would not be exact.
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",
+}
+_ours = [name for name in _SETTINGS if name not in os.environ]
+os.environ.update({name: _SETTINGS[name] for name in _ours})
+if _ours:  # tells child processes that are not trtrun whose settings these are
+    os.environ["TRTRUN_SETTINGS"] = ",".join(_ours)
 
 if TYPE_CHECKING:
     from trtrun.core import SamplingParams

@@ -67,7 +67,10 @@ class StreamChunk:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank holds once it has started. Bytes; `kv_tokens` counts tokens that its KV store holds."""
+    """What one rank holds once it has started. Bytes; `kv_tokens` counts tokens that its KV store holds.
+
+    `kernels` says what its engines compute with: "triton", "avx512_bf16" (trtrun's own on the CPU) or "torch".
+    """
 
     rank: int
     host: str
@@ -78,6 +81,7 @@ class RankReport:
     kv_bytes: int = 0
     kv_tokens: int = 0
     peak_memory_bytes: int = 0
+    kernels: str = ""
 
 
 @dataclass(frozen=True)

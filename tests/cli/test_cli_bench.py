@@ -8,6 +8,8 @@ import sys
 import pytest
 from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run
 
+from trtrun.layers.native.machine import has_bfloat16_kernels
+
 
 def test_bench_beside_transformers(config: Configs, trtrun: Run) -> None:
     done = trtrun(
@@ -19,6 +21,7 @@ def test_bench_beside_transformers(config: Configs, trtrun: Run) -> None:
     assert report["seed"] == 7
     assert report["total_threads"] == 1
     assert report["identical_to_plain"] is True
+    assert report["kernels"] == ["torch"]  # float32
     assert [entry["rows"] for entry in report["results"]] == [1, 2]
     one, two = report["results"]
     assert set(one["ratios"]) == {
@@ -41,6 +44,16 @@ def test_bench_over_ranks_draws_a_seed_and_prints_json_alone(config: Configs, tr
     assert len(report["ranks"]) == 4
     assert report["total_threads"] == 3
     assert report["identical_to_plain"] is True
+    assert report["kernels"] == ["torch"]  # float32
+
+
+def test_bench_says_what_bfloat16_was_computed_with(config: Configs, trtrun: Run) -> None:
+    words = ("--set", "target.dtype=bfloat16", "--set", "draft.dtype=bfloat16")
+    done = trtrun(
+        "bench", "--config", config(ONE_PROCESS), *words, "--rows", "1", "--repeats", 1, "--max-tokens", 4, "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["kernels"] == ["avx512_bf16" if has_bfloat16_kernels() else "torch"]
 
 
 @pytest.mark.parametrize(

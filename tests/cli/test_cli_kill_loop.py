@@ -28,7 +28,7 @@ START_SECONDS = 3.0
 PROMPTS = [
     {
         "prompt": f"def f{index}(",
-        "max_tokens": 4 + index * 7 % 11,
+        "max_tokens": 20 + index * 7 % 61,  # long enough to be killed in
         "ignore_eos": True,
         "temperature": 0.5,
         "seed": index,

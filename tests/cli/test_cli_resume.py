@@ -41,10 +41,13 @@ TEXTS = [
     "if x:\n    ",
     "try:\n",
 ]
-LENGTHS = [150, 30, 90, 150, 60, 120, 20, 150, 100, 40, 150, 80]
-"""Tokens of each prompt: so different that rows finish in another order than they come in."""
+LENGTHS = [450, 90, 270, 450, 180, 360, 60, 450, 300, 120, 450, 240]
+"""Tokens of each prompt: so different that rows finish in another order than they come in, and so many that a run can
+be killed between them."""
 
-PROMPTS = [{"prompt": TEXTS[i % 8] * (1 + i // 8), "max_tokens": LENGTHS[i], "ignore_eos": True} for i in range(12)]
+PROMPTS = [
+    {"prompt": TEXTS[i % 8] * (1 + i // 8), "max_tokens": LENGTHS[i % 12], "ignore_eos": True} for i in range(20)
+]
 MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 Victim = Callable[[int, dict[int, int]], int]
 

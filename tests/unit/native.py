@@ -9,7 +9,7 @@ from trtrun.layers.native import fused
 from trtrun.layers.native.machine import has_bfloat16_kernels
 
 needs_kernels = pytest.mark.skipif(
-    not has_bfloat16_kernels(), reason="the kernels need AVX-512 BF16 without AMX, libgomp and llvmlite"
+    not has_bfloat16_kernels(), reason="the kernels need AVX-512 BF16, libgomp and llvmlite"
 )
 
 

@@ -4,7 +4,7 @@ It knows one weight matrix. It does not know tensor parallelism: the model adds 
 
 Backends, by device and dtype:
 
-- CPU, bfloat16, on processors with AVX-512 BF16 and without AMX: trtrun's own kernel (native/matmul.py).
+- CPU, bfloat16, on processors with AVX-512 BF16: trtrun's own kernel (native/matmul.py).
 - CPU, float32, and bfloat16 elsewhere: oneDNN with the weight packed once into blocks. Several rows then cost hardly
   more than one, which is what verification lives on; `F.linear` packs anew at every call.
 - CPU, float16, and builds of torch without oneDNN: `F.linear`.

@@ -34,6 +34,7 @@ from trtrun.kvcache.sizing import (
     useful_blocks,
 )
 from trtrun.kvcache.store import KVStore
+from trtrun.layers.kernels import kernels_for
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.models.loading import LoadReport, load_model, shard_bytes
@@ -212,6 +213,7 @@ class RankStartup:
 
     def _report(self, num_blocks: int) -> RankReport:
         loaded = [engine.report for engine in self._engines.values()]
+        models = [engine.model for engine in self._engines.values()]
         block_size = self._config.kv_cache.block_size
         return RankReport(
             rank=self._rank,
@@ -222,6 +224,7 @@ class RankStartup:
             shard_bytes=sum(report.shard_bytes for report in loaded),
             kv_bytes=num_blocks * self._demand().bytes_per_block,
             kv_tokens=tokens_of_blocks(num_blocks, block_size),
+            kernels="+".join(sorted({kernels_for(model.device, model.dtype) for model in models})),
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
 

@@ -29,13 +29,11 @@ THREAD_NUMBER, NUM_THREADS, BARRIER = "omp_get_thread_num", "omp_get_num_threads
 
 @functools.cache
 def has_bfloat16_kernels() -> bool:
-    """Whether kernels of bfloat16 dot products run here, and are what this processor is best at.
+    """Whether kernels of bfloat16 dot products run here.
 
-    They need AVX-512 BF16, a torch that runs on GNU OpenMP (the Linux wheels do) and llvmlite. Processors with AMX
-    multiply several times faster through oneDNN, which uses it.
+    They need AVX-512 BF16, a torch that runs on GNU OpenMP (the Linux wheels do) and llvmlite.
     """
-    features = _processor_features()
-    return bool(features.get("avx512bf16")) and not features.get("amx-bf16") and _openmp() is not None
+    return bool(_processor_features().get("avx512bf16")) and _openmp() is not None
 
 
 def _processor_features() -> dict[str, bool]:
