@@ -9,8 +9,9 @@ import torch
 from native import leave_to_torch, needs_kernels
 
 from trtrun.layers.linear import make_linear
+from trtrun.layers.native.machine import compile_kernels
 from trtrun.layers.native.matmul import BlockedMatmul
-from trtrun.layers.native.matmul_code import STRETCH, TILE_ROWS
+from trtrun.layers.native.matmul_code import KERNEL, STRETCH, TILE_ROWS, matmul_module, prefetch_for
 
 pytestmark = needs_kernels
 
@@ -93,6 +94,16 @@ def test_values_that_are_not_numbers_come_through() -> None:
     found = BlockedMatmul(weight, None)(x)
     assert bool(found[0].isfinite().all())
     assert bool(found[1].isnan().all())
+
+
+@pytest.mark.parametrize("processor", ["znver5", "sapphirerapids"])
+def test_every_way_to_prefetch_gives_the_same(processor: str) -> None:
+    """What other processors get runs here too."""
+    weight, x = numbers(1000, 688, seed=1), numbers(8, 688, seed=2)
+    own, other = BlockedMatmul(weight, None), BlockedMatmul(weight, None)
+    other._kernel = compile_kernels(matmul_module(prefetch_for(processor)), KERNEL)[KERNEL]
+    for rows in (1, 6, 8):
+        assert torch.equal(other(x[:rows]), own(x[:rows]))
 
 
 @pytest.mark.parametrize("inputs", [64, 65])

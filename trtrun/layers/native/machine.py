@@ -46,6 +46,13 @@ def _processor_features() -> dict[str, bool]:
     return dict(llvm.get_host_cpu_features())
 
 
+def processor_name() -> str:
+    """This processor as LLVM calls it: "znver5", "sapphirerapids"."""
+    import llvmlite.binding as llvm
+
+    return str(llvm.get_host_cpu_name())
+
+
 @functools.cache
 def _openmp() -> ctypes.CDLL | None:
     """The OpenMP library that torch has loaded, if it is libgomp."""
@@ -66,7 +73,7 @@ def compile_kernels(module: ir.Module, *names: str) -> dict[str, Kernel]:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
+        cpu=processor_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
     )
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()

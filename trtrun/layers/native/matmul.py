@@ -20,8 +20,8 @@ import functools
 import torch
 from torch.nn import functional
 
-from trtrun.layers.native.machine import Kernel, compile_kernels
-from trtrun.layers.native.matmul_code import BLOCK, KERNEL, STRETCH, TILE_ROWS, Arguments, matmul_module
+from trtrun.layers.native.machine import Kernel, compile_kernels, processor_name
+from trtrun.layers.native.matmul_code import BLOCK, KERNEL, STRETCH, TILE_ROWS, Arguments, matmul_module, prefetch_for
 
 _CACHED_BYTES = 2**20
 """Weights up to this size belong to models small enough to stay in the caches (the shipped pair: 20 MB in all)."""
@@ -81,4 +81,4 @@ def can_block(weight: torch.Tensor) -> bool:
 
 @functools.cache
 def _kernel() -> Kernel:
-    return compile_kernels(matmul_module(), KERNEL)[KERNEL]
+    return compile_kernels(matmul_module(prefetch_for(processor_name())), KERNEL)[KERNEL]

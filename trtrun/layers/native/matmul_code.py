@@ -7,7 +7,7 @@ products are added, is told in matmul.py.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from trtrun.layers.native.emitter import LANES, PAIR_BYTES, REGISTER_BYTES, Emitter, count
 from trtrun.layers.native.machine import NUM_THREADS, THREAD_NUMBER
@@ -27,12 +27,24 @@ next, which is on its way, fit a second-level cache of 1 MiB."""
 _REGISTERS = BLOCK // LANES
 _LINE_BYTES = REGISTER_BYTES
 _BLOCK_PAIR_BYTES = BLOCK * PAIR_BYTES
-_PREFETCH_BYTES = 6144
-"""How far ahead the first tile asks for memory. Measured on Zen 5: 2 to 8 KiB are within 5 %, asking for none costs
-15 % at six rows."""
-_USE_ONCE, _TO_SECOND_LEVEL = 0, 2
-"""Prefetches. A line that is used once leaves the first-level cache to x, which is 5 % at six rows, but is lost to the
-next call."""
+_TO_SECOND_LEVEL = 2
+
+
+class Prefetch(NamedTuple):
+    """How the first tile asks for a weight that memory delivers: bytes ahead, and locality as in Emitter.prefetch."""
+
+    distance: int
+    locality: int
+
+
+def prefetch_for(processor: str) -> Prefetch:
+    """What is fastest on `processor` (a name as LLVM has it).
+
+    On Zen 5 lines that are used once leave the first-level cache to x: 5 % at six rows over other prefetches, and 15 %
+    over none; 2 to 8 KiB ahead are the same to 5 %. On a Xeon with AMX that was 2.5 times slower than asking for the
+    second-level cache, as the first level waits for few lines at a time; there 4 to 32 KiB ahead are the same.
+    """
+    return Prefetch(6144, 0) if processor.startswith("znver") else Prefetch(8192, _TO_SECOND_LEVEL)
 
 
 class Arguments(ctypes.Structure):
@@ -56,27 +68,27 @@ class Arguments(ctypes.Structure):
     ]
 
 
-def matmul_module() -> ir.Module:
+def matmul_module(prefetch: Prefetch) -> ir.Module:
     """A module whose function KERNEL takes Arguments and shares the blocks out over the threads that enter it."""
     code = _MatmulCode(KERNEL)
-    hints = (_USE_ONCE, _TO_SECOND_LEVEL)
-    code.emit_kernel([[code.emit_tile(rows, hint) for rows in range(1, TILE_ROWS + 1)] for hint in hints])
+    tiles = [[code.emit_tile(rows, kind) for rows in range(1, TILE_ROWS + 1)] for kind in (prefetch, None)]
+    code.emit_kernel(tiles)
     return code.module
 
 
 class _MatmulCode(Emitter):
     """Emits the kernel and its tiles."""
 
-    def emit_tile(self, rows: int, hint: int) -> ir.Function:
+    def emit_tile(self, rows: int, prefetch: Prefetch | None) -> ir.Function:
         """tile(x, x_stride, weight, ahead, bias, y, y_stride, scratch, pairs, lanes, first, last) for `rows` rows.
 
         `lanes` output features of the block exist. Accumulators start at zero in the `first` stretch, else in scratch,
         and end in y after the `last`, else in scratch. With every pair the tile prefetches what lies a bit ahead of its
-        weight; with _TO_SECOND_LEVEL, one line at `ahead` instead, as the weight is in a cache.
+        weight; without `prefetch`, as the weight is in a cache, one line at `ahead`.
         """
         integer, pointer, bit = self.integer, self.pointer, self.bit
         kinds = [pointer, integer, pointer, pointer, pointer, pointer, integer, pointer, integer, integer, bit, bit]
-        builder, arguments = self.define(f"tile_{rows}_{hint}", *kinds)
+        builder, arguments = self.define(f"tile_{rows}_{'cached' if prefetch is None else 'streamed'}", *kinds)
         x, x_stride, weight, ahead, bias, y, y_stride, scratch, pairs, lanes, first, last = arguments
         sums = [[builder.alloca(self.floats) for _ in range(_REGISTERS)] for _ in range(rows)]
         places = [
@@ -95,11 +107,12 @@ class _MatmulCode(Emitter):
         with count(builder, integer(0), pairs, 1) as pair:
             offset = builder.mul(pair, integer(_BLOCK_PAIR_BYTES))
             line = self.at(builder, weight, offset)
-            if hint == _TO_SECOND_LEVEL:
-                self.prefetch(builder, self.at(builder, ahead, offset), hint)
+            if prefetch is None:
+                self.prefetch(builder, self.at(builder, ahead, offset), _TO_SECOND_LEVEL)
             else:
                 for part in range(_REGISTERS):
-                    self.prefetch(builder, self.at(builder, line, part * _LINE_BYTES + _PREFETCH_BYTES), hint)
+                    place = self.at(builder, line, part * _LINE_BYTES + prefetch.distance)
+                    self.prefetch(builder, place, prefetch.locality)
             self._add_products(builder, sums, inputs, line, pair)
         with builder.if_else(last) as (then, otherwise):
             with then:

@@ -1,0 +1,117 @@
+"""Times trtrun's bfloat16 kernels on the CPU beside what runs without them: oneDNN's products and torch's attention.
+
+    python scripts/bench_cpu_kernels.py [--threads 2] [--hidden 1024] [--rows 1,6,32] [--context 128]
+
+Weights are streamed from memory, as in decoding: each product goes through so many of them that no cache holds them.
+The two take turns within each repeat; times are medians. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from trtrun.kvcache.store import KVStore
+from trtrun.layers.attention import GatherAttention
+from trtrun.layers.linear import OneDnnMatmul
+from trtrun.layers.native.attention import NativeAttention
+from trtrun.layers.native.machine import has_bfloat16_kernels
+from trtrun.layers.native.matmul import BlockedMatmul
+from trtrun.layers.segments import AttentionBatch, AttentionSegment
+
+STREAMED_BYTES = 400_000_000
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 64, 16
+
+
+def in_turns(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each call, one after the other in every repeat; the first repeat does not count."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
+
+
+def time_products(features: int, inputs: int, rows: list[int], repeats: int) -> list[dict[str, object]]:
+    """One entry for each number of rows: microseconds a product and gigabytes of weight a second."""
+    count = max(2, STREAMED_BYTES // (features * inputs * 2))
+    weights = [torch.randn(features, inputs).bfloat16() for _ in range(count)]
+    products: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {
+        "own": [BlockedMatmul(weight, None) for weight in weights],
+        "onednn": [OneDnnMatmul(weight, None, batch_invariant=True) for weight in weights],
+    }
+    del weights
+    entries: list[dict[str, object]] = []
+    for number in rows:
+        x = torch.randn(number, inputs).bfloat16()
+        calls = {name: lambda made=made, x=x: [product(x) for product in made] for name, made in products.items()}
+        seconds = {name: value / count for name, value in in_turns(calls, repeats).items()}
+        entry: dict[str, object] = {"features": features, "inputs": inputs, "rows": number}
+        for name, value in seconds.items():
+            entry[f"{name}_us"] = round(value * 1e6, 1)
+            entry[f"{name}_gb_per_s"] = round(features * inputs * 2 / value / 1e9, 1)
+        entries.append(entry)
+        print(
+            f"product {features} x {inputs}, {number} rows: "
+            + ", ".join(f"{k} {v}" for k, v in list(entry.items())[3:])
+        )
+    return entries
+
+
+def time_attention(queries: int, context: int, repeats: int) -> dict[str, object]:
+    """Microseconds of one layer's attention for one row with `queries` positions behind `context` tokens."""
+    blocks = -(-(context + queries) // BLOCK_SIZE)
+    tables, positions = torch.arange(1, blocks + 1).view(1, -1), torch.arange(context, context + queries).view(1, -1)
+    fused = torch.randn(queries, HEADS + 2 * KV_HEADS, HEAD_DIM).bfloat16()
+    query, key, value = fused.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    calls = {}
+    for name, backend in (("own", NativeAttention(HEAD_DIM)), ("torch", GatherAttention())):
+        layer = KVStore(1, blocks + 1, KV_HEADS, BLOCK_SIZE, HEAD_DIM, torch.bfloat16, torch.device("cpu")).layer(0)
+        batch = AttentionBatch([AttentionSegment(0, 1, queries, tables, positions)], BLOCK_SIZE)
+        calls[name] = lambda backend=backend, layer=layer, batch=batch: [
+            backend.forward(query, key, value, layer, batch, 0.125, None) for _ in range(10)
+        ]
+    seconds = in_turns(calls, repeats)
+    entry: dict[str, object] = {"context": context, "queries": queries}
+    entry |= {f"{name}_us": round(value / 10 * 1e6, 1) for name, value in seconds.items()}
+    print(f"attention, {context} tokens, {queries} queries: own {entry['own_us']} us, torch {entry['torch_us']} us")
+    return entry
+
+
+def main() -> int:
+    """Run everything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--hidden", type=int, default=1024, help="the products are those of a layer with 4 times as many features"
+    )
+    parser.add_argument("--rows", default="1,6,32", help="numbers of rows, with commas between")
+    parser.add_argument("--context", type=int, default=128, help="tokens that attention looks back on")
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    if not has_bfloat16_kernels():
+        print("bench_cpu_kernels.py: the kernels need AVX-512 BF16, libgomp and llvmlite", file=sys.stderr)
+        return 2
+    torch.set_num_threads(options.threads)
+    rows = [int(number) for number in options.rows.split(",")]
+    shapes = [
+        (8 * options.hidden, options.hidden),
+        (options.hidden, 4 * options.hidden),
+        (options.hidden, options.hidden),
+    ]
+    products = [entry for shape in shapes for entry in time_products(*shape, rows, options.repeats)]
+    attention = [time_attention(queries, options.context, options.repeats) for queries in rows]
+    print(json.dumps({"threads": options.threads, "products": products, "attention": attention}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
