@@ -11,10 +11,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from pipelines import open_llm
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -120,3 +122,26 @@ def test_a_kv_store_takes_memory_only_where_it_was_written(models: Path) -> None
     small, large = (measure(models, "", "bfloat16", tokens=20, kv_tokens=count) for count in (4096, 65536))
     assert large[5] > 10 * small[5]
     assert large[2] - large[0] < small[2] - small[0] + (large[5] - small[5]) // 10
+
+
+def is_resident(tensor: torch.Tensor) -> bool:
+    """Whether the system has given memory to the first page of a tensor on the host."""
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        pagemap.seek(tensor.data_ptr() // os.sysconf("SC_PAGE_SIZE") * 8)
+        return bool(int.from_bytes(pagemap.read(8), sys.byteorder) >> 63)
+
+
+def test_a_host_store_has_memory_for_one_forward_from_the_start_and_no_more(models: Path) -> None:
+    """First requests do not wait for pages, and a store that may take half of the machine's memory takes none of it."""
+    settings: dict[str, Any] = {"kv_cache": {"max_tokens": 40_000}, "scheduler": {"max_num_tokens": 320}}
+    with open_llm(models / "tiny", models / "tiny", **settings) as llm:
+        worker = llm._orchestrator._fleet._worker
+        for engine in (worker.target, worker.drafter._engine):
+            data = engine._store.data  # [layers, 2, blocks, kv_heads, block, head]
+            assert data.shape[2] == 1 + 40_000 // 16
+            parts = data.flatten(0, 1)
+            assert all(is_resident(part[block]) for part in parts for block in (1, 10, 20))
+            # The middle is farther from the blocks with memory, in this part and the next, than a huge page is long.
+            assert parts[0].nbytes > 5_000_000
+            assert not any(is_resident(part[data.shape[2] // 2]) for part in parts)
+            assert not data[:, :, 1:].any()  # block 0 takes what warming up writes
