@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -38,7 +39,12 @@ RunRanks = Callable[..., Finished]
 
 
 def pytest_sessionstart() -> None:
-    """Tests start mpirun by hand too, and tests kill mpirun."""
+    """Tests start mpirun by hand too, and tests kill mpirun.
+
+    A shell has what it starts in the background ignore SIGINT, and so would every process that a test sends Ctrl-C to.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     remove_leftovers(os.environ)
 
 
