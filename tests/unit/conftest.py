@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import make_checkpoint, make_tokenizer
 from pipelines import LLM_VOCABULARY, noisy_copy, open_llm
 
@@ -41,3 +42,12 @@ def _idle_is_whole(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "llm" in request.fixturenames:
         request.getfixturevalue("llm").check_idle()
+
+
+@pytest.fixture(params=[1, 2, 5])
+def each_number_of_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """torch's threads, also more of them than a small machine has cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)

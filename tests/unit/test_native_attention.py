@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,19 +13,11 @@ from trtrun.layers.attention import HostAttention
 from trtrun.layers.native.attention import NativeAttention
 from trtrun.layers.segments import AttentionBatch, AttentionSegment
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.usefixtures("each_number_of_threads")]
 
 ROWS, LENGTH = 3, 90
 # (head_dim, heads, kv_heads, block_size)
 SHAPES = [(64, 8, 4, 16), (128, 7, 1, 32), (80, 3, 3, 48), (16, 16, 2, 16), (96, 5, 5, 16), (192, 2, 1, 16)]
-
-
-@pytest.fixture(autouse=True, params=[1, 2, 5])
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from native import needs_kernels
@@ -11,17 +9,9 @@ from torch.nn import functional
 
 from trtrun.layers.native.fused import fuses, normalise, rotate, silu_and_multiply
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.usefixtures("each_number_of_threads")]
 
 ROWS = [0, 1, 2, 7, 300]
-
-
-@pytest.fixture(autouse=True, params=[1, 2, 5])
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def numbers(*shape: int, seed: int, scale: float = 1.0) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from native import leave_to_torch, needs_kernels
@@ -13,7 +11,7 @@ from trtrun.layers.native.machine import compile_kernels
 from trtrun.layers.native.matmul import BlockedMatmul
 from trtrun.layers.native.matmul_code import KERNEL, STRETCH, TILE_ROWS, matmul_module, prefetch_for
 
-pytestmark = needs_kernels
+pytestmark = [needs_kernels, pytest.mark.usefixtures("each_number_of_threads")]
 
 SHAPES = [
     (64, 2),  # one pair of input features
@@ -25,15 +23,6 @@ SHAPES = [
     (130, 6 * STRETCH + 10),
 ]
 ROWS = [1, 2, 3, 4, 5, TILE_ROWS, TILE_ROWS + 1, 13, 5 * TILE_ROWS, 100]
-
-
-@pytest.fixture(autouse=True, params=[1, 2, 5])
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Also more threads than this machine has cores, and than a weight has blocks."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
 
 
 def numbers(*shape: int, seed: int) -> torch.Tensor:
