@@ -86,29 +86,46 @@ def time_attention(queries: int, context: int, repeats: int) -> dict[str, object
     return entry
 
 
+def positive(text: str) -> int:
+    """A number of at least 1.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of at least 1")
+    return int(text)
+
+
 def main() -> int:
     """Run everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument(
-        "--hidden", type=int, default=1024, help="the products are those of a layer with 4 times as many features"
+        "--hidden", type=positive, default=1024, help="the products are those of a layer with 4 times as many features"
     )
-    parser.add_argument("--rows", default="1,6,32", help="numbers of rows, with commas between")
-    parser.add_argument("--context", type=int, default=128, help="tokens that attention looks back on")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument(
+        "--rows",
+        type=lambda text: [positive(part) for part in text.split(",")],
+        default="1,6,32",
+        help="numbers of rows, with commas between",
+    )
+    parser.add_argument("--context", type=positive, default=128, help="tokens that attention looks back on")
+    parser.add_argument("--repeats", type=positive, default=9)
     options = parser.parse_args()
+    if options.hidden % 2:
+        parser.error(f"argument --hidden: {options.hidden} is odd; the kernels take pairs of input features")
     if not has_bfloat16_kernels():
         print("bench_cpu_kernels.py: the kernels need AVX-512 BF16, libgomp and llvmlite", file=sys.stderr)
         return 2
     torch.set_num_threads(options.threads)
-    rows = [int(number) for number in options.rows.split(",")]
     shapes = [
         (8 * options.hidden, options.hidden),
         (options.hidden, 4 * options.hidden),
         (options.hidden, options.hidden),
     ]
-    products = [entry for shape in shapes for entry in time_products(*shape, rows, options.repeats)]
-    attention = [time_attention(queries, options.context, options.repeats) for queries in rows]
+    products = [entry for shape in shapes for entry in time_products(*shape, options.rows, options.repeats)]
+    attention = [time_attention(queries, options.context, options.repeats) for queries in options.rows]
     print(json.dumps({"threads": options.threads, "products": products, "attention": attention}))
     return 0
 

@@ -12,7 +12,7 @@ from trtrun.layers.triton_support import triton_works
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> str:
-    """ "triton" on GPUs where it works, "avx512_bf16" where trtrun's own kernels run on the CPU, else "torch"."""
+    """Name the kernels: "triton" on GPUs where it works, "avx512_bf16" for trtrun's own on the CPU, else "torch"."""
     if triton_works(device.type):
         return "triton"
     is_own = device.type == "cpu" and dtype is torch.bfloat16 and has_bfloat16_kernels()
