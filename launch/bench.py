@@ -237,6 +237,7 @@ def _make_report(
         "seed": seed,
         "target": str(config.target.model),
         "draft": str(config.draft.model) if config.draft is not None else None,
+        "draft_quantization": config.draft.quantization if config.draft is not None else None,
         "dtype": _dtype_name(config.target),
         "ranks": [job.topology.describe(rank) for rank in range(job.topology.world_size)],
         "total_threads": _total_threads(job),

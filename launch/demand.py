@@ -19,6 +19,7 @@ from trtrun.roles.startup import (
     device_of,
     kv_bytes_per_block,
     most_useful_blocks,
+    quantization_of,
     resolve_dtype,
     target_context,
 )
@@ -39,7 +40,9 @@ class Engine:
 
     def shard_bytes(self, index: int | None, device: torch.device) -> int:
         """Bytes of one rank's weights; 0 where `index` is None, on a rank that does not hold the engine."""
-        return 0 if index is None else shard_bytes(self.model, index, self.tp_size, self.dtype, device)
+        if index is None:
+            return 0
+        return shard_bytes(self.model, index, self.tp_size, self.dtype, device, quantization_of(self.section))
 
     def block_bytes(self, index: int | None, block_size: int) -> int:
         """Bytes of one KV block on one rank; 0 where `index` is None."""

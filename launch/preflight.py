@@ -14,11 +14,12 @@ from launch.allocation import is_local
 from parallel.errors import ParallelError
 from parallel.topology import Topology
 from trtrun.config import ModelSection, RuntimeConfig
+from trtrun.device_lists import kind_of
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.loading import shard_bytes
-from trtrun.roles.startup import resolve_dtype, target_context
+from trtrun.roles.startup import quantization_of, resolve_dtype, target_context
 from trtrun.text import check_same_tokenizer, read_tokenizer
 
 
@@ -111,10 +112,12 @@ def _count_gpus() -> int:
 
 def _check_model(role: str, section: ModelSection) -> ModelConfig:
     """Read one model's configuration, and try its split over the section's devices."""
+    device = torch.device(kind_of(section.devices[0]))
     try:
         config = read_model_config(section.model)
+        dtype = resolve_dtype(section, config)
         for rank in range(len(section.devices)):
-            shard_bytes(config, rank, len(section.devices), resolve_dtype(section, config))
+            shard_bytes(config, rank, len(section.devices), dtype, device, quantization_of(section))
     except (CheckpointError, ConfigError, ParallelError) as error:
         raise CheckpointError(f"{role}: {error}") from None
     return config

@@ -27,10 +27,12 @@ def configuration(
     *,
     devices: tuple[Sequence[str], Sequence[str]] = (("cpu:0",), ("cpu:0",)),
     dtype: str = "auto",
+    quantization: str = "none",
     **sections: dict[str, Any],
 ) -> RuntimeConfig:
     """A configuration; `devices` are the draft's and the target's, `sections` what YAML would say otherwise.
 
+    A draft with `quantization` computes in bfloat16, whatever the `dtype` of the target.
     draft_len does not depend on times unless `speculation` says so: tests count what was drafted.
     """
     values: dict[str, Any] = {
@@ -46,6 +48,8 @@ def configuration(
     }
     if draft is not None:
         values["draft"] = {"model": str(draft), "devices": list(devices[0]), "dtype": dtype}
+        if quantization != "none":
+            values["draft"] |= {"quantization": quantization, "dtype": "bfloat16"}
     return make_config(values)
 
 

@@ -39,6 +39,16 @@ class ModelSection(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
 
 
+class DraftSection(ModelSection):
+    """The draft engine. Unlike the target's, its weights may be rounded: that costs acceptance, never greedy output.
+
+    Attributes:
+        quantization: how its weights are held: `none` as they are, `int8` in half the bytes of bfloat16.
+    """
+
+    quantization: str = "none"
+
+
 class SpeculationSection(Section):
     """How tokens are proposed and accepted.
 
@@ -103,7 +113,7 @@ class RuntimeConfig(Section):
     """
 
     target: ModelSection
-    draft: ModelSection | None = None
+    draft: DraftSection | None = None
     tokenizer: Path | None = None
     speculation: SpeculationSection = SpeculationSection()
     kv_cache: KVCacheSection = KVCacheSection()
@@ -290,7 +300,7 @@ def _known_keys(path: Sequence[str]) -> list[str]:
     sections: dict[tuple[str, ...], type[BaseModel]] = {
         (): RuntimeConfig,
         ("target",): ModelSection,
-        ("draft",): ModelSection,
+        ("draft",): DraftSection,
         ("speculation",): SpeculationSection,
         ("kv_cache",): KVCacheSection,
         ("scheduler",): SchedulerSection,

@@ -53,6 +53,7 @@ class LLM:
         draft_len: int = 4,
         use_logits: bool = False,
         dtype: str = "auto",
+        draft_quantization: str = "none",
         device: str | None = None,
         on_load_progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -65,6 +66,7 @@ class LLM:
             draft_len: tokens drafted in one round.
             use_logits: accept sampled tokens by draft_probs instead of by equality.
             dtype: 'auto', 'bfloat16', 'float16' or 'float32', for both models.
+            draft_quantization: 'none', or 'int8' for a draft of half the bytes of bfloat16.
             device: one slot for both models, such as 'cuda:0'; None takes the first GPU, else the CPU.
             on_load_progress: called with bytes read and bytes to read, over all ranks.
 
@@ -73,7 +75,7 @@ class LLM:
             TopologyError: the MPI world has another size than the devices need.
             SystemExit: on worker ranks of an MPI job, with code 0, when the job is over.
         """
-        self.config = config or _simple_config(target, draft, draft_len, use_logits, dtype, device)
+        self.config = config or _simple_config(target, draft, draft_len, use_logits, dtype, draft_quantization, device)
         model = read_model_config(self.config.target.model)
         draft_model = read_model_config(self.config.draft.model) if self.config.draft is not None else None
         self.tokenizer = _read_tokenizers(self.config)
@@ -259,6 +261,7 @@ def _simple_config(
     draft_len: int,
     use_logits: bool,
     dtype: str,
+    draft_quantization: str,
     device: str | None,
 ) -> RuntimeConfig:
     """Both models on one device."""
@@ -271,7 +274,9 @@ def _simple_config(
     if target is None:
         raise InvalidRequestError("LLM needs `target`, the directory of a model, or `config`")
     if draft is not None:
-        values["draft"] = {"model": str(draft), "devices": [device], "dtype": dtype}
+        values["draft"] = {
+            "model": str(draft), "devices": [device], "dtype": dtype, "quantization": draft_quantization
+        }  # fmt: skip
     return make_config(values, base=Path.cwd(), where="LLM")
 
 

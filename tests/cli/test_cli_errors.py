@@ -26,6 +26,8 @@ from commands import FOUR_RANKS, ROOT, Configs, Run, command_environment, comman
         (("--prompts", "nowhere.jsonl"), "cannot read the prompts file nowhere.jsonl"),
         (("--prompt", "x", "--output", "nowhere/rows.jsonl"), "does not exist"),
         (("--prompt", "x", "--set", "scheduler.max_seq_len=999999"), "scheduler.max_seq_len is 999999"),
+        (("--prompt", "x", "--set", "draft.quantization=int4"), "draft: unknown quantization 'int4' (did you mean"),
+        (("--prompt", "x", "--set", "draft.quantization=int8"), "draft: quantization int8 computes in bfloat16, not"),
     ],
 )
 def test_a_mistake_on_the_command_line(config: Configs, trtrun: Run, arguments: tuple[str, ...], said: str) -> None:

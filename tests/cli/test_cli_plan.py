@@ -51,12 +51,14 @@ def test_one_process_needs_no_mpirun(config: Configs, trtrun: Run) -> None:
     assert "mpirun" not in plan["command"]
 
 
-def test_the_engines_do_what_the_plan_says(config: Configs, trtrun: Run, pair: Path) -> None:
+@pytest.mark.parametrize("overrides", [[], ["draft.quantization=int8", "draft.dtype=bfloat16"]])
+def test_the_engines_do_what_the_plan_says(config: Configs, trtrun: Run, overrides: list[str]) -> None:
     file = config(
         ONE_PROCESS, scheduler={"max_batch_size": 2, "max_seq_len": 100}, kv_cache={"free_memory_fraction": 0.1}
     )
-    plan = json.loads(trtrun("plan", "--config", file, "--json").stdout)["ranks"][0]
-    with LLM(config=load_config(file)) as llm:
+    options = [argument for override in overrides for argument in ("--set", override)]
+    plan = json.loads(trtrun("plan", "--config", file, "--json", *options).stdout)["ranks"][0]
+    with LLM(config=load_config(file, overrides)) as llm:
         report = llm.report.ranks[0]
     assert report.kv_tokens == plan["kv_tokens"] == 2 * 112
     assert report.kv_bytes == plan["kv_bytes"]

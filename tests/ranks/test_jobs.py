@@ -151,6 +151,20 @@ def test_every_placement_writes_what_transformers_and_one_process_write(
 
 
 @pytest.mark.parametrize("name", [name for name in HERE if HERE[name][0]])
+def test_a_quantized_draft_shared_over_ranks_loses_nothing(
+    folder: Path, greedy: list[tuple[int, ...]], name: str
+) -> None:
+    def use(llm: LLM) -> Any:
+        return tokens_of(llm.generate(prompts(), SamplingParams(max_tokens=COUNT))), llm.statistics()
+
+    found = run_job(job_configuration(folder, HERE[name], quantization="int8"), use)
+    if found is not None:
+        texts, statistics = found
+        assert [tokens for (tokens,) in texts] == greedy
+        assert statistics["num_accepted_draft_tokens"] > 20
+
+
+@pytest.mark.parametrize("name", [name for name in HERE if HERE[name][0]])
 @pytest.mark.parametrize("draft", ["noisy", "useless"])
 def test_draft_probabilities_cross_ranks_and_give_what_one_process_gives(
     folder: Path, greedy: list[tuple[int, ...]], name: str, draft: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trtrun.layers import attention, linear
+from trtrun.layers import attention, int8, linear
 from trtrun.layers.native import fused
 from trtrun.layers.native.machine import has_bfloat16_kernels
 
@@ -15,5 +15,5 @@ needs_kernels = pytest.mark.skipif(
 
 def leave_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let models that are loaded from now on run on torch's operations, as on processors without the kernels."""
-    for module in (attention, linear, fused):
+    for module in (attention, linear, int8, fused):
         monkeypatch.setattr(module, "has_bfloat16_kernels", lambda: False)

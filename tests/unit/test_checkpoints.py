@@ -68,6 +68,23 @@ def test_tied_embeddings_are_counted_as_they_are_held(tmp_path: Path) -> None:
     assert packed - shard_bytes(config, 0, 1, torch.float16) == embedding
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_quantized_weights_are_counted_as_they_are_held(tmp_path: Path, tied: bool) -> None:
+    """A byte a weight and four an output feature, in linear layers alone; a quantized head is not the embedding."""
+    config = read_model_config(make_checkpoint(tmp_path, tie_word_embeddings=tied))
+    features = [199, *[2 * 64, 64, 2 * 112, 64] * config.num_layers]
+    inputs = [64, *[64, 64, 64, 112] * config.num_layers]
+    weights = sum(one * other for one, other in zip(features, inputs, strict=True))
+    plain = (199 * 64 + (2 * config.num_layers + 1) * 64) * 2
+    for device in (CPU, torch.device("cuda", 0)):
+        size = shard_bytes(config, 0, 1, torch.bfloat16, device, "int8")
+        assert size == plain + weights + 4 * sum(features)
+    model, report = load(tmp_path, torch.bfloat16, quantization="int8")
+    assert report.shard_bytes == plain + weights + 4 * sum(features)
+    assert report.bytes_read > report.shard_bytes
+    assert model.kv_heads == config.num_kv_heads
+
+
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     report = load(make_checkpoint(tmp_path), progress=lambda done, total: seen.append((done, total)))[1]

@@ -105,6 +105,21 @@ def test_lossless_greedy_without_a_draft(families: dict[str, Family], architectu
         assert llm.statistics()["num_draft_tokens"] == 0
 
 
+@pytest.mark.parametrize("kernels", [pytest.param("own", marks=needs_kernels), "torch"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_lossless_greedy_with_a_quantized_draft(
+    families: dict[str, Family], architecture: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the target's own weights, so that nothing but rounding comes between them."""
+    family = families[architecture]
+    if kernels == "torch":
+        leave_to_torch(monkeypatch)
+    with open_llm(family.target, family.drafts["same"], quantization="int8", scheduler=SCHEDULER) as llm:
+        assert generate(llm) == family.expected
+        statistics = llm.statistics()
+    assert 0.7 < statistics["num_accepted_draft_tokens"] / statistics["num_draft_tokens"] < 1
+
+
 def test_lossless_greedy_after_switching_speculation_off_and_on(families: dict[str, Family]) -> None:
     family = families["LlamaForCausalLM"]
     with open_llm(family.target, family.drafts["noisy"], scheduler=SCHEDULER) as llm:
@@ -216,15 +231,25 @@ def bfloat16_pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
 
 
 @pytest.mark.parametrize(
-    ("plans_ahead", "draft_len", "max_tokens"), [(0, 1, 8192), (0, 4, 8192), (1, 5, 8192), (0, 7, 360), (1, 3, 360)]
+    ("plans_ahead", "draft_len", "max_tokens", "quantization"),
+    [
+        (0, 1, 8192, "none"),
+        (0, 4, 8192, "none"),
+        (1, 5, 8192, "none"),
+        (0, 7, 360, "none"),
+        (1, 3, 360, "none"),
+        (0, 4, 8192, "int8"),
+        (1, 3, 360, "int8"),
+    ],
 )
 def test_lossless_greedy_in_bfloat16_is_bit_equal_to_the_target_alone(
-    bfloat16_pair: Bfloat16Pair, plans_ahead: int, draft_len: int, max_tokens: int
+    bfloat16_pair: Bfloat16Pair, plans_ahead: int, draft_len: int, max_tokens: int, quantization: str
 ) -> None:
     """Also where rows are preempted, which recomputes in one prefill what was computed token by token."""
     with open_llm(
         bfloat16_pair.target,
         bfloat16_pair.draft,
+        quantization=quantization,
         speculation={"draft_len": draft_len},
         scheduler={"max_batch_size": 8, "max_num_tokens": 80, "plans_ahead": plans_ahead},
         kv_cache={"max_tokens": max_tokens, **bfloat16_pair.kv_cache},

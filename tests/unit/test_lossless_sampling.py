@@ -217,15 +217,23 @@ def test_the_small_distribution_is_worth_testing(exact: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "use_logits", "draft_len"),
-    [("noisy", True, 2), ("noisy", False, 2), ("useless", True, 2), ("noisy", True, 1), (None, False, 1)],
+    ("kind", "use_logits", "draft_len", "quantization"),
+    [
+        ("noisy", True, 2, "none"),
+        ("noisy", False, 2, "none"),
+        ("useless", True, 2, "none"),
+        ("noisy", True, 1, "none"),
+        (None, False, 1, "none"),
+        ("noisy", True, 2, "int8"),
+    ],
 )
 def test_sampled_output_of_the_pipeline_follows_the_target(
-    small: Path, exact: torch.Tensor, kind: str | None, use_logits: bool, draft_len: int
+    small: Path, exact: torch.Tensor, kind: str | None, use_logits: bool, draft_len: int, quantization: str
 ) -> None:
     with open_llm(
         small / "target",
         small / kind if kind else None,
+        quantization=quantization,
         speculation={"draft_len": draft_len, "use_logits": use_logits},
         scheduler={"max_batch_size": 256, "max_num_tokens": 2048, "plans_ahead": int(draft_len == 1)},
         kv_cache={"max_tokens": 8192, "block_size": 4},

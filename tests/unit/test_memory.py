@@ -30,9 +30,9 @@ def peak():
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["VmHWM"].split()[0]) * 1024
 
-tiny, target, draft, dtype, tokens, kv_tokens = sys.argv[1:]
+tiny, target, draft, dtype, quantization, tokens, kv_tokens = sys.argv[1:]
 torch.set_num_threads(1)
-with open_llm(Path(tiny), Path(tiny), dtype=dtype) as llm:
+with open_llm(Path(tiny), Path(tiny), dtype=dtype, quantization=quantization) as llm:
     llm.generate([prompt_of(200)], SamplingParams(max_tokens=8))
 before = peak()
 peaks = []
@@ -40,6 +40,7 @@ config = configuration(
     Path(target),
     Path(draft) if draft else None,
     dtype=dtype,
+    quantization=quantization,
     kv_cache={"max_tokens": int(kv_tokens)},
     scheduler={"max_batch_size": 32, "max_num_tokens": 192},
 )
@@ -82,7 +83,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def measure(models: Path, draft: str, dtype: str, tokens: int, kv_tokens: int = 4096) -> list[int]:
+def measure(
+    models: Path, draft: str, dtype: str, tokens: int, kv_tokens: int = 4096, quantization: str = "none"
+) -> list[int]:
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     draft = str(models / draft) if draft else ""
     done = subprocess.run(
@@ -90,7 +93,7 @@ def measure(models: Path, draft: str, dtype: str, tokens: int, kv_tokens: int = 
             sys.executable,
             "-c",
             PROGRAM,
-            *map(str, (models / "tiny", models / "target", draft, dtype, tokens, kv_tokens)),
+            *map(str, (models / "tiny", models / "target", draft, dtype, quantization, tokens, kv_tokens)),
         ],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
@@ -103,12 +106,28 @@ def measure(models: Path, draft: str, dtype: str, tokens: int, kv_tokens: int = 
     return numbers
 
 
-@pytest.mark.parametrize(("draft", "dtype"), [("", "bfloat16"), ("draft", "bfloat16"), ("", "float32")])
-def test_peak_memory_stays_within_1_2_times_the_shard_and_the_kv_store(models: Path, draft: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("draft", "dtype", "quantization"),
+    [
+        ("", "bfloat16", "none"),
+        ("draft", "bfloat16", "none"),
+        ("", "float32", "none"),
+        ("draft", "bfloat16", "int8"),
+        ("target", "bfloat16", "int8"),
+    ],
+)
+def test_peak_memory_stays_within_1_2_times_the_shard_and_the_kv_store(
+    models: Path, draft: str, dtype: str, quantization: str
+) -> None:
     """While loading within 1.2 times the shard, and ever after within that and the KV store."""
-    before, loaded, ran, shard_bytes, bytes_read, kv_bytes, _ = measure(models, draft, dtype, tokens=300)
+    before, loaded, ran, shard_bytes, bytes_read, kv_bytes, _ = measure(
+        models, draft, dtype, tokens=300, quantization=quantization
+    )
     assert shard_bytes > 80 * MIB
-    assert bytes_read == shard_bytes // (2 if dtype == "float32" else 1)
+    if quantization == "none":
+        assert bytes_read == shard_bytes // (2 if dtype == "float32" else 1)
+    else:
+        assert 1.02 < bytes_read / shard_bytes < 2
     print(
         f"shard {shard_bytes / MIB:.0f} MiB, KV store {kv_bytes / MIB:.0f}; "
         f"loading took {(loaded - before) / MIB:.0f}, all of it {(ran - before) / MIB:.0f}"

@@ -9,6 +9,8 @@ Backends, by device and dtype:
   more than one, which is what verification lives on; `F.linear` packs anew at every call.
 - CPU, float16, and builds of torch without oneDNN: `F.linear`.
 - anything else: `F.linear` (cuBLAS on CUDA).
+
+Quantized weights have products of their own (int8.py).
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ import torch
 from torch.nn import functional
 
 from trtrun.layers.buckets import bucket_rows
+from trtrun.layers.int8 import int8_product
 from trtrun.layers.native.machine import has_bfloat16_kernels
 from trtrun.layers.native.matmul import BlockedMatmul, can_block
+from trtrun.quantization import QuantizedWeight
 
 _ROWS_FOR_ONE = 4
 """Rows computed where one is wanted and must be bit-equal to the same row among others."""
@@ -72,12 +76,21 @@ class OneDnnMatmul:
 class Linear:
     """y = x @ weight.T + bias, for x [tokens, in] to y [tokens, out], in the weight's dtype on its device."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, batch_invariant: bool = True) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor | QuantizedWeight,
+        bias: torch.Tensor | None = None,
+        *,
+        batch_invariant: bool = True,
+    ) -> None:
         """See `make_linear`; where the weight is packed, the plain one is not kept."""
-        self.out_features, self.in_features = weight.shape
-        self.device = weight.device
+        numbers = weight.codes if isinstance(weight, QuantizedWeight) else weight
+        self.out_features, self.in_features = numbers.shape
+        self.device = numbers.device
         self._product: Callable[[torch.Tensor], torch.Tensor]
-        if not can_pack(weight):
+        if isinstance(weight, QuantizedWeight):
+            self._product = int8_product(weight, bias)
+        elif not can_pack(weight):
             self._product = lambda x: functional.linear(x, weight, bias)
         elif can_block(weight) and has_bfloat16_kernels():
             self._product = BlockedMatmul(weight, bias)
@@ -89,8 +102,10 @@ class Linear:
         return self._product(x)
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, batch_invariant: bool = True) -> Linear:
-    """Build the linear layer that suits the device and dtype of `weight` [out, in].
+def make_linear(
+    weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None, *, batch_invariant: bool = True
+) -> Linear:
+    """Build the linear layer that suits the device and dtype of `weight` [out, in], or its quantization.
 
     Args:
         weight: this rank's slice, on its final device and in its final dtype. The caller must not keep it, so that a

@@ -25,6 +25,7 @@ from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM, DecoderLayer
 from trtrun.models.parts import ShardLayout, Weight
+from trtrun.quantization import QUANTIZATIONS, Quantization
 
 Progress = Callable[[int, int], None]
 
@@ -43,20 +44,32 @@ class LoadReport:
 
 
 def shard_bytes(
-    config: ModelConfig, tp_rank: int, tp_size: int, dtype: torch.dtype, device: torch.device | None = None
+    config: ModelConfig,
+    tp_rank: int,
+    tp_size: int,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    quantization: str = "none",
 ) -> int:
     """Bytes that the weights of one rank take on its device (None: the CPU), told from shapes alone.
 
-    Tied embeddings are held once on a GPU and twice on the CPU, where the head is packed for its kernel.
+    Tied embeddings are held once on a GPU and twice on the CPU, where the head is packed for its kernel, and where the
+    head is quantized.
 
     Raises:
         CheckpointError: the model cannot be shared out over `tp_size` ranks.
+        ConfigError: the quantization is unknown, or does not go with the dtype on the device.
     """
+    device, held = device or torch.device("cpu"), QUANTIZATIONS.get(quantization)
+    held.check(dtype, device)
     layout = ShardLayout(config, tp_rank, tp_size)
+    linear = layout.linear_weights()
     elements = sum(weight.num_elements for weight in layout.all_weights())
-    if _shares_tied_embedding(config, device or torch.device("cpu"), dtype):
-        elements -= layout.embedding().num_elements
-    return elements * dtype.itemsize
+    elements -= sum(weight.num_elements for weight in linear)
+    size = elements * dtype.itemsize + sum(held.num_bytes(weight.shape, dtype) for weight in linear)
+    if _shares_tied_embedding(config, device, dtype, held):
+        size -= layout.embedding().num_elements * dtype.itemsize
+    return size
 
 
 def load_model(
@@ -67,6 +80,7 @@ def load_model(
     progress: Progress | None = None,
     *,
     batch_invariant: bool = True,
+    quantization: str = "none",
 ) -> tuple[CausalLM, LoadReport]:
     """Load this rank's share of the model in `path`.
 
@@ -78,16 +92,20 @@ def load_model(
         progress: called with (bytes read, bytes to read) of this rank.
         batch_invariant: whether a token's result must not depend on what else is in the batch, in bfloat16 on the CPU.
             Losslessness needs it of a target; a draft is faster without.
+        quantization: how the weights of linear layers are held, by name; each is quantized as it is read.
 
     Raises:
         CheckpointError: anything wrong with the directory, in one line.
+        ConfigError: the quantization is unknown, or does not go with the dtype on the device.
     """
     config = read_model_config(path)
+    held = QUANTIZATIONS.get(quantization)
+    size = shard_bytes(config, communicator.rank, communicator.size, dtype, device, quantization)
     layout = ShardLayout(config, communicator.rank, communicator.size)
-    loader = _Loader(Checkpoint(path), layout, device, dtype, progress, batch_invariant)
+    loader = _Loader(Checkpoint(path), layout, device, dtype, held, progress, batch_invariant)
     # The order keeps the peak low: first the head, the largest weight that is packed out of a buffer, while little else
     # is resident; last the embedding, which needs no buffer.
-    shared = _shares_tied_embedding(config, device, dtype)
+    shared = _shares_tied_embedding(config, device, dtype, held)
     head = None if shared else loader.linear(layout.head())
     loader.release_buffer()
     rotary = RotaryEmbedding(config.rope, config.head_dim, dtype, device)
@@ -108,18 +126,19 @@ def load_model(
         VocabularyHead(loader.wrap(embedding) if head is None else head, config.vocab_size, communicator),
         rotary,
     )
-    size = shard_bytes(config, communicator.rank, communicator.size, dtype, device)
     return model, LoadReport(loader.bytes_read, size)
 
 
-def _shares_tied_embedding(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether head and embedding are one tensor: tied, and multiplied without a packed copy."""
-    return config.tie_word_embeddings and not _packs(device, dtype)
+def _shares_tied_embedding(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, quantization: Quantization
+) -> bool:
+    """Whether head and embedding are one tensor: tied, and multiplied without a copy of another form."""
+    return config.tie_word_embeddings and not _converts(device, dtype, quantization)
 
 
-def _packs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a linear layer keeps a packed copy of its weight instead of the weight."""
-    return device.type == "cpu" and can_pack(torch.empty(0, dtype=dtype))
+def _converts(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> bool:
+    """Whether a linear layer keeps a packed or quantized copy of its weight instead of the weight."""
+    return not quantization.keeps_weight or (device.type == "cpu" and can_pack(torch.empty(0, dtype=dtype)))
 
 
 def _load_layer(
@@ -166,12 +185,14 @@ class _Loader:
         layout: ShardLayout,
         device: torch.device,
         dtype: torch.dtype,
+        quantization: Quantization,
         progress: Progress | None,
         batch_invariant: bool,
     ) -> None:
         self.device = device
         self._checkpoint = checkpoint
         self._dtype = dtype
+        self._quantization = quantization
         self._progress = progress
         self._batch_invariant = batch_invariant
         self._buffer = torch.empty(0, dtype=dtype)
@@ -195,7 +216,7 @@ class _Loader:
 
     def linear(self, weight: Weight, bias: Weight | None = None) -> Linear:
         """A linear layer of `weight` [out, in] and `bias` [out]."""
-        if not _packs(self.device, self._dtype):
+        if self.device.type != "cpu" or not _converts(self.device, self._dtype, self._quantization):
             return self.wrap(self.tensor(weight), self.optional(bias))
         if self._buffer.numel() < weight.num_elements:
             # Weights are packed out of one buffer mapped from the system: the allocator would keep what is freed, and a
@@ -206,7 +227,7 @@ class _Loader:
 
     def wrap(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """A linear layer of tensors that are there already."""
-        return make_linear(weight, bias, batch_invariant=self._batch_invariant)
+        return make_linear(self._quantization.quantize(weight), bias, batch_invariant=self._batch_invariant)
 
     def release_buffer(self) -> None:
         """Give the packing buffer back; the next packed weight maps another."""

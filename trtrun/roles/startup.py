@@ -18,7 +18,7 @@ from parallel.communicator import Communicator
 from parallel.groups import Groups
 from parallel.link import Link
 from parallel.topology import Slot, Topology
-from trtrun.config import ModelSection, RuntimeConfig
+from trtrun.config import DraftSection, ModelSection, RuntimeConfig
 from trtrun.engine.graphs import capture_for
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
@@ -43,7 +43,7 @@ from trtrun.roles.worker import Worker
 from trtrun.speculation.drafters.draft_model import DraftModelDrafter
 
 Progress = Callable[[int, int], None]
-"""Bytes read so far and bytes to read on this rank."""
+"""Bytes of weights that are in place so far and in the end, on this rank."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -56,6 +56,11 @@ def device_of(slot: Slot) -> torch.device:
 def resolve_dtype(section: ModelSection, config: ModelConfig) -> torch.dtype:
     """The dtype to compute in: the section's, or the checkpoint's for `auto`."""
     return config.checkpoint_dtype if section.dtype == "auto" else DTYPES[section.dtype]
+
+
+def quantization_of(section: ModelSection) -> str:
+    """How the engine's weights are held, by name; a target's as they are."""
+    return section.quantization if isinstance(section, DraftSection) else "none"
 
 
 def target_context(config: RuntimeConfig, model: ModelConfig) -> int:
@@ -126,20 +131,29 @@ class RankStartup:
             where=self._topology.describe(self._rank),
         )
         done = 0
-        for role, section, _, communicator in self._parts():
-            dtype = resolve_dtype(section, read_model_config(section.model))
+        for role, section, config, communicator in self._parts():
+            dtype = resolve_dtype(section, config)
+            size = self._shard_bytes(section, config, communicator)
 
-            def report(read: int, _total: int, before: int = done) -> None:
-                self._activity.start(Phase.WEIGHTS, before + read, demand.shard_bytes)
-                progress(before + read, demand.shard_bytes)
+            def report(read: int, total: int, before: int = done, size: int = size) -> None:
+                # Files may hold more or less than the device: what counts is how much of the shard is there.
+                ready = before + size * read // total
+                self._activity.start(Phase.WEIGHTS, ready, demand.shard_bytes)
+                progress(ready, demand.shard_bytes)
 
             try:
                 model, loaded = load_model(
-                    section.model, communicator, self._device, dtype, report, batch_invariant=role == "target"
+                    section.model,
+                    communicator,
+                    self._device,
+                    dtype,
+                    report,
+                    batch_invariant=role == "target",
+                    quantization=quantization_of(section),
                 )
             except CheckpointError as error:
                 raise CheckpointError(f"{role}: {error}") from None
-            done += loaded.bytes_read
+            done += size
             self._engines[role] = _LoadedEngine(model, loaded, communicator)
         self._activity.start(Phase.LOADED)
         return blocks
@@ -170,7 +184,7 @@ class RankStartup:
 
     def _parts(self) -> list[tuple[str, ModelSection, ModelConfig, Communicator]]:
         """This rank's engines: role, section, model configuration and tensor-parallel group."""
-        parts = []
+        parts: list[tuple[str, ModelSection, ModelConfig, Communicator]] = []
         if self._groups.draft is not None and self._config.draft is not None and self._draft_config is not None:
             parts.append(("draft", self._config.draft, self._draft_config, self._groups.draft))
         if self._groups.target is not None:
@@ -181,9 +195,13 @@ class RankStartup:
         weights = block = 0
         for _, section, model, communicator in self._parts():
             dtype = resolve_dtype(section, model)
-            weights += shard_bytes(model, communicator.rank, communicator.size, dtype, self._device)
+            weights += self._shard_bytes(section, model, communicator)
             block += kv_bytes_per_block(model, communicator.size, self._config.kv_cache.block_size, dtype)
         return SlotDemand(weights, block)
+
+    def _shard_bytes(self, section: ModelSection, model: ModelConfig, communicator: Communicator) -> int:
+        dtype = resolve_dtype(section, model)
+        return shard_bytes(model, communicator.rank, communicator.size, dtype, self._device, quantization_of(section))
 
     def _make_engine(self, loaded: _LoadedEngine, num_blocks: int) -> Engine:
         model, config = loaded.model, self._config

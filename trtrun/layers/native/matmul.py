@@ -27,33 +27,38 @@ _CACHED_BYTES = 2**20
 """Weights up to this size belong to models small enough to stay in the caches (the shipped pair: 20 MB in all)."""
 
 
-class BlockedMatmul:
-    """The product with one weight, which it keeps in blocks.
+class BlockedProduct:
+    """A product with one weight in blocks, whatever its numbers are.
 
     Args:
-        weight: [out, in] bfloat16 on the CPU; `in` is even. It is copied.
-        bias: [out] bfloat16 or None.
+        blocks: the weight, from `pack_blocks`.
+        features: output features, of which the last block may hold fewer than 64.
+        per_feature: float32, what the kernel reads for each output feature; None for nothing.
+        kernel: compiled for such blocks.
+        unpacked_bytes: what each thread needs beside its sums, for more rows than a tile takes.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._features, inputs = weight.shape
-        blocks = -(-self._features // BLOCK)
-        self._blocks = torch.empty(blocks, inputs // 2, BLOCK, 2, dtype=weight.dtype)
-        full = self._features // BLOCK
-        pairs = weight[: full * BLOCK].view(full, BLOCK, inputs // 2, 2)
-        self._blocks[:full].copy_(pairs.transpose(1, 2))
-        if full < blocks:
-            rest = functional.pad(weight[full * BLOCK :], (0, 0, 0, blocks * BLOCK - self._features))
-            self._blocks[full].copy_(rest.view(BLOCK, inputs // 2, 2).transpose(0, 1))
-        self._bias = None if bias is None else functional.pad(bias.float(), (0, blocks * BLOCK - self._features))
-        self._needs_scratch = inputs // 2 > STRETCH
-        self._kernel = _kernel()
+    def __init__(
+        self,
+        blocks: torch.Tensor,
+        features: int,
+        per_feature: torch.Tensor | None,
+        kernel: Kernel,
+        unpacked_bytes: int = 0,
+    ) -> None:
+        self._blocks = blocks
+        self._features = features
+        self._per_feature = per_feature
+        self._kernel = kernel
+        self._unpacked_bytes = unpacked_bytes
+        pairs = blocks.shape[1]
+        self._needs_scratch = pairs > STRETCH or unpacked_bytes > 0
         self._arguments = Arguments(
-            weight=self._blocks.data_ptr(),
-            bias=None if self._bias is None else self._bias.data_ptr(),
-            pairs=inputs // 2,
-            features=self._features,
-            is_cached=self._blocks.nbytes <= _CACHED_BYTES,
+            weight=blocks.data_ptr(),
+            bias=None if per_feature is None else per_feature.data_ptr(),
+            pairs=pairs,
+            features=features,
+            is_cached=blocks.nbytes <= _CACHED_BYTES,
         )
         self._address = ctypes.addressof(self._arguments)
 
@@ -66,12 +71,40 @@ class BlockedMatmul:
         y = torch.empty(rows, self._features, dtype=torch.bfloat16)
         arguments = self._arguments
         if self._needs_scratch and rows > TILE_ROWS:
-            scratch = torch.empty(threads, rows, BLOCK, dtype=torch.float32)
+            scratch = torch.empty(threads, rows * BLOCK * 4 + self._unpacked_bytes, dtype=torch.uint8)
             arguments.scratch = scratch.data_ptr()
         arguments.x, arguments.y = x.data_ptr(), y.data_ptr()
         arguments.x_stride, arguments.rows = x.stride(0) * x.itemsize, rows
         self._kernel(self._address, threads)
         return y
+
+
+class BlockedMatmul(BlockedProduct):
+    """The product with one weight of bfloat16, which it keeps in blocks.
+
+    Args:
+        weight: [out, in] bfloat16 on the CPU; `in` is even. It is copied.
+        bias: [out] bfloat16 or None.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        features = weight.shape[0]
+        padded = None if bias is None else functional.pad(bias.float(), (0, -features % BLOCK))
+        super().__init__(pack_blocks(weight), features, padded, _kernel())
+
+
+def pack_blocks(weight: torch.Tensor) -> torch.Tensor:
+    """weight [out, in] → a copy [blocks, in / 2, 64, 2], the last block filled up with zeros."""
+    features, inputs = weight.shape
+    count = -(-features // BLOCK)
+    blocks = torch.empty(count, inputs // 2, BLOCK, 2, dtype=weight.dtype)
+    full = features // BLOCK
+    pairs = weight[: full * BLOCK].view(full, BLOCK, inputs // 2, 2)
+    blocks[:full].copy_(pairs.transpose(1, 2))
+    if full < count:
+        rest = functional.pad(weight[full * BLOCK :], (0, 0, 0, count * BLOCK - features))
+        blocks[full].copy_(rest.view(BLOCK, inputs // 2, 2).transpose(0, 1))
+    return blocks
 
 
 def can_block(weight: torch.Tensor) -> bool:
