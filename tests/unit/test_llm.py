@@ -251,5 +251,28 @@ def test_the_report_says_what_was_read(folder: Path) -> None:
     assert [read for read, _ in done] == sorted(read for read, _ in done)
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_loading_ends_at_the_bytes_that_are_held_whatever_the_files_hold(folder: Path, quantization: str) -> None:
+    """The files are float32: neither bfloat16 nor int8 holds what is read."""
+    done: list[tuple[int, int]] = []
+    with LLM(
+        target=folder / "target",
+        draft=folder / "draft",
+        dtype="bfloat16",
+        draft_quantization=quantization,
+        on_load_progress=lambda ready, total: done.append((ready, total)),
+    ) as llm:
+        (report,) = llm.report.ranks
+    sizes = {name: (folder / name / "model.safetensors").stat().st_size for name in ("target", "draft")}
+    held = sizes["target"] / 2 + sizes["draft"] / 2
+    assert report.bytes_read > 1.9 * held
+    if quantization == "none":
+        assert 0.95 * held < report.shard_bytes <= held
+    else:
+        assert 0.5 * sizes["target"] < report.shard_bytes < 0.5 * sizes["target"] + 0.45 * sizes["draft"]
+    assert done[-1] == (report.shard_bytes, report.shard_bytes)
+    assert [ready for ready, _ in done] == sorted(ready for ready, _ in done)
+
+
 def test_the_package_offers_what_the_readme_says() -> None:
     assert {"LLM", "SamplingParams"} <= set(trtrun.__all__)
