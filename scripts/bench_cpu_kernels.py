@@ -3,7 +3,8 @@
     python scripts/bench_cpu_kernels.py [--threads 2] [--hidden 1024] [--rows 1,6,32] [--context 128]
 
 Weights are streamed from memory, as in decoding: each product goes through so many of them that no cache holds them.
-The two take turns within each repeat; times are medians. The last line is JSON.
+All take turns within each repeat; times are medians. "int8" is the own product with weights of 8 bits, of which half as
+many bytes come out of memory. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from trtrun.kvcache.store import KVStore
 from trtrun.layers.attention import GatherAttention
 from trtrun.layers.linear import OneDnnMatmul
 from trtrun.layers.native.attention import NativeAttention
+from trtrun.layers.native.int8_matmul import BlockedInt8Matmul
 from trtrun.layers.native.machine import has_bfloat16_kernels
 from trtrun.layers.native.matmul import BlockedMatmul
 from trtrun.layers.segments import AttentionBatch, AttentionSegment
+from trtrun.quantization.int8 import Int8
 
 STREAMED_BYTES = 400_000_000
+"""Of bfloat16 weights, and half of it in 8 bits: several times what a cache holds."""
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 64, 16
 
 
@@ -44,11 +48,13 @@ def time_products(features: int, inputs: int, rows: list[int], repeats: int) -> 
     """One entry for each number of rows: microseconds a product and gigabytes of weight a second."""
     count = max(2, STREAMED_BYTES // (features * inputs * 2))
     weights = [torch.randn(features, inputs).bfloat16() for _ in range(count)]
+    quantized = [Int8().quantize(weight) for weight in weights]
     products: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {
         "own": [BlockedMatmul(weight, None) for weight in weights],
+        "int8": [BlockedInt8Matmul(weight.codes, weight.scale, None) for weight in quantized],
         "onednn": [OneDnnMatmul(weight, None, batch_invariant=True) for weight in weights],
     }
-    del weights
+    del weights, quantized
     entries: list[dict[str, object]] = []
     for number in rows:
         x = torch.randn(number, inputs).bfloat16()
@@ -57,7 +63,7 @@ def time_products(features: int, inputs: int, rows: list[int], repeats: int) -> 
         entry: dict[str, object] = {"features": features, "inputs": inputs, "rows": number}
         for name, value in seconds.items():
             entry[f"{name}_us"] = round(value * 1e6, 1)
-            entry[f"{name}_gb_per_s"] = round(features * inputs * 2 / value / 1e9, 1)
+            entry[f"{name}_gb_per_s"] = round(features * inputs * (1 if name == "int8" else 2) / value / 1e9, 1)
         entries.append(entry)
         print(
             f"product {features} x {inputs}, {number} rows: "

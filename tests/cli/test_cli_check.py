@@ -143,7 +143,8 @@ def test_a_model_that_is_empty_on_one_host(
     assert done.returncode == 2
     host = os.uname().nodename
     why = f"on {host}: target: {pair}/target has no config.json; give a Hugging Face model directory"
-    assert own_lines(done) == [f"trtrun: target rank 2 (cpu:1) {why}", f"trtrun: target rank 3 (cpu:2) {why}"]
+    expected = [f"trtrun: target rank 2 (cpu:1) {why}", f"trtrun: target rank 3 (cpu:2) {why}"]
+    assert own_lines(done) == expected, done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -159,7 +160,7 @@ def test_a_model_directory_that_is_missing_on_one_host(
     assert own_lines(done) == [
         f"trtrun: {file}, on rank {rank} of host {host}: target.model: no such directory: {pair}/target"
         for rank in (1, 3)
-    ]
+    ], done.stderr
 
 
 @pytest.mark.parametrize("command", [("check",), ("run", "--prompt", "x")])

@@ -23,8 +23,8 @@ from torch.nn import functional
 from trtrun.layers.native.machine import Kernel, compile_kernels, processor_name
 from trtrun.layers.native.matmul_code import BLOCK, KERNEL, STRETCH, TILE_ROWS, Arguments, matmul_module, prefetch_for
 
-_CACHED_BYTES = 2**20
-"""Weights up to this size belong to models small enough to stay in the caches (the shipped pair: 20 MB in all)."""
+_CACHED_NUMBERS = 2**19
+"""Weights of up to so many numbers belong to models small enough to stay in the caches (the shipped pair: 20 MB)."""
 
 
 class BlockedProduct:
@@ -58,7 +58,7 @@ class BlockedProduct:
             bias=None if per_feature is None else per_feature.data_ptr(),
             pairs=pairs,
             features=features,
-            is_cached=blocks.nbytes <= _CACHED_BYTES,
+            is_cached=blocks.numel() <= _CACHED_NUMBERS,
         )
         self._address = ctypes.addressof(self._arguments)
 
