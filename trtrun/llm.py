@@ -68,7 +68,7 @@ class LLM:
             dtype: 'auto', 'bfloat16', 'float16' or 'float32', for both models.
             draft_quantization: 'none', or 'int8' for a draft of half the bytes of bfloat16.
             device: one slot for both models, such as 'cuda:0'; None takes the first GPU, else the CPU.
-            on_load_progress: called with bytes read and bytes to read, over all ranks.
+            on_load_progress: called with the bytes of weights that are in place and that will be, over all ranks.
 
         Raises:
             TrtrunError: a path, a model or the configuration is wrong; one line says what to do.

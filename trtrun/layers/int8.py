@@ -29,11 +29,10 @@ _TORCH_STEP = 32
 
 
 class TorchInt8Matmul:
-    """The product in plain torch operations."""
+    """The product in plain torch operations: any number of rows, dtype of activations and device."""
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
-        self._codes, self._scale = weight.codes, weight.scale
-        self._bias = bias
+        self._codes, self._scale, self._bias = weight.codes, weight.scale, bias
         # The factors of torch's operation would have to be of x's dtype, which rounds them.
         has_product = weight.codes.device.type == "cpu" and weight.codes.shape[1] % _TORCH_STEP == 0
         self._ones = torch.ones(weight.codes.shape[0], dtype=torch.bfloat16) if has_product else None

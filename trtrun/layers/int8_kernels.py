@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch.nn import functional
 
+from trtrun.layers.int8 import TorchInt8Matmul
 from trtrun.quantization import QuantizedWeight
 
 _MOST_ROWS = 64
@@ -57,13 +57,13 @@ class TritonInt8Matmul:
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
         self._codes, self._scale, self._bias = weight.codes, weight.scale, bias
+        self._many_rows = TorchInt8Matmul(weight, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] float16 or bfloat16 → [rows, out] in the same dtype."""
         rows = x.shape[0]
         if rows > _MOST_ROWS:
-            scaled = functional.linear(x, self._codes.to(x.dtype)) * self._scale
-            return (scaled if self._bias is None else scaled.add_(self._bias)).to(x.dtype)
+            return self._many_rows(x)
         if x.stride(1) != 1:
             x = x.contiguous()
         features, inputs = self._codes.shape

@@ -60,7 +60,7 @@ def start_orchestrator(
     Args:
         control: the control plane.
         topology: of the job.
-        progress: called with the bytes read and to read over all ranks, or None.
+        progress: called with the bytes of weights that are in place and that will be, over all ranks, or None.
 
     Returns:
         KV blocks of every store, and all workers' reports in rank order.

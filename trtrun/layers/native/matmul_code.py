@@ -112,7 +112,7 @@ class MatmulCode(Emitter):
 
         `lanes` output features of the block exist. Accumulators start at zero in the `first` stretch, else in scratch,
         and end in y after the `last`, else in scratch. With every pair the tile prefetches what lies a bit ahead of its
-        weight; without `prefetch`, as the weight is in a cache, one line at `ahead`.
+        weight; where the source has no prefetch, as it is in a cache, one line at `ahead`.
         """
         integer, pointer, bit = self.integer, self.pointer, self.bit
         kinds = [pointer, integer, pointer, pointer, pointer, pointer, integer, pointer, integer, integer, bit, bit]
