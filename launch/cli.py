@@ -21,7 +21,7 @@ from launch.commands.run import run
 from launch.commands.slurm import cancel, status, submit
 from launch.exit_codes import ExitCode, FailedError, describe_exit_codes, status_of_signal
 from launch.logs import FILE_ONLY
-from launch.steps import say_hello
+from launch.mpi.steps import say_hello
 from parallel.errors import ParallelError
 from trtrun import __version__
 from trtrun.errors import TrtrunError
@@ -74,7 +74,7 @@ def guarded(action: Callable[[], int]) -> int:
 
 
 def _fail(line: str, status: ExitCode = ExitCode.REFUSED) -> int:
-    from launch.job import print_error
+    from launch.mpi.job import print_error
 
     logger.error(line, extra=FILE_ONLY)
     print_error(line)

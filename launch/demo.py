@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from launch.cli import guarded, leave
-from launch.job import Job
+from launch.mpi.job import Job
 from trtrun.config import ASSETS, load_config
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def read_prompts() -> list[str]:
 
 def play_demo(job: Job, num_prompts: int, max_tokens: int) -> int:
     """Rank 0's show; the other ranks serve inside `open_llm`."""
-    from launch.job import finish_mpi
-    from launch.run import open_llm
+    from launch.batch.run import open_llm
+    from launch.mpi.job import finish_mpi
 
     started = time.perf_counter()
     with open_llm(job.config) as llm:
@@ -161,7 +161,7 @@ def command(config_path: Path, overrides: tuple[str, ...], num_prompts: int, max
     job = Job(config, sys.argv[1:], module="launch.demo")
 
     def check() -> None:
-        from launch.preflight import check_job
+        from launch.check.preflight import check_job
 
         check_job(job.config, job.topology)
 

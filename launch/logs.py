@@ -23,8 +23,8 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
-from launch.hosts import is_placed
-from launch.mpirun import TERMINAL_VARIABLE, Place
+from launch.mpi.hosts import is_placed
+from launch.mpi.mpirun import TERMINAL_VARIABLE, Place
 from parallel.topology import Topology
 from trtrun import __version__
 from trtrun.errors import ConfigError

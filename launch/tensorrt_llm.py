@@ -17,8 +17,8 @@ import click
 
 from launch.cli import guarded, leave
 from launch.exit_codes import ExitCode
-from launch.job import Job
-from launch.mpirun import find_place
+from launch.mpi.job import Job
+from launch.mpi.mpirun import find_place
 from trtrun.config import RuntimeConfig, make_config
 from trtrun.errors import nearest
 
@@ -157,7 +157,7 @@ def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool) -> Runtime
 
 def run(words: Sequence[str]) -> int:
     """Run the job that the command line asks for; returns the exit status."""
-    from launch.options import RunOptions
+    from launch.batch.options import RunOptions
 
     arguments = parse_arguments(words)
     has_gpu = _has_gpu()
@@ -169,7 +169,7 @@ def run(words: Sequence[str]) -> int:
     job = Job(config, list(words), module=MODULE, nests=True)
 
     def check() -> None:
-        from launch.run import check_run
+        from launch.batch.run import check_run
 
         check_run(job, options)
         place, world_size = find_place(), job.topology.world_size
@@ -183,8 +183,8 @@ def run(words: Sequence[str]) -> int:
 
 def _play(job: Job, options: Any) -> int:
     """Rank 0 prints inputs and outputs in the form of examples/run.py."""
-    from launch.job import finish_mpi
-    from launch.run import open_llm
+    from launch.batch.run import open_llm
+    from launch.mpi.job import finish_mpi
     from trtrun.core import SamplingParams
 
     refused = 0

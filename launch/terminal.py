@@ -14,8 +14,8 @@ from types import TracebackType
 
 from rich.console import Console
 
-from launch.job import is_reporting_rank
-from launch.mpirun import OUTPUT_VARIABLE, TERMINAL_VARIABLE, find_place
+from launch.mpi.job import is_reporting_rank
+from launch.mpi.mpirun import OUTPUT_VARIABLE, TERMINAL_VARIABLE, find_place
 
 
 def terminal_width() -> int | None:

@@ -11,10 +11,10 @@ import json
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from parallel import ending
 from parallel.errors import ControlPlaneError
 from parallel.topology import Topology
 from parallel.waiting import wait_until
+from parallel.watchdog import ending
 
 if TYPE_CHECKING:
     from mpi4py import MPI

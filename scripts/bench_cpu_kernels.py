@@ -18,14 +18,14 @@ from collections.abc import Callable
 
 import torch
 
+from trtrun.attention.attention import GatherAttention
+from trtrun.kernels.cpu.attention import NativeAttention
+from trtrun.kernels.cpu.int8_matmul import BlockedInt8Matmul
+from trtrun.kernels.cpu.machine import has_bfloat16_kernels
+from trtrun.kernels.cpu.matmul import BlockedMatmul
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
-from trtrun.layers.attention import GatherAttention
-from trtrun.layers.linear import OneDnnMatmul
-from trtrun.layers.native.attention import NativeAttention
-from trtrun.layers.native.int8_matmul import BlockedInt8Matmul
-from trtrun.layers.native.machine import has_bfloat16_kernels
-from trtrun.layers.native.matmul import BlockedMatmul
-from trtrun.layers.segments import AttentionBatch, AttentionSegment
+from trtrun.linear.linear import OneDnnMatmul
 from trtrun.quantization.int8 import Int8
 
 STREAMED_BYTES = 400_000_000

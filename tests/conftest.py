@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.leftovers import remove_leftovers
+from launch.mpi.stale_folders import remove_leftovers
 
 ROOT = Path(__file__).resolve().parent.parent
 # What tells a process that some mpirun started it; a job started from a test must not see it.

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.flavours import FLAVOURS
-from launch.mpi_library import LIBRARY_VARIABLE, choose_flavour
-from launch.mpirun import find_mpirun
+from launch.mpi.flavours import FLAVOURS
+from launch.mpi.library import LIBRARY_VARIABLE, choose_flavour
+from launch.mpi.mpirun import find_mpirun
 from trtrun.errors import TopologyError
 
 

@@ -13,8 +13,8 @@ from typing import TypeVar
 import torch
 
 from parallel.transports.solo import SoloCommunicator
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
-from trtrun.layers.segments import AttentionBatch, AttentionSegment
 from trtrun.models.decoder import CausalLM
 from trtrun.models.loading import LoadReport, load_model
 

@@ -24,8 +24,8 @@ def bench(
     config_path: Path, overrides: tuple[str, ...], speculation: str | None, rows: str, as_json: bool, **numbers: Any
 ) -> int:
     """Measure plain and speculative decoding in one run, on fresh random prompts; the last line is JSON."""
-    from launch.job import Job
-    from launch.options import BenchOptions
+    from launch.batch.options import BenchOptions
+    from launch.mpi.job import Job
 
     counts = tuple(int(part) for part in rows.split(",") if part.strip().isdecimal() and int(part) > 0)
     if not counts or len(counts) != len(rows.split(",")):
@@ -34,13 +34,13 @@ def bench(
     options = BenchOptions(rows=counts, as_json=as_json, **numbers)
 
     def check() -> None:
-        from launch.bench import check_bench
+        from launch.bench.bench import check_bench
 
         check_bench(job, options)
 
     status = job.enter(check)
     if status is not None:
         return status
-    from launch.bench import play_bench
+    from launch.bench.bench import play_bench
 
     return play_bench(job, options)

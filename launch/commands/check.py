@@ -20,13 +20,13 @@ def check(config_path: Path, overrides: tuple[str, ...], speculation: str | None
     every link between ranks is tried with checksummed messages, and timed. Ends within launch.check_seconds, and names
     the ranks that are stuck by then.
     """
-    from launch.job import Job
-    from launch.steps import has_parent
+    from launch.mpi.job import Job
+    from launch.mpi.steps import has_parent
 
     job = Job(load(config_path, overrides, speculation), sys.argv[1:], is_check=True)
 
     def preflight() -> None:
-        from launch.preflight import check_job
+        from launch.check.preflight import check_job
 
         if not has_parent():  # else it has said so
             check_job(job.config, job.topology)
@@ -34,6 +34,6 @@ def check(config_path: Path, overrides: tuple[str, ...], speculation: str | None
     status = job.enter(preflight)
     if status is not None:
         return status
-    from launch.check import play_check
+    from launch.check.rank_check import play_check
 
     return play_check(job.config, as_json)

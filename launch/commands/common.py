@@ -78,7 +78,7 @@ def load(path: Path, overrides: Sequence[str], speculation: str | None) -> Runti
     Raises:
         TrtrunError: one line that names the file and the key, or the log file that cannot be written.
     """
-    from launch.source import load_run_config
+    from launch.placement.run_config import load_run_config
 
     extra = [] if speculation is None else [f"speculation.method={speculation}"]
     context = click.get_current_context(silent=True)
@@ -96,10 +96,10 @@ def load(path: Path, overrides: Sequence[str], speculation: str | None) -> Runti
 
 
 def _begin_log(path: Path, config: RuntimeConfig, verbosity: int) -> None:
-    from launch.allocation import find_local
-    from launch.devices import make_topology
     from launch.logs import find_speaker, set_up_logging
-    from launch.mpirun import find_place
+    from launch.mpi.mpirun import find_place
+    from launch.placement.allocation import find_local
+    from launch.placement.devices import make_topology
 
     topology = make_topology(config)
     speaker = find_speaker(topology, find_place())

@@ -23,12 +23,12 @@ def merge(
     Every row must be there, and no part may be unfinished. With --prompts and the sampling options of the runs it also
     makes sure that the rows are this input's, to the last one.
     """
-    from launch.merge import merge_parts
+    from launch.batch.merge import merge_parts
 
     given = given_sampling(sampling)
     rows = None
     if prompts or prompts_file is not None:
-        from launch.rows import all_rows
+        from launch.batch.rows import all_rows
 
         rows = all_rows(prompts, prompts_file, given)
     elif given:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from launch.options import Part
+from launch.batch.options import Part
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

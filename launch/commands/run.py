@@ -8,11 +8,11 @@ from pathlib import Path
 
 import click
 
+from launch.batch.options import Part, RunOptions
 from launch.commands.common import load, with_config
 from launch.commands.prompts import given_sampling, parse_part, with_prompts
-from launch.drain import Drain, EndedAtStart, ending_at_once, leave_starting_ranks
 from launch.exit_codes import ExitCode, describe_exit_codes
-from launch.options import Part, RunOptions
+from launch.mpi.drain import Drain, EndedAtStart, ending_at_once, leave_starting_ranks
 
 
 @click.command(epilog=f"Exit status: {describe_exit_codes()}")
@@ -68,13 +68,13 @@ def _run(
     config_path: Path, overrides: Sequence[str], speculation: str | None, options: RunOptions, drain: Drain
 ) -> int:
     """This process's part, once it hears the signals that may end it."""
-    from launch.job import Job
+    from launch.mpi.job import Job
 
     job = Job(load(config_path, overrides, speculation), sys.argv[1:], drains=options.keeps_rows)
 
     def check() -> None:
-        from launch.mpirun import find_place
-        from launch.run import check_run, finish_without_models
+        from launch.batch.run import check_run, finish_without_models
+        from launch.mpi.mpirun import find_place
 
         # Ranks that are started already have to agree that nothing is left: that is play_run's part.
         finished = finish_without_models(options) if find_place() is None else None
@@ -85,6 +85,6 @@ def _run(
     status = job.enter(check)
     if status is not None:
         return status
-    from launch.run import play_run
+    from launch.batch.run import play_run
 
     return play_run(job.config, options, drain)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from launch.slurm import Array, BatchJob
+    from launch.slurm.script import Array, BatchJob
 
 SETTINGS = (
     ("--partition", "partition", "NAME", "Partition to run in."),
@@ -32,7 +32,7 @@ SETTINGS = (
 
 def _read_array(context: click.Context, parameter: click.Parameter, value: str | None) -> Array | None:
     """N, or N%M for at most M at once."""
-    from launch.slurm import Array
+    from launch.slurm.script import Array
 
     if value is None:
         return None
@@ -74,9 +74,9 @@ def submit(
     The nodes, ranks and GPUs come from the devices in the YAML file, everything else from its launch.slurm section and
     the options here. What is wrong with the command is said now, not when the job starts.
     """
-    from launch.slurm import render_script
-    from launch.slurm_arguments import make_job, merge_words, parse_inner
-    from launch.slurm_needs import read_needs
+    from launch.commands.submit_arguments import make_job, merge_words, parse_inner
+    from launch.slurm.resources import read_needs
+    from launch.slurm.script import render_script
 
     inner = parse_inner(words, config_path, overrides)
     changes = {name: value for name, value in settings.items() if value is not None}
@@ -93,8 +93,8 @@ def submit(
 
 
 def _submit(job: BatchJob, script: str, is_followed: bool) -> int:
-    from launch.slurm_client import find_jobs
-    from launch.slurm_client import submit as submit_script
+    from launch.slurm.client import find_jobs
+    from launch.slurm.client import submit as submit_script
 
     number = submit_script(script, job.folder)
     jobs = find_jobs(str(number))
@@ -107,7 +107,7 @@ def _submit(job: BatchJob, script: str, is_followed: bool) -> int:
 
 
 def _follow(job: str) -> int:
-    from launch.slurm_follow import follow
+    from launch.slurm.follow import follow
 
     try:
         return follow(job)
@@ -124,8 +124,8 @@ def _follow(job: str) -> int:
 @click.argument("job")
 def status(job: str) -> int:
     """Show a job's state, nodes, time, log and finished rows. JOB is a number, or ARRAY_TASK."""
-    from launch.slurm_client import find_jobs
-    from launch.slurm_status import show_jobs
+    from launch.slurm.client import find_jobs
+    from launch.slurm.status import show_jobs
 
     show_jobs(find_jobs(job))
     return 0
@@ -139,7 +139,7 @@ def cancel(job: str, now: bool) -> int:
 
     JOB is a number, or ARRAY_TASK for one task of an array.
     """
-    from launch.slurm_client import SlurmError, end_jobs, find_jobs, signal_scripts
+    from launch.slurm.client import SlurmError, end_jobs, find_jobs, signal_scripts
 
     jobs = [item for item in find_jobs(job) if not (item.has_ended or item.is_ending)]
     if not jobs:

@@ -8,7 +8,7 @@ import sys
 import pytest
 from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run
 
-from trtrun.layers.native.machine import has_bfloat16_kernels
+from trtrun.kernels.cpu.machine import has_bfloat16_kernels
 
 
 def test_bench_beside_transformers(config: Configs, trtrun: Run) -> None:

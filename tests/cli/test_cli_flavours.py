@@ -29,7 +29,7 @@ from commands import (
 from mpi_libraries import find_mpi
 from output_rows import read_rows, without_times
 
-from launch.flavours import FLAVOURS
+from launch.mpi.flavours import FLAVOURS
 
 pytestmark = pytest.mark.timeout(300)
 PATIENCE = 120

@@ -15,7 +15,7 @@ import pytest
 from network import SSHD, Host
 from two_hosts import ROOT, Site, own_lines
 
-from launch.hosts import ANSWER_SECONDS, CONNECT_SECONDS
+from launch.mpi.hosts import ANSWER_SECONDS, CONNECT_SECONDS
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300)]
 

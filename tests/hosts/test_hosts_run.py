@@ -21,7 +21,7 @@ from two_hosts import (
     write_rows,
 )
 
-from launch.flavours import FLAVOURS
+from launch.mpi.flavours import FLAVOURS
 
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(400)]
 

@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 from topologies import HERE
 
-from launch.links import GROUPS, expect_kinds
+from launch.placement.links import GROUPS, expect_kinds
 from parallel import probe
 from parallel.communicator import Communicator
 from parallel.control import ControlPlane

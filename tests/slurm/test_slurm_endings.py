@@ -11,7 +11,7 @@ import pytest
 from batch import Rows, Run, count_lines, read_rows
 from cluster import Cluster, wait_for
 
-from launch.slurm_client import ENDED
+from launch.slurm.client import ENDED
 
 Config = Callable[..., Path]
 Prompts = Callable[..., Path]

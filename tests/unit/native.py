@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from trtrun.layers import attention, int8, linear
-from trtrun.layers.native import fused
-from trtrun.layers.native.machine import has_bfloat16_kernels
+from trtrun.attention import attention
+from trtrun.kernels.cpu import fused
+from trtrun.kernels.cpu.machine import has_bfloat16_kernels
+from trtrun.linear import int8, linear
 
 needs_kernels = pytest.mark.skipif(
     not has_bfloat16_kernels(), reason="the kernels need AVX-512 BF16, libgomp and llvmlite"

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import parallel.activity
-from parallel.activity import NO_ROUND, Activity, Doing, Phase
-from parallel.stacks import Stack, main_stack, named, show_stacks, waits_for_peers
+import parallel
+import parallel.watchdog.activity
+from parallel.watchdog.activity import NO_ROUND, Activity, Doing, Phase
+from parallel.watchdog.stacks import Stack, main_stack, named, show_stacks, waits_for_peers
 
 
 class Clock:
@@ -27,7 +28,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(parallel.activity, "time", clock)
+    monkeypatch.setattr(parallel.watchdog.activity, "time", clock)
     return clock
 
 
@@ -90,10 +91,10 @@ def test_another_thread_sees_the_main_threads_stack() -> None:
 
 
 def test_only_code_that_serves_to_wait_waits_for_peers() -> None:
-    package = Path(parallel.activity.__file__).parent
+    package = Path(parallel.__file__).parent
     for waits in ("link.py", "waiting.py", "control.py", "transports/mpi.py", "transports/nccl.py"):
         assert (package / waits).is_file() and waits_for_peers(str(package / waits))
-    for works in ("heartbeat.py", "activity.py", "../trtrun/roles/worker.py"):
+    for works in ("watchdog/heartbeat.py", "watchdog/activity.py", "../trtrun/roles/worker.py"):
         assert not waits_for_peers(str(package / works))
 
 

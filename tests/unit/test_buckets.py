@@ -6,8 +6,8 @@ import itertools
 
 import torch
 
-from trtrun.layers.buckets import bucket_rows
-from trtrun.layers.linear import make_linear
+from trtrun.kernels.row_buckets import bucket_rows
+from trtrun.linear.linear import make_linear
 
 
 def test_buckets_cover_every_number_with_few_shapes() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from launch.devices import make_topology
-from launch.source import load_run_config
+from launch.placement.devices import make_topology
+from launch.placement.run_config import load_run_config
 from parallel.topology import Topology
 from trtrun.config import ASSET_PREFIX, RuntimeConfig
 from trtrun.device_lists import is_counts

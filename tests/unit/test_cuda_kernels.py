@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from trtrun.layers.attention import GatherAttention
-from trtrun.layers.segments import AttentionBatch, AttentionSegment
-from trtrun.layers.triton_support import triton_works
+from trtrun.attention.attention import GatherAttention
+from trtrun.kernels.triton.support import triton_works
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -54,7 +54,7 @@ def test_paged_attention_equals_gathered_attention(
     window: int | None,
     dtype: torch.dtype,
 ) -> None:
-    from trtrun.layers.paged_attention import PagedAttention
+    from trtrun.kernels.triton.paged_attention import PagedAttention
 
     torch.manual_seed(heads * rows + queries)
     count = rows * blocks + 1
@@ -80,7 +80,7 @@ def test_paged_attention_equals_gathered_attention(
 @DTYPES
 @pytest.mark.parametrize("size", [96, 1024, 5120])
 def test_add_and_normalise(size: int, dtype: torch.dtype) -> None:
-    from trtrun.layers.fused_kernels import add_and_normalise
+    from trtrun.kernels.triton.fused import add_and_normalise
 
     hidden, delta, weight = random(7, size, dtype=dtype), random(7, size, dtype=dtype), random(size, dtype=dtype)
     total = hidden + delta
@@ -95,7 +95,7 @@ def test_add_and_normalise(size: int, dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize("features", [4, 1300, 14336])
 def test_silu_and_multiply(features: int, dtype: torch.dtype) -> None:
-    from trtrun.layers.fused_kernels import silu_and_multiply
+    from trtrun.kernels.triton.fused import silu_and_multiply
 
     fused = random(5, 2 * features, dtype=dtype)
     expected = functional.silu(fused[:, :features]) * fused[:, features:]
@@ -105,7 +105,7 @@ def test_silu_and_multiply(features: int, dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize("head_dim", [24, 64, 128])
 def test_rotate(head_dim: int, dtype: torch.dtype) -> None:
-    from trtrun.layers.fused_kernels import rotate
+    from trtrun.kernels.triton.fused import rotate
 
     heads = random(9, 7, head_dim, dtype=dtype)[:, 1:6]
     cosine, sine = random(9, 1, head_dim, dtype=dtype), random(9, 1, head_dim, dtype=dtype)

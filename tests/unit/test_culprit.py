@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from parallel.activity import NO_ROUND, Doing, Phase
-from parallel.culprit import (
+from parallel.watchdog.activity import NO_ROUND, Doing, Phase
+from parallel.watchdog.culprit import (
     CLOSED_SECONDS,
     Accusation,
     RankState,
@@ -16,7 +16,7 @@ from parallel.culprit import (
     find_broken,
     late_starters,
 )
-from parallel.stacks import Stack
+from parallel.watchdog.stacks import Stack
 
 LIMIT, PATIENCE = 60.0, 4.0
 WAITS, WORKS = Stack("  in a communicator\n", True), Stack("  in a loop\n", False)

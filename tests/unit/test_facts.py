@@ -12,7 +12,7 @@ import mpi4py
 import pytest
 from checkpoints import make_checkpoint, make_draft
 
-from launch.facts import Facts, collect_facts, find_problems
+from launch.check.inventory import Facts, collect_facts, find_problems
 from parallel.topology import Topology
 from trtrun.config import RuntimeConfig, make_config
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from mpi_libraries import find_mpi
 
-import launch.mpi_library
-from launch.flavours import FLAVOURS, MPICH, OPENMPI, OPENMPI4, Flavour
-from launch.mpi_library import (
+import launch.mpi.library
+from launch.mpi.flavours import FLAVOURS, MPICH, OPENMPI, OPENMPI4, Flavour
+from launch.mpi.library import (
     LIBRARY_VARIABLE,
     Choice,
     Library,
@@ -20,7 +20,7 @@ from launch.mpi_library import (
     find_library,
     identify_program,
 )
-from launch.mpirun import find_mpirun
+from launch.mpi.mpirun import find_mpirun
 from trtrun.errors import TopologyError
 
 VERSIONS = {

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from parallel.activity import Activity, Phase
 from parallel.errors import HeartbeatError
-from parallel.heartbeat import HeartbeatClient, Names
-from parallel.heartbeat_server import HeartbeatServer
-from parallel.lines import FEW_BYTES, LineSocket, connect, listen, own_addresses, wait_for
 from parallel.topology import Topology
+from parallel.watchdog.activity import Activity, Phase
+from parallel.watchdog.heartbeat import HeartbeatClient, Names
+from parallel.watchdog.heartbeat_server import HeartbeatServer
+from parallel.watchdog.lines import FEW_BYTES, LineSocket, connect, listen, own_addresses, wait_for
 
 TOPOLOGY = Topology.from_devices(["cpu:0"], ["cpu:1", "cpu:2"])
 LONG = 600.0

@@ -9,12 +9,12 @@ import torch
 from native import leave_to_torch, needs_kernels
 
 from trtrun.errors import ConfigError
-from trtrun.layers import int8 as products
-from trtrun.layers.linear import make_linear
-from trtrun.layers.native.int8_matmul import BlockedInt8Matmul
-from trtrun.layers.native.int8_matmul_code import int8_matmul_module
-from trtrun.layers.native.machine import compile_kernels
-from trtrun.layers.native.matmul_code import KERNEL, STRETCH, TILE_ROWS, prefetch_for
+from trtrun.kernels.cpu.int8_matmul import BlockedInt8Matmul
+from trtrun.kernels.cpu.int8_matmul_code import int8_matmul_module
+from trtrun.kernels.cpu.machine import compile_kernels
+from trtrun.kernels.cpu.matmul_code import KERNEL, STRETCH, TILE_ROWS, prefetch_for
+from trtrun.linear import int8 as products
+from trtrun.linear.linear import make_linear
 from trtrun.quantization import QUANTIZATIONS, QuantizedWeight
 
 CPU, INT8 = torch.device("cpu"), QUANTIZATIONS.get("int8")

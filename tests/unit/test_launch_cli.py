@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import click
 import pytest
 
-import launch.job
+import launch.mpi.job
 from launch.cli import guarded, leave
 from launch.exit_codes import MEANINGS, ExitCode, FailedError, describe_exit_codes, status_of_signal
-from launch.mpirun import find_place
+from launch.mpi.mpirun import find_place
 from parallel.errors import ShardingError
 from trtrun.errors import CheckpointError
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import launch.hosts
-from launch.flavours import FLAVOURS, MPICH, OPENMPI
-from launch.hosts import check_hosts, describe_host, is_placed, remote_hosts, uses_ssh
+import launch.mpi.hosts
+from launch.mpi.flavours import FLAVOURS, MPICH, OPENMPI
+from launch.mpi.hosts import check_hosts, describe_host, is_placed, remote_hosts, uses_ssh
 from parallel.topology import Topology
 from trtrun.errors import TopologyError
 from trtrun.launch_config import LaunchSection

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-import launch.merge
+import launch.batch.merge
+from launch.batch.journal import RowJournal
+from launch.batch.merge import merge_parts, part_path
+from launch.batch.options import Part
+from launch.batch.rows import PromptRow, rows_from_prompts
 from launch.exit_codes import FailedError
-from launch.journal import RowJournal
-from launch.merge import merge_parts, part_path
-from launch.options import Part
-from launch.rows import PromptRow, rows_from_prompts
 from trtrun.errors import ConfigError
 
 PROMPTS = rows_from_prompts([f"prompt {index}" for index in range(10)], {})

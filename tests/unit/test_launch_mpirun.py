@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-import launch.mpirun
-from launch.flavours import FLAVOURS
-from launch.job import Job
-from launch.mpi_library import Choice, Library
-from launch.mpirun import Launch, Place, build_command, build_environment, find_mpirun, find_place, show_command
+import launch.mpi.mpirun
+from launch.mpi.flavours import FLAVOURS
+from launch.mpi.job import Job
+from launch.mpi.library import Choice, Library
+from launch.mpi.mpirun import Launch, Place, build_command, build_environment, find_mpirun, find_place, show_command
 from parallel.topology import Topology
 from trtrun.config import make_config
 from trtrun.errors import ConfigError, TopologyError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.noise import NoiseFilter
+from launch.mpi.output_filter import NoiseFilter
 
 LINE = "-" * 74 + "\n"
 ABORT = (

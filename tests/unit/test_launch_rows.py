@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.journal import RowJournal, RowStream, check_output, finished_rows, open_writer
-from launch.rows import PromptRow, output_row, refused_row, rows_from_file, rows_from_prompts
+from launch.batch.journal import RowJournal, RowStream, check_output, finished_rows, open_writer
+from launch.batch.rows import PromptRow, output_row, refused_row, rows_from_file, rows_from_prompts
 from trtrun.core import RequestStatistics, TokenLogprobs
 from trtrun.errors import ConfigError, InvalidRequestError
 from trtrun.outputs import CompletionOutput, RequestOutput

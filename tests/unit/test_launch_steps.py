@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.steps import DONE, SILENT_SECONDS, StepWatch
+from launch.mpi.steps import DONE, SILENT_SECONDS, StepWatch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -134,7 +134,7 @@ def test_in_the_start_of_mpi_all_are_silent_and_the_stopped_one_is_named(watch: 
 def test_a_rank_marks_its_steps_and_repeats_them_only_where_a_parent_reads() -> None:
     code = (
         "import os, sys\n"
-        "from launch.steps import StepTeller, say_hello\n"
+        "from launch.mpi.steps import StepTeller, say_hello\n"
         "say_hello()\n"
         "with StepTeller() as teller:\n"
         "    teller.tell(3, 'reading\\n\\x1emodels')\n"

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.supervise import _Orders
+from launch.mpi.supervise import _Orders
 
 PARENT = """
 import os, sys
-import launch.supervise
-from launch.supervise import supervise
+import launch.mpi.supervise
+from launch.mpi.supervise import supervise
 launch.supervise.DRAIN_GRACE_SECONDS = 0.1
 drain_seconds = float(sys.argv[2]) if sys.argv[2] else None
 command = [sys.executable, "-c", sys.argv[1]]
@@ -186,7 +186,7 @@ def test_the_job_ends_when_its_parent_is_killed() -> None:
 
 def test_a_rank_that_does_not_call_mpi_ends_with_its_launcher() -> None:
     rank = (
-        "import time; from launch.job import end_with_launcher; end_with_launcher(); print('up', flush=True);"
+        "import time; from launch.mpi.job import end_with_launcher; end_with_launcher(); print('up', flush=True);"
         "time.sleep(600)"
     )
     launcher = subprocess.Popen(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.mpirun import OUTPUT_VARIABLE, TERMINAL_VARIABLE
+from launch.mpi.mpirun import OUTPUT_VARIABLE, TERMINAL_VARIABLE
 from launch.terminal import Bar, output_console
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.leftovers import remove_leftovers
+from launch.mpi.stale_folders import remove_leftovers
 
 
 @pytest.fixture

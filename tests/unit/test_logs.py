@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.logs import LAUNCHER, find_speaker, quiet_libraries
-from launch.mpirun import Place
+from launch.mpi.mpirun import Place
 from parallel.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,11 +13,11 @@ from paged import PagedModel
 from pipelines import open_llm
 from torch.nn import functional
 
+from trtrun.attention.attention import GatherAttention
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
-from trtrun.layers.attention import GatherAttention
 from trtrun.layers.norm import RMSNorm
 from trtrun.layers.rotary import RopeConfig, RotaryEmbedding
-from trtrun.layers.segments import AttentionBatch, AttentionSegment
 
 LENGTH = 40
 

@@ -129,7 +129,7 @@ def test_rows_of_different_lengths_and_phases_share_a_forward(tmp_path: Path) ->
 
 
 def test_padding_tokens_change_nothing(tmp_path: Path) -> None:
-    from trtrun.layers.segments import AttentionBatch, AttentionSegment
+    from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 
     path = make_checkpoint(tmp_path)
     tokens = prompt_of(10)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from native import leave_to_torch, needs_kernels
 
+from trtrun.attention.attention import HostAttention
+from trtrun.kernels.cpu.attention import NativeAttention
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
-from trtrun.layers.attention import HostAttention
-from trtrun.layers.native.attention import NativeAttention
-from trtrun.layers.segments import AttentionBatch, AttentionSegment
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("each_number_of_threads")]
 

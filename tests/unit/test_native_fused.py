@@ -7,7 +7,7 @@ import torch
 from native import needs_kernels
 from torch.nn import functional
 
-from trtrun.layers.native.fused import fuses, normalise, rotate, silu_and_multiply
+from trtrun.kernels.cpu.fused import fuses, normalise, rotate, silu_and_multiply
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("each_number_of_threads")]
 

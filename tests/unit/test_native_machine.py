@@ -13,8 +13,8 @@ PROGRAM = """
 import sys
 {before}
 import torch
-from trtrun.layers.kernels import kernels_for
-from trtrun.layers.linear import make_linear
+from trtrun.kernels.choice import kernels_for
+from trtrun.linear.linear import make_linear
 torch.set_num_threads(2)
 weight, x = torch.eye(64).bfloat16(), torch.randn(3, 64).bfloat16()
 assert torch.equal(make_linear(weight.clone())(x), x)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from native import leave_to_torch, needs_kernels
 
-from trtrun.layers.linear import make_linear
-from trtrun.layers.native.machine import compile_kernels
-from trtrun.layers.native.matmul import BlockedMatmul
-from trtrun.layers.native.matmul_code import KERNEL, STRETCH, TILE_ROWS, matmul_module, prefetch_for
+from trtrun.kernels.cpu.machine import compile_kernels
+from trtrun.kernels.cpu.matmul import BlockedMatmul
+from trtrun.kernels.cpu.matmul_code import KERNEL, STRETCH, TILE_ROWS, matmul_module, prefetch_for
+from trtrun.linear.linear import make_linear
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("each_number_of_threads")]
 

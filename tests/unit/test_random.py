@@ -6,8 +6,8 @@ import pytest
 import torch
 from sampling_reference import chi_square_p_value
 
-from trtrun.layers import random
-from trtrun.layers.random import Stream, gumbel, gumbel_argmax, uniforms
+from trtrun.sampling import random
+from trtrun.sampling.random import Stream, gumbel, gumbel_argmax, uniforms
 
 P_VALUE = 1e-4
 MASK = 2**64 - 1

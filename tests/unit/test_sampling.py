@@ -11,9 +11,9 @@ import torch
 from sampling_reference import admission, chi_square_p_value, reference_logits, softmax
 
 from trtrun.core import SamplingParams
-from trtrun.layers import filters
-from trtrun.layers.random import Stream
-from trtrun.layers.sampling import RowSampling
+from trtrun.sampling import filters
+from trtrun.sampling.random import Stream
+from trtrun.sampling.row_sampling import RowSampling
 
 VOCAB, MAX_LEN = 23, 40
 

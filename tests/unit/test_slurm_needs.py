@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launch.slurm_needs import Needs, count_gres_gpus, read_needs
+from launch.slurm.resources import Needs, count_gres_gpus, read_needs
 from trtrun.errors import ConfigError
 
 

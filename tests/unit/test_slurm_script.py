@@ -12,10 +12,10 @@ from typing import Any
 import click
 import pytest
 
-from launch.merge import part_path
-from launch.slurm import Array, parse_time, part_output, quote_directive, render_script
-from launch.slurm_arguments import make_job, merge_words, parse_inner
-from launch.slurm_needs import read_needs
+from launch.batch.merge import part_path
+from launch.commands.submit_arguments import make_job, merge_words, parse_inner
+from launch.slurm.resources import read_needs
+from launch.slurm.script import Array, parse_time, part_output, quote_directive, render_script
 from trtrun.errors import ConfigError
 
 HARMFUL = """a 'b' "c" $(touch bad) `touch bad` \\ ; touch bad & #x"""

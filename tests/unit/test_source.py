@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 
-from launch.devices import make_topology
-from launch.mpirun import Place
-from launch.source import check_started_together, check_world_size, load_run_config, make_run_config, name_places
+from launch.mpi.mpirun import Place
+from launch.placement.devices import make_topology
+from launch.placement.run_config import (
+    check_started_together,
+    check_world_size,
+    load_run_config,
+    make_run_config,
+    name_places,
+)
 from trtrun.config import RuntimeConfig
 from trtrun.errors import ConfigError, TopologyError
 

@@ -9,8 +9,8 @@ import torch
 from sampling_reference import admission
 
 from trtrun.core import SamplingParams
-from trtrun.layers.random import Stream
-from trtrun.layers.sampling import RowSampling
+from trtrun.sampling.random import Stream
+from trtrun.sampling.row_sampling import RowSampling
 from trtrun.speculation.verify import accept_by_probability, accept_by_token, accept_tree_by_token, verify
 
 VOCAB = 12

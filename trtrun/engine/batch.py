@@ -12,7 +12,7 @@ import torch
 
 from trtrun.core import PrefillChunk
 from trtrun.engine.rows import RowState
-from trtrun.layers.segments import AttentionBatch, AttentionSegment, StepBatch
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 
 
 @dataclass

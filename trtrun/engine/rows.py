@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from trtrun.core import RoundPlan
-from trtrun.layers.sampling import RowSampling
+from trtrun.sampling.row_sampling import RowSampling
 
 
 class RowState:

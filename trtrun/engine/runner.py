@@ -15,10 +15,10 @@ from trtrun.core import PrefillChunk, RoundPlan
 from trtrun.engine.batch import BatchBuilder, ForwardBatch
 from trtrun.engine.graphs import Capture, ForwardGraphs
 from trtrun.engine.rows import RowState
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
-from trtrun.layers.row_needs import device_integers
-from trtrun.layers.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.models.decoder import CausalLM
+from trtrun.sampling.row_needs import device_integers
 
 
 @dataclass(frozen=True)

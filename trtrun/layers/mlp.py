@@ -9,9 +9,9 @@ import torch
 from torch.nn import functional
 
 from parallel.communicator import Communicator
-from trtrun.layers.linear import Linear
-from trtrun.layers.native import fused as native
-from trtrun.layers.triton_support import triton_works
+from trtrun.kernels.cpu import fused as native
+from trtrun.kernels.triton.support import triton_works
+from trtrun.linear.linear import Linear
 
 
 class RowParallelLinear:
@@ -54,7 +54,7 @@ class GatedMLP:
         """x [tokens, hidden] → [tokens, hidden]."""
         fused = self._gate_up(x)
         if self._fused:
-            from trtrun.layers.fused_kernels import silu_and_multiply
+            from trtrun.kernels.triton.fused import silu_and_multiply
 
             return self._down(silu_and_multiply(fused))
         if native.fuses(fused.dtype, fused.device, self._features):

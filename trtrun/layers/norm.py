@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from trtrun.layers.native.fused import fuses, normalise
-from trtrun.layers.triton_support import triton_works
+from trtrun.kernels.cpu.fused import fuses, normalise
+from trtrun.kernels.triton.support import triton_works
 
 
 class RMSNorm:
@@ -38,7 +38,7 @@ class RMSNorm:
     def add(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         """hidden += delta, in place, and the norm of the sum; both [tokens, size] in the model's dtype."""
         if self._fused:
-            from trtrun.layers.fused_kernels import add_and_normalise
+            from trtrun.kernels.triton.fused import add_and_normalise
 
             return add_and_normalise(hidden, delta, self.weight, self._eps)
         if self._native:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trtrun.layers.native import fused as native
-from trtrun.layers.triton_support import triton_works
+from trtrun.kernels.cpu import fused as native
+from trtrun.kernels.triton.support import triton_works
 
 # Tables grow by whole chunks of this many positions and each chunk is computed alone: the bits of an angle must not
 # depend on how far the table had grown before.
@@ -150,7 +150,7 @@ class RotaryEmbedding:
         differently in vectorised loops and in their scalar tails, and so depend on the number of tokens.
         """
         if heads.is_cuda and triton_works("cuda"):
-            from trtrun.layers.fused_kernels import rotate
+            from trtrun.kernels.triton.fused import rotate
 
             return rotate(heads, cosine, sine)
         if native.fuses(heads.dtype, heads.device, self._half):

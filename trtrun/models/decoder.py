@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
+from trtrun.attention.attention import AttentionBackend
+from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
-from trtrun.layers.attention import AttentionBackend
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
-from trtrun.layers.linear import Linear
 from trtrun.layers.mlp import GatedMLP, RowParallelLinear
 from trtrun.layers.norm import RMSNorm
 from trtrun.layers.rotary import RotaryEmbedding
-from trtrun.layers.segments import AttentionBatch
+from trtrun.linear.linear import Linear
 from trtrun.models.config import ModelConfig
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 
 from parallel.communicator import Communicator
+from trtrun.attention.attention import AttentionBackend, attention_backend
 from trtrun.errors import CheckpointError
-from trtrun.layers.attention import AttentionBackend, attention_backend
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
-from trtrun.layers.linear import Linear, can_pack, make_linear
 from trtrun.layers.mlp import GatedMLP, RowParallelLinear
 from trtrun.layers.norm import RMSNorm
 from trtrun.layers.rotary import RotaryEmbedding
+from trtrun.linear.linear import Linear, can_pack, make_linear
 from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM, DecoderLayer

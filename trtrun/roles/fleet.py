@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
-from parallel.activity import Activity, Phase
 from parallel.control import ControlPlane
-from parallel.heartbeat_server import HeartbeatServer
+from parallel.watchdog.activity import Activity, Phase
+from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.core import RoundPlan
 from trtrun.errors import RankFailedError
 from trtrun.roles.worker import Worker

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel.activity import Activity, Phase
 from parallel.control import ControlPlane
 from parallel.groups import open_groups
-from parallel.heartbeat import invite_workers, join_heartbeat
-from parallel.heartbeat_server import HeartbeatServer
 from parallel.probe import verify_groups
 from parallel.topology import Topology
+from parallel.watchdog.activity import Activity, Phase
+from parallel.watchdog.heartbeat import invite_workers, join_heartbeat
+from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.config import RuntimeConfig
 from trtrun.outputs import RankReport, StartReport
 from trtrun.roles.fleet import Fleet, MpiFleet, SoloFleet, serve

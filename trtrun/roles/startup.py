@@ -13,17 +13,18 @@ from dataclasses import dataclass
 
 import torch
 
-from parallel.activity import Activity, Phase
 from parallel.communicator import Communicator
 from parallel.groups import Groups
 from parallel.link import Link
 from parallel.topology import Slot, Topology
+from parallel.watchdog.activity import Activity, Phase
 from trtrun.config import DraftSection, ModelSection, RuntimeConfig
 from trtrun.engine.graphs import capture_for
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.engine.warmup import warm_up
 from trtrun.errors import CheckpointError, ConfigError
+from trtrun.kernels.choice import kernels_for
 from trtrun.kvcache.sizing import (
     SlotDemand,
     blocks_of_tokens,
@@ -34,7 +35,6 @@ from trtrun.kvcache.sizing import (
     useful_blocks,
 )
 from trtrun.kvcache.store import KVStore
-from trtrun.layers.kernels import kernels_for
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.models.loading import LoadReport, load_model, shard_bytes

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from parallel.activity import Activity, Phase
+from parallel.watchdog.activity import Activity, Phase
 from trtrun.core import Draft, RoundPlan, Verdict
 from trtrun.speculation.cycle import draft_round, probability_rows, transfer, verify_round
 from trtrun.speculation.protocols import Drafter, DraftLink, TargetEngine

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from trtrun.core import Verdict, VerdictLogprobs
-from trtrun.layers.random import Stream, gumbel_argmax, uniforms
-from trtrun.layers.row_needs import device_integers
+from trtrun.sampling.random import Stream, gumbel_argmax, uniforms
+from trtrun.sampling.row_needs import device_integers
 
 
 class TokenSampler(Protocol):

@@ -23,8 +23,8 @@ from typing import Any
 from mpi4py import MPI
 from pipelines import configuration, prompt_of
 
-from parallel.heartbeat_server import HeartbeatServer
-from parallel.lines import listen
+from parallel.watchdog.heartbeat_server import HeartbeatServer
+from parallel.watchdog.lines import listen
 from trtrun import LLM, SamplingParams
 from trtrun.engine.runner import Engine
 from trtrun.models.loading import _Loader

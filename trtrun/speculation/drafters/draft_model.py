@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from trtrun.core import Draft, RoundPlan
-from trtrun.layers.random import Stream
-from trtrun.layers.row_needs import device_integers
+from trtrun.sampling.random import Stream
+from trtrun.sampling.row_needs import device_integers
 from trtrun.speculation.cycle import probability_rows
 from trtrun.speculation.protocols import DraftEngine
 

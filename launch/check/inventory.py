@@ -1,0 +1,255 @@
+"""What each rank knows of itself and its host before weights load, and what must not differ between ranks.
+
+`collect_facts` runs on every rank and never raises for what the user got wrong: it becomes a text, so that the problems
+of all ranks can be told together. `find_problems` compares the facts of all ranks on one of them; it is pure. Nothing
+here sends anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import os
+import platform
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launch.placement.allocation import is_local
+from launch.placement.links import show_ranks
+from launch.placement.memory import Engines
+from parallel.errors import ParallelError
+from parallel.topology import Topology
+from trtrun import __version__
+from trtrun.config import ModelSection, RuntimeConfig
+from trtrun.errors import TrtrunError
+from trtrun.kvcache.sizing import free_bytes_of_slot, tokens_of_blocks
+from trtrun.models.checkpoint import Checkpoint, read_json
+
+PACKAGES = ("launch", "trtrun", "parallel")
+NCCL = "NCCL"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One rank's.
+
+    Attributes:
+        rank: world rank.
+        host: what the host calls itself.
+        process: its number there.
+        is_placed: whether this is the host that the devices name, or none is named.
+        versions: of everything that all ranks must have alike, by name.
+        configs: hash of each model's config.json, by engine; without those that cannot be read.
+        free_bytes: memory for this slot; None on a rank without a device, or where it is not known.
+        shard_bytes: weights of this rank.
+        kv_tokens: what this rank could hold by itself.
+        problems: what is wrong on this rank, one text each.
+    """
+
+    rank: int
+    host: str
+    process: int
+    is_placed: bool
+    versions: dict[str, str]
+    configs: dict[str, str] = field(default_factory=dict)
+    free_bytes: int | None = None
+    shard_bytes: int = 0
+    kv_tokens: int | None = None
+    problems: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Facts:
+        """From what `to_dict` gave, after a way through JSON."""
+        return cls(**{**values, "problems": tuple(values["problems"])})
+
+
+def collect_facts(
+    config: RuntimeConfig, topology: Topology, rank: int, tell: Callable[[str], None] = lambda step: None
+) -> Facts:
+    """Look at this rank's host: versions, models, device, memory.
+
+    Args:
+        config: as this rank sees it, with its own model directories.
+        topology: of the job.
+        rank: this process's world rank.
+        tell: called with what comes next, because file systems and drivers may hang.
+    """
+    problems: list[str] = []
+    tell("versions of the software")
+    host = socket.gethostname()
+    slot = topology.slot(rank)
+    with_nccl = slot is not None and slot.device.startswith("cuda") and len(topology.slots) > 1
+    versions = _read_versions(topology.world_size > 1, with_nccl)
+    is_placed = is_local(topology.host(rank))
+    tell("reading the models' configurations")
+    configs: dict[str, str] = {}
+    for name, section, is_held in _sections(config, topology, rank):
+        try:
+            configs[name] = _read_model(section, is_held)
+        except TrtrunError as error:
+            problems.append(f"{name}: {error}")
+        except OSError as error:
+            problems.append(f"{name}: {section.model} cannot be read: {error.strerror or error}")
+    facts = Facts(rank, host, os.getpid(), is_placed, versions, configs, problems=tuple(problems))
+    if slot is None or problems or not is_placed:
+        return facts
+    tell(f"looking at {slot.device}")
+    return _look_at_device(facts, config, topology, rank)
+
+
+def find_problems(facts: Sequence[Facts], topology: Topology) -> list[str]:
+    """All that is wrong with the ranks together, one line each; none where the job can start.
+
+    Args:
+        facts: of all ranks, in rank order.
+        topology: of the job.
+    """
+    return [
+        *_misplaced(facts, topology),
+        *_different_versions(facts),
+        *(f"{name_rank(topology, rank)}: {problem}" for rank in facts for problem in rank.problems),
+        *_different_models(facts),
+    ]
+
+
+def name_rank(topology: Topology, facts: Facts) -> str:
+    """A rank in messages, with its host: "target rank 2 (cpu:1) on node1"."""
+    name = topology.describe(facts.rank)
+    return name if topology.host(facts.rank) == facts.host else f"{name} on {facts.host}"
+
+
+def _sections(config: RuntimeConfig, topology: Topology, rank: int) -> Iterator[tuple[str, ModelSection, bool]]:
+    """Both models, and whether this rank holds a shard. Every rank reads both config.json, and rank 0 the tokenizer."""
+    if config.draft is not None:
+        yield "draft", config.draft, rank in topology.draft_ranks
+    yield "target", config.target, rank in topology.target_ranks
+
+
+def _read_model(section: ModelSection, is_held: bool) -> str:
+    """Hash of config.json; the headers of the weights are read where this rank holds a shard of them.
+
+    Raises:
+        TrtrunError, OSError: something cannot be read.
+    """
+    path = Path(section.model)
+    read_json(path, "config.json", required=True)
+    if is_held:
+        Checkpoint(path)
+    return hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16]
+
+
+def _look_at_device(facts: Facts, config: RuntimeConfig, topology: Topology, rank: int) -> Facts:
+    """The facts, with the memory of this rank's device and what fits into it."""
+    slot = topology.slot(rank)
+    assert slot is not None
+    values = facts.to_dict()
+    try:
+        engines = Engines.read(config, topology)
+        values["shard_bytes"] = sum(engines.shard_bytes(rank))
+        values["free_bytes"] = free_bytes_of_slot(slot.device, len(topology.slots_of_host(slot.host)))
+        blocks = engines.count_blocks(rank, values["free_bytes"], name_rank(topology, facts))
+        values["kv_tokens"] = tokens_of_blocks(blocks, config.kv_cache.block_size)
+    except (TrtrunError, ParallelError) as error:
+        # The rule of memory names the rank itself.
+        values["problems"] = (str(error).removeprefix(f"{name_rank(topology, facts)}: "),)
+    return Facts.from_dict(values)
+
+
+def _read_versions(with_mpi: bool, with_nccl: bool) -> dict[str, str]:
+    """Versions by name, in the order in which they are told."""
+    versions = {
+        "trtrun": f"{__version__} ({_hash_sources()})",
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": str(torch.__version__),
+    }
+    if with_mpi:
+        import mpi4py
+        from mpi4py import MPI
+
+        versions["mpi4py"] = str(mpi4py.__version__)
+        versions["MPI library"] = _short_mpi_version(MPI.Get_library_version())
+    if with_nccl:
+        versions[NCCL] = _nccl_version()
+    return versions
+
+
+def _short_mpi_version(text: str) -> str:
+    """ "Open MPI v5.0.11, package: …" → "Open MPI v5.0.11"; MPICH tells its build, line by line."""
+    lines = [" ".join(line.replace("\0", "").split()) for line in text.splitlines()]
+    first = next((line for line in lines if line), "unknown")
+    return first.partition(", ")[0]
+
+
+def _nccl_version() -> str:
+    """Version of the NCCL that CuPy brings: "2.28.3"; or why there is none."""
+    try:
+        number = int(importlib.import_module("cupy.cuda.nccl").get_version())
+    except Exception as error:  # CuPy raises many kinds where CUDA or NCCL libraries are missing
+        return f"none ({type(error).__name__})"
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def _hash_sources() -> str:
+    """A few digits over the code of all three packages: two copies of one version may differ."""
+    root = Path(__file__).resolve().parents[2]
+    total = hashlib.sha256()
+    for package in PACKAGES:
+        for file in sorted((root / package).rglob("*.py")):
+            total.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return total.hexdigest()[:8]
+
+
+def _misplaced(facts: Sequence[Facts], topology: Topology) -> Iterator[str]:
+    """Ranks on hosts where they should not be."""
+    for rank in facts:
+        if not rank.is_placed:
+            yield (
+                f"{topology.describe(rank.rank)} runs on {rank.host}, but its device is on {topology.host(rank.rank)}: "
+                "start the ranks on the hosts that `trtrun plan` shows, in that order"
+            )
+    hosts = list(dict.fromkeys(rank.host for rank in facts))
+    if topology.hosts == ("",) and len(hosts) > 1:
+        where = "; ".join(f"{host}: rank {show_ranks(r.rank for r in facts if r.host == host)}" for host in hosts)
+        yield f"the ranks are on {len(hosts)} hosts ({where}), but the devices name none: name the host of each device"
+
+
+def _different_versions(facts: Sequence[Facts]) -> Iterator[str]:
+    """What is not the same version everywhere."""
+    for name in dict.fromkeys(name for rank in facts for name in rank.versions):
+        found: dict[str, list[Facts]] = {}
+        for rank in facts:
+            if name in rank.versions:
+                found.setdefault(rank.versions[name], []).append(rank)
+        if len(found) > 1:
+            yield f"{name} is not the same everywhere: {_list_findings(found)}: install one version on all hosts"
+
+
+def _different_models(facts: Sequence[Facts]) -> Iterator[str]:
+    """Models whose config.json differs between ranks."""
+    for name in ("draft", "target"):
+        found: dict[str, list[Facts]] = {}
+        for rank in facts:
+            if name in rank.configs:
+                found.setdefault(rank.configs[name], []).append(rank)
+        if len(found) > 1:
+            yield (
+                f"{name}: config.json is not the same everywhere: {_list_findings(found)}: copy one model to all hosts"
+            )
+
+
+def _list_findings(found: dict[str, list[Facts]]) -> str:
+    return "; ".join(
+        f"{value} on rank {show_ranks(rank.rank for rank in ranks)} "
+        f"({', '.join(dict.fromkeys(rank.host for rank in ranks))})"
+        for value, ranks in found.items()
+    )

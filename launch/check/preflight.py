@@ -1,0 +1,123 @@
+"""What can be known to be wrong before any rank starts: model directories, their split over devices, tokenizers.
+
+The parent process calls it so that a user's mistake is one line from one process. It reads headers and configurations,
+no weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from launch.placement.allocation import is_local
+from parallel.errors import ParallelError
+from parallel.topology import Topology
+from trtrun.config import ModelSection, RuntimeConfig
+from trtrun.device_lists import kind_of
+from trtrun.errors import CheckpointError, ConfigError
+from trtrun.models.checkpoint import Checkpoint
+from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.loading import shard_bytes
+from trtrun.roles.startup import quantization_of, resolve_dtype, target_context
+from trtrun.text import check_same_tokenizer, read_tokenizer
+
+
+def check_job(config: RuntimeConfig, topology: Topology) -> None:
+    """Raise the TrtrunError that starting this job would end in, as far as it can be told without weights.
+
+    Args:
+        config: of the run.
+        topology: its ranks.
+    """
+    check_models(config)
+    damaged = damaged_weights(config, topology)
+    if damaged:
+        raise CheckpointError(damaged[0])
+    check_devices(topology)
+    check_tokenizers(config)
+
+
+def check_models(config: RuntimeConfig) -> None:
+    """Raise CheckpointError or ConfigError for models that are not supported, or that cannot be split like this. Only
+    their config.json is read."""
+    target = _check_model("target", config.target)
+    target_context(config, target)
+    if config.draft is not None:
+        _check_model("draft", config.draft)
+
+
+def damaged_weights(config: RuntimeConfig, topology: Topology) -> list[str]:
+    """Say of each model what is wrong with the files of its weights, by their headers; none where all is well.
+
+    Weights that only other hosts need may be missing here; the ranks there read them.
+    """
+    wrong = []
+    here = [slot for slot in topology.slots if is_local(slot.host)]
+    held = {
+        "target": any(slot.target_index is not None for slot in here),
+        "draft": any(slot.draft_index is not None for slot in here),
+    }
+    for role, section in (("target", config.target), ("draft", config.draft)):
+        try:
+            if section is not None and held[role]:
+                Checkpoint(Path(section.model))
+        except CheckpointError as error:
+            wrong.append(f"{role}: {error}")
+    return wrong
+
+
+def check_tokenizers(config: RuntimeConfig) -> None:
+    """Raise CheckpointError where draft and target do not spell text alike."""
+    tokenizer = read_tokenizer(config.tokenizer or config.target.model)
+    draft_tokenizer = read_tokenizer(config.draft.model) if config.draft is not None else None
+    if tokenizer is not None and draft_tokenizer is not None:
+        check_same_tokenizer(tokenizer, draft_tokenizer)
+
+
+def has_tokenizer(config: RuntimeConfig) -> bool:
+    """Whether prompts may be text."""
+    return read_tokenizer(config.tokenizer or config.target.model) is not None
+
+
+def check_devices(topology: Topology) -> None:
+    """Raise ConfigError for a GPU of this host that it does not have.
+
+    A rank of another host is not checked here; its own start-up does it.
+    """
+    missing = missing_devices(topology)
+    if missing:
+        raise ConfigError(
+            f"{missing[0]} is not on this host: it has {describe_gpus()}; "
+            'use CPU slots such as "cpu:0" where there is no GPU'
+        )
+
+
+def missing_devices(topology: Topology) -> list[str]:
+    """GPUs that should be on this host and are not."""
+    wanted = [slot.device for slot in topology.slots if slot.device.startswith("cuda") and is_local(slot.host)]
+    count = _count_gpus() if wanted else 0
+    return [device for device in wanted if int(device.partition(":")[2]) >= count]
+
+
+def describe_gpus() -> str:
+    """How many GPUs this host has, as a text: "2 (cuda:0 to cuda:1)", "none"."""
+    count = _count_gpus()
+    return f"{count} (cuda:0 to cuda:{count - 1})" if count else "none"
+
+
+def _count_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _check_model(role: str, section: ModelSection) -> ModelConfig:
+    """Read one model's configuration, and try its split over the section's devices."""
+    device = torch.device(kind_of(section.devices[0]))
+    try:
+        config = read_model_config(section.model)
+        dtype = resolve_dtype(section, config)
+        for rank in range(len(section.devices)):
+            shard_bytes(config, rank, len(section.devices), dtype, device, quantization_of(section))
+    except (CheckpointError, ConfigError, ParallelError) as error:
+        raise CheckpointError(f"{role}: {error}") from None
+    return config

@@ -1,0 +1,281 @@
+"""`trtrun check`, and the short check before every run: the ranks prove that they fit together, without weights.
+
+Rank 0 leads. It collects every rank's facts, then names one step after another; the ranks that a step concerns do it
+and report. So rank 0 always knows whom it waits for, and no step can wait longer than the check as a whole. It knows
+steps and who takes part in them; facts are `facts`' business, messages are `parallel.probe`'s.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from launch.check.inventory import collect_facts, find_problems
+from launch.check.report import CheckReport, LinkReport, print_report, report_json
+from launch.check.session import Session, SetupError, StuckError
+from launch.exit_codes import ExitCode, FailedError
+from launch.mpi.job import finish_mpi, is_reporting_rank, print_error
+from launch.mpi.mpirun import find_place
+from launch.mpi.steps import DONE, STARTED, StepTeller
+from launch.placement.devices import make_topology
+from launch.placement.links import GROUPS, Carries, Kind, Link, group_ranks, list_links, show_ranks
+from parallel import probe
+from parallel.communicator import Communicator
+from parallel.errors import ControlPlaneError
+from parallel.watchdog.activity import Activity
+from parallel.watchdog.heartbeat import invite_workers, join_heartbeat
+from parallel.watchdog.heartbeat_server import HeartbeatServer
+from trtrun.config import RuntimeConfig
+
+
+def check_before_run(config: RuntimeConfig) -> None:
+    """The short check: every rank's facts fit together. Collective over the job; nothing to do for a single process.
+
+    The messages between ranks are tried where the job opens its communicators, so not here.
+
+    Raises:
+        SystemExit: something is wrong, and rank 0 has told it.
+    """
+    place = find_place()
+    if place is None or place.size == 1:
+        StepTeller().tell(DONE, "the start")
+        return
+    with Session.open(config, time.monotonic()) as session:
+        if session.rank != 0:
+            session.send_facts()
+            if not session.next_order()["ok"]:
+                raise SystemExit(ExitCode.DONE)  # the end of rank 0 ends the job
+            return
+        try:
+            _, problems = session.gather_facts()
+            session.order({"step": "end", "ok": not problems})
+            if problems:
+                raise SetupError(problems)
+        except (SetupError, FailedError) as error:
+            raise SystemExit(_tell(error)) from None
+
+
+def play_check(config: RuntimeConfig, as_json: bool) -> int:
+    """This rank's part of `trtrun check`; rank 0 tells what was found.
+
+    Returns:
+        The exit status: refused where the ranks do not fit together, failed where messages came through wrong or ranks
+        did not answer.
+    """
+    if not is_reporting_rank():
+        follow_check(config)
+        return ExitCode.DONE
+    try:
+        report = lead_check(config)
+    except (SetupError, FailedError) as error:
+        if as_json:
+            print(report_json(None, _problems(error)), flush=True)
+        return _tell(error)
+    finish_mpi()
+    if as_json:
+        print(report_json(report))
+    else:
+        print_report(report)
+    sys.stdout.flush()
+    for line in report.failures:
+        print_error(line)
+    return ExitCode.FAILED if report.failures else ExitCode.DONE
+
+
+def lead_check(config: RuntimeConfig) -> CheckReport:
+    """The thorough check, on rank 0 or in a job of one process.
+
+    Raises:
+        SetupError: with all that is wrong.
+        FailedError: with the ranks that did not answer, or that failed.
+    """
+    topology = make_topology(config)
+    if topology.world_size == 1:
+        facts = [collect_facts(config, topology, 0)]
+        problems = find_problems(facts, topology)
+        if problems:
+            raise SetupError(problems)
+        links = list_links(topology, dict.fromkeys(GROUPS, Kind.SOLO), _sends_probs(config))
+        return CheckReport.make(
+            topology, facts, [LinkReport.untried(link) for link in links], time.monotonic() - STARTED
+        )
+    with Session.open(config, STARTED) as session:
+        facts, problems = session.gather_facts()
+        if problems:
+            session.order({"step": "end", "ok": False})
+            raise SetupError(problems)
+        reports = list(_lead_steps(session))
+        session.order({"step": "end", "ok": True})
+        return CheckReport.make(topology, facts, reports, time.monotonic() - STARTED)
+
+
+def follow_check(config: RuntimeConfig) -> None:
+    """The thorough check on all other ranks: do what rank 0 says until it ends."""
+    with Session.open(config, STARTED) as session:
+        session.send_facts()
+        while (order := session.next_order())["step"] != "end":
+            if session.rank not in order["ranks"]:
+                continue
+            session.begin(order["number"], order["title"])
+            try:
+                session.send(_follow(session, order))
+            except Exception as error:  # others may be waiting for this rank inside MPI, rank 0 too
+                session.control.abort(f"step '{order['title']}': {type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What came of a step at all of its ranks: what was wrong, with the rank it came to, and how fast it went."""
+
+    faults: tuple[str, ...]
+    timing: probe.Timing
+
+
+def _problems(error: SetupError | FailedError) -> tuple[str, ...]:
+    """The lines of an error."""
+    return error.problems if isinstance(error, SetupError | StuckError) else (str(error),)
+
+
+def _tell(error: SetupError | FailedError) -> ExitCode:
+    """Tell what is wrong, one line each; returns the exit status."""
+    for line in _problems(error):
+        print_error(line)
+    return ExitCode.FAILED if isinstance(error, FailedError) else ExitCode.REFUSED
+
+
+def _lead_steps(session: Session) -> Iterator[LinkReport]:
+    """All steps after the facts, in order; yields what they found about each link."""
+    topology = session.topology
+    workers = topology.worker_ranks
+    control = _try_control(session, workers)
+    reached = _try_heartbeat(session, workers)
+    opened = session.run_step("opening the communicators", workers, session.open_groups, step="open")
+    kinds = _merge_kinds(opened.values())
+    links = list_links(topology, kinds, _sends_probs(session.config))
+    pairs: dict[frozenset[int], _Tried] = {}
+    for link in links:
+        if link.carries is Carries.CONTROL:
+            yield LinkReport.of(link, control[link.ranks[1]].faults, control[link.ranks[1]].timing)
+        elif link.carries is Carries.HEARTBEAT and link.ranks[1] in reached:
+            yield LinkReport.of(link, (), None)
+    for name, carries in (("draft", Carries.DRAFT_SUMS), ("target", Carries.TARGET_SUMS)):
+        members = group_ranks(topology, name)
+        if len(members) > 1:
+            answers = session.run_step(f"{carries} of rank {show_ranks(members)}", members, step="group", name=name)
+            tried = _merge(answers, {rank: f"{carries} at rank {rank}" for rank in members})
+            yield LinkReport.of_group([link for link in links if link.carries is carries], tried.faults, tried.timing)
+    for link in links:
+        if link.carries in (Carries.DRAFT, Carries.DRAFT_PROBS, Carries.VERDICT):
+            yield _try_pair(session, link, pairs)
+
+
+def _try_control(session: Session, workers: Sequence[int]) -> dict[int, _Tried]:
+    """The links between rank 0 and each worker."""
+    title = "plans and reports"
+    session.start_step(title, workers, step="control")
+    tried = {}
+    for rank in workers:
+        try:
+            faults, timing = probe.probe_control(session.control, rank, probe.SIZES, session.seconds_left)
+        except ControlPlaneError:
+            raise session.stuck([rank], title) from None
+        tried[rank] = _Tried((f"rank {rank} to rank 0: {_shorten(faults)}",) if faults else (), timing)
+    probe.end_control(session.control)
+    for rank, answer in session.collect(workers, title).items():
+        if answer["faults"]:
+            wrong = f"rank 0 to rank {rank}: {_shorten(answer['faults'])}"
+            tried[rank] = _Tried((*tried[rank].faults, wrong), tried[rank].timing)
+    return tried
+
+
+def _try_heartbeat(session: Session, workers: Sequence[int]) -> set[int]:
+    """The TCP connections beside MPI, made as in a run; returns the workers that have one."""
+    seconds = session.config.launch.heartbeat_seconds
+    server = HeartbeatServer(session.topology, Activity(), seconds, max(seconds, session.seconds_left() + seconds))
+    try:
+        answers = session.run_step(
+            "heartbeat", workers, lambda: invite_workers(session.control, session.topology, server), step="heartbeat"
+        )
+    finally:
+        server.close()
+    return set(answers)
+
+
+def _try_pair(session: Session, link: Link, tried: dict[frozenset[int], _Tried]) -> LinkReport:
+    """A link between two workers; what goes both ways is tried once."""
+    pair = frozenset(link.ranks)
+    if len(pair) == 1:
+        return LinkReport.untried(link)
+    if pair not in tried:
+        first, second = link.ranks
+        answers = session.run_step(f"{link.carries}, rank {first} to rank {second}", pair, step="pair")
+        ways = {second: f"rank {first} to rank {second}", first: f"rank {second} to rank {first}"}
+        tried[pair] = _merge(answers, ways)
+    return LinkReport.of(link, tried[pair].faults, tried[pair].timing)
+
+
+def _merge(answers: dict[int, dict[str, Any]], ways: Mapping[int, str]) -> _Tried:
+    """The reports of a step's ranks. The slowest rank's time is the link's.
+
+    Args:
+        answers: by rank.
+        ways: how what was wrong came to each rank.
+    """
+    faults = tuple(
+        f"{ways[rank]}: {_shorten(answers[rank]['faults'])}" for rank in sorted(answers) if answers[rank]["faults"]
+    )
+    timings = [probe.Timing(**answer["timing"]) for answer in answers.values()]
+    return _Tried(
+        faults, probe.Timing(max(item.latency_s for item in timings), min(item.bytes_per_s for item in timings))
+    )
+
+
+def _shorten(faults: Sequence[str]) -> str:
+    """What was wrong in a step at one rank, as one text."""
+    return faults[0] if len(faults) == 1 else f"{faults[0]}; and {len(faults) - 1} more"
+
+
+def _follow(session: Session, order: dict[str, Any]) -> dict[str, Any]:
+    """A worker's part of one step; returns its report."""
+    if order["step"] == "control":
+        return {"faults": probe.answer_control(session.control)}
+    if order["step"] == "heartbeat":
+        seconds = session.config.launch.heartbeat_seconds
+        join_heartbeat(session.control, session.topology, Activity(), seconds).close()
+        return {}
+    if order["step"] == "open":
+        session.open_groups()
+        assert session.groups is not None
+        return {"kinds": {name: _kind_of(getattr(session.groups, name)) for name in GROUPS}}
+    groups = session.groups
+    assert groups is not None
+    if order["step"] == "group":
+        group = groups.draft if order["name"] == "draft" else groups.target
+        assert group is not None
+        return {"faults": probe.verify_group(group, probe.SIZES), "timing": asdict(probe.measure_all_reduce(group))}
+    (peer,) = (rank for rank in order["ranks"] if rank != session.rank)
+    workers = groups.workers
+    assert workers is not None
+    place = session.topology.worker_ranks.index(peer)
+    faults = probe.verify_pair(workers, place, probe.SIZES)
+    return {"faults": faults, "timing": asdict(probe.measure_pair(workers, place))}
+
+
+def _kind_of(communicator: Communicator | None) -> str | None:
+    """What carries an open group; None where this rank is no member."""
+    return None if communicator is None else type(communicator).__name__.removesuffix("Communicator").lower()
+
+
+def _merge_kinds(answers: Iterable[dict[str, Any]]) -> dict[str, Kind]:
+    """What carries each group, from its members' reports; a group without members is solo."""
+    kinds = dict.fromkeys(GROUPS, Kind.SOLO)
+    for answer in answers:
+        kinds |= {name: Kind(kind) for name, kind in answer["kinds"].items() if kind is not None}
+    return kinds
+
+
+def _sends_probs(config: RuntimeConfig) -> bool:
+    return config.is_speculative and config.speculation.use_logits

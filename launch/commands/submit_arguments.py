@@ -1,0 +1,178 @@
+"""The command behind `trtrun submit … --`: checked as trtrun itself would, before anything is submitted.
+
+It knows the commands that make sense in a batch job and what they need of it. It does not know Slurm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launch.batch.merge import part_path
+from launch.batch.options import Part, RunOptions
+from launch.commands.bench import bench
+from launch.commands.check import check
+from launch.commands.merge import merge
+from launch.commands.prompts import given_sampling
+from launch.commands.run import run
+from launch.slurm.resources import Needs
+from launch.slurm.script import Array, BatchJob, Word, part_output
+from trtrun.core import SamplingParams
+from trtrun.errors import ConfigError, nearest
+
+COMMANDS: dict[str, click.Command] = {"run": run, "bench": bench, "check": check}
+"""What may be submitted."""
+
+
+@dataclass(frozen=True)
+class Inner:
+    """A command line of trtrun that a job will run.
+
+    Attributes:
+        name: of the command.
+        rest: its words as they were given, without the configuration's.
+        parameters: what click makes of all words.
+        command: click's description of it.
+    """
+
+    name: str
+    rest: tuple[str, ...]
+    parameters: dict[str, Any]
+    command: click.Command
+
+    @property
+    def overrides(self) -> list[str]:
+        """Changes of the YAML file that the whole command line makes."""
+        speculation = self.parameters.get("speculation")
+        extra = [] if speculation is None else [f"speculation.method={speculation}"]
+        return [*self.parameters["overrides"], *extra]
+
+
+def parse_inner(words: Sequence[str], config_path: Path, overrides: Sequence[str]) -> Inner:
+    """Parse a command line as trtrun does, with submit's own --config and --set in it.
+
+    Raises:
+        click.UsageError: there is no such command, or its options are wrong.
+    """
+    if not words:
+        raise click.UsageError("name what the job runs, such as: -- run --prompts FILE.jsonl --output FILE.jsonl")
+    name, *rest = words
+    command = COMMANDS.get(name)
+    if command is None:
+        raise click.UsageError(f"'{name}' cannot be submitted{nearest(name, COMMANDS)}")
+    if any(word == "--config" or word.startswith("--config=") for word, _ in _options(command, rest)):
+        raise click.UsageError("give --config once, before the --")
+    arguments = [*_config_words(config_path, overrides), *rest]
+    with command.make_context(f"trtrun submit … -- {name}", arguments) as context:
+        return Inner(name, tuple(rest), dict(context.params), command)
+
+
+def make_job(inner: Inner, needs: Needs, config_path: Path, overrides: Sequence[str], array: Array | None) -> BatchJob:
+    """The batch job of a command, once the command's own mistakes are told.
+
+    Raises:
+        TrtrunError: the command would refuse to run, or cannot run as asked.
+        click.UsageError: options that do not fit together.
+    """
+    start = [inner.name, *_config_words(config_path, overrides)]
+    if inner.name != "run":
+        if array is not None:
+            raise click.UsageError(f"--array splits the rows of `run`; {inner.name} has none")
+        return BatchJob(needs, [*start, *inner.rest], Path.cwd())
+    options = run_options(inner.parameters)
+    rows = _check_run(options, needs, array, [*start, *inner.rest])
+    output = Path(options.output).resolve() if options.output is not None and options.keeps_rows else None
+    if output is None:
+        return BatchJob(needs, [*start, *inner.rest], Path.cwd(), rows=rows)
+    rest: list[str | Word] = list(inner.rest) if array is None else [*_without(inner, "--output")]
+    if array is not None:
+        assert options.output is not None
+        rest += ["--output", part_output(Path(options.output), array.count), "--part", Word("", f"/{array.count}")]
+    if not options.resume:
+        rest.append("--resume")
+    return BatchJob(needs, [*start, *rest], Path.cwd(), output, rows, array)
+
+
+def merge_words(inner: Inner, array: Array) -> list[str]:
+    """The command that joins the outputs of an array's jobs, and compares them with the input."""
+    known = {name for item in merge.params if item.name != "output" for name in item.opts}
+    output = str(inner.parameters["output"])
+    same = [
+        item for word, words in _options(inner.command, inner.rest) if word.partition("=")[0] in known for item in words
+    ]
+    parts = [str(part_path(output, number, array.count)) for number in range(1, array.count + 1)]
+    return ["trtrun", "merge", *same, "--output", output, *parts]
+
+
+def run_options(parameters: dict[str, Any]) -> RunOptions:
+    """What `trtrun run` makes of its parameters."""
+    known = {item.name for item in fields(SamplingParams)}
+    return RunOptions(
+        parameters["prompts"],
+        parameters["prompts_file"],
+        parameters["output"],
+        given_sampling({name: value for name, value in parameters.items() if name in known}),
+        parameters["resume"],
+        parameters["part"],
+    )
+
+
+def _check_run(options: RunOptions, needs: Needs, array: Array | None, words: Sequence[str]) -> int:
+    """Raise for what `trtrun run` would refuse; returns the number of input rows."""
+    from launch.batch.journal import check_output, finished_rows
+    from launch.batch.run import check_run, read_rows
+    from launch.mpi.job import Job
+
+    if options.resume and not options.keeps_rows:
+        raise click.UsageError("--resume needs --output FILE.jsonl, the file to go on with")
+    if array is not None and not options.keeps_rows:
+        raise click.UsageError("--array needs --output FILE.jsonl: each job of the array writes a part beside it")
+    if array is not None and options.part is not None:
+        raise click.UsageError("--array and --part exclude each other: an array gives each job its part")
+    rows = read_rows(replace(options, part=None))
+    if array is not None and array.count > len(rows):
+        raise ConfigError(f"--array {array.count}: the input has {len(rows)} rows: make at most as many jobs")
+    if needs.has_local_models:
+        check_run(Job(needs.config, words), replace(options, output=None, resume=False))
+    for name, part in _outputs(options, array):
+        check_output(name)
+        if options.keeps_rows:
+            finished_rows(name, rows if part is None else [rows[index] for index in part.of(len(rows))], resume=True)
+    return len(rows) if options.part is None else len(options.part.of(len(rows)))
+
+
+def _outputs(options: RunOptions, array: Array | None) -> Iterator[tuple[str, Part | None]]:
+    """The output files of all jobs, each with its share of the rows."""
+    if options.output is None:
+        return
+    if array is None:
+        yield options.output, options.part
+        return
+    for number in range(1, array.count + 1):
+        yield str(part_path(options.output, number, array.count)), Part(number, array.count)
+
+
+def _config_words(path: Path, overrides: Sequence[str]) -> list[str]:
+    return ["--config", str(path), *(word for override in overrides for word in ("--set", override))]
+
+
+def _options(command: click.Command, words: Sequence[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The options of a command line, each with the words that belong to it; other words have no option before them."""
+    takes_value = {
+        name for item in command.params if isinstance(item, click.Option) and not item.is_flag for name in item.opts
+    }
+    rest = iter(words)
+    for word in rest:
+        value = next(rest, None) if word in takes_value else None
+        yield word, (word,) if value is None else (word, value)
+
+
+def _without(inner: Inner, option: str) -> Iterator[str]:
+    """The words of a command line without one of its options."""
+    for word, words in _options(inner.command, inner.rest):
+        if word != option and not word.startswith(f"{option}="):
+            yield from words

@@ -1,0 +1,209 @@
+"""How far each rank is on its way to work, and which one is stuck: marks on stderr that only the parent sees.
+
+A rank says what it is about to do, from its first moment on, before MPI connects it to anything; a thread repeats that,
+so that a rank that merely waits for another can be told from one that has stopped. The parent of mpirun takes the marks
+out of the ranks' stderr and, when the time is over, names those that hold up the rest. Where a user's own mpirun
+started the ranks nobody reads marks, and none are written. It does not know what the steps mean.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from launch.mpi.mpirun import find_place
+
+STARTED = time.monotonic()
+"""When this process began, near enough: commands import this first."""
+
+VARIABLE = "TRTRUN_STEPS"
+"""Set to 1 for ranks whose parent reads marks."""
+
+BEAT_SECONDS = 0.5
+SILENT_SECONDS = 3.0
+"""A rank that was not heard of for so long is silent: it is stopped, or inside a call that lets no thread run."""
+
+FIRST_STEP = "start of MPI"
+"""What every rank does first. MPI lets no thread run meanwhile: all ranks are silent in it, not only the stuck one."""
+
+_MARK = re.compile(r"\x1etrtrun (\d+) (\d+) (\d+) (\S*) ([^\x1e\n]*)\n")
+"""Ends with a line break: mpirun hands on whole lines."""
+_OPEN = "\x1e"
+_LONGEST_MARK = 1000
+
+
+def has_parent() -> bool:
+    """Whether this process is a rank whose parent reads marks."""
+    return os.environ.get(VARIABLE) == "1" and find_place() is not None
+
+
+class StepTeller:
+    """A rank's side. Does nothing where nobody reads marks.
+
+    Used as a context: the thread that repeats the last mark ends with it.
+    """
+
+    def __init__(self) -> None:
+        self._place = find_place() if has_parent() else None
+        self._mark = b""
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> StepTeller:
+        if self._place is not None:
+            self._thread = threading.Thread(target=self._repeat, name="steps", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def tell(self, number: int, step: str) -> None:
+        """Say what this rank is about to do.
+
+        Args:
+            number: grows from step to step. Ranks with a smaller one are behind.
+            step: for people.
+        """
+        if self._place is None:
+            return
+        text = "".join(character if character.isprintable() else " " for character in step)[:200]
+        host = socket.gethostname()
+        self._mark = f"\x1etrtrun {self._place.rank} {number} {os.getpid()} {host} {text}\n".encode()
+        _write(self._mark)
+
+    def _repeat(self) -> None:
+        while not self._is_over.wait(BEAT_SECONDS):
+            _write(self._mark)
+
+
+def say_hello() -> None:
+    """A rank's first mark, before anything that can hang. It keeps the way to the parent open for later ones."""
+    if has_parent():
+        StepTeller().tell(0, FIRST_STEP)
+
+
+DONE = 1_000_000
+"""Number of the step of a rank that has no more to tell."""
+
+
+@cache
+def _channel() -> int:
+    """This process's stderr as it was at first: later it may be led to a log file."""
+    return os.dup(2)
+
+
+def _write(mark: bytes) -> None:
+    with suppress(OSError):  # the parent is gone, and so will this process be
+        os.write(_channel(), mark)  # short enough for one write, which pipes do not mix with others
+
+
+@dataclass
+class _Rank:
+    """What the parent has heard of one rank."""
+
+    number: int
+    step: str
+    host: str
+    process: int
+    heard_at: float
+
+
+@dataclass
+class StepWatch:
+    """The parent's side: takes marks out of the ranks' stderr, and knows who is stuck.
+
+    Attributes:
+        describe: names a rank, such as "target rank 2 (cpu:1)".
+        size: ranks of the job.
+        seconds: how long they may take to their last step.
+        purpose: what takes so long, such as "the check".
+        started: when the time began, on `clock`; None for now.
+        clock: seconds; for tests.
+        is_given_up: whether time was over before every rank was done.
+    """
+
+    describe: Callable[[int], str]
+    size: int
+    seconds: float
+    purpose: str
+    started: float | None = None
+    clock: Callable[[], float] = time.monotonic
+    is_given_up: bool = False
+    _ranks: dict[int, _Rank] = field(default_factory=dict)
+    _held: str = ""
+
+    def __post_init__(self) -> None:
+        if self.started is None:
+            self.started = self.clock()
+
+    def feed(self, text: str) -> str:
+        """Take a piece of the ranks' stderr, which may end anywhere; return it without marks."""
+        text = _MARK.sub(self._hear, self._held + text)
+        start = text.rfind(_OPEN)
+        # What may become a mark waits for its end; control characters of anything else do not.
+        self._held = text[start:] if start >= 0 and len(text) - start < _LONGEST_MARK else ""
+        return text[: len(text) - len(self._held)]
+
+    def give_up(self) -> list[str]:
+        """Lines that name the stuck ranks, once time is over; none before that, and where every rank is done."""
+        assert self.started is not None
+        done = sum(rank.number >= DONE for rank in self._ranks.values())
+        if done == self.size or self.clock() - self.started < self.seconds:
+            return []
+        self.is_given_up = True
+        after = f"{self.purpose} was not done after {self.seconds:g} s"
+        return [f"{after}: {self._describe(number)}" for number in self.find_stuck()]
+
+    def find_stuck(self) -> list[int]:
+        """Ranks that hold up the others, as far as can be told from here."""
+        unheard = [number for number in range(self.size) if number not in self._ranks]
+        if unheard:
+            return unheard
+        busy = {number: rank for number, rank in self._ranks.items() if rank.number < DONE}
+        now = self.clock()
+        silent = [number for number, rank in busy.items() if now - rank.heard_at > SILENT_SECONDS]
+        # Of ranks that are all inside the start of MPI, the stopped one looks like those that wait for it.
+        candidates = silent or list(busy)
+        earliest = min(busy[number].number for number in candidates)
+        if not silent or earliest == 0:
+            candidates = [number for number in candidates if busy[number].number == earliest]
+        stopped = [number for number in candidates if _is_stopped(busy[number])]
+        return sorted(stopped or candidates)
+
+    def _hear(self, mark: re.Match[str]) -> str:
+        rank, number, process, host, step = mark.groups()
+        self._ranks[int(rank)] = _Rank(int(number), step, host, int(process), self.clock())
+        return ""
+
+    def _describe(self, number: int) -> str:
+        known = self._ranks.get(number)
+        if known is None:
+            return f"{self.describe(number)} has not begun: nothing was heard of it"
+        silence = self.clock() - known.heard_at
+        state = f"silent for {silence:.0f} s" if silence > SILENT_SECONDS else "alive"
+        return (
+            f"{self.describe(number)} on {known.host}, process {known.process}, is stuck in the step "
+            f"'{known.step}' ({state})"
+        )
+
+
+def _is_stopped(rank: _Rank) -> bool:
+    """Whether a process of this host is stopped, as by SIGSTOP or a debugger."""
+    if rank.host != socket.gethostname():
+        return False
+    try:
+        fields = Path(f"/proc/{rank.process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return fields.rpartition(")")[2].split()[0] in ("T", "t")

@@ -1,0 +1,287 @@
+"""Runs mpirun as a child and answers for it: signals reach it, its noise does not reach the user, nothing stays behind.
+
+It does not know what the job does, beyond whether it can drain (see drain.py). The job runs in a session of its own, so
+that Ctrl-C reaches this process alone, and so that every process of the job can be found by its session when it has to
+end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+
+from launch.exit_codes import ExitCode, status_of_signal
+from launch.mpi.drain import CONTROL_VARIABLE, DRAIN_SIGNALS, write_order
+from launch.mpi.output_filter import NoiseFilter
+from launch.mpi.steps import VARIABLE as STEPS_VARIABLE
+from launch.mpi.steps import StepWatch
+
+GRACE_SECONDS = 5.0
+"""How long mpirun may take to end its ranks after a signal, before all are killed."""
+
+DRAIN_GRACE_SECONDS = 20.0
+"""How long the ranks may take to end beyond the time that they have for a drain, before all are killed."""
+
+FAILED_GRACE_SECONDS = 10.0
+"""How long the job may go on once a rank has said that it ends it: mpirun waits for ever for a host that is cut off."""
+
+STUCK_GRACE_SECONDS = 2.0
+"""The same for a job in which a rank is stuck."""
+
+PAUSE_SECONDS = 0.25
+"""Text held back as a possible box of mpirun's is shown after this long without more of it."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def supervise(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    describe: Callable[[int], str],
+    drain_seconds: float | None = None,
+    steps: StepWatch | None = None,
+) -> int:
+    """Run the command until it ends; return an exit status (see exit_codes.py).
+
+    The ranks' stdout passes unchanged, their stderr through a filter of mpirun's boilerplate. SIGINT, SIGTERM, SIGUSR1
+    and SIGHUP end the whole job; so do the death of this process and the end of whoever reads its output. A job that
+    can drain is asked for that by the first SIGINT, SIGTERM or SIGUSR1; a SIGINT or SIGTERM after it ends the job.
+
+    Args:
+        command: mpirun and its arguments.
+        environment: of mpirun and the ranks.
+        describe: names a rank in messages.
+        drain_seconds: how long a drain may take; None for a job that cannot drain.
+        steps: names the ranks that are stuck on their way to work, and for them the job ends; None where ranks tell no
+            steps.
+    """
+    noise = NoiseFilter(describe)
+    values = {name: value for name, value in environment.items() if name not in (CONTROL_VARIABLE, STEPS_VARIABLE)}
+    if steps is not None:
+        values[STEPS_VARIABLE] = "1"
+    orders = _Orders(drain_seconds)
+    with orders.heard():
+        process = subprocess.Popen(
+            list(command),
+            env=values if drain_seconds is None else {**values, CONTROL_VARIABLE: "stdin"},
+            stdin=subprocess.DEVNULL if drain_seconds is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+        try:
+            orders.follow(process)
+            _pump(process, noise, orders, steps)
+        except BrokenPipeError:  # the reader of our output is gone, as in `trtrun run … | head`
+            orders.ended_by = signal.SIGPIPE
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=GRACE_SECONDS)
+        finally:
+            is_overdue = process.poll() is None
+            _clear_session(process.pid)  # mpirun is gone, or the loop failed: no rank may stay
+            process.wait()
+    with suppress(BrokenPipeError):
+        _pass_on(noise.flush_output())
+    _show(noise.finish())
+    if steps is not None and steps.is_given_up:
+        return ExitCode.FAILED
+    return _tell_end(process.returncode, noise, orders, is_overdue)
+
+
+class _Orders:
+    """The signals that this process was sent, and what they do to the job.
+
+    Args:
+        drain_seconds: see `supervise`.
+
+    Attributes:
+        drained_by: signal number that asked for a drain, or None.
+        ended_by: signal number that ended the job, or None.
+    """
+
+    def __init__(self, drain_seconds: float | None) -> None:
+        self.drained_by: int | None = None
+        self.ended_by: int | None = None
+        self._drain_seconds = drain_seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._deadline: float | None = None
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the job should have followed an order by now."""
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """Take the signals that ask this process to end."""
+        before = {number: signal.signal(number, self._hear) for number in (*DRAIN_SIGNALS, signal.SIGHUP)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def follow(self, process: subprocess.Popen[bytes]) -> None:
+        """The job is there: orders reach it from now on, and those that came before it."""
+        self._process = process
+        if self.ended_by is not None:
+            self._end()
+        elif self.drained_by is not None:
+            self._drain(self.drained_by)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        can_drain = self._drain_seconds is not None and number in DRAIN_SIGNALS
+        if self.ended_by is not None or (self.drained_by is not None and number in (signal.SIGINT, signal.SIGTERM)):
+            self.ended_by = self.ended_by or number
+            if self._process is not None:  # asked twice: no more grace
+                _kill_session(self._process.pid)
+        elif not can_drain:
+            self.ended_by = number
+            self._end()
+        elif self.drained_by is None:
+            self.drained_by = number
+            self._drain(number)
+
+    def _end(self) -> None:
+        self._deadline = time.monotonic() + GRACE_SECONDS
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGTERM)
+
+    def _drain(self, number: int) -> None:
+        assert self._drain_seconds is not None
+        self._deadline = time.monotonic() + self._drain_seconds + DRAIN_GRACE_SECONDS
+        if self._process is not None and self._process.stdin is not None:
+            write_order(self._process.stdin.fileno(), number)
+
+
+def _tell_end(status: int, noise: NoiseFilter, orders: _Orders, is_overdue: bool) -> int:
+    """Say how the job ended where nobody has said it; return the exit status."""
+    if orders.ended_by is not None:
+        if orders.ended_by != signal.SIGPIPE:
+            _show(f"trtrun: ended by {signal.Signals(orders.ended_by).name}; all ranks are stopped\n")
+        return status_of_signal(orders.ended_by)
+    if orders.drained_by is not None and is_overdue:
+        name = signal.Signals(orders.drained_by).name
+        _show(f"trtrun: the ranks did not drain in time after {name} and were killed; --resume goes on with the rest\n")
+        return ExitCode.DRAINED
+    if noise.killed:
+        return status_of_signal(noise.killed[0][1])
+    if noise.has_failed and (is_overdue or status == 0):  # an mpirun that loses a host ends with 0
+        return ExitCode.FAILED
+    if status < 0:
+        _show(f"trtrun: mpirun was killed by signal {-status}; all ranks are stopped\n")
+        return status_of_signal(-status)
+    if status and not noise.said_something:
+        _show(f"trtrun: a rank ended with exit code {status} and said nothing\n")
+    return status
+
+
+def _pump(
+    process: subprocess.Popen[bytes], noise: NoiseFilter, orders: _Orders, steps: StepWatch | None = None
+) -> None:
+    """Carry both outputs to the user until mpirun ends, or is overdue, or a rank is stuck.
+
+    Raises:
+        BrokenPipeError: nobody reads this process's standard output any more.
+    """
+    assert process.stdout is not None and process.stderr is not None
+    failed_deadline = float("inf")
+
+    def is_overdue() -> bool:
+        nonlocal failed_deadline
+        if noise.has_failed:
+            failed_deadline = min(failed_deadline, time.monotonic() + FAILED_GRACE_SECONDS)
+        return orders.is_overdue or time.monotonic() > failed_deadline
+
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        selector.register(process.stderr, selectors.EVENT_READ)
+        while selector.get_map():
+            if is_overdue():
+                return
+            if steps is not None and (stuck := steps.give_up()):
+                _show(noise.flush() + "".join(f"trtrun: {line}\n" for line in stuck))
+                process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=STUCK_GRACE_SECONDS)
+                return
+            ready = selector.select(timeout=PAUSE_SECONDS)
+            for key, _ in ready:
+                data = os.read(key.fd, 65536)
+                if not data:
+                    selector.unregister(key.fileobj)
+                elif key.fileobj is process.stdout:
+                    _pass_on(noise.feed_output(data))
+                else:
+                    text = data.decode(errors="replace")
+                    _show(noise.feed(text if steps is None else steps.feed(text)))
+            noise.is_expected = orders.ended_by is not None
+            if not ready:
+                _pass_on(noise.flush_output())
+                _show(noise.flush())
+                if process.poll() is not None:  # a stray child may hold the pipes open for ever
+                    return
+    while process.poll() is None and not is_overdue():
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=PAUSE_SECONDS)
+
+
+def _end_with_parent() -> None:
+    """In the child, before mpirun starts: ask the kernel to end it when this process dies, even by SIGKILL."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _kill_session(session: int) -> bool:
+    """Kill every process of a session: mpirun gives each rank a process group of its own, but the same session.
+
+    Returns:
+        Whether there was one.
+    """
+    found = False
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            # pid (name) state parent group session …; the name may hold spaces and parentheses.
+            fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found = True
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(int(entry.name), signal.SIGKILL)
+    return found
+
+
+def _clear_session(session: int) -> None:
+    """Kill every process of a session and see them gone: whoever starts the job again needs what they hold."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while _kill_session(session) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _pass_on(data: bytes) -> None:
+    """Write what the ranks wrote to stdout."""
+    if data:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+
+
+def _show(text: str) -> None:
+    if text:
+        with suppress(BrokenPipeError):
+            sys.stderr.write(text)
+            sys.stderr.flush()

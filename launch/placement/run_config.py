@@ -1,0 +1,186 @@
+"""The configuration of a run, the same on every rank: rank 0 reads the file, fills in the allocation and hands it on.
+
+A shared file system is not needed for it: other ranks never open the file. Model directories may differ from host to
+host (`model: {node1: PATH, default: PATH}`); each rank takes its own. It does not know what the sections mean.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.mpi.mpirun import Place, find_place
+from launch.placement.agreement import settle
+from launch.placement.allocation import find_allocation, find_local, has_own_name, in_allocation
+from launch.placement.devices import (
+    ENGINES,
+    Allocation,
+    check_granted,
+    fill_counts,
+    list_devices,
+    make_topology,
+    spell_hosts,
+)
+from trtrun.config import RuntimeConfig, make_config, read_values
+from trtrun.device_lists import host_of, is_counts
+from trtrun.errors import ConfigError, TopologyError
+
+DEFAULT_HOST = "default"
+
+
+def load_run_config(path: Path, overrides: Sequence[str]) -> RuntimeConfig:
+    """Return the configuration of this run: read here, or from rank 0 where mpirun started several ranks.
+
+    Collective under mpirun, and the first use of MPI there.
+
+    Raises:
+        ConfigError: one line that names the file and the key.
+        TopologyError: the ranks do not see each other (see `check_started_together`).
+    """
+    place = find_place()
+    check_started_together(place, os.environ)
+    source: dict[str, Any] | None = None
+    if place is None or place.rank == 0:
+        values = read_values(path, overrides)
+        try:
+            values = name_places(values)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from None
+        source = {"values": values, "base": str(path.resolve().parent), "where": str(path)}
+    if place is not None and place.size > 1:
+        if source is not None:
+            # What is wrong is said before MPI starts, and at once; so is a wrong number of ranks, by whoever asked.
+            config = make_run_config(source, place)
+            if make_topology(config).world_size != place.size:
+                return config
+        source = _share(source, place)
+    shared = source
+    assert shared is not None
+    return settle(lambda: make_run_config(shared, place), place)
+
+
+def name_places(
+    values: Mapping[str, Any], find_allocation: Callable[[], Allocation] = find_allocation
+) -> dict[str, Any]:
+    """Fill in what only the starting host knows: the allocation's devices, and the orchestrator's host.
+
+    Args:
+        values: the YAML file's mapping.
+        find_allocation: returns what the job may use; called only where devices are counted, or in an allocation.
+
+    Raises:
+        ConfigError: a device is not in the allocation, or it has too few.
+    """
+    if in_allocation():
+        allocation = find_allocation()
+        counts = any(is_counts(section.get("devices")) for section in _sections(values))
+        # mpirun spreads ranks without a host over the whole allocation; devices without one are this host's.
+        several = counts or len(allocation.hosts) > 1
+        home = next(filter(has_own_name, allocation.hosts), allocation.hosts[0]) if several else ""
+        filled = fill_counts(spell_hosts(values, allocation.hosts, home), lambda: allocation)
+        check_granted(filled, allocation)
+    else:
+        filled = fill_counts(spell_hosts(values), find_allocation)
+    launch = filled.get("launch") or {}
+    if isinstance(launch, dict) and launch.get("orchestrator_host") is None:
+        hosts = [host_of(device) for devices in list_devices(filled).values() for device in devices]
+        local = find_local(host for host in dict.fromkeys(hosts) if host)
+        if local is not None:
+            filled["launch"] = {**launch, "orchestrator_host": local}
+    return filled
+
+
+def make_run_config(source: Mapping[str, Any], place: Place | None = None) -> RuntimeConfig:
+    """Check the values as this host sees them: with its own model directories.
+
+    Args:
+        source: what rank 0 read: `values`, the directory `base` that relative paths start from, and the file `where`.
+        place: of this rank.
+
+    Raises:
+        ConfigError: one line that names the file and the key, and on ranks other than 0 also rank and host.
+    """
+    values = {**source["values"]}
+    where = source["where"]
+    if place is not None and place.rank > 0:
+        where = f"{where}, on rank {place.rank} of host {socket.gethostname()}"
+    for name in ENGINES:
+        section = values.get(name)
+        if isinstance(section, dict) and isinstance(section.get("model"), dict):
+            model = _own_path(section["model"], f"{where}: {name}.model", place)
+            values[name] = {**section, "model": model}
+    if isinstance(values.get("tokenizer"), dict):
+        values["tokenizer"] = _own_path(values["tokenizer"], f"{where}: tokenizer", place)
+    return make_config(values, base=Path(source["base"]), where=where)
+
+
+def check_started_together(place: Place | None, environment: Mapping[str, str]) -> None:
+    """Refuse processes that a launcher started together but that MPI will not bring together.
+
+    `srun` gives every process its number, whether or not the MPI library understands srun. Where it does not, each
+    process would take itself for the whole job.
+
+    Args:
+        place: this process's place as mpirun or srun told it.
+        environment: of this process.
+
+    Raises:
+        TopologyError: with the ways out.
+    """
+    tasks = environment.get("SLURM_STEP_NUM_TASKS", "")
+    if place is None and environment.get("SLURM_STEP_ID", "").isdecimal() and tasks.isdecimal() and int(tasks) > 1:
+        raise TopologyError(
+            f"srun started {tasks} processes that do not know each other, each a world of its own: start them with "
+            "mpirun inside the batch script (launch.slurm.launcher: mpirun), or with srun --mpi=TYPE of this MPI"
+        )
+
+
+def check_world_size(place: Place, size: int) -> None:
+    """Raise TopologyError where MPI sees another world than the launcher started."""
+    if size != place.size:
+        raise TopologyError(
+            f"{place.size} processes were started together, but MPI sees a world of {size}: this MPI library and the "
+            "launcher do not speak the same protocol; start the ranks with the mpirun of this MPI library "
+            "(launch.slurm.launcher: mpirun), or with srun --mpi=TYPE of it"
+        )
+
+
+def _share(source: dict[str, Any] | None, place: Place) -> dict[str, Any]:
+    """Give rank 0's source to every rank. Rank 0 that fails before it comes here ends the job for the others."""
+    from mpi4py import MPI
+
+    check_world_size(place, MPI.COMM_WORLD.Get_size())
+    text = json.dumps(source, default=str).encode()
+    length = bytearray(len(text).to_bytes(8, sys.byteorder))
+    MPI.COMM_WORLD.Bcast((length, MPI.BYTE), 0)
+    message = bytearray(text if place.rank == 0 else int.from_bytes(length, sys.byteorder))
+    MPI.COMM_WORLD.Bcast((message, MPI.BYTE), 0)
+    return dict(json.loads(bytes(message)))
+
+
+def _own_path(paths: Mapping[str, Any], where: str, place: Place | None) -> Any:
+    """This host's path of a mapping from hosts to paths."""
+    host = find_local(host for host in paths if host != DEFAULT_HOST)
+    if host is not None:
+        return paths[host]
+    if DEFAULT_HOST in paths:
+        return paths[DEFAULT_HOST]
+    if place is None:
+        # This process only starts the ranks: any host's directory that it can see tells it what the model is.
+        for path in paths.values():
+            if isinstance(path, str) and Path(path).is_dir():
+                return path
+    raise ConfigError(
+        f"{where}: no path for this host ({socket.gethostname()}): add it beside {', '.join(paths) or 'the others'}, "
+        f"or a path under '{DEFAULT_HOST}'"
+    )
+
+
+def _sections(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The engines' sections, as far as they are sections."""
+    return [section for section in (values.get(name) for name in ENGINES) if isinstance(section, dict)]

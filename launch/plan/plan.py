@@ -1,0 +1,224 @@
+"""`trtrun plan`: what a job would take, told without loading weights or starting ranks.
+
+Bytes and blocks come from the functions that the engines use at start, so the plan is what happens, as long as the
+memory that is free stays the same. What only another host knows, such as its free memory, is left open and said so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from rich.table import Table
+
+from launch.check.preflight import check_models, check_tokenizers, damaged_weights, describe_gpus, missing_devices
+from launch.mpi.job import Job
+from launch.mpi.mpirun import show_command
+from launch.placement.allocation import is_local
+from launch.placement.devices import count_host_slots
+from launch.placement.links import Link, expect_kinds, list_links, summarize_links
+from launch.placement.memory import Engines
+from launch.terminal import output_console
+from parallel.topology import Topology
+from trtrun.kvcache.sizing import format_bytes, free_bytes_of_slot, tokens_of_blocks
+
+UNKNOWN = "-"
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank of the plan. Bytes; `kv_tokens` is the same on every rank with a device: one block table serves all.
+
+    None stands for what is not known here: free memory of another host, and KV stores that depend on it.
+    """
+
+    rank: int
+    host: str
+    device: str
+    role: str
+    draft_shard_bytes: int = 0
+    target_shard_bytes: int = 0
+    free_bytes: int | None = 0
+    kv_bytes: int | None = 0
+    kv_tokens: int | None = 0
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """The whole plan.
+
+    Attributes:
+        ranks: in rank order.
+        hosts: in the order of their first ranks.
+        world_size: processes.
+        threads: CPU threads of each slot.
+        max_seq_len: most tokens of one request.
+        kv_tokens: tokens that the rows can hold together; None where other hosts decide.
+        draft_dtype, target_dtype: what the engines compute in; None without a draft.
+        links: every pair of ranks that talk, and how.
+        command: what starts the job.
+        script: the batch script of the job, where it was asked for.
+        notes: what the plan could not know, or had to assume.
+    """
+
+    ranks: tuple[RankPlan, ...]
+    hosts: tuple[str, ...]
+    world_size: int
+    threads: int
+    max_seq_len: int
+    kv_tokens: int | None
+    draft_dtype: str | None
+    target_dtype: str
+    links: tuple[Link, ...]
+    command: str
+    script: str | None
+    notes: tuple[str, ...]
+
+
+def make_plan(job: Job, made_up_hosts: Sequence[str] = (), script: str | None = None) -> JobPlan:
+    """Work out what every rank would hold.
+
+    Args:
+        job: to plan.
+        made_up_hosts: hosts that stand for those of an allocation to come.
+        script: the job's batch script, to be shown with the plan.
+
+    Raises:
+        TrtrunError: the job could not start, or would not fit; one line says why.
+    """
+    config, topology = job.config, job.topology
+    check_models(config)
+    check_tokenizers(config)
+    engines = Engines.read(config, topology)
+    here = {host for host in topology.hosts if host not in made_up_hosts and is_local(host)}
+    absent = missing_devices(topology) if here else []
+    ranks = [_plan_rank(rank, engines, here, bool(absent)) for rank in range(topology.world_size)]
+    placed = [rank for rank in ranks if topology.slot(rank.rank) is not None]
+    known = [rank.kv_tokens for rank in placed if rank.kv_tokens is not None]
+    kv_tokens = min(known) if len(known) == len(placed) else None
+    nccl, nccl_note = _expect_nccl(topology, bool(absent))
+    notes = [*_note_hosts(made_up_hosts), *(f"warning: {text}" for text in damaged_weights(config, topology))]
+    if absent:
+        be = "is" if len(absent) == 1 else "are"
+        notes.append(f"warning: {', '.join(absent)} {be} not on this host: it has {describe_gpus()}")
+    notes += nccl_note
+    unknown = [rank for rank in placed if rank.free_bytes is None]
+    notes += _note_memory(unknown, kv_tokens, min(known, default=None))
+    return JobPlan(
+        ranks=tuple(_share_blocks(rank, engines, kv_tokens) for rank in ranks),
+        hosts=tuple(dict.fromkeys(rank.host for rank in ranks)),
+        world_size=topology.world_size,
+        threads=job.threads,
+        max_seq_len=engines.context,
+        kv_tokens=kv_tokens,
+        draft_dtype=None if engines.draft is None else _dtype_name(engines.draft.dtype),
+        target_dtype=_dtype_name(engines.target.dtype),
+        links=list_links(topology, expect_kinds(topology, nccl), config.speculation.use_logits),
+        command=show_command(job.command()),
+        script=script,
+        notes=tuple(notes),
+    )
+
+
+def print_plan(plan: JobPlan, as_json: bool) -> None:
+    """Show the plan on standard output, as tables or as one JSON object."""
+    if as_json:
+        print(json.dumps(asdict(plan)))
+        return
+    table = Table(title=None)
+    for name in ("rank", "host", "device", "role", "draft shard", "target shard", "free", "KV store", "KV tokens"):
+        table.add_column(name, justify="left" if name in ("host", "device", "role") else "right", no_wrap=True)
+    for rank in plan.ranks:
+        sizes = (rank.draft_shard_bytes, rank.target_shard_bytes, rank.free_bytes, rank.kv_bytes)
+        cells = [format_bytes(size) if size else UNKNOWN for size in sizes]
+        tokens = str(rank.kv_tokens) if rank.kv_tokens else UNKNOWN
+        table.add_row(str(rank.rank), rank.host, rank.device, rank.role, *cells, tokens)
+    console = output_console()
+    console.print(table)
+    links = Table(title=None)
+    for name in ("what travels", "ranks", "over"):
+        links.add_column(name)
+    for row in summarize_links(plan.links):
+        links.add_row(row.carries, row.ranks, row.transport)
+    console.print(links)
+    dtypes = f"target {plan.target_dtype}" + (f", draft {plan.draft_dtype}" if plan.draft_dtype else ", no draft")
+    processes = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
+    hosts = f" on {len(plan.hosts)} hosts" if len(plan.hosts) > 1 else ""
+    print(f"{processes}{hosts}, CPU threads of each: {plan.threads}; {dtypes}; up to {plan.max_seq_len} tokens a row")
+    for note in plan.notes:
+        print(note)
+    print(plan.command if plan.script is None else plan.script)
+
+
+def _plan_rank(rank: int, engines: Engines, here: set[str], gpus_absent: bool) -> RankPlan:
+    """One rank by itself: its KV tokens are what it could hold alone, None where that is not known."""
+    topology, config = engines.topology, engines.config
+    role = "+".join(topology.roles(rank))
+    host = topology.host(rank) or socket.gethostname()
+    slot = topology.slot(rank)
+    if slot is None:
+        return RankPlan(rank, host, "host", role)
+    drafted, verified = engines.shard_bytes(rank)
+    is_known = slot.host in here and not (gpus_absent and slot.device.startswith("cuda"))
+    free = free_bytes_of_slot(slot.device, count_host_slots(topology, slot.host)) if is_known else None
+    tokens: int | None = None
+    if free is not None or config.kv_cache.max_tokens is not None:
+        # With max_tokens the rule gives every host that has the room the same answer.
+        blocks = engines.count_blocks(rank, sys.maxsize if free is None else free, topology.describe(rank))
+        tokens = tokens_of_blocks(blocks, config.kv_cache.block_size)
+    return RankPlan(rank, host, slot.device, role, drafted, verified, free, 0, tokens)
+
+
+def _share_blocks(rank: RankPlan, engines: Engines, kv_tokens: int | None) -> RankPlan:
+    """The rank with the number of blocks that all ranks can hold."""
+    if engines.topology.slot(rank.rank) is None:
+        return rank
+    if kv_tokens is None:
+        return replace(rank, kv_bytes=None, kv_tokens=None)
+    blocks = kv_tokens // engines.config.kv_cache.block_size + 1
+    return replace(rank, kv_bytes=blocks * engines.block_bytes(rank.rank), kv_tokens=kv_tokens)
+
+
+def _expect_nccl(topology: Topology, gpus_absent: bool) -> tuple[bool, list[str]]:
+    """Whether NCCL will be there, and what to say about that."""
+    gpus = [slot for slot in topology.slots if slot.device.startswith("cuda")]
+    if len(gpus) < 2:
+        return False, []
+    if gpus_absent or not torch.cuda.is_available():
+        return True, ["NCCL is taken for granted between GPUs: this host has none to try it with"]
+    # Looked for and not loaded: the transport starts MPI when it is imported.
+    if importlib.util.find_spec("cupy") is None:
+        return False, ["GPUs talk through host memory, for CuPy is not installed: install the extra cuda12 or cuda13"]
+    return True, []
+
+
+def _note_hosts(made_up_hosts: Sequence[str]) -> list[str]:
+    if not made_up_hosts:
+        return []
+    names = ", ".join(made_up_hosts) if len(made_up_hosts) < 4 else f"{made_up_hosts[0]} to {made_up_hosts[-1]}"
+    stand = "stands for the host" if len(made_up_hosts) == 1 else "stand for the hosts"
+    return [f"there is no allocation yet: {names} {stand} that it will have"]
+
+
+def _note_memory(unknown: Sequence[RankPlan], kv_tokens: int | None, at_most: int | None) -> list[str]:
+    """What is said about memory that this host cannot see."""
+    if not unknown:
+        return []
+    own = socket.gethostname()
+    hosts = ", ".join(dict.fromkeys("the missing GPUs" if rank.host == own else rank.host for rank in unknown))
+    if kv_tokens is not None:
+        return [f"free memory of {hosts} is not known here: whether {kv_tokens} KV tokens fit is found out there"]
+    limit = f", at most {at_most} tokens by what is free here" if at_most is not None else ""
+    return [
+        f"free memory of {hosts} is not known here: KV tokens are decided on the hosts{limit}; "
+        "kv_cache.max_tokens would set them"
+    ]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,77 @@
+"""Starting the ranks by srun instead of mpirun: where each one goes, and in which environment.
+
+It makes lines of a batch script. It does not start anything. Only an MPI library that speaks one of srun's protocols
+brings ranks together that srun has started; each rank checks that (`launch.source.check_world_size`).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+
+from launch.mpi.flavours import When
+from launch.mpi.library import choose_flavour
+from launch.slurm.resources import Needs
+from trtrun.errors import ConfigError
+
+PROTOCOLS = {"openmpi4": "pmix", "mpich": "pmi2"}
+"""srun's --mpi for each MPI library that it can start the ranks of."""
+
+
+def prepare_step(needs: Needs) -> Iterator[str]:
+    """Lines that come before srun: what mpirun would set, and the node of each rank.
+
+    Raises:
+        ConfigError: the ranks' nodes cannot be told before the allocation is there.
+    """
+    launch = needs.config.launch
+    choice = choose_flavour(launch.mpi, os.environ)
+    for name, value in {**choice.environment, **launch.environment}.items():
+        yield f"export {name}={shlex.quote(value)}"
+    for setting in choice.flavour.settings:
+        if setting.arguments[0] == "--mca" and setting.when is When.ALWAYS:
+            name, value = setting.variables[0], setting.arguments[-1]
+            yield f'export {name}="${{{name}:-{value}}}"'
+    yield "unset SLURM_NTASKS_PER_NODE # of the job; the nodes need not all have as many ranks"
+    if len(needs.hosts) == 1:
+        return
+    made_up = [host for host in needs.hosts if host not in needs.named]
+    if made_up and needs.named:
+        raise ConfigError(
+            f"launch.slurm.launcher: srun needs to know each rank's node, and only {', '.join(needs.named)} are named: "
+            "name all hosts, or count all devices"
+        )
+    yield "# The node of each rank, in rank order."
+    if needs.named:
+        names = [shlex.quote(needs.topology.host(rank)) for rank in range(needs.topology.world_size)]
+    else:
+        yield 'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
+        places = [needs.hosts.index(needs.topology.host(rank)) for rank in range(needs.topology.world_size)]
+        names = [f'"${{nodes[{place}]}}"' for place in places]
+    yield 'export SLURM_HOSTFILE="$(mktemp)"'
+    yield f"printf '%s\\n' {' '.join(names)} >\"$SLURM_HOSTFILE\""
+
+
+def step_words(needs: Needs) -> list[str]:
+    """srun and its options.
+
+    Raises:
+        ConfigError: srun has no protocol for this MPI library.
+    """
+    slurm, size = needs.config.launch.slurm, needs.topology.world_size
+    kind = slurm.srun_mpi
+    if kind is None:
+        flavour = choose_flavour(needs.config.launch.mpi, os.environ).flavour
+        kind = PROTOCOLS.get(flavour.name)
+        if kind is None:
+            raise ConfigError(
+                f"launch.slurm.launcher: srun cannot start the ranks of {flavour.title} as pip installs it: take "
+                "mpirun; for a build that knows Slurm's PMIx, set launch.slurm.srun_mpi: pmix"
+            )
+    words = ["srun", f"--mpi={kind}", f"--nodes={len(needs.hosts)}", f"--ntasks={size}"]
+    if len(needs.hosts) > 1:
+        words.append("--distribution=arbitrary")
+    if slurm.cpus_per_task is not None:
+        words.append(f"--cpus-per-task={slurm.cpus_per_task}")
+    return [*words, "--cpu-bind=none", "--kill-on-bad-exit=1", "--overcommit"]

@@ -1,0 +1,164 @@
+"""Which rank holds a job up: decided from what is known of each, as pure functions.
+
+Ranks of one job wait for each other, so one that hangs makes all others late. A rank that does not answer comes before
+one that answers; among those that answer, one that waits for another rank is not at fault as long as one is found that
+does not. It knows no socket, no process and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from parallel.watchdog.activity import Doing, Phase
+from parallel.watchdog.stacks import Stack
+
+CLOSED_SECONDS = 5.0
+"""How long a connection may be gone before it counts: MPI's launcher is quicker in naming a rank that was killed."""
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What the orchestrator's process knows of one worker.
+
+    Attributes:
+        rank: its world rank.
+        doing: from its last beat; None when it was never heard of.
+        silent_seconds: since its last beat.
+        closed_seconds: since its connection was closed without a goodbye; None while it is open.
+        has_left: it has said goodbye.
+    """
+
+    rank: int
+    doing: Doing | None
+    silent_seconds: float = 0.0
+    closed_seconds: float | None = None
+    has_left: bool = False
+
+
+@dataclass(frozen=True)
+class Accusation:
+    """Who is at fault, the first of them to be named, and what it did."""
+
+    ranks: tuple[int, ...]
+    cause: str
+
+
+@dataclass(frozen=True)
+class StacksWanted:
+    """Some rank is late, but only the ranks' stacks can tell which one holds up the others."""
+
+
+def examine(
+    own: Doing,
+    states: Sequence[RankState],
+    limit: float,
+    patience: float,
+    stacks: Mapping[int, Stack] | None = None,
+) -> Accusation | StacksWanted | None:
+    """Judge a running job.
+
+    Args:
+        own: what the orchestrator, rank 0, does.
+        states: of all workers.
+        limit: seconds that a rank may be silent, or stand in one round.
+        patience: seconds of silence, some beats long, after which a rank may turn out to be silent.
+        stacks: of the ranks that answered, where they were asked; else None.
+
+    Returns:
+        None while all is well, or may yet turn out to be.
+    """
+    present = [state for state in states if not state.has_left]
+    if broken := find_broken(present):
+        return broken
+    if silent := [s for s in present if s.closed_seconds is None and s.silent_seconds > limit]:
+        seen = silent[0].doing
+        job = f"; the job is in round {own.round_index}" if seen and seen.round_index != own.round_index else ""
+        return Accusation(tuple(s.rank for s in silent), f"silent for {limit:g} s, {_last_seen(silent[0])}{job}")
+    if own.phase is Phase.SCHEDULING and own.phase_seconds > limit:
+        return Accusation((0,), f"stands still {own.words} for longer than {limit:g} s")
+    busy = [state for state in present if state.doing is not None and state.doing.phase.is_in_round]
+    is_late = any(state.doing is not None and state.doing.round_seconds > limit for state in busy)
+    is_stuck = not busy and _all_wait(own, present, limit)
+    if not is_late and not is_stuck:
+        return None
+    if any(state.silent_seconds > patience or state.closed_seconds is not None for state in present):
+        return None  # the late ranks may be waiting for that one: its time will be up soon, or it will answer
+    if is_stuck:
+        return _find_lost_message(own, present, limit)
+    return StacksWanted() if stacks is None else _find_late(own, present, busy, limit, stacks)
+
+
+def find_broken(states: Sequence[RankState]) -> Accusation | None:
+    """Accuse the ranks whose connections broke, at any time of a job."""
+    broken = [
+        s for s in states if not s.has_left and s.closed_seconds is not None and s.closed_seconds > CLOSED_SECONDS
+    ]
+    if not broken:
+        return None
+    return Accusation(tuple(s.rank for s in broken), f"its connection broke, {_last_seen(broken[0])}")
+
+
+def _find_late(
+    own: Doing, present: Sequence[RankState], busy: Sequence[RankState], limit: float, stacks: Mapping[int, Stack]
+) -> Accusation:
+    """Accuse the rank that the others of a late round wait for."""
+
+    def standing(state: RankState) -> tuple[bool, int, int, int]:
+        assert state.doing is not None
+        waits = state.rank in stacks and stacks[state.rank].waits
+        return waits, state.doing.round_index, state.doing.phase.order, state.rank
+
+    first = min(busy, key=standing)
+    assert first.doing is not None
+    if standing(first)[0]:
+        # Everybody in a round waits. One that never got the plan looks idle, and stands a round behind.
+        behind = [s for s in present if s.doing and s.doing.is_idle and s.doing.round_index < first.doing.round_index]
+        if behind and own.round_index >= first.doing.round_index:
+            return _plan_lost(behind, first.doing.round_index)
+    note = "; every rank waits for another" if standing(first)[0] else ""
+    return Accusation((first.rank,), f"{first.doing.words} for longer than {limit:g} s{note}")
+
+
+def _all_wait(own: Doing, present: Sequence[RankState], limit: float) -> bool:
+    """Whether the orchestrator waits for a report that no worker, all of them idle, is about to make."""
+    waits = own.phase is Phase.AWAITING_REPORT and own.phase_seconds > limit
+    return waits and all(s.doing is not None and s.doing.is_idle and s.doing.phase_seconds > limit for s in present)
+
+
+def _find_lost_message(own: Doing, present: Sequence[RankState], limit: float) -> Accusation:
+    behind = [s for s in present if s.doing is not None and s.doing.round_index < own.round_index]
+    if behind:
+        return _plan_lost(behind, own.round_index)
+    return Accusation((0,), f"{own.words} for longer than {limit:g} s, although every engine rank is done with it")
+
+
+def _plan_lost(behind: Sequence[RankState], round_index: int) -> Accusation:
+    cause = f"never got the plan of round {round_index}, {_last_seen(behind[0])}"
+    return Accusation(tuple(s.rank for s in behind), cause)
+
+
+def _last_seen(state: RankState) -> str:
+    return "never heard of" if state.doing is None else f"last seen {state.doing.words}"
+
+
+def late_starters(own: Doing, states: Sequence[RankState], patience: float) -> list[tuple[int, str]]:
+    """Which ranks a start that takes too long waits for, and where each of them is.
+
+    Args:
+        own: what the orchestrator, rank 0, does.
+        states: of all workers.
+        patience: seconds of silence that go without saying.
+
+    Returns:
+        Ranks and words such as "weights 34 %", "warming up" or "not heard of". Rank 0 when all others are done.
+    """
+    late = []
+    for state in states:
+        if state.doing is None:
+            late.append((state.rank, "not heard of"))
+        elif state.silent_seconds > patience:
+            late.append((state.rank, f"{state.doing.words}, silent for {state.silent_seconds:.0f} s"))
+        elif state.doing.phase.is_start and state.doing.phase is not Phase.LOADED:
+            late.append((state.rank, state.doing.words))
+    return late or [(0, own.words)]

@@ -1,0 +1,220 @@
+"""The heartbeat between rank 0 and the workers: TCP beside MPI, so that it goes on while MPI calls hang.
+
+A worker's thread sends a beat about once a second with what the worker's main thread does, and rank 0 answers each. The
+worker ends itself when rank 0 is silent or gone; rank 0 (`heartbeat_server`) ends the job when a worker is. Where a
+process's threads cannot run at all, because a native call keeps the interpreter's lock, a timer of C code writes its
+stacks to stderr. It knows ranks, hosts and phases; it does not know what rounds are for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from parallel.control import ControlPlane
+from parallel.errors import HeartbeatError
+from parallel.topology import Topology
+from parallel.watchdog import ending
+from parallel.watchdog.activity import Activity, Doing
+from parallel.watchdog.culprit import CLOSED_SECONDS
+from parallel.watchdog.heartbeat_server import PATIENCE_BEATS, HeartbeatServer, beat_seconds, dump_seconds
+from parallel.watchdog.lines import LineSocket, connect, own_addresses, wait_for
+from parallel.watchdog.stacks import main_stack, named
+
+logger = logging.getLogger(__name__)
+logger.addHandler(logging.NullHandler())
+
+LAST_WORD_SECONDS = 5.0
+"""How long workers wait before they say what another rank most likely says too, in a job that is being ended."""
+
+LISTEN_SECONDS = 1.0
+"""How much longer rank 0 may be silent than a worker, so that its stacks are written before its workers end the job."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """How messages of one worker name it and rank 0."""
+
+    own: str
+    orchestrator: str
+
+
+def invite_workers(control: ControlPlane, topology: Topology, server: HeartbeatServer) -> None:
+    """Listen, and tell the workers where. On rank 0, while the workers `join_heartbeat`.
+
+    The token travels by MPI, as everything that this job trusts does.
+    """
+    own_host = os.uname().nodename
+    gathered = control.gather_start({"host": own_host})
+    assert gathered is not None
+    hosts = [str(value["host"]) for value in gathered]
+    everywhere = len(set(hosts)) > 1 or len(topology.hosts) > 1
+    names = [name for name in (topology.host(0), own_host) if name]
+    addresses = list(dict.fromkeys([*own_addresses(), *names])) if everywhere else ["127.0.0.1"]
+    port = server.listen(everywhere)
+    logger.info("the heartbeat listens on port %d of %s", port, ", ".join(addresses))
+    control.broadcast_start(
+        {
+            "hosts": hosts,
+            "addresses": addresses,
+            "port": port,
+            "token": server.token,
+            "start_seconds": server.start_seconds_left,
+        }
+    )
+
+
+def join_heartbeat(
+    control: ControlPlane, topology: Topology, activity: Activity, heartbeat_seconds: float
+) -> HeartbeatClient:
+    """Connect to rank 0. On every worker, while rank 0 invites them.
+
+    Args:
+        control: what tells where rank 0 listens, and the token.
+        topology: who sits where.
+        activity: of this process.
+        heartbeat_seconds: most seconds of silence.
+
+    Raises:
+        HeartbeatError: rank 0 cannot be reached; the message names both hosts.
+    """
+    own_host = os.uname().nodename
+    control.gather_start({"host": own_host})
+    access = control.broadcast_start()
+    try:
+        introduction = {"rank": control.rank}
+        lines = connect(access["addresses"], int(access["port"]), str(access["token"]), introduction)
+    except HeartbeatError as error:
+        if own_host in access["hosts"][1 : control.rank]:
+            time.sleep(LAST_WORD_SECONDS)  # a rank of this host that comes first says the same
+        raise HeartbeatError(
+            f"host {own_host} has no TCP connection to rank 0 on host {access['hosts'][0]} ({error}); "
+            f"a firewall between the two must let TCP connections through"
+        ) from None
+    names = Names(topology.describe(control.rank), topology.describe(0))
+    leads = control.rank == min(rank for rank in topology.worker_ranks if rank != 0)
+    return HeartbeatClient(lines, activity, heartbeat_seconds, names, leads, float(access["start_seconds"]))
+
+
+class HeartbeatClient:
+    """A worker's end: a thread that beats, listens for rank 0, and ends this process when rank 0 is gone."""
+
+    def __init__(
+        self,
+        lines: LineSocket,
+        activity: Activity,
+        limit: float,
+        names: Names,
+        speaks_first: bool,
+        start_seconds: float,
+    ) -> None:
+        """Begin to beat.
+
+        Args:
+            lines: connected to rank 0.
+            activity: of this process.
+            limit: most seconds that rank 0 may be silent.
+            names: for messages.
+            speaks_first: whether this worker says at once that rank 0 is silent; the others give it time to.
+            start_seconds: from now until the deadline of the start, before which long native calls are no news.
+        """
+        self._lines = lines
+        self._activity = activity
+        self._limit = limit
+        self._names = names
+        self._speaks_first = speaks_first
+        self._start_deadline = time.monotonic() + start_seconds
+        self._beat = beat_seconds(limit)
+        self._orchestrator = Doing()
+        self._closing = threading.Event()
+        self._waker, self._wakes = socket.socketpair()
+        beat = named(self._run, f"heartbeat of {names.own}")
+        self._thread = threading.Thread(target=ending.guarded(beat), name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def beat(self) -> None:
+        """Tell rank 0 now, not with the next beat, what the main thread does."""
+        with suppress(OSError):
+            self._waker.send(b"x")
+
+    def close(self) -> None:
+        """Say goodbye to rank 0 and stop beating."""
+        self._closing.set()
+        self.beat()
+        self._thread.join(timeout=LAST_WORD_SECONDS)
+
+    def _run(self) -> None:
+        now = heard = turned = beat_due = time.monotonic()
+        is_released = False
+        while not (is_released or self._closing.is_set()):
+            if now >= beat_due:
+                self._write_stacks_if_stuck(now)
+                self._lines.send({"doing": self._activity.look().as_dict()})
+                beat_due = now + self._beat
+            ends: list[LineSocket | socket.socket] = [self._wakes]
+            if not self._lines.is_closed:
+                ends.append(self._lines)
+            ready = wait_for(ends, beat_due - time.monotonic())
+            now = time.monotonic()
+            if self._wakes.fileno() in ready:
+                self._wakes.recv(4096)
+                beat_due = now
+            if not self._lines.is_closed:
+                self._lines.flush()
+                for message in self._lines.receive():
+                    heard = now
+                    is_released = self._answer(message) or is_released
+            if now - turned > PATIENCE_BEATS * self._beat:
+                heard = now  # this process was stopped, or its threads could not run: that is no news of rank 0
+            turned = now
+            if not (is_released or self._closing.is_set()):
+                self._judge(now - heard)
+        self._leave()
+
+    def _answer(self, message: dict[str, Any]) -> bool:
+        """Take in a message of rank 0; returns whether it was the last."""
+        if "question" in message:
+            stack = main_stack()
+            logger.warning("rank 0 asks where this rank is:\n%s", stack.text, extra={"file_only": True})
+            self._lines.send({"stack": stack.text, "waits": stack.waits, "question": message["question"]})
+        elif "doing" in message:
+            with suppress(TypeError, ValueError):
+                self._orchestrator = Doing.from_dict(message["doing"])
+        return "goodbye" in message
+
+    def _judge(self, silent_seconds: float) -> None:
+        """End this process when rank 0 is gone, or silent for too long."""
+        grace = 0.0 if self._speaks_first else LAST_WORD_SECONDS
+        if self._lines.is_closed:
+            # Where rank 0 was killed, MPI's launcher ends this process meanwhile, and says why.
+            if silent_seconds > CLOSED_SECONDS + grace:
+                self._end("its connection broke")
+        elif silent_seconds > self._limit + LISTEN_SECONDS + grace:
+            self._end(f"silent for {self._limit:g} s")
+
+    def _end(self, cause: str) -> NoReturn:
+        """Name rank 0 and end this process; its launcher ends the others. MPI's own abort may need rank 0's host."""
+        ending.begin_ending()
+        seen = f"last seen {self._orchestrator.words}, as told by {self._names.own}"
+        ending.say(f"trtrun: {self._names.orchestrator} failed: {cause}, {seen}\n")
+        os._exit(ending.STATUS)
+
+    def _write_stacks_if_stuck(self, now: float) -> None:
+        seconds = dump_seconds(self._limit)
+        if self._activity.look().phase.is_start:
+            # Loading may be long in native code. Only a start that is late is news.
+            seconds = max(seconds, self._start_deadline - now + dump_seconds(0.0))
+        ending.write_stacks_after(seconds)
+
+    def _leave(self) -> None:
+        ending.cancel_stacks()
+        self._lines.send({"goodbye": True})
+        self._lines.finish(seconds=1.0)
+        self._wakes.close()
+        self._waker.close()

@@ -1,0 +1,227 @@
+"""Rank 0's connections to the workers: what each of them last said, and the questions put to them.
+
+One thread uses it. It lets in nobody who does not know the job's token, and judges nothing: `heartbeat_server` does.
+"""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from parallel.watchdog.activity import Activity, Doing
+from parallel.watchdog.culprit import RankState
+from parallel.watchdog.lines import ANSWER_SECONDS, FEW_BYTES, MOST_BYTES, Challenge, LineSocket, prove
+from parallel.watchdog.stacks import Stack
+
+FEWEST_STRANGERS = 64
+"""Connections that may be open without having proved who they are; as many as workers, where those are more."""
+
+
+@dataclass
+class _Peer:
+    """One connection. `rank` is None until it has proved who it is."""
+
+    lines: LineSocket
+    since: float
+    challenge: Challenge
+    rank: int | None = None
+
+
+@dataclass
+class _Worker:
+    """What is known of one worker; times as of time.monotonic()."""
+
+    heard: float
+    peer: _Peer | None = None
+    doing: Doing | None = None
+    closed: float | None = None
+    has_left: bool = False
+    stack: Stack | None = None
+    answered: int = -1
+
+
+class Peers:
+    """All workers, connected or not.
+
+    Attributes:
+        token: what they must know.
+    """
+
+    def __init__(self, ranks: Sequence[int], activity: Activity) -> None:
+        """Expect workers.
+
+        Args:
+            ranks: of the workers.
+            activity: of this process, told to them with each answer.
+        """
+        self.token = secrets.token_hex(32)
+        self._activity = activity
+        self._workers = {rank: _Worker(time.monotonic()) for rank in ranks}
+        self._strangers = 0
+        self._question = 0
+        self._new_listeners: list[socket.socket] = []
+        self._selector = selectors.DefaultSelector()
+        self._waker, self._wakes = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._selector.register(self._wakes, selectors.EVENT_READ)
+
+    # From any thread.
+
+    def add_listener(self, listener: socket.socket) -> None:
+        """Accept connections from it from now on."""
+        listener.setblocking(False)
+        self._new_listeners.append(listener)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let `serve` return at once."""
+        with suppress(OSError):
+            self._waker.send(b"x")
+
+    # From the one thread.
+
+    @property
+    def all_are_gone(self) -> bool:
+        """Whether nobody is connected."""
+        return all(worker.peer is None for worker in self._workers.values())
+
+    def states(self) -> list[RankState]:
+        """What is known of each worker now."""
+        now = time.monotonic()
+        return [
+            RankState(
+                rank,
+                worker.doing,
+                now - worker.heard,
+                None if worker.closed is None else now - worker.closed,
+                worker.has_left,
+            )
+            for rank, worker in self._workers.items()
+        ]
+
+    def forgive(self) -> None:
+        """Count silence from now on."""
+        for worker in self._workers.values():
+            worker.heard = time.monotonic()
+
+    def serve(self, timeout: float) -> None:
+        """Take in what comes within `timeout` seconds, or what is there once something comes."""
+        while self._new_listeners:
+            listener = self._new_listeners.pop()
+            self._selector.register(listener, selectors.EVENT_READ, listener)
+        for key, _ in self._selector.select(timeout):
+            if isinstance(key.data, _Peer):
+                self._serve(key.data)
+            elif key.data is not None:
+                self._accept(key.data)
+            else:
+                with suppress(BlockingIOError):
+                    self._wakes.recv(4096)
+        if self._strangers:
+            for peer in self._peers():
+                if peer.rank is None and time.monotonic() - peer.since > ANSWER_SECONDS:
+                    self._drop(peer)
+
+    def new_question(self) -> None:
+        """Stacks taken before are old from now on."""
+        self._question += 1
+
+    def gather_stacks(self, seconds: float) -> dict[int, Stack]:
+        """Ask the workers that have not sent their stacks yet; all stacks that are there within `seconds`."""
+        asked = []
+        for worker in self._workers.values():
+            if worker.peer is not None and worker.answered != self._question and not worker.has_left:
+                worker.peer.lines.send({"question": self._question})
+                asked.append(worker)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(worker.answered != self._question for worker in asked):
+            self.serve(0.05)
+        return {
+            rank: worker.stack
+            for rank, worker in self._workers.items()
+            if worker.stack is not None and worker.answered == self._question
+        }
+
+    def say_goodbye(self) -> None:
+        """Tell all workers that nobody watches any more; they close their connections."""
+        for worker in self._workers.values():
+            if worker.peer is not None:
+                worker.peer.lines.send({"goodbye": True})
+
+    def close(self) -> None:
+        """Close everything."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.data, _Peer):
+                key.data.lines.close()
+            elif key.data is not None:
+                key.data.close()
+        self._selector.close()
+        self._wakes.close()
+        self._waker.close()
+
+    # Single connections.
+
+    def _peers(self) -> list[_Peer]:
+        return [key.data for key in self._selector.get_map().values() if isinstance(key.data, _Peer)]
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):
+            connection, _ = listener.accept()
+            if self._strangers >= max(FEWEST_STRANGERS, len(self._workers)):
+                connection.close()
+                return
+            peer = _Peer(LineSocket(connection, FEW_BYTES), time.monotonic(), Challenge(self.token))
+            self._strangers += 1
+            self._selector.register(peer.lines, selectors.EVENT_READ, peer)
+            peer.lines.send({"nonce": peer.challenge.nonce})
+
+    def _serve(self, peer: _Peer) -> None:
+        peer.lines.flush()
+        for message in peer.lines.receive():
+            if peer.rank is not None:
+                self._hear(peer, self._workers[peer.rank], message)
+            elif not self._admit(peer, message):
+                peer.lines.is_closed = True
+                break
+        if peer.lines.is_closed:
+            self._drop(peer)
+
+    def _admit(self, peer: _Peer, message: dict[str, Any]) -> bool:
+        rank = message.get("rank")
+        worker = self._workers.get(rank) if isinstance(rank, int) else None
+        if worker is None or not peer.challenge.accepts(message.get("proof"), "client"):
+            return False
+        self._strangers -= 1
+        peer.lines.most_bytes = MOST_BYTES
+        peer.rank, worker.peer, worker.closed, worker.heard = rank, peer, None, time.monotonic()
+        peer.lines.send({"proof": prove(self.token, "server", message.get("nonce"))})
+        return True
+
+    def _hear(self, peer: _Peer, worker: _Worker, message: dict[str, Any]) -> None:
+        worker.heard = time.monotonic()
+        if "doing" in message:
+            with suppress(TypeError, ValueError):
+                worker.doing = Doing.from_dict(message["doing"])
+            peer.lines.send({"doing": self._activity.look().as_dict()})
+        elif "stack" in message and message.get("question") == self._question:
+            worker.stack = Stack(str(message["stack"]), message.get("waits") is True)
+            worker.answered = self._question
+        elif "goodbye" in message:
+            worker.has_left = True
+
+    def _drop(self, peer: _Peer) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(peer.lines)
+        peer.lines.close()
+        if peer.rank is None:
+            self._strangers -= 1
+            return
+        worker = self._workers[peer.rank]
+        if worker.peer is peer:
+            worker.peer, worker.closed = None, time.monotonic()

@@ -1,0 +1,174 @@
+"""Rank 0's end of the heartbeat: it watches the start and then every round, and ends the job when a rank is late.
+
+One thread that never touches MPI, except to end the job, so it works while the main thread hangs in a call. It starts
+before anything is exchanged and watches the start against a deadline; from then on it watches for ranks that are silent
+or stand still. Who is at fault is decided in `culprit`; the workers' end is in `heartbeat`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from parallel.topology import Topology
+from parallel.watchdog import ending
+from parallel.watchdog.activity import Activity
+from parallel.watchdog.culprit import Accusation, StacksWanted, examine, find_broken, late_starters
+from parallel.watchdog.heartbeat_peers import Peers
+from parallel.watchdog.lines import listen
+from parallel.watchdog.stacks import main_stack, named, show_stacks
+
+TURNS_IN_BEAT = 2
+PATIENCE_BEATS = 4
+STACK_SECONDS = 2.0
+"""How long ranks may take to send their stacks; one that cannot writes its own to stderr (see `dump_seconds`)."""
+
+LEAVING_SECONDS = 10.0
+GOODBYE_SECONDS = 1.0
+"""How long the end of this process is held up for workers that do not leave."""
+
+
+def beat_seconds(limit: float) -> float:
+    """Seconds between two beats, where silence counts after `limit` seconds."""
+    return min(1.0, limit / 8)
+
+
+def dump_seconds(limit: float) -> float:
+    """Seconds without a beat after which C code writes a process's stacks: once its silence is noticed, but before the
+    job ends for it."""
+    return limit + 0.25 * STACK_SECONDS
+
+
+class HeartbeatServer:
+    """The watch over all workers, and over rank 0's own main thread."""
+
+    def __init__(self, topology: Topology, activity: Activity, heartbeat_seconds: float, start_seconds: float) -> None:
+        """Begin to watch the start.
+
+        Args:
+            topology: who sits where.
+            activity: of this process, the orchestrator.
+            heartbeat_seconds: most seconds of silence, or in one round, once all are up.
+            start_seconds: most seconds from now until `finish_start`.
+        """
+        self._topology = topology
+        self._activity = activity
+        self._limit = heartbeat_seconds
+        self._start_seconds = start_seconds
+        self._beat = beat_seconds(heartbeat_seconds)
+        self._patience = PATIENCE_BEATS * self._beat
+        self._started = time.monotonic()
+        self._is_up = threading.Event()
+        self._closing = threading.Event()
+        self._said_goodbye = threading.Event()
+        self._is_over = threading.Event()
+        self._peers = Peers([rank for rank in topology.worker_ranks if rank != 0], activity)
+        watch = named(self._watch, f"heartbeat of {topology.describe(0)}")
+        threading.Thread(target=ending.guarded(watch), name="heartbeat", daemon=True).start()
+
+    # From the main thread.
+
+    @property
+    def token(self) -> str:
+        """What workers must know."""
+        return self._peers.token
+
+    @property
+    def start_seconds_left(self) -> float:
+        """Seconds until the deadline of the start."""
+        return max(0.0, self._started + self._start_seconds - time.monotonic())
+
+    def listen(self, everywhere: bool) -> int:
+        """Accept connections from now on: of this host, or of all hosts. Returns the port."""
+        listener = listen(everywhere)
+        port = int(listener.getsockname()[1])
+        self._peers.add_listener(listener)
+        return port
+
+    def finish_start(self) -> None:
+        """Every rank is up: the deadline of the start is met, beats count."""
+        self._is_up.set()
+        self._peers.wake()
+
+    def close(self) -> None:
+        """Watch no longer, tell the workers so, and wait until they have left: the end of MPI lets no thread run."""
+        self._closing.set()
+        self._peers.wake()
+        self._said_goodbye.wait(timeout=LEAVING_SECONDS)
+        self._is_over.wait(timeout=GOODBYE_SECONDS)
+
+    # The thread.
+
+    def _watch(self) -> None:
+        turned, dump_due, was_up = self._started, 0.0, False
+        while not self._closing.is_set():
+            now = time.monotonic()
+            if now >= dump_due:
+                ending.write_stacks_after(dump_seconds(self._limit))
+                dump_due = now + self._beat
+            self._peers.serve(self._beat / TURNS_IN_BEAT)
+            now = time.monotonic()
+            # Who could not listen must not judge: this process was stopped, or its threads could not run.
+            if now - turned > self._patience or self._is_up.is_set() != was_up:
+                self._peers.forgive()
+                was_up = self._is_up.is_set()
+            turned = now
+            if was_up:
+                self._judge()
+            else:
+                self._judge_start()
+        self._leave()
+
+    def _judge_start(self) -> None:
+        states = self._peers.states()
+        if self.start_seconds_left <= 0:
+            late = late_starters(self._activity.look(), states, self._patience)
+            places = "; ".join(f"{self._topology.describe(rank)}: {words}" for rank, words in late)
+            line = f"the job has not started within {self._start_seconds:g} s (launch.start_seconds): {places}"
+            self._end(line, [rank for rank, _ in late])
+        if broken := find_broken(states):
+            self._accuse(broken)
+
+    def _judge(self) -> None:
+        finding = examine(self._activity.look(), self._peers.states(), self._limit, self._patience)
+        if isinstance(finding, StacksWanted):
+            self._peers.new_question()
+            stacks = self._peers.gather_stacks(STACK_SECONDS)
+            # Meanwhile the round may have ended, or a rank may have fallen silent.
+            finding = examine(self._activity.look(), self._peers.states(), self._limit, self._patience, stacks)
+        if isinstance(finding, Accusation):
+            self._accuse(finding)
+
+    def _accuse(self, accusation: Accusation) -> NoReturn:
+        """End the job: "target rank 2 (node2 cuda:0) failed: silent for 60 s, last seen in round 17 (verifying)"."""
+        rank, *others = accusation.ranks
+        line = f"{self._topology.describe(rank)} failed: {accusation.cause}"
+        host = self._topology.host(rank)
+        if host and {slot.rank for slot in self._topology.slots_of_host(host)} <= set(accusation.ranks):
+            line += f"; no rank of {host} answers"
+            others = [other for other in others if self._topology.host(other) != host]
+        if others:
+            line += f"; so for {', '.join(map(self._topology.describe, others))}"
+        self._end(line, accusation.ranks)
+
+    def _end(self, line: str, first: Sequence[int]) -> NoReturn:
+        """Say the line, then the stacks of all ranks that answer, some of them first; end the job."""
+        ending.begin_ending()
+        ending.say(f"trtrun: {line}\n")
+        stacks = {0: main_stack(), **self._peers.gather_stacks(STACK_SECONDS)}
+        order = sorted(stacks, key=lambda rank: (rank not in first, rank))
+        ending.say(show_stacks({self._topology.describe(rank): stacks[rank] for rank in order}))
+        ending.end_world()
+
+    def _leave(self) -> None:
+        """Say goodbye, and stay until all are gone: a socket closed with a beat unread would take the goodbye along."""
+        ending.cancel_stacks()
+        self._peers.say_goodbye()
+        self._said_goodbye.set()
+        deadline = time.monotonic() + LEAVING_SECONDS
+        while not self._peers.all_are_gone and time.monotonic() < deadline:
+            self._peers.serve(self._beat)
+        self._peers.close()
+        self._is_over.set()

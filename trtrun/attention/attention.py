@@ -1,0 +1,175 @@
+"""Attention over the paged KV store, for a flattened batch of rows in any phase.
+
+It knows how to write keys and values and how to attend over them. Which token sees what is in segments.py.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from trtrun.kernels.cpu.attention import NativeAttention, takes_blocks, takes_head
+from trtrun.kernels.cpu.machine import has_bfloat16_kernels
+from trtrun.kernels.row_buckets import bucket_rows
+from trtrun.kernels.triton.support import triton_works
+from trtrun.kvcache.segments import AttentionBatch, ContextGroup
+
+_SCORE_ELEMENTS = 1024 * 1024
+"""Most attention scores held at a time (float32): long prefill chunks are computed in tiles of queries. Four times as
+many made prompts of 700 and 2000 tokens a third slower (measured): the tiles then leave the caches."""
+
+
+class AttentionBackend(Protocol):
+    """One way to write keys and values to the store and to attend over them."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        store_layer: torch.Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Store the new keys and values, then attend.
+
+        Args:
+            query: [tokens, heads, head], rotated.
+            key: [tokens, kv_heads, head], rotated.
+            value: [tokens, kv_heads, head].
+            store_layer: keys, then values of this layer, [2, blocks, kv_heads, block, head].
+            batch: the forward's segments.
+            scale: factor of the scores.
+            window: sliding window in tokens, None for full attention.
+
+        Returns:
+            [tokens, heads, head] in query's dtype.
+        """
+        ...
+
+
+class GatherAttention:
+    """Gathers each row's tiles into one contiguous context and multiplies, in plain torch operations on any device.
+
+    In bfloat16 on the CPU its result for a query is bit-equal whatever the number of queries, of rows and of masked
+    keys behind it, which `F.scaled_dot_product_attention` does not offer; lossless greedy decoding rests on that.
+    """
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        store_layer: torch.Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See AttentionBackend."""
+        _, num_blocks, kv_heads, _, head_dim = store_layer.shape
+        write = batch.write_index((num_blocks, kv_heads))
+        fresh = torch.cat((key.reshape(-1, head_dim), value.reshape(-1, head_dim)))
+        store_layer.view(-1, head_dim).index_copy_(0, write, fresh)
+        outputs = []
+        for number, segment in enumerate(batch.segments):
+            queries = query[segment.start : segment.stop].view(segment.rows, segment.queries, -1, head_dim)
+            groups = batch.groups(number)
+            if groups[0].rows is None or len(groups) == 1:
+                outputs.append(self._attend(queries, store_layer, groups[0], scale, window))
+                continue
+            output = torch.empty_like(queries)
+            for group in groups:
+                assert group.rows is not None
+                output[group.rows] = self._attend(queries[group.rows], store_layer, group, scale, window)
+            outputs.append(output)
+        flat = [output.reshape(-1, query.shape[1], head_dim) for output in outputs]
+        return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+    def _attend(
+        self, query: torch.Tensor, store_layer: torch.Tensor, group: ContextGroup, scale: float, window: int | None
+    ) -> torch.Tensor:
+        """query [R, Q, heads, head] → the same shape; the store's layer is [2, blocks, kv_heads, block, head]."""
+        rows, queries, heads, head_dim = query.shape
+        _, num_blocks, kv_heads, block_size, _ = store_layer.shape
+        index = group.gather_index((num_blocks, kv_heads))
+        context = store_layer.view(-1, block_size, head_dim).index_select(0, index)
+        keys, values = context.view(2, rows * kv_heads, -1, head_dim).unbind()
+        mask = group.mask(window)
+        grouped = query.view(rows, queries, kv_heads, heads // kv_heads, head_dim).permute(0, 2, 3, 1, 4)
+        tile = max(16, _SCORE_ELEMENTS // (rows * heads * keys.shape[1]))
+        tiles = [
+            self._attend_tile(grouped[:, :, :, at : at + tile], keys, values, mask[:, :, :, at : at + tile], scale)
+            for at in range(0, queries, tile)
+        ]
+        output = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=3)
+        return output.permute(0, 3, 1, 2, 4).reshape(rows, queries, heads, head_dim)
+
+    @staticmethod
+    def _attend_tile(
+        grouped: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """grouped [R, kv_heads, group, q, head] → the same shape; mask [R, 1, 1, q, context] float32."""
+        rows, kv_heads, group, queries, head_dim = grouped.shape
+        count = group * queries
+        folded = grouped.reshape(rows * kv_heads, count, head_dim)
+        missing = _rows_to_add(folded, keys)
+        if missing:
+            folded = functional.pad(folded, (0, 0, 0, missing))
+        scores = torch.bmm(folded, keys.transpose(1, 2))[:, :count].view(rows, kv_heads, group, queries, -1)
+        scores = torch.add(mask, scores, alpha=scale)  # float32, as the mask is
+        weights = torch.softmax(scores, dim=-1).to(values.dtype).view(rows * kv_heads, count, -1)
+        if missing:
+            weights = functional.pad(weights, (0, 0, 0, missing))
+        return torch.bmm(weights, values)[:, :count].reshape(rows, kv_heads, group, queries, head_dim)
+
+
+_SMALL_PRODUCT = 16**3
+
+
+def _rows_to_add(folded: torch.Tensor, keys: torch.Tensor) -> int:
+    """Rows of zeros that keep a product of half precision on the CPU on one kernel, and on few shapes.
+
+    Up to batch * rows * inner * columns = 16³, `torch.bmm` leaves oneDNN for a loop that rounds differently, so that a
+    query alone would differ from the same query in company.
+    """
+    if folded.device.type != "cpu" or folded.dtype is torch.float32:
+        return 0
+    batch, count, inner = folded.shape
+    return bucket_rows(max(count, _SMALL_PRODUCT // (batch * inner * keys.shape[1]) + 1)) - count
+
+
+class HostAttention:
+    """Attention on the CPU: trtrun's own kernel where it takes the head and the block size, else gathered contexts."""
+
+    def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
+        """For a model of `dtype` with heads of `head_dim` numbers."""
+        self._gather = GatherAttention()
+        self._native: AttentionBackend | None = None
+        if dtype is torch.bfloat16 and takes_head(head_dim) and has_bfloat16_kernels():
+            self._native = NativeAttention(head_dim)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        store_layer: torch.Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See AttentionBackend. One store must always meet the same kernel: they lay its tiles out differently."""
+        backend = self._gather if self._native is None or not takes_blocks(store_layer.shape[3]) else self._native
+        return backend.forward(query, key, value, store_layer, batch, scale, window)
+
+
+def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+    """The backend for a model: kernels that read the store in place where they work, else gathered contexts."""
+    if triton_works(device.type):
+        from trtrun.kernels.triton.paged_attention import PagedAttention
+
+        return PagedAttention()
+    return HostAttention(dtype, head_dim) if device.type == "cpu" else GatherAttention()

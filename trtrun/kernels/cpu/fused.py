@@ -1,0 +1,85 @@
+"""The small operations between products in bfloat16 on the CPU: each one pass over its rows in place of several.
+
+They know rows of numbers. They do not know layers. Written for AVX-512 BF16.
+
+Every intermediate that the models' own code rounds to bfloat16 is rounded to it here, and a row's result is bit-equal
+in any company: sums run over a row alone, in one order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from trtrun.kernels.cpu.emitter import LANES
+from trtrun.kernels.cpu.fused_code import NORMALISE, ROTATE, SILU_AND_MULTIPLY, Arguments, fused_module
+from trtrun.kernels.cpu.machine import Kernel, compile_kernels, has_bfloat16_kernels
+
+_ALONE = 16 * 1024
+"""Numbers up to which one thread is faster than waking others (measured: a microsecond or two)."""
+
+
+def fuses(dtype: torch.dtype, device: torch.device, size: int) -> bool:
+    """Whether the kernels of this module take vectors of `size` numbers of this dtype on this device."""
+    return device.type == "cpu" and dtype is torch.bfloat16 and size % LANES == 0 and has_bfloat16_kernels()
+
+
+def normalise(x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None = None) -> torch.Tensor:
+    """RMSNorm (arXiv:1910.07467) of x [rows, …, size] with weight [size], or x [rows, parts, size] with [parts, size].
+
+    Where `delta` [rows, size] is given, x [rows, size] becomes x + delta first, in place. Vectors of a row lie one
+    behind the other.
+    """
+    output = torch.empty(x.shape, dtype=x.dtype)
+    parts = weight.shape[0] if weight.dim() == 2 else 1
+    arguments = Arguments(
+        x=x.data_ptr(),
+        delta=None if delta is None else delta.data_ptr(),
+        weight=weight.data_ptr(),
+        output=output.data_ptr(),
+        x_stride=x.stride(0) * 2,
+        rows=x.shape[0],
+        parts=parts,
+        size=weight.shape[-1],
+        epsilon=epsilon,
+    )
+    return _run(NORMALISE, arguments, output)
+
+
+def silu_and_multiply(fused: torch.Tensor) -> torch.Tensor:
+    """fused [rows, 2 * size], gates before factors → [rows, size]: silu(gate) * factor."""
+    rows, size = fused.shape[0], fused.shape[1] // 2
+    output = torch.empty((rows, size), dtype=fused.dtype)
+    arguments = Arguments(
+        x=fused.data_ptr(), output=output.data_ptr(), x_stride=fused.stride(0) * 2, rows=rows, parts=1, size=size
+    )
+    return _run(SILU_AND_MULTIPLY, arguments, output)
+
+
+def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    """heads [rows, heads, size] turned by cosine and signed sine, each [rows, 1, size] (see rotary.py)."""
+    output = torch.empty(heads.shape, dtype=heads.dtype)
+    arguments = Arguments(
+        x=heads.data_ptr(),
+        weight=cosine.data_ptr(),
+        sine=sine.data_ptr(),
+        output=output.data_ptr(),
+        x_stride=heads.stride(0) * 2,
+        rows=heads.shape[0],
+        parts=heads.shape[1],
+        size=heads.shape[2],
+    )
+    return _run(ROTATE, arguments, output)
+
+
+def _run(name: str, arguments: Arguments, output: torch.Tensor) -> torch.Tensor:
+    threads = 1 if output.numel() <= _ALONE else torch.get_num_threads()
+    _kernels()[name](ctypes.addressof(arguments), threads)
+    return output
+
+
+@functools.cache
+def _kernels() -> dict[str, Kernel]:
+    return compile_kernels(fused_module(), NORMALISE, SILU_AND_MULTIPLY, ROTATE)

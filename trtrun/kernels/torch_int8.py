@@ -1,0 +1,35 @@
+"""The product with weights of 8 bits in plain torch operations: right on any device, fast for a row or two on the CPU.
+
+It knows one quantized weight. It does not know how it was quantized (trtrun.quantization).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from trtrun.quantization import QuantizedWeight
+
+_FEW_ROWS = 4
+"""Rows up to which torch's product of int8 is faster than a product of widened weights (measured on Zen 5)."""
+_TORCH_STEP = 32
+"""Input features that torch's product takes at a time: others it reads past the end of, without a word."""
+
+
+class TorchInt8Matmul:
+    """The product in plain torch operations: any number of rows, dtype of activations and device."""
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
+        self._codes, self._scale, self._bias = weight.codes, weight.scale, bias
+        # The factors of torch's operation would have to be of x's dtype, which rounds them.
+        has_product = weight.codes.device.type == "cpu" and weight.codes.shape[1] % _TORCH_STEP == 0
+        self._ones = torch.ones(weight.codes.shape[0], dtype=torch.bfloat16) if has_product else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in] → [rows, out]."""
+        if self._ones is not None and 0 < x.shape[0] <= _FEW_ROWS:
+            sums = torch._weight_int8pack_mm(x.contiguous(), self._codes, self._ones)
+        else:
+            sums = functional.linear(x, self._codes.to(x.dtype))
+        scaled = sums * self._scale
+        return (scaled if self._bias is None else scaled.add_(self._bias)).to(x.dtype)

@@ -1,0 +1,31 @@
+"""Whether Triton's kernels run in this process: asked once, by running one.
+
+Triton comes with CUDA builds of torch, but compiles its kernels when they are first used, which needs a C compiler.
+Where it does not work, plain torch operations take its place. It knows no kernel of a model.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+
+_logger = logging.getLogger(__name__)
+
+
+@cache
+def triton_works(device_type: str) -> bool:
+    """Whether kernels can be compiled and give right results on this process's current device of that type."""
+    if device_type != "cuda" or torch.version.hip is not None:
+        return False
+    try:
+        from trtrun.kernels.triton.fused import silu_and_multiply
+
+        sample = torch.ones((1, 4), device="cuda")
+        result = silu_and_multiply(sample).cpu()
+    except Exception as error:  # import, compiler, driver: whatever it is, there is another way
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        _logger.warning("Triton does not work here (%s): slower plain kernels run instead", reason)
+        return False
+    return bool(torch.allclose(result, torch.nn.functional.silu(torch.ones((1, 2)))))

@@ -1,0 +1,276 @@
+"""How a row's logits become its next token: the sampling parameters of every row of the running batch, on the device.
+
+The same class serves draft and target ranks, so that both apply a request's parameters alike. What a row needs is
+known on the host from its admission: no code path depends on a value that a device holds, and a batch of greedy rows
+without penalties passes through untouched. The order, for the distribution of a position:
+
+    logit_bias → repetition, presence and frequency penalties → bad_words, min_tokens
+    → and for rows with a temperature: temperature → top_k → top_p → min_p
+
+This module knows no model, no plan and no speculation; `penalties`, `filters` and `random` hold the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from trtrun.core import RowAdmission, VerdictLogprobs
+from trtrun.sampling import filters, penalties
+from trtrun.sampling.random import Stream, gumbel_argmax
+from trtrun.sampling.row_needs import RowNeeds, device_integers
+
+# Columns of the two parameter tables.
+_TEMPERATURE, _TOP_P, _LOG_MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
+_SEED, _TOP_K, _NUM_PROMPT, _FIRST_STOP = range(4)
+
+_MAX_CACHED_INDICES = 256
+
+
+class RowSampling:
+    """Sampling parameters of the rows of one engine rank.
+
+    Args:
+        max_rows: rows of the running batch.
+        vocab_size: V, width of this engine's logits. Token ids of an admission that lie outside it are ignored: the
+            draft's vocabulary may be narrower than the target's, and requests are checked where they come in.
+        device: where logits live.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._numbers = torch.zeros((max_rows, 6), dtype=torch.float32, device=self.device)
+        self._integers = torch.zeros((max_rows, 4), dtype=torch.int64, device=self.device)
+        self._needs: dict[int, RowNeeds] = {}
+        self._indices: dict[tuple[int, ...], Tensor] = {}
+
+    def admit(self, admission: RowAdmission) -> None:
+        """Take over the parameters of the request that got row `admission.row`.
+
+        Raises:
+            ValueError: the seed was not drawn.
+        """
+        sampling, row = admission.sampling, admission.row
+        if sampling.seed is None:
+            raise ValueError(f"request {admission.request_id} has no seed: draw one before it gets a row")
+        needs = RowNeeds.of(admission, self.vocab_size, self.device)
+        first_stop = admission.num_prompt_tokens + sampling.min_tokens
+        integers = [sampling.seed, needs.top_k or 1, admission.num_prompt_tokens, first_stop]
+        numbers = [
+            sampling.temperature or 1.0,
+            sampling.top_p,
+            math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf,
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+        ]
+        self._integers[row].copy_(torch.tensor(integers, dtype=torch.int64), non_blocking=True)
+        self._numbers[row].copy_(torch.tensor(numbers, dtype=torch.float32), non_blocking=True)
+        self._needs[row] = needs
+
+    def drop(self, row: int) -> None:
+        """Forget a row whose request ended or was preempted; nothing if there is none."""
+        self._needs.pop(row, None)
+
+    def is_greedy(self, row: int) -> bool:
+        """Whether the row takes the most likely token. Host-side."""
+        return self._needs[row].greedy
+
+    def wants_logprobs(self, row: int) -> int | None:
+        """How many alternatives the row reports at each position (0: the chosen token alone), or None. Host-side."""
+        return self._needs[row].logprobs
+
+    def sampled_indices(self, rows: Sequence[int]) -> list[int]:
+        """Indices within `rows` of the rows that are not greedy. Host-side."""
+        return [index for index, row in enumerate(rows) if not self._needs[row].greedy]
+
+    def seeds(self, rows: Sequence[int]) -> Tensor:
+        """[R] int64 on the device."""
+        return self._integers[self._index(rows), _SEED]
+
+    def process(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        lengths: Tensor,
+        history: Tensor,
+        draft_tokens: Tensor | None = None,
+        max_context: int | None = None,
+    ) -> Tensor:
+        """Logits after every row's own parameters. At position i, draft tokens 0 .. i-1 count as output.
+
+        Greedy rows keep their scale; a sampled row comes out divided by its temperature and shifted, with -inf where a
+        token is filtered out, without NaN, and with one token left at least (unless biases and bans forbid all).
+
+        Args:
+            logits: [R, P, V] float32. Never altered; returned as it is when no row needs anything.
+            rows: the R rows.
+            lengths: [R] int64, device: tokens in each row so far, that is the position that logits[:, 0] chooses.
+            history: [max_rows, max_seq_len] int32, device: each row's tokens, valid below its length.
+            draft_tokens: [R, P - 1] int64, device; None when P is 1. Padding may hold any value.
+            max_context: upper bound of `lengths`, known on the host, to look at less of `history` for penalties.
+
+        Returns:
+            [R, P, V] float32.
+        """
+        needs = [self._needs[row] for row in rows]
+        sampled = [index for index, need in enumerate(needs) if not need.greedy]
+        penalised = [index for index, need in enumerate(needs) if need.penalties]
+        tables = [index for index, need in enumerate(needs) if need.own_tables]
+        if not (sampled or penalised or tables):
+            return logits
+        out = logits
+        if penalised or tables:
+            out = logits.clone()
+            for index in tables:
+                bias = needs[index].bias
+                if bias is not None:
+                    penalties.add_logit_bias_(out[index], *bias)
+            if penalised:
+                width = history.shape[1] if max_context is None else min(max_context, history.shape[1])
+                seen = history[:, :width]
+                arguments = (rows, penalised, lengths, seen, draft_tokens)
+                out = self._on(penalised, out, lambda part: self._penalise(part, *arguments))
+            for index in tables:
+                drafts = None if draft_tokens is None else draft_tokens[index]
+                self._ban_(out[index], rows[index], needs[index], lengths[index], history[rows[index]], drafts)
+        if sampled:
+            sampled_rows = [rows[index] for index in sampled]
+            out = self._on(sampled, out, lambda part: self._filter(part, sampled_rows), owned=out is not logits)
+        return out
+
+    def _on(self, members: list[int], logits: Tensor, change: Callable[[Tensor], Tensor], owned: bool = True) -> Tensor:
+        """Replace logits[members] by change(logits[members]); in place when `owned`."""
+        if len(members) == logits.shape[0]:
+            return change(logits)
+        index = self._index(members)
+        changed = change(logits.index_select(0, index))
+        return logits.index_copy_(0, index, changed) if owned else logits.index_copy(0, index, changed)
+
+    def _penalise(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        members: list[int],
+        lengths: Tensor,
+        history: Tensor,
+        draft_tokens: Tensor | None,
+    ) -> Tensor:
+        """Penalties on logits [n, P, V] of rows[members]; lengths and draft_tokens are of all rows."""
+        member_rows = [rows[index] for index in members]
+        needs = [self._needs[row] for row in member_rows]
+        member_index, row_index = self._index(members), self._index(member_rows)
+        tokens, lengths = history[row_index], lengths[member_index]
+        drafts = None if draft_tokens is None else draft_tokens[member_index]
+        numbers, prompts = self._numbers[row_index], self._integers[row_index, _NUM_PROMPT]
+        positions, vocabulary = logits.shape[1], logits.shape[2]
+        if any(need.repetition for need in needs):
+            counts = penalties.count_tokens(tokens, None, lengths, drafts, positions, vocabulary)
+            logits = penalties.apply_repetition_penalty(logits, counts, numbers[:, _REPETITION])
+        if any(need.output_penalties for need in needs):
+            counts = penalties.count_tokens(tokens, prompts, lengths, drafts, positions, vocabulary)
+            penalties.apply_output_penalties_(logits, counts, numbers[:, _PRESENCE], numbers[:, _FREQUENCY])
+        return logits
+
+    def _ban_(
+        self, logits: Tensor, row: int, needs: RowNeeds, length: Tensor, history: Tensor, drafts: Tensor | None
+    ) -> None:
+        if needs.bad_words is not None:
+            penalties.ban_bad_words_(logits, *needs.bad_words, history, length, drafts)
+        if needs.stop_ids is not None:
+            penalties.ban_stop_tokens_(logits, needs.stop_ids, length, self._integers[row, _FIRST_STOP])
+
+    def _filter(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """Temperature and filters on logits [n, P, V] of `rows`, all sampled; a new tensor."""
+        needs = [self._needs[row] for row in rows]
+        numbers = self._numbers[self._index(rows)]
+        scaled = filters.apply_temperature(logits, numbers[:, _TEMPERATURE])
+        ranked = [index for index, need in enumerate(needs) if need.top_k]
+        if ranked:
+            scaled = self._on(ranked, scaled, lambda part: self._rank(part, [rows[index] for index in ranked]))
+        nucleus = [index for index, need in enumerate(needs) if need.top_p and not need.top_k]
+        if nucleus:
+            share = numbers[self._index(nucleus), _TOP_P]
+            scaled = self._on(nucleus, scaled, lambda part: filters.nucleus(part, share))
+        if any(need.min_p for need in needs):
+            filters.apply_min_p_(scaled, numbers[:, _LOG_MIN_P])
+        return scaled
+
+    def _rank(self, scaled: Tensor, rows: Sequence[int]) -> Tensor:
+        """top_k, and top_p after it, on rows that all have top_k."""
+        needs = [self._needs[row] for row in rows]
+        index = self._index(rows)
+        share = self._numbers[index, _TOP_P] if any(need.top_p for need in needs) else None
+        return filters.top_k_top_p(scaled, self._integers[index, _TOP_K], max(need.top_k for need in needs), share)
+
+    def choose(self, processed: Tensor, rows: Sequence[int], lengths: Tensor, stream: Stream) -> Tensor:
+        """One token for each row and position: the most likely one for greedy rows (the first where several tie), a
+        sample of softmax(processed) for the others, keyed by (seed of the row, lengths + position, stream).
+
+        Args:
+            processed: [R, P, V] float32 from `process`.
+            rows: the R rows.
+            lengths: [R] int64, device.
+            stream: what the tokens are for.
+
+        Returns:
+            [R, P] int64, device.
+        """
+        sampled = self.sampled_indices(rows)
+        if not sampled:
+            return processed.argmax(dim=-1)
+        if len(sampled) == len(rows):
+            return self._sample(processed, rows, lengths, stream)
+        greedy = self._index([index for index, row in enumerate(rows) if self._needs[row].greedy])
+        index = self._index(sampled)
+        tokens = torch.empty(processed.shape[:2], dtype=torch.int64, device=processed.device)
+        tokens.index_copy_(0, greedy, processed.index_select(0, greedy).argmax(dim=-1))
+        sampled_rows = [rows[index] for index in sampled]
+        return tokens.index_copy_(
+            0, index, self._sample(processed.index_select(0, index), sampled_rows, lengths[index], stream)
+        )
+
+    def _sample(self, processed: Tensor, rows: Sequence[int], lengths: Tensor, stream: Stream) -> Tensor:
+        count, positions, vocabulary = processed.shape
+        places = (lengths[:, None] + torch.arange(positions, device=processed.device)).flatten()
+        seeds = self.seeds(rows).repeat_interleave(positions)
+        return gumbel_argmax(processed.reshape(-1, vocabulary), seeds, places, stream).view(count, positions)
+
+    @staticmethod
+    def probabilities(processed: Tensor) -> Tensor:
+        """softmax of [S, P, V] float32 over V; all 0 where biases and bans forbid every token."""
+        return torch.softmax(processed, dim=-1).nan_to_num_(nan=0.0)
+
+    @staticmethod
+    def top_logprobs(raw_logits: Tensor, tokens: Tensor, alternatives: int) -> VerdictLogprobs:
+        """Log probabilities of the chosen tokens and the most likely ones under the raw distribution.
+
+        Args:
+            raw_logits: [R, P, V] float32, before `process`.
+            tokens: [R, P] int64; where -1 (padding) the values mean nothing.
+            alternatives: how many of the most likely tokens, at most V.
+
+        Returns:
+            token_ids and values [R, P, 1 + alternatives]: the chosen token, then the most likely ones, best first.
+        """
+        logprobs = torch.log_softmax(raw_logits, dim=-1)
+        chosen = logprobs.gather(-1, tokens.clamp(min=0)[..., None])
+        best = torch.topk(logprobs, min(alternatives, logprobs.shape[-1]), dim=-1)
+        return VerdictLogprobs(
+            token_ids=torch.cat([tokens[..., None], best.indices], dim=-1),
+            values=torch.cat([chosen, best.values], dim=-1),
+        )
+
+    def _index(self, values: Sequence[int]) -> Tensor:
+        """[n] int64 on the device; kept, since the same rows come round after round."""
+        key = tuple(values)
+        index = self._indices.get(key)
+        if index is None:
+            if len(self._indices) >= _MAX_CACHED_INDICES:
+                self._indices.clear()
+            index = self._indices[key] = device_integers(key, self.device)
+        return index
