@@ -24,7 +24,8 @@ from pathlib import Path
 from types import TracebackType
 
 from launch.mpi.hosts import is_placed
-from launch.mpi.mpirun import TERMINAL_VARIABLE, Place
+from launch.mpi.mpirun import TERMINAL_VARIABLE
+from parallel.mpi_rank import MpiRank
 from parallel.topology import Topology
 from trtrun import __version__
 from trtrun.errors import ConfigError
@@ -64,7 +65,7 @@ class Speaker:
         return f"rank-{self.rank:03d}-{self.role}-{self.host}.log"
 
 
-def find_speaker(topology: Topology, place: Place | None) -> Speaker:
+def find_speaker(topology: Topology, place: MpiRank | None) -> Speaker:
     """Who this process is: a rank, the launcher of several, or a job by itself.
 
     Args:

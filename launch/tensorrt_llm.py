@@ -18,7 +18,7 @@ import click
 from launch.cli import guarded, leave
 from launch.exit_codes import ExitCode
 from launch.mpi.job import Job
-from launch.mpi.mpirun import find_place
+from parallel.mpi_rank import find_mpi_rank
 from trtrun.config import RuntimeConfig, make_config
 from trtrun.errors import nearest
 
@@ -172,7 +172,7 @@ def run(words: Sequence[str]) -> int:
         from launch.batch.run import check_run
 
         check_run(job, options)
-        place, world_size = find_place(), job.topology.world_size
+        place, world_size = find_mpi_rank(), job.topology.world_size
         is_rank_of_a_parent = place is not None and place.size == world_size > 1
         if not has_gpu and not is_rank_of_a_parent:
             print("run.py: no GPU here; each device number is a CPU slot", file=sys.stderr, flush=True)

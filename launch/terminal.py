@@ -15,7 +15,8 @@ from types import TracebackType
 from rich.console import Console
 
 from launch.mpi.job import is_reporting_rank
-from launch.mpi.mpirun import OUTPUT_VARIABLE, TERMINAL_VARIABLE, find_place
+from launch.mpi.mpirun import OUTPUT_VARIABLE, TERMINAL_VARIABLE
+from parallel.mpi_rank import find_mpi_rank
 
 
 def terminal_width() -> int | None:
@@ -35,7 +36,7 @@ PLAIN_WIDTH = 120
 
 def output_console() -> Console:
     """A console on standard output; with colours only where the user's standard output is a terminal."""
-    if OUTPUT_VARIABLE in os.environ or find_place() is not None:
+    if OUTPUT_VARIABLE in os.environ or find_mpi_rank() is not None:
         is_terminal = os.environ.get(OUTPUT_VARIABLE) == "1"
     else:
         is_terminal = sys.stdout.isatty()

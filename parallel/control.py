@@ -11,10 +11,10 @@ import json
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from parallel import abort
 from parallel.errors import ControlPlaneError
 from parallel.topology import Topology
 from parallel.waiting import wait_until
-from parallel.watchdog import ending
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -181,7 +181,7 @@ class ControlPlane:
         of one process exits with status 1.
         """
         self._transport.begin_abort()
-        ending.say(f"trtrun: {self._topology.describe(self.rank)} failed: {' '.join(cause.split())}\n")
+        abort.say(f"trtrun: {self._topology.describe(self.rank)} failed: {' '.join(cause.split())}\n")
         self._transport.abort()
 
     def _only_orchestrator(self, what: str) -> None:
@@ -274,10 +274,10 @@ class _Mpi:
             self._comm.Free()
 
     def begin_abort(self) -> None:
-        ending.begin_ending()
+        abort.begin_ending()
 
     def abort(self) -> NoReturn:
-        ending.end_world()
+        abort.end_world()
 
     def _drop_sent(self) -> None:
         while self._sending and self._sending[0][0].Test():

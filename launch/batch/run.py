@@ -23,9 +23,9 @@ from launch.check.rank_check import check_before_run
 from launch.exit_codes import ExitCode, FailedError
 from launch.mpi.drain import Drain, EndedAtStart
 from launch.mpi.job import Job, finish_mpi, is_reporting_rank
-from launch.mpi.mpirun import find_place
 from launch.terminal import Bar
 from parallel.errors import ParallelError
+from parallel.mpi_rank import find_mpi_rank
 from trtrun.config import RuntimeConfig
 from trtrun.errors import ConfigError, InvalidRequestError, TrtrunError
 from trtrun.llm import LLM
@@ -185,7 +185,7 @@ def _num_runnable(rows: Sequence[PromptRow]) -> int:
 
 def _share_count(count: int) -> int:
     """Rank 0's count on all ranks: only rank 0 is sure to see the files, and all must agree on whether to load."""
-    place = find_place()
+    place = find_mpi_rank()
     if place is None or place.size == 1:
         return count
     from mpi4py import MPI

@@ -18,17 +18,17 @@ from launch.check.report import CheckReport, LinkReport, print_report, report_js
 from launch.check.session import Session, SetupError, StuckError
 from launch.exit_codes import ExitCode, FailedError
 from launch.mpi.job import finish_mpi, is_reporting_rank, print_error
-from launch.mpi.mpirun import find_place
 from launch.mpi.steps import DONE, STARTED, StepTeller
-from launch.placement.devices import make_topology
 from launch.placement.links import GROUPS, Carries, Kind, Link, group_ranks, list_links, show_ranks
 from parallel import probe
 from parallel.communicator import Communicator
 from parallel.errors import ControlPlaneError
+from parallel.mpi_rank import find_mpi_rank
 from parallel.watchdog.activity import Activity
 from parallel.watchdog.heartbeat import invite_workers, join_heartbeat
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.config import RuntimeConfig
+from trtrun.topology import make_topology
 
 
 def check_before_run(config: RuntimeConfig) -> None:
@@ -39,7 +39,7 @@ def check_before_run(config: RuntimeConfig) -> None:
     Raises:
         SystemExit: something is wrong, and rank 0 has told it.
     """
-    place = find_place()
+    place = find_mpi_rank()
     if place is None or place.size == 1:
         StepTeller().tell(DONE, "the start")
         return

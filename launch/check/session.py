@@ -19,14 +19,14 @@ import torch
 from launch.check.inventory import Facts, collect_facts, find_problems
 from launch.exit_codes import FailedError
 from launch.mpi.steps import DONE, StepTeller, has_parent
-from launch.placement.devices import make_topology
+from parallel import abort
 from parallel.control import ControlPlane
 from parallel.groups import Groups, open_groups
 from parallel.topology import Topology
-from parallel.watchdog import ending
 from trtrun.config import RuntimeConfig
 from trtrun.errors import TrtrunError
 from trtrun.roles.startup import device_of
+from trtrun.topology import make_topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -175,9 +175,9 @@ class Session:
         """A part of a step in which rank 0 itself waits inside MPI: when time is over, a thread ends the job."""
 
         def end() -> None:
-            ending.begin_ending()
-            ending.say("".join(f"trtrun: {line}\n" for line in self.stuck(ranks, title).problems))
-            ending.end_world()
+            abort.begin_ending()
+            abort.say("".join(f"trtrun: {line}\n" for line in self.stuck(ranks, title).problems))
+            abort.end_world()
 
         timer = threading.Timer(max(0.0, self.seconds_left()), end)
         timer.daemon = True

@@ -97,12 +97,12 @@ def load(path: Path, overrides: Sequence[str], speculation: str | None) -> Runti
 
 def _begin_log(path: Path, config: RuntimeConfig, verbosity: int) -> None:
     from launch.logs import find_speaker, set_up_logging
-    from launch.mpi.mpirun import find_place
     from launch.placement.allocation import find_local
-    from launch.placement.devices import make_topology
+    from parallel.mpi_rank import find_mpi_rank
+    from trtrun.topology import make_topology
 
     topology = make_topology(config)
-    speaker = find_speaker(topology, find_place())
+    speaker = find_speaker(topology, find_mpi_rank())
     # A launcher on another host than the ranks' need not have their directory.
     has_directory = speaker.rank is not None or find_local(topology.hosts) is not None
     set_up_logging(speaker, verbosity, config.launch.log_directory if has_directory else None)

@@ -74,10 +74,10 @@ def _run(
 
     def check() -> None:
         from launch.batch.run import check_run, finish_without_models
-        from launch.mpi.mpirun import find_place
+        from parallel.mpi_rank import find_mpi_rank
 
         # Ranks that are started already have to agree that nothing is left: that is play_run's part.
-        finished = finish_without_models(options) if find_place() is None else None
+        finished = finish_without_models(options) if find_mpi_rank() is None else None
         if finished is not None:
             raise click.exceptions.Exit(finished)
         check_run(job, options)

@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from launch.exit_codes import ExitCode, status_of_signal
-from launch.mpi.mpirun import find_place
+from parallel.mpi_rank import find_mpi_rank
 
 CONTROL_VARIABLE = "TRTRUN_CONTROL"
 """Set to "stdin" for ranks whose parent writes its orders to rank 0's standard input."""
@@ -65,7 +65,7 @@ class Drain:
         Raises:
             EndedAtStart: anywhere inside, when the order comes before `start_running`.
         """
-        place = find_place()
+        place = find_mpi_rank()
         before = {number: signal.getsignal(number) for number in DRAIN_SIGNALS}
         if place is not None and place.rank != 0:
             # What is sent to all processes of a job must not end a rank that rank 0 still needs. SIGTERM does end it:
@@ -124,7 +124,7 @@ class Drain:
         return self._heard_at + drain_seconds - time.monotonic()
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        place = find_place()
+        place = find_mpi_rank()
         if number == signal.SIGTERM and place is not None and os.getppid() != self._launcher:
             os._exit(status_of_signal(number))  # the launcher is dead: this is `end_with_launcher`, not a user
         if self.cause is None:
@@ -163,7 +163,7 @@ def leave_starting_ranks() -> None:
     Neither MPI's end, which waits for ranks that may load for minutes, nor its abort: MPI itself may have been
     interrupted while it started.
     """
-    if find_place() is not None:
+    if find_mpi_rank() is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(ExitCode.DRAINED)
@@ -178,7 +178,7 @@ def end_at_once(number: int) -> None:
 @contextmanager
 def ending_at_once() -> Iterator[None]:
     """For runs that keep no rows: SIGUSR1 ends the process as SIGTERM does, but with a line from rank 0."""
-    place = find_place()
+    place = find_mpi_rank()
     if place is not None and place.rank != 0:
         yield
         return

@@ -59,7 +59,6 @@ class Flavour:
         ssh: arguments of mpirun that do.
         ssh_variable: of the environment, by which the user does.
         agents: environment variables and options of mpirun by which the user has something else than ssh reach hosts.
-        rank_variables: size and rank, as each process finds them before MPI has started.
     """
 
     name: str
@@ -78,7 +77,6 @@ class Flavour:
     ssh_variable: str = ""
     agents: tuple[str, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
-    rank_variables: tuple[str, str] = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
 
 
 def _when_hosts(option: str, prefix: str) -> tuple[Setting, ...]:
@@ -176,7 +174,6 @@ MPICH = Flavour(
     ssh_before=("env", "HYDRA_LAUNCHER_EXTRA_ARGS={arguments}"),
     ssh_variable="HYDRA_LAUNCHER_EXTRA_ARGS",
     agents=("HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC", "-launcher", "-launcher-exec"),
-    rank_variables=("PMI_SIZE", "PMI_RANK"),
 )
 
 FLAVOURS = {flavour.name: flavour for flavour in (OPENMPI, OPENMPI4, MPICH)}

@@ -20,10 +20,8 @@ from launch.mpi.hosts import check_hosts, is_placed, remote_hosts, uses_ssh
 from launch.mpi.library import choose_flavour
 from launch.mpi.mpirun import (
     Launch,
-    Place,
     build_command,
     build_environment,
-    find_place,
     forwarded_names,
     rank_program,
     show_command,
@@ -33,11 +31,13 @@ from launch.mpi.stale_folders import remove_leftovers
 from launch.mpi.steps import STARTED, StepWatch, say_hello
 from launch.mpi.steps import VARIABLE as STEPS_VARIABLE
 from launch.mpi.supervise import STUCK_GRACE_SECONDS, supervise
-from launch.placement.devices import count_host_slots, make_topology
+from launch.placement.devices import count_host_slots
+from parallel.mpi_rank import MpiRank, find_mpi_rank
 from parallel.topology import Topology
 from trtrun.config import RuntimeConfig
 from trtrun.errors import TopologyError
 from trtrun.threads import threads_per_slot
+from trtrun.topology import make_topology
 
 _PR_SET_PDEATHSIG = 1
 OWN_PREFIX = "TRTRUN_"
@@ -131,7 +131,7 @@ class Job:
             TopologyError: mpirun started another number of ranks than the devices need, there is no mpirun, or a host
                 cannot be reached.
         """
-        place = find_place()
+        place = find_mpi_rank()
         if place is not None:
             say_hello()
         if place is not None and not (self.nests and place.size == 1 < self.topology.world_size):
@@ -142,7 +142,7 @@ class Job:
                 check()
             return None
         if not self.needs_mpirun:
-            self._set_environment(Place(0, 1))
+            self._set_environment(MpiRank(0, 1))
             check()
             return None
         check()
@@ -157,7 +157,7 @@ class Job:
             return StepWatch(self.topology.describe, self.topology.world_size, seconds, "the check", STARTED)
         return StepWatch(self.topology.describe, self.topology.world_size, launch.start_seconds, "the start")
 
-    def _check_size(self, place: Place) -> None:
+    def _check_size(self, place: MpiRank) -> None:
         if place.size != self.topology.world_size:
             ranks = ", ".join(self.topology.describe(rank) for rank in range(self.topology.world_size))
             raise TopologyError(
@@ -169,7 +169,7 @@ class Job:
         """CPU threads of each slot of a host, when called there."""
         return threads_per_slot(self.config.threads, count_host_slots(self.topology, host))
 
-    def _set_environment(self, place: Place) -> None:
+    def _set_environment(self, place: MpiRank) -> None:
         """What the configuration sets, for ranks that a user's own mpirun started; and the threads.
 
         OpenMP reads its own when torch is imported, so this comes before everything that imports it.
@@ -187,7 +187,7 @@ def print_error(line: str) -> None:
     mpirun ends the job when the first rank exits. If each rank spoke, the user would read the same line many times; if
     a rank exited in silence before rank 0 had spoken, nobody would.
     """
-    place = find_place()
+    place = find_mpi_rank()
     if place is not None and place.rank != 0:
         time.sleep(LAST_WORD_SECONDS)
     print(f"trtrun: {' '.join(line.split())}", file=sys.stderr, flush=True)
@@ -202,7 +202,7 @@ def finish_mpi() -> None:
 
 def is_reporting_rank() -> bool:
     """Whether this process may talk to the user: rank 0, or no rank at all."""
-    place = find_place()
+    place = find_mpi_rank()
     return place is None or place.rank == 0
 
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from launch.mpi.flavours import FLAVOURS, Flavour, Setting, When
+from launch.mpi.flavours import Flavour, Setting, When
 from launch.mpi.library import Choice, Library, identify_program
+from parallel.mpi_rank import find_mpi_rank
 from parallel.topology import Topology
 from trtrun.errors import ConfigError, TopologyError
 from trtrun.launch_config import LaunchSection
@@ -41,39 +42,6 @@ FORWARDED = re.compile(
 
 KEPT_BACK = re.compile(r"CUDA_VISIBLE_DEVICES|.*(TOKEN|SECRET|PASSWORD|CREDENTIAL|API_?KEY).*")
 """Of these, what does not: what another host has its own of, and secrets, which ranks have no use for."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """This process's place among the ranks that mpirun or srun started."""
-
-    rank: int
-    size: int
-
-
-def find_place(environment: Mapping[str, str] | None = None) -> Place | None:
-    """Return this process's rank and the world's size, or None when nothing started it as a rank. MPI is not touched.
-
-    Of srun's processes those are ranks that got numbers for an MPI library (--mpi=pmix, --mpi=pmi2). A step of one task
-    is none, because a shell of the user's may run in one: what it starts is to start the ranks.
-    """
-    values = os.environ if environment is None else environment
-    for size_name, rank_name in dict.fromkeys(flavour.rank_variables for flavour in FLAVOURS.values()):
-        size, rank = values.get(size_name, ""), values.get(rank_name, "")
-        if size.isdecimal() and rank.isdecimal() and not _is_lone_step(values):
-            return Place(int(rank), int(size))
-    rank, tasks = values.get("PMIX_RANK", ""), values.get("SLURM_STEP_NUM_TASKS", "")
-    # Slurm tells the size only by its own name. Where its number is another one, PMIx is somebody else's.
-    if rank.isdecimal() and tasks.isdecimal() and int(tasks) > 1 and rank == values.get("SLURM_PROCID"):
-        return Place(int(rank), int(tasks))
-    return None
-
-
-def _is_lone_step(values: Mapping[str, str]) -> bool:
-    """Whether the numbers are those of an srun of one task, not of an mpirun inside it."""
-    mpiruns = ("OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
-    is_step = values.get("SLURM_STEP_ID", "").isdecimal() and values.get("SLURM_STEP_NUM_TASKS") == "1"
-    return is_step and not any(name in values for name in mpiruns)
 
 
 def find_mpirun(flavour: Flavour, library: Library, configured: Path | None = None) -> str:
@@ -277,7 +245,7 @@ def build_environment(
     """
     values = os.environ if environment is None else environment
     strange: tuple[str, ...] = ()
-    if find_place(values) is not None:
+    if find_mpi_rank(values) is not None:
         strange = LAUNCHER_PREFIXES
     elif "PMIX_RANK" in values or "PMI_RANK" in values:
         strange = STEP_PREFIXES

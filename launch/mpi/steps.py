@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from launch.mpi.mpirun import find_place
+from parallel.mpi_rank import find_mpi_rank
 
 STARTED = time.monotonic()
 """When this process began, near enough: commands import this first."""
@@ -42,7 +42,7 @@ _LONGEST_MARK = 1000
 
 def has_parent() -> bool:
     """Whether this process is a rank whose parent reads marks."""
-    return os.environ.get(VARIABLE) == "1" and find_place() is not None
+    return os.environ.get(VARIABLE) == "1" and find_mpi_rank() is not None
 
 
 class StepTeller:
@@ -52,7 +52,7 @@ class StepTeller:
     """
 
     def __init__(self) -> None:
-        self._place = find_place() if has_parent() else None
+        self._place = find_mpi_rank() if has_parent() else None
         self._mark = b""
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None

@@ -13,13 +13,13 @@ from itertools import accumulate, pairwise
 from typing import TypeVar
 
 from launch.exit_codes import ExitCode
-from launch.mpi.mpirun import Place
+from parallel.mpi_rank import MpiRank
 from trtrun.errors import TrtrunError
 
 Result = TypeVar("Result")
 
 
-def settle(make: Callable[[], Result], place: Place | None) -> Result:
+def settle(make: Callable[[], Result], place: MpiRank | None) -> Result:
     """Return what `make` makes, once it is known that it could be made on every rank. Collective under mpirun.
 
     Args:

@@ -10,11 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.errors import ParallelError
 from parallel.topology import Topology
-from trtrun.config import RuntimeConfig
 from trtrun.device_lists import COUNT_KEYS, check_host, host_of, is_counts, is_same_host, kind_of, parse_devices
-from trtrun.errors import ConfigError, TopologyError, nearest
+from trtrun.errors import ConfigError, nearest
 
 
 @dataclass(frozen=True)
@@ -142,18 +140,6 @@ def fill_counts(values: Mapping[str, Any], find_allocation: Callable[[], Allocat
         taken.update(devices)
         filled[name] = {**section, "devices": devices}
     return filled
-
-
-def make_topology(config: RuntimeConfig) -> Topology:
-    """Place both engines of a configuration.
-
-    Raises:
-        TopologyError: the device lists do not fit together.
-    """
-    try:
-        return Topology.from_devices(config.draft_devices, config.target.devices, config.launch.orchestrator_host)
-    except ParallelError as error:
-        raise TopologyError(str(error)) from None
 
 
 def count_host_slots(topology: Topology, host: str = "") -> int:

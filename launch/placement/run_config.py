@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.mpi.mpirun import Place, find_place
 from launch.placement.agreement import settle
 from launch.placement.allocation import find_allocation, find_local, has_own_name, in_allocation
 from launch.placement.devices import (
@@ -23,12 +22,13 @@ from launch.placement.devices import (
     check_granted,
     fill_counts,
     list_devices,
-    make_topology,
     spell_hosts,
 )
+from parallel.mpi_rank import MpiRank, find_mpi_rank
 from trtrun.config import RuntimeConfig, make_config, read_values
 from trtrun.device_lists import host_of, is_counts
 from trtrun.errors import ConfigError, TopologyError
+from trtrun.topology import make_topology
 
 DEFAULT_HOST = "default"
 
@@ -42,7 +42,7 @@ def load_run_config(path: Path, overrides: Sequence[str]) -> RuntimeConfig:
         ConfigError: one line that names the file and the key.
         TopologyError: the ranks do not see each other (see `check_started_together`).
     """
-    place = find_place()
+    place = find_mpi_rank()
     check_started_together(place, os.environ)
     source: dict[str, Any] | None = None
     if place is None or place.rank == 0:
@@ -95,7 +95,7 @@ def name_places(
     return filled
 
 
-def make_run_config(source: Mapping[str, Any], place: Place | None = None) -> RuntimeConfig:
+def make_run_config(source: Mapping[str, Any], place: MpiRank | None = None) -> RuntimeConfig:
     """Check the values as this host sees them: with its own model directories.
 
     Args:
@@ -119,7 +119,7 @@ def make_run_config(source: Mapping[str, Any], place: Place | None = None) -> Ru
     return make_config(values, base=Path(source["base"]), where=where)
 
 
-def check_started_together(place: Place | None, environment: Mapping[str, str]) -> None:
+def check_started_together(place: MpiRank | None, environment: Mapping[str, str]) -> None:
     """Refuse processes that a launcher started together but that MPI will not bring together.
 
     `srun` gives every process its number, whether or not the MPI library understands srun. Where it does not, each
@@ -140,7 +140,7 @@ def check_started_together(place: Place | None, environment: Mapping[str, str]) 
         )
 
 
-def check_world_size(place: Place, size: int) -> None:
+def check_world_size(place: MpiRank, size: int) -> None:
     """Raise TopologyError where MPI sees another world than the launcher started."""
     if size != place.size:
         raise TopologyError(
@@ -150,7 +150,7 @@ def check_world_size(place: Place, size: int) -> None:
         )
 
 
-def _share(source: dict[str, Any] | None, place: Place) -> dict[str, Any]:
+def _share(source: dict[str, Any] | None, place: MpiRank) -> dict[str, Any]:
     """Give rank 0's source to every rank. Rank 0 that fails before it comes here ends the job for the others."""
     from mpi4py import MPI
 
@@ -163,7 +163,7 @@ def _share(source: dict[str, Any] | None, place: Place) -> dict[str, Any]:
     return dict(json.loads(bytes(message)))
 
 
-def _own_path(paths: Mapping[str, Any], where: str, place: Place | None) -> Any:
+def _own_path(paths: Mapping[str, Any], where: str, place: MpiRank | None) -> Any:
     """This host's path of a mapping from hosts to paths."""
     host = find_local(host for host in paths if host != DEFAULT_HOST)
     if host is not None:

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from launch.placement.allocation import is_local
-from launch.placement.devices import ENGINES, Allocation, fill_counts, list_devices, make_topology, spell_hosts
+from launch.placement.devices import ENGINES, Allocation, fill_counts, list_devices, spell_hosts
 from launch.placement.run_config import DEFAULT_HOST, make_run_config
 from parallel.topology import Topology
 from trtrun.config import RuntimeConfig, read_values
 from trtrun.device_lists import host_of, is_counts
 from trtrun.errors import ConfigError
+from trtrun.topology import make_topology
 
 PREFIX = "node-"
 """Of made-up names: node-1 stands for the first node of the allocation, and so on."""

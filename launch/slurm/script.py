@@ -102,7 +102,7 @@ class BatchJob:
 
 
 def part_output(output: Path, count: int) -> Word:
-    """Output file of an array's task, as `launch.merge.part_path` names it: out.jsonl becomes out.part-I-of-N.jsonl."""
+    """Output file of an array's task, as `merge.part_path` names it: out.jsonl becomes out.part-I-of-N.jsonl."""
     return Word(f"{output.with_name(output.stem)}.part-", f"-of-{count}{output.suffix}")
 
 

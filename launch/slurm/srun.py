@@ -1,7 +1,7 @@
 """Starting the ranks by srun instead of mpirun: where each one goes, and in which environment.
 
 It makes lines of a batch script. It does not start anything. Only an MPI library that speaks one of srun's protocols
-brings ranks together that srun has started; each rank checks that (`launch.source.check_world_size`).
+brings ranks together that srun has started; each rank checks that (`run_config.check_started_together`).
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from parallel import abort
 from parallel.control import ControlPlane
 from parallel.errors import HeartbeatError
 from parallel.topology import Topology
-from parallel.watchdog import ending
 from parallel.watchdog.activity import Activity, Doing
 from parallel.watchdog.culprit import CLOSED_SECONDS
 from parallel.watchdog.heartbeat_server import PATIENCE_BEATS, HeartbeatServer, beat_seconds, dump_seconds
@@ -135,7 +135,7 @@ class HeartbeatClient:
         self._closing = threading.Event()
         self._waker, self._wakes = socket.socketpair()
         beat = named(self._run, f"heartbeat of {names.own}")
-        self._thread = threading.Thread(target=ending.guarded(beat), name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=abort.guarded(beat), name="heartbeat", daemon=True)
         self._thread.start()
 
     def beat(self) -> None:
@@ -200,20 +200,20 @@ class HeartbeatClient:
 
     def _end(self, cause: str) -> NoReturn:
         """Name rank 0 and end this process; its launcher ends the others. MPI's own abort may need rank 0's host."""
-        ending.begin_ending()
+        abort.begin_ending()
         seen = f"last seen {self._orchestrator.words}, as told by {self._names.own}"
-        ending.say(f"trtrun: {self._names.orchestrator} failed: {cause}, {seen}\n")
-        os._exit(ending.STATUS)
+        abort.say(f"trtrun: {self._names.orchestrator} failed: {cause}, {seen}\n")
+        os._exit(abort.STATUS)
 
     def _write_stacks_if_stuck(self, now: float) -> None:
         seconds = dump_seconds(self._limit)
         if self._activity.look().phase.is_start:
             # Loading may be long in native code. Only a start that is late is news.
             seconds = max(seconds, self._start_deadline - now + dump_seconds(0.0))
-        ending.write_stacks_after(seconds)
+        abort.write_stacks_after(seconds)
 
     def _leave(self) -> None:
-        ending.cancel_stacks()
+        abort.cancel_stacks()
         self._lines.send({"goodbye": True})
         self._lines.finish(seconds=1.0)
         self._wakes.close()

@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn
 
+from parallel import abort
 from parallel.topology import Topology
-from parallel.watchdog import ending
 from parallel.watchdog.activity import Activity
 from parallel.watchdog.culprit import Accusation, StacksWanted, examine, find_broken, late_starters
 from parallel.watchdog.heartbeat_peers import Peers
@@ -66,7 +66,7 @@ class HeartbeatServer:
         self._is_over = threading.Event()
         self._peers = Peers([rank for rank in topology.worker_ranks if rank != 0], activity)
         watch = named(self._watch, f"heartbeat of {topology.describe(0)}")
-        threading.Thread(target=ending.guarded(watch), name="heartbeat", daemon=True).start()
+        threading.Thread(target=abort.guarded(watch), name="heartbeat", daemon=True).start()
 
     # From the main thread.
 
@@ -106,7 +106,7 @@ class HeartbeatServer:
         while not self._closing.is_set():
             now = time.monotonic()
             if now >= dump_due:
-                ending.write_stacks_after(dump_seconds(self._limit))
+                abort.write_stacks_after(dump_seconds(self._limit))
                 dump_due = now + self._beat
             self._peers.serve(self._beat / TURNS_IN_BEAT)
             now = time.monotonic()
@@ -155,16 +155,16 @@ class HeartbeatServer:
 
     def _end(self, line: str, first: Sequence[int]) -> NoReturn:
         """Say the line, then the stacks of all ranks that answer, some of them first; end the job."""
-        ending.begin_ending()
-        ending.say(f"trtrun: {line}\n")
+        abort.begin_ending()
+        abort.say(f"trtrun: {line}\n")
         stacks = {0: main_stack(), **self._peers.gather_stacks(STACK_SECONDS)}
         order = sorted(stacks, key=lambda rank: (rank not in first, rank))
-        ending.say(show_stacks({self._topology.describe(rank): stacks[rank] for rank in order}))
-        ending.end_world()
+        abort.say(show_stacks({self._topology.describe(rank): stacks[rank] for rank in order}))
+        abort.end_world()
 
     def _leave(self) -> None:
         """Say goodbye, and stay until all are gone: a socket closed with a beat unread would take the goodbye along."""
-        ending.cancel_stacks()
+        abort.cancel_stacks()
         self._peers.say_goodbye()
         self._said_goodbye.set()
         deadline = time.monotonic() + LEAVING_SECONDS

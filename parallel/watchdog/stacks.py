@@ -52,7 +52,7 @@ def main_stack() -> Stack:
 def named(method: Callable[[], None], name: str) -> Callable[[], None]:
     """The same method under another name, which stands in every stack of a thread that runs it.
 
-    Stacks that C code writes (`ending.write_stacks_after`) say nothing of the process; so a rank's name gets in.
+    Stacks that C code writes (`abort.write_stacks_after`) say nothing of the process; so a rank's name gets in.
     """
     assert isinstance(method, MethodType)
     function = method.__func__

@@ -30,7 +30,7 @@ def fail(*arguments, **options):
 if os.environ["OMPI_COMM_WORLD_RANK"] == os.environ["FAILING_RANK"]:
     if os.environ["FAILING_RANK"] == "0":
         import launch.batch.run
-        launch.run.play_run = fail
+        launch.batch.run.play_run = fail
     else:
         from trtrun.roles.worker import Worker
         Worker.run_round = fail

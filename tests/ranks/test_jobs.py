@@ -90,7 +90,7 @@ def alone(config: RuntimeConfig, use: Callable[[LLM], T]) -> T:
     """What `use` gives when this process is the whole job, whatever world it runs in."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            trtrun.llm, "open_job", lambda config, progress: job._open_solo(config, job.topology_of(config), None)
+            trtrun.llm, "open_job", lambda config, progress: job._open_solo(config, job.make_topology(config), None)
         )
         with LLM(config=config) as llm:
             return use(llm)

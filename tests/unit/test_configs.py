@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from launch.placement.devices import make_topology
 from launch.placement.run_config import load_run_config
 from parallel.topology import Topology
 from trtrun.config import ASSET_PREFIX, RuntimeConfig
@@ -22,6 +21,7 @@ from trtrun.device_lists import is_counts
 from trtrun.models.config import read_model_config
 from trtrun.models.loading import shard_bytes
 from trtrun.roles.startup import device_of, resolve_dtype
+from trtrun.topology import make_topology
 from trtrun.yaml_source import parse_yaml
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "launch" / "configs"

@@ -75,7 +75,7 @@ def test_a_line_that_is_too_long_closes_the_connection() -> None:
 
 
 def test_who_connects_and_says_nothing_is_sent_away(server: HeartbeatServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallel.heartbeat_peers.ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("parallel.watchdog.heartbeat_peers.ANSWER_SECONDS", 0.1)
     port = server.listen(everywhere=False)
     with socket.create_connection(("127.0.0.1", port), timeout=SOON) as stranger:
         assert refused(stranger)
@@ -92,7 +92,7 @@ def test_the_token_does_not_cross_the_network(server: HeartbeatServer) -> None:
             super().send(message)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("parallel.lines.LineSocket", Recorder)
+        patch.setattr("parallel.watchdog.lines.LineSocket", Recorder)
         connect(["127.0.0.1"], port, server.token, {"rank": 1}).close()
     assert seen and not any(server.token.encode() in text for text in seen)
     with socket.create_connection(("127.0.0.1", port), timeout=SOON) as stranger:

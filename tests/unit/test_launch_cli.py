@@ -11,8 +11,8 @@ import pytest
 import launch.mpi.job
 from launch.cli import guarded, leave
 from launch.exit_codes import MEANINGS, ExitCode, FailedError, describe_exit_codes, status_of_signal
-from launch.mpi.mpirun import find_place
 from parallel.errors import ShardingError
+from parallel.mpi_rank import find_mpi_rank
 from trtrun.errors import CheckpointError
 
 
@@ -64,11 +64,11 @@ def test_other_ranks_speak_only_after_rank_0_had_its_chance(
     waits: list[float] = []
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
-    monkeypatch.setattr(launch.job, "time", SimpleNamespace(sleep=waits.append))
-    assert find_place() is not None
-    launch.job.print_error("wrong")
+    monkeypatch.setattr(launch.mpi.job, "time", SimpleNamespace(sleep=waits.append))
+    assert find_mpi_rank() is not None
+    launch.mpi.job.print_error("wrong")
     assert capsys.readouterr().err == "trtrun: wrong\n"
-    assert waits == ([] if rank == 0 else [launch.job.LAST_WORD_SECONDS])
+    assert waits == ([] if rank == 0 else [launch.mpi.job.LAST_WORD_SECONDS])
 
 
 def test_exit_codes_are_distinct_and_every_one_is_in_the_help() -> None:

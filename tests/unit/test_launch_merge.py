@@ -172,14 +172,14 @@ def test_a_part_that_changes_meanwhile_leaves_the_earlier_output_alone(
 ) -> None:
     parts, output = three_parts(tmp_path), tmp_path / "out.jsonl"
     output.write_text("earlier\n")
-    read_parts = launch.merge._read_parts
+    read_parts = launch.batch.merge._read_parts
 
     def read_then_change(files: Sequence[Path]) -> Any:
         places = read_parts(files)
         write_part(parts[2], [6, 7, 8, 9], text="another run's")
         return places
 
-    monkeypatch.setattr(launch.merge, "_read_parts", read_then_change)
+    monkeypatch.setattr(launch.batch.merge, "_read_parts", read_then_change)
     with pytest.raises(FailedError, match="changed while it was merged"):
         merge_parts(str(output), parts, None)
     assert output.read_text() == "earlier\n"

@@ -12,7 +12,8 @@ import launch.mpi.mpirun
 from launch.mpi.flavours import FLAVOURS
 from launch.mpi.job import Job
 from launch.mpi.library import Choice, Library
-from launch.mpi.mpirun import Launch, Place, build_command, build_environment, find_mpirun, find_place, show_command
+from launch.mpi.mpirun import Launch, build_command, build_environment, find_mpirun, show_command
+from parallel.mpi_rank import MpiRank, find_mpi_rank
 from parallel.topology import Topology
 from trtrun.config import make_config
 from trtrun.errors import ConfigError, TopologyError
@@ -94,9 +95,9 @@ def test_mpirun_is_the_one_beside_the_interpreter(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_rank_knows_its_place_before_mpi_starts() -> None:
-    assert find_place({}) is None
-    assert find_place({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}) == Place(2, 4)
-    assert find_place({"PMI_SIZE": "3", "PMI_RANK": "0"}) == Place(0, 3)
+    assert find_mpi_rank({}) is None
+    assert find_mpi_rank({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}) == MpiRank(2, 4)
+    assert find_mpi_rank({"PMI_SIZE": "3", "PMI_RANK": "0"}) == MpiRank(0, 3)
 
 
 def test_an_inner_mpirun_sees_nothing_of_the_outer_one() -> None:
@@ -110,7 +111,7 @@ def test_an_inner_mpirun_sees_nothing_of_the_outer_one() -> None:
         "HOME": "/home/user",
     }
     result = build_environment(outer)
-    assert find_place(result) is None
+    assert find_mpi_rank(result) is None
     assert not any(name.startswith(("PMIX_", "PRTE_", "OMPI_MCA_")) for name in result)
     assert result["HOME"] == "/home/user"
     assert result["OMPI_ALLOW_RUN_AS_ROOT"] == "1"
@@ -131,7 +132,7 @@ TWO_HOSTS = Topology.from_devices(["b/cpu:1"], ["a/cpu:1", "b/cpu:0", "b/cpu:2"]
 
 @pytest.fixture
 def any_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.mpirun, "find_mpirun", lambda flavour, library, configured: "mpirun")
+    monkeypatch.setattr(launch.mpi.mpirun, "find_mpirun", lambda flavour, library, configured: "mpirun")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
 
 
@@ -232,25 +233,25 @@ def test_threads_of_other_hosts_are_theirs_unless_they_are_configured() -> None:
 
 def test_srun_tells_the_place_of_a_rank() -> None:
     pmix = {"PMIX_RANK": "3", "SLURM_PROCID": "3", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
-    assert find_place(pmix) == Place(3, 4)
-    assert find_place({**pmix, "SLURM_PROCID": "0"}) is None  # another PMIx inside the step
-    assert find_place({name: value for name, value in pmix.items() if name != "PMIX_RANK"}) is None  # singletons
+    assert find_mpi_rank(pmix) == MpiRank(3, 4)
+    assert find_mpi_rank({**pmix, "SLURM_PROCID": "0"}) is None  # another PMIx inside the step
+    assert find_mpi_rank({name: value for name, value in pmix.items() if name != "PMIX_RANK"}) is None  # singletons
     pmi2 = {"PMI_RANK": "1", "PMI_SIZE": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
-    assert find_place(pmi2) == Place(1, 4)
+    assert find_mpi_rank(pmi2) == MpiRank(1, 4)
 
 
 def test_a_shell_that_srun_has_started_is_no_rank() -> None:
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
     shells = ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.1"}, {"PMI_RANK": "0", "PMI_SIZE": "1", "PMI_FD": "9"})
     for shell in shells:
-        assert find_place({**step, **shell}) is None
+        assert find_mpi_rank({**step, **shell}) is None
         # mpirun started there must not take itself for a rank of that step; settings of the user's own stay.
         result = build_environment({**step, **shell, "PMIX_MCA_gds": "hash"})
         assert not set(shell) & set(result)
         assert result["PMIX_MCA_gds"] == "hash"
     # One rank of an mpirun inside such a step, or below the srun that mpirun has started its daemons with.
-    assert find_place({**step, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) == Place(0, 1)
-    assert find_place({**step, "PMI_SIZE": "1", "PMI_RANK": "0", "MPI_LOCALNRANKS": "1"}) == Place(0, 1)
+    assert find_mpi_rank({**step, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}) == MpiRank(0, 1)
+    assert find_mpi_rank({**step, "PMI_SIZE": "1", "PMI_RANK": "0", "MPI_LOCALNRANKS": "1"}) == MpiRank(0, 1)
 
 
 def test_the_configurations_variables_come_before_the_users() -> None:

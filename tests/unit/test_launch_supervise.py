@@ -18,7 +18,7 @@ PARENT = """
 import os, sys
 import launch.mpi.supervise
 from launch.mpi.supervise import supervise
-launch.supervise.DRAIN_GRACE_SECONDS = 0.1
+launch.mpi.supervise.DRAIN_GRACE_SECONDS = 0.1
 drain_seconds = float(sys.argv[2]) if sys.argv[2] else None
 command = [sys.executable, "-c", sys.argv[1]]
 sys.exit(supervise(command, os.environ, lambda rank: f"draft rank {rank} (cpu:0)", drain_seconds))

@@ -1,33 +1,67 @@
-"""Imports run one way: every import statement, lazy and TYPE_CHECKING ones too, against one table."""
+"""Imports run one way: every import statement, lazy and TYPE_CHECKING ones too, against one table; and no circles."""
 
 from __future__ import annotations
 
 import ast
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# From the top down. A layer may import itself and every layer below it, except its neighbours on the same line.
-LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"llm"}),
-    frozenset({"prompts"}),
-    frozenset({"roles"}),
-    frozenset({"scheduling", "speculation"}),
-    frozenset({"engine"}),
-    frozenset({"models"}),
-    frozenset({"layers"}),
-    frozenset({"quantization", "kvcache"}),
-    frozenset({"wire", "telemetry", "outputs", "text", "registry", "config"}),
-    frozenset({"core", "yaml_source", "threads", "device_lists", "launch_config"}),
-    frozenset({"errors"}),
-)
+PACKAGES = {"launch": {"launch", "trtrun", "parallel"}, "trtrun": {"trtrun", "parallel"}, "parallel": {"parallel"}}
+
+# From the top down. A room may import itself and every room below it, except its neighbours on the same line.
+LAYERS: dict[str, tuple[frozenset[str], ...]] = {
+    "launch": (
+        frozenset({"demo", "tensorrt_llm"}),
+        frozenset({"cli"}),
+        frozenset({"commands"}),
+        frozenset({"plan", "bench"}),
+        frozenset({"slurm"}),
+        frozenset({"batch"}),
+        frozenset({"check"}),
+        frozenset({"terminal", "logs"}),
+        frozenset({"mpi"}),
+        frozenset({"placement"}),
+        frozenset({"exit_codes"}),
+    ),
+    "trtrun": (
+        frozenset({"llm"}),
+        frozenset({"prompts"}),
+        frozenset({"roles"}),
+        frozenset({"scheduling", "speculation"}),
+        frozenset({"engine"}),
+        frozenset({"models"}),
+        frozenset({"layers"}),
+        frozenset({"attention", "linear"}),
+        frozenset({"kernels"}),
+        frozenset({"sampling", "quantization", "kvcache"}),
+        frozenset({"topology"}),
+        frozenset({"wire", "telemetry", "outputs", "text", "registry", "config"}),
+        frozenset({"core", "yaml_source", "threads", "device_lists", "launch_config"}),
+        frozenset({"errors"}),
+    ),
+    "parallel": (
+        frozenset({"groups", "link", "probe", "watchdog"}),
+        frozenset({"transports", "control"}),
+        frozenset({"communicator", "sharding", "topology", "waiting", "mpi_rank", "abort"}),
+        frozenset({"errors"}),
+    ),
+}
 # Beyond the order: these see protocols instead.
 FORBIDDEN = {("speculation", "engine"), ("speculation", "models"), ("scheduling", "engine"), ("scheduling", "models")}
-# The bottom lines hold single modules, which may use their neighbours.
-NEIGHBOURS = {("wire", "registry"), ("config", "registry"), ("launch_config", "device_lists")}
-PACKAGES = {"launch": {"launch", "trtrun", "parallel"}, "trtrun": {"trtrun", "parallel"}, "parallel": {"parallel"}}
+# Rooms on one line that are single modules may use a neighbour.
+NEIGHBOURS = {
+    ("wire", "registry"),
+    ("config", "registry"),
+    ("launch_config", "device_lists"),
+    ("probe", "groups"),
+    ("probe", "watchdog"),
+}
+FACES = {"LLM", "SamplingParams", "__version__"}
 
 
 def imported_modules(source: str) -> list[str]:
@@ -42,10 +76,10 @@ def imported_modules(source: str) -> list[str]:
     return found
 
 
-def layer_of(module: str) -> str | None:
-    """`trtrun.kvcache.blocks` → `kvcache`; None outside trtrun and for the package itself."""
+def room_of(module: str) -> tuple[str, str] | None:
+    """`trtrun.kvcache.blocks` → (`trtrun`, `kvcache`); None outside the packages and for a package itself."""
     parts = module.split(".")
-    return parts[1] if parts[0] == "trtrun" and len(parts) > 1 else None
+    return (parts[0], parts[1]) if parts[0] in PACKAGES and len(parts) > 1 else None
 
 
 def violation(importer: str, imported: str) -> str | None:
@@ -53,17 +87,19 @@ def violation(importer: str, imported: str) -> str | None:
     own, other = importer.split(".")[0], imported.split(".")[0]
     if other in PACKAGES and other not in PACKAGES[own]:
         return f"{own} imports {other}"
-    above, below = layer_of(importer), layer_of(imported)
-    if above is None or below is None or above == below:
+    above, below = room_of(importer), room_of(imported)
+    if above is None or below is None or above == below or above[0] != below[0]:
         return None
-    ranks = {name: index for index, line in enumerate(LAYERS) for name in line}
-    if below not in ranks:
-        return None if below in {"LLM", "SamplingParams", "__version__"} else f"{below} is in no layer"
-    if ranks[below] < ranks[above]:
-        return f"{above} imports upward from {below}"
-    if ranks[below] == ranks[above] and (above, below) not in NEIGHBOURS:
-        return f"{above} and {below} do not know each other"
-    return f"{above} sees protocols instead of {below}" if (above, below) in FORBIDDEN else None
+    ranks = {name: index for index, line in enumerate(LAYERS[own]) for name in line}
+    if below[1] not in ranks:
+        return None if below[1] in FACES else f"{'.'.join(below)} is in no layer"
+    if above[1] not in ranks:
+        return f"{'.'.join(above)} is in no layer"
+    if ranks[below[1]] < ranks[above[1]]:
+        return f"{above[1]} imports upward from {below[1]}"
+    if ranks[below[1]] == ranks[above[1]] and (above[1], below[1]) not in NEIGHBOURS:
+        return f"{above[1]} and {below[1]} do not know each other"
+    return f"{above[1]} sees protocols instead of {below[1]}" if (above[1], below[1]) in FORBIDDEN else None
 
 
 def python_files() -> list[Path]:
@@ -75,6 +111,18 @@ def module_name(path: Path) -> str:
     """`trtrun/kvcache/blocks.py` → `trtrun.kvcache.blocks`."""
     parts = list(path.relative_to(ROOT).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def import_graph() -> dict[str, frozenset[str]]:
+    """Module → the modules of the three packages that it imports, lazily or not. Names of things are cut off."""
+    sources = {module_name(path): path.read_text(encoding="utf-8") for path in python_files()}
+    graph = {}
+    for module, source in sources.items():
+        names = imported_modules(source)
+        found = {name if name in sources else name.rpartition(".")[0] for name in names}
+        graph[module] = frozenset(found & sources.keys() - {module})
+    return graph
 
 
 @pytest.mark.parametrize("path", python_files(), ids=module_name)
@@ -90,23 +138,36 @@ def test_imports_run_downward(path: Path) -> None:
     assert not problems
 
 
-def test_every_layer_of_the_table_exists() -> None:
-    names = {name for line in LAYERS for name in line}
-    root = ROOT / "trtrun"
-    missing = [name for name in names if not (root / name).is_dir() and not (root / f"{name}.py").is_file()]
-    assert missing == []
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {module: imports for module, imports in import_graph().items() if module != "trtrun"}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_room_is_in_the_table_and_every_line_of_it_exists(package: str) -> None:
+    rooms = {
+        path.stem for path in (ROOT / package).iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert rooms - {"__init__"} == {name for line in LAYERS[package] for name in line}
 
 
 @pytest.mark.parametrize(
     ("importer", "source"),
     [
         ("parallel.link", "from trtrun.core import Draft"),
+        ("parallel.control", "from parallel.watchdog import activity"),
         ("trtrun.core", "import launch.cli"),
         ("trtrun.kvcache.tables", "def f():\n    from trtrun.engine.rows import RowState"),
         ("trtrun.speculation.cycle", "if TYPE_CHECKING:\n    from trtrun.engine.runner import Engine"),
         ("trtrun.scheduling.scheduler", "from trtrun.speculation import verify"),
         ("trtrun.quantization.dense", "from trtrun.kvcache.store import KVStore"),
         ("trtrun.models.llama", "from trtrun import roles"),
+        ("launch.mpi.job", "from launch.batch.run import play_run"),
+        ("launch.commands.run", "def f():\n    from launch.cli import cli"),
+        ("launch.news", "from launch.mpi.job import Job"),
     ],
 )
 def test_the_walk_sees_every_kind_of_violation(importer: str, source: str) -> None:

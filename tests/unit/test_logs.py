@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch.logs import LAUNCHER, find_speaker, quiet_libraries
-from launch.mpi.mpirun import Place
+from parallel.mpi_rank import MpiRank
 from parallel.topology import Topology
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,17 +186,17 @@ FOUR = Topology.from_devices(["node1/cuda:0"], ["node1/cuda:0", "node2/cuda:0"])
     ],
 )
 def test_a_rank_is_named_by_host_number_and_role(rank: int, text: str, name: str) -> None:
-    speaker = find_speaker(FOUR, Place(rank, 3))
+    speaker = find_speaker(FOUR, MpiRank(rank, 3))
     assert (str(speaker), speaker.file_name) == (text, name)
 
 
 def test_the_process_that_starts_mpirun_is_the_launcher_and_a_job_of_one_process_is_rank_0() -> None:
-    assert find_speaker(FOUR, None).role == find_speaker(FOUR, Place(0, 1)).role == LAUNCHER
+    assert find_speaker(FOUR, None).role == find_speaker(FOUR, MpiRank(0, 1)).role == LAUNCHER
     alone = find_speaker(Topology.from_devices(["cpu:0"], ["cpu:0"]), None)
     assert (alone.rank, alone.role) == (0, "orchestrator+draft+target")
     elsewhere = Topology.from_devices([], ["240.0.0.1/cpu:0"])
     assert find_speaker(elsewhere, None).role == LAUNCHER
-    assert find_speaker(elsewhere, Place(0, 1)).rank == 0
+    assert find_speaker(elsewhere, MpiRank(0, 1)).rank == 0
 
 
 # Libraries.

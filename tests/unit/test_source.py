@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from launch.mpi.mpirun import Place
-from launch.placement.devices import make_topology
 from launch.placement.run_config import (
     check_started_together,
     check_world_size,
@@ -18,8 +16,10 @@ from launch.placement.run_config import (
     make_run_config,
     name_places,
 )
+from parallel.mpi_rank import MpiRank
 from trtrun.config import RuntimeConfig
 from trtrun.errors import ConfigError, TopologyError
+from trtrun.topology import make_topology
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +127,7 @@ def source(folder: Path, **sections: Any) -> dict[str, Any]:
     return {"values": values, "base": str(folder), "where": "run.yaml"}
 
 
-def made(folder: Path, paths: dict[str, Any], place: Place | None = None) -> RuntimeConfig:
+def made(folder: Path, paths: dict[str, Any], place: MpiRank | None = None) -> RuntimeConfig:
     return make_run_config(source(folder, target={"model": paths}), place)
 
 
@@ -154,14 +154,14 @@ def test_a_host_that_only_starts_the_ranks_takes_any_model_that_it_sees(tmp_path
     seen = {"240.0.0.1": "nowhere", "240.0.0.2": str(tmp_path / "there")}
     assert made(tmp_path, seen).target.model.name == "there"
     with pytest.raises(ConfigError, match="no path for this host"):
-        made(tmp_path, seen, Place(1, 2))
+        made(tmp_path, seen, MpiRank(1, 2))
 
 
 def test_a_missing_model_is_told_with_rank_and_host_except_by_rank_0(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^run.yaml: target.model: no such directory"):
-        made(tmp_path, {"default": "nowhere"}, Place(0, 4))
+        made(tmp_path, {"default": "nowhere"}, MpiRank(0, 4))
     with pytest.raises(ConfigError) as raised:
-        made(tmp_path, {"default": "nowhere"}, Place(2, 4))
+        made(tmp_path, {"default": "nowhere"}, MpiRank(2, 4))
     start = f"run.yaml, on rank 2 of host {socket.gethostname()}: target.model: no such directory"
     assert str(raised.value).startswith(start)
 
@@ -182,14 +182,14 @@ def test_processes_of_srun_without_mpi_are_refused() -> None:
         (None, {}),
         (None, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}),
         (None, {"SLURM_STEP_NUM_TASKS": "4"}),
-        (Place(1, 4), STEP),
+        (MpiRank(1, 4), STEP),
     ],
 )
-def test_ranks_and_single_processes_are_not(place: Place | None, environment: dict[str, str]) -> None:
+def test_ranks_and_single_processes_are_not(place: MpiRank | None, environment: dict[str, str]) -> None:
     check_started_together(place, environment)
 
 
 def test_a_world_that_mpi_sees_otherwise_than_the_launcher_is_refused() -> None:
-    check_world_size(Place(3, 4), 4)
+    check_world_size(MpiRank(3, 4), 4)
     with pytest.raises(TopologyError, match="4 processes were started together, but MPI sees a world of 1"):
-        check_world_size(Place(0, 4), 1)
+        check_world_size(MpiRank(0, 4), 1)

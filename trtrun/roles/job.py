@@ -14,6 +14,7 @@ import torch
 
 from parallel.control import ControlPlane
 from parallel.groups import open_groups
+from parallel.mpi_rank import find_mpi_rank
 from parallel.probe import verify_groups
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Phase
@@ -25,6 +26,7 @@ from trtrun.roles.fleet import Fleet, MpiFleet, SoloFleet, serve
 from trtrun.roles.rendezvous import start_orchestrator, start_worker
 from trtrun.roles.startup import Progress, RankStartup, device_of
 from trtrun.threads import threads_per_slot
+from trtrun.topology import make_topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -45,11 +47,6 @@ class Job:
     report: StartReport
 
 
-def topology_of(config: RuntimeConfig) -> Topology:
-    """Who sits where, from the configuration's device lists."""
-    return Topology.from_devices(config.draft_devices, config.target.devices, config.launch.orchestrator_host)
-
-
 def open_job(config: RuntimeConfig, progress: Progress | None) -> Job | None:
     """Start this rank.
 
@@ -60,8 +57,8 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> Job | None:
         TopologyError: the MPI world has another size than the devices need.
         TrtrunError: on the orchestrator, when any rank could not start.
     """
-    topology = topology_of(config)
-    if topology.world_size == 1 and not started_by_mpi():
+    topology = make_topology(config)
+    if topology.world_size == 1 and find_mpi_rank() is None:
         torch.set_num_threads(threads_per_slot(config.threads, 1))
         return _open_solo(config, topology, progress)
     from mpi4py import MPI
@@ -80,11 +77,6 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> Job | None:
     except Exception as error:
         control.abort(f"{type(error).__name__}: {error}")
     return None
-
-
-def started_by_mpi() -> bool:
-    """Whether a launcher of Open MPI, MPICH or Slurm's PMI started this process."""
-    return any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS"))
 
 
 def _open_solo(config: RuntimeConfig, topology: Topology, progress: Progress | None) -> Job:
