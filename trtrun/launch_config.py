@@ -5,6 +5,7 @@ It knows names, types and ranges. What they lead to is the launch package's busi
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from trtrun.device_lists import check_host
+from trtrun.errors import shorten
 
 
 class Section(BaseModel):
@@ -31,19 +33,38 @@ Number = BeforeValidator(_refuse_bool)
 """A number that is not written as true or false."""
 
 
+def _check_path(value: object) -> object:
+    """What no file system takes, and a text without a name, which would mean the folder of the file."""
+    if isinstance(value, str):
+        if not value or "\0" in value:
+            raise ValueError(f"must be the path of a file or directory, not {shorten(value)}")
+        try:
+            os.fsencode(value)
+        except UnicodeEncodeError:
+            raise ValueError(f"{shorten(value)} holds half a character, which no path can") from None
+    return value
+
+
+FilePath = Annotated[Path, BeforeValidator(_check_path)]
+
+
 def _check_line(value: str) -> str:
     """One line of printable text: these values stand in `#SBATCH` lines, where a line break would begin another."""
     if not value or not value.isprintable():
-        raise ValueError(f"{value!r} must be one line of text")
+        raise ValueError(f"{shorten(value)} must be one line of text")
     return value
 
 
 def _check_environment(values: dict[str, str]) -> dict[str, str]:
     for name, value in values.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"{name!r} is no name of an environment variable")
+            raise ValueError(f"{shorten(name)} is no name of an environment variable")
         if "\0" in value:
             raise ValueError(f"the value of {name} holds a zero byte, which no environment can")
+        try:
+            os.fsencode(value)
+        except UnicodeEncodeError:
+            raise ValueError(f"the value of {name} holds half a character, which no environment can") from None
     return values
 
 
@@ -66,7 +87,9 @@ def _environment_text(values: object) -> object:
 
 def _refuse_text(value: object) -> object:
     if isinstance(value, str):
-        raise ValueError(f'must be a list with each word by itself, such as ["-F", "cluster.conf"], not {value!r}')
+        raise ValueError(
+            f'must be a list with each word by itself, such as ["-F", "cluster.conf"], not {shorten(value)}'
+        )
     return value
 
 
@@ -141,7 +164,7 @@ class LaunchSection(Section):
     """
 
     mpi: Literal["auto", "openmpi", "openmpi4", "mpich"] = "auto"
-    mpirun: Path | None = None
+    mpirun: FilePath | None = None
     mpirun_arguments: Lines = ()
     ssh_arguments: Lines = ()
     environment: Environment = Field(default_factory=dict)
@@ -150,5 +173,5 @@ class LaunchSection(Section):
     check_seconds: Seconds = 60.0
     heartbeat_seconds: Seconds = 60.0
     drain_seconds: Seconds = 30.0
-    log_directory: Path | None = None
+    log_directory: FilePath | None = None
     slurm: SlurmSection = SlurmSection()
