@@ -32,11 +32,19 @@ from trtrun.topology import make_topology
 
 DEFAULT_HOST = "default"
 
+Check = Callable[[Mapping[str, Any], str], None]
 
-def load_run_config(path: Path, overrides: Sequence[str]) -> RuntimeConfig:
+
+def load_run_config(path: Path, overrides: Sequence[str], check: Check = lambda values, where: None) -> RuntimeConfig:
     """Return the configuration of this run: read here, or from rank 0 where mpirun started several ranks.
 
     Collective under mpirun, and the first use of MPI there.
+
+    Args:
+        path: the YAML file.
+        overrides: `key.path=value` strings.
+        check: called with what the file holds and its name, where it is read; raises ConfigError for what is wrong in
+            sections that the runtime does not read.
 
     Raises:
         ConfigError: one line that names the file and the key.
@@ -47,6 +55,7 @@ def load_run_config(path: Path, overrides: Sequence[str]) -> RuntimeConfig:
     source: dict[str, Any] | None = None
     if place is None or place.rank == 0:
         values = read_values(path, overrides)
+        check(values, str(path))
         try:
             values = name_places(values)
         except ConfigError as error:
@@ -155,7 +164,7 @@ def _share(source: dict[str, Any] | None, place: MpiRank) -> dict[str, Any]:
     from mpi4py import MPI
 
     check_world_size(place, MPI.COMM_WORLD.Get_size())
-    text = json.dumps(source, default=str).encode()
+    text = json.dumps(source).encode()
     length = bytearray(len(text).to_bytes(8, sys.byteorder))
     MPI.COMM_WORLD.Bcast((length, MPI.BYTE), 0)
     message = bytearray(text if place.rank == 0 else int.from_bytes(length, sys.byteorder))

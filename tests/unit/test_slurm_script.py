@@ -14,7 +14,7 @@ import pytest
 
 from launch.batch.merge import part_path
 from launch.commands.submit_arguments import make_job, merge_words, parse_inner
-from launch.slurm.resources import read_needs
+from launch.slurm.resources import read_resources
 from launch.slurm.script import Array, parse_time, part_output, quote_directive, render_script
 from trtrun.errors import ConfigError
 
@@ -38,7 +38,7 @@ def script_of(*words: str, slurm: dict[str, Any] | None = None, array: Array | N
     Path("run.yaml").write_text(json.dumps(values), encoding="utf-8")
     path = Path("run.yaml")
     inner = parse_inner(words, path, ())
-    return render_script(make_job(inner, read_needs(path, inner.overrides), path, (), array))
+    return render_script(make_job(inner, read_resources(path, inner.overrides), path, (), array))
 
 
 def run(*options: str) -> tuple[str, ...]:
