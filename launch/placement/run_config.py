@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.placement.agreement import settle
+from launch.placement.agreement import agree_on
 from launch.placement.allocation import find_allocation, find_local, has_own_name, in_allocation
 from launch.placement.devices import (
     ENGINES,
@@ -70,7 +70,7 @@ def load_run_config(path: Path, overrides: Sequence[str], check: Check = lambda 
         source = _share(source, place)
     shared = source
     assert shared is not None
-    return settle(lambda: make_run_config(shared, place), place)
+    return agree_on(lambda: make_run_config(shared, place), place)
 
 
 def name_places(
