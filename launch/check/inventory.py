@@ -29,7 +29,9 @@ from trtrun import __version__
 from trtrun.config import ModelSection, RuntimeConfig
 from trtrun.errors import TrtrunError
 from trtrun.kvcache.sizing import free_bytes_of_slot, tokens_of_blocks
-from trtrun.models.checkpoint import Checkpoint, read_json
+from trtrun.models.checkpoint import read_json
+from trtrun.models.config import read_model_config
+from trtrun.models.weight_check import check_model_weights
 
 PACKAGES = ("launch", "trtrun", "parallel")
 NCCL = "NCCL"
@@ -136,15 +138,15 @@ def _sections(config: RuntimeConfig, topology: Topology, rank: int) -> Iterator[
 
 
 def _read_model(section: ModelSection, is_held: bool) -> str:
-    """Hash of config.json; the headers of the weights are read where this rank holds a shard of them.
+    """Hash of config.json; where this rank holds a shard, its weights are looked at as the loader will.
 
     Raises:
-        TrtrunError, OSError: something cannot be read.
+        TrtrunError, OSError: something cannot be read, or is not what loading needs.
     """
     path = Path(section.model)
     read_json(path, "config.json", required=True)
     if is_held:
-        Checkpoint(path)
+        check_model_weights(path, read_model_config(path), len(section.devices))
     return hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16]
 
 

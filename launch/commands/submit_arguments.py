@@ -5,6 +5,7 @@ It knows the commands that make sense in a batch job and what they need of it. I
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -127,6 +128,7 @@ def _check_run(options: RunOptions, resources: SlurmResources, array: Array | No
     """Raise for what `trtrun run` would refuse; returns the number of input rows."""
     from launch.batch.journal import check_output, finished_rows
     from launch.batch.run import check_run, read_rows
+    from launch.check.preflight import check_visible_weights
     from launch.mpi.job import Job
 
     if options.resume and not options.keeps_rows:
@@ -140,6 +142,9 @@ def _check_run(options: RunOptions, resources: SlurmResources, array: Array | No
         raise ConfigError(f"--array {array.count}: the input has {len(rows)} rows: make at most as many jobs")
     if resources.has_local_models:
         check_run(Job(resources.config, words), replace(options, output=None, resume=False))
+        to_come = set(resources.hosts) - set(resources.named)
+        for text in check_visible_weights(resources.config, resources.topology, to_come):
+            print(f"trtrun: {text}", file=sys.stderr, flush=True)
     for name, part in _outputs(options, array):
         check_output(name)
         if options.keeps_rows:

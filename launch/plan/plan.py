@@ -16,7 +16,13 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from rich.table import Table
 
-from launch.check.preflight import check_models, check_tokenizers, damaged_weights, describe_gpus, missing_devices
+from launch.check.preflight import (
+    check_models,
+    check_tokenizers,
+    check_visible_weights,
+    describe_gpus,
+    missing_devices,
+)
 from launch.mpi.job import Job
 from launch.mpi.mpirun import show_command
 from launch.placement.allocation import is_local
@@ -94,6 +100,7 @@ def make_plan(job: Job, made_up_hosts: Sequence[str] = (), script: str | None = 
     config, topology = job.config, job.topology
     check_models(config)
     check_tokenizers(config)
+    unseen = list(check_visible_weights(config, topology, made_up_hosts))
     memory = JobMemory.read(config, topology)
     here = {host for host in topology.hosts if host not in made_up_hosts and is_local(host)}
     absent = missing_devices(topology) if here else []
@@ -102,7 +109,7 @@ def make_plan(job: Job, made_up_hosts: Sequence[str] = (), script: str | None = 
     known = [rank.kv_tokens for rank in placed if rank.kv_tokens is not None]
     kv_tokens = min(known) if len(known) == len(placed) else None
     nccl, nccl_note = _expect_nccl(topology, bool(absent))
-    notes = [*_note_hosts(made_up_hosts), *(f"warning: {text}" for text in damaged_weights(config, topology))]
+    notes = [*_note_hosts(made_up_hosts), *unseen]
     if absent:
         be = "is" if len(absent) == 1 else "are"
         notes.append(f"warning: {', '.join(absent)} {be} not on this host: it has {describe_gpus()}")

@@ -75,6 +75,10 @@ def _read_whole_number(digits: str) -> int:
     return int(digits)
 
 
+class NoWeightsError(CheckpointError):
+    """A model directory has no file of weights, of any kind."""
+
+
 class Checkpoint:
     """The weights of one model directory, one file or many with an index; opening reads headers only."""
 
@@ -82,8 +86,8 @@ class Checkpoint:
         """Find the files and check their headers.
 
         Raises:
-            CheckpointError: no weights, only pickle files, a shard missing, truncated or damaged, an index that names
-                tensors its shards do not have.
+            NoWeightsError: there are none.
+            CheckpointError: only pickle files, or a shard that is missing, truncated or of another format.
         """
         self.path = path
         self._file_of: dict[str, Path] = {}
@@ -116,7 +120,7 @@ class Checkpoint:
                     f"{self.path} has its weights only as pickle ({pickles[0]}), which may run code when it is read; "
                     f"save the model as safetensors"
                 )
-            raise CheckpointError(f"{self.path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+            raise NoWeightsError(f"{self.path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
         weight_map = index.get("weight_map")
         if (
             not isinstance(weight_map, dict)

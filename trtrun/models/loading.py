@@ -25,6 +25,7 @@ from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM, DecoderLayer
 from trtrun.models.parts import ShardLayout, Weight
+from trtrun.models.weight_check import check_weights
 from trtrun.quantization import QUANTIZATIONS, Quantization
 
 Progress = Callable[[int, int], None]
@@ -197,11 +198,7 @@ class _Loader:
         self._batch_invariant = batch_invariant
         self._buffer = torch.empty(0, dtype=dtype)
         # Every name, shape and dtype is checked before the first byte of a weight is read.
-        self._total = sum(
-            part.num_elements * checkpoint.check(part.name, part.shape)
-            for weight in layout.all_weights()
-            for part in weight.parts
-        )
+        self._total = check_weights(checkpoint, layout)
 
     @property
     def bytes_read(self) -> int:
