@@ -128,6 +128,14 @@ def make_run_config(source: Mapping[str, Any], place: MpiRank | None = None) -> 
     return make_config(values, base=Path(source["base"]), where=where)
 
 
+def is_directory(path: object) -> bool:
+    """Whether a value of the configuration is the path of a directory that this process can see."""
+    try:
+        return isinstance(path, str) and Path(path).expanduser().is_dir()
+    except (OSError, RuntimeError):  # a name that is too long, a home of nobody
+        return False
+
+
 def check_started_together(place: MpiRank | None, environment: Mapping[str, str]) -> None:
     """Refuse processes that a launcher started together but that MPI will not bring together.
 
@@ -182,7 +190,7 @@ def _own_path(paths: Mapping[str, Any], where: str, place: MpiRank | None) -> An
     if place is None:
         # This process only starts the ranks: any host's directory that it can see tells it what the model is.
         for path in paths.values():
-            if isinstance(path, str) and Path(path).is_dir():
+            if is_directory(path):
                 return path
     raise ConfigError(
         f"{where}: no path for this host ({socket.gethostname()}): add it beside {', '.join(paths) or 'the others'}, "
