@@ -124,7 +124,7 @@ def run_options(parameters: dict[str, Any]) -> RunOptions:
 def _check_run(options: RunOptions, needs: Needs, array: Array | None, words: Sequence[str]) -> int:
     """Raise for what `trtrun run` would refuse; returns the number of input rows."""
     from launch.batch.journal import check_output, finished_rows
-    from launch.batch.run import check_run, read_rows
+    from launch.batch.run import check_run, read_input
     from launch.mpi.job import Job
 
     if options.resume and not options.keeps_rows:
@@ -133,16 +133,16 @@ def _check_run(options: RunOptions, needs: Needs, array: Array | None, words: Se
         raise click.UsageError("--array needs --output FILE.jsonl: each job of the array writes a part beside it")
     if array is not None and options.part is not None:
         raise click.UsageError("--array and --part exclude each other: an array gives each job its part")
-    rows = read_rows(replace(options, part=None))
+    rows = read_input(replace(options, part=None))
     if array is not None and array.count > len(rows):
         raise ConfigError(f"--array {array.count}: the input has {len(rows)} rows: make at most as many jobs")
     if needs.has_local_models:
         check_run(Job(needs.config, words), replace(options, output=None, resume=False))
     for name, part in _outputs(options, array):
-        check_output(name)
+        check_output(name, options.prompts_file)
         if options.keeps_rows:
-            finished_rows(name, rows if part is None else [rows[index] for index in part.of(len(rows))], resume=True)
-    return len(rows) if options.part is None else len(options.part.of(len(rows)))
+            finished_rows(name, rows.of_part(part), resume=True)
+    return len(rows.of_part(options.part))
 
 
 def _outputs(options: RunOptions, array: Array | None) -> Iterator[tuple[str, Part | None]]:

@@ -21,7 +21,7 @@ from commands import FOUR_RANKS, ROOT, Configs, Run, command_environment, comman
         (("--prompt", "x", "--set", "target.model=nowhere"), "target.model: no such directory"),
         (("--prompt", "x", "--set", "target.devices=[0,0]"), "cuda:0 stands more than once"),
         (("--prompt", "x", "--temprature", "1"), "'--temprature'"),
-        (("--prompt", "x", "--temperature", "-1"), "temperature must be at least 0"),
+        (("--prompt", "x", "--temperature", "-1"), "temperature must be 0 or between 1e-30 and 1e30, not -1"),
         (("--prompt", "x", "--max-tokens", "many"), "'many' is not a valid integer"),
         (("--prompts", "nowhere.jsonl"), "cannot read the prompts file nowhere.jsonl"),
         (("--prompt", "x", "--output", "nowhere/rows.jsonl"), "does not exist"),

@@ -121,12 +121,12 @@ def test_a_bad_row_is_refused_alone(config: Configs, trtrun: Run, tmp_path: Path
     assert [len(row["token_ids"]) for row in written] == [3, 0, 0, 0, 2, 0, 0, 0, 1]
     errors = {row["index"]: row["error"] for row in written if row["error"]}
     assert sorted(errors) == [1, 2, 3, 5, 6, 7]
-    assert "temperature must be at least 0" in errors[1]
+    assert "temperature must be 0 or between 1e-30 and 1e30, not -1" in errors[1]
     assert "unknown key 'promt' (did you mean 'prompt'?)" in errors[3]
     assert 'one of "prompt" and "prompt_token_ids"' in errors[5]
     assert "99999" in errors[6]
     for index in errors:
-        assert f"row {index} refused: " in done.stderr
+        assert f"row {index} (line {index + 1 + (index > 3)}) refused: " in done.stderr
 
 
 def test_one_prompt_streams_its_text(config: Configs, trtrun: Run) -> None:

@@ -42,6 +42,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"topology"}),
         frozenset({"wire", "telemetry", "outputs", "text", "registry", "config"}),
         frozenset({"core", "yaml_source", "threads", "device_lists", "launch_config"}),
+        frozenset({"values"}),
         frozenset({"errors"}),
     ),
     "parallel": (
