@@ -33,6 +33,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    ERROR = "error"
 
 
 LARGEST_COUNT = 2**31 - 1
