@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import IO
@@ -65,18 +66,24 @@ class InputRows:
     def __len__(self) -> int:
         return len(self.indexes)
 
-    @cached_property
+    @property
     def indexes(self) -> range:
         """The indexes of the rows, as they were when they were first asked for: lines are counted for it."""
-        total = len(self._prompts)
-        if self._file is not None:
-            with self._open(self._file) as file:
-                total += sum(not is_blank(line) for line in file)
-        return range(total) if self._part is None else self._part.of(total)
+        return range(self._total) if self._part is None else self._part.of(self._total)
+
+    @cached_property
+    def _total(self) -> int:
+        """Rows of the whole input."""
+        if self._file is None:
+            return len(self._prompts)
+        with self._open(self._file) as file:
+            return len(self._prompts) + sum(not is_blank(line) for line in file)
 
     def of_part(self, part: Part | None) -> InputRows:
         """The same input, read in another part."""
-        return InputRows(self._prompts, self._file, self._defaults, part)
+        rows = copy(self)
+        rows._part = part
+        return rows
 
     def read(self, is_wanted: Callable[[int], bool] = lambda index: True) -> Iterator[PromptRow]:
         """The rows whose index is wanted, in order; the others are passed over and not looked at.
