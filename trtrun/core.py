@@ -110,10 +110,10 @@ class SamplingParams:
             if value is None:
                 value = item.default if item.default_factory is MISSING else item.default_factory()
             object.__setattr__(self, item.name, _READERS[item.name](item.name, value))
-        self._check_ranges()
         for name in ("top_k", "max_tokens", "min_tokens"):
             if getattr(self, name) > LARGEST_COUNT:
                 object.__setattr__(self, name, LARGEST_COUNT)
+        self._check_ranges()
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> SamplingParams:
@@ -136,7 +136,7 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
+            ("min_tokens", self.min_tokens >= 0, "at least 0"),
             ("n", 1 <= self.n <= 128, "between 1 and 128"),
             ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "between 1e-6 and 1e6"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
@@ -147,6 +147,8 @@ class SamplingParams:
         for name, holds, rule in rules:
             if not holds:
                 raise InvalidRequestError(f"{name} must be {rule}, not {show_value(getattr(self, name))}")
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}")
         for token, value in self.logit_bias.items():
             if not -100 <= value <= 100:
                 raise InvalidRequestError(f"logit_bias of token {token} must be between -100 and 100, not {value!r}")

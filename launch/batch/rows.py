@@ -105,7 +105,8 @@ def _parse_json(line: bytes, text: str) -> object:
     try:
         return json.loads(text, object_pairs_hook=_unique_keys)
     except json.JSONDecodeError as error:
-        raise InvalidRequestError(f"not valid JSON at character {error.pos + 1} of the line: {error.msg}") from None
+        reason = error.msg.removesuffix(" at").removesuffix(" starting")
+        raise InvalidRequestError(f"not valid JSON at character {error.pos + 1} of the line: {reason}") from None
     except RecursionError:
         raise InvalidRequestError(_TOO_DEEP) from None
     except ValueError:  # the only other one

@@ -142,8 +142,10 @@ def test_null_stands_for_the_default_in_every_field(tmp_path: Path) -> None:
 def test_huge_counts_mean_all_and_travel() -> None:
     sampling = SamplingParams(max_tokens=HUGE, min_tokens=HUGE, top_k=HUGE)
     assert (sampling.max_tokens, sampling.min_tokens, sampling.top_k) == (2**31 - 1,) * 3
-    with pytest.raises(InvalidRequestError, match="min_tokens must be between 0 and max_tokens"):
+    with pytest.raises(InvalidRequestError, match="min_tokens is 2147483647, more than max_tokens, 5"):
         SamplingParams(max_tokens=5, min_tokens=HUGE)
+    with pytest.raises(InvalidRequestError, match="max_tokens must be at least 1, not a value of kind int"):
+        SamplingParams(max_tokens=-(10**5000))
 
 
 def test_lines_end_with_a_line_feed_and_nothing_else(tmp_path: Path) -> None:
