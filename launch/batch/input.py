@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from launch.batch.options import Part
-from launch.batch.rows import PromptRow, is_blank, read_line, read_prompt
+from launch.batch.rows import LONGEST_LINE, PromptRow, is_blank, read_line, read_prompt
 from trtrun.core import SamplingParams
 from trtrun.errors import ConfigError
 
@@ -28,6 +28,14 @@ _FOREIGN_STARTS = {
     b"\xff\xfe": "is UTF-16 text: write it as UTF-8",
     b"\xfe\xff": "is UTF-16 text: write it as UTF-8",
 }
+
+
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of a file, each with its line end; of one that is too long only the beginning."""
+    while line := file.readline(LONGEST_LINE + 1):
+        yield line
+        while len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+            line = file.readline(LONGEST_LINE + 1)  # the rest of it, piece by piece
 
 
 class InputRows:
@@ -77,7 +85,7 @@ class InputRows:
         if self._file is None:
             return len(self._prompts)
         with self._open(self._file) as file:
-            return len(self._prompts) + sum(not is_blank(line) for line in file)
+            return len(self._prompts) + sum(not is_blank(line) for line in _lines(file))
 
     def of_part(self, part: Part | None) -> InputRows:
         """The same input, read in another part."""
@@ -99,7 +107,7 @@ class InputRows:
             return
         index = len(self._prompts)
         with self._open(self._file) as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(_lines(file), start=1):
                 if is_blank(line):
                     continue
                 if index in indexes and is_wanted(index):
@@ -116,7 +124,7 @@ class InputRows:
                 if start.startswith(magic):
                     raise ConfigError(f"the prompts file {path} {problem}")
             file.seek(0)
-            if all(is_blank(line) for line in file):
+            if all(is_blank(line) for line in _lines(file)):
                 raise ConfigError(f'the prompts file {path} has no rows: write one {{"prompt": "…"}} a line')
 
     @contextmanager

@@ -10,7 +10,8 @@ from bisect import insort
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.batch.rows import PromptRow
+from launch.batch.rows import MOST_OF_AN_ERROR, PromptRow
+from trtrun.values import cut_text
 
 MOST_REFUSALS = 20
 """Refusals that are told one by one; the others are counted."""
@@ -39,7 +40,7 @@ class Refusals:
     def add(self, row: PromptRow, error: str) -> None:
         """Take in why a row was refused."""
         self._count += 1
-        insort(self._first, (row.index, f"{row.name} refused: {error}"))
+        insort(self._first, (row.index, f"{row.name} refused: {cut_text(error, MOST_OF_AN_ERROR)}"))
         del self._first[MOST_REFUSALS:]
 
     def tell(self, has_rows: bool) -> None:

@@ -23,6 +23,9 @@ KNOWN_KEYS = (*PROMPT_KEYS, *(item.name for item in fields(SamplingParams)))
 MOST_OF_AN_ERROR = 1000
 """Characters of a row's `error`."""
 
+LONGEST_LINE = 1 << 26
+"""Bytes of a row: many times the longest context's. Longer ones are refused without being held."""
+
 _TOO_DEEP = "not a valid row: lists or objects are nested too deeply"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -82,6 +85,8 @@ def read_line(index: int, number: int, line: bytes, defaults: Mapping[str, objec
         line: with or without its line end.
         defaults: sampling parameters for a row that does not name them.
     """
+    if len(line) > LONGEST_LINE:
+        return _refuse(index, number, line[:1000].decode(errors="replace"), f"longer than {LONGEST_LINE} bytes")
     text = line.removeprefix(_BYTE_ORDER_MARK).rstrip(b"\r\n").decode(errors="surrogateescape")
     try:
         return _read_row(index, number, _parse_json(line, text), text, defaults, None)

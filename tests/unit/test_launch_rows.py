@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import launch.batch.input
+import launch.batch.rows
 from launch.batch.input import InputRows
 from launch.batch.messages import MOST_REFUSALS, Refusals
 from launch.batch.options import Part
@@ -163,6 +164,18 @@ def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path: Path) -> None:
     assert row.input_hash == read(tmp_path, b'{"prompt": "a"}\n')[0].input_hash
     with pytest.raises(ConfigError, match="has no rows"):
         InputRows((), write(tmp_path, mark + b"\n"))
+
+
+@pytest.mark.parametrize("length", [35, 36, 37, 69, 70, 71, 72, 105, 200])
+def test_a_line_of_any_length_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    for module in (launch.batch.input, launch.batch.rows):
+        monkeypatch.setattr(module, "LONGEST_LINE", 35)
+    line = json.dumps({"prompt": "x" * (length - 15)})  # with its line end of this length
+    first, second = read(tmp_path, f'{line}\n{{"prompt": "b"}}\n')
+    assert (first.error is None) == (length <= 35)
+    assert (second.index, second.line, second.prompt) == (1, 2, "b")
+    (last,) = read(tmp_path, line)
+    assert (last.error is None) == (length - 1 <= 35)
 
 
 @pytest.mark.parametrize(
