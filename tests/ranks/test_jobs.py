@@ -21,6 +21,7 @@ import trtrun.llm_engine
 from parallel.errors import TopologyError
 from trtrun import LLM, SamplingParams, open_llm
 from trtrun.config import RuntimeConfig
+from trtrun.errors import TrtrunError
 from trtrun.roles import job
 from trtrun.topology import make_topology
 
@@ -255,7 +256,7 @@ def test_an_llm_on_a_worker_rank_says_how_a_program_is_written(folder: Path) -> 
         with LLM(config=config) as llm:
             assert llm.generate([prompt_of(5)], SamplingParams(max_tokens=3))[0].error is None
     else:
-        with pytest.raises(TopologyError, match=r"trtrun\.open_llm\(config\)"):
+        with pytest.raises(TrtrunError, match=r"trtrun\.open_llm\(config\)"):
             LLM(config=config)
 
 
