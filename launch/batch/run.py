@@ -60,11 +60,11 @@ def check_rows(options: RunOptions) -> CheckedRows:
     Raises:
         TrtrunError: one line that says what is wrong.
     """
+    rows = read_input(options)
     if options.output is not None:
         check_output(options.output, options.prompts_file)
         if options.resume and is_stream(options.output):
             raise ConfigError(f"--resume needs an output file; {options.output} is not one")
-    rows = read_input(options)
     if options.output is None or not options.keeps_rows:
         return CheckedRows(rows, ())
     finished = finished_rows(options.output, rows, options.resume)
