@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from launch.batch.input import InputRows
 from launch.batch.journal import RowJournal, check_output, finished_rows
 from launch.batch.rows import PromptRow, output_row, refused_row
+from launch.batch.written import IndexSet, RowTable, WrittenRow
 from trtrun.core import RequestStatistics
 from trtrun.errors import ConfigError
 from trtrun.outputs import CompletionOutput, RequestOutput
@@ -267,3 +269,28 @@ def test_a_run_that_lacks_rows_does_not_finish(tmp_path: Path) -> None:
         journal.finish()
     journal.close()
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_places_of_rows_take_a_few_bytes_each() -> None:
+    count = 20_000
+    tracemalloc.start()
+    try:
+        table, done = RowTable(), IndexSet(range(count))
+        for index in reversed(range(count)):
+            table.append(WrittenRow(index, 1000 * index, 1000, 2**64 - 1 - index))
+            done.add(index)
+        in_use, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert in_use < 60 * count
+    assert [row.row_index for row in table.in_order()] == list(range(count))
+    assert table[0] == WrittenRow(count - 1, 1000 * (count - 1), 1000, 2**64 - count)
+    assert len(done) == count and 5 in done
+
+
+def test_of_an_index_that_stands_twice_the_first_counts(tmp_path: Path) -> None:
+    prompts, output = InputRows(PROMPTS[:2]), tmp_path / "out.jsonl"
+    working = killed_run(output, prompts, [1, 0])
+    (tmp_path / "out.jsonl.partial").write_bytes(working + working.replace(b"two", b"TWO"))
+    assert complete(output, prompts, resume=True) == []
+    assert written(output) == [result(prompt) for prompt in rows_of(prompts)]
