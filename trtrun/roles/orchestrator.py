@@ -212,9 +212,8 @@ class Orchestrator:
         """The next verdict; reports of the draft leader on the way only add their times."""
         while True:
             report = self._fleet.collect()
-            self.statistics.drafting += report.times.drafting
-            self.statistics.transferring += report.times.transferring
-            self.statistics.verifying += report.times.verifying
+            times = report.times
+            self.statistics.add_phases(times.drafting, times.transferring, times.verifying, report.is_verdict)
             if report.is_verdict:
                 return report
 

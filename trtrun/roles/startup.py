@@ -39,6 +39,7 @@ from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.models.loading import LoadReport, load_model, shard_bytes
 from trtrun.outputs import RankReport
+from trtrun.roles.phase_clock import HostPhases, phase_clock
 from trtrun.roles.worker import Worker
 from trtrun.speculation.drafters.draft_model import DraftModelDrafter
 
@@ -170,14 +171,17 @@ class RankStartup:
             drafter = DraftModelDrafter(
                 engines["draft"], self._target_config.vocab_size, self._config.speculation.use_logits
             )
+        leads_draft = self._rank == self._topology.draft_leader
+        leads_target = self._rank == self._topology.target_leader
         worker = Worker(
             link=Link(self._topology, self._rank, self._groups.workers),
             drafter=drafter,
             target=engines.get("target"),
-            leads_draft=self._rank == self._topology.draft_leader,
-            leads_target=self._rank == self._topology.target_leader,
+            leads_draft=leads_draft,
+            leads_target=leads_target,
             use_logits=self._config.speculation.use_logits,
             activity=self._activity,
+            phases=phase_clock(self._device) if leads_draft or leads_target else HostPhases(),
         )
         self._activity.rest()
         return worker, self._report(num_blocks)
