@@ -145,7 +145,7 @@ def accept_by_probability(
     Args:
         target_probs: [R, K + 1, V] float32, after the request's own parameters.
         draft_probs: [R, K, V] float32, the distributions that draft_tokens were sampled from, padded to V.
-        draft_tokens: [R, K] int64; one outside [0, V) is never accepted.
+        draft_tokens: [R, K] int64; one outside [0, V), or without a probability of its own, is never accepted.
         draft_lens: [R] int64, -1 to K.
         seeds: [R] int64.
         lengths: [R] int64, the position that target_probs[:, 0] belongs to.
@@ -161,6 +161,9 @@ def accept_by_probability(
     draft_of_token = draft_probs.gather(-1, index)[..., 0]
     places = lengths[:, None] + torch.arange(draft_len, device=lengths.device)
     numbers = uniforms(seeds.repeat_interleave(draft_len), places.flatten(), Stream.ACCEPT).view(count, draft_len)
+    # Where the draft's logits are not finite it has no distribution: its tokens are then nobody's, and the residual is
+    # the target's own.
+    possible &= draft_of_token > 0.0
     # u < target / draft, without the division; a token that the target rules out is never below 0.
     num_accepted = _count_accepted((numbers * draft_of_token < target_of_token) & possible, draft_lens)
 
@@ -207,7 +210,8 @@ def verify(
 
     Returns:
         Verdict: num_tokens [R], tokens [R, K + 1], logprobs for the rows that asked, in the order of `rows`, as wide as
-        the widest of them asked.
+        the widest of them asked. A row that would gain a token whose raw logit is not finite gains none: num_tokens is
+        0, tokens are -1, and its logprobs mean nothing.
 
     Raises:
         ValueError: probability_rows without draft_probs of their number and width.
@@ -240,7 +244,19 @@ def verify(
             other_rows = [rows[place] for place in others]
             target_tokens = sampling.choose(processed[index], other_rows, lengths[index], Stream.TARGET)
             num_tokens[index], tokens[index] = accept_by_token(target_tokens, draft_tokens[index], draft_lens[index])
+    num_tokens, tokens = _refuse_nonfinite(logits, num_tokens, tokens)
     return Verdict(num_tokens, tokens, _logprobs(logits, sampling, rows, tokens))
+
+
+def _refuse_nonfinite(logits: Tensor, num_tokens: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """num_tokens [R] and tokens [R, K + 1] with 0 and -1 in rows that chose a token whose raw logit is NaN or infinite.
+
+    Such a logit wins every argmax, and where no logit is finite token 0 is what remains: neither is an answer. Looking
+    at the chosen tokens alone costs nothing beside a pass over all logits.
+    """
+    chosen = logits.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
+    sound = (chosen.isfinite() | (tokens < 0)).all(dim=1)
+    return num_tokens * sound, tokens.masked_fill(~sound[:, None], -1)
 
 
 def _logprobs(logits: Tensor, sampling: TokenSampler, rows: Sequence[int], tokens: Tensor) -> VerdictLogprobs | None:
