@@ -162,7 +162,7 @@ class RankStartup:
     def finish(self, num_blocks: int) -> tuple[Worker, RankReport]:
         """Allocate the KV stores, run every kernel once, and put the engines to work."""
         self._activity.start(Phase.ALLOCATING)
-        engines = {role: self._make_engine(loaded, num_blocks) for role, loaded in self._engines.items()}
+        engines = {role: self._make_engine(role, loaded, num_blocks) for role, loaded in self._engines.items()}
         self._activity.start(Phase.WARMING_UP)
         for engine in engines.values():
             warm_up(engine, self._config.speculation.draft_len if self._draft_config is not None else 0)
@@ -207,7 +207,7 @@ class RankStartup:
         dtype = resolve_dtype(section, model)
         return shard_bytes(model, communicator.rank, communicator.size, dtype, self._device, quantization_of(section))
 
-    def _make_engine(self, loaded: _LoadedEngine, num_blocks: int) -> Engine:
+    def _make_engine(self, role: str, loaded: _LoadedEngine, num_blocks: int) -> Engine:
         model, config = loaded.model, self._config
         store = KVStore(
             model.config.num_layers,
@@ -231,7 +231,8 @@ class RankStartup:
             self._device,
         )
         graphs = config.cuda_graphs and loaded.communicator.is_capturable
-        return Engine(model, store, rows, capture_for(self._device) if graphs else None)
+        verified = config.speculation.draft_len + 1 if role == "target" and config.is_speculative else 1
+        return Engine(model, store, rows, capture_for(self._device) if graphs else None, verified)
 
     def _report(self, num_blocks: int) -> RankReport:
         loaded = [engine.report for engine in self._engines.values()]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trtrun.core import Verdict, VerdictLogprobs
+from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream, gumbel_argmax, uniforms
 from trtrun.sampling.row_needs import device_integers
 
@@ -227,16 +228,17 @@ def verify(
             raise ValueError(f"draft_probs must be {list(shape)} for the rows verified by probability, not {found}")
         num_tokens = torch.empty_like(lengths)
         tokens = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
-        index = device_integers(probability_rows, logits.device)
-        gained = accept_by_probability(
-            sampling.probabilities(processed[index]),
-            draft_probs,
-            draft_tokens[index],
-            draft_lens[index],
-            sampling.seeds([rows[place] for place in probability_rows]),
-            lengths[index],
-        )
-        num_tokens[index], tokens[index] = gained
+        for part in pieces(len(probability_rows), logits[:1].numel()):
+            index = device_integers(probability_rows[part], logits.device)
+            gained = accept_by_probability(
+                sampling.probabilities(processed[index]),
+                draft_probs[part],
+                draft_tokens[index],
+                draft_lens[index],
+                sampling.seeds([rows[place] for place in probability_rows[part]]),
+                lengths[index],
+            )
+            num_tokens[index], tokens[index] = gained
         chosen = set(probability_rows)
         others = [place for place in range(len(rows)) if place not in chosen]
         if others:
@@ -263,5 +265,11 @@ def _logprobs(logits: Tensor, sampling: TokenSampler, rows: Sequence[int], token
     asked = [(place, wanted) for place, row in enumerate(rows) if (wanted := sampling.wants_logprobs(row)) is not None]
     if not asked:
         return None
-    index = device_integers([place for place, _ in asked], logits.device)
-    return sampling.top_logprobs(logits[index], tokens[index], max(wanted for _, wanted in asked))
+    widest = max(wanted for _, wanted in asked)
+    found = []
+    for part in pieces(len(asked), logits[:1].numel()):
+        index = device_integers([place for place, _ in asked[part]], logits.device)
+        found.append(sampling.top_logprobs(logits[index], tokens[index], widest))
+    if len(found) == 1:
+        return found[0]
+    return VerdictLogprobs(torch.cat([one.token_ids for one in found]), torch.cat([one.values for one in found]))
