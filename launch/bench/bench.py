@@ -32,7 +32,8 @@ from trtrun.errors import ConfigError, InvalidRequestError
 from trtrun.llm import LLM
 from trtrun.models.config import read_model_config
 from trtrun.outputs import RankReport
-from trtrun.roles.startup import resolve_dtype, target_context
+from trtrun.roles.memory_demand import resolve_dtype
+from trtrun.roles.startup import target_context
 from trtrun.telemetry import ROUND_PARTS, round_parts
 
 PLAIN = "plain"

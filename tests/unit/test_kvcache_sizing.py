@@ -102,3 +102,4 @@ def test_slots_of_a_host_share_its_memory() -> None:
 
 def test_byte_counts_are_readable() -> None:
     assert [format_bytes(count) for count in (5, 2048, 3 * 2**20, 2**40)] == ["5 B", "2 KiB", "3 MiB", "1 TiB"]
+    assert format_bytes(1000 * 2**20) == "1000 MiB"

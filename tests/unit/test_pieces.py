@@ -56,7 +56,7 @@ def test_a_verdict_does_not_depend_on_how_many_rows_are_worked_on_at_a_time(
     def decide(most: int) -> tuple[torch.Tensor, ...]:
         monkeypatch.setattr(pieces_module, "MOST_ELEMENTS", most)
         monkeypatch.setattr(filters, "_CPU_CHUNK", most)
-        monkeypatch.setattr(filters, "DEVICE_CHUNK", most)
+        monkeypatch.setattr(filters, "_DEVICE_CHUNK", most)
         processed = sampling.process(logits, rows, lengths, history, drafts)
         verdict = verify(
             *(logits, sampling, rows, lengths, history, drafts, torch.full_like(lengths, DRAFT_LEN)),
@@ -85,7 +85,7 @@ def test_ranking_holds_no_more_than_its_share_of_rows(monkeypatch: pytest.Monkey
     sampling = RowSampling(64, 1000, "meta")  # as on a GPU: nothing can be read back
     for row in range(64):
         sampling.admit(admission(row, [1], SamplingParams(seed=1, temperature=1.0, top_p=0.9)))
-    monkeypatch.setattr(filters, "DEVICE_CHUNK", 20_000)
+    monkeypatch.setattr(filters, "_DEVICE_CHUNK", 20_000)
     lengths = torch.empty(64, dtype=torch.int64, device="meta")
     history = torch.empty((64, 9), dtype=torch.int32, device="meta")
     drafts = torch.empty((64, 5), dtype=torch.int64, device="meta")

@@ -75,6 +75,11 @@ class Engine:
             device=self.device,
         )
 
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are held."""
+        return self._graphs.num_graphs if self._graphs is not None else 0
+
     def close(self) -> None:
         """Give back what must not outlive the communicators. Nothing runs on the engine afterwards."""
         if self._graphs is not None:

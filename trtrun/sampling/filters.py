@@ -22,14 +22,19 @@ from trtrun.sampling.pieces import pieces
 # cost more than the ranking (measured: 16 rows of 6 x 16384 took 2 to 3 times as long at once as one by one).
 _CPU_CHUNK = 1 << 17
 
-DEVICE_CHUNK = 1 << 22
-"""Elements ranked at a time elsewhere: sorting 64 rows of 6 x 128k at once would take over 3 GB."""
+# Elements ranked at a time elsewhere: sorting 64 rows of 6 x 128k at once would take over 3 GB.
+_DEVICE_CHUNK = 1 << 22
 
 RANKING_BYTES = 80
 """Upper bound of what ranking takes for each element: keys, two sides of a radix sort with indices, sums in float64."""
 
 _LOWEST = torch.finfo(torch.float32).min
 _HIGHEST = torch.finfo(torch.float32).max
+
+
+def most_ranked(device_type: str) -> int:
+    """Elements that are ranked at a time, unless a row has more."""
+    return _CPU_CHUNK if device_type == "cpu" else _DEVICE_CHUNK
 
 
 def apply_temperature(logits: Tensor, temperatures: Tensor) -> Tensor:
@@ -143,8 +148,7 @@ def _nucleus(scaled: Tensor, top_p: Tensor) -> Tensor:
 
 def _by_rows(change: Callable[..., Tensor], scaled: Tensor, *parameters: Tensor) -> Tensor:
     """change(scaled, *parameters), some rows at a time; it works on rows independently."""
-    most = _CPU_CHUNK if scaled.device.type == "cpu" else DEVICE_CHUNK
-    parts = pieces(scaled.shape[0], scaled[:1].numel(), most)
+    parts = pieces(scaled.shape[0], scaled[:1].numel(), most_ranked(scaled.device.type))
     if len(parts) < 2:
         return change(scaled, *parameters)
     changed = torch.empty_like(scaled)
