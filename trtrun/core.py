@@ -309,7 +309,8 @@ class Verdict:
     """What the target engine decided for `plan.sampled_rows`.
 
     Attributes:
-        num_tokens: [sampled_rows] int64: tokens that the row gains: accepted + 1.
+        num_tokens: [sampled_rows] int64: tokens that the row gains: accepted + 1, or 0 where the logits of one of them
+            are not finite.
         tokens: [sampled_rows, draft_len + 1] int64: the tokens gained, then padding (-1).
         logprobs: for rows that asked, in order; None when no row did.
     """
