@@ -49,7 +49,9 @@ def copy_target(pair: Path, tmp_path: Path) -> Path:
     ("damage", "said"),
     [
         ("tokenizer", "tokenizer"),
-        ("truncated", "truncated or damaged"),
+        ("truncated", "model.safetensors is truncated (1000 bytes"),
+        ("layers", "has no tensor 'model.layers.3.input_layernorm.weight', which its config.json calls for"),
+        ("vocabulary", "tensor 'model.embed_tokens.weight' has shape"),
         ("pickle", "pickle"),
         ("architecture", "unknown architecture 'BertModel'"),
         ("config", "has no config.json"),
@@ -67,6 +69,10 @@ def test_a_damaged_or_unfit_model(
         make_tokenizer(copy, merges=3)
     elif damage == "truncated":
         weights.write_bytes(weights.read_bytes()[:1000])
+    elif damage in ("layers", "vocabulary"):
+        values = json.loads((copy / "config.json").read_text())
+        changes = {"num_hidden_layers": 4} if damage == "layers" else {"vocab_size": values["vocab_size"] + 64}
+        (copy / "config.json").write_text(json.dumps({**values, **changes}))
     elif damage == "pickle":
         weights.rename(copy / "pytorch_model.bin")
     elif damage == "architecture":
@@ -80,10 +86,11 @@ def test_a_damaged_or_unfit_model(
         weights.unlink()
         make_checkpoint(copy, num_shards=3, tokenizer=True)
         (copy / "model-00002-of-00003.safetensors").unlink()
-    command = ("plan",) if damage in ("heads", "config") else ("run", "--prompt", "x")
-    done = trtrun(*command, "--config", config(devices, target={"model": str(copy)}))
-    assert said in error_line(done)
-    assert done.returncode == 2
+    file = config(devices, target={"model": str(copy)})
+    for command in (("plan",), ("check",), ("run", "--prompt", "x")):
+        done = trtrun(*command, "--config", file)
+        assert said in error_line(done)
+        assert done.returncode == 2
 
 
 @pytest.mark.parametrize("starter", ["trtrun", "mpirun"])

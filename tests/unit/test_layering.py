@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+import trtrun
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,8 +34,8 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun": (
         frozenset({"llm"}),
-        frozenset({"prompts"}),
-        frozenset({"roles"}),
+        frozenset({"llm_engine", "pending", "interrupts"}),
+        frozenset({"prompts", "roles"}),
         frozenset({"scheduling", "speculation"}),
         frozenset({"engine"}),
         frozenset({"models"}),
@@ -39,7 +43,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"attention", "linear"}),
         frozenset({"kernels"}),
         frozenset({"sampling", "kvcache"}),
-        frozenset({"topology"}),
+        frozenset({"topology", "detokenizer"}),
         frozenset({"wire", "telemetry", "outputs", "text", "registry", "config"}),
         frozenset({"core", "yaml_source", "threads", "tensors", "device_lists", "launch_config"}),
         frozenset({"errors"}),
@@ -61,7 +65,7 @@ NEIGHBOURS = {
     ("probe", "groups"),
     ("probe", "watchdog"),
 }
-FACES = {"LLM", "SamplingParams", "__version__"}
+FACES = frozenset(trtrun.__all__)
 
 
 def imported_modules(source: str) -> list[str]:
@@ -144,6 +148,20 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_every_name_of_the_packages_face_is_there() -> None:
+    assert {"LLM", "SamplingParams", "load_config", "RequestOutput"} <= FACES
+    for name in FACES:
+        assert getattr(trtrun, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        trtrun.nothing  # noqa: B018
+
+
+def test_the_face_alone_loads_nothing_heavy() -> None:
+    code = "import sys, trtrun; print(sorted({'torch', 'pydantic', 'tokenizers', 'mpi4py'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("package", PACKAGES)

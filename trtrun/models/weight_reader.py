@@ -6,7 +6,6 @@ model a weight stands, or what else the process holds.
 
 from __future__ import annotations
 
-import math
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from trtrun.linear.quantization import Quantization
 from trtrun.linear.quantization.base import TensorSlice
 from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.parts import ShardLayout, Weight
+from trtrun.models.weight_check import check_weights
 
 Progress = Callable[[int, int], None]
 
@@ -57,10 +57,7 @@ class WeightReader:
         self._batch_invariant = batch_invariant
         self._buffer = torch.empty(0, dtype=dtype)
         # Every name, shape and dtype is checked before the first byte of a weight is read.
-        stored: list[TensorSlice] = [part for weight in plain_weights(layout) for part in weight.parts]
-        for weight in layout.linear_weights():
-            stored += quantization.create(weight, dtype).stored
-        self._total = sum(_num_elements(part) * checkpoint.check(part.name, part.shape) for part in stored)
+        self._total = check_weights(checkpoint, layout, quantization, dtype)
 
     @property
     def bytes_read(self) -> int:
@@ -157,15 +154,6 @@ class _LayerSource:
     def read(self, stored: TensorSlice) -> torch.Tensor:
         """See `WeightSource`."""
         return self.reader.stored(stored)
-
-
-def plain_weights(layout: ShardLayout) -> list[Weight]:
-    """Every weight of the rank that is no linear layer's: the embedding, norms and biases."""
-    return [layout.embedding(), *(weight for weight in layout.all_weights() if len(weight.shape) == 1)]
-
-
-def _num_elements(part: TensorSlice) -> int:
-    return math.prod(len(item) for item in part.ranges)
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
