@@ -34,7 +34,7 @@ MOST_STORED_TOKENS = 2**40
 MOST_SHOWN = 300
 """Characters of a path or key in messages."""
 
-MOST_BYTES = 16 * 1024 * 1024
+MOST_BYTES = 1024 * 1024
 """Of a configuration file: something else was named by mistake."""
 
 
