@@ -6,51 +6,41 @@
         for delta in engine.step():
             print(delta.text, end="")
 
-`step` is the heartbeat: plan, publish, wait for a verdict, commit, tell. LLM, the command line and the benchmark are
-thin over it. It knows the scheduler, the engine ranks and the tokenizer. It does not know models, devices, how bytes
-travel, threads or signals: one thread calls it at a time, and nothing interrupts a call (see `llm`).
+LLM, the command line and the benchmark are thin over it. It knows requests, their text and what became of them. It does
+not know how a round runs (`roles.orchestrator`), models or devices, nor threads and signals: one thread calls it at a
+time (see `llm`).
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from trtrun.config import RuntimeConfig
-from trtrun.core import FinishReason, Request, RoundPlan, SamplingParams, TokenLogprobs
+from trtrun.core import FinishReason, Request, SamplingParams, TokenLogprobs
 from trtrun.detokenizer import CompletionText, IncrementalDetokenizer
 from trtrun.errors import InvalidRequestError, RankFailedError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.outputs import CompletionDelta, RequestId, StartReport
 from trtrun.prompts import Prompt, PromptReader
 from trtrun.roles.job import Job, open_job
+from trtrun.roles.orchestrator import Orchestrator, RowGain
 from trtrun.roles.startup import target_context
-from trtrun.scheduling.completion import Completion, RowResult
+from trtrun.scheduling.completion import Completion
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
-from trtrun.speculation.cycle import commit_round
 from trtrun.speculation.pacing import Pacer
 from trtrun.telemetry import RunStatistics
 from trtrun.text import Tokenizer, read_shared_tokenizer
-from trtrun.wire import RoundReport
+
+T = TypeVar("T")
 
 NOT_FINITE = (
     "the target's logits are not finite (NaN or infinite): the checkpoint may be damaged, or need another dtype"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Outstanding:
-    """A plan that is out, the places in its verdict that will carry log probabilities, and when it went out."""
-
-    plan: RoundPlan
-    logprob_places: list[int]
-    published: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +59,8 @@ class LLMEngine:
         config: what it was made from.
         tokenizer: None when the checkpoint has none; prompts are then token ids.
         report: what each rank holds.
-        scheduler: rows, blocks and the waiting queue.
-        totals: what rounds did since the last reset.
+        orchestrator: runs the rounds.
+        scheduler: the orchestrator's: rows, blocks and the waiting queue.
     """
 
     def __init__(
@@ -79,20 +69,15 @@ class LLMEngine:
         self.config = config
         self.tokenizer = tokenizer
         self.report: StartReport = job.report
-        self.scheduler = Scheduler(limits)
-        self.totals = RunStatistics()
-        self._fleet = job.fleet
+        self.orchestrator = Orchestrator(
+            Scheduler(limits), job.fleet, Pacer(config.speculation.draft_len) if config.is_paced else None
+        )
+        self.scheduler = self.orchestrator.scheduler
         self._prompts = PromptReader(model, tokenizer)
-        self._plans_ahead = limits.plans_ahead
-        self._pacer = Pacer(config.speculation.draft_len) if config.is_paced else None
-        self._clock: Callable[[], float] = time.perf_counter
-        self._last_verdict = 0.0
-        self._outstanding: deque[_Outstanding] = deque()
         self._request_ids, self._completion_ids = count(), count()
         self._requests: dict[RequestId, _Request] = {}
         self._owners: dict[int, tuple[_Request, int]] = {}
         self._lost: list[CompletionDelta] = []
-        self._row_wants_logprobs: dict[int, bool] = {}
         self._failure: RankFailedError | None = None
 
     @classmethod
@@ -133,7 +118,7 @@ class LLMEngine:
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs, or a plan is still out."""
-        return self.has_unfinished_requests or bool(self._outstanding)
+        return self.has_unfinished_requests or self.orchestrator.has_work
 
     @property
     def num_waiting(self) -> int:
@@ -183,9 +168,7 @@ class LLMEngine:
         text = None
         if self.tokenizer is not None:
             text = CompletionText(IncrementalDetokenizer(self.tokenizer, part.prompt_token_ids), part.sampling.stop)
-        completion = self.scheduler.add(part, text)
-        completion.statistics.arrival = self._clock()
-        return completion
+        return self.scheduler.add(part, text)
 
     def abort_request(self, request_id: RequestId) -> bool:
         """End a request now, without a further delta; False when it is not known (any more)."""
@@ -196,7 +179,7 @@ class LLMEngine:
             del self._owners[completion_id]
             # What rounds still out produce for it is ignored at their commit.
             self.scheduler.cancel(completion_id)
-            self.totals.add_request(completion.statistics)
+            self.orchestrator.totals.add_request(completion.statistics)
         return True
 
     def has_begun(self, request_id: RequestId) -> bool:
@@ -216,32 +199,22 @@ class LLMEngine:
         Raises:
             RankFailedError: a rank failed; the message names it, and the job is over.
         """
-        if self._failure is not None:
-            raise self._failure
-        try:
-            with self._fleet.stepping():
-                deltas = self._step()
-        except RankFailedError as error:
-            self._failure = error
-            raise
-        except BaseException:
-            self._recover()
-            raise
+        deltas = self._guard(lambda: [self._tell(gain) for gain in self.orchestrator.step()])
         lost, self._lost = self._lost, []
         return lost + deltas
 
     def drain(self) -> None:
         """Take in the verdicts of plans that are still out, once no request is left; nothing while one is."""
-        while self._outstanding and not self._requests:
-            self.step()
+        if not self._requests:
+            self._guard(self.orchestrator.drain)
 
     def statistics(self) -> dict[str, Any]:
         """Totals since the start or the last reset, ready for JSON; times are seconds."""
-        return self.totals.as_dict()
+        return self.orchestrator.totals.as_dict()
 
     def reset_statistics(self) -> None:
         """Start the totals again at zero."""
-        self.totals = RunStatistics()
+        self.orchestrator.totals = RunStatistics()
 
     def set_speculation(self, enabled: bool) -> None:
         """Switch between drafting and the target alone, while no request runs. Without a draft it stays off."""
@@ -259,72 +232,28 @@ class LLMEngine:
                 self.abort_request(request_id)
             with suppress(RankFailedError):
                 self.drain()
-        self._fleet.close()
+        self.orchestrator.close()
 
     def prompt_token_ids(self, request_id: RequestId) -> tuple[int, ...]:
         """The prompt's tokens of a request that goes on."""
         completion = next(iter(self._requests[request_id].going_on.values()))
         return completion.request.prompt_token_ids
 
-    def _step(self) -> list[CompletionDelta]:
-        started = self._clock()
-        self._publish_plans()
-        planned = self._clock()
-        self.totals.orchestrating += planned - started
-        if not self._outstanding:
-            return []
-        report = self._collect()
-        received = self._clock()
-        self.totals.waiting += received - planned
-        outstanding = self._outstanding.popleft()
-        if self._pacer is not None:
-            seconds = received - max(self._last_verdict, outstanding.published)
-            _record_pace(self._pacer, outstanding.plan, report, seconds)
-        self._last_verdict = received
-        self.totals.num_rounds += 1
-        results = commit_round(self.scheduler, outstanding.plan, report)
-        if self._plans_ahead:
-            self._publish_plans()  # the ranks go on while this round's text is made
-        logprobs = dict(zip(outstanding.logprob_places, report.logprobs, strict=True))
-        deltas = [self._tell(result, logprobs.get(result.index_in_verdict)) for result in results]
-        committed = self._clock()
-        self.totals.committing += committed - received
-        self.totals.orchestrating += committed - received
-        return deltas
+    def _guard(self, work: Callable[[], T]) -> T:
+        """Do some rounds' work; whatever goes wrong, what is left is whole, or says that it has failed."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return work()
+        except RankFailedError as error:
+            self._failure = error
+            raise
+        except BaseException:
+            self._recover()
+            raise
 
-    def _publish_plans(self) -> None:
-        while len(self._outstanding) <= self._plans_ahead and (plan := self._schedule()) is not None:
-            self._fleet.publish(plan)
-            self._outstanding.append(_Outstanding(plan, self._places_with_logprobs(plan), self._clock()))
-
-    def _schedule(self) -> RoundPlan | None:
-        num_decoding = self.scheduler.num_decoding
-        if self._pacer is None or not num_decoding:
-            return self.scheduler.schedule()
-        return self.scheduler.schedule(self._pacer.choose(num_decoding))
-
-    def _collect(self) -> RoundReport:
-        """The next verdict; reports of the draft leader on the way only add their times."""
-        while True:
-            report = self._fleet.collect()
-            self.totals.drafting += report.times.drafting
-            self.totals.transferring += report.times.transferring
-            self.totals.verifying += report.times.verifying
-            if report.is_verdict:
-                return report
-
-    def _places_with_logprobs(self, plan: RoundPlan) -> list[int]:
-        """Places in the plan's verdict whose rows asked for log probabilities.
-
-        Worked out when the plan goes out: by the time its verdict is here, a row may belong to another request.
-        """
-        for admission in plan.admissions:
-            self._row_wants_logprobs[admission.row] = admission.sampling.logprobs is not None
-        return [place for place, row in enumerate(plan.sampled_rows) if self._row_wants_logprobs[row]]
-
-    def _tell(self, result: RowResult, logprobs: list[TokenLogprobs] | None) -> CompletionDelta:
-        completion, gained = result.completion, result.new_token_ids
-        self.totals.num_tokens += len(gained)
+    def _tell(self, gain: RowGain) -> CompletionDelta:
+        completion, gained = gain.result.completion, gain.result.new_token_ids
         completion_id = completion.request.request_id
         request, index = self._owners[completion_id]
         reason = completion.finish_reason
@@ -332,14 +261,14 @@ class LLMEngine:
             del self._owners[completion_id], request.going_on[completion_id]
             if not request.going_on:
                 del self._requests[request.request_id]
-            self.totals.add_request(completion.statistics)
+            self.orchestrator.totals.add_request(completion.statistics)
         return CompletionDelta(
             request_id=request.request_id,
             index=index,
             token_ids=tuple(gained),
             text=_new_text(completion, gained),
             statistics=completion.statistics,
-            logprobs=_asked_logprobs(completion, logprobs, len(gained)),
+            logprobs=_asked_logprobs(completion, gain.logprobs, len(gained)),
             finish_reason=None if reason is None else str(reason),
             error=NOT_FINITE if reason is FinishReason.ERROR else None,
         )
@@ -357,10 +286,8 @@ class LLMEngine:
             )
         self._owners.clear()
         self._requests.clear()
-        self._outstanding.clear()
         try:
-            self.scheduler.reset()
-            self._fleet.reset()
+            self.orchestrator.reset()
         except BaseException as error:
             self._failure = RankFailedError(f"the engine could not go on after an error ({error}); start it again")
             raise
@@ -387,12 +314,3 @@ def _asked_logprobs(
     return tuple(
         TokenLogprobs(entry.token_id, entry.logprob, entry.alternatives[:wanted]) for entry in logprobs[:count]
     )
-
-
-def _record_pace(pacer: Pacer, plan: RoundPlan, report: RoundReport, seconds: float) -> None:
-    """Tell the pacer what a round did; one that no draft engine followed says nothing about drafting."""
-    drafted = plan.draft_lens.tolist()
-    if not any(length >= 0 for length in drafted):
-        return
-    acceptances = [(length, count - 1) for length, count in zip(drafted, report.num_tokens, strict=False) if length > 0]
-    pacer.record(len(drafted), plan.draft_len, None if plan.prefill else seconds, acceptances)

@@ -71,6 +71,13 @@ class WeightsReport:
         return isinstance(self.problem, NoWeightsError)
 
 
+def check_section_weights(section: ModelSection) -> None:
+    """Raise the CheckpointError that loading an engine's weights would end in, by the headers of their files."""
+    model = read_model_config(section.model)
+    dtype, quantization = resolve_dtype(section, model), quantization_of(section)
+    check_model_weights(section.model, model, len(section.devices), dtype, quantization)
+
+
 def inspect_weights(
     config: RuntimeConfig, topology: Topology, hosts_to_come: Collection[str] = ()
 ) -> list[WeightsReport]:
@@ -92,7 +99,7 @@ def inspect_weights(
         is_held = any(host in hosts_to_come or is_local(host) for host in hosts)
         problem: CheckpointError | None = None
         try:
-            check_model_weights(section.model, read_model_config(section.model), len(section.devices))
+            check_section_weights(section)
         except NoWeightsError as error:
             problem = NoWeightsError(f"{role}: {error}")
         except CheckpointError as error:

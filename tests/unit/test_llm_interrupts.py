@@ -37,7 +37,7 @@ def expected(small: LLM) -> list[Any]:
 
 def places(llm: LLM) -> dict[str, tuple[Any, str]]:
     """Where a call can be when something goes wrong."""
-    fleet = llm.engine._fleet
+    fleet = llm.engine.orchestrator._fleet
     return {
         "encoding": (llm.engine._prompts, "encode"),
         "adding": (llm.engine.scheduler, "add"),
@@ -125,9 +125,11 @@ def test_abandoned_iterators_hold_nothing(small: LLM, expected: list[Any], endin
 def test_a_failed_rank_is_an_exception_with_its_name_from_then_on(folder: Path) -> None:
     with open_llm(folder / "target") as llm:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(RankFailedError, match="target rank 2"):
-            interrupt_call(patch, llm.engine._fleet, "collect", 2, RankFailedError("target rank 2 failed: on fire"))
+            interrupt_call(
+                patch, llm.engine.orchestrator._fleet, "collect", 2, RankFailedError("target rank 2 failed: fire")
+            )
             llm.generate(PROMPTS, SAMPLING)
-        with pytest.raises(RankFailedError, match="target rank 2 failed: on fire"):
+        with pytest.raises(RankFailedError, match="target rank 2 failed: fire"):
             llm.generate(PROMPTS, SAMPLING)
 
 

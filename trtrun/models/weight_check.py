@@ -6,19 +6,26 @@ will work (`trtrun plan`, `check`, the start of `run`): they cannot differ. It r
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import torch
+
+from trtrun.linear.quantization import QUANTIZATIONS, Quantization
+from trtrun.linear.quantization.base import TensorSlice
 from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig
 from trtrun.models.parts import ShardLayout
 
 
-def check_weights(checkpoint: Checkpoint, layout: ShardLayout) -> int:
+def check_weights(checkpoint: Checkpoint, layout: ShardLayout, dtype: torch.dtype, quantization: Quantization) -> int:
     """Check every tensor that a rank reads: that it is there, in its shape and in a dtype that is supported.
 
     Args:
         checkpoint: with its headers read.
         layout: of the rank.
+        dtype: of activations.
+        quantization: of linear layers; it says which tensors are read for them.
 
     Returns:
         Bytes of the rank's slices, in the files' dtypes.
@@ -26,14 +33,17 @@ def check_weights(checkpoint: Checkpoint, layout: ShardLayout) -> int:
     Raises:
         CheckpointError: a tensor is missing, or another one than config.json calls for.
     """
+    stored: list[TensorSlice] = [part for weight in layout.plain_weights() for part in weight.parts]
+    for weight in layout.linear_weights():
+        stored += quantization.create(weight, dtype).stored
     return sum(
-        part.num_elements * checkpoint.check(part.name, part.shape)
-        for weight in layout.all_weights()
-        for part in weight.parts
+        math.prod(len(item) for item in part.ranges) * checkpoint.check(part.name, part.shape) for part in stored
     )
 
 
-def check_model_weights(path: Path, config: ModelConfig, tp_size: int) -> None:
+def check_model_weights(
+    path: Path, config: ModelConfig, tp_size: int, dtype: torch.dtype, quantization: str = "none"
+) -> None:
     """Open the files of a model and check its weights. All ranks of a group read slices of the same tensors, so that
     what holds for one of them holds for all.
 
@@ -41,4 +51,4 @@ def check_model_weights(path: Path, config: ModelConfig, tp_size: int) -> None:
         NoWeightsError: the directory has no weights.
         CheckpointError: they are truncated, of another format, or not those that `config` calls for.
     """
-    check_weights(Checkpoint(path), ShardLayout(config, 0, tp_size))
+    check_weights(Checkpoint(path), ShardLayout(config, 0, tp_size), dtype, QUANTIZATIONS.get(quantization))

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from trtrun.core import Draft, RoundPlan, Verdict
-from trtrun.sampling.row_needs import device_integers
 from trtrun.speculation.protocols import Drafter, DraftLink, Ledger, Sampling, TargetEngine
 from trtrun.speculation.verify import verify
+from trtrun.tensors import device_integers
 from trtrun.wire import RoundReport
 
 

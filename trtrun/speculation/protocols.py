@@ -15,7 +15,7 @@ from trtrun.speculation.verify import TokenSampler
 
 
 class Sampling(TokenSampler, Protocol):
-    """The rows' sampling parameters (layers.sampling.RowSampling)."""
+    """The rows' sampling parameters (`RowSampling` of trtrun.sampling)."""
 
     def is_greedy(self, row: int) -> bool:
         """Whether the row takes the most likely token."""
