@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -108,6 +109,17 @@ def test_weights_matter_only_where_they_are_held(pair: Path, tmp_path: Path) -> 
     assert [bool(rank.problems) for rank in ranks] == [False, False, True, True]
     assert "has no weights" in ranks[2].problems[0]
     assert len(find_misfits(ranks, topology)) == 2
+
+
+def test_weights_that_loading_would_refuse_are_told_by_the_ranks_that_hold_them(pair: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(pair / "target", tmp_path / "target"))
+    values = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps({**values, "intermediate_size": 128}), encoding="utf-8")
+    config = config_of(pair)
+    other = config.model_copy(update={"target": config.target.model_copy(update={"model": model})})
+    ranks, _ = collect_all(other)
+    assert [bool(rank.problems) for rank in ranks] == [False, False, True, True]
+    assert "mlp.gate_proj.weight' has shape [112, 64], but config.json calls for [128, 64]" in ranks[2].problems[0]
 
 
 def test_different_models_under_one_path_are_told(pair: Path, tmp_path: Path) -> None:
