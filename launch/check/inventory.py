@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from launch.check.preflight import check_section_weights
 from launch.placement.allocation import is_local
 from launch.placement.links import show_ranks
 from launch.placement.memory import JobMemory
@@ -31,6 +30,9 @@ from trtrun.config import ModelSection, RuntimeConfig
 from trtrun.errors import TrtrunError
 from trtrun.kvcache.sizing import free_bytes_of_slot, tokens_of_blocks
 from trtrun.models.checkpoint import read_json
+from trtrun.models.config import read_model_config
+from trtrun.models.weight_check import check_model_weights
+from trtrun.roles.memory_demand import quantization_of
 
 PACKAGES = ("launch", "trtrun", "parallel")
 NCCL = "NCCL"
@@ -145,7 +147,7 @@ def _read_model(section: ModelSection, is_held: bool) -> str:
     path = Path(section.model)
     read_json(path, "config.json", required=True)
     if is_held:
-        check_section_weights(section)
+        check_model_weights(path, read_model_config(path), len(section.devices), quantization_of(section))
     return hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16]
 
 

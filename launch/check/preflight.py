@@ -21,7 +21,8 @@ from trtrun.models.checkpoint import NoWeightsError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.loading import shard_bytes
 from trtrun.models.weight_check import check_model_weights
-from trtrun.roles.startup import quantization_of, resolve_dtype, target_context
+from trtrun.roles.memory_demand import quantization_of, resolve_dtype
+from trtrun.roles.startup import target_context
 from trtrun.text import check_same_tokenizer, read_tokenizer
 
 
@@ -71,13 +72,6 @@ class WeightsReport:
         return isinstance(self.problem, NoWeightsError)
 
 
-def check_section_weights(section: ModelSection) -> None:
-    """Raise the CheckpointError that loading an engine's weights would end in, by the headers of their files."""
-    model = read_model_config(section.model)
-    dtype, quantization = resolve_dtype(section, model), quantization_of(section)
-    check_model_weights(section.model, model, len(section.devices), dtype, quantization)
-
-
 def inspect_weights(
     config: RuntimeConfig, topology: Topology, hosts_to_come: Collection[str] = ()
 ) -> list[WeightsReport]:
@@ -99,7 +93,9 @@ def inspect_weights(
         is_held = any(host in hosts_to_come or is_local(host) for host in hosts)
         problem: CheckpointError | None = None
         try:
-            check_section_weights(section)
+            check_model_weights(
+                section.model, read_model_config(section.model), len(section.devices), quantization_of(section)
+            )
         except NoWeightsError as error:
             problem = NoWeightsError(f"{role}: {error}")
         except CheckpointError as error:

@@ -127,7 +127,7 @@ def run_options(parameters: dict[str, Any]) -> RunOptions:
 def _check_run(options: RunOptions, resources: SlurmResources, array: Array | None, words: Sequence[str]) -> int:
     """Raise for what `trtrun run` would refuse; returns the number of input rows."""
     from launch.batch.journal import check_output, finished_rows
-    from launch.batch.run import check_run, read_rows
+    from launch.batch.run import check_run, read_input
     from launch.check.preflight import check_visible_weights
     from launch.mpi.job import Job
 
@@ -137,7 +137,7 @@ def _check_run(options: RunOptions, resources: SlurmResources, array: Array | No
         raise click.UsageError("--array needs --output FILE.jsonl: each job of the array writes a part beside it")
     if array is not None and options.part is not None:
         raise click.UsageError("--array and --part exclude each other: an array gives each job its part")
-    rows = read_rows(replace(options, part=None))
+    rows = read_input(replace(options, part=None))
     if array is not None and array.count > len(rows):
         raise ConfigError(f"--array {array.count}: the input has {len(rows)} rows: make at most as many jobs")
     if resources.has_local_models:
@@ -146,10 +146,10 @@ def _check_run(options: RunOptions, resources: SlurmResources, array: Array | No
         for text in check_visible_weights(resources.config, resources.topology, to_come):
             print(f"trtrun: {text}", file=sys.stderr, flush=True)
     for name, part in _outputs(options, array):
-        check_output(name)
+        check_output(name, options.prompts_file)
         if options.keeps_rows:
-            finished_rows(name, rows if part is None else [rows[index] for index in part.of(len(rows))], resume=True)
-    return len(rows) if options.part is None else len(options.part.of(len(rows)))
+            finished_rows(name, rows.of_part(part), resume=True)
+    return len(rows.of_part(options.part))
 
 
 def _outputs(options: RunOptions, array: Array | None) -> Iterator[tuple[str, Part | None]]:

@@ -40,6 +40,7 @@ UNKNOWN = "-"
 class RankPlan:
     """One rank of the plan. Bytes; `kv_tokens` is the same on every rank with a device: one block table serves all.
 
+    `working_bytes` is an upper bound of what rounds need besides; GPUs measure it at start.
     None stands for what is not known here: free memory of another host, and KV stores that depend on it.
     """
 
@@ -49,6 +50,7 @@ class RankPlan:
     role: str
     draft_shard_bytes: int = 0
     target_shard_bytes: int = 0
+    working_bytes: int = 0
     free_bytes: int | None = 0
     kv_bytes: int | None = 0
     kv_tokens: int | None = 0
@@ -138,11 +140,13 @@ def print_plan(plan: JobPlan, as_json: bool) -> None:
         print(json.dumps(asdict(plan)))
         return
     table = Table(title=None)
-    for name in ("rank", "host", "device", "role", "draft shard", "target shard", "free", "KV store", "KV tokens"):
+    columns = ("rank", "host", "device", "role", "draft shard", "target shard", "rounds", "free", "KV store")
+    for name in (*columns, "KV tokens"):
         table.add_column(name, justify="left" if name in ("host", "device", "role") else "right", no_wrap=True)
     for rank in plan.ranks:
-        sizes = (rank.draft_shard_bytes, rank.target_shard_bytes, rank.free_bytes, rank.kv_bytes)
+        sizes = (rank.draft_shard_bytes, rank.target_shard_bytes, rank.working_bytes, rank.free_bytes, rank.kv_bytes)
         cells = [format_bytes(size) if size else UNKNOWN for size in sizes]
+        cells[2] = f"≤ {cells[2]}" if rank.working_bytes else UNKNOWN
         tokens = str(rank.kv_tokens) if rank.kv_tokens else UNKNOWN
         table.add_row(str(rank.rank), rank.host, rank.device, rank.role, *cells, tokens)
     console = output_console()
@@ -178,7 +182,7 @@ def _plan_rank(rank: int, memory: JobMemory, here: set[str], gpus_absent: bool) 
         # With max_tokens the rule gives every host that has the room the same answer.
         blocks = memory.count_blocks(rank, sys.maxsize if free is None else free, topology.describe(rank))
         tokens = tokens_of_blocks(blocks, config.kv_cache.block_size)
-    return RankPlan(rank, host, slot.device, role, drafted, verified, free, 0, tokens)
+    return RankPlan(rank, host, slot.device, role, drafted, verified, memory.working_bytes(rank), free, 0, tokens)
 
 
 def _share_blocks(rank: RankPlan, memory: JobMemory, kv_tokens: int | None) -> RankPlan:

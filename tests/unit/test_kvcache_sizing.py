@@ -112,3 +112,4 @@ def test_a_limit_on_the_address_space_of_the_process_counts(monkeypatch: pytest.
 
 def test_byte_counts_are_readable() -> None:
     assert [format_bytes(count) for count in (5, 2048, 3 * 2**20, 2**40)] == ["5 B", "2 KiB", "3 MiB", "1 TiB"]
+    assert format_bytes(1000 * 2**20) == "1000 MiB"

@@ -46,6 +46,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"topology", "detokenizer"}),
         frozenset({"wire", "telemetry", "outputs", "text", "registry", "config", "section_check"}),
         frozenset({"core", "yaml_source", "threads", "tensors", "device_lists", "launch_config"}),
+        frozenset({"values"}),
         frozenset({"errors"}),
     ),
     "parallel": (

@@ -23,6 +23,7 @@ from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM, DecoderLayer
 from trtrun.models.parts import ShardLayout
+from trtrun.models.weight_check import plain_weights
 from trtrun.models.weight_reader import Progress, WeightReader
 
 
@@ -59,7 +60,7 @@ def shard_bytes(
     device, held = device or torch.device("cpu"), QUANTIZATIONS.get(quantization)
     held.check(dtype, device)
     layout = ShardLayout(config, tp_rank, tp_size)
-    size = sum(weight.num_elements for weight in layout.plain_weights()) * dtype.itemsize
+    size = sum(weight.num_elements for weight in plain_weights(layout)) * dtype.itemsize
     size += sum(held.create(weight, dtype).num_bytes for weight in layout.linear_weights())
     if _shares_tied_embedding(config, device, dtype, held):
         size -= layout.embedding().num_elements * dtype.itemsize

@@ -154,10 +154,6 @@ class ShardLayout:
         matrices = [weight for layer in layers for weight in layer.values() if len(weight.shape) == 2]
         return [self.head(), *matrices]
 
-    def plain_weights(self) -> list[Weight]:
-        """Every weight of the rank that is no linear layer's: the embedding, norms and biases."""
-        return [self.embedding(), *(weight for weight in self.all_weights() if len(weight.shape) == 1)]
-
     def all_weights(self) -> list[Weight]:
         """Every weight that the rank holds."""
         weights = [self.embedding(), self.head(), self.final_norm()]

@@ -15,17 +15,17 @@ from trtrun.linear.quantization import QUANTIZATIONS, Quantization
 from trtrun.linear.quantization.base import TensorSlice
 from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig
-from trtrun.models.parts import ShardLayout
+from trtrun.models.parts import ShardLayout, Weight
 
 
-def check_weights(checkpoint: Checkpoint, layout: ShardLayout, dtype: torch.dtype, quantization: Quantization) -> int:
+def check_weights(checkpoint: Checkpoint, layout: ShardLayout, quantization: Quantization, dtype: torch.dtype) -> int:
     """Check every tensor that a rank reads: that it is there, in its shape and in a dtype that is supported.
 
     Args:
         checkpoint: with its headers read.
         layout: of the rank.
+        quantization: of the linear layers, which says which tensors they have.
         dtype: of activations.
-        quantization: of linear layers; it says which tensors are read for them.
 
     Returns:
         Bytes of the rank's slices, in the files' dtypes.
@@ -33,7 +33,7 @@ def check_weights(checkpoint: Checkpoint, layout: ShardLayout, dtype: torch.dtyp
     Raises:
         CheckpointError: a tensor is missing, or another one than config.json calls for.
     """
-    stored: list[TensorSlice] = [part for weight in layout.plain_weights() for part in weight.parts]
+    stored: list[TensorSlice] = [part for weight in plain_weights(layout) for part in weight.parts]
     for weight in layout.linear_weights():
         stored += quantization.create(weight, dtype).stored
     return sum(
@@ -41,9 +41,7 @@ def check_weights(checkpoint: Checkpoint, layout: ShardLayout, dtype: torch.dtyp
     )
 
 
-def check_model_weights(
-    path: Path, config: ModelConfig, tp_size: int, dtype: torch.dtype, quantization: str = "none"
-) -> None:
+def check_model_weights(path: Path, config: ModelConfig, tp_size: int, quantization: str = "none") -> None:
     """Open the files of a model and check its weights. All ranks of a group read slices of the same tensors, so that
     what holds for one of them holds for all.
 
@@ -51,4 +49,10 @@ def check_model_weights(
         NoWeightsError: the directory has no weights.
         CheckpointError: they are truncated, of another format, or not those that `config` calls for.
     """
-    check_weights(Checkpoint(path), ShardLayout(config, 0, tp_size), dtype, QUANTIZATIONS.get(quantization))
+    held = QUANTIZATIONS.get(quantization)
+    check_weights(Checkpoint(path), ShardLayout(config, 0, tp_size), held, config.checkpoint_dtype)
+
+
+def plain_weights(layout: ShardLayout) -> list[Weight]:
+    """Every weight of the rank that is no linear layer's: the embedding, norms and biases."""
+    return [layout.embedding(), *(weight for weight in layout.all_weights() if len(weight.shape) == 1)]

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trtrun.core import RowAdmission, VerdictLogprobs
 from trtrun.sampling import filters, penalties
+from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream, gumbel_argmax
 from trtrun.sampling.row_steps import RowSteps
 from trtrun.tensors import device_integers
@@ -119,11 +120,33 @@ class RowSampling:
             [R, P, V] float32.
         """
         steps = [self._steps[row] for row in rows]
+        if all(of_row.greedy and not of_row.penalties and not of_row.own_tables for of_row in steps):
+            return logits
+        width = history.shape[1] if max_context is None else min(max_context, history.shape[1])
+        seen = width if any(of_row.penalties for of_row in steps) else 0
+        parts = pieces(len(rows), max(logits[:1].numel(), seen))
+        if len(parts) < 2:
+            return self._process(logits, rows, lengths, history, draft_tokens, width)
+        out = torch.empty_like(logits)
+        for part in parts:
+            drafts = None if draft_tokens is None else draft_tokens[part]
+            out[part] = self._process(logits[part], rows[part], lengths[part], history, drafts, width)
+        return out
+
+    def _process(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        lengths: Tensor,
+        history: Tensor,
+        draft_tokens: Tensor | None,
+        width: int,
+    ) -> Tensor:
+        """`process` for rows whose temporaries may exist at once; `width` columns of `history` may be valid."""
+        steps = [self._steps[row] for row in rows]
         sampled = [index for index, of_row in enumerate(steps) if not of_row.greedy]
         penalised = [index for index, of_row in enumerate(steps) if of_row.penalties]
         tables = [index for index, of_row in enumerate(steps) if of_row.own_tables]
-        if not (sampled or penalised or tables):
-            return logits
         out = logits
         if penalised or tables:
             out = logits.clone()
@@ -132,9 +155,7 @@ class RowSampling:
                 if bias is not None:
                     penalties.add_logit_bias_(out[index], *bias)
             if penalised:
-                width = history.shape[1] if max_context is None else min(max_context, history.shape[1])
-                seen = history[:, :width]
-                arguments = (rows, penalised, lengths, seen, draft_tokens)
+                arguments = (rows, penalised, lengths, history[:, :width], draft_tokens)
                 out = self._on(penalised, out, lambda part: self._penalise(part, *arguments))
             for index in tables:
                 drafts = None if draft_tokens is None else draft_tokens[index]
