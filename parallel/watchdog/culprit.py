@@ -1,8 +1,9 @@
 """Which rank holds a job up: decided from what is known of each, as pure functions.
 
-Ranks of one job wait for each other, so one that hangs makes all others late. A rank that does not answer comes before
-one that answers; among those that answer, one that waits for another rank is not at fault as long as one is found that
-does not. It knows no socket, no process and no clock.
+Ranks of one job wait for each other, so one that hangs makes all others stand still. As long as one of them gets on,
+the round is slow and not stuck: they are judged together, by the time since any of them last got on. A rank that does
+not answer comes before one that answers; among those that answer, one that waits for another rank is not at fault as
+long as one is found that does not. It knows no socket, no process and no clock.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Accusation:
 
 @dataclass(frozen=True)
 class StacksWanted:
-    """Some rank is late, but only the ranks' stacks can tell which one holds up the others."""
+    """A round stands still, but only the ranks' stacks can tell which one holds up the others."""
 
 
 def examine(
@@ -61,7 +62,7 @@ def examine(
     Args:
         own: what the orchestrator, rank 0, does.
         states: of all workers.
-        limit: seconds that a rank may be silent, or stand in one round.
+        limit: seconds that a rank may be silent, or that all ranks in a round may stand still.
         patience: seconds of silence, some beats long, after which a rank may turn out to be silent.
         stacks: of the ranks that answered, where they were asked; else None.
 
@@ -78,13 +79,13 @@ def examine(
     if own.phase is Phase.SCHEDULING and own.phase_seconds > limit:
         return Accusation((0,), f"stands still {own.words} for longer than {limit:g} s")
     busy = [state for state in present if state.doing is not None and state.doing.phase.is_in_round]
-    is_late = any(state.doing is not None and state.doing.round_seconds > limit for state in busy)
-    is_stuck = not busy and _all_wait(own, present, limit)
-    if not is_late and not is_stuck:
+    stands_still = bool(busy) and all(state.doing is not None and state.doing.still_seconds > limit for state in busy)
+    is_lost = not busy and _all_wait(own, present, limit)
+    if not stands_still and not is_lost:
         return None
     if any(state.silent_seconds > patience or state.closed_seconds is not None for state in present):
-        return None  # the late ranks may be waiting for that one: its time will be up soon, or it will answer
-    if is_stuck:
+        return None  # the others may be waiting for that one: its time will be up soon, or it will answer
+    if is_lost:
         return _find_lost_message(own, present, limit)
     return StacksWanted() if stacks is None else _find_late(own, present, busy, limit, stacks)
 
@@ -102,7 +103,7 @@ def find_broken(states: Sequence[RankState]) -> Accusation | None:
 def _find_late(
     own: Doing, present: Sequence[RankState], busy: Sequence[RankState], limit: float, stacks: Mapping[int, Stack]
 ) -> Accusation:
-    """Accuse the rank that the others of a late round wait for."""
+    """Accuse the rank that the others of a round that stands still wait for."""
 
     def standing(state: RankState) -> tuple[bool, int, int, int]:
         assert state.doing is not None
@@ -117,7 +118,7 @@ def _find_late(
         if behind and own.round_index >= first.doing.round_index:
             return _plan_lost(behind, first.doing.round_index)
     note = "; every rank waits for another" if standing(first)[0] else ""
-    return Accusation((first.rank,), f"{first.doing.words} for longer than {limit:g} s{note}")
+    return Accusation((first.rank,), f"stands still {first.doing.words} for longer than {limit:g} s{note}")
 
 
 def _all_wait(own: Doing, present: Sequence[RankState], limit: float) -> bool:

@@ -154,6 +154,7 @@ class RankStartup:
             except CheckpointError as error:
                 raise CheckpointError(f"{role}: {error}") from None
             done += size
+            model.on_layer = self._activity.advance
             self._engines[role] = _LoadedEngine(model, loaded, communicator)
         self._activity.start(Phase.LOADED)
         return blocks
