@@ -32,6 +32,7 @@ from launch.mpi.steps import STARTED, StepWatch, say_hello
 from launch.mpi.steps import VARIABLE as STEPS_VARIABLE
 from launch.mpi.supervise import STUCK_GRACE_SECONDS, supervise
 from launch.placement.devices import count_host_slots
+from parallel import abort
 from parallel.mpi_rank import MpiRank, find_mpi_rank
 from parallel.topology import Topology
 from trtrun.config import RuntimeConfig
@@ -195,6 +196,8 @@ def print_error(line: str) -> None:
 
 def finish_mpi() -> None:
     """End MPI on rank 0 once the ranks are let go: they wait for it, and their waiting burns cores."""
+    if abort.aborts_at_exit():
+        return
     module = sys.modules.get("mpi4py.MPI")
     if module is not None and module.Is_initialized() and not module.Is_finalized():
         module.Finalize()

@@ -1,9 +1,10 @@
 """The heartbeat between rank 0 and the workers: TCP beside MPI, so that it goes on while MPI calls hang.
 
-A worker's thread sends a beat about once a second with what the worker's main thread does, and rank 0 answers each. The
-worker ends itself when rank 0 is silent or gone; rank 0 (`heartbeat_server`) ends the job when a worker is. Where a
-process's threads cannot run at all, because a native call keeps the interpreter's lock, a timer of C code writes its
-stacks to stderr. It knows ranks, hosts and phases; it does not know what rounds are for.
+A worker's thread sends a beat about once a second with what the worker's main thread does, and rank 0 answers each; a
+worker that fails says so in a beat, with the cause. The worker ends itself when rank 0 is silent or gone; rank 0
+(`heartbeat_server`) lets the job fail when a worker is. Where a process's threads cannot run at all, because a native
+call keeps the interpreter's lock, a timer of C code writes its stacks to stderr. It knows ranks, hosts and phases; it
+does not know what rounds are for.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ logger.addHandler(logging.NullHandler())
 
 LAST_WORD_SECONDS = 5.0
 """How long workers wait before they say what another rank most likely says too, in a job that is being ended."""
+
+LONGEST_CAUSE = 10_000
+"""Characters of a failure's cause."""
 
 LISTEN_SECONDS = 1.0
 """How much longer rank 0 may be silent than a worker, so that its stacks are written before its workers end the job."""
@@ -132,6 +136,7 @@ class HeartbeatClient:
         self._start_deadline = time.monotonic() + start_seconds
         self._beat = beat_seconds(limit)
         self._orchestrator = Doing()
+        self._failure: str | None = None
         self._closing = threading.Event()
         self._waker, self._wakes = socket.socketpair()
         beat = named(self._run, f"heartbeat of {names.own}")
@@ -142,6 +147,16 @@ class HeartbeatClient:
         """Tell rank 0 now, not with the next beat, what the main thread does."""
         with suppress(OSError):
             self._waker.send(b"x")
+
+    def fail(self, cause: str) -> None:
+        """Tell rank 0 that this rank has failed, and wait, asleep, for the end.
+
+        Rank 0 ends this process when its own program is over; where rank 0 is gone, the thread does. Returns only where
+        rank 0 lets its workers go all the same.
+        """
+        self._failure = cause[:LONGEST_CAUSE]
+        self.beat()
+        self._thread.join()
 
     def close(self) -> None:
         """Say goodbye to rank 0 and stop beating."""
@@ -155,7 +170,8 @@ class HeartbeatClient:
         while not (is_released or self._closing.is_set()):
             if now >= beat_due:
                 self._write_stacks_if_stuck(now)
-                self._lines.send({"doing": self._activity.look().as_dict()})
+                failure = {} if self._failure is None else {"failed": self._failure}
+                self._lines.send({"doing": self._activity.look().as_dict(), **failure})
                 beat_due = now + self._beat
             ends: list[LineSocket | socket.socket] = [self._wakes]
             if not self._lines.is_closed:

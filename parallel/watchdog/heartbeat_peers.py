@@ -42,6 +42,7 @@ class _Worker:
     doing: Doing | None = None
     closed: float | None = None
     has_left: bool = False
+    failure: str | None = None
     stack: Stack | None = None
     answered: int = -1
 
@@ -104,6 +105,11 @@ class Peers:
             )
             for rank, worker in self._workers.items()
         ]
+
+    def first_failure(self) -> tuple[int, str] | None:
+        """A worker that has told of its failure, and the cause; None while there is none."""
+        failed = ((rank, worker.failure) for rank, worker in self._workers.items() if worker.failure is not None)
+        return next(failed, None)
 
     def forgive(self) -> None:
         """Count silence from now on."""
@@ -205,6 +211,8 @@ class Peers:
 
     def _hear(self, peer: _Peer, worker: _Worker, message: dict[str, Any]) -> None:
         worker.heard = time.monotonic()
+        if "failed" in message and worker.failure is None:
+            worker.failure = str(message["failed"])
         if "doing" in message:
             with suppress(TypeError, ValueError):
                 worker.doing = Doing.from_dict(message["doing"])

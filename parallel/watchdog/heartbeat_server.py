@@ -1,8 +1,10 @@
-"""Rank 0's end of the heartbeat: it watches the start and then every round, and ends the job when a rank is late.
+"""Rank 0's end of the heartbeat: it watches the start and then every round, and finds the rank that fails.
 
 One thread that never touches MPI, except to end the job, so it works while the main thread hangs in a call. It starts
 before anything is exchanged and watches the start against a deadline; from then on it watches for ranks that are silent
-or stand still. Who is at fault is decided in `culprit`; the workers' end is in `heartbeat`.
+or stand still, and it hears from workers that have failed. What it finds the main thread takes, to end the job in its
+own way; where that does not come to take it, the thread ends the job itself. Who is at fault is decided in `culprit`;
+the workers' end is in `heartbeat`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from dataclasses import dataclass
 
 from parallel import abort
 from parallel.topology import Topology
@@ -24,6 +26,10 @@ TURNS_IN_BEAT = 2
 PATIENCE_BEATS = 4
 STACK_SECONDS = 2.0
 """How long ranks may take to send their stacks; one that cannot writes its own to stderr (see `dump_seconds`)."""
+
+TAKE_SECONDS = 3.0
+"""How long the main thread may take to see a failure before the thread ends the job. A program that has the word
+between two calls may take as long as it likes."""
 
 LEAVING_SECONDS = 10.0
 GOODBYE_SECONDS = 1.0
@@ -39,6 +45,19 @@ def dump_seconds(limit: float) -> float:
     """Seconds without a beat after which C code writes a process's stacks: once its silence is noticed, but before the
     job ends for it."""
     return limit + 0.25 * STACK_SECONDS
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ends a job.
+
+    Attributes:
+        line: names the rank and the cause: "target rank 2 (node2 cuda:0) failed: silent for 60 s, last seen …".
+        stacks: text of the ranks' stacks, those at fault first; empty where the rank itself told the cause.
+    """
+
+    line: str
+    stacks: str = ""
 
 
 class HeartbeatServer:
@@ -64,6 +83,9 @@ class HeartbeatServer:
         self._closing = threading.Event()
         self._said_goodbye = threading.Event()
         self._is_over = threading.Event()
+        self._failure: Failure | None = None
+        self._is_taken = False
+        self._take_due = 0.0
         self._peers = Peers([rank for rank in topology.worker_ranks if rank != 0], activity)
         watch = named(self._watch, f"heartbeat of {topology.describe(0)}")
         threading.Thread(target=abort.guarded(watch), name="heartbeat", daemon=True).start()
@@ -92,8 +114,23 @@ class HeartbeatServer:
         self._is_up.set()
         self._peers.wake()
 
+    def has_failed(self) -> bool:
+        """Whether a failure has been found. Cheap: for those who wait."""
+        return self._failure is not None
+
+    def take_failure(self) -> Failure | None:
+        """The failure, if there is one: the caller sees to the end of the job, and the thread does not."""
+        self._is_taken = self._failure is not None
+        return self._failure
+
     def close(self) -> None:
-        """Watch no longer, tell the workers so, and wait until they have left: the end of MPI lets no thread run."""
+        """Watch no longer, tell the workers so, and wait until they have left: the end of MPI lets no thread run.
+
+        After a failure there is nobody to wait for: workers hang where the failed one left them. They hear beats as
+        before, and end with this process.
+        """
+        if self.has_failed():
+            return
         self._closing.set()
         self._peers.wake()
         self._said_goodbye.wait(timeout=LEAVING_SECONDS)
@@ -115,7 +152,11 @@ class HeartbeatServer:
                 self._peers.forgive()
                 was_up = self._is_up.is_set()
             turned = now
-            if was_up:
+            if self._failure is not None:
+                self._await_taking(self._failure)
+            elif (told := self._peers.first_failure()) is not None:
+                self._find(Failure(f"{self._topology.describe(told[0])} failed: {told[1]}"))
+            elif was_up:
                 self._judge()
             else:
                 self._judge_start()
@@ -127,8 +168,8 @@ class HeartbeatServer:
             late = late_starters(self._activity.look(), states, self._patience)
             places = "; ".join(f"{self._topology.describe(rank)}: {words}" for rank, words in late)
             line = f"the job has not started within {self._start_seconds:g} s (launch.start_seconds): {places}"
-            self._end(line, [rank for rank, _ in late])
-        if broken := find_broken(states):
+            self._find(Failure(line, self._take_stacks([rank for rank, _ in late])))
+        elif broken := find_broken(states):
             self._accuse(broken)
 
     def _judge(self) -> None:
@@ -141,8 +182,7 @@ class HeartbeatServer:
         if isinstance(finding, Accusation):
             self._accuse(finding)
 
-    def _accuse(self, accusation: Accusation) -> NoReturn:
-        """End the job: "target rank 2 (node2 cuda:0) failed: silent for 60 s, last seen in round 17 (verifying)"."""
+    def _accuse(self, accusation: Accusation) -> None:
         rank, *others = accusation.ranks
         line = f"{self._topology.describe(rank)} failed: {accusation.cause}"
         host = self._topology.host(rank)
@@ -151,16 +191,28 @@ class HeartbeatServer:
             others = [other for other in others if self._topology.host(other) != host]
         if others:
             line += f"; so for {', '.join(map(self._topology.describe, others))}"
-        self._end(line, accusation.ranks)
+        self._find(Failure(line, self._take_stacks(accusation.ranks)))
 
-    def _end(self, line: str, first: Sequence[int]) -> NoReturn:
-        """Say the line, then the stacks of all ranks that answer, some of them first; end the job."""
-        abort.begin_ending()
-        abort.say(f"trtrun: {line}\n")
+    def _take_stacks(self, first: Sequence[int]) -> str:
+        """The stacks of all ranks that answer, some of them first."""
         stacks = {0: main_stack(), **self._peers.gather_stacks(STACK_SECONDS)}
         order = sorted(stacks, key=lambda rank: (rank not in first, rank))
-        abort.say(show_stacks({self._topology.describe(rank): stacks[rank] for rank in order}))
-        abort.end_world()
+        return show_stacks({self._topology.describe(rank): stacks[rank] for rank in order})
+
+    def _find(self, failure: Failure) -> None:
+        self._take_due = time.monotonic() + TAKE_SECONDS
+        self._failure = failure
+
+    def _await_taking(self, failure: Failure) -> None:
+        """End the job where the main thread does not see to it: it hangs, in MPI or elsewhere."""
+        if self._activity.look().is_idle:
+            self._take_due = time.monotonic() + TAKE_SECONDS
+        if not self._is_taken and time.monotonic() > self._take_due:
+            abort.begin_ending()
+            abort.say(f"trtrun: {failure.line}\n")
+            if failure.stacks:
+                abort.say(failure.stacks)
+            abort.end_world()
 
     def _leave(self) -> None:
         """Say goodbye, and stay until all are gone: a socket closed with a beat unread would take the goodbye along."""

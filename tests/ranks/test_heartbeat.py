@@ -57,8 +57,12 @@ def case(models: dict[str, str], kind: str, rank: int, **more: object) -> dict[s
 
 
 def own_lines(stderr: str) -> list[str]:
-    """What trtrun said itself, without the stacks. mpirun may leave a NUL byte before a line."""
-    return [line.strip("\0") for line in stderr.splitlines() if "trtrun: " in line]
+    """What trtrun said itself, without the stacks, or as the exception that ended the program: both as "trtrun: …".
+
+    mpirun may leave a NUL byte before a line.
+    """
+    lines = [line.strip("\0").replace("trtrun.errors.RankFailedError: ", "trtrun: ") for line in stderr.splitlines()]
+    return [line for line in lines if "trtrun: " in line]
 
 
 def stack_of(stderr: str, name: str) -> str:

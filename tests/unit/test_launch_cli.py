@@ -11,9 +11,10 @@ import pytest
 import launch.mpi.job
 from launch.cli import guarded, leave
 from launch.exit_codes import MEANINGS, ExitCode, FailedError, describe_exit_codes, status_of_signal
+from parallel import abort
 from parallel.errors import ShardingError
 from parallel.mpi_rank import find_mpi_rank
-from trtrun.errors import CheckpointError
+from trtrun.errors import CheckpointError, RankFailedError
 
 
 def raising(error: BaseException) -> int:
@@ -43,6 +44,13 @@ def test_what_the_user_did_is_one_line(
     assert capsys.readouterr().err == said
 
 
+def test_a_failed_rank_is_one_line_with_the_ranks_stacks_below(capsys: pytest.CaptureFixture[str]) -> None:
+    error = RankFailedError("target rank 2 (cpu:1) failed: silent for 60 s")
+    error.add_note("--- main thread of target rank 2 (cpu:1), innermost call last:\n  here")
+    assert raising(error) == 1
+    assert capsys.readouterr().err.splitlines() == [f"trtrun: {error}", *error.__notes__[0].splitlines()]
+
+
 def test_a_defect_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(RuntimeError("a defect")) == 1
     assert "Traceback" in capsys.readouterr().err
@@ -51,7 +59,8 @@ def test_a_defect_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(("status", "aborts"), [(0, []), (2, [2])])
 def test_a_rank_that_fails_aborts_its_job(monkeypatch: pytest.MonkeyPatch, status: int, aborts: list[int]) -> None:
     seen: list[int] = []
-    monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace(_set_abort_status=seen.append))
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace())
+    monkeypatch.setattr(abort, "abort_at_exit", seen.append)
     with pytest.raises(SystemExit) as raised:
         leave(status)
     assert (raised.value.code, seen) == (status, aborts)

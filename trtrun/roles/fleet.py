@@ -13,9 +13,9 @@ from typing import Protocol
 
 from parallel.control import ControlPlane
 from parallel.watchdog.activity import Activity, Phase
-from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.core import RoundPlan
 from trtrun.errors import RankFailedError
+from trtrun.roles.failures import RankFailures
 from trtrun.roles.worker import Worker
 from trtrun.wire import RoundReport, decode_plan, decode_report, encode_plan
 
@@ -24,7 +24,11 @@ class Fleet(Protocol):
     """All engine ranks, as the orchestrator sees them."""
 
     def publish(self, plan: RoundPlan) -> None:
-        """Send a plan to every engine rank, without waiting."""
+        """Send a plan to every engine rank, without waiting.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
         ...
 
     def collect(self) -> RoundReport:
@@ -36,11 +40,15 @@ class Fleet(Protocol):
         ...
 
     def stepping(self) -> AbstractContextManager[None]:
-        """The time in which the orchestrator must not stand still; outside of it the user's program has the word."""
+        """The time in which the orchestrator must not stand still; outside of it the user's program has the word.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
         ...
 
     def close(self) -> None:
-        """Let the engine ranks end."""
+        """Let the engine ranks end; after a failure they end with this process."""
         ...
 
 
@@ -77,18 +85,19 @@ class MpiFleet:
     Args:
         control: the control plane.
         activity: of this process, the orchestrator.
-        heartbeat: rank 0's end, which ends with the fleet; None where nobody watches.
+        failures: of the ranks.
     """
 
-    def __init__(self, control: ControlPlane, activity: Activity, heartbeat: HeartbeatServer | None = None) -> None:
+    def __init__(self, control: ControlPlane, activity: Activity, failures: RankFailures) -> None:
         self._control = control
         self._activity = activity
-        self._heartbeat = heartbeat
+        self._failures = failures
         self._published = -1
         self._is_stepping = False
 
     def publish(self, plan: RoundPlan) -> None:
         """See Fleet."""
+        self._failures.check()
         self._published = plan.round_index
         self._control.publish(encode_plan(plan))
 
@@ -96,16 +105,14 @@ class MpiFleet:
         """See Fleet."""
         self._activity.enter(self._published, Phase.AWAITING_REPORT)
         try:
-            while True:
-                received = self._control.collect(timeout=None)
-                if received is not None:
-                    return decode_report(received.payload)
+            return decode_report(self._failures.collect(self._control).payload)
         finally:
             self._leave()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """See Fleet."""
+        self._failures.check()
         self._is_stepping = True
         self._activity.enter(self._published, Phase.SCHEDULING)
         try:
@@ -116,9 +123,7 @@ class MpiFleet:
 
     def close(self) -> None:
         """See Fleet."""
-        self._control.shut_down()
-        if self._heartbeat is not None:
-            self._heartbeat.close()
+        self._failures.close(self._control)
 
     def _leave(self) -> None:
         if self._is_stepping:

@@ -6,12 +6,14 @@ to the end. It does not know requests.
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from parallel import abort
 from parallel.control import ControlPlane
 from parallel.groups import open_groups
 from parallel.mpi_rank import find_mpi_rank
@@ -22,6 +24,7 @@ from parallel.watchdog.heartbeat import invite_workers, join_heartbeat
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.config import RuntimeConfig
 from trtrun.outputs import RankReport, StartReport
+from trtrun.roles.failures import RankFailures
 from trtrun.roles.fleet import Fleet, MpiFleet, SoloFleet, serve
 from trtrun.roles.rendezvous import start_orchestrator, start_worker
 from trtrun.roles.startup import Progress, RankStartup, device_of
@@ -30,6 +33,10 @@ from trtrun.topology import make_topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+logger = logging.getLogger(__name__)
+# A program that sets up no logging reads of a failure in its RankFailedError: Python would print it there once more.
+logger.addHandler(logging.NullHandler())
 
 
 @dataclass
@@ -55,7 +62,8 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> Job | None:
 
     Raises:
         TopologyError: the MPI world has another size than the devices need.
-        TrtrunError: on the orchestrator, when any rank could not start.
+        StartError: on the orchestrator, when any rank could not start.
+        RankFailedError: on the orchestrator, when any rank failed while it started, or the start takes too long.
     """
     topology = make_topology(config)
     if topology.world_size == 1 and find_mpi_rank() is None:
@@ -75,7 +83,8 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> Job | None:
     try:
         _run_worker(config, topology, control, world)
     except Exception as error:
-        control.abort(f"{type(error).__name__}: {error}")
+        # Rank 0 is not told, or has let this rank go: there is no other way to end the job.
+        control.abort(_cause(error))
     return None
 
 
@@ -91,6 +100,7 @@ def _open_orchestrator(
     config: RuntimeConfig, topology: Topology, world: MPI.Intracomm, progress: Progress | None
 ) -> Job:
     """Rank 0 without a device: start the others, under a deadline from here on."""
+    abort.stand_by()
     activity = Activity()
     limit = config.launch.heartbeat_seconds
     # Before anything collective: a rank that never comes must not keep this one from saying so.
@@ -102,13 +112,14 @@ def _open_orchestrator(
         open_groups(world, topology, torch.device("cpu"))
         control.warm_up()
         activity.start(Phase.LOADED)
-        blocks, reports = start_orchestrator(control, topology, progress)
+        failures = RankFailures(heartbeat)
+        blocks, reports = start_orchestrator(control, topology, failures, progress)
     except BaseException:
         heartbeat.close()
         raise
     activity.rest()
     heartbeat.finish_start()
-    return Job(MpiFleet(control, activity, heartbeat), blocks, StartReport((_orchestrator_report(), *reports)))
+    return Job(MpiFleet(control, activity, failures), blocks, StartReport((_orchestrator_report(), *reports)))
 
 
 def _run_worker(config: RuntimeConfig, topology: Topology, control: ControlPlane, world: MPI.Intracomm) -> None:
@@ -121,12 +132,22 @@ def _run_worker(config: RuntimeConfig, topology: Topology, control: ControlPlane
     groups = open_groups(world, topology, device_of(slot))
     verify_groups(groups, topology, world.rank)
     control.warm_up()
-    worker = start_worker(control, lambda: RankStartup(config, topology, world.rank, groups, activity))
-    if worker is not None:
-        heartbeat.beat()
-        serve(control, worker)
-        worker.close()
+    try:
+        worker = start_worker(control, lambda: RankStartup(config, topology, world.rank, groups, activity))
+        if worker is not None:
+            heartbeat.beat()
+            serve(control, worker)
+            worker.close()
+    except Exception as error:
+        logger.error("this rank failed", exc_info=True, extra={"file_only": True})
+        heartbeat.fail(_cause(error))
+        raise
     heartbeat.close()
+
+
+def _cause(error: Exception) -> str:
+    """An exception as one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _orchestrator_report() -> RankReport:
