@@ -21,7 +21,7 @@ from launch.commands.run import run
 from launch.commands.slurm import cancel, status, submit
 from launch.exit_codes import ExitCode, FailedError, describe_exit_codes, status_of_signal
 from launch.logs import FILE_ONLY
-from launch.mpi.steps import say_hello
+from launch.mpi.start_progress import say_hello
 from parallel import abort
 from parallel.errors import ParallelError
 from trtrun import __version__

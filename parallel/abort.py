@@ -111,7 +111,7 @@ def _abort_if_failed() -> None:
         end_world(_exit_status)
 
 
-def guarded(work: Callable[[], None]) -> Callable[[], None]:
+def ending_on_error(work: Callable[[], None]) -> Callable[[], None]:
     """`work` for a thread: an exception in it is a defect, and ends the job instead of the thread alone."""
 
     def run() -> None:

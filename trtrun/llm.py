@@ -87,7 +87,7 @@ class LLM:
         self._limits = _limits(self.config, model, draft_model, job.num_blocks)
         self._orchestrator = Orchestrator(
             Scheduler(self._limits),
-            job.fleet,
+            job.engine_ranks,
             self.tokenizer,
             self.config.scheduler.plans_ahead,
             Pacer(self.config.speculation.draft_len) if self.config.is_paced else None,

@@ -27,9 +27,9 @@ from launch.mpi.mpirun import (
     show_command,
     ssh_arguments,
 )
-from launch.mpi.stale_folders import remove_leftovers
-from launch.mpi.steps import STARTED, StepWatch, say_hello
-from launch.mpi.steps import VARIABLE as STEPS_VARIABLE
+from launch.mpi.stale_folders import remove_stale_folders
+from launch.mpi.start_progress import STARTED, StartWatch, say_hello
+from launch.mpi.start_progress import VARIABLE as STEPS_VARIABLE
 from launch.mpi.supervise import STUCK_GRACE_SECONDS, supervise
 from launch.placement.devices import count_host_slots
 from parallel import abort
@@ -116,7 +116,7 @@ class Job:
             hosts = list(remote_hosts(self.topology))
             check_hosts(hosts, ssh_arguments(launch), {**forwarded, **launch.choice.environment})
         drain_seconds = section.drain_seconds if self.drains else None
-        remove_leftovers(environment)
+        remove_stale_folders(environment)
         return supervise(command, environment, self.topology.describe, drain_seconds, self._watch_steps())
 
     def enter(self, check: Callable[[], None]) -> int | None:
@@ -149,14 +149,14 @@ class Job:
         check()
         return self._supervise()
 
-    def _watch_steps(self) -> StepWatch:
+    def _watch_steps(self) -> StartWatch:
         """Who names the ranks that are stuck before they work."""
         launch = self.config.launch
         if self.is_check:
             # The end of the job comes out of the same time.
             seconds = max(launch.check_seconds / 2, launch.check_seconds - STUCK_GRACE_SECONDS - 2)
-            return StepWatch(self.topology.describe, self.topology.world_size, seconds, "the check", STARTED)
-        return StepWatch(self.topology.describe, self.topology.world_size, launch.start_seconds, "the start")
+            return StartWatch(self.topology.describe, self.topology.world_size, seconds, "the check", STARTED)
+        return StartWatch(self.topology.describe, self.topology.world_size, launch.start_seconds, "the start")
 
     def _check_size(self, place: MpiRank) -> None:
         if place.size != self.topology.world_size:

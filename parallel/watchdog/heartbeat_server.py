@@ -3,7 +3,7 @@
 One thread that never touches MPI, except to end the job, so it works while the main thread hangs in a call. It starts
 before anything is exchanged and watches the start against a deadline; from then on it watches for ranks that are silent
 or stand still, and it hears from workers that have failed. What it finds the main thread takes, to end the job in its
-own way; where that does not come to take it, the thread ends the job itself. Who is at fault is decided in `culprit`;
+own way; where that does not come to take it, the thread ends the job itself. Who is at fault is decided in `blame`;
 the workers' end is in `heartbeat`.
 """
 
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from parallel import abort
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity
-from parallel.watchdog.culprit import Accusation, StacksWanted, examine, find_broken, late_starters
-from parallel.watchdog.heartbeat_peers import Peers
-from parallel.watchdog.lines import listen
+from parallel.watchdog.blame import Accusation, StacksWanted, examine, find_broken, late_starters
+from parallel.watchdog.connections import WorkerConnections
+from parallel.watchdog.message_socket import listen
 from parallel.watchdog.stacks import main_stack, named, show_stacks
 
 TURNS_IN_BEAT = 2
@@ -86,16 +86,16 @@ class HeartbeatServer:
         self._failure: Failure | None = None
         self._is_taken = False
         self._take_due = 0.0
-        self._peers = Peers([rank for rank in topology.worker_ranks if rank != 0], activity)
+        self._workers = WorkerConnections([rank for rank in topology.worker_ranks if rank != 0], activity)
         watch = named(self._watch, f"heartbeat of {topology.describe(0)}")
-        threading.Thread(target=abort.guarded(watch), name="heartbeat", daemon=True).start()
+        threading.Thread(target=abort.ending_on_error(watch), name="heartbeat", daemon=True).start()
 
     # From the main thread.
 
     @property
     def token(self) -> str:
         """What workers must know."""
-        return self._peers.token
+        return self._workers.token
 
     @property
     def start_seconds_left(self) -> float:
@@ -106,13 +106,13 @@ class HeartbeatServer:
         """Accept connections from now on: of this host, or of all hosts. Returns the port."""
         listener = listen(everywhere)
         port = int(listener.getsockname()[1])
-        self._peers.add_listener(listener)
+        self._workers.add_listener(listener)
         return port
 
     def finish_start(self) -> None:
         """Every rank is up: the deadline of the start is met, beats count."""
         self._is_up.set()
-        self._peers.wake()
+        self._workers.wake()
 
     def has_failed(self) -> bool:
         """Whether a failure has been found. Cheap: for those who wait."""
@@ -132,7 +132,7 @@ class HeartbeatServer:
         if self.has_failed():
             return
         self._closing.set()
-        self._peers.wake()
+        self._workers.wake()
         self._said_goodbye.wait(timeout=LEAVING_SECONDS)
         self._is_over.wait(timeout=GOODBYE_SECONDS)
 
@@ -145,16 +145,16 @@ class HeartbeatServer:
             if now >= dump_due:
                 abort.write_stacks_after(dump_seconds(self._limit))
                 dump_due = now + self._beat
-            self._peers.serve(self._beat / TURNS_IN_BEAT)
+            self._workers.serve(self._beat / TURNS_IN_BEAT)
             now = time.monotonic()
             # Who could not listen must not judge: this process was stopped, or its threads could not run.
             if now - turned > self._patience or self._is_up.is_set() != was_up:
-                self._peers.forgive()
+                self._workers.forgive()
                 was_up = self._is_up.is_set()
             turned = now
             if self._failure is not None:
                 self._await_taking(self._failure)
-            elif (told := self._peers.first_failure()) is not None:
+            elif (told := self._workers.first_failure()) is not None:
                 self._find(Failure(f"{self._topology.describe(told[0])} failed: {told[1]}"))
             elif was_up:
                 self._judge()
@@ -163,7 +163,7 @@ class HeartbeatServer:
         self._leave()
 
     def _judge_start(self) -> None:
-        states = self._peers.states()
+        states = self._workers.states()
         if self.start_seconds_left <= 0:
             late = late_starters(self._activity.look(), states, self._patience)
             places = "; ".join(f"{self._topology.describe(rank)}: {words}" for rank, words in late)
@@ -173,12 +173,12 @@ class HeartbeatServer:
             self._accuse(broken)
 
     def _judge(self) -> None:
-        finding = examine(self._activity.look(), self._peers.states(), self._limit, self._patience)
+        finding = examine(self._activity.look(), self._workers.states(), self._limit, self._patience)
         if isinstance(finding, StacksWanted):
-            self._peers.new_question()
-            stacks = self._peers.gather_stacks(STACK_SECONDS)
+            self._workers.new_question()
+            stacks = self._workers.gather_stacks(STACK_SECONDS)
             # Meanwhile the round may have ended, or a rank may have fallen silent.
-            finding = examine(self._activity.look(), self._peers.states(), self._limit, self._patience, stacks)
+            finding = examine(self._activity.look(), self._workers.states(), self._limit, self._patience, stacks)
         if isinstance(finding, Accusation):
             self._accuse(finding)
 
@@ -195,7 +195,7 @@ class HeartbeatServer:
 
     def _take_stacks(self, first: Sequence[int]) -> str:
         """The stacks of all ranks that answer, some of them first."""
-        stacks = {0: main_stack(), **self._peers.gather_stacks(STACK_SECONDS)}
+        stacks = {0: main_stack(), **self._workers.gather_stacks(STACK_SECONDS)}
         order = sorted(stacks, key=lambda rank: (rank not in first, rank))
         return show_stacks({self._topology.describe(rank): stacks[rank] for rank in order})
 
@@ -217,10 +217,10 @@ class HeartbeatServer:
     def _leave(self) -> None:
         """Say goodbye, and stay until all are gone: a socket closed with a beat unread would take the goodbye along."""
         abort.cancel_stacks()
-        self._peers.say_goodbye()
+        self._workers.say_goodbye()
         self._said_goodbye.set()
         deadline = time.monotonic() + LEAVING_SECONDS
-        while not self._peers.all_are_gone and time.monotonic() < deadline:
-            self._peers.serve(self._beat)
-        self._peers.close()
+        while not self._workers.all_are_gone and time.monotonic() < deadline:
+            self._workers.serve(self._beat)
+        self._workers.close()
         self._is_over.set()

@@ -1,7 +1,7 @@
 """One rank's whole job: which communicators it opens, what it starts, what it runs until the end.
 
-It joins the pieces: `open_job` gives the orchestrator a fleet, in one process or over MPI, and on worker ranks it runs
-to the end. It does not know requests.
+It joins the pieces: `open_job` gives the orchestrator its engine ranks, in one process or over MPI, and on worker ranks
+it runs to the end. It does not know requests.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from parallel.watchdog.heartbeat import invite_workers, join_heartbeat
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.config import RuntimeConfig
 from trtrun.outputs import RankReport, StartReport
+from trtrun.roles.engine_ranks import EngineRanks, MpiRanks, SoloRanks, serve
 from trtrun.roles.failures import RankFailures
-from trtrun.roles.fleet import Fleet, MpiFleet, SoloFleet, serve
 from trtrun.roles.rendezvous import start_orchestrator, start_worker
 from trtrun.roles.startup import Progress, RankStartup, device_of
 from trtrun.threads import threads_per_slot
@@ -44,12 +44,12 @@ class Job:
     """What the orchestrator has once every rank is up.
 
     Attributes:
-        fleet: the engine ranks.
+        engine_ranks: as the orchestrator sees them.
         num_blocks: blocks of every KV store, the null block included.
         report: what each rank holds.
     """
 
-    fleet: Fleet
+    engine_ranks: EngineRanks
     num_blocks: int
     report: StartReport
 
@@ -93,7 +93,7 @@ def _open_solo(config: RuntimeConfig, topology: Topology, progress: Progress | N
     startup = RankStartup(config, topology, 0, groups)
     blocks = startup.load(progress or (lambda done, total: None))
     worker, report = startup.finish(blocks)
-    return Job(SoloFleet(worker), blocks, StartReport((report,)))
+    return Job(SoloRanks(worker), blocks, StartReport((report,)))
 
 
 def _open_orchestrator(
@@ -119,7 +119,7 @@ def _open_orchestrator(
         raise
     activity.rest()
     heartbeat.finish_start()
-    return Job(MpiFleet(control, activity, failures), blocks, StartReport((_orchestrator_report(), *reports)))
+    return Job(MpiRanks(control, activity, failures), blocks, StartReport((_orchestrator_report(), *reports)))
 
 
 def _run_worker(config: RuntimeConfig, topology: Topology, control: ControlPlane, world: MPI.Intracomm) -> None:

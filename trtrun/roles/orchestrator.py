@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from trtrun.core import FinishReason, Request, RequestStatistics, RoundPlan, TokenLogprobs
-from trtrun.roles.fleet import Fleet
+from trtrun.roles.engine_ranks import EngineRanks
 from trtrun.scheduling.scheduler import RowResult, RunningRequest, Scheduler
 from trtrun.speculation.cycle import commit_round
 from trtrun.speculation.pacing import Pacer
@@ -111,7 +111,7 @@ class Orchestrator:
     def __init__(
         self,
         scheduler: Scheduler,
-        fleet: Fleet,
+        fleet: EngineRanks,
         tokenizer: Tokenizer | None,
         plans_ahead: int,
         pacer: Pacer | None = None,

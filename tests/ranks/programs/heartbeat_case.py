@@ -26,7 +26,7 @@ from mpi4py import MPI
 from pipelines import configuration, prompt_of
 
 from parallel.watchdog.heartbeat_server import HeartbeatServer
-from parallel.watchdog.lines import listen
+from parallel.watchdog.message_socket import listen
 from trtrun import LLM, SamplingParams
 from trtrun.engine.runner import Engine
 from trtrun.models.decoder import CausalLM, DecoderLayer

@@ -45,7 +45,7 @@ def has_parent() -> bool:
     return os.environ.get(VARIABLE) == "1" and find_mpi_rank() is not None
 
 
-class StepTeller:
+class StartProgress:
     """A rank's side. Does nothing where nobody reads marks.
 
     Used as a context: the thread that repeats the last mark ends with it.
@@ -57,7 +57,7 @@ class StepTeller:
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> StepTeller:
+    def __enter__(self) -> StartProgress:
         if self._place is not None:
             self._thread = threading.Thread(target=self._repeat, name="steps", daemon=True)
             self._thread.start()
@@ -90,7 +90,7 @@ class StepTeller:
 def say_hello() -> None:
     """A rank's first mark, before anything that can hang. It keeps the way to the parent open for later ones."""
     if has_parent():
-        StepTeller().tell(0, FIRST_STEP)
+        StartProgress().tell(0, FIRST_STEP)
 
 
 DONE = 1_000_000
@@ -120,7 +120,7 @@ class _Rank:
 
 
 @dataclass
-class StepWatch:
+class StartWatch:
     """The parent's side: takes marks out of the ranks' stderr, and knows who is stuck.
 
     Attributes:

@@ -1,6 +1,6 @@
 """The orchestrator's hands: plans go out to the engine ranks, reports come back.
 
-Two ways with one interface: `SoloFleet` runs the one worker of a single-process job in place, `MpiFleet` talks to
+Two ways with one interface: `SoloRanks` runs the one worker of a single-process job in place, `MpiRanks` talks to
 worker ranks over the control plane. Neither knows what a plan means.
 """
 
@@ -20,7 +20,7 @@ from trtrun.roles.worker import Worker
 from trtrun.wire import RoundReport, decode_plan, decode_report, encode_plan
 
 
-class Fleet(Protocol):
+class EngineRanks(Protocol):
     """All engine ranks, as the orchestrator sees them."""
 
     def publish(self, plan: RoundPlan) -> None:
@@ -52,7 +52,7 @@ class Fleet(Protocol):
         ...
 
 
-class SoloFleet:
+class SoloRanks:
     """One process with every role: a plan runs when its report is asked for."""
 
     def __init__(self, worker: Worker) -> None:
@@ -60,26 +60,26 @@ class SoloFleet:
         self._plans: deque[RoundPlan] = deque()
 
     def publish(self, plan: RoundPlan) -> None:
-        """See Fleet."""
+        """See EngineRanks."""
         self._plans.append(plan)
 
     def collect(self) -> RoundReport:
-        """See Fleet."""
+        """See EngineRanks."""
         report = self._worker.run_round(self._plans.popleft())
         if report is None:
             raise RankFailedError("the single process of this job does not lead the target engine")
         return decode_report(report)
 
     def stepping(self) -> AbstractContextManager[None]:
-        """See Fleet; nobody watches a process alone."""
+        """See EngineRanks; nobody watches a process alone."""
         return nullcontext()
 
     def close(self) -> None:
-        """See Fleet."""
+        """See EngineRanks."""
         self._plans.clear()
 
 
-class MpiFleet:
+class MpiRanks:
     """Worker ranks behind the control plane.
 
     Args:
@@ -96,13 +96,13 @@ class MpiFleet:
         self._is_stepping = False
 
     def publish(self, plan: RoundPlan) -> None:
-        """See Fleet."""
+        """See EngineRanks."""
         self._failures.check()
         self._published = plan.round_index
         self._control.publish(encode_plan(plan))
 
     def collect(self) -> RoundReport:
-        """See Fleet."""
+        """See EngineRanks."""
         self._activity.enter(self._published, Phase.AWAITING_REPORT)
         try:
             return decode_report(self._failures.collect(self._control).payload)
@@ -111,7 +111,7 @@ class MpiFleet:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """See Fleet."""
+        """See EngineRanks."""
         self._failures.check()
         self._is_stepping = True
         self._activity.enter(self._published, Phase.SCHEDULING)
@@ -122,7 +122,7 @@ class MpiFleet:
             self._activity.rest()
 
     def close(self) -> None:
-        """See Fleet."""
+        """See EngineRanks."""
         self._failures.close(self._control)
 
     def _leave(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from parallel.watchdog.activity import NO_ROUND, Doing, Phase
-from parallel.watchdog.culprit import (
+from parallel.watchdog.blame import (
     CLOSED_SECONDS,
     Accusation,
     RankState,
