@@ -58,10 +58,8 @@ def guarded(action: Callable[[], int]) -> int:
         message = error.format_message()
         hint = "; see --help" if isinstance(error, click.UsageError) else ""
         return _fail(message.rstrip(".") + hint)
-    except FailedError as error:
-        return _fail(str(error), ExitCode.FAILED)
-    except RankFailedError as error:
-        return _fail(str(error), ExitCode.FAILED, getattr(error, "__notes__", ()))
+    except (FailedError, RankFailedError) as error:
+        return _fail(str(error), ExitCode.FAILED, _notes(error))
     except (TrtrunError, ParallelError) as error:
         return _fail(str(error))
     except (KeyboardInterrupt, click.Abort):
@@ -74,6 +72,15 @@ def guarded(action: Callable[[], int]) -> int:
         traceback.print_exc()
         logger.critical("an exception that nothing caught", exc_info=True, extra=FILE_ONLY)
         return ExitCode.FAILED
+
+
+def _notes(error: BaseException | None) -> list[str]:
+    """What an error, or one that it was raised from, has to tell besides its line."""
+    notes: list[str] = []
+    while error is not None:
+        notes += getattr(error, "__notes__", ())
+        error = error.__cause__
+    return notes
 
 
 def _fail(line: str, status: ExitCode = ExitCode.REFUSED, notes: Sequence[str] = ()) -> int:

@@ -81,6 +81,20 @@ class MpiCommunicator:
             self._comm.Allgather((_memory(source), MPI.BYTE), (_memory(result), nbytes, MPI.BYTE))
         return result.to(self.device) if self._staged else result
 
+    def gather(self, tensor: torch.Tensor, root: int) -> torch.Tensor | None:
+        """Return a new [size, *tensor.shape] tensor of every rank's `tensor` at `root`, None elsewhere."""
+        check_root(self, root)
+        source = self._host_copy(tensor)
+        nbytes = source.numel() * source.element_size()
+        if self.rank != root:
+            if nbytes:
+                self._comm.Gather((_memory(source), MPI.BYTE), None, root)
+            return None
+        result = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
+        if nbytes:
+            self._comm.Gather((_memory(source), MPI.BYTE), (_memory(result), nbytes, MPI.BYTE), root)
+        return result.to(self.device) if self._staged else result
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
         """Overwrite `tensor` with rank `root`'s, in place."""
         check_root(self, root)

@@ -117,6 +117,20 @@ def test_all_gather_stacks_the_ranks_in_order(communicator: Communicator, dtype:
             assert result.is_contiguous()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gather_stacks_the_ranks_at_the_root_alone(communicator: Communicator, dtype: torch.dtype) -> None:
+    for root in range(communicator.size):
+        for shape in SHAPES:
+            expected = torch.stack([sample(rank, shape, dtype) for rank in range(communicator.size)])
+            own = sample(communicator.rank, shape, dtype).to(communicator.device)
+            for layout in (torch.Tensor.contiguous, strided):
+                result = communicator.gather(layout(own), root)
+                assert (result is None) == (communicator.rank != root)
+                if result is not None:
+                    assert same_bits(result, expected)
+                    assert result.is_contiguous()
+
+
 def test_all_gather_makes_a_new_tensor_each_time(communicator: Communicator) -> None:
     first = communicator.all_gather(torch.zeros(3, device=communicator.device))
     communicator.all_gather(torch.ones(3, device=communicator.device))
@@ -186,6 +200,8 @@ def test_wrong_peers_dtypes_and_devices_are_refused(communicator: Communicator) 
             communicator.recv(note, peer)
     with pytest.raises(CommunicatorError):
         communicator.broadcast(note, communicator.size)
+    with pytest.raises(CommunicatorError):
+        communicator.gather(note, communicator.size)
     for wrong in (note.to(torch.float64), torch.ones(1, device="meta")):
         for operation in (communicator.all_reduce, communicator.all_gather):
             with pytest.raises(CommunicatorError):

@@ -44,11 +44,18 @@ def test_what_the_user_did_is_one_line(
     assert capsys.readouterr().err == said
 
 
-def test_a_failed_rank_is_one_line_with_the_ranks_stacks_below(capsys: pytest.CaptureFixture[str]) -> None:
-    error = RankFailedError("target rank 2 (cpu:1) failed: silent for 60 s")
-    error.add_note("--- main thread of target rank 2 (cpu:1), innermost call last:\n  here")
+@pytest.mark.parametrize("is_cause", [False, True])
+def test_a_failed_rank_is_one_line_with_the_ranks_stacks_below(
+    capsys: pytest.CaptureFixture[str], is_cause: bool
+) -> None:
+    failure = RankFailedError("target rank 2 (cpu:1) failed: silent for 60 s")
+    failure.add_note("--- main thread of target rank 2 (cpu:1), innermost call last:\n  here")
+    error: Exception = failure
+    if is_cause:
+        error = FailedError(str(failure))
+        error.__cause__ = failure
     assert raising(error) == 1
-    assert capsys.readouterr().err.splitlines() == [f"trtrun: {error}", *error.__notes__[0].splitlines()]
+    assert capsys.readouterr().err.splitlines() == [f"trtrun: {error}", *failure.__notes__[0].splitlines()]
 
 
 def test_a_defect_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:

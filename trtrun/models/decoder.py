@@ -149,5 +149,5 @@ class CausalLM:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden] of `forward` → [n, vocab_size] float32 on every rank of the group."""
+        """hidden [n, hidden] of `forward` → [n, vocab_size] float32, on the ranks that read them (`VocabularyHead`)."""
         return self._head(hidden)

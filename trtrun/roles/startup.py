@@ -150,6 +150,8 @@ class RankStartup:
                     report,
                     batch_invariant=role == "target",
                     quantization=quantization_of(section),
+                    # The target's leader decides for all; draft ranks all choose, from the same logits.
+                    logits_reader=0 if role == "target" else None,
                 )
             except CheckpointError as error:
                 raise CheckpointError(f"{role}: {error}") from None
