@@ -12,7 +12,7 @@ from mpi4py import MPI
 from parallel.communicator import DTYPES, Communicator
 from parallel.errors import CommunicatorError
 from parallel.transports import open_communicator
-from parallel.transports.mpi import SLICED_BYTES, MpiCommunicator
+from parallel.transports.mpi import PIECE_BYTES, SLICED_BYTES, MpiCommunicator
 from parallel.transports.nccl import NcclCommunicator, why_not
 from parallel.transports.solo import SoloCommunicator
 
@@ -104,6 +104,20 @@ def test_the_sum_of_a_row_does_not_depend_on_the_rows_beside_it(communicator: Co
     together = communicator.all_reduce(batch)
     assert same_bits(together[5:6], alone)
     assert same_bits(few[1:2], alone)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_of_many_and_of_large_tensors_keep_little_memory(world: MPI.Intracomm, dtype: torch.dtype) -> None:
+    """A group of two gathers whole tensors: prefills of every length come by, each in a shape of its own."""
+    communicator = MpiCommunicator(world.Dup(), "test")
+    for rows in (3, 2 * PIECE_BYTES // (1024 * dtype.itemsize) + 5, *range(1000, 1040), 3):
+        expected = total(communicator.size, (rows, 1024), dtype)
+        assert same_bits(communicator.all_reduce(sample(communicator.rank, (rows, 1024), dtype)), expected), rows
+    assert 0 < communicator._memory.numel() <= communicator.size * PIECE_BYTES
+    held = {buffer[0].address for buffer in (gathered.buffer for gathered in communicator._gathered.values())}
+    assert len(held - {communicator._memory.data_ptr()}) <= 1  # large ones hold nothing
+    communicator.close()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

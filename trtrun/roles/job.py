@@ -137,7 +137,8 @@ def _run_worker(config: RuntimeConfig, topology: Topology, control: ControlPlane
         if worker is not None:
             heartbeat.beat()
             serve(control, worker)
-            worker.close()
+            worker.close()  # NCCL's communicators wait for graphs that hold their operations
+            groups.close()
     except Exception as error:
         logger.error("this rank failed", exc_info=True, extra={"file_only": True})
         heartbeat.fail(_cause(error))
