@@ -6,13 +6,10 @@ that this process has a role.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from launch.mpi.drain import CONTROL_VARIABLE
@@ -27,6 +24,7 @@ from launch.mpi.mpirun import (
     show_command,
     ssh_arguments,
 )
+from launch.mpi.parent_death import end_with_parent
 from launch.mpi.stale_folders import remove_stale_folders
 from launch.mpi.start_progress import STARTED, StartWatch, say_hello
 from launch.mpi.start_progress import VARIABLE as STEPS_VARIABLE
@@ -40,7 +38,6 @@ from trtrun.errors import TopologyError
 from trtrun.threads import threads_per_slot
 from trtrun.topology import make_topology
 
-_PR_SET_PDEATHSIG = 1
 OWN_PREFIX = "TRTRUN_"
 """Of variables by which a parent tells its ranks something."""
 
@@ -137,7 +134,8 @@ class Job:
             say_hello()
         if place is not None and not (self.nests and place.size == 1 < self.topology.world_size):
             self._check_size(place)
-            end_with_launcher()
+            # With mpirun: Open MPI notices its end only while a rank calls into it, not while one loads or computes.
+            end_with_parent()
             self._set_environment(place)
             if place.rank == 0:
                 check()
@@ -207,12 +205,3 @@ def is_reporting_rank() -> bool:
     """Whether this process may talk to the user: rank 0, or no rank at all."""
     place = find_mpi_rank()
     return place is None or place.rank == 0
-
-
-def end_with_launcher() -> None:
-    """End this rank when the mpirun that started it dies, even by SIGKILL.
-
-    Open MPI notices that only while the rank calls into it; a rank that loads or computes would stay behind.
-    """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -7,7 +7,6 @@ end.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import selectors
 import signal
@@ -22,6 +21,7 @@ from types import FrameType
 from launch.exit_codes import ExitCode, status_of_signal
 from launch.mpi.drain import CONTROL_VARIABLE, DRAIN_SIGNALS, write_order
 from launch.mpi.output_filter import OutputFilter
+from launch.mpi.parent_death import ending_with_parent
 from launch.mpi.start_progress import VARIABLE as STEPS_VARIABLE
 from launch.mpi.start_progress import StartWatch
 
@@ -39,8 +39,6 @@ STUCK_GRACE_SECONDS = 2.0
 
 PAUSE_SECONDS = 0.25
 """Text held back as a possible box of mpirun's is shown after this long without more of it."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 def supervise(
@@ -71,13 +69,12 @@ def supervise(
     orders = _Orders(drain_seconds)
     with orders.heard():
         process = subprocess.Popen(
-            list(command),
+            ending_with_parent(command),
             env=values if drain_seconds is None else {**values, CONTROL_VARIABLE: "stdin"},
             stdin=subprocess.DEVNULL if drain_seconds is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
         )
         try:
             orders.follow(process)
@@ -236,12 +233,6 @@ def _pump(
     while process.poll() is None and not is_overdue():
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=PAUSE_SECONDS)
-
-
-def _end_with_parent() -> None:
-    """In the child, before mpirun starts: ask the kernel to end it when this process dies, even by SIGKILL."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _kill_session(session: int) -> bool:

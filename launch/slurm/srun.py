@@ -50,6 +50,7 @@ def prepare_step(needs: Needs) -> Iterator[str]:
         places = [needs.hosts.index(needs.topology.host(rank)) for rank in range(needs.topology.world_size)]
         names = [f'"${{nodes[{place}]}}"' for place in places]
     yield 'export SLURM_HOSTFILE="$(mktemp)"'
+    yield """trap 'rm -f -- "$SLURM_HOSTFILE"' EXIT"""
     yield f"printf '%s\\n' {' '.join(names)} >\"$SLURM_HOSTFILE\""
 
 

@@ -20,7 +20,8 @@ from parallel.watchdog.message_socket import ANSWER_SECONDS, FEW_BYTES, MOST_BYT
 from parallel.watchdog.stacks import Stack
 
 FEWEST_STRANGERS = 64
-"""Connections that may be open without having proved who they are; as many as workers, where those are more."""
+"""Connections that may be open without having proved who they are; as many as workers, where those are more. One that
+comes beyond that takes the place of the one that has been silent for longest: a worker proves itself at once."""
 
 
 @dataclass
@@ -180,8 +181,8 @@ class WorkerConnections:
         with suppress(OSError):
             accepted, _ = listener.accept()
             if self._strangers >= max(FEWEST_STRANGERS, len(self._workers)):
-                accepted.close()
-                return
+                strangers = (connection for connection in self._connections() if connection.rank is None)
+                self._drop(min(strangers, key=lambda stranger: stranger.since))
             connection = _Connection(MessageSocket(accepted, FEW_BYTES), time.monotonic(), Challenge(self.token))
             self._strangers += 1
             self._selector.register(connection.messages, selectors.EVENT_READ, connection)

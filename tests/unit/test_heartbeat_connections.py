@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -72,6 +73,20 @@ def test_a_line_that_is_too_long_closes_the_connection() -> None:
         assert (lines.receive(), lines.is_closed) == ([{"a": 1}], False)
         theirs.sendall(b" " * 20)
         assert (lines.receive(), lines.is_closed) == ([], True)
+
+
+def test_workers_get_in_past_any_number_of_strangers_that_say_nothing(server: HeartbeatServer) -> None:
+    """Those that came first make room: none of them has long to say who it is once others wait at the door."""
+    port = server.listen(everywhere=False)
+    with ExitStack() as stack:
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=SOON)) for _ in range(200)
+        ]
+        for rank in (1, 2, 3):
+            connect(["127.0.0.1"], port, server.token, {"rank": rank}).close()
+        assert all(refused(stranger) for stranger in strangers[:100])
+        strangers[-1].settimeout(SOON)
+        assert b"nonce" in strangers[-1].recv(4096)  # the last ones may still say who they are
 
 
 def test_who_connects_and_says_nothing_is_sent_away(server: HeartbeatServer, monkeypatch: pytest.MonkeyPatch) -> None:
