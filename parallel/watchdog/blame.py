@@ -1,4 +1,7 @@
-"""Which rank holds a job up: decided from what is known of each, as pure functions.
+"""Which rank holds a job up: decided from what is known of each, as pure functions, for all who watch ranks.
+
+There are three views of a job. The parent of mpirun sees how far each rank has come before MPI connects it to anything
+(`find_stuck`); rank 0 sees the start (`late_starters`), and then every round (`examine`).
 
 Ranks of one job wait for each other, so one that hangs makes all others stand still. As long as one of them gets on,
 the round is slow and not stuck: they are judged together, by the time since any of them last got on. A rank that does
@@ -18,6 +21,13 @@ CLOSED_SECONDS = 5.0
 """How long a connection may be gone before it counts: MPI's launcher is quicker in naming a rank that was killed."""
 
 
+SILENT_SECONDS = 3.0
+"""How long a rank that tells its progress twice a second may be silent on its way to work."""
+
+FIRST_STEP = 0
+"""What every rank does first. MPI lets no thread run meanwhile: all ranks are silent in it, not only the stuck one."""
+
+
 @dataclass(frozen=True)
 class RankState:
     """What the orchestrator's process knows of one worker.
@@ -35,6 +45,28 @@ class RankState:
     silent_seconds: float = 0.0
     closed_seconds: float | None = None
     has_left: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a rank has come on its way to work, as its launcher sees it.
+
+    Attributes:
+        step: grows from step to step; FIRST_STEP is the start of MPI.
+        silent_seconds: since it was last heard of.
+        is_done: whether it has no more to tell.
+        is_stopped: whether its process is stopped, as by SIGSTOP or a debugger.
+    """
+
+    step: int
+    silent_seconds: float = 0.0
+    is_done: bool = False
+    is_stopped: bool = False
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it is stopped, or inside a call that lets no thread run."""
+        return self.silent_seconds > SILENT_SECONDS
 
 
 @dataclass(frozen=True)
@@ -163,3 +195,28 @@ def late_starters(own: Doing, states: Sequence[RankState], patience: float) -> l
         elif state.doing.phase.is_start and state.doing.phase is not Phase.LOADED:
             late.append((state.rank, state.doing.words))
     return late or [(0, own.words)]
+
+
+def find_stuck(ranks: Mapping[int, Progress], size: int) -> list[int]:
+    """Which ranks of a job of `size` hold up the others on their way to work.
+
+    Args:
+        ranks: those that were ever heard of.
+        size: ranks of the job.
+
+    Returns:
+        Ranks that were never heard of before others; then silent ones before those that wait, and of ranks that look
+        alike those that have come least far; a stopped process, which is surely the cause, alone.
+    """
+    unheard = [rank for rank in range(size) if rank not in ranks]
+    if unheard:
+        return unheard
+    busy = {rank: progress for rank, progress in ranks.items() if not progress.is_done}
+    silent = [rank for rank, progress in busy.items() if progress.is_silent]
+    # Of ranks that are all inside the start of MPI, the stopped one looks like those that wait for it.
+    candidates = silent or list(busy)
+    earliest = min(busy[rank].step for rank in candidates)
+    if not silent or earliest == FIRST_STEP:
+        candidates = [rank for rank in candidates if busy[rank].step == earliest]
+    stopped = [rank for rank in candidates if busy[rank].is_stopped]
+    return sorted(stopped or candidates)

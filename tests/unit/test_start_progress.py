@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.mpi.start_progress import DONE, SILENT_SECONDS, StartWatch
+from launch.mpi.start_progress import DONE, StartWatch
+from parallel.watchdog.blame import SILENT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 
