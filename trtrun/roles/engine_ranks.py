@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Protocol
 
 from parallel.control import ControlPlane
@@ -47,6 +47,10 @@ class EngineRanks(Protocol):
         """
         ...
 
+    def reset(self) -> None:
+        """Leave no plan without a report: after an exception in the middle of a round, nothing of it may come later."""
+        ...
+
     def close(self) -> None:
         """Let the engine ranks end; after a failure they end with this process."""
         ...
@@ -74,6 +78,11 @@ class SoloRanks:
         """See EngineRanks; nobody watches a process alone."""
         return nullcontext()
 
+    def reset(self) -> None:
+        """See EngineRanks."""
+        self._plans.clear()
+        self._worker.reset()
+
     def close(self) -> None:
         """See EngineRanks."""
         self._plans.clear()
@@ -93,6 +102,7 @@ class MpiRanks:
         self._activity = activity
         self._failures = failures
         self._published = -1
+        self._num_due = 0
         self._is_stepping = False
 
     def publish(self, plan: RoundPlan) -> None:
@@ -100,12 +110,15 @@ class MpiRanks:
         self._failures.check()
         self._published = plan.round_index
         self._control.publish(encode_plan(plan))
+        self._num_due += 1
 
     def collect(self) -> RoundReport:
         """See EngineRanks."""
         self._activity.enter(self._published, Phase.AWAITING_REPORT)
         try:
-            return decode_report(self._failures.collect(self._control).payload)
+            report = decode_report(self._failures.collect(self._control).payload)
+            self._num_due -= report.is_verdict
+            return report
         finally:
             self._leave()
 
@@ -120,6 +133,12 @@ class MpiRanks:
         finally:
             self._is_stepping = False
             self._activity.rest()
+
+    def reset(self) -> None:
+        """See EngineRanks."""
+        with suppress(RankFailedError):  # no report comes any more; the next call says so
+            while self._num_due:
+                self.collect()
 
     def close(self) -> None:
         """See EngineRanks."""

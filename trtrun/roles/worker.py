@@ -7,13 +7,14 @@ A process holds a draft rank, a target rank or, where both list its device, both
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core import Draft, RoundPlan, Verdict
+from trtrun.roles.phase_clock import HostPhases, PhaseClock
 from trtrun.speculation.cycle import draft_round, probability_rows, transfer, verify_round
 from trtrun.speculation.protocols import Drafter, DraftLink, TargetEngine
 from trtrun.wire import RoundTimes, encode_report
@@ -31,6 +32,7 @@ class Worker:
         leads_target: whether its target rank is the target leader.
         use_logits: acceptance mode of sampled rows.
         activity: where the process says what it is doing.
+        phases: times the phases of rounds; only leaders take its times.
     """
 
     link: DraftLink
@@ -40,31 +42,40 @@ class Worker:
     leads_target: bool
     use_logits: bool
     activity: Activity = field(default_factory=Activity)
+    phases: PhaseClock = field(default_factory=HostPhases)
 
     @torch.inference_mode()
     def run_round(self, plan: RoundPlan) -> bytes | None:
         """Run one round; returns the report of a leader, None elsewhere."""
-        started = time.perf_counter()
+        self.phases.start()
         self.activity.enter(plan.round_index, Phase.DRAFTING)
         if self.target is not None:
             self.target.begin_round(plan)
         draft = draft_round(self.drafter, plan) if self.drafter is not None else None
-        drafted = time.perf_counter()
+        self.phases.end("drafting")
         self.activity.enter(plan.round_index, Phase.TRANSFERRING)
         received = self._transfer(plan, draft)
-        transferred = time.perf_counter()
+        self.phases.end("transferring")
         self.activity.enter(plan.round_index, Phase.VERIFYING if self.target is not None else Phase.AWAITING_VERDICT)
         verdict = self._decide(plan, received)
-        finished = time.perf_counter()
+        self.phases.end("verifying")
         self.activity.enter(plan.round_index, Phase.REPORTING)
-        times = RoundTimes(
-            drafting=drafted - started if self.leads_draft else 0.0,
-            transferring=transferred - drafted if self.leads_target else 0.0,
-            verifying=finished - transferred if self.leads_target else 0.0,
-        )
         if self.leads_target:
-            return _encode_verdict(plan, times, verdict)
-        return encode_report(plan.round_index, times) if self.leads_draft else None
+            return _encode_verdict(plan, verdict, self._take_times)
+        return encode_report(plan.round_index, self._take_times()) if self.leads_draft else None
+
+    def _take_times(self) -> RoundTimes:
+        """What the phases took that this process leads: on a GPU those of rounds that are known to be over."""
+        seconds = self.phases.take()
+        return RoundTimes(
+            drafting=seconds.get("drafting", 0.0) if self.leads_draft else 0.0,
+            transferring=seconds.get("transferring", 0.0) if self.leads_target else 0.0,
+            verifying=seconds.get("verifying", 0.0) if self.leads_target else 0.0,
+        )
+
+    def reset(self) -> None:
+        """Forget a round that did not come to its end. For a job of one process: other ranks would not know of it."""
+        self.link.forget()
 
     def close(self) -> None:
         """Give back what must not outlive the communicators. No round follows."""
@@ -99,17 +110,20 @@ class Worker:
         return verdict
 
 
-def _encode_verdict(plan: RoundPlan, times: RoundTimes, verdict: Verdict | None) -> bytes:
-    """The one copy from the device to the host in a round: counts and tokens travel in one tensor."""
+def _encode_verdict(plan: RoundPlan, verdict: Verdict | None, take_times: Callable[[], RoundTimes]) -> bytes:
+    """The one copy from the device to the host in a round: counts and tokens travel in one tensor.
+
+    The times are taken after it, when the device has done all of the round.
+    """
     if verdict is None:
         empty = torch.empty((0, 1), dtype=torch.int64).numpy()
-        return encode_report(plan.round_index, times, empty[:, 0], empty)
+        return encode_report(plan.round_index, take_times(), empty[:, 0], empty)
     packed = torch.cat((verdict.num_tokens.unsqueeze(1), verdict.tokens), dim=1).cpu().numpy()
     if verdict.logprobs is None:
-        return encode_report(plan.round_index, times, packed[:, 0], packed[:, 1:])
+        return encode_report(plan.round_index, take_times(), packed[:, 0], packed[:, 1:])
     return encode_report(
         plan.round_index,
-        times,
+        take_times(),
         packed[:, 0],
         packed[:, 1:],
         verdict.logprobs.token_ids.cpu().numpy(),

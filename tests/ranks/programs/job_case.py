@@ -18,7 +18,7 @@ from typing import Any
 from mpi4py import MPI
 from pipelines import configuration, prompt_of
 
-from trtrun import LLM, SamplingParams
+from trtrun import LLM, SamplingParams, open_llm
 from trtrun.engine.runner import Engine
 from trtrun.errors import RankFailedError
 from trtrun.scheduling.scheduler import Scheduler
@@ -94,9 +94,14 @@ config = configuration(
     scheduler={"max_batch_size": 2, "plans_ahead": int(os.environ.get("JOB_PLANS_AHEAD", "0"))},
 )
 if STYLE == "with":
-    with LLM(config=config) as llm:
-        use(llm)
+    with open_llm(config) as llm:
+        if llm is not None:
+            use(llm)
 elif STYLE == "catch":
-    use_and_catch(LLM(config=config))
+    llm = LLM.open(config)
+    if llm is not None:
+        use_and_catch(llm)
 else:
-    use(LLM(config=config))
+    llm = LLM.open(config)
+    if llm is not None:
+        use(llm)
