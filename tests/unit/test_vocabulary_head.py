@@ -7,7 +7,8 @@ import torch
 from paged import LockStepCommunicator, LockStepGroup
 
 from trtrun.layers.embedding import VocabularyHead
-from trtrun.linear.linear import Linear, make_linear
+from trtrun.linear.layer import Linear
+from trtrun.linear.quantization import QUANTIZATIONS
 
 VOCAB, HIDDEN, ROWS, RANKS = 10, 4, 3, 2
 """The ranks hold 6 entries each: the last two are padding."""
@@ -28,7 +29,8 @@ class Counting(LockStepCommunicator):
 
 
 def share(weight: torch.Tensor, rank: int) -> Linear:
-    return make_linear(weight[6 * rank : 6 * rank + 6].clone(), None)
+    own = weight[6 * rank : 6 * rank + 6].clone()
+    return Linear(own.shape, QUANTIZATIONS.get("none"), {"weight": own})
 
 
 @pytest.mark.parametrize("reader", [None, 0, 1])

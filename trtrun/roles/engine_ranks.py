@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 from parallel.control import ControlPlane
@@ -48,7 +48,11 @@ class EngineRanks(Protocol):
         ...
 
     def reset(self) -> None:
-        """Leave no plan without a report: after an exception in the middle of a round, nothing of it may come later."""
+        """Leave no plan without a report: after an exception in the middle of a round, nothing of it may come later.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
         ...
 
     def close(self) -> None:
@@ -136,9 +140,8 @@ class MpiRanks:
 
     def reset(self) -> None:
         """See EngineRanks."""
-        with suppress(RankFailedError):  # no report comes any more; the next call says so
-            while self._num_due:
-                self.collect()
+        while self._num_due:
+            self.collect()
 
     def close(self) -> None:
         """See EngineRanks."""
