@@ -37,7 +37,7 @@ PARENT_SECONDS = 5.0
 """How much later than its parent rank 0 gives up on stuck ranks: the parent can tell more about them."""
 
 INVENTORY, STEPS = 1, 10
-"""Numbers of a rank's steps for `steps`: looking around, then the steps that rank 0 names."""
+"""Numbers of a rank's steps for `start_progress`: looking around, then the steps that rank 0 names."""
 
 
 class SetupError(TrtrunError):
