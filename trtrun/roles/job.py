@@ -115,6 +115,8 @@ def _open_orchestrator(
         failures = RankFailures(heartbeat)
         blocks, reports = start_orchestrator(control, topology, failures, progress)
     except BaseException:
+        if heartbeat.has_failed():
+            abort.abort_at_exit()  # the other ranks hang
         heartbeat.close()
         raise
     activity.rest()
