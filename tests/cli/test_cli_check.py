@@ -16,23 +16,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import FOUR_RANKS, ONE_PROCESS, ROOT, Configs, Run, command_words, error_line, is_alive, ranks_below
+from commands import (
+    FOUR_RANKS,
+    ONE_PROCESS,
+    Configs,
+    Run,
+    command_words,
+    error_line,
+    is_alive,
+    ranks_below,
+    with_fault,
+)
 
-FAULTS = ROOT / "tests" / "cli" / "faults"
 Start = Callable[..., "subprocess.Popen[str]"]
 MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-
-
-def with_fault(fault: str) -> dict[str, str]:
-    """Environment in which one rank misbehaves."""
-    paths = os.pathsep.join(filter(None, [str(FAULTS), str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {"PYTHONPATH": paths, "TRTRUN_TEST_FAULT": fault}
 
 
 def own_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
     """What trtrun said on stderr; a user's own mpirun adds boxes of its own.
 
-    Open MPI's end in a zero byte, which stands before the next line where a box comes first (see launch/noise.py).
+    Open MPI's end in a zero byte, which stands before the next line where a box comes first (see launch/mpi/output_filter.py).
     """
     return [line for line in done.stderr.replace("\0", "").splitlines() if line.startswith("trtrun: ")]
 

@@ -19,10 +19,12 @@ from pipelines import Reference, configuration, interrupt_call, noisy_copy, prom
 
 import trtrun.llm_engine
 from parallel.errors import TopologyError
+from parallel.groups import Groups
 from trtrun import LLM, SamplingParams, open_llm
 from trtrun.config import RuntimeConfig
 from trtrun.errors import TrtrunError
 from trtrun.roles import job
+from trtrun.roles.worker import Worker
 from trtrun.topology import make_topology
 
 pytestmark = pytest.mark.mpi
@@ -212,6 +214,23 @@ def test_a_waiting_job_is_quiet(folder: Path, name: str) -> None:
     if shares is not None:
         print(f"shares of a core while idle: {[round(share, 3) for share in shares]}")
         assert max(shares[1:]) < 0.3, shares
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("name", list(HERE)[:1])
+def test_workers_close_their_groups_at_the_end_behind_their_graphs(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+    for owner in (Worker, Groups):
+
+        def close(self: Any, owner: Any = owner, original: Any = owner.close) -> None:
+            closed.append(owner.__name__)
+            original(self)
+
+        monkeypatch.setattr(owner, "close", close)
+    run_job(job_configuration(folder, HERE[name]), lambda llm: llm.generate(prompts()[:1]))
+    assert closed == ([] if MPI.COMM_WORLD.rank == 0 else ["Worker", "Groups"])
 
 
 @pytest.mark.mpi(min_size=2)

@@ -52,7 +52,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "parallel": (
         frozenset({"groups", "link", "probe", "watchdog"}),
         frozenset({"transports", "control"}),
-        frozenset({"communicator", "sharding", "topology", "waiting", "mpi_rank", "abort"}),
+        frozenset({"communicator", "sharding", "topology", "waiting", "mpi_rank", "abort", "json_gather"}),
         frozenset({"errors"}),
     ),
 }

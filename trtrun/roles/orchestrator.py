@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trtrun.core import RoundPlan, TokenLogprobs
-from trtrun.roles.fleet import Fleet
+from trtrun.roles.engine_ranks import EngineRanks
 from trtrun.scheduling.completion import RowResult
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.cycle import commit_round
@@ -50,7 +50,7 @@ class Orchestrator:
     def __init__(
         self,
         scheduler: Scheduler,
-        fleet: Fleet,
+        fleet: EngineRanks,
         pacer: Pacer | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:

@@ -169,10 +169,13 @@ class RankStartup:
                     report,
                     batch_invariant=role == "target",
                     quantization=quantization_of(section),
+                    # The target's leader decides for all; draft ranks all choose, from the same logits.
+                    logits_reader=0 if role == "target" else None,
                 )
             except CheckpointError as error:
                 raise CheckpointError(f"{role}: {error}") from None
             done += size
+            model.on_layer = self._activity.advance
             self._engines[role] = _LoadedEngine(model, loaded, communicator)
         return blocks
 

@@ -2,7 +2,7 @@
 
 A process holds a draft rank, a target rank or, where both list its device, both. It runs the functions of
 `speculation.cycle` that belong to its roles and reports what its leaders saw. It does not know where plans come from
-(fleet.py) nor how the engines were made (startup.py).
+(engine_ranks.py) nor how the engines were made (startup.py).
 """
 
 from __future__ import annotations
