@@ -302,7 +302,7 @@ def _limits(
         max_num_tokens=config.scheduler.max_num_tokens,
         max_seq_len=context,
         draft_max_seq_len=min(context, draft_model.max_position_embeddings) if draft_model is not None else None,
-        draft_len=config.speculation.draft_len if draft_model is not None else 0,
+        draft_len=config.draft_len,
         block_size=config.kv_cache.block_size,
         num_blocks=num_blocks,
         enable_block_reuse=config.kv_cache.enable_block_reuse,

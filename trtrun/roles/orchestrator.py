@@ -183,11 +183,9 @@ class Orchestrator:
         received = self._clock()
         self.statistics.waiting += received - planned
         outstanding = self._outstanding.popleft()
-        if self._pacer is not None:
-            seconds = received - max(self._last_verdict, outstanding.published)
-            _record_pace(self._pacer, outstanding.plan, report, seconds)
+        seconds = received - max(self._last_verdict, outstanding.published)
         self._last_verdict = received
-        changed = self._commit(outstanding, report)
+        changed = self._commit(outstanding, report, seconds)
         committed = self._clock()
         self.statistics.committing += committed - received
         self.statistics.orchestrating += committed - received
@@ -218,11 +216,12 @@ class Orchestrator:
             if report.is_verdict:
                 return report
 
-    def _commit(self, outstanding: _Outstanding, report: RoundReport) -> list[Stream]:
+    def _commit(self, outstanding: _Outstanding, report: RoundReport, seconds: float) -> list[Stream]:
         self.statistics.num_rounds += 1
         logprobs = dict(zip(outstanding.logprob_places, report.logprobs, strict=True))
         changed = []
-        for result in commit_round(self.scheduler, outstanding.plan, report, self._accept_token):
+        plan = outstanding.plan
+        for result in commit_round(self.scheduler, plan, report, self._accept_token, self._pacer, seconds):
             stream = self._streams[result.running.request.request_id]
             self._record(stream, result, logprobs.get(result.index_in_verdict))
             changed.append(stream)
@@ -255,12 +254,3 @@ class Orchestrator:
         stream = self._streams.pop(request_id)
         stream.close(reason)
         self.statistics.add_request(stream.statistics)
-
-
-def _record_pace(pacer: Pacer, plan: RoundPlan, report: RoundReport, seconds: float) -> None:
-    """Tell the pacer what a round did; one that no draft engine followed says nothing about drafting."""
-    drafted = plan.draft_lens.tolist()
-    if not any(length >= 0 for length in drafted):
-        return
-    acceptances = [(length, count - 1) for length, count in zip(drafted, report.num_tokens, strict=False) if length > 0]
-    pacer.record(len(drafted), plan.draft_len, None if plan.prefill else seconds, acceptances)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +16,10 @@ import torch
 from parallel.communicator import Communicator
 from parallel.groups import Groups
 from parallel.link import Link
-from parallel.topology import Slot, Topology
+from parallel.topology import Role, Slot, Topology
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.config import DraftSection, ModelSection, RuntimeConfig
+from trtrun.drafting_methods import METHODS
 from trtrun.engine.graphs import capture_for
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
@@ -40,7 +41,7 @@ from trtrun.models.decoder import CausalLM
 from trtrun.models.loading import LoadReport, load_model, shard_bytes
 from trtrun.outputs import RankReport
 from trtrun.roles.worker import Worker
-from trtrun.speculation.drafters.draft_model import DraftModelDrafter
+from trtrun.speculation.drafters import DRAFTERS, Drafter, Workplace
 
 Progress = Callable[[int, int], None]
 """Bytes of weights that are in place so far and in the end, on this rank."""
@@ -164,23 +165,28 @@ class RankStartup:
         engines = {role: self._make_engine(loaded, num_blocks) for role, loaded in self._engines.items()}
         self._activity.start(Phase.WARMING_UP)
         for engine in engines.values():
-            warm_up(engine, self._config.speculation.draft_len if self._draft_config is not None else 0)
-        drafter = None
-        if "draft" in engines:
-            drafter = DraftModelDrafter(
-                engines["draft"], self._target_config.vocab_size, self._config.speculation.use_logits
-            )
+            warm_up(engine, self._config.draft_len)
+        placement = METHODS[self._config.speculation.method].placement
         worker = Worker(
             link=Link(self._topology, self._rank, self._groups.workers),
-            drafter=drafter,
+            drafter=self._make_drafter(engines) if placement in self._topology.roles(self._rank) else None,
             target=engines.get("target"),
-            leads_draft=self._rank == self._topology.draft_leader,
+            drafts_in_place=placement is Role.TARGET,
+            leads_draft=self._rank == self._drafting_leader(placement),
             leads_target=self._rank == self._topology.target_leader,
             use_logits=self._config.speculation.use_logits,
             activity=self._activity,
         )
         self._activity.rest()
         return worker, self._report(num_blocks)
+
+    def _drafting_leader(self, placement: Role | None) -> int | None:
+        """The first of the ranks that draft; None where none do."""
+        return self._topology.target_leader if placement is Role.TARGET else self._topology.draft_leader
+
+    def _make_drafter(self, engines: Mapping[str, Engine]) -> Drafter:
+        section, vocab_size = self._config.speculation, self._target_config.vocab_size
+        return DRAFTERS.get(section.method)(Workplace(section, engines.get("draft"), engines.get("target"), vocab_size))
 
     def _parts(self) -> list[tuple[str, ModelSection, ModelConfig, Communicator]]:
         """This rank's engines: role, section, model configuration and tensor-parallel group."""
@@ -253,7 +259,7 @@ def most_useful_blocks(config: RuntimeConfig, context: int) -> int:
         config.scheduler.max_batch_size,
         context,
         config.kv_cache.block_size,
-        config.speculation.draft_len if config.is_speculative else 0,
+        config.draft_len,
         config.scheduler.plans_ahead,
     )
 

@@ -18,8 +18,8 @@ class SchedulerLimits:
         max_batch_size: rows of the running batch.
         max_num_tokens: tokens of one round, over all rows: prefill chunks, and draft_len + 1 for each decode row.
         max_seq_len: tokens of one request, prompt and output, in the target's context.
-        draft_max_seq_len: the draft's context; None when there is no draft engine (method none).
-        draft_len: most tokens drafted for a row in one round.
+        draft_max_seq_len: the draft engine's context; None where there is no draft engine, and so no draft store.
+        draft_len: most tokens drafted for a row in one round, by whatever drafter; 0 where nothing is drafted.
         block_size: tokens of one KV block.
         num_blocks: blocks of the KV store, the null block among them.
         enable_block_reuse: whether full verified blocks are shared between requests.
