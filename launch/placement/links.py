@@ -114,9 +114,7 @@ def _walk_links(topology: Topology, kinds: Mapping[str, Kind], sends_probs: bool
     for name, carries in (("draft", Carries.DRAFT_SUMS), ("target", Carries.TARGET_SUMS)):
         for first, second in combinations(sorted(group_ranks(topology, name)), 2):
             yield Link(carries, (first, second), _choose(topology, kinds[name], first, second))
-    if topology.draft_leader is None:
-        return
-    for rank in topology.target_ranks:
+    for rank in topology.target_ranks if topology.draft_leader is not None else ():
         with_probs = sends_probs and rank == topology.target_leader
         yield Link(
             Carries.DRAFT_PROBS if with_probs else Carries.DRAFT,

@@ -135,14 +135,14 @@ def test_sampled_output_is_the_targets_own_whatever_the_batch_and_who_is_preempt
         expected = run_alone(llm, repeated_prompts(), sampling)
     sections: dict[str, Any] = {
         "scheduler": {**SCHEDULER, "plans_ahead": plans_ahead},
-        "kv_cache": {"max_tokens": 280, "block_size": 8},
+        "kv_cache": {"max_tokens": 144, "block_size": 8},
     }
     with open_llm(target, speculation=SHORT, **sections) as llm:
         outputs = llm.generate(repeated_prompts(), sampling)
         llm.check_idle()
         assert llm.statistics()["num_accepted_draft_tokens"] > 10
     assert tokens_of(outputs) == expected
-    assert sum(output.completions[0].statistics.num_preemptions for output in outputs) > 0
+    assert sum(one.statistics.num_preemptions for output in outputs for one in output.completions) > 0
 
 
 def test_a_text_that_repeats_takes_fewer_rounds_and_one_that_does_not_counts_no_draft(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_text_that_repeats_takes_fewer_rounds_and_one_that_does_not_counts_no_
         repeats, new = llm.generate([[5, 6, 7], [5, 6, 7]], sampling)
         first, second = (output.completions[0] for output in (repeats, new))
         assert first.token_ids == (0,) * 42 and second.token_ids == (0,) * 3
-        assert first.statistics.num_draft_tokens == first.statistics.num_accepted_draft_tokens > 30
+        assert first.statistics.num_draft_tokens == first.statistics.num_accepted_draft_tokens > 20
         assert first.statistics.num_rounds < 15
         assert (second.statistics.num_draft_tokens, second.statistics.acceptance_histogram) == (0, [2])
         llm.set_speculation(False)

@@ -189,7 +189,8 @@ def test_speculation_off_never_touches_the_draft() -> None:
 
 def test_a_drafter_without_a_store_has_no_bonus_hole_no_context_and_nothing_to_catch_up() -> None:
     scheduler = Scheduler(with_limits(draft_max_seq_len=None, block_size=1))
-    running = start(scheduler, 40)  # 41 tokens
+    running = scheduler.add(make_request(0, [1] * 40))
+    commit(scheduler, schedule(scheduler), [5])
     plan = schedule(scheduler)
     assert (plan.draft_lens.tolist(), plan.catch_up.tolist()) == ([3], [0])
     commit(scheduler, plan, [6, 6, 6, 6])
@@ -198,7 +199,8 @@ def test_a_drafter_without_a_store_has_no_bonus_hole_no_context_and_nothing_to_c
 
 def test_statistics_count_the_drafts_that_were_verified_and_not_those_that_were_asked_for() -> None:
     scheduler = Scheduler(with_limits(draft_max_seq_len=None))
-    running = start(scheduler, 3)
+    running = scheduler.add(make_request(0, [1] * 3, max_tokens=50))
+    commit(scheduler, schedule(scheduler), [5])
     for verified, tokens in ((0, [6]), (2, [6, 6]), (3, [6, 6, 6, 6])):
         plan = schedule(scheduler)
         assert plan.draft_lens.tolist() == [3]
