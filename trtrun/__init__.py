@@ -10,6 +10,7 @@ Names are imported when they are first used, so that `import trtrun` and the com
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import TYPE_CHECKING
 
@@ -27,20 +28,24 @@ if _ours:  # tells child processes that are not trtrun whose settings these are
     os.environ["TRTRUN_SETTINGS"] = ",".join(_ours)
 
 if TYPE_CHECKING:
+    from trtrun.config import load_config
     from trtrun.core import SamplingParams
-    from trtrun.llm import LLM
+    from trtrun.llm import LLM, open_llm
+    from trtrun.llm_engine import LLMEngine
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "LLMEngine", "SamplingParams", "__version__", "load_config", "open_llm"]
+
+_HOMES = {
+    "LLM": "trtrun.llm",
+    "open_llm": "trtrun.llm",
+    "LLMEngine": "trtrun.llm_engine",
+    "SamplingParams": "trtrun.core",
+    "load_config": "trtrun.config",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name == "LLM":
-        from trtrun.llm import LLM
-
-        return LLM
-    if name == "SamplingParams":
-        from trtrun.core import SamplingParams
-
-        return SamplingParams
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'trtrun' has no attribute '{name}'")

@@ -80,12 +80,14 @@ class SchedulerSection(Section):
         max_num_tokens: tokens of one forward pass, prompts and verification together.
         max_seq_len: prompt and output of one request; None takes the target's context.
         plans_ahead: plans sent before the results of the round before are back, 0 or 1.
+        max_waiting: most completions that may wait for a row; None for no limit.
     """
 
     max_batch_size: Annotated[int, Number, Field(ge=1, le=4096)] = 32
     max_num_tokens: Annotated[int, Number, Field(ge=1)] = 2048
     max_seq_len: Annotated[int, Number, Field(ge=2)] | None = None
     plans_ahead: Annotated[int, Number, Field(ge=0, le=1)] = 0
+    max_waiting: Annotated[int, Number, Field(ge=1)] | None = None
 
 
 class RuntimeConfig(Section):

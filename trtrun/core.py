@@ -24,6 +24,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    ERROR = "error"
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,10 @@ class InvalidRequestError(TrtrunError):
     """One request has a wrong parameter, or is longer than the engines can ever hold. Other requests go on."""
 
 
+class QueueFullError(InvalidRequestError):
+    """As many requests wait as may wait; the same request is welcome later."""
+
+
 class RankFailedError(TrtrunError):
     """A rank of the job failed; the message names role, rank and cause."""
 

@@ -97,7 +97,10 @@ def open_llm(config: RuntimeConfig) -> LLM:
     """
     check_before_run(config)
     with Bar("loading weights", in_bytes=True) as bar:
-        return LLM(config=config, on_load_progress=bar.update)
+        llm = LLM.open(config, bar.update)
+    if llm is None:
+        raise SystemExit(ExitCode.DONE)
+    return llm
 
 
 @dataclass

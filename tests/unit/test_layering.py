@@ -30,8 +30,8 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun": (
         frozenset({"llm"}),
-        frozenset({"prompts"}),
-        frozenset({"roles"}),
+        frozenset({"llm_engine", "pending", "interrupts"}),
+        frozenset({"prompts", "roles"}),
         frozenset({"speculation"}),
         frozenset({"scheduling"}),
         frozenset({"engine"}),
@@ -40,7 +40,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"attention", "linear"}),
         frozenset({"kernels"}),
         frozenset({"sampling", "quantization", "kvcache"}),
-        frozenset({"topology"}),
+        frozenset({"topology", "detokenizer"}),
         frozenset({"wire", "telemetry", "outputs", "text", "registry", "config"}),
         frozenset({"drafting_methods"}),
         frozenset({"core", "yaml_source", "threads", "device_lists", "launch_config"}),
@@ -63,7 +63,7 @@ NEIGHBOURS = {
     ("probe", "groups"),
     ("probe", "watchdog"),
 }
-FACES = {"LLM", "SamplingParams", "__version__"}
+FACES = {"LLM", "LLMEngine", "SamplingParams", "__version__", "load_config", "open_llm"}
 
 
 def imported_modules(source: str) -> list[str]:

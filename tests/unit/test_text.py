@@ -12,8 +12,9 @@ from checkpoints import make_checkpoint, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trtrun.detokenizer import IncrementalDetokenizer
 from trtrun.errors import CheckpointError
-from trtrun.text import IncrementalDetokenizer, Tokenizer, check_same_tokenizer, read_tokenizer
+from trtrun.text import Tokenizer, check_same_tokenizer, read_tokenizer
 
 TEXT = "def naïve(x): # 東京 🦙🏽 \n\treturn 'é'\u200d"
 

@@ -82,6 +82,10 @@ class Worker:
             return _encode_verdict(plan, times, verdict)
         return encode_report(plan.round_index, times) if self.leads_draft else None
 
+    def reset(self) -> None:
+        """Forget a round that did not come to its end. For a job of one process: other ranks would not know of it."""
+        self.link.forget()
+
     def close(self) -> None:
         """Give back what must not outlive the communicators. No round follows."""
         if self.target is not None:

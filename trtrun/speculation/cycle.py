@@ -27,7 +27,8 @@ from parallel.link import Link
 from trtrun.core import Draft, RoundPlan, Verdict
 from trtrun.sampling.row_needs import device_integers
 from trtrun.sampling.row_sampling import RowSampling
-from trtrun.scheduling.scheduler import AcceptToken, RowResult, Scheduler
+from trtrun.scheduling.completion import RowResult
+from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.pacing import Pacer
 from trtrun.speculation.protocols import TargetEngine
@@ -185,7 +186,6 @@ def commit_round(
     scheduler: Scheduler,
     plan: RoundPlan,
     report: RoundReport,
-    accept_token: AcceptToken,
     pacer: Pacer | None = None,
     seconds: float = 0.0,
 ) -> list[RowResult]:
@@ -195,7 +195,6 @@ def commit_round(
         scheduler: appends the tokens, applies stop rules, frees blocks and offers verified ones for reuse.
         plan: the plan that the report answers.
         report: the target leader's, on the host.
-        accept_token: called for each token in order; returns why the request ends, or None.
         pacer: chooses how much is drafted; None where draft_len is fixed.
         seconds: how long the round took.
 
@@ -209,6 +208,6 @@ def commit_round(
     if pacer is not None and any(length >= 0 for length in planned):
         # A draft that was asked for and not found costs the round as much as one that is rejected at once.
         asked = zip(planned, report.num_tokens, strict=False)
-        acceptances = [(length, count - 1) for length, count in asked if length > 0]
+        acceptances = [(length, max(0, count - 1)) for length, count in asked if length > 0]
         pacer.record(len(planned), plan.draft_len, None if plan.prefill else seconds, acceptances)
-    return scheduler.commit(plan, report.num_tokens, report.tokens, accept_token, report.draft_lens)
+    return scheduler.commit(plan, report.num_tokens, report.tokens, report.draft_lens)
