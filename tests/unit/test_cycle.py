@@ -24,6 +24,7 @@ from trtrun.speculation.cycle import (
     verify_round,
 )
 from trtrun.speculation.drafters.draft_model import DraftModelDrafter
+from trtrun.speculation.pacing import Pacer
 from trtrun.wire import RoundReport, RoundTimes
 
 VOCAB = 31
@@ -192,6 +193,24 @@ def test_a_report_of_another_round_is_a_defect_that_is_seen() -> None:
     assert plan is not None
     with pytest.raises(RuntimeError, match="round 99"):
         commit_round(cycle.scheduler, plan, RoundReport(99, RoundTimes(), True, [1], [0], [[2]], []))
+
+
+@pytest.mark.parametrize("speculating", [False, True])
+def test_pacing_counts_a_draft_that_was_not_found_as_rejected_and_nothing_while_speculation_is_off(
+    speculating: bool,
+) -> None:
+    """The round was as wide as with a draft, so what drafting pays is less by every one that was not there."""
+    scheduler, pacer = Scheduler(SchedulerLimits(1, 64, 100, None, 3, 16, 16)), Pacer(3)
+    scheduler.set_speculation(speculating)
+    running = scheduler.add(Request(1, (1, 2), SamplingParams(seed=1, max_tokens=20)))
+    before = pacer.expected_tokens(3)
+    for _ in range(3):
+        plan = scheduler.schedule()
+        assert plan is not None
+        report = RoundReport(plan.round_index, RoundTimes(), True, [1], [0], [[5]], [])
+        commit_round(scheduler, plan, report, pacer, 0.1)
+    assert (pacer.expected_tokens(3) < before) == speculating
+    assert running.statistics.num_draft_tokens == 0
 
 
 def test_the_draft_proposes_no_id_that_only_its_padding_has() -> None:
