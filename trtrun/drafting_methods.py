@@ -141,7 +141,7 @@ def read_speculation(values: object) -> object:
     section = method.section.model_validate(values)
     if section.use_logits and not method.has_probabilities:
         raise ValueError(
-            f"use_logits: method {name} proposes tokens without probabilities: leave it out; sampled output is the "
-            "target's own without it"
+            f"use_logits does not go with method {name}, which proposes tokens without probabilities: leave it out; "
+            "sampled output is the target's own without it"
         )
     return section

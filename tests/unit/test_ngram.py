@@ -193,7 +193,7 @@ def test_every_method_of_the_table_has_a_drafter_where_it_drafts() -> None:
         ),
         ({"method": "ngram", "prompt_lookup_max": True}, "speculation.prompt_lookup_max: must be a number"),
         ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min is 4"),
-        ({"method": "ngram", "use_logits": True}, "speculation: use_logits: method ngram proposes tokens without"),
+        ({"method": "ngram", "use_logits": True}, "speculation: use_logits does not go with method ngram"),
         ({"prompt_lookup_max": 3}, "prompt_lookup_max is an option of method ngram, but the method is draft_target"),
     ],
 )
