@@ -13,6 +13,7 @@ time (see `llm`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -199,7 +200,7 @@ class LLMEngine:
         Raises:
             RankFailedError: a rank failed; the message names it, and the job is over.
         """
-        deltas = self._guard(lambda: [self._tell(gain) for gain in self.orchestrator.step()])
+        deltas = self._guard(self._step)
         lost, self._lost = self._lost, []
         return lost + deltas
 
@@ -251,6 +252,13 @@ class LLMEngine:
         except BaseException:
             self._recover()
             raise
+
+    def _step(self) -> list[CompletionDelta]:
+        gains = self.orchestrator.step()
+        started = time.perf_counter()
+        deltas = [self._tell(gain) for gain in gains]
+        self.orchestrator.add_committing(time.perf_counter() - started)
+        return deltas
 
     def _tell(self, gain: RowGain) -> CompletionDelta:
         completion, gained = gain.result.completion, gain.result.new_token_ids

@@ -83,6 +83,7 @@ class CompletionDelta:
 class RankReport:
     """What one rank holds once it has started. Bytes; `kv_tokens` counts tokens that its KV store holds.
 
+    `working_bytes` is what its largest round needs beside weights and KV: measured on GPUs, an upper bound on CPUs.
     `kernels` says what its engines compute with: "triton", "avx512_bf16" (trtrun's own on the CPU) or "torch".
     """
 
@@ -92,6 +93,7 @@ class RankReport:
     device: str
     bytes_read: int = 0
     shard_bytes: int = 0
+    working_bytes: int = 0
     kv_bytes: int = 0
     kv_tokens: int = 0
     peak_memory_bytes: int = 0

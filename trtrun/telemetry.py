@@ -5,10 +5,15 @@ It adds up numbers that others measured. It knows no rank and opens no port.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trtrun.core import RequestStatistics
+
+ROUND_PARTS = ("drafting", "transferring", "verifying", "planning", "committing", "messages", "between_rounds")
+"""What `round_parts` shares the time of rounds out to."""
+
+_TIMES = ("drafting", "drafting_elsewhere", "transferring", "verifying", "committing", "orchestrating", "waiting")
 
 
 @dataclass
@@ -22,9 +27,14 @@ class RunStatistics:
         num_draft_tokens: draft tokens verified.
         num_accepted_draft_tokens: of these, kept by the target.
         acceptance_histogram: how many row rounds kept 0, 1, … draft tokens.
-        drafting, transferring, verifying, committing: time in each phase of the rounds, as its leader saw it.
-        orchestrating: the orchestrator's own time: planning, committing, text, sending.
-        waiting: the orchestrator's time asleep until a verdict came.
+        drafting, transferring, verifying: time in each phase of the rounds, as its leader saw it. Where another process
+            drafts, the target leader's `transferring` contains its wait for the draft.
+        drafting_elsewhere: of `drafting`, what a process other than the target leader's did.
+        committing: the orchestrator's time from a verdict to the tokens and texts of all rows.
+        orchestrating: the orchestrator's own time: planning, sending and committing.
+        waiting: the orchestrator's time until a verdict came, in which the engines work.
+
+    These times overlap; `round_parts` makes disjoint ones of them.
     """
 
     num_rounds: int = 0
@@ -34,11 +44,19 @@ class RunStatistics:
     num_accepted_draft_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
     drafting: float = 0.0
+    drafting_elsewhere: float = 0.0
     transferring: float = 0.0
     verifying: float = 0.0
     committing: float = 0.0
     orchestrating: float = 0.0
     waiting: float = 0.0
+
+    def add_phases(self, drafting: float, transferring: float, verifying: float, is_verdict: bool) -> None:
+        """Add the seconds of one report; the target leader's is the verdict."""
+        self.drafting += drafting
+        self.drafting_elsewhere += 0.0 if is_verdict else drafting
+        self.transferring += transferring
+        self.verifying += verifying
 
     def add_request(self, statistics: RequestStatistics) -> None:
         """Add a finished request's counts."""
@@ -57,7 +75,6 @@ class RunStatistics:
 
     def as_dict(self) -> dict[str, object]:
         """Ready for JSON."""
-        times = ("drafting", "transferring", "verifying", "committing", "orchestrating", "waiting")
         return {
             "num_rounds": self.num_rounds,
             "num_tokens": self.num_tokens,
@@ -65,10 +82,42 @@ class RunStatistics:
             "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "acceptance_histogram": list(self.acceptance_histogram),
-        } | {f"{name}_s": round(getattr(self, name), 6) for name in times}
+        } | {f"{name}_s": round(getattr(self, name), 6) for name in _TIMES}
 
 
-def percentile(values: Iterable[float], fraction: float) -> float:
-    """The value below which `fraction` of the values lie (nearest rank); 0 for no values."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] if ordered else 0.0
+def round_parts(totals: Mapping[str, float], elapsed: float) -> dict[str, float]:
+    """Where `elapsed` seconds of rounds went, in parts that do not overlap and add up to it.
+
+    - drafting: the draft leader drafts and the target waits for it, or is in the same process.
+    - transferring: the target leader waits for the draft beyond that.
+    - verifying: the target's forward and the acceptance.
+    - planning: the orchestrator plans and sends, and the engines stand still.
+    - committing: the orchestrator takes a verdict in, and the engines stand still.
+    - messages: the orchestrator waits and no engine works: plans and reports are on their way or are read.
+    - between_rounds: the caller of the orchestrator has the word: prompts, outputs, the user's program.
+
+    With a plan sent ahead the orchestrator works while the engines do; such time counts as the engines' alone.
+
+    Args:
+        totals: of `RunStatistics.as_dict`, over the same rounds.
+        elapsed: seconds by the clock from before the first round to after the last.
+    """
+    # Another process's drafting lies within the target leader's wait for it, as far as it was waited for.
+    awaited = min(totals["drafting_elsewhere_s"], totals["transferring_s"])
+    engines = {
+        "drafting": totals["drafting_s"] - totals["drafting_elsewhere_s"] + awaited,
+        "transferring": totals["transferring_s"] - awaited,
+        "verifying": totals["verifying_s"],
+    }
+    parts = engines | {
+        "planning": totals["orchestrating_s"] - totals["committing_s"],
+        "committing": totals["committing_s"],
+        "messages": totals["waiting_s"] - sum(engines.values()),
+        "between_rounds": elapsed - totals["orchestrating_s"] - totals["waiting_s"],
+    }
+    counted_twice = -sum(seconds for seconds in parts.values() if seconds < 0)
+    for name in ("messages", "committing", "planning", "between_rounds", *engines):
+        seconds = max(0.0, parts[name])
+        parts[name] = max(0.0, seconds - counted_twice)
+        counted_twice -= seconds - parts[name]
+    return {name: parts[name] for name in ROUND_PARTS}

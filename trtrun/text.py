@@ -82,7 +82,8 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
     try:
         return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), path)
     except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{file} is damaged: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{file} is no tokenizer that can be read ({reason}): copy it again") from None
 
 
 def read_shared_tokenizer(target: Path, draft: Path | None) -> Tokenizer | None:

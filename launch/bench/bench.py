@@ -32,7 +32,9 @@ from trtrun.errors import ConfigError, InvalidRequestError
 from trtrun.llm import LLM
 from trtrun.models.config import read_model_config
 from trtrun.outputs import RankReport
-from trtrun.roles.startup import resolve_dtype, target_context
+from trtrun.roles.memory_demand import resolve_dtype
+from trtrun.roles.startup import target_context
+from trtrun.telemetry import ROUND_PARTS, round_parts
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"
@@ -40,7 +42,6 @@ FIRST_TOKEN_ID = 3
 """Random prompts keep clear of the ids that most tokenizers give to special tokens."""
 
 WARM_UP_TOKENS = 8
-PHASES = ("drafting", "transferring", "verifying", "committing", "orchestrating", "waiting")
 
 Prompts = list[list[int]]
 
@@ -57,10 +58,12 @@ class Case:
     num_row_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
-    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    elapsed_s: float = 0.0
+    parts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ROUND_PARTS, 0.0))
 
     def as_dict(self) -> dict[str, object]:
-        """Medians over the runs, and what a round took on average."""
+        """Medians over the runs, and what a round took on average: the parts of `round_ms` add up to `round_wall_ms`,
+        which is all the time of the timed runs, prompts and outputs too, shared out over their rounds."""
         rounds = max(1, self.num_rounds)
         return {
             "tokens_per_s": round(statistics.median(self.tokens_per_s), 2),
@@ -71,7 +74,8 @@ class Case:
             "num_rounds": self.num_rounds,
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
-            "round_ms": {name: round(1e3 * seconds / rounds, 3) for name, seconds in self.phases.items()},
+            "round_wall_ms": round(1e3 * self.elapsed_s / rounds, 6),
+            "round_ms": {name: round(1e3 * seconds / rounds, 6) for name, seconds in self.parts_s.items()},
         }
 
     @property
@@ -172,8 +176,9 @@ def _run_once(llm: LLM, case: Case, prompts: Prompts, max_tokens: int) -> None:
     case.num_rounds += totals["num_rounds"]
     case.num_draft_tokens += totals["num_draft_tokens"]
     case.num_accepted_draft_tokens += totals["num_accepted_draft_tokens"]
-    for name in PHASES:
-        case.phases[name] += totals[f"{name}_s"]
+    case.elapsed_s += elapsed
+    for name, seconds in round_parts(totals, elapsed).items():
+        case.parts_s[name] += seconds
 
 
 def _is_identical(llm: LLM, prompts: Prompts, max_tokens: int) -> bool:
@@ -288,7 +293,24 @@ def _print_table(report: dict[str, Any]) -> None:
                 str(entry["rows"]), name, f"{rate:.1f}", f"{1e3 / rate * entry['rows']:.2f}", "", length, ratio
             )
     output_console().print(table)
+    output_console().print(_round_table(report))
     sys.stdout.flush()
+
+
+def _round_table(report: dict[str, Any]) -> Table:
+    """Where the time of a round goes; the parts add up to the last column."""
+    table = Table(title="milliseconds of a round, on average")
+    table.add_column("rows", justify="right", no_wrap=True)
+    table.add_column("mode", no_wrap=True)
+    for name in (*ROUND_PARTS, "round"):
+        table.add_column(name.replace("_", " "), justify="right")
+    for entry in report["results"]:
+        for mode in (PLAIN, SPECULATIVE):
+            if mode in entry:
+                case = entry[mode]
+                figures = (*case["round_ms"].values(), case["round_wall_ms"])
+                table.add_row(str(entry["rows"]), mode, *(f"{figure:.2f}" for figure in figures))
+    return table
 
 
 def _peer_lines(entry: dict[str, Any]) -> Sequence[tuple[str, float, str]]:

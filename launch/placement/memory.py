@@ -12,21 +12,22 @@ import torch
 
 from parallel.topology import Topology
 from trtrun.config import ModelSection, RuntimeConfig
+from trtrun.errors import ConfigError
 from trtrun.kvcache.sizing import SlotDemand, count_kv_blocks, default_fraction
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.loading import shard_bytes
-from trtrun.roles.startup import (
-    device_of,
+from trtrun.roles.memory_demand import (
+    engine_working_bytes,
     kv_bytes_per_block,
     most_useful_blocks,
     quantization_of,
     resolve_dtype,
-    target_context,
 )
+from trtrun.roles.startup import device_of, target_context
 
 
 @dataclass(frozen=True)
-class Engine:
+class ModelShards:
     """One engine's model, split over `tp_size` ranks."""
 
     section: ModelSection
@@ -50,8 +51,8 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Engines:
-    """Both engines' models: what each rank needs, whatever its host can give.
+class JobMemory:
+    """What each rank of a job holds of both models, whatever its host can give.
 
     Attributes:
         config, topology: of the job.
@@ -62,19 +63,19 @@ class Engines:
 
     config: RuntimeConfig
     topology: Topology
-    draft: Engine | None
-    target: Engine
+    draft: ModelShards | None
+    target: ModelShards
     context: int
 
     @classmethod
-    def read(cls, config: RuntimeConfig, topology: Topology) -> Engines:
+    def read(cls, config: RuntimeConfig, topology: Topology) -> JobMemory:
         """Read both models' config.json.
 
         Raises:
             TrtrunError: one of them cannot be read, or is shorter than scheduler.max_seq_len.
         """
-        target = _read_engine(config.target)
-        draft = _read_engine(config.draft) if config.draft is not None else None
+        target = _read_shards(config.target)
+        draft = _read_shards(config.draft) if config.draft is not None else None
         return cls(config, topology, draft, target, target_context(config, target.model))
 
     def shard_bytes(self, rank: int) -> tuple[int, int]:
@@ -95,18 +96,45 @@ class Engines:
         drafted = self.draft.block_bytes(slot.draft_index, block_size) if self.draft is not None else 0
         return drafted + self.target.block_bytes(slot.target_index, block_size)
 
+    def working_bytes(self, rank: int) -> int:
+        """Upper bound, by shapes, of what rounds need on one rank beside weights and KV. GPUs measure it at start."""
+        slot = self.topology.slot(rank)
+        if slot is None:
+            return 0
+        device, total = device_of(slot), 0
+        for role, engine, index in (
+            ("draft", self.draft, slot.draft_index),
+            ("target", self.target, slot.target_index),
+        ):
+            if engine is not None and index is not None:
+                arguments = (self.config, self.context, role, engine.section, engine.model, index, device)
+                total += engine_working_bytes(*arguments)
+        return total
+
     def count_blocks(self, rank: int, free_bytes: int, where: str) -> int:
         """KV blocks that a rank with a device can hold by itself.
 
+        A GPU's rank measures its rounds at start: their upper bound here makes the answer smaller, but refuses nothing.
+
         Raises:
-            ConfigError: the weights or the KV store do not fit into `free_bytes`.
+            ConfigError: the weights, a round or the KV store do not fit into `free_bytes`.
         """
+        slot = self.topology.slot(rank)
+        assert slot is not None
+        try:
+            return self._count_blocks(rank, free_bytes, self.working_bytes(rank), where)
+        except ConfigError:
+            if not slot.device.startswith("cuda"):
+                raise
+            return self._count_blocks(rank, free_bytes, 0, where)
+
+    def _count_blocks(self, rank: int, free_bytes: int, working_bytes: int, where: str) -> int:
         slot = self.topology.slot(rank)
         assert slot is not None
         cache = self.config.kv_cache
         return count_kv_blocks(
             free_bytes,
-            SlotDemand(sum(self.shard_bytes(rank)), self.block_bytes(rank)),
+            SlotDemand(sum(self.shard_bytes(rank)), self.block_bytes(rank), working_bytes),
             fraction=cache.free_memory_fraction or default_fraction(slot.device),
             block_size=cache.block_size,
             max_tokens=cache.max_tokens,
@@ -115,6 +143,6 @@ class Engines:
         )
 
 
-def _read_engine(section: ModelSection) -> Engine:
+def _read_shards(section: ModelSection) -> ModelShards:
     model = read_model_config(section.model)
-    return Engine(section, model, resolve_dtype(section, model))
+    return ModelShards(section, model, resolve_dtype(section, model))

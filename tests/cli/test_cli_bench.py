@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import pytest
 from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run
 
 from trtrun.kernels.cpu.machine import has_bfloat16_kernels
+from trtrun.telemetry import ROUND_PARTS
+
+
+def assert_parts_add_up(case: dict[str, Any]) -> None:
+    """The parts of a round are its wall time, no more and no less; and all rounds are all of the timed runs."""
+    parts = case["round_ms"]
+    assert list(parts) == list(ROUND_PARTS)
+    assert min(parts.values()) >= 0 and parts["verifying"] > 0
+    assert sum(parts.values()) == pytest.approx(case["round_wall_ms"], abs=1e-4)
 
 
 def test_bench_beside_transformers(config: Configs, trtrun: Run) -> None:
@@ -32,6 +42,10 @@ def test_bench_beside_transformers(config: Configs, trtrun: Run) -> None:
     assert one["speculative"]["num_draft_tokens"] > 0
     assert 1 <= one["speculative"]["mean_acceptance_length"] <= 5
     assert len(one["speculative"]["tokens_per_s_runs"]) == 2
+    for case in (one["plain"], one["speculative"], two["plain"], two["speculative"]):
+        assert_parts_add_up(case)
+    assert one["plain"]["round_ms"]["drafting"] < one["speculative"]["round_ms"]["drafting"]
+    assert "milliseconds of a round" in done.stdout
     ratio = one["plain"]["tokens_per_s"] / one["transformers"]["plain_tokens_per_s"]
     assert one["ratios"]["plain_over_peer_plain"] == pytest.approx(ratio, rel=0.01)
 
@@ -55,6 +69,7 @@ def test_bench_over_ranks_draws_a_seed_and_prints_json_alone(config: Configs, tr
     report = json.loads(done.stdout)
     assert isinstance(report["seed"], int)
     assert len(report["ranks"]) == 4
+    assert_parts_add_up(report["results"][0]["speculative"])
     assert report["total_threads"] == 3
     assert report["identical_to_plain"] is True
     assert report["kernels"] == ["torch"]  # float32

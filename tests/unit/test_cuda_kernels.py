@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from trtrun.attention.attention import GatherAttention
+from trtrun.attention.gather import GatherAttention
 from trtrun.kernels.triton.support import triton_works
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 
@@ -75,6 +75,30 @@ def test_paged_attention_equals_gathered_attention(
     assert torch.equal(*stores)
     real = positions.flatten() >= 0
     assert difference(outputs[1][real], outputs[0][real]) < BOUNDS[dtype]
+
+
+def test_split_contexts_take_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, in no more memory for partial results than their bound."""
+    from trtrun.kernels.triton import paged_attention
+
+    torch.manual_seed(5)
+    rows, queries, heads, blocks = 9, 5, 8, 256
+    store = random(2, rows * blocks + 1, 2, 16, 64, dtype=torch.bfloat16)
+    tables = (torch.randperm(rows * blocks, device="cuda") + 1).view(rows, blocks)
+    positions = torch.randint(0, blocks * 16 - queries, (rows, 1), device="cuda") + torch.arange(queries, device="cuda")
+    fused = random(rows * queries, heads + 4, 64, dtype=torch.bfloat16)
+    query, key, value = fused.split([heads, 2, 2], dim=1)
+    batch = AttentionBatch([AttentionSegment(0, rows, queries, tables, positions)], 16)
+    backend, outputs, peaks = paged_attention.PagedAttention(), [], []
+    for most in (1 << 40, 1 << 20, 1):
+        monkeypatch.setattr(paged_attention, "PARTIAL_BYTES", most)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        outputs.append(backend.forward(query, key, value, store, batch, 0.125, None))
+        peaks.append(torch.cuda.max_memory_allocated() - before - outputs[-1].nbytes)
+    assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
+    assert peaks[1] < (1 << 20) + 4096 < peaks[0] and peaks[2] < peaks[0] / 8
 
 
 @DTYPES

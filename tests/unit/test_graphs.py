@@ -94,7 +94,7 @@ def test_a_graph_serves_every_input_of_its_bucket() -> None:
         captured.append(work)
         return work
 
-    graphs = ForwardGraphs(forward, capture, max_rows=6, max_queries=3, max_blocks=9, vocab_size=2, device=device)
+    graphs = ForwardGraphs(forward, capture, max_rows=6, logits_per_row=3, max_blocks=9, vocab_size=2, device=device)
     for rows, last_only in ((4, False), (3, False), (3, True), (6, True), (5, True)):
         tokens = torch.arange(rows * 2).view(rows, 2) + rows
         positions = torch.arange(rows * 2).view(rows, 2)
@@ -107,12 +107,40 @@ def test_a_graph_serves_every_input_of_its_bucket() -> None:
     assert {shape[0] for shape in calls} == {3, 4, 5, 6}
 
 
+def test_the_graph_that_was_not_used_for_longest_is_given_back() -> None:
+    """Its logits come out right when its shape returns, which captures it again."""
+    captured: list[int] = []
+
+    def forward(tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, last_only: bool) -> torch.Tensor:
+        return tokens.reshape(-1, 1).float()
+
+    def capture(work: Callable[[], None]) -> Callable[[], None]:
+        captured.append(len(captured))
+        return work
+
+    graphs = ForwardGraphs(
+        forward,
+        capture,
+        max_rows=8,
+        logits_per_row=1,
+        max_blocks=8,
+        vocab_size=1,
+        device=torch.device("cpu"),
+        most_graphs=2,
+    )
+    for rows, captures in ((1, 1), (2, 2), (1, 2), (4, 3), (1, 3), (2, 4), (4, 5), (2, 5)):
+        tokens = torch.arange(rows).view(rows, 1) + rows
+        found = graphs.run(tokens, tokens * 0, torch.zeros((rows, 4), dtype=torch.int64), last_only=False)
+        assert torch.equal(found, tokens.float()), rows
+        assert (len(captured), graphs.num_graphs) == (captures, min(2, captures)), rows
+
+
 def test_contexts_fall_into_few_widths() -> None:
     graphs = ForwardGraphs(
         lambda *_: torch.empty(0),
         lambda work: work,
         max_rows=1,
-        max_queries=1,
+        logits_per_row=1,
         max_blocks=100,
         vocab_size=1,
         device=torch.device("cpu"),

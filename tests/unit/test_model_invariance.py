@@ -13,7 +13,7 @@ from paged import PagedModel
 from pipelines import open_llm
 from torch.nn import functional
 
-from trtrun.attention.attention import GatherAttention
+from trtrun.attention.gather import GatherAttention
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 from trtrun.layers.norm import RMSNorm

@@ -71,7 +71,7 @@ def test_directories_without_a_usable_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has tokenizer\.model but no tokenizer\.json"):
         read_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="is damaged") as caught:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is no tokenizer that can be read \(") as caught:
         read_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
 

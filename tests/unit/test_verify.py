@@ -223,6 +223,70 @@ def test_verify_mixes_modes_and_reports_logprobs_in_order() -> None:
         verify(raw, toy.sampling, toy.rows, toy.lengths, toy.history, drafts, lens, probabilities, [1, 2])
 
 
+@pytest.mark.parametrize("mode", ["greedy", "sampled", "probability"])
+@pytest.mark.parametrize(
+    ("damage", "position"),
+    [("nan", 0), ("all nan", 0), ("all nan", 1), ("inf", 1), ("all -inf", 0), ("all inf", 1)],
+)
+def test_a_row_whose_logits_are_not_finite_gains_nothing(mode: str, damage: str, position: int) -> None:
+    """Row 1 would choose a token without a finite logit; the rows beside it are as without it."""
+    parameters = {"seed": 3, "logprobs": 2} | ({} if mode == "greedy" else {"temperature": 0.8, "top_p": 0.9})
+    admissions = [admission(row, [row, 2, 3], SamplingParams.from_mapping(parameters)) for row in range(3)]
+    toy = Toy(admissions, 0.0)
+    by_probability = mode == "probability"
+    drafts, probabilities = toy.propose(2, Stream.DRAFT if by_probability else Stream.TARGET)
+    extended = toy.history.scatter(1, toy.lengths[:, None] + torch.arange(2), drafts.int())
+    logits = toy.logits(toy.target, extended, toy.lengths, 3)
+    lens = torch.full((3,), 2)
+    arguments = (toy.sampling, toy.rows, toy.lengths, toy.history, drafts, lens)
+    arguments += (probabilities, [0, 1, 2]) if by_probability else (None, ())
+    whole = verify(logits, *arguments)
+    assert int(whole.num_tokens.min()) == 3, "the draft is the target, so that every position is reached"
+    token = int(whole.tokens[1, position])
+    damages = {"nan": (token, "nan"), "inf": (token, "inf")}
+    place, value = damages.get(damage, (slice(None), damage.removeprefix("all ")))
+    logits[1, position, place] = float(value)
+    verdict = verify(logits, *arguments)
+    if damage == "nan" and mode != "greedy":
+        # A sampled row does not choose it: NaN counts as impossible.
+        assert token not in verdict.tokens[1, position : position + 1].tolist()
+    else:
+        assert verdict.num_tokens[1] == 0 and verdict.tokens[1].tolist() == [-1] * 3
+    for row in (0, 2):
+        assert verdict.num_tokens[row] == 3 and torch.equal(verdict.tokens[row], whole.tokens[row])
+    assert verdict.logprobs is not None and bool(verdict.logprobs.values[[0, 2]].isfinite().all())
+
+
+def test_infinite_logits_of_tokens_that_nobody_chooses_do_no_harm() -> None:
+    """Models mask entries of their vocabulary with -inf."""
+    toy = Toy([admission(0, [1, 2, 3], SamplingParams(seed=1))], 0.0)
+    logits = torch.zeros(1, 1, VOCAB)
+    logits[0, 0, 4] = 1.0
+    logits[0, 0, 5:] = -torch.inf
+    none = torch.empty(1, 0, dtype=torch.int64)
+    verdict = verify(logits, toy.sampling, [0], toy.lengths, toy.history, none, torch.zeros(1, dtype=torch.int64))
+    assert verdict.num_tokens.tolist() == [1] and verdict.tokens.tolist() == [[4]]
+
+
+def test_a_draft_without_a_distribution_cannot_be_seen_in_the_output() -> None:
+    """Where the draft's logits are NaN its probabilities are 0: its token 0 must not be taken for certain."""
+    admissions = [admission(row, [1, 2, 3], SamplingParams(seed=row, temperature=1.0)) for row in range(4000)]
+    sampling = RowSampling(4000, 4, "cpu")
+    for one in admissions:
+        sampling.admit(one)
+    rows, lengths = list(range(4000)), torch.full((4000,), 3)
+    history = torch.zeros((4000, 9), dtype=torch.int32)
+    broken = sampling.process(torch.full((4000, 1, 4), torch.nan), rows, lengths, history)
+    drafts = sampling.choose(broken, rows, lengths, Stream.DRAFT)
+    probabilities = sampling.probabilities(broken)
+    assert not probabilities.any()
+    target = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(4000, 2, 4)
+    verdict = verify(target, sampling, rows, lengths, history, drafts, torch.ones_like(lengths), probabilities, rows)
+    counts = torch.bincount(verdict.tokens[:, 0], minlength=4) / 4000
+    assert bool((verdict.num_tokens == 1).all())
+    assert torch.allclose(counts, torch.tensor([0.1, 0.2, 0.3, 0.4]), atol=0.03)
+
+
 def test_nothing_is_read_back_from_the_device() -> None:
     """The decode path runs on torch's meta device, which holds no values: any read-back raises there."""
     sampling = RowSampling(40, VOCAB, "meta")

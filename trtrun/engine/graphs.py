@@ -10,6 +10,7 @@ function talks to; collectives inside it must be capturable (`Communicator.is_ca
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +21,9 @@ RowForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Te
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Turns work on tensors of fixed place into something that does it again when called."""
+
+MOST_GRAPHS = 64
+"""Graphs kept of one engine. Each holds its nodes on the device and a share of the pool; rounds repeat a few shapes."""
 
 FEWEST_BLOCKS = 4
 """Contexts of up to this many blocks share a graph."""
@@ -61,7 +65,11 @@ class CudaCapture:
 
 
 class ForwardGraphs:
-    """Runs row forwards through graphs, made when a shape comes up for the first time."""
+    """Runs row forwards through graphs, made when a shape comes up for the first time.
+
+    The least recently used one is given back when there are too many. Shapes follow from plans, so that all ranks of a
+    tensor-parallel group capture and give back alike.
+    """
 
     def __init__(
         self,
@@ -69,31 +77,35 @@ class ForwardGraphs:
         capture: Capture,
         *,
         max_rows: int,
-        max_queries: int,
+        logits_per_row: int,
         max_blocks: int,
         vocab_size: int,
         device: torch.device,
+        most_graphs: int = MOST_GRAPHS,
     ) -> None:
         """Capture `forward` on demand.
 
         Args:
             forward: reads nothing but its arguments and what never moves, and never waits for the device.
             capture: see `Capture`; `CudaCapture` on a GPU.
-            max_rows, max_queries: of one forward.
+            max_rows: of one forward.
+            logits_per_row: most queries of a row that have logits.
             max_blocks: width of the rows' block tables.
             vocab_size: width of the logits.
             device: where everything lives.
+            most_graphs: how many to keep.
         """
         self._forward = forward
         self._capture = capture
         self._max_rows = max_rows
         self._max_blocks = max_blocks
-        self._logits = torch.empty((max_rows * max_queries, vocab_size), dtype=torch.float32, device=device)
-        self._graphs: dict[_Shape, _Captured] = {}
+        self._logits = torch.empty((max_rows * logits_per_row, vocab_size), dtype=torch.float32, device=device)
+        self._most_graphs = most_graphs
+        self._graphs: OrderedDict[_Shape, _Captured] = OrderedDict()
 
     @property
     def num_graphs(self) -> int:
-        """Shapes captured so far."""
+        """Shapes that are held."""
         return len(self._graphs)
 
     def close(self) -> None:
@@ -124,8 +136,12 @@ class ForwardGraphs:
         shape = _Shape(bucket, queries, block_tables.shape[1], last_only)
         captured = self._graphs.get(shape)
         if captured is None:
-            captured = self._graphs[shape] = self._make(shape, tokens, positions, block_tables)
+            self._graphs[shape] = self._make(shape, tokens, positions, block_tables)
+            # Now and not before: capturing has waited for the device, so that none of the others is still running.
+            if len(self._graphs) > self._most_graphs:
+                self._graphs.popitem(last=False)
         else:
+            self._graphs.move_to_end(shape)
             _fill(captured, tokens, positions, block_tables)
             captured.replay()
         return self._logits[: rows if last_only else rows * queries]

@@ -18,7 +18,7 @@ from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM
-from trtrun.sampling.row_needs import device_integers
+from trtrun.tensors import device_integers
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,14 @@ class Engine:
         vocab_size: of the model's configuration, padding tokens of the checkpoint included.
     """
 
-    def __init__(self, model: CausalLM, store: KVStore, rows: RowState, capture: Capture | None = None) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        store: KVStore,
+        rows: RowState,
+        capture: Capture | None = None,
+        logits_per_row: int = 1,
+    ) -> None:
         """Put a model to work on rows.
 
         Args:
@@ -45,15 +52,16 @@ class Engine:
             store: its keys and values.
             rows: its rows.
             capture: makes graphs of the forwards that rounds repeat; None runs them as they are.
+            logits_per_row: most positions of a row that get logits in one forward: draft_len + 1 where it verifies.
         """
         self._model = model
         self._store = store
         self.rows = rows
         self.vocab_size = model.config.vocab_size
         self.device = rows.device
-        self._graphs = self._make_graphs(capture) if capture is not None else None
+        self._graphs = self._make_graphs(capture, logits_per_row) if capture is not None else None
 
-    def _make_graphs(self, capture: Capture) -> ForwardGraphs:
+    def _make_graphs(self, capture: Capture, logits_per_row: int) -> ForwardGraphs:
         max_rows, max_blocks = self.rows.block_tables.shape
         # A graph keeps the address of what it reads: the rotary tables must not grow, that is move, later.
         self._model.reserve_positions(max_blocks * self.rows.block_size)
@@ -61,11 +69,16 @@ class Engine:
             self._forward_rows,
             capture,
             max_rows=max_rows,
-            max_queries=max(2, self.rows.max_draft_len + 1),
+            logits_per_row=logits_per_row,
             max_blocks=max_blocks,
             vocab_size=self.vocab_size,
             device=self.device,
         )
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are held."""
+        return self._graphs.num_graphs if self._graphs is not None else 0
 
     def close(self) -> None:
         """Give back what must not outlive the communicators. Nothing runs on the engine afterwards."""

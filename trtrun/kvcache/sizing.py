@@ -6,6 +6,7 @@ ranks (the caller takes the smallest answer over all of them, so that one block 
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +29,12 @@ class SlotDemand:
     Attributes:
         shard_bytes: weights of all engines in the slot.
         bytes_per_block: keys and values of one block, summed over the engines in the slot.
+        working_bytes: what their largest round needs besides: activations, logits, sampling, graphs.
     """
 
     shard_bytes: int
     bytes_per_block: int
+    working_bytes: int = 0
 
 
 def useful_blocks(max_batch_size: int, max_seq_len: int, block_size: int, draft_len: int, plans_ahead: int) -> int:
@@ -55,27 +58,36 @@ def count_kv_blocks(
 ) -> int:
     """Number of blocks for one slot, the null block included.
 
-    With `max_tokens` the answer is what holds them, else the fraction of what is free beside the weights. Never more
-    than `most_useful` blocks (and the null block).
+    With `max_tokens` the answer is what holds them, else the fraction of what is free beside the weights and the
+    memory of a round. Never more than `most_useful` blocks (and the null block).
 
     Args:
         free_bytes: free memory of the slot before the weights are loaded.
-        demand: bytes of weights and of a block.
-        fraction: share of (free - weights) for KV, in (0, 1].
+        demand: bytes of weights, of a round and of a block.
+        fraction: share of (free - weights - working memory) for KV, in (0, 1].
         block_size: tokens a block.
         max_tokens: tokens to hold, or None.
         most_useful: see `useful_blocks`.
         where: names the slot in messages, such as "target rank 1 (cpu:0)".
 
     Raises:
-        ConfigError: the weights, the tokens asked for, or a single block do not fit, with the numbers.
+        ConfigError: the weights, a round, the tokens asked for, or a single block do not fit, with the numbers.
     """
-    left = free_bytes - demand.shard_bytes
-    if left <= 0:
+    beside = free_bytes - demand.shard_bytes
+    if beside <= 0:
         raise ConfigError(
             f"{where}: the weights need {format_bytes(demand.shard_bytes)} but {format_bytes(free_bytes)} of memory "
             "are free: use more devices or a smaller dtype"
         )
+    left = beside - demand.working_bytes
+    if left <= 0:
+        raise ConfigError(
+            f"{where}: the largest round needs {format_bytes(demand.working_bytes)} but {format_bytes(beside)} of "
+            f"{format_bytes(free_bytes)} are free beside the weights ({format_bytes(demand.shard_bytes)}): lower "
+            "scheduler.max_batch_size, scheduler.max_num_tokens or speculation.draft_len"
+        )
+    weights, rounds = format_bytes(demand.shard_bytes), format_bytes(demand.working_bytes)
+    taken = f"the weights ({weights}) and the largest round ({rounds})" if demand.working_bytes else "the weights"
     if max_tokens is not None:
         wanted = min(blocks_of_tokens(max_tokens, block_size), most_useful + NUM_NULL_BLOCKS)
         if wanted * demand.bytes_per_block > left:
@@ -85,13 +97,13 @@ def count_kv_blocks(
             needed = format_bytes(wanted * demand.bytes_per_block)
             raise ConfigError(
                 f"{where}: kv_cache.max_tokens {max_tokens}{limit} needs {needed} but {format_bytes(left)} are free "
-                f"beside the weights: at most {fitting} tokens fit"
+                f"beside {taken}: at most {fitting} tokens fit"
             )
         return wanted
     blocks = int(left * fraction) // demand.bytes_per_block
     if blocks <= NUM_NULL_BLOCKS:
         raise ConfigError(
-            f"{where}: kv_cache.free_memory_fraction {fraction:g} of the {format_bytes(left)} beside the weights holds "
+            f"{where}: kv_cache.free_memory_fraction {fraction:g} of the {format_bytes(left)} beside {taken} holds "
             f"no block of {block_size} tokens ({format_bytes(demand.bytes_per_block)} each): raise the fraction"
         )
     return min(blocks, most_useful + NUM_NULL_BLOCKS)
@@ -129,7 +141,8 @@ def free_bytes_of_slot(device: str, host_slots: int) -> int:
             raise ConfigError(f'{device} is not on this host, which has {count} GPUs: use CPU slots such as "cpu:0"')
         free, _ = torch.cuda.mem_get_info(index)
         return int(free)
-    return free_host_bytes() // max(1, host_slots)
+    share, left = free_host_bytes() // max(1, host_slots), _address_space_left()
+    return share if left is None else min(share, left)
 
 
 def free_host_bytes(
@@ -153,9 +166,18 @@ def format_bytes(count: int) -> str:
     size = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
-            return f"{count} B" if unit == "B" else f"{size:.3g} {unit}"
+            return f"{count} B" if unit == "B" else f"{size:.{3 if size < 999.5 else 4}g} {unit}"
         size /= 1024
     return f"{size:.4g} TiB"
+
+
+def _address_space_left() -> int | None:
+    """What `ulimit -v` leaves this process, None without such a limit: the store is one mapping, and would fail."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    return max(0, limit - pages * resource.getpagesize())
 
 
 def _cgroup_bytes_left(root: Path, membership: Path) -> int | None:

@@ -87,12 +87,17 @@ class Orchestrator:
             received = self._clock()
             self.totals.waiting += received - planned
             gains = self._commit(self._published.popleft(), report, received)
-            if self._plans_ahead:
-                self._publish_plans()  # the ranks go on while the text of this round is made
-            committed = self._clock()
-            self.totals.committing += committed - received
-            self.totals.orchestrating += committed - received
+            self.add_committing(self._clock() - received)
+            if self._plans_ahead:  # the ranks go on while the text of this round is made
+                started = self._clock()
+                self._publish_plans()
+                self.totals.orchestrating += self._clock() - started
             return gains
+
+    def add_committing(self, seconds: float) -> None:
+        """Count the time that something took between a verdict and the tokens and texts of its rows."""
+        self.totals.committing += seconds
+        self.totals.orchestrating += seconds
 
     def drain(self) -> None:
         """Take in the verdicts of plans that are still out, once no completion is left; nothing while one is."""
@@ -138,9 +143,8 @@ class Orchestrator:
         """The next verdict; reports of the draft leader on the way only add their times."""
         while True:
             report = self._fleet.collect()
-            self.totals.drafting += report.times.drafting
-            self.totals.transferring += report.times.transferring
-            self.totals.verifying += report.times.verifying
+            times = report.times
+            self.totals.add_phases(times.drafting, times.transferring, times.verifying, report.is_verdict)
             if report.is_verdict:
                 return report
 

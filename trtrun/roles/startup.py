@@ -9,59 +9,59 @@ from __future__ import annotations
 import resource
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from parallel.communicator import Communicator
+from parallel.errors import ParallelError
 from parallel.groups import Groups
 from parallel.link import Link
 from parallel.topology import Role, Slot, Topology
 from parallel.watchdog.activity import Activity, Phase
-from trtrun.config import DraftSection, ModelSection, RuntimeConfig
+from trtrun.config import ModelSection, RuntimeConfig
 from trtrun.drafting_methods import METHODS
 from trtrun.engine.graphs import capture_for
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.engine.warmup import warm_up
-from trtrun.errors import CheckpointError, ConfigError
+from trtrun.engine.working_memory import RoundShape
+from trtrun.errors import CheckpointError, ConfigError, TrtrunError
 from trtrun.kernels.choice import kernels_for
 from trtrun.kvcache.sizing import (
     SlotDemand,
     blocks_of_tokens,
     count_kv_blocks,
     default_fraction,
+    format_bytes,
     free_bytes_of_slot,
     tokens_of_blocks,
-    useful_blocks,
 )
 from trtrun.kvcache.store import KVStore
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.models.loading import LoadReport, load_model, shard_bytes
 from trtrun.outputs import RankReport
+from trtrun.roles.largest_round import Rehearsal, measure_largest_round
+from trtrun.roles.memory_demand import (
+    engine_working_bytes,
+    kv_bytes_per_block,
+    most_useful_blocks,
+    quantization_of,
+    resolve_dtype,
+    round_shape,
+)
+from trtrun.roles.phase_clock import HostPhases, phase_clock
 from trtrun.roles.worker import Worker
 from trtrun.speculation.drafters import DRAFTERS, Drafter, Workplace
 
 Progress = Callable[[int, int], None]
 """Bytes of weights that are in place so far and in the end, on this rank."""
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
 
 def device_of(slot: Slot) -> torch.device:
     """The torch device of a slot. A CPU slot's number tells processes apart; torch knows one CPU."""
     return torch.device(slot.device if slot.device.startswith("cuda") else "cpu")
-
-
-def resolve_dtype(section: ModelSection, config: ModelConfig) -> torch.dtype:
-    """The dtype to compute in: the section's, or the checkpoint's for `auto`."""
-    return config.checkpoint_dtype if section.dtype == "auto" else DTYPES[section.dtype]
-
-
-def quantization_of(section: ModelSection) -> str:
-    """How the engine's weights are held, by name; a target's as they are."""
-    return section.quantization if isinstance(section, DraftSection) else "none"
 
 
 def target_context(config: RuntimeConfig, model: ModelConfig) -> int:
@@ -102,35 +102,55 @@ class RankStartup:
         self._slot = slot
         self._groups = groups
         self._device = device_of(slot)
+        self._placement = METHODS[config.speculation.method].placement
         self._target_config = read_model_config(config.target.model)
         self._draft_config = read_model_config(config.draft.model) if config.draft is not None else None
         self._context = target_context(config, self._target_config)
         self._engines: dict[str, _LoadedEngine] = {}
+        self._working_bytes = 0
 
     def load(self, progress: Progress) -> int:
-        """Read this rank's slices of the weights.
+        """Read this rank's slices of the weights, and reckon what is left for KV beside the largest round.
+
+        On GPUs the round is run and measured, which is collective over the tensor-parallel groups.
 
         Returns:
             KV blocks that this rank could hold, the null block included.
 
         Raises:
             CheckpointError: a model directory is damaged or not supported.
-            ConfigError: the weights or the KV store do not fit.
+            ConfigError: the weights, a round or the KV store do not fit.
         """
         self._activity.start(Phase.WEIGHTS)
+        try:
+            blocks = self._load_weights(progress)
+        except (TrtrunError, ParallelError):
+            self._agree(False)
+            raise
+        if self._agree(True):
+            blocks = self._count_beside_measured_round()
+            self._activity.start(Phase.LOADED)
+        return blocks
+
+    def _agree(self, is_loaded: bool) -> bool:
+        """Whether all ranks of this one's groups have their weights, and so can run a round together; only on GPUs."""
+        self._activity.start(Phase.LOADED)
+        if self._device.type != "cuda":
+            return False
+        failed = 0
+        for _, _, _, communicator in self._parts():
+            failed += int(communicator.all_reduce(torch.tensor([int(not is_loaded)], device=self._device)))
+        return failed == 0
+
+    def _load_weights(self, progress: Progress) -> int:
+        """See `load`; on GPUs the blocks are those beside the weights alone."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         free = free_bytes_of_slot(self._slot.device, len(self._topology.slots_of_host(self._slot.host)))
         demand = self._demand()
-        blocks = count_kv_blocks(
-            free,
-            demand,
-            fraction=self._config.kv_cache.free_memory_fraction or default_fraction(self._slot.device),
-            block_size=self._config.kv_cache.block_size,
-            max_tokens=self._config.kv_cache.max_tokens,
-            most_useful=most_useful_blocks(self._config, self._context),
-            where=self._topology.describe(self._rank),
-        )
+        if self._device.type == "cpu":
+            self._working_bytes = demand.working_bytes
+        blocks = self._count_blocks(free, replace(demand, working_bytes=self._working_bytes))
         done = 0
         for role, section, config, communicator in self._parts():
             dtype = resolve_dtype(section, config)
@@ -156,37 +176,84 @@ class RankStartup:
                 raise CheckpointError(f"{role}: {error}") from None
             done += size
             self._engines[role] = _LoadedEngine(model, loaded, communicator)
-        self._activity.start(Phase.LOADED)
         return blocks
+
+    def _count_blocks(self, free_bytes: int, demand: SlotDemand) -> int:
+        cache = self._config.kv_cache
+        return count_kv_blocks(
+            free_bytes,
+            demand,
+            fraction=cache.free_memory_fraction or default_fraction(self._slot.device),
+            block_size=cache.block_size,
+            max_tokens=cache.max_tokens,
+            most_useful=most_useful_blocks(self._config, self._context),
+            where=self._topology.describe(self._rank),
+        )
+
+    def _count_beside_measured_round(self) -> int:
+        """Run the largest round on this GPU, and count the blocks that fit beside what it took."""
+        self._activity.start(Phase.ALLOCATING)
+        where = self._topology.describe(self._rank)
+        demand = self._demand()
+        left = torch.cuda.mem_get_info(self._device)[0]
+        shape = round_shape(self._config, self._context)
+        try:
+            self._working_bytes = measure_largest_round(self._device, lambda: self._rehearsal(shape), shape)
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                f"{where}: the largest round does not fit into the {format_bytes(left)} free beside the weights "
+                f"({format_bytes(demand.shard_bytes)}); by its shapes it needs up to "
+                f"{format_bytes(demand.working_bytes)}: lower scheduler.max_batch_size, scheduler.max_num_tokens or "
+                "speculation.draft_len"
+            ) from None
+        # The weights are there: what they really take is what is missing from the free memory.
+        free = torch.cuda.mem_get_info(self._device)[0] + demand.shard_bytes
+        return self._count_blocks(free, replace(demand, working_bytes=self._working_bytes))
+
+    def _rehearsal(self, shape: RoundShape) -> Rehearsal:
+        """This rank's engines over stores of the null block alone."""
+        engines = {role: self._make_engine(role, loaded, 1) for role, loaded in self._engines.items()}
+        return Rehearsal(
+            drafter=self._make_drafter(engines),
+            draft=engines.get("draft"),
+            target=engines.get("target"),
+            leads_target=self._rank == self._topology.target_leader,
+            shape=shape,
+        )
+
+    def _make_drafter(self, engines: Mapping[str, Engine]) -> Drafter | None:
+        """The method's drafter, where this rank is one of those that draft."""
+        if self._placement not in self._topology.roles(self._rank):
+            return None
+        section, vocab_size = self._config.speculation, self._target_config.vocab_size
+        return DRAFTERS.get(section.method)(Workplace(section, engines.get("draft"), engines.get("target"), vocab_size))
+
+    def _drafting_leader(self) -> int | None:
+        """The first of the ranks that draft; None where none do."""
+        return self._topology.target_leader if self._placement is Role.TARGET else self._topology.draft_leader
 
     def finish(self, num_blocks: int) -> tuple[Worker, RankReport]:
         """Allocate the KV stores, run every kernel once, and put the engines to work."""
         self._activity.start(Phase.ALLOCATING)
-        engines = {role: self._make_engine(loaded, num_blocks) for role, loaded in self._engines.items()}
+        engines = {role: self._make_engine(role, loaded, num_blocks) for role, loaded in self._engines.items()}
         self._activity.start(Phase.WARMING_UP)
         for engine in engines.values():
             warm_up(engine, self._config.draft_len)
-        placement = METHODS[self._config.speculation.method].placement
+        leads_draft = self._rank == self._drafting_leader()
+        leads_target = self._rank == self._topology.target_leader
         worker = Worker(
             link=Link(self._topology, self._rank, self._groups.workers),
-            drafter=self._make_drafter(engines) if placement in self._topology.roles(self._rank) else None,
+            drafter=self._make_drafter(engines),
             target=engines.get("target"),
-            drafts_in_place=placement is Role.TARGET,
-            leads_draft=self._rank == self._drafting_leader(placement),
-            leads_target=self._rank == self._topology.target_leader,
+            drafts_in_place=self._placement is Role.TARGET,
+            leads_draft=leads_draft,
+            leads_target=leads_target,
             use_logits=self._config.speculation.use_logits,
             activity=self._activity,
+            phases=phase_clock(self._device) if leads_draft or leads_target else HostPhases(),
         )
         self._activity.rest()
         return worker, self._report(num_blocks)
-
-    def _drafting_leader(self, placement: Role | None) -> int | None:
-        """The first of the ranks that draft; None where none do."""
-        return self._topology.target_leader if placement is Role.TARGET else self._topology.draft_leader
-
-    def _make_drafter(self, engines: Mapping[str, Engine]) -> Drafter:
-        section, vocab_size = self._config.speculation, self._target_config.vocab_size
-        return DRAFTERS.get(section.method)(Workplace(section, engines.get("draft"), engines.get("target"), vocab_size))
 
     def _parts(self) -> list[tuple[str, ModelSection, ModelConfig, Communicator]]:
         """This rank's engines: role, section, model configuration and tensor-parallel group."""
@@ -198,18 +265,22 @@ class RankStartup:
         return parts
 
     def _demand(self) -> SlotDemand:
-        weights = block = 0
-        for _, section, model, communicator in self._parts():
+        """What this rank's engines need; the memory of a round by its shapes."""
+        weights = block = working = 0
+        for role, section, model, communicator in self._parts():
             dtype = resolve_dtype(section, model)
             weights += self._shard_bytes(section, model, communicator)
             block += kv_bytes_per_block(model, communicator.size, self._config.kv_cache.block_size, dtype)
-        return SlotDemand(weights, block)
+            working += engine_working_bytes(
+                self._config, self._context, role, section, model, communicator.rank, self._device
+            )
+        return SlotDemand(weights, block, working)
 
     def _shard_bytes(self, section: ModelSection, model: ModelConfig, communicator: Communicator) -> int:
         dtype = resolve_dtype(section, model)
         return shard_bytes(model, communicator.rank, communicator.size, dtype, self._device, quantization_of(section))
 
-    def _make_engine(self, loaded: _LoadedEngine, num_blocks: int) -> Engine:
+    def _make_engine(self, role: str, loaded: _LoadedEngine, num_blocks: int) -> Engine:
         model, config = loaded.model, self._config
         store = KVStore(
             model.config.num_layers,
@@ -233,7 +304,8 @@ class RankStartup:
             self._device,
         )
         graphs = config.cuda_graphs and loaded.communicator.is_capturable
-        return Engine(model, store, rows, capture_for(self._device) if graphs else None)
+        verified = config.draft_len + 1 if role == "target" else 1
+        return Engine(model, store, rows, capture_for(self._device) if graphs else None, verified)
 
     def _report(self, num_blocks: int) -> RankReport:
         loaded = [engine.report for engine in self._engines.values()]
@@ -246,25 +318,9 @@ class RankStartup:
             device=self._slot.device,
             bytes_read=sum(report.bytes_read for report in loaded),
             shard_bytes=sum(report.shard_bytes for report in loaded),
+            working_bytes=self._working_bytes,
             kv_bytes=num_blocks * self._demand().bytes_per_block,
             kv_tokens=tokens_of_blocks(num_blocks, block_size),
             kernels="+".join(sorted({kernels_for(model.device, model.dtype) for model in models})),
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         )
-
-
-def most_useful_blocks(config: RuntimeConfig, context: int) -> int:
-    """Blocks beyond which running requests could use no more (see `kvcache.sizing.useful_blocks`)."""
-    return useful_blocks(
-        config.scheduler.max_batch_size,
-        context,
-        config.kv_cache.block_size,
-        config.draft_len,
-        config.scheduler.plans_ahead,
-    )
-
-
-def kv_bytes_per_block(model: ModelConfig, tp_size: int, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block on one rank of an engine with `tp_size` ranks."""
-    kv_heads = max(1, model.num_kv_heads // tp_size)
-    return KVStore.bytes_per_block(model.num_layers, kv_heads, block_size, model.head_dim, dtype)

@@ -7,7 +7,7 @@ A process holds a draft rank, a target rank or, where both list its device, both
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ from parallel.link import Link
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core import RoundPlan, Verdict
 from trtrun.engine.runner import Engine
+from trtrun.roles.phase_clock import HostPhases, PhaseClock
 from trtrun.speculation.cycle import begin_round, draft_round, learn_verdict, transfer, verify_round
 from trtrun.speculation.drafter import Drafter
 from trtrun.wire import RoundTimes, encode_report
@@ -35,6 +36,7 @@ class Worker:
         leads_target: whether its target rank is the target leader.
         use_logits: acceptance mode of sampled rows.
         activity: where the process says what it is doing.
+        phases: times the phases of rounds; only leaders take its times.
     """
 
     link: Link
@@ -45,15 +47,16 @@ class Worker:
     leads_target: bool
     use_logits: bool
     activity: Activity = field(default_factory=Activity)
+    phases: PhaseClock = field(default_factory=HostPhases)
 
     @torch.inference_mode()
     def run_round(self, plan: RoundPlan) -> bytes | None:
         """Run one round; returns the report of a leader, None elsewhere."""
-        started = time.perf_counter()
+        self.phases.start()
         self.activity.enter(plan.round_index, Phase.DRAFTING)
         by_probability = begin_round(plan, self.drafter, self.target, use_logits=self.use_logits)
         draft = draft_round(self.drafter, plan, by_probability) if self.drafter is not None else None
-        drafted = time.perf_counter()
+        self.phases.end("drafting")
         self.activity.enter(plan.round_index, Phase.TRANSFERRING)
         received = transfer(
             self.link,
@@ -64,23 +67,27 @@ class Worker:
             num_probability_rows=len(by_probability),
             vocab=self.target.vocab_size if self.target is not None else 0,
         )
-        transferred = time.perf_counter()
+        self.phases.end("transferring")
         self.activity.enter(plan.round_index, Phase.VERIFYING if self.target is not None else Phase.AWAITING_VERDICT)
         verdict = None
         if self.target is not None:
             verdict = verify_round(self.target, self.link, plan, received, by_probability, leads=self.leads_target)
         if self.drafter is not None:
             learn_verdict(self.drafter, self.link, plan, verdict)
-        finished = time.perf_counter()
+        self.phases.end("verifying")
         self.activity.enter(plan.round_index, Phase.REPORTING)
-        times = RoundTimes(
-            drafting=drafted - started if self.leads_draft else 0.0,
-            transferring=transferred - drafted if self.leads_target else 0.0,
-            verifying=finished - transferred if self.leads_target else 0.0,
-        )
         if self.leads_target:
-            return _encode_verdict(plan, times, verdict)
-        return encode_report(plan.round_index, times) if self.leads_draft else None
+            return _encode_verdict(plan, verdict, self._take_times)
+        return encode_report(plan.round_index, self._take_times()) if self.leads_draft else None
+
+    def _take_times(self) -> RoundTimes:
+        """What the phases took that this process leads: on a GPU those of rounds that are known to be over."""
+        seconds = self.phases.take()
+        return RoundTimes(
+            drafting=seconds.get("drafting", 0.0) if self.leads_draft else 0.0,
+            transferring=seconds.get("transferring", 0.0) if self.leads_target else 0.0,
+            verifying=seconds.get("verifying", 0.0) if self.leads_target else 0.0,
+        )
 
     def reset(self) -> None:
         """Forget a round that did not come to its end. For a job of one process: other ranks would not know of it."""
@@ -94,15 +101,18 @@ class Worker:
             self.drafter.close()
 
 
-def _encode_verdict(plan: RoundPlan, times: RoundTimes, verdict: Verdict | None) -> bytes:
-    """The one copy from the device to the host in a round: counts, lengths and tokens travel in one tensor."""
+def _encode_verdict(plan: RoundPlan, verdict: Verdict | None, take_times: Callable[[], RoundTimes]) -> bytes:
+    """The one copy from the device to the host in a round: counts, lengths and tokens travel in one tensor.
+
+    The times are taken after it, when the device has done all of the round.
+    """
     if verdict is None:
         packed = np.empty((0, 3), dtype=np.int64)
     else:
         assert verdict.draft_lens is not None  # the leader's own
         columns = (verdict.num_tokens.unsqueeze(1), verdict.draft_lens.unsqueeze(1), verdict.tokens)
         packed = torch.cat(columns, dim=1).cpu().numpy()
-    report = (plan.round_index, times, packed[:, 0], packed[:, 1], packed[:, 2:])
+    report = (plan.round_index, take_times(), packed[:, 0], packed[:, 1], packed[:, 2:])
     if verdict is None or verdict.logprobs is None:
         return encode_report(*report)
     return encode_report(*report, verdict.logprobs.token_ids.cpu().numpy(), verdict.logprobs.values.cpu().numpy())

@@ -2,7 +2,7 @@
 
 Pure functions on [rows, positions, vocabulary] logits; each row has its own parameters. They know no admission, no
 seed and no history. No value is read back from a device; on the CPU, where reading costs nothing, the nucleus is
-searched among fewer candidates.
+searched among fewer candidates. Rows are ranked some at a time, so that a large batch takes no more memory.
 
 Order: temperature, top_k, top_p over the distribution that top_k left, then min_p, as transformers orders them. min_p
 compares with the most likely token, which every other filter keeps, so its place does not change what it removes.
@@ -16,12 +16,25 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from trtrun.sampling.pieces import pieces
+
 # Elements ranked at a time on a CPU, in whole rows: larger temporaries are fresh memory each time, and its page faults
 # cost more than the ranking (measured: 16 rows of 6 x 16384 took 2 to 3 times as long at once as one by one).
 _CPU_CHUNK = 1 << 17
 
+# Elements ranked at a time elsewhere: sorting 64 rows of 6 x 128k at once would take over 3 GB.
+_DEVICE_CHUNK = 1 << 22
+
+RANKING_BYTES = 80
+"""Upper bound of what ranking takes for each element: keys, two sides of a radix sort with indices, sums in float64."""
+
 _LOWEST = torch.finfo(torch.float32).min
 _HIGHEST = torch.finfo(torch.float32).max
+
+
+def most_ranked(device_type: str) -> int:
+    """Elements that are ranked at a time, unless a row has more."""
+    return _CPU_CHUNK if device_type == "cpu" else _DEVICE_CHUNK
 
 
 def apply_temperature(logits: Tensor, temperatures: Tensor) -> Tensor:
@@ -134,13 +147,14 @@ def _nucleus(scaled: Tensor, top_p: Tensor) -> Tensor:
 
 
 def _by_rows(change: Callable[..., Tensor], scaled: Tensor, *parameters: Tensor) -> Tensor:
-    """change(scaled, *parameters), some rows at a time on a CPU; each of them works on rows independently."""
-    rows = scaled.shape[0]
-    step = max(1, _CPU_CHUNK // max(1, scaled[:1].numel())) if scaled.device.type == "cpu" else rows
-    if step >= rows:
+    """change(scaled, *parameters), some rows at a time; it works on rows independently."""
+    parts = pieces(scaled.shape[0], scaled[:1].numel(), most_ranked(scaled.device.type))
+    if len(parts) < 2:
         return change(scaled, *parameters)
-    parts = [slice(start, start + step) for start in range(0, rows, step)]
-    return torch.cat([change(scaled[part], *(values[part] for values in parameters)) for part in parts])
+    changed = torch.empty_like(scaled)
+    for part in parts:
+        changed[part] = change(scaled[part], *(values[part] for values in parameters))
+    return changed
 
 
 def _below_nucleus(before: Tensor, total: Tensor, top_p: Tensor) -> Tensor:

@@ -23,16 +23,15 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel.link import Link
 from trtrun.core import Draft, RoundPlan, Verdict
-from trtrun.sampling.row_needs import device_integers
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.scheduling.completion import RowResult
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.pacing import Pacer
-from trtrun.speculation.protocols import TargetEngine
+from trtrun.speculation.protocols import DraftLink, TargetEngine
 from trtrun.speculation.verify import verify
+from trtrun.tensors import device_integers
 from trtrun.wire import RoundReport
 
 
@@ -78,7 +77,7 @@ def draft_round(drafter: Drafter, plan: RoundPlan, probability_rows: Sequence[in
 
 
 def transfer(
-    link: Link,
+    link: DraftLink,
     plan: RoundPlan,
     draft: Draft | None,
     *,
@@ -116,7 +115,7 @@ def transfer(
 
 def verify_round(
     engine: TargetEngine,
-    link: Link,
+    link: DraftLink,
     plan: RoundPlan,
     draft: Draft | None,
     probability_rows: Sequence[int],
@@ -166,7 +165,7 @@ def verify_round(
     return verdict
 
 
-def learn_verdict(drafter: Drafter, link: Link, plan: RoundPlan, verdict: Verdict | None) -> None:
+def learn_verdict(drafter: Drafter, link: DraftLink, plan: RoundPlan, verdict: Verdict | None) -> None:
     """The verdict's way back to where drafts are made.
 
     Args:

@@ -1,7 +1,10 @@
-"""What the cycle and its drafters see of an engine: one small protocol for each side, as engines are below in `engine`
-and must not be known here. The one implementation is `engine.runner.Engine`, whose rows are `engine.rows.RowState`.
+"""What the cycle and its drafters see of engines and of what is between them.
 
-What lies where speculation may look is used by its own name: sampling parameters, the link, the scheduler.
+Engines must not be known here: one small protocol for each side stands for `engine.runner.Engine`, whose rows are
+`engine.rows.RowState`.
+
+What lies where speculation may look and has one implementation is used by its own name: sampling parameters, the
+scheduler.
 """
 
 from __future__ import annotations
@@ -93,4 +96,27 @@ class TargetEngine(RoundEngine, Protocol):
 
     def verify_forward(self, plan: RoundPlan, draft_tokens: torch.Tensor, draft_lens: torch.Tensor) -> torch.Tensor:
         """[sampled_rows, draft_len + 1, vocab] float32."""
+        ...
+
+
+class DraftLink(Protocol):
+    """Draft → target packets and target → draft verdicts: `parallel.link.Link`, and in the rehearsal of the largest
+    round (`roles.largest_round`) one that carries nothing."""
+
+    def send_draft(self, tokens: torch.Tensor, draft_lens: torch.Tensor, draft_probs: torch.Tensor | None) -> None:
+        """On the draft leader."""
+        ...
+
+    def receive_draft(
+        self, rows: int, draft_len: int, probability_rows: int, vocab: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """On every target rank: tokens, draft_lens, draft_probs; the last reach the target leader alone."""
+        ...
+
+    def send_verdict(self, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
+        """On the target leader."""
+        ...
+
+    def receive_verdict(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """On every other engine rank."""
         ...

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from trtrun.core import Verdict, VerdictLogprobs
+from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream, gumbel_argmax, uniforms
-from trtrun.sampling.row_needs import device_integers
 from trtrun.sampling.row_sampling import RowSampling
+from trtrun.tensors import device_integers
 
 
 def _count_accepted(accepted: Tensor, draft_lens: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ def accept_by_probability(
     Args:
         target_probs: [R, K + 1, V] float32, after the request's own parameters.
         draft_probs: [R, K, V] float32, the distributions that draft_tokens were sampled from, padded to V.
-        draft_tokens: [R, K] int64; one outside [0, V) is never accepted.
+        draft_tokens: [R, K] int64; one outside [0, V), or without a probability of its own, is never accepted.
         draft_lens: [R] int64, -1 to K.
         seeds: [R] int64.
         lengths: [R] int64, the position that target_probs[:, 0] belongs to.
@@ -88,6 +89,9 @@ def accept_by_probability(
     draft_of_token = draft_probs.gather(-1, index)[..., 0]
     places = lengths[:, None] + torch.arange(draft_len, device=lengths.device)
     numbers = uniforms(seeds.repeat_interleave(draft_len), places.flatten(), Stream.ACCEPT).view(count, draft_len)
+    # Where the draft's logits are not finite it has no distribution: its tokens are then nobody's, and the residual is
+    # the target's own.
+    possible &= draft_of_token > 0.0
     # u < target / draft, without the division; a token that the target rules out is never below 0.
     num_accepted = _count_accepted((numbers * draft_of_token < target_of_token) & possible, draft_lens)
 
@@ -134,8 +138,8 @@ def verify(
 
     Returns:
         Verdict: num_tokens [R], tokens [R, K + 1], draft_lens [R] without anything below 0, logprobs for the rows that
-        asked, in the order of `rows`, as wide as
-        the widest of them asked.
+        asked, in the order of `rows`, as wide as the widest of them asked. A row that would gain a token whose raw
+        logit is not finite gains none: num_tokens is 0, tokens are -1, and its logprobs mean nothing.
 
     Raises:
         ValueError: probability_rows without draft_probs of their number and width.
@@ -151,16 +155,17 @@ def verify(
             raise ValueError(f"draft_probs must be {list(shape)} for the rows verified by probability, not {found}")
         num_tokens = torch.empty_like(lengths)
         tokens = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
-        index = device_integers(probability_rows, logits.device)
-        gained = accept_by_probability(
-            sampling.probabilities(processed[index]),
-            draft_probs,
-            draft_tokens[index],
-            draft_lens[index],
-            sampling.seeds([rows[place] for place in probability_rows]),
-            lengths[index],
-        )
-        num_tokens[index], tokens[index] = gained
+        for part in pieces(len(probability_rows), logits[:1].numel()):
+            index = device_integers(probability_rows[part], logits.device)
+            gained = accept_by_probability(
+                sampling.probabilities(processed[index]),
+                draft_probs[part],
+                draft_tokens[index],
+                draft_lens[index],
+                sampling.seeds([rows[place] for place in probability_rows[part]]),
+                lengths[index],
+            )
+            num_tokens[index], tokens[index] = gained
         chosen = set(probability_rows)
         others = [place for place in range(len(rows)) if place not in chosen]
         if others:
@@ -168,12 +173,30 @@ def verify(
             other_rows = [rows[place] for place in others]
             target_tokens = sampling.choose(processed[index], other_rows, lengths[index], Stream.TARGET)
             num_tokens[index], tokens[index] = accept_by_token(target_tokens, draft_tokens[index], draft_lens[index])
+    num_tokens, tokens = _refuse_nonfinite(logits, num_tokens, tokens)
     return Verdict(num_tokens, tokens, draft_lens.clamp(min=0), _logprobs(logits, sampling, rows, tokens))
+
+
+def _refuse_nonfinite(logits: Tensor, num_tokens: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """num_tokens [R] and tokens [R, K + 1] with 0 and -1 in rows that chose a token whose raw logit is NaN or infinite.
+
+    Such a logit wins every argmax, and where no logit is finite token 0 is what remains: neither is an answer. Looking
+    at the chosen tokens alone costs nothing beside a pass over all logits.
+    """
+    chosen = logits.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
+    sound = (chosen.isfinite() | (tokens < 0)).all(dim=1)
+    return num_tokens * sound, tokens.masked_fill(~sound[:, None], -1)
 
 
 def _logprobs(logits: Tensor, sampling: RowSampling, rows: Sequence[int], tokens: Tensor) -> VerdictLogprobs | None:
     asked = [(place, wanted) for place, row in enumerate(rows) if (wanted := sampling.wants_logprobs(row)) is not None]
     if not asked:
         return None
-    index = device_integers([place for place, _ in asked], logits.device)
-    return sampling.top_logprobs(logits[index], tokens[index], max(wanted for _, wanted in asked))
+    widest = max(wanted for _, wanted in asked)
+    found = []
+    for part in pieces(len(asked), logits[:1].numel()):
+        index = device_integers([place for place, _ in asked[part]], logits.device)
+        found.append(sampling.top_logprobs(logits[index], tokens[index], widest))
+    if len(found) == 1:
+        return found[0]
+    return VerdictLogprobs(torch.cat([one.token_ids for one in found]), torch.cat([one.values for one in found]))

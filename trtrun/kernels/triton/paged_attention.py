@@ -4,7 +4,7 @@ The method is FlashAttention's online softmax (arXiv:2205.14135) over blocks fou
 (PagedAttention, arXiv:2309.06180), with long contexts split over programs whose partial results are combined
 (Flash-Decoding). Grids follow from shapes that the host knows, so a forward can become a CUDA graph; how far each row
 reaches is read from the positions on the device. It knows tensors; it does not know when Triton can be used (see
-`attention.attention_backend`).
+trtrun.attention.backend).
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ _SPLIT_TOKENS = 256
 """Keys that one program works through where a context is split."""
 
 _MOST_SPLITS = 64
+
+PARTIAL_BYTES = 64 << 20
+"""Partial results of split contexts that exist at once: 64 rows of 6 queries, 32 heads and 16k tokens have 400 MB."""
+
 _KEYS = 64
 """Keys of one step of a program."""
 
@@ -182,31 +186,60 @@ class PagedAttention:
         output: torch.Tensor,
     ) -> None:
         query, output = query[segment.start : segment.stop], output[segment.start : segment.stop]
-        _, num_blocks, kv_heads, block_size, head_dim = store_layer.shape
-        tokens, heads, _ = query.shape
-        group = heads // kv_heads
-        tile = min(64, max(16, _padded(segment.queries * group)))
-        tiles = -(-segment.queries * group // tile)
-        blocks = segment.block_tables.shape[1]
-        splits = min(_MOST_SPLITS, -(-blocks * block_size // _SPLIT_TOKENS)) if segment.queries * group <= 64 else 1
-        split_heads = tokens * heads * splits if splits > 1 else 0
-        sums, peaks = query.new_empty((2, split_heads), dtype=torch.float32)
-        partial = query.new_empty((split_heads, head_dim), dtype=torch.float32)
-        _attend_kernel[(segment.rows, kv_heads, tiles * splits)](
-            query, store_layer, num_blocks * kv_heads * block_size * head_dim,
-            segment.block_tables, segment.positions, output, sums, peaks, partial, scale,
-            query.stride(0), query.stride(1),
-            segment.positions.stride(0), segment.positions.stride(1), segment.block_tables.stride(0),
-            segment.queries, kv_heads, group, blocks, 1 << 30 if window is None else window, splits,
-            BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=max(16, _padded(head_dim)), TILE=tile, KEYS=_KEYS,
-            IS_SPLIT=splits > 1, PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
-            num_warps=4, num_stages=2,
+        heads, kv_heads = query.shape[1], store_layer.shape[2]
+        block_size, head_dim = store_layer.shape[3:]
+        context = segment.block_tables.shape[1] * block_size
+        is_split = segment.queries * (heads // kv_heads) <= 64
+        # From the table's width alone: how a row's context is split must not depend on its company.
+        splits = min(_MOST_SPLITS, -(-context // _SPLIT_TOKENS)) if is_split else 1
+        for rows in _split_rows(segment, heads * (head_dim + 2) * 4 * splits if splits > 1 else 0):
+            tokens = slice(rows.start * segment.queries, rows.stop * segment.queries)
+            tables, positions = segment.block_tables[rows], segment.positions[rows]
+            _attend_rows(query[tokens], store_layer, tables, positions, scale, window, splits, output[tokens])
+
+
+def _split_rows(segment: AttentionSegment, partial_bytes: int) -> list[slice]:
+    """The rows of a segment in slices whose partial results, of `partial_bytes` a token, may exist at once."""
+    step = segment.rows if not partial_bytes else max(1, PARTIAL_BYTES // (partial_bytes * segment.queries))
+    return [slice(start, min(start + step, segment.rows)) for start in range(0, segment.rows, max(1, step))]
+
+
+def _attend_rows(
+    query: torch.Tensor,
+    store_layer: torch.Tensor,
+    tables: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int | None,
+    splits: int,
+    output: torch.Tensor,
+) -> None:
+    """Attend for some rows: query and output [rows * queries, heads, head], tables [rows, blocks], positions
+    [rows, queries]."""
+    _, num_blocks, kv_heads, block_size, head_dim = store_layer.shape
+    rows, queries = positions.shape
+    tokens, heads, _ = query.shape
+    group = heads // kv_heads
+    tile = min(64, max(16, _padded(queries * group)))
+    tiles = -(-queries * group // tile)
+    split_heads = tokens * heads * splits if splits > 1 else 0
+    sums, peaks = query.new_empty((2, split_heads), dtype=torch.float32)
+    partial = query.new_empty((split_heads, head_dim), dtype=torch.float32)
+    _attend_kernel[(rows, kv_heads, tiles * splits)](
+        query, store_layer, num_blocks * kv_heads * block_size * head_dim,
+        tables, positions, output, sums, peaks, partial, scale,
+        query.stride(0), query.stride(1),
+        positions.stride(0), positions.stride(1), tables.stride(0),
+        queries, kv_heads, group, tables.shape[1], 1 << 30 if window is None else window, splits,
+        BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=max(16, _padded(head_dim)), TILE=tile, KEYS=_KEYS,
+        IS_SPLIT=splits > 1, PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    if splits > 1:
+        _combine_kernel[(tokens * heads,)](
+            sums, peaks, partial, output, splits,
+            HEAD=head_dim, HEAD_PADDED=_padded(head_dim), MOST_SPLITS=_MOST_SPLITS, num_warps=2,
         )  # fmt: skip
-        if splits > 1:
-            _combine_kernel[(tokens * heads,)](
-                sums, peaks, partial, output, splits,
-                HEAD=head_dim, HEAD_PADDED=_padded(head_dim), MOST_SPLITS=_MOST_SPLITS, num_warps=2,
-            )  # fmt: skip
 
 
 def _padded(size: int) -> int:

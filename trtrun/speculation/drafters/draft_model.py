@@ -13,9 +13,9 @@ import torch
 
 from trtrun.core import Draft, RoundPlan
 from trtrun.sampling.random import Stream
-from trtrun.sampling.row_needs import device_integers
 from trtrun.speculation.drafter import DRAFTERS, Drafter, Workplace
 from trtrun.speculation.protocols import DraftEngine, Rows, Step
+from trtrun.tensors import device_integers
 
 
 class DraftModelDrafter(Generic[Step]):

@@ -14,12 +14,12 @@ import torch
 
 from trtrun.core import Draft, RoundPlan
 from trtrun.drafting_methods import PromptLookupSection
-from trtrun.sampling.row_needs import device_integers
 from trtrun.speculation.drafter import DRAFTERS, Drafter, Workplace
 from trtrun.speculation.protocols import Rows
+from trtrun.tensors import device_integers
 
-_MOST_POSITIONS = 1 << 22
-"""Positions that are compared at a time: with many rows of long contexts, memory stays within some ten megabytes."""
+_MOST_POSITIONS = 1 << 20
+"""Positions that are compared at a time: with many rows of long contexts, memory stays within twenty megabytes."""
 
 
 class NgramDrafter:

@@ -1,0 +1,162 @@
+"""What an engine's rounds need beside weights and KV store, told from shapes alone: an upper bound.
+
+`trtrun plan` and the ranks on CPUs reckon with it; on GPUs the ranks measure their largest round at start instead
+(roles/largest_round.py). It counts what models, kernels and sampling hold at a time, each at its largest. It knows
+shapes. It does not know plans, devices' free memory or weights, and it leaves out what libraries keep for themselves
+and the contexts that plain torch attention gathers for other rows than one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from trtrun.engine.graphs import MOST_GRAPHS
+from trtrun.kernels.cpu.machine import has_bfloat16_kernels
+from trtrun.models.config import ModelConfig
+from trtrun.models.parts import ShardLayout
+from trtrun.sampling.filters import RANKING_BYTES, most_ranked
+from trtrun.sampling.pieces import MOST_ELEMENTS
+
+_GRAPH_BYTES = 4 << 20
+"""What a graph is taken to hold beside its share of the pool: its nodes, and the tensors that it reads."""
+
+_PARTIAL_BYTES = 64 << 20
+"""Partial results of attention over split contexts (kernels/triton/paged_attention.py)."""
+
+_MOST_CATCH_UP = 8
+"""Tokens that a draft engine feeds of each row after rounds that it sat out."""
+
+_FLOAT = 4
+_SAMPLING_TENSORS = 8
+"""Tensors of float32 that penalties, filters, noise or acceptance hold of the logits that are worked on at a time."""
+
+
+@dataclass(frozen=True)
+class RoundShape:
+    """The largest round of a configuration.
+
+    Attributes:
+        max_rows: rows that run at once.
+        max_tokens: tokens of one round over all rows.
+        draft_len: tokens drafted for a row; 0 without speculation.
+        max_seq_len: tokens of one row, at most what the KV store may hold.
+        block_size: tokens of a KV block.
+        use_logits: whether draft_probs are made and verified.
+    """
+
+    max_rows: int
+    max_tokens: int
+    draft_len: int
+    max_seq_len: int
+    block_size: int
+    use_logits: bool
+
+
+def working_bytes(
+    shape: RoundShape,
+    model: ModelConfig,
+    tp_rank: int,
+    tp_size: int,
+    dtype: torch.dtype,
+    device_type: str,
+    *,
+    verifies: bool,
+    quantized: bool = False,
+    graphs: bool = False,
+) -> int:
+    """Upper bound of the bytes that one rank of an engine needs beside its weights and its KV store.
+
+    Args:
+        shape: of the largest round.
+        model: of the engine.
+        tp_rank, tp_size: which share of it.
+        dtype: of activations.
+        device_type: "cpu" or "cuda".
+        verifies: whether it is the target engine.
+        quantized: whether weights are widened for products of many rows.
+        graphs: whether forwards are captured as CUDA graphs.
+    """
+    layout = ShardLayout(model, tp_rank, tp_size)
+    positions = shape.draft_len + 1 if verifies else 1
+    verified = shape.max_rows * positions
+    tokens = max(shape.max_tokens, verified, shape.max_rows * (1 if verifies else _MOST_CATCH_UP))
+    # Drafts of different lengths are padded to the longest, beyond what the scheduler counts.
+    tokens += verified
+    logits = verified * model.vocab_size * _FLOAT
+    head = _head_bytes(verified, layout, model, tp_size, dtype)
+    total = _row_state_bytes(shape) + _rotary_bytes(shape, model, dtype)
+    total += _activation_bytes(tokens, shape, layout, model, tp_size, dtype)
+    total += _attention_bytes(tokens, shape, layout, model, dtype, device_type)
+    total += head + logits + _sampling_bytes(shape, verified, model, device_type, verifies)
+    if quantized:
+        largest = max(weight.num_elements for weight in layout.linear_weights())
+        total += largest * dtype.itemsize + tokens * (2 * model.intermediate_size) * _FLOAT
+    if graphs:
+        pool = _activation_bytes(max(verified, shape.max_rows * 2), shape, layout, model, tp_size, dtype) + head
+        total += logits + pool + logits + MOST_GRAPHS * _GRAPH_BYTES
+    return total
+
+
+def _row_state_bytes(shape: RoundShape) -> int:
+    """History, block tables and parameters of all rows (engine/rows.py)."""
+    columns = shape.max_seq_len + shape.draft_len + 2
+    return shape.max_rows * (columns * 4 + -(-columns // shape.block_size) * 8 + 8 + 6 * 4 + 4 * 8)
+
+
+def _rotary_bytes(shape: RoundShape, model: ModelConfig, dtype: torch.dtype) -> int:
+    """Cosines and sines, which are copied when they grow (layers/rotary.py)."""
+    positions = -(-(shape.max_seq_len + shape.draft_len + 2 + shape.block_size) // 2048) * 2048
+    return 3 * 2 * positions * model.head_dim * dtype.itemsize
+
+
+def _activation_bytes(
+    tokens: int, shape: RoundShape, layout: ShardLayout, model: ModelConfig, tp_size: int, dtype: torch.dtype
+) -> int:
+    """What a layer holds at its end, where all of its results are still there (models/decoder.py)."""
+    hidden, features = model.hidden_size, -(-model.intermediate_size // tp_size)
+    queries, keys = len(layout.heads) * model.head_dim, len(layout.kv_heads) * model.head_dim
+    attention = (queries + 2 * keys) + 2 * (queries + keys) + 2 * queries
+    held = tokens * (6 * hidden + attention + 4 * features) * dtype.itemsize
+    norms = 3 * tokens * max(hidden, queries + keys) * _FLOAT  # torch's own work in float32
+    gathered = tokens * hidden * (tp_size * dtype.itemsize + 2 * _FLOAT) if tp_size > 1 else 0
+    inputs = tokens * 6 * 8
+    return held + norms + gathered + inputs
+
+
+def _attention_bytes(
+    tokens: int, shape: RoundShape, layout: ShardLayout, model: ModelConfig, dtype: torch.dtype, device_type: str
+) -> int:
+    """Partial results of the kernels on GPUs; one row's context, mask and scores where plain torch attends on CPUs."""
+    if device_type == "cuda":
+        return _PARTIAL_BYTES
+    if dtype is torch.bfloat16 and has_bfloat16_kernels():
+        return 0
+    heads, keys = len(layout.heads), len(layout.kv_heads)
+    context = 2 * shape.max_seq_len * keys * model.head_dim * dtype.itemsize
+    mask = min(tokens, shape.max_seq_len) * shape.max_seq_len * (_FLOAT + 2)
+    scores = max(1 << 20, 16 * heads * shape.max_seq_len) * (3 * _FLOAT + dtype.itemsize)
+    return context + mask + scores
+
+
+def _head_bytes(count: int, layout: ShardLayout, model: ModelConfig, tp_size: int, dtype: torch.dtype) -> int:
+    """`count` rows of logits in the dtype of activations, and gathered over the group (layers/embedding.py)."""
+    share = count * len(layout.vocabulary) * dtype.itemsize
+    return share * (1 if tp_size == 1 else 2 + 2 * tp_size)
+
+
+def _sampling_bytes(shape: RoundShape, verified: int, model: ModelConfig, device_type: str, verifies: bool) -> int:
+    """Changed logits, and the temporaries of what is worked on at a time (sampling, speculation/verify.py)."""
+    row = max(1, verified // shape.max_rows) * model.vocab_size
+    elements = verified * model.vocab_size
+    at_a_time = min(elements, max(MOST_ELEMENTS, row))
+    ranked = min(elements, max(most_ranked(device_type), row))
+    scratch = at_a_time * _FLOAT * _SAMPLING_TENSORS + ranked * RANKING_BYTES
+    history = shape.max_rows * shape.max_seq_len
+    counted = min(history, max(MOST_ELEMENTS, shape.max_seq_len)) * 32
+    probabilities = 0
+    if shape.use_logits:
+        # Made step by step, stacked and padded by the draft; received by the target.
+        probabilities = shape.max_rows * shape.draft_len * model.vocab_size * _FLOAT * (1 if verifies else 3)
+    return elements * _FLOAT + scratch + counted + probabilities

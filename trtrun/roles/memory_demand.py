@@ -1,0 +1,79 @@
+"""What a configuration asks of a device in bytes: the functions that engines at start and `trtrun plan` share.
+
+Pure functions of the configuration and of config.json. They know no rank and no free memory.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trtrun.config import DraftSection, ModelSection, RuntimeConfig
+from trtrun.engine.working_memory import RoundShape, working_bytes
+from trtrun.kvcache.sizing import useful_blocks
+from trtrun.kvcache.store import KVStore
+from trtrun.models.config import ModelConfig
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def resolve_dtype(section: ModelSection, config: ModelConfig) -> torch.dtype:
+    """The dtype to compute in: the section's, or the checkpoint's for `auto`."""
+    return config.checkpoint_dtype if section.dtype == "auto" else DTYPES[section.dtype]
+
+
+def quantization_of(section: ModelSection) -> str:
+    """How the engine's weights are held, by name; a target's as they are."""
+    return section.quantization if isinstance(section, DraftSection) else "none"
+
+
+def most_useful_blocks(config: RuntimeConfig, context: int) -> int:
+    """Blocks beyond which running requests could use no more (see `kvcache.sizing.useful_blocks`)."""
+    return useful_blocks(
+        config.scheduler.max_batch_size,
+        context,
+        config.kv_cache.block_size,
+        config.draft_len,
+        config.scheduler.plans_ahead,
+    )
+
+
+def round_shape(config: RuntimeConfig, context: int) -> RoundShape:
+    """The largest round that `config` allows, with rows of `context` tokens."""
+    stored = config.kv_cache.max_tokens
+    return RoundShape(
+        max_rows=config.scheduler.max_batch_size,
+        max_tokens=config.scheduler.max_num_tokens,
+        draft_len=config.draft_len,
+        max_seq_len=context if stored is None else min(context, stored),
+        block_size=config.kv_cache.block_size,
+        use_logits=config.speculation.use_logits and config.has_draft_engine,
+    )
+
+
+def engine_working_bytes(
+    config: RuntimeConfig,
+    context: int,
+    role: str,
+    section: ModelSection,
+    model: ModelConfig,
+    tp_rank: int,
+    device: torch.device,
+) -> int:
+    """Upper bound of what rounds need on one rank of an engine beside weights and KV."""
+    return working_bytes(
+        round_shape(config, context),
+        model,
+        tp_rank,
+        len(section.devices),
+        resolve_dtype(section, model),
+        device.type,
+        verifies=role == "target",
+        quantized=quantization_of(section) != "none",
+        graphs=config.cuda_graphs and device.type == "cuda",
+    )
+
+
+def kv_bytes_per_block(model: ModelConfig, tp_size: int, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block on one rank of an engine with `tp_size` ranks."""
+    kv_heads = max(1, model.num_kv_heads // tp_size)
+    return KVStore.bytes_per_block(model.num_layers, kv_heads, block_size, model.head_dim, dtype)

@@ -1,0 +1,118 @@
+"""How long the phases of rounds took: from the clock on the host, from events on a GPU.
+
+Kernels on a GPU run after the calls that launch them have returned, so the clock would tell the time of launching.
+Events are recorded at the borders of the phases instead and read once they are behind: on the target leader after the
+one copy to the host of the round, on a draft leader with a device of its own with a later report. Nothing ever waits
+for an event. It knows names of phases and no round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+
+class PhaseClock(Protocol):
+    """Times the phases of one round after the other."""
+
+    def start(self) -> None:
+        """A round begins, and with it its first phase."""
+        ...
+
+    def end(self, phase: str) -> None:
+        """`phase` ends here, and the next one begins."""
+        ...
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase that are known and were not taken before: of this round, of earlier ones, or of none."""
+        ...
+
+
+class HostPhases:
+    """Phases of work that is done when its call returns."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Time with `clock`, in seconds."""
+        self._clock = clock
+        self._last = 0.0
+        self._seconds: dict[str, float] = {}
+
+    def start(self) -> None:
+        """See PhaseClock."""
+        self._last = self._clock()
+
+    def end(self, phase: str) -> None:
+        """See PhaseClock."""
+        now = self._clock()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    def take(self) -> dict[str, float]:
+        """See PhaseClock."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+
+class Event(Protocol):
+    """What is used of torch.cuda.Event."""
+
+    def record(self) -> None:
+        """Mark this place of the current stream."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the device has passed the mark; does not wait."""
+        ...
+
+    def elapsed_time(self, end_event: Any, /) -> float:
+        """Milliseconds from this mark to a later one; both are passed."""
+        ...
+
+
+def _timing_event() -> Event:
+    event: Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return event
+
+
+class DevicePhases:
+    """Phases of work that a GPU does after its launch, on the current stream. Events are used again."""
+
+    def __init__(self, make_event: Callable[[], Event] = _timing_event) -> None:
+        """Time with the events of `make_event`."""
+        self._make_event = make_event
+        self._spare: list[Event] = []
+        # Rounds whose times are not taken yet, the oldest first: borders, each with the phase that ends there.
+        self._rounds: deque[list[tuple[str, Event]]] = deque()
+
+    def start(self) -> None:
+        """See PhaseClock."""
+        self._rounds.append([("", self._record())])
+
+    def end(self, phase: str) -> None:
+        """See PhaseClock."""
+        self._rounds[-1].append((phase, self._record()))
+
+    def take(self) -> dict[str, float]:
+        """See PhaseClock."""
+        seconds: dict[str, float] = {}
+        while self._rounds and self._rounds[0][-1][1].query():
+            borders = self._rounds.popleft()
+            for (_, before), (phase, after) in pairwise(borders):
+                seconds[phase] = seconds.get(phase, 0.0) + before.elapsed_time(after) / 1000
+            self._spare += [event for _, event in borders]
+        return seconds
+
+    def _record(self) -> Event:
+        event = self._spare.pop() if self._spare else self._make_event()
+        event.record()
+        return event
+
+
+def phase_clock(device: torch.device) -> PhaseClock:
+    """The clock for phases that run on `device`. Its times must be taken: a GPU's events wait until then."""
+    return DevicePhases() if device.type == "cuda" else HostPhases()
