@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from parallel.topology import Role
-from trtrun.errors import nearest
+from trtrun.errors import nearest, shorten
 from trtrun.launch_config import Number, Section
 
 MAX_DRAFT_LEN = 32
@@ -44,7 +44,7 @@ class SpeculationSection(Section):
     @classmethod
     def _check_method(cls, value: str) -> str:
         if value not in METHODS:
-            raise ValueError(f"unknown method '{value}'{nearest(value, METHODS)}")
+            raise ValueError(f"unknown method {shorten(value)}{nearest(value, METHODS)}")
         return value
 
 
