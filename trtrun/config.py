@@ -9,20 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast, get_args
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from trtrun.device_lists import host_of, kind_of, parse_devices
-from trtrun.drafting_methods import (
-    NO_DRAFTS,
-    SpeculationSection,
-    needs_draft_model,
-    read_speculation,
-    speculation_keys,
-)
-from trtrun.errors import ConfigError, nearest, reading, shorten
+from trtrun.drafting_methods import NO_DRAFTS, SpeculationSection, needs_draft_model, read_speculation
+from trtrun.errors import ConfigError, nearest, reading, shorten, shorten_path
 from trtrun.launch_config import FilePath, LaunchSection, Number, Section
+from trtrun.section_check import check_section
 from trtrun.yaml_source import apply_override, describe_kind, parse_yaml
 
 ASSETS = Path(__file__).resolve().parent / "assets"
@@ -30,17 +25,12 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 
 ASSET_PREFIX = "asset:"
 
-AnySection = TypeVar("AnySection", bound=Section)
-
 MOST_TOKENS = 2**31 - 1
 """Of a round or a request: positions and token counts travel as 32-bit numbers."""
 
 MOST_STORED_TOKENS = 2**40
 
-MOST_SHOWN = 300
-"""Characters of a path or key in messages."""
-
-MOST_BYTES = 16 * 1024 * 1024
+MOST_BYTES = 1024 * 1024
 """Of a configuration file: something else was named by mistake."""
 
 
@@ -255,24 +245,6 @@ def make_config(values: Mapping[str, Any], base: Path | None = None, where: str 
         return config.model_copy(update=changes)
 
 
-def check_section(kind: type[AnySection], values: object, where: str, path: Sequence[str] = ()) -> AnySection:
-    """Make a section of what the YAML file holds for it.
-
-    Args:
-        kind: class of the section.
-        values: what stands in the file.
-        where: what to call the file in messages.
-        path: keys that lead to the section, for messages.
-
-    Raises:
-        ConfigError: one line that names the file and the key.
-    """
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {_first_problem(error, kind, path)}") from None
-
-
 def _resolve_directory(path: Path, base: Path | None, where: str) -> Path:
     """Return the absolute directory that `path` names."""
     text = str(path)
@@ -302,47 +274,3 @@ def _resolve_directory(path: Path, base: Path | None, where: str) -> Path:
         raise ConfigError(f"{where}: {path} is a file: name the model's directory")
     looked = " and ".join(shorten_path(place) for place in dict.fromkeys(places))
     raise ConfigError(f"{where}: no such directory: {looked}")
-
-
-def shorten_path(path: Path) -> str:
-    """A path for a message: in one line, without its middle where it is long."""
-    text = str(path) if str(path).isprintable() else repr(str(path))
-    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2]}…{text[-MOST_SHOWN // 2 :]}"
-
-
-def _first_problem(error: ValidationError, kind: type[Section], above: Sequence[str]) -> str:
-    """Return the first problem of a validation as one line: `path: what is wrong`. Unknown keys come first, because a
-    misspelt key is often why another one is missing."""
-    problems = sorted(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")
-    problem = problems[0]
-    below = [str(part) for part in problem["loc"]]
-    path = [*above, *below]
-    name = ".".join(part if part.isprintable() and len(part) <= MOST_SHOWN else shorten(part) for part in path)
-    message = problem["msg"]
-    if problem["type"] == "extra_forbidden":
-        return f"{name}: unknown key{nearest(path[-1], _known_keys(kind, below[:-1]))}"
-    if problem["type"] == "missing":
-        return f"{name}: missing"
-    if problem["type"] == "value_error":
-        message = str(problem["ctx"]["error"])
-        return f"{name}: {message}" if name else message
-    if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        keys = ", ".join(_known_keys(kind, below))
-        return f"{name}: must be a section with keys ({keys}), not {describe_kind(problem['input'])}"
-    if problem["type"].startswith("path_"):
-        message = "must be the path of a directory"
-    message = message.replace("Input should be", "must be").split(", unable")[0].split(", got")[0]
-    shown = "nothing" if problem["input"] is None else shorten(problem["input"])
-    return f"{name}: {message}, not {shown}".replace("\n", " ")
-
-
-def _known_keys(kind: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """Names that the section at `path` inside of `kind` may hold."""
-    for name in path:
-        field = kind.model_fields.get(name)
-        inner = [] if field is None else [field.annotation, *get_args(field.annotation)]
-        sections = [item for item in inner if isinstance(item, type) and issubclass(item, BaseModel)]
-        if not sections:
-            return []
-        kind = sections[0]
-    return speculation_keys() if kind is SpeculationSection else list(kind.model_fields)

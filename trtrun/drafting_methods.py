@@ -40,6 +40,11 @@ class SpeculationSection(Section):
     use_logits: bool = False
     pacing: Literal["measured", "fixed"] = "measured"
 
+    @classmethod
+    def known_keys(cls) -> list[str]:
+        """Keys of all methods: which of them a section may hold depends on its method."""
+        return list(dict.fromkeys(key for method in METHODS.values() for key in method.section.model_fields))
+
     @field_validator("method")
     @classmethod
     def _check_method(cls, value: str) -> str:
@@ -109,11 +114,6 @@ def needs_draft_model(speculation: object) -> bool:
     return method is None or method.needs_draft_model
 
 
-def speculation_keys() -> list[str]:
-    """Every key that the section of some method may hold."""
-    return list(dict.fromkeys(key for method in METHODS.values() for key in method.section.model_fields))
-
-
 def read_speculation(values: object) -> object:
     """The section of the method that `values` name; what is no mapping or names no method is left to the checks behind.
 
@@ -130,7 +130,7 @@ def read_speculation(values: object) -> object:
     if method is None:
         return values
     known = method.section.model_fields
-    foreign = [key for key in values if key not in known and key in speculation_keys()]
+    foreign = [key for key in values if key not in known and key in SpeculationSection.known_keys()]
     if name == NO_DRAFTS:
         return method.section.model_validate({key: value for key, value in values.items() if key not in foreign})
     if foreign:

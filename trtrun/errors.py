@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class TrtrunError(Exception):
@@ -46,10 +47,20 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean '{match[0]}'?)" if match else f" (known: {', '.join(choices)})"
 
 
+MOST_SHOWN = 300
+"""Characters of a path or key in messages."""
+
+
 def shorten(value: object, most: int = 100) -> str:
     """A value for a message: its repr in one line, cut where it is longer than `most` characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def shorten_path(path: Path) -> str:
+    """A path for a message: in one line, without its middle where it is long."""
+    text = str(path) if str(path).isprintable() else repr(str(path))
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2]}…{text[-MOST_SHOWN // 2 :]}"
 
 
 @contextmanager

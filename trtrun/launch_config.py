@@ -21,6 +21,11 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
 
+    @classmethod
+    def known_keys(cls) -> list[str]:
+        """Keys that may stand in the section, for messages."""
+        return list(cls.model_fields)
+
 
 def _refuse_bool(value: object) -> object:
     """YAML's true and false are no numbers, though Python's are."""

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from launch.placement.allocation import MOST_HOSTS
-from trtrun.config import check_section
 from trtrun.launch_config import Line, Lines, Number, Section
+from trtrun.section_check import check_section
 
 
 def _number_to_text(value: object) -> object:

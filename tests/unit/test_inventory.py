@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +111,17 @@ def test_weights_matter_only_where_they_are_held(pair: Path, tmp_path: Path) -> 
     assert len(find_misfits(ranks, topology)) == 2
 
 
+def test_weights_that_loading_would_refuse_are_told_by_the_ranks_that_hold_them(pair: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(pair / "target", tmp_path / "target"))
+    values = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps({**values, "intermediate_size": 128}), encoding="utf-8")
+    config = config_of(pair)
+    other = config.model_copy(update={"target": config.target.model_copy(update={"model": model})})
+    ranks, _ = collect_all(other)
+    assert [bool(rank.problems) for rank in ranks] == [False, False, True, True]
+    assert "mlp.gate_proj.weight' has shape [112, 64], but config.json calls for [128, 64]" in ranks[2].problems[0]
+
+
 def test_different_models_under_one_path_are_told(pair: Path, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "target", tokenizer=True, max_position_embeddings=65535)
     config = config_of(pair)
@@ -122,13 +134,14 @@ def test_different_models_under_one_path_are_told(pair: Path, tmp_path: Path) ->
     assert "on rank 0–2" in problem
 
 
-def test_too_small_a_device_is_told_with_the_numbers(pair: Path) -> None:
-    scheduler = {"max_batch_size": 4096, "max_num_tokens": 30000}
+def test_too_small_a_device_is_told_with_the_numbers(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.check.inventory.free_bytes_of_slot", lambda device, slots: 1 << 30)
+    scheduler = {"max_batch_size": 128, "max_num_tokens": 1024}
     ranks, topology = collect_all(config_of(pair, kv_cache={"max_tokens": 10**9}, scheduler=scheduler))
     problems = find_misfits(ranks, topology)
     assert len(problems) == 3
-    assert problems[1].startswith(f"target rank 2 (cpu:1) on {HOST}: kv_cache.max_tokens 1000000000 ")
-    assert "tokens fit" in problems[1]
+    assert problems[1].startswith(f"target rank 2 (cpu:1) on {HOST}: the largest round needs ")
+    assert "are free beside the weights" in problems[1] and "lower scheduler.max_batch_size" in problems[1]
 
 
 def test_a_gpu_that_is_not_there_is_told(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:

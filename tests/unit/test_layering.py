@@ -45,7 +45,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"kernels"}),
         frozenset({"sampling", "kvcache"}),
         frozenset({"topology", "detokenizer"}),
-        frozenset({"wire", "telemetry", "outputs", "text", "registry", "config"}),
+        frozenset({"wire", "telemetry", "outputs", "text", "registry", "config", "section_check"}),
         frozenset({"drafting_methods"}),
         frozenset({"core", "yaml_source", "threads", "tensors", "device_lists", "launch_config"}),
         frozenset({"values"}),
@@ -64,6 +64,7 @@ FORBIDDEN = {("speculation", "engine"), ("speculation", "models"), ("scheduling"
 NEIGHBOURS = {
     ("wire", "registry"),
     ("config", "registry"),
+    ("config", "section_check"),
     ("launch_config", "device_lists"),
     ("probe", "groups"),
     ("probe", "watchdog"),

@@ -107,5 +107,5 @@ def test_more_devices_than_any_model_has_heads_are_refused_before_they_are_named
 
 
 def test_a_file_too_large_for_a_configuration_is_not_read_whole() -> None:
-    with pytest.raises(ConfigError, match="/dev/zero: it is larger than 16 MiB"):
+    with pytest.raises(ConfigError, match="/dev/zero: it is larger than 1 MiB"):
         load_config("/dev/zero")
