@@ -66,6 +66,19 @@ def test_four_good_ranks(config: Configs, trtrun: Run) -> None:
         assert carries == "heartbeat" or min(link["timing"].values()) > 0
 
 
+def test_prompt_lookup_is_checked_without_a_draft_rank(config: Configs, trtrun: Run) -> None:
+    file = config(FOUR_RANKS, kv_cache={"max_tokens": 1000}, draft={"model": "/nowhere"})
+    done = trtrun("check", "--config", file, "--json", "--speculation", "ngram")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert report["ok"] and [rank["role"] for rank in report["ranks"]] == ["orchestrator", "target", "target"]
+    tried = {(link["carries"], *link["ranks"]) for link in report["links"] if link["is_tried"] and not link["faults"]}
+    assert tried == {
+        ("plans and reports", 0, 1), ("plans and reports", 0, 2), ("heartbeat", 0, 1), ("heartbeat", 0, 2),
+        ("target all_reduce", 1, 2), ("verdict", 1, 2),
+    }  # fmt: skip
+
+
 def test_tables_show_ranks_and_links(config: Configs, trtrun: Run) -> None:
     done = trtrun("check", "--config", config(FOUR_RANKS))
     assert (done.returncode, done.stderr) == (0, "")
