@@ -168,15 +168,16 @@ class Engine:
         """
         builder = BatchBuilder(self.rows)
         queries = draft_tokens.shape[1] + 1
-        steps = torch.arange(queries, device=self.device)
         picks = []
         if len(plan.decode_rows):
             rows = device_integers(plan.decode_rows.tolist(), self.device)
             newest = self.rows.lengths[rows] - 1
-            positions = newest.unsqueeze(1) + steps
-            positions = torch.where(steps <= draft_lens.clamp(min=0).unsqueeze(1), positions, -1)
-            last = self.rows.history[rows, newest].to(torch.int64)
-            tokens = torch.cat((last.unsqueeze(1), draft_tokens), dim=1)
+            positions = newest.unsqueeze(1)
+            tokens = self.rows.history[rows, newest].to(torch.int64).unsqueeze(1)
+            if queries > 1:
+                steps = torch.arange(queries, device=self.device)
+                positions = torch.where(steps <= draft_lens.clamp(min=0).unsqueeze(1), positions + steps, -1)
+                tokens = torch.cat((tokens, draft_tokens), dim=1)
             if not plan.prefill:
                 logits = self._run_rows(rows, tokens, positions, plan.max_context, last_only=False)
                 return logits.view(-1, queries, self.vocab_size)

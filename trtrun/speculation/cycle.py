@@ -145,15 +145,16 @@ def verify_round(
         return None
     rows = device_integers(sampled, device)
     if leads:
-        state, num_prefill = engine.rows, len(sampled) - num_decode
+        state = engine.rows
+        proposed = _with_prefill_rows(draft, len(sampled) - num_decode)
         verdict = verify(
             logits,
             state.sampling,
             sampled,
             state.lengths[rows],
             state.history,
-            torch.cat((draft.tokens, draft.tokens.new_zeros((num_prefill, draft.tokens.shape[1])))),
-            torch.cat((draft.draft_lens, draft.draft_lens.new_zeros(num_prefill))),
+            proposed.tokens,
+            proposed.draft_lens,
             draft.draft_probs,
             probability_rows,
             plan.max_context,
@@ -163,6 +164,16 @@ def verify_round(
         verdict = Verdict(*link.receive_verdict(len(sampled), plan.draft_len + 1))
     engine.rows.advance(rows, verdict.num_tokens, verdict.tokens)
     return verdict
+
+
+def _with_prefill_rows(draft: Draft, num_rows: int) -> Draft:
+    """The draft, and behind it rows whose prefill ends in this round, for which nothing is proposed."""
+    if not num_rows:
+        return draft
+    tokens, lens = draft.tokens, draft.draft_lens
+    return Draft(
+        torch.cat((tokens, tokens.new_zeros((num_rows, tokens.shape[1])))), torch.cat((lens, lens.new_zeros(num_rows)))
+    )
 
 
 def learn_verdict(drafter: Drafter, link: DraftLink, plan: RoundPlan, verdict: Verdict | None) -> None:
