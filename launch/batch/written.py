@@ -154,12 +154,17 @@ def find_difference(written: RowTable, rows: InputRows) -> tuple[WrittenRow, str
     """
     if not len(written):
         return None
-    marks = IndexSet(rows.indexes)
+    indexes, outside = rows.indexes, None
+    marks = IndexSet(indexes)
     for place in written.distinct_in_order():
-        if place.row_index not in rows.indexes:
-            return place, "is not in the input"
-        marks.add(place.row_index)
-    for place, row in zip(written.distinct_in_order(), rows.read(marks.__contains__), strict=True):
+        if place.row_index in indexes:
+            marks.add(place.row_index)
+        elif outside is None:
+            outside = place
+    inside = (place for place in written.distinct_in_order() if place.row_index in indexes)
+    for place, row in zip(inside, rows.read(marks.__contains__), strict=True):
+        if outside is not None and outside.row_index < place.row_index:
+            break
         if place.input_hash != int(row.input_hash, 16):
             return place, "is of another input row or sampling options"
-    return None
+    return None if outside is None else (outside, "is not in the input")

@@ -134,6 +134,9 @@ def test_missing_rows_are_named(tmp_path: Path) -> None:
 def test_rows_of_another_input_are_named(tmp_path: Path) -> None:
     part, output = write_part(tmp_path / "a", range(10)), tmp_path / "out.jsonl"
     assert f"row 9 of {part} is not in the input" in refusal(output, [part], InputRows(TEXTS[:9]))
+    assert f"row 0 of {part} is not in the input" in refusal(output, [part], PROMPTS.of_part(Part(2, 2)))
+    # The first difference is told, whatever it is.
+    assert f"row 3 of {part} is of another" in refusal(output, [part], InputRows([*TEXTS[:3], "other"]))
     other = InputRows(TEXTS, None, {"seed": 3})
     assert f"row 0 of {part} is of another input row or sampling options" in refusal(output, [part], other)
 
