@@ -140,8 +140,11 @@ def test_too_small_a_device_is_told_with_the_numbers(pair: Path, monkeypatch: py
     ranks, topology = collect_all(config_of(pair, kv_cache={"max_tokens": 10**9}, scheduler=scheduler))
     problems = find_misfits(ranks, topology)
     assert len(problems) == 3
+    assert problems[1].startswith(f"target rank 2 (cpu:1) on {HOST}: kv_cache.max_tokens 1000000000 (of which ")
+    assert "are free beside the weights" in problems[1] and "tokens fit" in problems[1]
+    monkeypatch.setattr("launch.check.inventory.free_bytes_of_slot", lambda device, slots: 1 << 27)
+    problems = find_misfits(collect_all(config_of(pair, scheduler=scheduler))[0], topology)
     assert problems[1].startswith(f"target rank 2 (cpu:1) on {HOST}: the largest round needs ")
-    assert "are free beside the weights" in problems[1] and "lower scheduler.max_batch_size" in problems[1]
 
 
 def test_a_gpu_that_is_not_there_is_told(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:

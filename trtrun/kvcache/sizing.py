@@ -84,7 +84,7 @@ def count_kv_blocks(
         raise ConfigError(
             f"{where}: the largest round needs {format_bytes(demand.working_bytes)} but {format_bytes(beside)} of "
             f"{format_bytes(free_bytes)} are free beside the weights ({format_bytes(demand.shard_bytes)}): lower "
-            "scheduler.max_batch_size, scheduler.max_num_tokens or speculation.draft_len"
+            "scheduler.max_batch_size, scheduler.max_seq_len, scheduler.max_num_tokens or speculation.draft_len"
         )
     weights, rounds = format_bytes(demand.shard_bytes), format_bytes(demand.working_bytes)
     taken = f"the weights ({weights}) and the largest round ({rounds})" if demand.working_bytes else "the weights"
