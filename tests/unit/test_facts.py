@@ -123,7 +123,7 @@ def test_different_models_under_one_path_are_told(pair: Path, tmp_path: Path) ->
 
 
 def test_too_small_a_device_is_told_with_the_numbers(pair: Path) -> None:
-    scheduler = {"max_batch_size": 4096, "max_num_tokens": 30000}
+    scheduler = {"max_batch_size": 1024, "max_num_tokens": 5120}
     facts, topology = collect_all(config_of(pair, kv_cache={"max_tokens": 10**9}, scheduler=scheduler))
     problems = find_problems(facts, topology)
     assert len(problems) == 3
