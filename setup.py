@@ -23,7 +23,7 @@ setup(
         "torch>=2.11,<2.14",
         "safetensors>=0.5",
         "numpy>=1.26",
-        "tokenizers>=0.21",
+        "tokenizers>=0.22",
         "pydantic>=2.7,<3",
         "PyYAML>=6",
         "click>=8.1",

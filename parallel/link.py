@@ -117,6 +117,10 @@ class Link:
         packet = self._receive((rows, width + 1), torch.int64, self._target_leader)
         return packet[:, 0], packet[:, 1:]
 
+    def forget(self) -> None:
+        """Drop what this process sent itself and never received, after a round that did not come to its end."""
+        self._local.clear()
+
     def _send(self, tensor: torch.Tensor, rank: int) -> None:
         self._peers().send(tensor, self._group_rank[rank])
 

@@ -18,15 +18,15 @@ from collections.abc import Callable
 
 import torch
 
-from trtrun.attention.attention import GatherAttention
+from trtrun.attention.gather import GatherAttention
 from trtrun.kernels.cpu.attention import NativeAttention
 from trtrun.kernels.cpu.int8_matmul import BlockedInt8Matmul
 from trtrun.kernels.cpu.machine import has_bfloat16_kernels
 from trtrun.kernels.cpu.matmul import BlockedMatmul
+from trtrun.kernels.onednn_matmul import OneDnnMatmul
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
-from trtrun.linear.linear import OneDnnMatmul
-from trtrun.quantization.int8 import Int8
+from trtrun.linear.quantization.int8 import quantize
 
 STREAMED_BYTES = 400_000_000
 """Of bfloat16 weights, and half of it in 8 bits: several times what a cache holds."""
@@ -48,10 +48,10 @@ def time_products(features: int, inputs: int, rows: list[int], repeats: int) -> 
     """One entry for each number of rows: microseconds a product and gigabytes of weight a second."""
     count = max(2, STREAMED_BYTES // (features * inputs * 2))
     weights = [torch.randn(features, inputs).bfloat16() for _ in range(count)]
-    quantized = [Int8().quantize(weight) for weight in weights]
+    quantized = [quantize(weight) for weight in weights]
     products: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {
         "own": [BlockedMatmul(weight, None) for weight in weights],
-        "int8": [BlockedInt8Matmul(weight.codes, weight.scale, None) for weight in quantized],
+        "int8": [BlockedInt8Matmul(tensors["codes"], tensors["scale"], None) for tensors in quantized],
         "onednn": [OneDnnMatmul(weight, None, batch_invariant=True) for weight in weights],
     }
     del weights, quantized

@@ -85,12 +85,13 @@ class PagedModel:
         tp_size: int = 1,
         block_size: int = 4,
         num_blocks: int = 200,
+        quantization: str = "none",
     ) -> None:
         self._group = LockStepGroup(tp_size)
 
         def load(rank: int) -> tuple[CausalLM, LoadReport]:
             communicator = LockStepCommunicator(self._group, rank) if tp_size > 1 else SoloCommunicator()
-            return load_model(path, communicator, CPU, dtype)
+            return load_model(path, communicator, CPU, dtype, quantization=quantization)
 
         loaded = self._group.run(load)
         self.models = [model for model, _ in loaded]

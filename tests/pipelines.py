@@ -6,10 +6,12 @@ here is faked: checkpoints, scheduler, engines and cycle are the product's own.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from checkpoints import make_checkpoint, save_weights
 
@@ -125,3 +127,22 @@ class Reference:
 def text_of(llm: LLM, prompt: str | list[int], sampling: SamplingParams) -> str:
     """The text of one prompt's first completion."""
     return llm.generate([prompt], sampling)[0].completions[0].text
+
+
+def interrupt_call(
+    patch: pytest.MonkeyPatch, owner: Any, name: str, number: int, error: BaseException | None = None
+) -> None:
+    """Have the `number`-th call of a method of `owner` interrupted: by Ctrl-C, or by `error`, after it has run."""
+    original, calls = getattr(owner, name), 0
+
+    def changed(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = original(*arguments, **keywords)
+        if calls == number:
+            if error is not None:
+                raise error
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    patch.setattr(owner, name, changed)

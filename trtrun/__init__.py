@@ -10,6 +10,7 @@ Names are imported when they are first used, so that `import trtrun` and the com
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import TYPE_CHECKING
 
@@ -27,20 +28,43 @@ if _ours:  # tells child processes that are not trtrun whose settings these are
     os.environ["TRTRUN_SETTINGS"] = ",".join(_ours)
 
 if TYPE_CHECKING:
+    from trtrun.config import RuntimeConfig, load_config
     from trtrun.core import SamplingParams
-    from trtrun.llm import LLM
+    from trtrun.errors import InvalidRequestError, QueueFullError, TrtrunError
+    from trtrun.llm import LLM, open_llm
+    from trtrun.llm_engine import LLMEngine
+    from trtrun.outputs import CompletionDelta, CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionDelta",
+    "CompletionOutput",
+    "InvalidRequestError",
+    "LLMEngine",
+    "QueueFullError",
+    "RequestOutput",
+    "RuntimeConfig",
+    "SamplingParams",
+    "TrtrunError",
+    "__version__",
+    "load_config",
+    "open_llm",
+]
+
+_HOMES = {
+    "LLM": "trtrun.llm",
+    "open_llm": "trtrun.llm",
+    "LLMEngine": "trtrun.llm_engine",
+    "SamplingParams": "trtrun.core",
+    "RuntimeConfig": "trtrun.config",
+    "load_config": "trtrun.config",
+    **dict.fromkeys(("CompletionDelta", "CompletionOutput", "RequestOutput"), "trtrun.outputs"),
+    **dict.fromkeys(("InvalidRequestError", "QueueFullError", "TrtrunError"), "trtrun.errors"),
+}
 
 
 def __getattr__(name: str) -> object:
-    if name == "LLM":
-        from trtrun.llm import LLM
-
-        return LLM
-    if name == "SamplingParams":
-        from trtrun.core import SamplingParams
-
-        return SamplingParams
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'trtrun' has no attribute '{name}'")

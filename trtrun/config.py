@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from trtrun.device_lists import host_of, kind_of, parse_devices
-from trtrun.errors import ConfigError, nearest
-from trtrun.launch_config import LaunchSection, Number, Section, SlurmSection
+from trtrun.errors import ConfigError, nearest, reading, shorten, shorten_path
+from trtrun.launch_config import FilePath, LaunchSection, Number, Section
+from trtrun.section_check import check_section
 from trtrun.yaml_source import apply_override, describe_kind, parse_yaml
 
 ASSETS = Path(__file__).resolve().parent / "assets"
@@ -23,6 +24,14 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 
 ASSET_PREFIX = "asset:"
 MAX_DRAFT_LEN = 32
+
+MOST_TOKENS = 2**31 - 1
+"""Of a round or a request: positions and token counts travel as 32-bit numbers."""
+
+MOST_STORED_TOKENS = 2**40
+
+MOST_BYTES = 1024 * 1024
+"""Of a configuration file: something else was named by mistake."""
 
 
 class ModelSection(Section):
@@ -34,7 +43,7 @@ class ModelSection(Section):
         dtype: of weights, activations and KV; `auto` takes the checkpoint's.
     """
 
-    model: Path
+    model: FilePath
     devices: Annotated[tuple[str, ...], BeforeValidator(parse_devices)]
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
 
@@ -80,7 +89,7 @@ class KVCacheSection(Section):
 
     block_size: Annotated[int, Number, Field(ge=1, le=1024)] = 16
     free_memory_fraction: Annotated[float, Number, Field(gt=0, le=1)] | None = None
-    max_tokens: Annotated[int, Number, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Number, Field(ge=1, le=MOST_STORED_TOKENS)] | None = None
     enable_block_reuse: bool = True
 
 
@@ -92,12 +101,14 @@ class SchedulerSection(Section):
         max_num_tokens: tokens of one forward pass, prompts and verification together.
         max_seq_len: prompt and output of one request; None takes the target's context.
         plans_ahead: plans sent before the results of the round before are back, 0 or 1.
+        max_waiting: most completions that may wait for a row; None for no limit.
     """
 
     max_batch_size: Annotated[int, Number, Field(ge=1, le=4096)] = 32
-    max_num_tokens: Annotated[int, Number, Field(ge=1)] = 2048
-    max_seq_len: Annotated[int, Number, Field(ge=2)] | None = None
+    max_num_tokens: Annotated[int, Number, Field(ge=1, le=MOST_TOKENS)] = 2048
+    max_seq_len: Annotated[int, Number, Field(ge=2, le=MOST_TOKENS)] | None = None
     plans_ahead: Annotated[int, Number, Field(ge=0, le=1)] = 0
+    max_waiting: Annotated[int, Number, Field(ge=1)] | None = None
 
 
 class RuntimeConfig(Section):
@@ -114,7 +125,7 @@ class RuntimeConfig(Section):
 
     target: ModelSection
     draft: DraftSection | None = None
-    tokenizer: Path | None = None
+    tokenizer: FilePath | None = None
     speculation: SpeculationSection = SpeculationSection()
     kv_cache: KVCacheSection = KVCacheSection()
     scheduler: SchedulerSection = SchedulerSection()
@@ -208,10 +219,13 @@ def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     """
     file = Path(path)
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        with file.open(encoding="utf-8") as opened:
+            text = opened.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: bytes that are no UTF-8, or a name that no file can have
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the configuration file {file}: {reason}") from None
+        raise ConfigError(f"cannot read the configuration file {shorten_path(file)}: {reason}") from None
+    if len(text) > MOST_BYTES:
+        raise ConfigError(f"cannot read the configuration file {file}: it is larger than {MOST_BYTES >> 20} MiB")
     values = parse_yaml(text, str(file))
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: the file must be a mapping with at least 'target', not {describe_kind(values)}")
@@ -231,19 +245,17 @@ def make_config(values: Mapping[str, Any], base: Path | None = None, where: str 
     Raises:
         ConfigError: one line that names the source and the key.
     """
-    try:
-        config = RuntimeConfig.model_validate(dict(values))
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {_first_problem(error)}") from None
-    changes: dict[str, object] = {}
-    for name in ("target", "draft"):
-        section = cast(ModelSection | None, getattr(config, name))
-        if section is not None:
-            model = _resolve_directory(section.model, base, f"{where}: {name}.model")
-            changes[name] = section.model_copy(update={"model": model})
-    if config.tokenizer is not None:
-        changes["tokenizer"] = _resolve_directory(config.tokenizer, base, f"{where}: tokenizer")
-    return config.model_copy(update=changes)
+    with reading(where, ConfigError):
+        config = check_section(RuntimeConfig, values, where)
+        changes: dict[str, object] = {}
+        for name in ("target", "draft"):
+            section = cast(ModelSection | None, getattr(config, name))
+            if section is not None:
+                model = _resolve_directory(section.model, base, f"{where}: {name}.model")
+                changes[name] = section.model_copy(update={"model": model})
+        if config.tokenizer is not None:
+            changes["tokenizer"] = _resolve_directory(config.tokenizer, base, f"{where}: tokenizer")
+        return config.model_copy(update=changes)
 
 
 def _resolve_directory(path: Path, base: Path | None, where: str) -> Path:
@@ -254,58 +266,24 @@ def _resolve_directory(path: Path, base: Path | None, where: str) -> Path:
         known = ("target", "draft")
         if name not in known:
             choices = [ASSET_PREFIX + item for item in known]
-            raise ConfigError(f"{where}: unknown asset '{text}'{nearest(text, choices)}")
+            raise ConfigError(f"{where}: unknown asset {shorten(text)}{nearest(text, choices)}")
         path = ASSETS / name
         if not path.is_dir():
             raise ConfigError(f"{where}: {text} is not in this installation ({path} is missing): install trtrun again")
         return path
-    path = path.expanduser()
+    try:
+        path = path.expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{where}: {shorten_path(path)}: there is no such user, or nobody knows its home") from None
     places = [path] if path.is_absolute() else [place / path for place in (base, Path.cwd()) if place is not None]
-    for place in places:
-        if place.is_dir():
-            return place.resolve()
-    if any(place.exists() for place in places):
+    try:
+        for place in places:
+            if place.is_dir():
+                return place.resolve()
+        is_file = any(place.exists() for place in places)
+    except OSError as error:
+        raise ConfigError(f"{where}: {shorten_path(path)} cannot be read: {error.strerror}") from None
+    if is_file:
         raise ConfigError(f"{where}: {path} is a file: name the model's directory")
-    looked = " and ".join(str(place) for place in dict.fromkeys(places))
+    looked = " and ".join(shorten_path(place) for place in dict.fromkeys(places))
     raise ConfigError(f"{where}: no such directory: {looked}")
-
-
-def _first_problem(error: ValidationError) -> str:
-    """Return the first problem of a validation as one line: `path: what is wrong`. Unknown keys come first, because a
-    misspelt key is often why another one is missing."""
-    problems = sorted(error.errors(include_url=False), key=lambda item: item["type"] != "extra_forbidden")
-    problem = problems[0]
-    path = [str(part) for part in problem["loc"]]
-    name = ".".join(path)
-    message = problem["msg"]
-    if problem["type"] == "extra_forbidden":
-        return f"{name}: unknown key{nearest(path[-1], _known_keys(path[:-1]))}"
-    if problem["type"] == "missing":
-        return f"{name}: missing"
-    if problem["type"] == "value_error":
-        message = str(problem["ctx"]["error"])
-        return f"{name}: {message}" if name else message
-    if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        keys = ", ".join(_known_keys(path))
-        return f"{name}: must be a section with keys ({keys}), not {describe_kind(problem['input'])}"
-    if problem["type"].startswith("path_"):
-        message = "must be the path of a directory"
-    message = message.replace("Input should be", "must be").split(", unable")[0].split(", got")[0]
-    shown = "nothing" if problem["input"] is None else repr(problem["input"])
-    return f"{name}: {message}, not {shown}".replace("\n", " ")
-
-
-def _known_keys(path: Sequence[str]) -> list[str]:
-    """Names that the section at `path` may hold."""
-    sections: dict[tuple[str, ...], type[BaseModel]] = {
-        (): RuntimeConfig,
-        ("target",): ModelSection,
-        ("draft",): DraftSection,
-        ("speculation",): SpeculationSection,
-        ("kv_cache",): KVCacheSection,
-        ("scheduler",): SchedulerSection,
-        ("launch",): LaunchSection,
-        ("launch", "slurm"): SlurmSection,
-    }
-    section = sections.get(tuple(path))
-    return [] if section is None else list(section.model_fields)

@@ -9,10 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from trtrun.errors import shorten
+
 HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 """A host's name or IPv4 address. It reaches command lines, so nothing else is let through."""
 
+_NUMBERS = 1_000_000  # of devices on a host: 0 to 999999
+
 COUNT_KEYS = ("nodes", "gpus_per_node", "cpus_per_node")
+
+MOST_DEVICES = 4096
+"""Of one engine: no model has as many heads to share out, and a misprint must not fill the memory."""
 
 
 def is_counts(value: object) -> bool:
@@ -46,10 +53,19 @@ def parse_devices(value: object) -> tuple[str, ...]:
         devices = _parse_list(value, "")
     if not devices:
         raise ValueError('the list is empty: name at least one device, such as [0] or ["cpu:0"]')
+    check_number(len(devices))
+    seen: set[str] = set()
     for device in devices:
-        if devices.count(device) > 1:
+        if device in seen:
             raise ValueError(f"{device} stands more than once: one device is one slot")
+        seen.add(device)
     return devices
+
+
+def check_number(devices: int) -> None:
+    """Raise ValueError for more devices than one engine can have."""
+    if devices > MOST_DEVICES:
+        raise ValueError(f"{shorten(devices)} devices are more than the {MOST_DEVICES} that one engine may have")
 
 
 def is_same_host(one: str, other: str) -> bool:
@@ -69,7 +85,7 @@ def check_host(host: object) -> str:
         ValueError: it is not one.
     """
     if not isinstance(host, str) or not HOST.fullmatch(host):
-        raise ValueError(f"{host!r} is no host: write a host name or an IPv4 address")
+        raise ValueError(f"{shorten(host)} is no host: write a host name or an IPv4 address")
     return host
 
 
@@ -90,11 +106,13 @@ def _parse_list(value: object, where: str) -> tuple[str, ...]:
 
 def _parse_device(value: object, where: str) -> str:
     """Return the device in its one spelling."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _NUMBERS:
         return f"cuda:{value}"
     host, slash, name = value.rpartition("/") if isinstance(value, str) else ("", "", "")
-    match = re.fullmatch(r"(cuda|cpu)(?::(0|[1-9][0-9]*))?", name)
+    match = re.fullmatch(r"(cuda|cpu)(?::(0|[1-9][0-9]{0,5}))?", name)
     if match is None or (slash and where):
-        raise ValueError(f'{where}{value!r} is no device: write a number or "cuda:0" for a GPU, "cpu:0" for a CPU slot')
+        raise ValueError(
+            f'{where}{shorten(value)} is no device: write a number or "cuda:0" for a GPU, "cpu:0" for a CPU slot'
+        )
     prefix = f"{check_host(host)}/" if slash else ""
     return f"{prefix}{match[1]}:{match[2] or 0}"

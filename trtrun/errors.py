@@ -7,7 +7,9 @@ traceback. This module knows no other module.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class TrtrunError(Exception):
@@ -30,6 +32,10 @@ class InvalidRequestError(TrtrunError):
     """One request has a wrong parameter, or is longer than the engines can ever hold. Other requests go on."""
 
 
+class QueueFullError(InvalidRequestError):
+    """As many requests wait as may wait; the same request is welcome later."""
+
+
 class RankFailedError(TrtrunError):
     """A rank of the job failed; the message names role, rank and cause."""
 
@@ -37,5 +43,44 @@ class RankFailedError(TrtrunError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ` (did you mean 'x'?)` for the known name nearest to `name`, or a list of the known names."""
     choices = sorted(known)
-    match = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    match = difflib.get_close_matches(name[:100], choices, n=1, cutoff=0.5)
     return f" (did you mean '{match[0]}'?)" if match else f" (known: {', '.join(choices)})"
+
+
+MOST_SHOWN = 300
+"""Characters of a path or key in messages."""
+
+
+def shorten(value: object, most: int = 100) -> str:
+    """A value for a message: its repr in one line, cut where it is longer than `most` characters."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def shorten_path(path: Path) -> str:
+    """A path for a message: in one line, without its middle where it is long."""
+    text = str(path) if str(path).isprintable() else repr(str(path))
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2]}…{text[-MOST_SHOWN // 2 :]}"
+
+
+@contextmanager
+def reading(file: object, error: type[TrtrunError]) -> Iterator[None]:
+    """Everything that goes wrong while a user's file is read becomes one line with the file's name.
+
+    The mistakes that users make have messages of their own and pass through; this is for those that nobody thought of.
+
+    Args:
+        file: what is read, for the message.
+        error: class of the error that is raised in place of an unexpected one.
+    """
+    try:
+        yield
+    except TrtrunError:
+        raise
+    except RecursionError:
+        raise error(f"{file}: what stands in it is nested too deeply") from None
+    except OSError as problem:
+        raise error(f"{file} cannot be read: {problem.strerror or shorten(str(problem))}") from None
+    except Exception as problem:
+        detail = " ".join(str(problem).split())
+        raise error(f"{file} cannot be used: {type(problem).__name__}: {detail[:200]}") from problem

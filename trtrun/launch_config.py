@@ -1,23 +1,30 @@
-"""The sections of the YAML file that say how a job is started: MPI, hosts, time limits, Slurm.
+"""The section of the YAML file that says how a job is started: MPI, hosts, time limits.
 
-It knows names, types and ranges. What they lead to is the launch package's business.
+It knows names, types and ranges. What they lead to is the launch package's business, and so is Slurm.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from trtrun.device_lists import check_host
+from trtrun.errors import shorten
 
 
 class Section(BaseModel):
     """Base of all sections: unknown keys are refused, values do not change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, protected_namespaces=())
+
+    @classmethod
+    def known_keys(cls) -> list[str]:
+        """Keys that may stand in the section, for messages."""
+        return list(cls.model_fields)
 
 
 def _refuse_bool(value: object) -> object:
@@ -31,27 +38,39 @@ Number = BeforeValidator(_refuse_bool)
 """A number that is not written as true or false."""
 
 
+def _check_path(value: object) -> object:
+    """What no file system takes, and a text without a name, which would mean the folder of the file."""
+    if isinstance(value, str):
+        if not value or "\0" in value:
+            raise ValueError(f"must be the path of a file or directory, not {shorten(value)}")
+        try:
+            os.fsencode(value)
+        except UnicodeEncodeError:
+            raise ValueError(f"{shorten(value)} holds half a character, which no path can") from None
+    return value
+
+
+FilePath = Annotated[Path, BeforeValidator(_check_path)]
+
+
 def _check_line(value: str) -> str:
-    """One line of printable text: these values stand in `#SBATCH` lines, where a line break would begin another."""
+    """One line of printable text: such values become words of command lines and lines of scripts."""
     if not value or not value.isprintable():
-        raise ValueError(f"{value!r} must be one line of text")
+        raise ValueError(f"{shorten(value)} must be one line of text")
     return value
 
 
 def _check_environment(values: dict[str, str]) -> dict[str, str]:
     for name, value in values.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"{name!r} is no name of an environment variable")
+            raise ValueError(f"{shorten(name)} is no name of an environment variable")
         if "\0" in value:
             raise ValueError(f"the value of {name} holds a zero byte, which no environment can")
+        try:
+            os.fsencode(value)
+        except UnicodeEncodeError:
+            raise ValueError(f"the value of {name} holds half a character, which no environment can") from None
     return values
-
-
-def _number_to_text(value: object) -> object:
-    """A plain number is minutes to Slurm, which takes texts."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return value
 
 
 def _environment_text(values: object) -> object:
@@ -66,7 +85,9 @@ def _environment_text(values: object) -> object:
 
 def _refuse_text(value: object) -> object:
     if isinstance(value, str):
-        raise ValueError(f'must be a list with each word by itself, such as ["-F", "cluster.conf"], not {value!r}')
+        raise ValueError(
+            f'must be a list with each word by itself, such as ["-F", "cluster.conf"], not {shorten(value)}'
+        )
     return value
 
 
@@ -75,49 +96,6 @@ Lines = Annotated[tuple[Line, ...], BeforeValidator(_refuse_text)]
 Host = Annotated[str, AfterValidator(check_host)]
 Seconds = Annotated[float, Number, Field(gt=0, le=86400)]
 Environment = Annotated[dict[str, str], BeforeValidator(_environment_text), AfterValidator(_check_environment)]
-
-
-class SlurmSection(Section):
-    """What `trtrun submit` writes into the batch script. None leaves an option to the cluster's own default.
-
-    Attributes:
-        partition, account, qos, constraint, reservation, nodelist: sbatch's options of the same names.
-        time: time limit as sbatch takes it, such as "02:00:00" or minutes.
-        job_name: the job's name.
-        nodes: nodes to ask for; None takes what the devices need.
-        cpus_per_task: CPU cores of each rank.
-        memory: memory of each node, such as "64G".
-        gres: generic resources of each node; None asks for the GPUs that the devices need.
-        exclusive: take whole nodes.
-        output: the log's path; %j is the job's number, %A and %a an array's and its task's.
-        setup: shell lines to run first on the first node, such as `module load cuda`.
-        launcher: what starts the ranks inside the job.
-        srun_mpi: value of srun's --mpi where the launcher is srun.
-        requeue: put the job back into the queue when it was drained before it was done.
-        signal_seconds: how long before the time limit Slurm warns the job, so that it drains.
-        extra: further sbatch options as they stand, such as "--mail-type=END".
-    """
-
-    partition: Line | None = None
-    account: Line | None = None
-    qos: Line | None = None
-    constraint: Line | None = None
-    reservation: Line | None = None
-    nodelist: Line | None = None
-    time: Annotated[Line, BeforeValidator(_number_to_text)] | None = None
-    job_name: Line = "trtrun"
-    nodes: Annotated[int, Number, Field(ge=1)] | None = None
-    cpus_per_task: Annotated[int, Number, Field(ge=1)] | None = None
-    memory: Annotated[Line, BeforeValidator(_number_to_text)] | None = None
-    gres: Line | None = None
-    exclusive: bool = False
-    output: Line = "trtrun-%j.log"
-    setup: Lines = ()
-    launcher: Literal["mpirun", "srun"] = "mpirun"
-    srun_mpi: Line | None = None
-    requeue: bool = False
-    signal_seconds: Annotated[int, Number, Field(ge=1, le=65535)] = 120
-    extra: Lines = ()
 
 
 class LaunchSection(Section):
@@ -137,11 +115,11 @@ class LaunchSection(Section):
         heartbeat_seconds: a rank that is silent, or that stands still in a round, for longer ends the job.
         drain_seconds: how long rows in flight may go on after a signal to end.
         log_directory: one log file for each rank goes there.
-        slurm: for batch jobs.
+        slurm: for batch jobs; the launch package reads and checks it (`launch.slurm.section`).
     """
 
     mpi: Literal["auto", "openmpi", "openmpi4", "mpich"] = "auto"
-    mpirun: Path | None = None
+    mpirun: FilePath | None = None
     mpirun_arguments: Lines = ()
     ssh_arguments: Lines = ()
     environment: Environment = Field(default_factory=dict)
@@ -150,5 +128,5 @@ class LaunchSection(Section):
     check_seconds: Seconds = 60.0
     heartbeat_seconds: Seconds = 60.0
     drain_seconds: Seconds = 30.0
-    log_directory: Path | None = None
-    slurm: SlurmSection = SlurmSection()
+    log_directory: FilePath | None = None
+    slurm: dict[str, Any] = Field(default_factory=dict)

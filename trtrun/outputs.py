@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 from trtrun.core import RequestStatistics, TokenLogprobs
 
+RequestId = int | str
+"""How a caller names a request."""
+
 
 @dataclass(frozen=True)
 class CompletionOutput:
@@ -18,7 +21,7 @@ class CompletionOutput:
         index: in [0, n).
         text: the tokens as text, stop strings cut off; empty for a checkpoint without a tokenizer.
         token_ids: every token generated, a final end-of-sequence token included.
-        finish_reason: 'stop', 'length' or 'cancelled'.
+        finish_reason: 'stop' or 'length'.
         statistics: rounds, drafted and accepted tokens, times.
         logprobs: one entry a token where the request asked for them.
     """
@@ -50,19 +53,30 @@ class RequestOutput:
     error: str | None = None
 
 
-@dataclass(frozen=True)
-class StreamChunk:
-    """What one round added to a stream.
+@dataclass(frozen=True, slots=True)
+class CompletionDelta:
+    """What one round added to a completion.
 
     Attributes:
-        text: never ends inside a character or inside what may become a stop string.
-        token_ids: tokens of this round.
-        finish_reason: set on the last chunk.
+        request_id: of the request, as `LLMEngine.add_request` returned it.
+        index: which of the request's `n` completions.
+        token_ids: its new tokens; none where a round gave only the end.
+        text: its new text: never ends inside a character or inside what may become a stop string, so it may lag behind
+            the tokens; empty for a checkpoint without a tokenizer.
+        logprobs: one entry a new token where the request asked for them, else None.
+        finish_reason: 'stop', 'length' or 'error' on the last delta, else None.
+        error: why, where it ended with 'error'.
+        statistics: of the completion so far; final on the last delta.
     """
 
-    text: str
+    request_id: RequestId
+    index: int
     token_ids: tuple[int, ...]
+    text: str
+    statistics: RequestStatistics
+    logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: str | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ It adds up numbers that others measured. It knows no rank and opens no port.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trtrun.core import RequestStatistics
@@ -121,9 +121,3 @@ def round_parts(totals: Mapping[str, float], elapsed: float) -> dict[str, float]
         parts[name] = max(0.0, seconds - counted_twice)
         counted_twice -= seconds - parts[name]
     return {name: parts[name] for name in ROUND_PARTS}
-
-
-def percentile(values: Iterable[float], fraction: float) -> float:
-    """The value below which `fraction` of the values lie (nearest rank); 0 for no values."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] if ordered else 0.0

@@ -1,6 +1,7 @@
-"""Between text and token ids: a checkpoint's tokenizer.json, and text that grows token by token.
+"""Between text and token ids: a checkpoint's tokenizer.json.
 
-It knows the `tokenizers` library and nothing of models, requests or ranks. Chat templates are not its business.
+It knows the `tokenizers` library and nothing of models, requests or ranks. Text that grows token by token is
+`detokenizer`'s business; chat templates are nobody's yet.
 """
 
 from __future__ import annotations
@@ -9,13 +10,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import tokenizers
+from tokenizers.decoders import DecodeStream
 
 from trtrun.errors import CheckpointError
 
 _SLOW_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
-_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) UTF-8
-_MAX_HELD = 8  # tokens; an unfinished character has at most three bytes, hence at most three tokens
-_CONTEXT = 5  # prompt tokens that decide how the first output token is spelled (its leading space)
 
 
 class Tokenizer:
@@ -36,6 +35,11 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; ids that the tokenizer does not know (a model's padding) give nothing."""
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def step(self, stream: DecodeStream, token_id: int) -> str | None:
+        """Add one token to a stream of this tokenizer; returns the text that it completes, if any."""
+        text: str | None = stream.step(self._backend, token_id)
         return text
 
     @property
@@ -78,7 +82,25 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
     try:
         return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), path)
     except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{file} is damaged: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"{file} is no tokenizer that can be read ({reason}): copy it again") from None
+
+
+def read_shared_tokenizer(target: Path, draft: Path | None) -> Tokenizer | None:
+    """The target's tokenizer, once it is known to be the draft's too; None where the target has none.
+
+    Args:
+        target: directory of the target's tokenizer.
+        draft: the draft's directory; None without a draft model.
+
+    Raises:
+        CheckpointError: one is damaged, or the two differ.
+    """
+    tokenizer = read_tokenizer(target)
+    other = read_tokenizer(draft) if draft is not None else None
+    if tokenizer is not None and other is not None:
+        check_same_tokenizer(tokenizer, other)
+    return tokenizer
 
 
 def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
@@ -102,68 +124,3 @@ def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
         f"target and draft have different tokenizers: token {first} is {spell(by_id)} in {target.path} but "
         f"{spell(draft_by_id)} in {draft.path}; use a draft that was trained with the target's tokenizer"
     )
-
-
-class IncrementalDetokenizer:
-    """Turns token ids into text as they come, in time linear in their number.
-
-    A token is decoded behind the few before it, because decoders treat the first token of a text specially, and text is
-    held back while it ends in an unfinished character: what `append` returned is never taken back. The pieces add up to
-    the text of all tokens at once, except where a decoder would replace finished characters in hindsight (byte-fallback
-    tokenizers, behind bytes that are not UTF-8).
-    """
-
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
-    ) -> None:
-        """Begin behind a prompt.
-
-        Args:
-            tokenizer: of the target.
-            prompt_token_ids: decides whether the first word begins with a space.
-            skip_special_tokens: leave special tokens out of the text.
-        """
-        self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
-        self._context = list(prompt_token_ids[-_CONTEXT:])
-        if self._decode(self._context).endswith(_REPLACEMENT):
-            self._context = []
-        self._held: list[int] = []
-
-    def append(self, token_id: int) -> str:
-        """Add one token; returns the text that is now certain, which may be empty."""
-        self._held.append(token_id)
-        return self._release()
-
-    def flush(self) -> str:
-        """The text still held back at the end, unfinished characters as U+FFFD."""
-        text = self._new_text(len(self._held))
-        self._context, self._held = self._held, []
-        return text
-
-    def _release(self) -> str:
-        text = self._new_text(len(self._held))
-        if text and not text.endswith(_REPLACEMENT):
-            return self._cut(len(self._held), text)
-        if len(self._held) < _MAX_HELD:
-            return ""
-        # Bytes that will never become a character, or tokens without text: let go of all but the last few, at a place
-        # that splits no character, so that the work per token stays bounded.
-        for cut in range(len(self._held) - 3, 0, -1):
-            before, after = self._new_text(cut), self._decode(self._held[cut:])
-            if text in (before + after, before + " " + after):
-                return self._cut(cut, before)
-        return ""
-
-    def _new_text(self, count: int) -> str:
-        known = self._decode(self._context)
-        return self._decode(self._context + self._held[:count])[len(known) :]
-
-    def _cut(self, count: int, text: str) -> str:
-        if text:
-            self._context = self._held[:count]
-        self._held = self._held[count:]
-        return text
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, self._skip)

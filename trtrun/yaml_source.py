@@ -1,5 +1,6 @@
 """YAML as people write it: read strictly, with one-line errors, and changed by `a.b=value` options.
 
+What comes out is what JSON could hold: mappings with words as keys, lists, texts, numbers, true, false and nothing.
 It knows YAML and mappings. It does not know which keys mean something (config.py).
 """
 
@@ -10,7 +11,24 @@ from typing import Any
 
 import yaml
 
-from trtrun.errors import ConfigError
+from trtrun.errors import ConfigError, reading, shorten
+
+MOST_VALUES = 20_000
+"""Values of one file with every alias written out: a few aliases of aliases would fill any memory."""
+
+MOST_DEPTH = 50
+"""How deep sections and lists may be nested; the deepest that means something is five."""
+
+_KINDS = {
+    "str": "a text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "null": "nothing",
+    "seq": "a list",
+    "map": "a mapping",
+}
+"""YAML's own kinds that a configuration may hold. Dates, sets and bytes mean nothing in it."""
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -19,27 +37,29 @@ def parse_yaml(text: str, where: str) -> Any:
     Raises:
         ConfigError: one line with the place of the error.
     """
-    try:
-        return yaml.load(text, Loader=_UniqueKeyLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigError(f"{where}:{place} is not valid YAML: {problem}") from None
+    with reading(where, ConfigError):
+        try:
+            return yaml.load(text, Loader=_StrictLoader)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            place = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+            problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+            raise ConfigError(f"{where}:{place} is not valid YAML: {problem}") from None
 
 
 def apply_override(values: dict[Any, Any], override: str) -> None:
     """Set one `a.b=value` in the mapping, making sections on the way."""
     name, equals, text = override.partition("=")
+    option = f"--set {override if len(override) < 200 else override[:199] + '…'}"
     keys = name.strip().split(".")
     if not equals or not all(keys):
-        raise ConfigError(f"--set {override}: write it as key=value, such as --set speculation.draft_len=8")
-    value = parse_yaml(text, f"--set {override}")
+        raise ConfigError(f"{option}: write it as key=value, such as --set speculation.draft_len=8")
+    value = parse_yaml(text, option)
     section = values
     for depth, key in enumerate(keys[:-1]):
         inner = section.get(key)
         if inner is not None and not isinstance(inner, dict):
-            raise ConfigError(f"--set {override}: '{'.'.join(keys[: depth + 1])}' is a value, not a section")
+            raise ConfigError(f"{option}: '{'.'.join(keys[: depth + 1])}' is a value, not a section")
         # A copy: with a YAML anchor two keys may hold the same mapping.
         section[key] = section = dict(inner or {})
     section[keys[-1]] = value
@@ -54,27 +74,85 @@ def describe_kind(value: object) -> str:
     )
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key that stands twice in one mapping."""
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader for configurations: bounded in size and depth, each key once, and no kinds that JSON lacks."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = 0
+        self._values = 0
+        self._sizes: dict[int, int] = {}  # of the finished nodes, by their id
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Count what is composed, with aliases written out, before anything is made of it."""
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        if self.check_event(yaml.AliasEvent):
+            node = super().compose_node(parent, index)
+            if id(node) not in self._sizes:
+                raise yaml.composer.ComposerError(None, None, "an alias stands inside of what it names", mark)
+            self._count(self._sizes[id(node)], mark)
+            return node
+        before, self._depth = self._values, self._depth + 1
+        if self._depth > MOST_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"more than {MOST_DEPTH} levels are nested here", mark)
+        self._count(1, mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        self._sizes[id(node)] = self._values - before
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """What a node stands for; an int that is none (`!!int x`, a number of 5,000 digits) is told with its place."""
+        try:
+            return super().construct_object(node, deep)
+        except yaml.YAMLError:
+            raise
+        except Exception:
+            kind = _KINDS.get(node.tag.rpartition(":")[2], node.tag)
+            problem = f"{shorten(node.value)} cannot be read as {kind}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping; keys are words that stand once."""
         seen: set[object] = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str):
-                problem = f"a key must be a word, not {key!r}"
+                problem = f"a key must be a word, not {shorten(key)}"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            if key == "<<":
+                problem = "keys are not merged (<<) here: write them out"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", key_node.start_mark
-                )
+                problem = f"the key {shorten(key)} stands twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def _refuse_kind(self, node: yaml.Node) -> None:
+        tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+        problem = f"a value of the kind {shorten(tag)} means nothing here"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
-# YAML 1.1 reads 1:30:00 as 5400, a number in base 60. Here it is a text, as in YAML 1.2: Slurm's times look like that.
+    def _count(self, number: int, mark: Any) -> None:
+        self._values += number
+        if self._values > MOST_VALUES:
+            problem = f"these are more than {MOST_VALUES} values, with every alias written out"
+            raise yaml.composer.ComposerError(None, None, problem, mark)
+
+
+_TAG = "tag:yaml.org,2002:"
+_StrictLoader.yaml_constructors = {
+    **{_TAG + kind: yaml.SafeLoader.yaml_constructors[_TAG + kind] for kind in _KINDS},
+    None: _StrictLoader._refuse_kind,
+}
+# YAML 1.1 reads 1:30:00 as 5400, a number in base 60, and 2024-01-01 as a date. Here they are texts, as in YAML 1.2:
+# Slurm's times and people's folders look like that.
 _BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?$")
-_UniqueKeyLoader.yaml_implicit_resolvers = {
-    first: [("tag:yaml.org,2002:str", _BASE_60), *resolvers]
+_StrictLoader.yaml_implicit_resolvers = {
+    first: [
+        (_TAG + "str", _BASE_60),
+        *((tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_TAG) in _KINDS),
+    ]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }

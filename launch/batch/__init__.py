@@ -1,0 +1,1 @@
+"""`trtrun run` and `trtrun merge`: rows of prompts in, rows of completions out, and going on after an interruption."""

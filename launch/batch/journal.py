@@ -1,100 +1,52 @@
-"""Where output rows go: to a stream in input order, or to a file that loses no finished row to a kill at any byte.
+"""Where output rows of a file go: nothing finished is lost to a kill at any byte.
 
 A file is written in completion order to a working file beside it, and replaced in input order at the end. It knows
-rows with an index and a hash of their input. It does not know prompts' meaning (rows.py) or who completes them.
+rows with an index and a hash of their input. It does not know prompts' meaning (rows.py) or who completes them; outputs
+that are no files are ordered.py's.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
-import sys
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
 
-from launch.batch.options import STANDARD_OUTPUT, is_stream
+from launch.batch.input import InputRows
+from launch.batch.options import STANDARD_OUTPUT
+from launch.batch.rows import encode_row
+from launch.batch.written import IndexSet, RowTable, WrittenRow, find_difference, read_written
 from trtrun.errors import ConfigError
 
-if TYPE_CHECKING:
-    from launch.batch.rows import PromptRow
 
-
-def check_output(path: str) -> None:
-    """Raise ConfigError when rows cannot be written to `path`; the file is not touched."""
-    if path == STANDARD_OUTPUT:
-        return
-    file = Path(path)
-    folder = file.resolve().parent
-    if file.is_dir():
-        raise ConfigError(f"cannot write the output file {path}: it is a directory")
-    if not folder.is_dir():
-        raise ConfigError(f"cannot write the output file {path}: the directory {folder} does not exist")
-
-
-class RowStream:
-    """Writes rows to a stream in input order, each as soon as all before it are there.
+def check_output(path: str, prompts_file: Path | None = None) -> None:
+    """Raise ConfigError when rows cannot be written to `path`; the file is not touched.
 
     Args:
-        path: a pipe or a device, or "-" for standard output.
-        rows: all input rows.
-
-    Attributes:
-        pending: the rows to run: all.
+        path: of the output.
+        prompts_file: of the input, which no output may replace.
     """
-
-    def __init__(self, path: str, rows: Sequence[PromptRow]) -> None:
-        self.pending = list(rows)
-        self._path = path
-        self._order = deque(row.index for row in rows)
-        self._waiting: dict[int, Mapping[str, object]] = {}
-        try:
-            self._file: IO[str] = sys.stdout if path == STANDARD_OUTPUT else open(path, "w", encoding="utf-8")  # noqa: SIM115
-        except OSError as error:
-            raise _cannot_write(path, error) from None
-
-    def write(self, index: int, row: Mapping[str, object]) -> None:
-        """Take the row of prompt `index`.
-
-        Raises:
-            ConfigError: the stream cannot be written any more.
-        """
-        self._waiting[index] = row
-        try:
-            while self._order and self._order[0] in self._waiting:
-                self._file.write(json.dumps(self._waiting.pop(self._order.popleft()), ensure_ascii=False) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise _cannot_write(self._path, error) from None
-
-    def finish(self) -> None:
-        """Nothing is left to do after the last row."""
-
-    def close(self) -> None:
-        """Close the stream; a row whose predecessors never came is lost with the job that lost them."""
-        if self._file is not sys.stdout:
-            with suppress(OSError):
-                self._file.close()
+    if path == STANDARD_OUTPUT:
+        return
+    try:
+        file = Path(path)
+        folder = file.resolve().parent
+        if file.is_dir():
+            raise ConfigError(f"cannot write the output file {path}: it is a directory")
+        if not folder.is_dir():
+            raise ConfigError(f"cannot write the output file {path}: the directory {folder} does not exist")
+        for written in (file, working_path(path), _temporary_path(path)):
+            if prompts_file is not None and _is_same_file(written, prompts_file):
+                what = "it is" if written == file else f"{written} beside it is"
+                raise ConfigError(f"cannot write the output file {path}: {what} the input; name another output")
+    except OSError as error:
+        raise ConfigError(f"cannot write the output file {path}: {error.strerror}") from None
 
 
-@dataclass(frozen=True)
-class WrittenRow:
-    """Where an output row stands in a file.
-
-    Attributes:
-        offset, length: in bytes, with its line end.
-        input_hash: of its input row.
-        is_refused: whether it has an error instead of a completion.
-    """
-
-    offset: int
-    length: int
-    input_hash: str
-    is_refused: bool = False
+def _is_same_file(one: Path, other: Path) -> bool:
+    """Whether two names, of which the first may be of nothing yet, are of one file."""
+    return one.exists() and other.exists() and one.samefile(other)
 
 
 def working_path(output: str) -> Path:
@@ -103,8 +55,14 @@ def working_path(output: str) -> Path:
     return file.with_name(file.name + ".partial")
 
 
-def finished_rows(output: str, rows: Sequence[PromptRow], resume: bool) -> dict[int, WrittenRow]:
-    """Rows that an earlier run finished, by index: of the working file, or where there is none of the output file.
+def _temporary_path(output: str) -> Path:
+    """The file beside an output file that is about to take another's place."""
+    working = working_path(output)
+    return working.with_name(working.name + ".new")
+
+
+def finished_rows(output: str, rows: InputRows, resume: bool) -> RowTable:
+    """Rows that an earlier run finished: of the working file, or where there is none of the output file.
 
     A working file knows all that its run took from the output file, so the two are never mixed.
 
@@ -121,16 +79,16 @@ def finished_rows(output: str, rows: Sequence[PromptRow], resume: bool) -> dict[
     if working.exists():
         return _read_unfinished(working, rows, resume)[0]
     if not resume or not final.exists():
-        return {}
+        return RowTable()
     written, _ = read_written(final)
     _check_same_input(final, written, rows)
     return written
 
 
-def _read_unfinished(working: Path, rows: Sequence[PromptRow], resume: bool) -> tuple[dict[int, WrittenRow], int]:
+def _read_unfinished(working: Path, rows: InputRows, resume: bool) -> tuple[RowTable, int]:
     """What `read_written` finds in a working file, once its rows are known to be the input's and wanted."""
     written, end = read_written(working)
-    if written and not resume:
+    if len(written) and not resume:
         raise ConfigError(
             f"{working} holds {len(written)} finished rows of a run that did not end: go on with --resume, "
             "or remove the file to start over"
@@ -139,64 +97,14 @@ def _read_unfinished(working: Path, rows: Sequence[PromptRow], resume: bool) -> 
     return written, end
 
 
-def read_written(path: Path) -> tuple[dict[int, WrittenRow], int]:
-    """Finished rows of a file by index, and the number of bytes before its torn last line (all, if none is torn).
-
-    Rows with an error count as not finished.
-
-    Raises:
-        ConfigError: see `read_lines`.
-    """
-    written: dict[int, WrittenRow] = {}
-    end = 0
-    for index, row in read_lines(path):
-        if not row.is_refused:
-            written[index] = row
-        end = row.offset + row.length
-    return written, end
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, WrittenRow]]:
-    """Index and place of each whole row of a file, up to its torn last line.
-
-    A line is torn when it is the last, lacks its line end and begins as an output row begins.
-
-    Raises:
-        ConfigError: the file cannot be read, or another line is not an output row.
-    """
-    offset = 0
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n") and line[: len(_ROW_START)] == _ROW_START[: len(line)]:
-                    return
-                try:
-                    index, digest, error = (json.loads(line)[name] for name in ("index", "input_hash", "error"))
-                    is_row = line.endswith(b"\n") and type(index) is int and index >= 0 and isinstance(digest, str)
-                except (ValueError, TypeError, LookupError, RecursionError):
-                    is_row = False
-                if not is_row:
-                    raise ConfigError(
-                        f"{path}: line {number} is not a whole output row with its input_hash; "
-                        "remove that line to run its prompt again"
-                    )
-                yield index, WrittenRow(offset, len(line), digest, error is not None)
-                offset += len(line)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-
-
-_ROW_START = b'{"index": '
-
-
-def _check_same_input(path: Path, written: Mapping[int, WrittenRow], rows: Sequence[PromptRow]) -> None:
-    hashes = {row.index: row.input_hash for row in rows}
-    for index in sorted(written):
-        if written[index].input_hash != hashes.get(index):
-            reason = "is of another input row or sampling options" if index in hashes else "is not in the input"
-            raise ConfigError(
-                f"cannot resume {path}: its row {index} {reason}; give the same input, or remove the file to start over"
-            )
+def _check_same_input(path: Path, written: RowTable, rows: InputRows) -> None:
+    different = find_difference(written, rows)
+    if different is not None:
+        row, reason = different
+        raise ConfigError(
+            f"cannot resume {path}: its row {row.row_index} {reason}; "
+            "give the same input, or remove the file to start over"
+        )
 
 
 class RowJournal:
@@ -212,32 +120,37 @@ class RowJournal:
         resume: go on from what an earlier run finished.
 
     Attributes:
-        pending: the rows to run.
+        done: the rows that are finished, among them those of an earlier run.
+        num_done_before: how many an earlier run finished.
 
     Raises:
         ConfigError: see `finished_rows`; or the file cannot be written, or another run is writing it.
     """
 
-    def __init__(self, output: str, rows: Sequence[PromptRow], resume: bool) -> None:
+    def __init__(self, output: str, rows: InputRows, resume: bool) -> None:
         self._final, self._working = Path(output).resolve(), working_path(output)
-        self._hashes = {row.index: row.input_hash for row in rows}
+        self._temporary = _temporary_path(output)
         written = finished_rows(output, rows, resume)
         try:
-            if written and not self._working.exists():
+            if len(written) and not self._working.exists():
                 with open(self._final, "rb") as earlier:
-                    self._replace(self._working, earlier.fileno(), [written[index] for index in sorted(written)])
+                    self._replace(self._working, earlier.fileno(), written)
             self._file = os.open(self._working, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise _cannot_write(output, error) from None
+            raise cannot_write(output, error) from None
         try:
             self._lock()
             # Read again: only from here on nobody else writes.
             self._written, self._end = _read_unfinished(self._working, rows, resume)
             os.ftruncate(self._file, self._end)
+            self.done = IndexSet(rows.indexes)
+            for row in self._written.in_order():
+                self.done.add(row.row_index)
         except BaseException:
             os.close(self._file)
             raise
-        self.pending = [row for row in rows if row.index not in self._written]
+        self.num_done_before = len(self.done)
+        self._num_rows = len(rows)
 
     def write(self, index: int, row: Mapping[str, object]) -> None:
         """Take the row of prompt `index`; when this returns, the end of this process cannot lose it any more.
@@ -245,14 +158,16 @@ class RowJournal:
         Raises:
             ConfigError: the file cannot be written any more, such as on a full disk.
         """
-        line = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        line = encode_row(row)
         done = 0
         try:
             while done < len(line):  # one write, unless the system takes less than all
                 done += os.write(self._file, line[done:])
         except OSError as error:
-            raise _cannot_write(str(self._working), error) from None
-        self._written[index] = WrittenRow(self._end, len(line), self._hashes[index])
+            raise cannot_write(str(self._working), error) from None
+        digest = int(str(row["input_hash"]), 16)
+        self._written.append(WrittenRow(index, self._end, len(line), digest, row["error"] is not None))
+        self.done.add(index)
         self._end += len(line)
 
     def finish(self) -> None:
@@ -261,11 +176,13 @@ class RowJournal:
         Raises:
             ConfigError: the output file cannot be written; the rows stay in the working file.
         """
+        if len(self.done) != self._num_rows:
+            raise RuntimeError(f"{len(self.done)} of {self._num_rows} rows are finished")
         try:
-            self._replace(self._final, self._file, [self._written[index] for index in sorted(self._hashes)])
+            self._replace(self._final, self._file, self._written)
             self._working.unlink(missing_ok=True)
         except OSError as error:
-            raise _cannot_write(str(self._final), error) from None
+            raise cannot_write(str(self._final), error) from None
 
     def close(self) -> None:
         """Close the working file, and remove it if it holds nothing."""
@@ -274,10 +191,9 @@ class RowJournal:
                 self._working.unlink(missing_ok=True)
         os.close(self._file)
 
-    def _replace(self, path: Path, source: int, places: Sequence[WrittenRow]) -> None:
-        """Make `path` of these lines of the file `source`."""
-        temporary = self._working.with_name(self._working.name + ".new")
-        replace_file(path, temporary, (os.pread(source, place.length, place.offset) for place in places))
+    def _replace(self, path: Path, source: int, written: RowTable) -> None:
+        """Make `path` of these lines of the file `source`, by index."""
+        replace_file(path, self._temporary, _read_in_order(source, written))
 
     def _lock(self) -> None:
         """Two runs on one output would each miss the other's rows. The lock ends with its process."""
@@ -293,6 +209,11 @@ class RowJournal:
             raise ConfigError(f"another run is writing {self._working}: wait for its end")
 
 
+def _read_in_order(source: int, written: RowTable) -> Iterator[bytes]:
+    for row in written.distinct_in_order():
+        yield os.pread(source, row.length, row.offset)
+
+
 def replace_file(path: Path, temporary: Path, lines: Iterable[bytes]) -> None:
     """Make `path` of these lines in one step: at any moment it is the old file or the new one, as a whole.
 
@@ -306,10 +227,6 @@ def replace_file(path: Path, temporary: Path, lines: Iterable[bytes]) -> None:
     os.replace(temporary, path)
 
 
-def _cannot_write(path: str, error: OSError) -> ConfigError:
+def cannot_write(path: str, error: OSError) -> ConfigError:
+    """The refusal of an output that the system does not let us write."""
     return ConfigError(f"cannot write the output file {path}: {error.strerror}")
-
-
-def open_writer(output: str, rows: Sequence[PromptRow], resume: bool) -> RowStream | RowJournal:
-    """What keeps the rows of a run, by the kind of the output."""
-    return RowStream(output, rows) if is_stream(output) else RowJournal(output, rows, resume)

@@ -10,27 +10,20 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
-from launch.batch.journal import WrittenRow, check_output, read_lines, replace_file, working_path
+from launch.batch.input import InputRows
+from launch.batch.journal import check_output, replace_file, working_path
 from launch.batch.options import STANDARD_OUTPUT, is_stream
+from launch.batch.written import RowTable, WrittenRow, find_difference, read_lines
 from launch.exit_codes import FailedError
 from trtrun.errors import ConfigError
-
-if TYPE_CHECKING:
-    from launch.batch.rows import PromptRow
 
 _PART_NAME = re.compile(r"(?P<stem>.*)\.part-(?P<number>[0-9]+)-of-(?P<count>[0-9]+)(?P<suffix>\.[^.]*)?")
 MOST_NAMED = 5
 """Runs of missing rows that a message names, before it counts the rest."""
-
-
-class _Place(NamedTuple):
-    part: Path
-    row: WrittenRow
 
 
 def part_path(output: str | os.PathLike[str], number: int, count: int) -> Path:
@@ -39,13 +32,16 @@ def part_path(output: str | os.PathLike[str], number: int, count: int) -> Path:
     return path.with_name(f"{path.stem}.part-{number}-of-{count}{path.suffix}")
 
 
-def merge_parts(output: str, parts: Sequence[Path], rows: Sequence[PromptRow] | None) -> tuple[int, int]:
+def merge_parts(
+    output: str, parts: Sequence[Path], rows: InputRows | None, prompts_file: Path | None = None
+) -> tuple[int, int]:
     """Write the rows of all parts to `output`, in input order and, where it is a file, in one step.
 
     Args:
         output: the file to make or replace, or "-" for standard output.
         parts: output files of runs with --part, or of any runs whose rows complete one another.
         rows: the input, where the parts are to be compared with it.
+        prompts_file: of the input, which the output may not replace.
 
     Returns:
         The number of rows, and how many of them were refused.
@@ -55,16 +51,18 @@ def merge_parts(output: str, parts: Sequence[Path], rows: Sequence[PromptRow] | 
             different. Nothing is written then.
         FailedError: writing failed.
     """
-    check_output(output)
+    check_output(output, prompts_file)
     _check_parts(output, parts)
-    places = _read_parts(parts)
+    parts = list(dict.fromkeys(parts))
+    found = _read_parts(parts)
     if rows is not None:
-        _compare(places, rows)
-    missing = sorted(set(row.index for row in rows) - set(places)) if rows is not None else _gaps(places)
+        _compare(parts, found, rows)
+    missing = list(_find_gaps(found, None if rows is None else rows.indexes))
     if missing:
         raise ConfigError(f"cannot merge: {_describe_rows(missing)} missing in all parts; {_WAYS_OUT}")
-    _write(output, _lines(places))
-    return len(places), sum(place.row.is_refused for place in places.values())
+    _write(output, _lines(parts, found))
+    refused = [row.is_refused for row in found.distinct_in_order()]
+    return len(refused), sum(refused)
 
 
 _WAYS_OUT = "give the output of every part"
@@ -108,26 +106,34 @@ def _absent_parts(parts: Sequence[Path]) -> list[str]:
     ]
 
 
-def _read_parts(parts: Sequence[Path]) -> dict[int, _Place]:
+def _read_parts(parts: Sequence[Path]) -> RowTable:
     """Where each row stands; rows that are there twice must be equal."""
-    places: dict[int, _Place] = {}
-    for part in dict.fromkeys(parts):
+    found = RowTable()
+    for number, part in enumerate(parts):
         end = 0
-        for index, row in read_lines(part):
-            place = _Place(part, row)
+        for row in read_lines(part, number):
+            found.append(row)
             end = row.offset + row.length
-            earlier = places.setdefault(index, place)
-            if earlier is not place and _content(earlier) != _content(place):
-                where = f"twice in {part}" if earlier.part == part else f"in {earlier.part} and in {part}"
-                raise ConfigError(f"cannot merge: row {index} stands {where}, and the two differ; give one of them")
         if end != part.stat().st_size:
             raise ConfigError(f"cannot merge: the last line of {part} is torn; run that part again with --resume")
-    return places
+    earlier: WrittenRow | None = None
+    for row in found.in_order():
+        if (
+            earlier is not None
+            and earlier.row_index == row.row_index
+            and _content(parts, earlier) != _content(parts, row)
+        ):
+            one, other = parts[earlier.file], parts[row.file]
+            where = f"twice in {one}" if one == other else f"in {one} and in {other}"
+            raise ConfigError(f"cannot merge: row {row.row_index} stands {where}, and the two differ; give one of them")
+        earlier = row
+    return found
 
 
-def _content(place: _Place) -> object:
+def _content(parts: Sequence[Path], row: WrittenRow) -> object:
     """A row without its times, which are no run's like another's."""
-    return _without_times(json.loads(_read_line(place)))
+    with open(parts[row.file], "rb") as file:
+        return _without_times(json.loads(os.pread(file.fileno(), row.length, row.offset)))
 
 
 def _without_times(value: object) -> object:
@@ -138,54 +144,52 @@ def _without_times(value: object) -> object:
     return value
 
 
-def _compare(places: dict[int, _Place], rows: Sequence[PromptRow]) -> None:
-    hashes = {row.index: row.input_hash for row in rows}
-    for index, place in sorted(places.items()):
-        if hashes.get(index) != place.row.input_hash:
-            reason = "is of another input row or sampling options" if index in hashes else "is not in the input"
-            raise ConfigError(
-                f"cannot merge: row {index} of {place.part} {reason}; give the prompts and sampling options of the runs"
-            )
+def _compare(parts: Sequence[Path], found: RowTable, rows: InputRows) -> None:
+    different = find_difference(found, rows)
+    if different is not None:
+        row, reason = different
+        raise ConfigError(
+            f"cannot merge: row {row.row_index} of {parts[row.file]} {reason}; "
+            "give the prompts and sampling options of the runs"
+        )
 
 
-def _gaps(places: Iterable[int]) -> list[int]:
-    found = set(places)
-    return sorted(set(range(max(found, default=-1) + 1)) - found)
+def _find_gaps(found: RowTable, indexes: range | None) -> Iterator[range]:
+    """The runs of indexes without a row: among `indexes`, or before the last row where they are not known."""
+    expected = 0 if indexes is None else indexes.start
+    for row in found.distinct_in_order():
+        if row.row_index > expected:
+            yield range(expected, row.row_index)
+        expected = row.row_index + 1
+    if indexes is not None and expected < indexes.stop:
+        yield range(expected, indexes.stop)
 
 
-def _describe_rows(indexes: Sequence[int]) -> str:
-    """`rows 3, 7 to 9 and 12 are`, for sorted indexes."""
-    runs: list[list[int]] = []
-    for index in indexes:
-        if runs and index == runs[-1][-1] + 1:
-            runs[-1][1:] = [index]
-        else:
-            runs.append([index])
-    words = [" to ".join(str(index) for index in run) for run in runs[:MOST_NAMED]]
-    if len(runs) > MOST_NAMED:
-        words.append(f"others, {len(indexes)} in all,")
+def _describe_rows(gaps: Sequence[range]) -> str:
+    """`rows 3, 7 to 9 and 12 are`."""
+    count = sum(map(len, gaps))
+    words = [f"{gap.start}" if len(gap) == 1 else f"{gap.start} to {gap.stop - 1}" for gap in gaps[:MOST_NAMED]]
+    if len(gaps) > MOST_NAMED:
+        words.append(f"others, {count} in all,")
     listed = words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-    return f"row {listed} is" if len(indexes) == 1 else f"rows {listed} are"
+    return f"row {listed} is" if count == 1 else f"rows {listed} are"
 
 
-def _read_line(place: _Place) -> bytes:
-    with open(place.part, "rb") as file:
-        return os.pread(file.fileno(), place.row.length, place.row.offset)
-
-
-def _lines(places: dict[int, _Place]) -> Iterator[bytes]:
+def _lines(parts: Sequence[Path], found: RowTable) -> Iterator[bytes]:
     """All rows in order, with one part open at a time: an array may have more parts than a process may have files."""
-    opened: tuple[Path, int] | None = None
+    opened: tuple[int, int] | None = None
     try:
-        for index in sorted(places):
-            part, row = places[index]
-            if opened is None or opened[0] != part:
+        for row in found.distinct_in_order():
+            if opened is None or opened[0] != row.file:
                 if opened is not None:
                     os.close(opened[1])
-                opened = (part, os.open(part, os.O_RDONLY | os.O_CLOEXEC))
+                    opened = None
+                opened = (row.file, os.open(parts[row.file], os.O_RDONLY | os.O_CLOEXEC))
             line = os.pread(opened[1], row.length, row.offset)
-            if not (line.startswith(b'{"index": %d,' % index) and line.endswith(b"\n") and line.count(b"\n") == 1):
-                raise FailedError(f"{part} was changed while it was merged; merge again")
+            if not (
+                line.startswith(b'{"index": %d,' % row.row_index) and line.endswith(b"\n") and line.count(b"\n") == 1
+            ):
+                raise FailedError(f"{parts[row.file]} was changed while it was merged; merge again")
             yield line
     finally:
         if opened is not None:

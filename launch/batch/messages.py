@@ -1,4 +1,4 @@
-"""What `trtrun run` shows beside the rows of its output: texts, refusals, and the line at its end.
+"""What `trtrun run` shows beside the rows of its output: refusals, and the line at its end.
 
 It knows wording. It does not know how rows come about (run.py) or where they are kept (journal.py).
 """
@@ -6,31 +6,15 @@ It knows wording. It does not know how rows come about (run.py) or where they ar
 from __future__ import annotations
 
 import sys
+from bisect import insort
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launch.batch.rows import PromptRow
-from trtrun.outputs import CompletionOutput, RequestOutput
+from launch.batch.rows import MOST_OF_AN_ERROR, PromptRow
+from trtrun.values import cut_text
 
-
-def print_texts(rows: Sequence[PromptRow], outputs: Mapping[int, RequestOutput], has_text: bool) -> None:
-    """All completions under the index of their prompt."""
-    for row in rows:
-        for completion in outputs[row.index].completions if row.index in outputs else ():
-            number = f"{row.index}" if len(outputs[row.index].completions) == 1 else f"{row.index}.{completion.index}"
-            print(f"--- {number} ({completion.finish_reason})")
-            print(completion.text if has_text else join_tokens(completion.token_ids))
-            for line in _logprob_lines(completion):
-                print(line)
-    sys.stdout.flush()
-
-
-def _logprob_lines(completion: CompletionOutput) -> list[str]:
-    return [
-        f"    token {entry.token_id}: logprob {entry.logprob:.4f}"
-        + "".join(f", {token}: {value:.4f}" for token, value in entry.alternatives)
-        for entry in completion.logprobs or ()
-    ]
+MOST_REFUSALS = 20
+"""Refusals that are told one by one; the others are counted."""
 
 
 def join_tokens(tokens: Sequence[int]) -> str:
@@ -43,9 +27,29 @@ def tell(line: str) -> None:
     print(f"trtrun: {line}", file=sys.stderr, flush=True)
 
 
-def tell_refusal(index: int, error: str) -> None:
-    """Say why a row was not run."""
-    tell(f"row {index} refused: {error}")
+class Refusals:
+    """Why rows were refused: the first few in input order, and how many there are."""
+
+    def __init__(self) -> None:
+        self._first: list[tuple[int, str]] = []
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, row: PromptRow, error: str) -> None:
+        """Take in why a row was refused."""
+        self._count += 1
+        insort(self._first, (row.index, f"{row.name} refused: {cut_text(error, MOST_OF_AN_ERROR)}"))
+        del self._first[MOST_REFUSALS:]
+
+    def tell(self, has_rows: bool) -> None:
+        """Say them to the user; `has_rows` says whether there are output rows that say the rest."""
+        for _, line in self._first:
+            tell(line)
+        if self._count > len(self._first):
+            where = ": the `error` of each output row says why" if has_rows else ""
+            tell(f"{self._count - len(self._first)} more rows were refused{where}")
 
 
 def summarize(num_rows: int, refused: int, elapsed: float, statistics: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""Rows of JSON lines: prompts with their sampling parameters in, completions with their figures out.
+"""One row of JSON lines: a prompt with its sampling parameters in, completions with their figures out.
 
-It knows the format of the rows. It does not know where finished rows are kept (journal.py) or how prompts are
+It knows the format of a row. It does not know files (input.py reads rows, journal.py keeps them) or how prompts are
 completed. A row that is wrong becomes a refused row with its reason; the others go on.
 """
 
@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from trtrun.core import SamplingParams
-from trtrun.errors import ConfigError, InvalidRequestError, nearest
+from trtrun.errors import InvalidRequestError, nearest
 from trtrun.outputs import CompletionOutput, RequestOutput
+from trtrun.values import cut_text, find_surrogate, show_value
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
+KNOWN_KEYS = (*PROMPT_KEYS, *(item.name for item in fields(SamplingParams)))
+MOST_OF_AN_ERROR = 1000
+"""Characters of a row's `error`."""
+
+LONGEST_LINE = 1 << 26
+"""Bytes of a row: many times the longest context's. Longer ones are refused without being held."""
+
+_TOO_DEEP = "not a valid row: lists or objects are nested too deeply"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,7 @@ class PromptRow:
         sampling: None when the row is refused.
         input_hash: of the input row and the defaults that it takes; tells at --resume whether the input is the same.
         error: why the row is refused, else None.
+        line: number of its line in its file, counted from 1; None for a prompt of the command line.
     """
 
     index: int
@@ -37,6 +48,12 @@ class PromptRow:
     sampling: SamplingParams | None
     input_hash: str
     error: str | None = None
+    line: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The row as messages call it."""
+        return f"row {self.index}" if self.line is None else f"row {self.index} (line {self.line})"
 
 
 def input_hash(values: object) -> str:
@@ -45,95 +62,142 @@ def input_hash(values: object) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
 
-def all_rows(prompts: Sequence[str], prompts_file: Path | None, defaults: Mapping[str, object]) -> list[PromptRow]:
-    """All input rows, those of the command line first.
-
-    Raises:
-        ConfigError: no prompt at all, or the file cannot be read.
-        InvalidRequestError: a default is outside its range.
-    """
-    rows = rows_from_prompts(prompts, defaults)
-    if prompts_file is not None:
-        rows += rows_from_file(prompts_file, defaults, start=len(rows))
-    if not rows:
-        raise ConfigError("nothing to do: give --prompt TEXT or --prompts FILE.jsonl")
-    return rows
+def is_blank(line: bytes) -> bool:
+    """Whether a line of the input holds no row."""
+    text = line.removeprefix(_BYTE_ORDER_MARK).strip()
+    # Most rows are told by their first byte; the other kinds of space are those of Unicode.
+    return not text or (text[:1] != b"{" and not text.decode(errors="replace").strip())
 
 
-def rows_from_prompts(prompts: Sequence[str], defaults: Mapping[str, object], start: int = 0) -> list[PromptRow]:
-    """Rows of prompts from the command line.
-
-    Raises:
-        InvalidRequestError: a default is outside its range; nothing could run with it.
-    """
-    sampling = SamplingParams.from_mapping(defaults)
-    return [
-        PromptRow(start + place, prompt, sampling, input_hash({**defaults, "prompt": prompt}))
-        for place, prompt in enumerate(prompts)
-    ]
+def read_prompt(
+    index: int, prompt: str, defaults: Mapping[str, object], sampling: SamplingParams | None = None
+) -> PromptRow:
+    """The row of a prompt from the command line; `sampling` is what the defaults make, where it is known already."""
+    return _read_row(index, None, {"prompt": prompt}, prompt, defaults, sampling)
 
 
-def rows_from_file(path: Path, defaults: Mapping[str, object], start: int = 0) -> list[PromptRow]:
-    """Rows of a JSON lines file: `{"prompt": "…"}` or `{"prompt_token_ids": […]}` and any sampling parameter.
+def read_line(index: int, number: int, line: bytes, defaults: Mapping[str, object]) -> PromptRow:
+    """The row of a line: `{"prompt": "…"}` or `{"prompt_token_ids": […]}` and any sampling parameter.
 
     Args:
-        path: the file.
-        defaults: sampling parameters for rows that do not name them.
-        start: index of the first row.
+        index: of the row.
+        number: of the line.
+        line: with or without its line end.
+        defaults: sampling parameters for a row that does not name them.
+    """
+    if len(line) > LONGEST_LINE:
+        return _refuse(index, number, line[:1000].decode(errors="replace"), f"longer than {LONGEST_LINE} bytes")
+    text = line.removeprefix(_BYTE_ORDER_MARK).rstrip(b"\r\n").decode(errors="surrogateescape")
+    try:
+        return _read_row(index, number, _parse_json(line, text), text, defaults, None)
+    except InvalidRequestError as error:
+        return _refuse(index, number, text, str(error))
+
+
+def _parse_json(line: bytes, text: str) -> object:
+    """What a line of JSON says.
 
     Raises:
-        ConfigError: the file cannot be read, or has no row.
-        InvalidRequestError: a default is outside its range.
+        InvalidRequestError: it is no JSON, or an object has a key twice.
     """
-    SamplingParams.from_mapping(defaults)
-    if path.exists() and not path.is_file():
-        raise ConfigError(
-            f"the prompts file {path} is not a file: it is read more than once, so write the rows to a file first"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        place = len(text[: error.start].encode(errors="surrogateescape")) + 1
+        raise InvalidRequestError(
+            f"not UTF-8 text: byte {place} of the line, 0x{ord(text[error.start]) & 0xFF:02x}, is not valid there"
+        ) from None
+    try:
+        return json.loads(text, object_pairs_hook=_unique_keys)
+    except json.JSONDecodeError as error:
+        reason = error.msg.removesuffix(" at").removesuffix(" starting")
+        raise InvalidRequestError(f"not valid JSON at character {error.pos + 1} of the line: {reason}") from None
+    except RecursionError:
+        raise InvalidRequestError(_TOO_DEEP) from None
+    except ValueError:  # the only other one
+        raise InvalidRequestError("not a valid row: a number has more digits than any parameter can have") from None
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidRequestError(f"the key {show_value(twice)} stands twice")
+    return values
+
+
+def _read_row(
+    index: int,
+    number: int | None,
+    values: object,
+    text: str,
+    defaults: Mapping[str, object],
+    sampling: SamplingParams | None,
+) -> PromptRow:
+    """Check the values of a row. Whatever goes wrong while one row is read is that row's error."""
+    digest = None
+    try:
+        # A null stands for the default, which the command line may have set.
+        taken = (
+            {name: value for name, value in values.items() if value is not None or name not in defaults}
+            if isinstance(values, dict)
+            else None
         )
-    try:
-        # Only "\n" ends a row: other Unicode line ends may stand inside a JSON string.
-        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the prompts file {path}: {reason}") from None
-    if not lines:
-        raise ConfigError(f'the prompts file {path} has no rows: write one {{"prompt": "…"}} a line')
-    return [_parse_row(start + place, line, defaults) for place, line in enumerate(lines)]
-
-
-def _parse_row(index: int, line: str, defaults: Mapping[str, object]) -> PromptRow:
-    try:
-        values = json.loads(line)
-    except ValueError as error:
-        return PromptRow(index, None, None, input_hash(line), f"not a valid row: {' '.join(str(error).split())}")
-    digest = input_hash({**defaults, **values} if isinstance(values, dict) else values)
-    try:
-        if not isinstance(values, dict):
-            raise InvalidRequestError('a row must be an object such as {"prompt": "…"}')
-        known = [*PROMPT_KEYS, *(item.name for item in fields(SamplingParams))]
-        for name in values:
-            if name not in known:
-                raise InvalidRequestError(f"unknown key '{name}'{nearest(name, known)}")
-        prompt = _parse_prompt({name: values.pop(name) for name in PROMPT_KEYS if name in values})
-        return PromptRow(index, prompt, SamplingParams.from_mapping({**defaults, **values}), digest)
+        digest = input_hash(values if taken is None else {**defaults, **taken})
+        if taken is None:
+            raise InvalidRequestError(f'a row must be an object such as {{"prompt": "…"}}, not {show_value(values)}')
+        for name in taken:
+            if name not in KNOWN_KEYS:
+                raise InvalidRequestError(f"unknown key '{cut_text(name, 100)}'{nearest(name, KNOWN_KEYS)}")
+        prompt = _read_prompt({name: taken.pop(name) for name in PROMPT_KEYS if name in taken})
+        return PromptRow(
+            index, prompt, sampling or SamplingParams.from_mapping({**defaults, **taken}), digest, line=number
+        )
     except InvalidRequestError as error:
-        return PromptRow(index, None, None, digest, str(error))
-    except (TypeError, ValueError) as error:  # a value of a kind that no parameter has
-        return PromptRow(index, None, None, digest, f"not a valid row: {' '.join(str(error).split())}")
+        return _refuse(index, number, text, str(error), digest)
+    except RecursionError:
+        return _refuse(index, number, text, _TOO_DEEP, digest)
+    except Exception as error:
+        return _refuse(index, number, text, f"not a valid row: {type(error).__name__}: {error}", digest)
 
 
-def _parse_prompt(values: Mapping[str, Any]) -> str | tuple[int, ...]:
-    if len(values) != 1:
+def _refuse(index: int, number: int | None, text: str, error: str, digest: str | None = None) -> PromptRow:
+    return PromptRow(index, None, None, digest or input_hash(text), cut_text(error, MOST_OF_AN_ERROR), number)
+
+
+def _read_prompt(values: Mapping[str, Any]) -> str | tuple[int, ...]:
+    given = {name: value for name, value in values.items() if value is not None} or values
+    if len(given) != 1:
         raise InvalidRequestError('a row needs one of "prompt" and "prompt_token_ids"')
-    if "prompt" in values:
-        prompt = values["prompt"]
-        if not isinstance(prompt, str):
-            raise InvalidRequestError(f'"prompt" must be a text, not {type(prompt).__name__}')
-        return prompt
-    tokens = values["prompt_token_ids"]
-    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-        raise InvalidRequestError('"prompt_token_ids" must be a list of whole numbers')
-    return tuple(tokens)
+    ((name, value),) = given.items()
+    if name == "prompt":
+        if not isinstance(value, str):
+            raise InvalidRequestError(f'"prompt" must be a text, not {show_value(value)}')
+        if surrogate := find_surrogate(value):
+            raise InvalidRequestError(f'"prompt" holds {surrogate}, half of a surrogate pair, which is no character')
+        return value
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise InvalidRequestError(f'"prompt_token_ids" must be a list of whole numbers, not {show_value(value)}')
+    return tuple(value)
+
+
+def encode_row(row: Mapping[str, object]) -> bytes:
+    """An output row as its line: JSON in UTF-8, in which a number that is not finite is null."""
+    try:
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_without_nan(row), ensure_ascii=False, allow_nan=False)
+    # Half of a surrogate pair has no UTF-8: its escape means the same to JSON.
+    return (text + "\n").encode(errors="backslashreplace")
+
+
+def _without_nan(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _without_nan(item) for name, item in value.items()}
+    return [_without_nan(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def output_row(prompt: PromptRow, output: RequestOutput) -> dict[str, object]:
@@ -161,7 +225,7 @@ def refused_row(prompt: PromptRow, error: str) -> dict[str, object]:
         "mean_acceptance_length": 0.0,
         "time_to_first_token_s": None,
         "time_s": None,
-        "error": error,
+        "error": cut_text(error, MOST_OF_AN_ERROR),
         "input_hash": prompt.input_hash,
     }
 

@@ -1,23 +1,24 @@
 """`trtrun run`: prompts from the command line or a file, text to the screen or rows to a file.
 
-It knows what becomes of the rows of a run. How prompts become text is the LLM's business, which process calls it is
-`job`'s, and when a run is to end early is `drain`'s.
+It knows what is checked before a run and how it ends. What becomes of the rows is `complete`'s, how prompts become text
+the LLM's business; which process calls it is `job`'s, and when a run is to end early is `drain`'s.
 """
 
 from __future__ import annotations
 
-import sys
-import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from itertools import islice
 
-from launch.batch.journal import RowJournal, RowStream, check_output, finished_rows, open_writer
-from launch.batch.messages import describe_drain, join_tokens, print_texts, summarize, tell, tell_refusal
+from launch.batch.complete import Outcome, complete_rows, refuse_rows
+from launch.batch.input import InputRows
+from launch.batch.journal import check_output, finished_rows
+from launch.batch.messages import describe_drain, summarize, tell
 from launch.batch.options import RunOptions, is_stream
-from launch.batch.rows import PromptRow, all_rows, output_row, refused_row
+from launch.batch.ordered import RowWriter, open_writer
+from launch.batch.written import IndexSet
 from launch.check.preflight import check_job, has_tokenizer
 from launch.check.rank_check import check_before_run
 from launch.exit_codes import ExitCode, FailedError
@@ -27,38 +28,78 @@ from launch.terminal import Bar
 from parallel.errors import ParallelError
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.config import RuntimeConfig
-from trtrun.errors import ConfigError, InvalidRequestError, TrtrunError
+from trtrun.errors import ConfigError, TrtrunError
 from trtrun.llm import LLM
-from trtrun.outputs import RequestOutput
+
+ROWS_LOOKED_AT = 1000
+"""Rows in which a text is looked for where there is no tokenizer; later ones are refused alone."""
+
+
+@dataclass(frozen=True)
+class CheckedRows:
+    """The input rows of a run, once what is cheap to check about them and the output is known to be right.
+
+    Attributes:
+        rows: the input.
+        done: indexes of rows that an earlier run finished.
+    """
+
+    rows: InputRows
+    done: Container[int]
 
 
 def check_run(job: Job, options: RunOptions) -> None:
     """Raise a TrtrunError for anything that the user got wrong, before ranks start."""
-    rows = _check_rows(options)
+    check_models(job, check_rows(options))
+
+
+def check_rows(options: RunOptions) -> CheckedRows:
+    """The input, once it, the output and what that holds already are known to be right. Rows are not looked at, but
+    for those that an earlier run finished.
+
+    Raises:
+        TrtrunError: one line that says what is wrong.
+    """
+    rows = read_input(options)
+    if options.output is not None:
+        check_output(options.output, options.prompts_file)
+        if options.resume and is_stream(options.output):
+            raise ConfigError(f"--resume needs an output file; {options.output} is not one")
+    if options.output is None or not options.keeps_rows:
+        return CheckedRows(rows, ())
+    finished = finished_rows(options.output, rows, options.resume)
+    if not len(finished):
+        return CheckedRows(rows, ())
+    done = IndexSet(rows.indexes)
+    for row in finished.in_order():
+        done.add(row.row_index)
+    return CheckedRows(rows, done)
+
+
+def check_models(job: Job, checked: CheckedRows) -> None:
+    """Raise a TrtrunError for models that cannot run like this, or cannot run these rows."""
     check_job(job.config, job.topology)
-    if any(isinstance(row.prompt, str) for row in rows) and not has_tokenizer(job.config):
+    if has_tokenizer(job.config):
+        return
+    if any(isinstance(row.prompt, str) for row in islice(checked.rows.read(), ROWS_LOOKED_AT)):
         raise ConfigError(
             f"{job.config.target.model} has no tokenizer: name one with the key 'tokenizer', or give prompt_token_ids"
         )
 
 
-def finish_without_models(options: RunOptions) -> int | None:
+def finish_without_models(options: RunOptions, checked: CheckedRows) -> int | None:
     """Finish the output if no prompt is left to run: after --resume, or in a part that has no rows.
 
     Returns:
         The exit status of the run; None when there is something to run.
 
     Raises:
-        TrtrunError: the user got something about the rows or the output wrong.
+        TrtrunError: the output cannot be written.
     """
-    if not _may_have_nothing_to_run(options):
+    if not _may_have_nothing_to_run(options) or _is_any_left(checked.rows, checked.done):
         return None
-    rows = _check_rows(options)
-    finished = finished_rows(options.output, rows, options.resume) if options.keeps_rows and options.output else {}
-    if _num_runnable([row for row in rows if row.index not in finished]):
-        return None
-    with _open_output(options, rows) as writer:
-        return _finish_rows(rows, writer)
+    with _open_output(options, checked.rows) as writer:
+        return _finish_rows(options, checked.rows, writer)
 
 
 def _may_have_nothing_to_run(options: RunOptions) -> bool:
@@ -66,27 +107,19 @@ def _may_have_nothing_to_run(options: RunOptions) -> bool:
     return options.resume or options.part is not None
 
 
-def _check_rows(options: RunOptions) -> list[PromptRow]:
-    """The input rows of this run, once the output and what it holds already are known to be right."""
-    if options.output is not None:
-        check_output(options.output)
-        if options.resume and is_stream(options.output):
-            raise ConfigError(f"--resume needs an output file; {options.output} is not one")
-    rows = read_rows(options)
-    if options.output is not None and not is_stream(options.output):
-        finished_rows(options.output, rows, options.resume)
-    return rows
+def _is_any_left(rows: InputRows, done: Container[int]) -> bool:
+    """Whether a row that is not done can run; reads to the first one."""
+    return any(row.error is None for row in rows.read(lambda index: index not in done))
 
 
-def read_rows(options: RunOptions) -> list[PromptRow]:
+def read_input(options: RunOptions) -> InputRows:
     """The input rows of this run: all of them, or with a part its share, under the indexes of the whole.
 
     Raises:
         ConfigError: no prompt at all, or the file cannot be read.
         InvalidRequestError: a sampling option is outside its range.
     """
-    rows = all_rows(options.prompts, options.prompts_file, options.sampling)
-    return rows if options.part is None else [rows[index] for index in options.part.of(len(rows))]
+    return InputRows(options.prompts, options.prompts_file, options.sampling, options.part)
 
 
 def open_llm(config: RuntimeConfig) -> LLM:
@@ -97,24 +130,10 @@ def open_llm(config: RuntimeConfig) -> LLM:
     """
     check_before_run(config)
     with Bar("loading weights", in_bytes=True) as bar:
-        return LLM(config=config, on_load_progress=bar.update)
-
-
-@dataclass
-class _Outcome:
-    """What a run came to.
-
-    Attributes:
-        refused: why each row that was not run was refused, by index.
-        num_left: rows that a drain left for --resume.
-        elapsed: seconds, without loading.
-        statistics: the LLM's totals.
-    """
-
-    refused: dict[int, str] = field(default_factory=dict)
-    num_left: int = 0
-    elapsed: float = 0.0
-    statistics: dict[str, Any] = field(default_factory=dict)
+        llm = LLM.open(config, bar.update)
+    if llm is None:
+        raise SystemExit(ExitCode.DONE)
+    return llm
 
 
 def play_run(config: RuntimeConfig, options: RunOptions, drain: Drain) -> int:
@@ -123,149 +142,74 @@ def play_run(config: RuntimeConfig, options: RunOptions, drain: Drain) -> int:
     Raises:
         FailedError: the run cannot go on; rows that are finished stay with the output.
     """
-    rows = read_rows(options) if is_reporting_rank() else []
-    with _open_output(options, rows) as writer:
-        pending = rows if writer is None else writer.pending
-        if _may_have_nothing_to_run(options) and not _share_count(_num_runnable(pending)):
-            status = _finish_rows(rows, writer)
+    if not is_reporting_rank():
+        if not _may_have_nothing_to_run(options) or _share_flag(False):
+            open_llm(config)
+        finish_mpi()
+        return ExitCode.DONE
+    rows = read_input(options)
+    with _open_output(options, rows, config) as writer:
+        if _may_have_nothing_to_run(options) and not _share_flag(_is_any_left(rows, writer.done)):
+            status = _finish_rows(options, rows, writer)
             finish_mpi()
             return status
         try:
             with drain.starting():
-                outcome = _run_prompts(config, pending, writer, drain)
+                outcome = _run_prompts(config, rows, writer, drain)
         except EndedAtStart:  # not worth the wait for the other ranks: the end of this one ends the job
-            tell(describe_drain(drain.cause, len(rows) - _num_runnable(pending), len(rows)))
+            tell(describe_drain(drain.cause, writer.num_done_before, len(rows)))
             return ExitCode.DRAINED
     finish_mpi()
-    if outcome.num_left:
+    if outcome.num_left:  # then --resume tells the refusals, with the rest
         tell(describe_drain(drain.cause, len(rows) - outcome.num_left, len(rows)))
         return ExitCode.DRAINED
-    line = summarize(len(pending), len(outcome.refused), outcome.elapsed, outcome.statistics)
-    if len(pending) < len(rows):
-        line += f"; {len(rows) - len(pending)} rows were done before"
+    outcome.refused.tell(has_rows=options.output is not None)
+    line = summarize(outcome.num_settled, len(outcome.refused), outcome.elapsed, outcome.statistics)
+    if writer.num_done_before:
+        line += f"; {writer.num_done_before} rows were done before"
     tell(line)
-    return ExitCode.ROWS_REFUSED if outcome.refused else ExitCode.DONE
+    return ExitCode.ROWS_REFUSED if len(outcome.refused) else ExitCode.DONE
 
 
-def _run_prompts(
-    config: RuntimeConfig, rows: Sequence[PromptRow], writer: RowStream | RowJournal | None, drain: Drain
-) -> _Outcome:
+def _run_prompts(config: RuntimeConfig, rows: InputRows, writer: RowWriter, drain: Drain) -> Outcome:
     """Load the models and complete the rows; what goes wrong from there on is no refusal any more."""
     with open_llm(config) as llm:
         drain.start_running()
-        started = time.perf_counter()
         try:
-            if len(rows) == 1 and writer is None and _is_streamable(rows[0]):
-                outcome = _stream(llm, rows[0])
-            else:
-                outcome = _complete(llm, rows, writer, lambda: drain.seconds_left(config.launch.drain_seconds))
+            return complete_rows(llm, rows, writer, lambda: drain.seconds_left(config.launch.drain_seconds))
         except (TrtrunError, ParallelError) as error:
             raise FailedError(str(error)) from error
-        outcome.elapsed = time.perf_counter() - started
-        outcome.statistics = llm.statistics()
-    return outcome
 
 
 @contextmanager
-def _open_output(options: RunOptions, rows: Sequence[PromptRow]) -> Iterator[RowStream | RowJournal | None]:
-    """The writer of the output, on the rank that has the rows; opened before models are loaded in vain."""
-    if options.output is None or not is_reporting_rank():
-        yield None
-        return
-    writer = open_writer(options.output, rows, options.resume)
+def _open_output(options: RunOptions, rows: InputRows, config: RuntimeConfig | None = None) -> Iterator[RowWriter]:
+    """The writer of the output; opened before models are loaded in vain."""
+    has_text = config is None or options.output is not None or has_tokenizer(config)
+    writer = open_writer(options.output, rows, options.resume, has_text)
     try:
         yield writer
     finally:
         writer.close()
 
 
-def _num_runnable(rows: Sequence[PromptRow]) -> int:
-    return sum(row.error is None for row in rows)
-
-
-def _share_count(count: int) -> int:
-    """Rank 0's count on all ranks: only rank 0 is sure to see the files, and all must agree on whether to load."""
+def _share_flag(flag: bool) -> bool:
+    """Rank 0's answer on all ranks: only rank 0 is sure to see the files, and all must agree on whether to load."""
     place = find_mpi_rank()
     if place is None or place.size == 1:
-        return count
+        return flag
     from mpi4py import MPI
 
-    shared = array("q", [count])
+    shared = array("q", [flag])
     MPI.COMM_WORLD.Bcast(shared, root=0)
-    return shared[0]
+    return bool(shared[0])
 
 
-def _finish_rows(rows: Sequence[PromptRow], writer: RowStream | RowJournal | None) -> int:
+def _finish_rows(options: RunOptions, rows: InputRows, writer: RowWriter) -> int:
     """The end of a run that has nothing to compute: rows that cannot run are refused, again where it is resumed."""
-    if not is_reporting_rank():
-        return ExitCode.DONE
-    pending = rows if writer is None else writer.pending
-    if writer is not None:
-        for row in pending:
-            writer.write(row.index, refused_row(row, str(row.error)))
-        writer.finish()
-    for row in pending:
-        tell_refusal(row.index, str(row.error))
-    if rows:
-        tell(f"nothing left to run; {len(rows) - len(pending)} rows were done before")
+    outcome = refuse_rows(rows, writer)
+    outcome.refused.tell(has_rows=options.output is not None)
+    if len(rows):
+        tell(f"nothing left to run; {writer.num_done_before} rows were done before")
     else:
         tell("nothing to run: there are more parts than rows, and this part has none")
-    return ExitCode.ROWS_REFUSED if pending else ExitCode.DONE
-
-
-def _is_streamable(row: PromptRow) -> bool:
-    return row.sampling is not None and row.sampling.n == 1 and row.sampling.logprobs is None
-
-
-def _stream(llm: LLM, row: PromptRow) -> _Outcome:
-    """Show one prompt's text as it comes."""
-    assert row.prompt is not None and row.sampling is not None
-    try:
-        for chunk in llm.stream(row.prompt, row.sampling):
-            sys.stdout.write(chunk.text if llm.tokenizer is not None else join_tokens(chunk.token_ids) + " ")
-            sys.stdout.flush()
-    except InvalidRequestError as error:
-        tell_refusal(row.index, str(error))
-        return _Outcome({row.index: str(error)})
-    sys.stdout.write("\n")
-    sys.stdout.flush()
-    return _Outcome()
-
-
-def _complete(
-    llm: LLM,
-    rows: Sequence[PromptRow],
-    writer: RowStream | RowJournal | None,
-    seconds_left: Callable[[], float | None],
-) -> _Outcome:
-    """Complete all rows together, and write or print each."""
-    good = [row for row in rows if row.error is None]
-    outputs: dict[int, RequestOutput] = {}
-    refused = {row.index: row.error for row in rows if row.error is not None}
-    with Bar("prompts") as bar:
-
-        def settle(result: RequestOutput) -> None:
-            row = good[result.index]
-            outputs[row.index] = result
-            if result.error is not None:
-                refused[row.index] = result.error
-            if writer is not None:
-                writer.write(row.index, output_row(row, result))
-            bar.update(len(outputs) + len(rows) - len(good), len(rows))
-
-        if writer is not None:
-            for row in rows:
-                if row.error is not None:
-                    writer.write(row.index, refused_row(row, row.error))
-        prompts = [row.prompt for row in good if row.prompt is not None]
-        sampling = [row.sampling for row in good if row.sampling is not None]
-        llm.generate(prompts, sampling, on_finish=settle, seconds_left=seconds_left)
-        num_left = len(good) - len(outputs)
-        if writer is not None and not num_left:
-            writer.finish()
-    if writer is None:
-        print_texts(rows, outputs, llm.tokenizer is not None)
-    if not num_left:  # else --resume tells them, with the rest
-        for index, error in sorted(refused.items()):
-            tell_refusal(index, error)
-    return _Outcome(refused, num_left)
+    return ExitCode.ROWS_REFUSED if len(outcome.refused) else ExitCode.DONE

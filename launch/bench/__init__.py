@@ -1,0 +1,1 @@
+"""`trtrun bench`: plain and speculative decoding side by side, and transformers beside both."""

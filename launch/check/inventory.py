@@ -1,8 +1,8 @@
 """What each rank knows of itself and its host before weights load, and what must not differ between ranks.
 
-`collect_facts` runs on every rank and never raises for what the user got wrong: it becomes a text, so that the problems
-of all ranks can be told together. `find_problems` compares the facts of all ranks on one of them; it is pure. Nothing
-here sends anything.
+`take_inventory` runs on every rank and never raises for what the user got wrong: it becomes a text, so that the
+problems of all ranks can be told together. `find_misfits` compares the inventories of all ranks on one of them; it is
+pure. Nothing here sends anything.
 """
 
 from __future__ import annotations
@@ -22,21 +22,24 @@ import torch
 
 from launch.placement.allocation import is_local
 from launch.placement.links import show_ranks
-from launch.placement.memory import Engines
+from launch.placement.memory import JobMemory
 from parallel.errors import ParallelError
 from parallel.topology import Topology
 from trtrun import __version__
 from trtrun.config import ModelSection, RuntimeConfig
 from trtrun.errors import TrtrunError
 from trtrun.kvcache.sizing import free_bytes_of_slot, tokens_of_blocks
-from trtrun.models.checkpoint import Checkpoint, read_json
+from trtrun.models.checkpoint import read_json
+from trtrun.models.config import read_model_config
+from trtrun.models.weight_check import check_model_weights
+from trtrun.roles.memory_demand import quantization_of
 
 PACKAGES = ("launch", "trtrun", "parallel")
 NCCL = "NCCL"
 
 
 @dataclass(frozen=True)
-class Facts:
+class RankInventory:
     """One rank's.
 
     Attributes:
@@ -68,14 +71,14 @@ class Facts:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Facts:
+    def from_dict(cls, values: dict[str, Any]) -> RankInventory:
         """From what `to_dict` gave, after a way through JSON."""
         return cls(**{**values, "problems": tuple(values["problems"])})
 
 
-def collect_facts(
+def take_inventory(
     config: RuntimeConfig, topology: Topology, rank: int, tell: Callable[[str], None] = lambda step: None
-) -> Facts:
+) -> RankInventory:
     """Look at this rank's host: versions, models, device, memory.
 
     Args:
@@ -100,32 +103,32 @@ def collect_facts(
             problems.append(f"{name}: {error}")
         except OSError as error:
             problems.append(f"{name}: {section.model} cannot be read: {error.strerror or error}")
-    facts = Facts(rank, host, os.getpid(), is_placed, versions, configs, problems=tuple(problems))
+    inventory = RankInventory(rank, host, os.getpid(), is_placed, versions, configs, problems=tuple(problems))
     if slot is None or problems or not is_placed:
-        return facts
+        return inventory
     tell(f"looking at {slot.device}")
-    return _look_at_device(facts, config, topology, rank)
+    return _look_at_device(inventory, config, topology, rank)
 
 
-def find_problems(facts: Sequence[Facts], topology: Topology) -> list[str]:
+def find_misfits(ranks: Sequence[RankInventory], topology: Topology) -> list[str]:
     """All that is wrong with the ranks together, one line each; none where the job can start.
 
     Args:
-        facts: of all ranks, in rank order.
+        ranks: of all ranks, in rank order.
         topology: of the job.
     """
     return [
-        *_misplaced(facts, topology),
-        *_different_versions(facts),
-        *(f"{name_rank(topology, rank)}: {problem}" for rank in facts for problem in rank.problems),
-        *_different_models(facts),
+        *_misplaced(ranks, topology),
+        *_different_versions(ranks),
+        *(f"{describe_rank(topology, rank)}: {problem}" for rank in ranks for problem in rank.problems),
+        *_different_models(ranks),
     ]
 
 
-def name_rank(topology: Topology, facts: Facts) -> str:
+def describe_rank(topology: Topology, inventory: RankInventory) -> str:
     """A rank in messages, with its host: "target rank 2 (cpu:1) on node1"."""
-    name = topology.describe(facts.rank)
-    return name if topology.host(facts.rank) == facts.host else f"{name} on {facts.host}"
+    name = topology.describe(inventory.rank)
+    return name if topology.host(inventory.rank) == inventory.host else f"{name} on {inventory.host}"
 
 
 def _sections(config: RuntimeConfig, topology: Topology, rank: int) -> Iterator[tuple[str, ModelSection, bool]]:
@@ -136,33 +139,33 @@ def _sections(config: RuntimeConfig, topology: Topology, rank: int) -> Iterator[
 
 
 def _read_model(section: ModelSection, is_held: bool) -> str:
-    """Hash of config.json; the headers of the weights are read where this rank holds a shard of them.
+    """Hash of config.json; where this rank holds a shard, its weights are looked at as the loader will.
 
     Raises:
-        TrtrunError, OSError: something cannot be read.
+        TrtrunError, OSError: something cannot be read, or is not what loading needs.
     """
     path = Path(section.model)
     read_json(path, "config.json", required=True)
     if is_held:
-        Checkpoint(path)
+        check_model_weights(path, read_model_config(path), len(section.devices), quantization_of(section))
     return hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16]
 
 
-def _look_at_device(facts: Facts, config: RuntimeConfig, topology: Topology, rank: int) -> Facts:
-    """The facts, with the memory of this rank's device and what fits into it."""
+def _look_at_device(inventory: RankInventory, config: RuntimeConfig, topology: Topology, rank: int) -> RankInventory:
+    """The inventory, with the memory of this rank's device and what fits into it."""
     slot = topology.slot(rank)
     assert slot is not None
-    values = facts.to_dict()
+    values = inventory.to_dict()
     try:
-        engines = Engines.read(config, topology)
-        values["shard_bytes"] = sum(engines.shard_bytes(rank))
+        memory = JobMemory.read(config, topology)
+        values["shard_bytes"] = sum(memory.shard_bytes(rank))
         values["free_bytes"] = free_bytes_of_slot(slot.device, len(topology.slots_of_host(slot.host)))
-        blocks = engines.count_blocks(rank, values["free_bytes"], name_rank(topology, facts))
+        blocks = memory.count_blocks(rank, values["free_bytes"], describe_rank(topology, inventory))
         values["kv_tokens"] = tokens_of_blocks(blocks, config.kv_cache.block_size)
     except (TrtrunError, ParallelError) as error:
         # The rule of memory names the rank itself.
-        values["problems"] = (str(error).removeprefix(f"{name_rank(topology, facts)}: "),)
-    return Facts.from_dict(values)
+        values["problems"] = (str(error).removeprefix(f"{describe_rank(topology, inventory)}: "),)
+    return RankInventory.from_dict(values)
 
 
 def _read_versions(with_mpi: bool, with_nccl: bool) -> dict[str, str]:
@@ -209,36 +212,36 @@ def _hash_sources() -> str:
     return total.hexdigest()[:8]
 
 
-def _misplaced(facts: Sequence[Facts], topology: Topology) -> Iterator[str]:
+def _misplaced(ranks: Sequence[RankInventory], topology: Topology) -> Iterator[str]:
     """Ranks on hosts where they should not be."""
-    for rank in facts:
+    for rank in ranks:
         if not rank.is_placed:
             yield (
                 f"{topology.describe(rank.rank)} runs on {rank.host}, but its device is on {topology.host(rank.rank)}: "
                 "start the ranks on the hosts that `trtrun plan` shows, in that order"
             )
-    hosts = list(dict.fromkeys(rank.host for rank in facts))
+    hosts = list(dict.fromkeys(rank.host for rank in ranks))
     if topology.hosts == ("",) and len(hosts) > 1:
-        where = "; ".join(f"{host}: rank {show_ranks(r.rank for r in facts if r.host == host)}" for host in hosts)
+        where = "; ".join(f"{host}: rank {show_ranks(r.rank for r in ranks if r.host == host)}" for host in hosts)
         yield f"the ranks are on {len(hosts)} hosts ({where}), but the devices name none: name the host of each device"
 
 
-def _different_versions(facts: Sequence[Facts]) -> Iterator[str]:
+def _different_versions(ranks: Sequence[RankInventory]) -> Iterator[str]:
     """What is not the same version everywhere."""
-    for name in dict.fromkeys(name for rank in facts for name in rank.versions):
-        found: dict[str, list[Facts]] = {}
-        for rank in facts:
+    for name in dict.fromkeys(name for rank in ranks for name in rank.versions):
+        found: dict[str, list[RankInventory]] = {}
+        for rank in ranks:
             if name in rank.versions:
                 found.setdefault(rank.versions[name], []).append(rank)
         if len(found) > 1:
             yield f"{name} is not the same everywhere: {_list_findings(found)}: install one version on all hosts"
 
 
-def _different_models(facts: Sequence[Facts]) -> Iterator[str]:
+def _different_models(ranks: Sequence[RankInventory]) -> Iterator[str]:
     """Models whose config.json differs between ranks."""
     for name in ("draft", "target"):
-        found: dict[str, list[Facts]] = {}
-        for rank in facts:
+        found: dict[str, list[RankInventory]] = {}
+        for rank in ranks:
             if name in rank.configs:
                 found.setdefault(rank.configs[name], []).append(rank)
         if len(found) > 1:
@@ -247,7 +250,7 @@ def _different_models(facts: Sequence[Facts]) -> Iterator[str]:
             )
 
 
-def _list_findings(found: dict[str, list[Facts]]) -> str:
+def _list_findings(found: dict[str, list[RankInventory]]) -> str:
     return "; ".join(
         f"{value} on rank {show_ranks(rank.rank for rank in ranks)} "
         f"({', '.join(dict.fromkeys(rank.host for rank in ranks))})"

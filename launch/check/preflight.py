@@ -6,7 +6,8 @@ no weights.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -16,9 +17,10 @@ from parallel.topology import Topology
 from trtrun.config import ModelSection, RuntimeConfig
 from trtrun.device_lists import kind_of
 from trtrun.errors import CheckpointError, ConfigError
-from trtrun.models.checkpoint import Checkpoint
+from trtrun.models.checkpoint import NoWeightsError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.loading import shard_bytes
+from trtrun.models.weight_check import check_model_weights
 from trtrun.roles.memory_demand import quantization_of, resolve_dtype
 from trtrun.roles.startup import target_context
 from trtrun.text import check_same_tokenizer, read_tokenizer
@@ -32,9 +34,9 @@ def check_job(config: RuntimeConfig, topology: Topology) -> None:
         topology: its ranks.
     """
     check_models(config)
-    damaged = damaged_weights(config, topology)
-    if damaged:
-        raise CheckpointError(damaged[0])
+    for report in inspect_weights(config, topology):
+        if report.problem is not None and report.is_held:
+            raise report.problem
     check_devices(topology)
     check_tokenizers(config)
 
@@ -48,24 +50,81 @@ def check_models(config: RuntimeConfig) -> None:
         _check_model("draft", config.draft)
 
 
-def damaged_weights(config: RuntimeConfig, topology: Topology) -> list[str]:
-    """Say of each model what is wrong with the files of its weights, by their headers; none where all is well.
+@dataclass(frozen=True)
+class WeightsReport:
+    """What the headers of one model's weights say on this host.
+
+    Attributes:
+        role: of the engine.
+        hosts: that hold shards of it; one empty name for this host alone.
+        is_held: whether this host is one of them, or stands for those that are.
+        problem: what a run would be refused with; None where all is well.
+    """
+
+    role: str
+    hosts: tuple[str, ...]
+    is_held: bool
+    problem: CheckpointError | None
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether there is nothing to look at."""
+        return isinstance(self.problem, NoWeightsError)
+
+
+def inspect_weights(
+    config: RuntimeConfig, topology: Topology, hosts_to_come: Collection[str] = ()
+) -> list[WeightsReport]:
+    """Look at the files of each model's weights as the loader will, by their headers.
 
     Weights that only other hosts need may be missing here; the ranks there read them.
+
+    Args:
+        config: of the run, with models that `check_models` has passed.
+        topology: its ranks.
+        hosts_to_come: made-up hosts; this one stands for them.
     """
-    wrong = []
-    here = [slot for slot in topology.slots if is_local(slot.host)]
-    held = {
-        "target": any(slot.target_index is not None for slot in here),
-        "draft": any(slot.draft_index is not None for slot in here),
-    }
+    reports = []
     for role, section in (("target", config.target), ("draft", config.draft)):
+        if section is None:
+            continue
+        ranks = topology.target_ranks if role == "target" else topology.draft_ranks
+        hosts = tuple(dict.fromkeys(topology.host(rank) for rank in ranks))
+        is_held = any(host in hosts_to_come or is_local(host) for host in hosts)
+        problem: CheckpointError | None = None
         try:
-            if section is not None and held[role]:
-                Checkpoint(Path(section.model))
+            check_model_weights(
+                section.model, read_model_config(section.model), len(section.devices), quantization_of(section)
+            )
+        except NoWeightsError as error:
+            problem = NoWeightsError(f"{role}: {error}")
         except CheckpointError as error:
-            wrong.append(f"{role}: {error}")
-    return wrong
+            problem = CheckpointError(f"{role}: {error}")
+        reports.append(WeightsReport(role, hosts, is_held, problem))
+    return reports
+
+
+def check_visible_weights(
+    config: RuntimeConfig, topology: Topology, hosts_to_come: Collection[str] = ()
+) -> Iterator[str]:
+    """Refuse weights that are here and that the job's hosts would refuse; say what could not be looked at.
+
+    Yields:
+        One text for each model that other hosts have to look at.
+
+    Raises:
+        CheckpointError: the weights that this host holds are wrong.
+    """
+    for report in inspect_weights(config, topology, hosts_to_come):
+        if report.problem is None:
+            continue
+        if report.is_absent:
+            reason = str(report.problem).removeprefix(f"{report.role}: ")
+            yield f"the {report.role}'s weights were not looked at, for they are not here: {reason}"
+        elif report.is_held:
+            raise report.problem
+        else:
+            yield f"warning: {report.problem} (so it is on this host; {', '.join(report.hosts)} will look at their own)"
 
 
 def check_tokenizers(config: RuntimeConfig) -> None:

@@ -1,8 +1,9 @@
 """`trtrun check`, and the short check before every run: the ranks prove that they fit together, without weights.
 
-Rank 0 leads. It collects every rank's facts, then names one step after another; the ranks that a step concerns do it
-and report. So rank 0 always knows whom it waits for, and no step can wait longer than the check as a whole. It knows
-steps and who takes part in them; facts are `facts`' business, messages are `parallel.probe`'s.
+Rank 0 leads. It collects every rank's inventory, then names one step after another; the ranks that a step concerns do
+it and report. So rank 0 always knows whom it waits for, and no step can wait longer than the check as a whole. It knows
+steps and who takes part in them; what a rank knows of its host is `inventory`'s business, messages are
+`parallel.probe`'s.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from launch.check.inventory import collect_facts, find_problems
+from launch.check.inventory import find_misfits, take_inventory
 from launch.check.report import CheckReport, LinkReport, print_report, report_json
 from launch.check.session import Session, SetupError, StuckError
 from launch.exit_codes import ExitCode, FailedError
@@ -32,7 +33,7 @@ from trtrun.topology import make_topology
 
 
 def check_before_run(config: RuntimeConfig) -> None:
-    """The short check: every rank's facts fit together. Collective over the job; nothing to do for a single process.
+    """The short check: the inventories of all ranks fit together. Collective over the job; a single process passes.
 
     The messages between ranks are tried where the job opens its communicators, so not here.
 
@@ -45,12 +46,12 @@ def check_before_run(config: RuntimeConfig) -> None:
         return
     with Session.open(config, time.monotonic()) as session:
         if session.rank != 0:
-            session.send_facts()
+            session.send_inventory()
             if not session.next_order()["ok"]:
                 raise SystemExit(ExitCode.DONE)  # the end of rank 0 ends the job
             return
         try:
-            _, problems = session.gather_facts()
+            _, problems = session.gather_inventories()
             session.order({"step": "end", "ok": not problems})
             if problems:
                 raise SetupError(problems)
@@ -94,28 +95,28 @@ def lead_check(config: RuntimeConfig) -> CheckReport:
     """
     topology = make_topology(config)
     if topology.world_size == 1:
-        facts = [collect_facts(config, topology, 0)]
-        problems = find_problems(facts, topology)
+        ranks = [take_inventory(config, topology, 0)]
+        problems = find_misfits(ranks, topology)
         if problems:
             raise SetupError(problems)
         links = list_links(topology, dict.fromkeys(GROUPS, Kind.SOLO), _sends_probs(config))
         return CheckReport.make(
-            topology, facts, [LinkReport.untried(link) for link in links], time.monotonic() - STARTED
+            topology, ranks, [LinkReport.untried(link) for link in links], time.monotonic() - STARTED
         )
     with Session.open(config, STARTED) as session:
-        facts, problems = session.gather_facts()
+        ranks, problems = session.gather_inventories()
         if problems:
             session.order({"step": "end", "ok": False})
             raise SetupError(problems)
         reports = list(_lead_steps(session))
         session.order({"step": "end", "ok": True})
-        return CheckReport.make(topology, facts, reports, time.monotonic() - STARTED)
+        return CheckReport.make(topology, ranks, reports, time.monotonic() - STARTED)
 
 
 def follow_check(config: RuntimeConfig) -> None:
     """The thorough check on all other ranks: do what rank 0 says until it ends."""
     with Session.open(config, STARTED) as session:
-        session.send_facts()
+        session.send_inventory()
         while (order := session.next_order())["step"] != "end":
             if session.rank not in order["ranks"]:
                 continue
@@ -147,7 +148,7 @@ def _tell(error: SetupError | FailedError) -> ExitCode:
 
 
 def _lead_steps(session: Session) -> Iterator[LinkReport]:
-    """All steps after the facts, in order; yields what they found about each link."""
+    """All steps after the inventories, in order; yields what they found about each link."""
     topology = session.topology
     workers = topology.worker_ranks
     control = _try_control(session, workers)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
-from launch.check.inventory import Facts
+from launch.check.inventory import RankInventory
 from launch.placement.links import Carries, Link, show_ranks
 from launch.terminal import output_console
 from parallel.probe import Timing
@@ -59,13 +59,13 @@ class CheckReport:
     """A check that went through to its end.
 
     Attributes:
-        ranks: every rank's facts.
+        ranks: every rank's inventory.
         roles, devices: of every rank, in the same order.
         links: all that were tried.
         seconds: from the start of rank 0's process to the end of the check.
     """
 
-    ranks: tuple[Facts, ...]
+    ranks: tuple[RankInventory, ...]
     roles: tuple[str, ...]
     devices: tuple[str, ...]
     links: tuple[LinkReport, ...]
@@ -73,13 +73,13 @@ class CheckReport:
 
     @classmethod
     def make(
-        cls, topology: Topology, facts: Sequence[Facts], links: Sequence[LinkReport], seconds: float
+        cls, topology: Topology, inventories: Sequence[RankInventory], links: Sequence[LinkReport], seconds: float
     ) -> CheckReport:
         """Put together what was found."""
-        slots = [topology.slot(rank.rank) for rank in facts]
+        slots = [topology.slot(rank.rank) for rank in inventories]
         return cls(
-            ranks=tuple(facts),
-            roles=tuple("+".join(topology.roles(rank.rank)) for rank in facts),
+            ranks=tuple(inventories),
+            roles=tuple("+".join(topology.roles(rank.rank)) for rank in inventories),
             devices=tuple(slot.device if slot is not None else "host" for slot in slots),
             links=tuple(links),
             seconds=seconds,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from launch.check.inventory import Facts, collect_facts, find_problems
+from launch.check.inventory import RankInventory, find_misfits, take_inventory
 from launch.exit_codes import FailedError
 from launch.mpi.steps import DONE, StepTeller, has_parent
 from parallel import abort
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 PARENT_SECONDS = 5.0
 """How much later than its parent rank 0 gives up on stuck ranks: the parent can tell more about them."""
 
-FACTS, STEPS = 1, 10
+INVENTORY, STEPS = 1, 10
 """Numbers of a rank's steps for `steps`: looking around, then the steps that rank 0 names."""
 
 
@@ -114,13 +114,13 @@ class Session:
 
     # Rank 0.
 
-    def gather_facts(self) -> tuple[list[Facts], list[str]]:
-        """All ranks' facts, and what is wrong with them."""
-        own = self._collect_own_facts()
+    def gather_inventories(self) -> tuple[list[RankInventory], list[str]]:
+        """All ranks' inventories, and what is wrong with them."""
+        own = self._take_own_inventory()
         self.teller.tell(STEPS + 1, "waiting for the other ranks")
         answers = self.collect(self.topology.worker_ranks, "looking around")
-        facts = [own, *(Facts.from_dict(answers[rank]) for rank in sorted(answers))]
-        return facts, find_problems(facts, self.topology)
+        ranks = [own, *(RankInventory.from_dict(answers[rank]) for rank in sorted(answers))]
+        return ranks, find_misfits(ranks, self.topology)
 
     def order(self, order: dict[str, Any]) -> None:
         """Tell every worker what comes next."""
@@ -189,9 +189,9 @@ class Session:
 
     # Other ranks.
 
-    def send_facts(self) -> None:
+    def send_inventory(self) -> None:
         """Give rank 0 what this rank knows."""
-        self.send(self._collect_own_facts().to_dict())
+        self.send(self._take_own_inventory().to_dict())
 
     def send(self, result: dict[str, Any]) -> None:
         """Report to rank 0."""
@@ -215,9 +215,11 @@ class Session:
             torch.cuda.set_device(device)
         self.groups = open_groups(self.world, self.topology, device)
 
-    def _collect_own_facts(self) -> Facts:
-        facts = collect_facts(self.config, self.topology, self.rank, lambda step: self.teller.tell(FACTS, step))
-        logger.info("%s", ", ".join(f"{name} {version}" for name, version in facts.versions.items()))
-        for problem in facts.problems:
+    def _take_own_inventory(self) -> RankInventory:
+        inventory = take_inventory(
+            self.config, self.topology, self.rank, lambda step: self.teller.tell(INVENTORY, step)
+        )
+        logger.info("%s", ", ".join(f"{name} {version}" for name, version in inventory.versions.items()))
+        for problem in inventory.problems:
             logger.info("problem: %s", problem)
-        return facts
+        return inventory

@@ -79,18 +79,19 @@ def load(path: Path, overrides: Sequence[str], speculation: str | None) -> Runti
         TrtrunError: one line that names the file and the key, or the log file that cannot be written.
     """
     from launch.placement.run_config import load_run_config
+    from launch.slurm.section import check_slurm_section
 
     extra = [] if speculation is None else [f"speculation.method={speculation}"]
     context = click.get_current_context(silent=True)
     options = context.meta if context is not None else {}
     if _VERBOSITY not in options:
-        return load_run_config(path, [*overrides, *extra])
+        return load_run_config(path, [*overrides, *extra], check_slurm_section)
     if options[_LOG_DIRECTORY] is not None:
         extra.append(f"launch.log_directory={json.dumps(options[_LOG_DIRECTORY])}")
     from launch.logs import quiet_libraries
 
     quiet_libraries(options[_VERBOSITY])
-    config = load_run_config(path, [*overrides, *extra])
+    config = load_run_config(path, [*overrides, *extra], check_slurm_section)
     _begin_log(path, config, options[_VERBOSITY])
     return config
 

@@ -28,12 +28,12 @@ def merge(
     given = given_sampling(sampling)
     rows = None
     if prompts or prompts_file is not None:
-        from launch.batch.rows import all_rows
+        from launch.batch.input import InputRows
 
-        rows = all_rows(prompts, prompts_file, given)
+        rows = InputRows(prompts, prompts_file, given)
     elif given:
         raise click.UsageError("sampling options are compared with the rows of --prompts FILE.jsonl: give that too")
-    count, refused = merge_parts(output, parts, rows)
+    count, refused = merge_parts(output, parts, rows, prompts_file)
     line = f"merged {len(parts)} parts: {count} rows" + (f", {refused} of them refused" if refused else "")
     print(f"trtrun: {line}", file=sys.stderr, flush=True)
     return ExitCode.ROWS_REFUSED if refused else ExitCode.DONE

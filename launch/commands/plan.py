@@ -21,7 +21,7 @@ def plan(config_path: Path, overrides: tuple[str, ...], speculation: str | None,
     """
     from launch.mpi.job import Job
     from launch.plan.made_up_hosts import load_plan_config, place_on_made_up_hosts
-    from launch.slurm.resources import read_needs
+    from launch.slurm.resources import read_resources
 
     arguments = ["run", "--config", str(config_path), *(word for value in overrides for word in ("--set", value))]
     if speculation is not None:
@@ -32,9 +32,9 @@ def plan(config_path: Path, overrides: tuple[str, ...], speculation: str | None,
     if slurm:
         from launch.slurm.script import BatchJob, render_script
 
-        needs = read_needs(config_path, overrides)
-        script = render_script(BatchJob(needs, arguments, Path.cwd()))
-        config, made_up_hosts = place_on_made_up_hosts(config_path, overrides, needs)
+        resources = read_resources(config_path, overrides)
+        script = render_script(BatchJob(resources, arguments, Path.cwd()))
+        config, made_up_hosts = place_on_made_up_hosts(config_path, overrides, resources)
     else:
         config, made_up_hosts = load_plan_config(config_path, overrides)
     from launch.plan.plan import make_plan, print_plan

@@ -23,6 +23,20 @@ def parse_part(context: click.Context, parameter: click.Parameter, value: str | 
     return Part(int(number), int(count))
 
 
+def parse_biases(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[str, float] | None:
+    """The callback of an option that takes `ID=NUMBER` again and again; None where it is not given."""
+    biases: dict[str, float] = {}
+    for value in values:
+        token, _, number = value.partition("=")
+        try:
+            biases[str(int(token))] = float(number)
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is no bias: write ID=NUMBER, such as 5=-100") from None
+    return biases or None
+
+
 def with_prompts(command: Command) -> Command:
     """Add --prompt, --prompts and the sampling options, which `given_sampling` sorts out."""
     options = (
@@ -34,14 +48,47 @@ def with_prompts(command: Command) -> Command:
             metavar="FILE.jsonl",
             help='Rows {"prompt": "…"} or {"prompt_token_ids": […]}, with any sampling parameter.',
         ),
-        click.option("--max-tokens", type=int, help="Most tokens to generate for each prompt.  [default: 128]"),
+        click.option(
+            "--max-tokens",
+            type=int,
+            help="Most tokens to generate; a huge number: to the context's end.  [default: 128]",
+        ),
+        click.option("--min-tokens", type=int, help="No end of text before this many tokens."),
         click.option("--temperature", type=float, help="0 is greedy.  [default: 0]"),
         click.option("--top-k", type=int, help="Keep the K most likely tokens; 0 keeps all."),
         click.option("--top-p", type=float, help="Keep the smallest set of tokens with this probability."),
         click.option("--min-p", type=float, help="Keep tokens at least this likely, relative to the likeliest."),
         click.option("--seed", type=int, help="Makes sampled output repeatable."),
+        click.option("--n", type=int, help="Completions of each prompt, 1 to 128.  [default: 1]"),
         click.option("--stop", multiple=True, metavar="TEXT", help="End at this text. May be repeated."),
+        click.option(
+            "--stop-token-id",
+            "stop_token_ids",
+            type=int,
+            multiple=True,
+            metavar="ID",
+            help="End at this token, as at the model's end of text. May be repeated.",
+        ),
         click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the model's end of text."),
+        click.option("--repetition-penalty", type=float, help="Above 1: fewer tokens of prompt and output again."),
+        click.option("--presence-penalty", type=float, help="Taken off logits of tokens in the output, -2 to 2."),
+        click.option("--frequency-penalty", type=float, help="The same, once for each time, -2 to 2."),
+        click.option(
+            "--logit-bias",
+            multiple=True,
+            callback=parse_biases,
+            metavar="ID=NUMBER",
+            help="Add this to a token's logit, -100 to 100. May be repeated.",
+        ),
+        click.option(
+            "--bad-word", "bad_words", multiple=True, metavar="TEXT", help="Never write this. May be repeated."
+        ),
+        click.option(
+            "--logprobs",
+            type=int,
+            metavar="K",
+            help="Report each token's log probability, and those of the K likeliest.",
+        ),
     )
     for option in reversed(options):
         command = option(command)

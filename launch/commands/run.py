@@ -73,14 +73,15 @@ def _run(
     job = Job(load(config_path, overrides, speculation), sys.argv[1:], drains=options.keeps_rows)
 
     def check() -> None:
-        from launch.batch.run import check_run, finish_without_models
+        from launch.batch.run import check_models, check_rows, finish_without_models
         from parallel.mpi_rank import find_mpi_rank
 
+        checked = check_rows(options)
         # Ranks that are started already have to agree that nothing is left: that is play_run's part.
-        finished = finish_without_models(options) if find_mpi_rank() is None else None
+        finished = finish_without_models(options, checked) if find_mpi_rank() is None else None
         if finished is not None:
             raise click.exceptions.Exit(finished)
-        check_run(job, options)
+        check_models(job, checked)
 
     status = job.enter(check)
     if status is not None:

@@ -75,12 +75,12 @@ def submit(
     the options here. What is wrong with the command is said now, not when the job starts.
     """
     from launch.commands.submit_arguments import make_job, merge_words, parse_inner
-    from launch.slurm.resources import read_needs
+    from launch.slurm.resources import read_resources
     from launch.slurm.script import render_script
 
     inner = parse_inner(words, config_path, overrides)
     changes = {name: value for name, value in settings.items() if value is not None}
-    job = make_job(inner, read_needs(config_path, inner.overrides, changes), config_path, overrides, array)
+    job = make_job(inner, read_resources(config_path, inner.overrides, changes), config_path, overrides, array)
     script = render_script(job)
     if dry_run:
         print(script, end="")

@@ -5,6 +5,7 @@ It knows the commands that make sense in a batch job and what they need of it. I
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from launch.commands.check import check
 from launch.commands.merge import merge
 from launch.commands.prompts import given_sampling
 from launch.commands.run import run
-from launch.slurm.resources import Needs
+from launch.slurm.resources import SlurmResources
 from launch.slurm.script import Array, BatchJob, Word, part_output
 from trtrun.core import SamplingParams
 from trtrun.errors import ConfigError, nearest
@@ -71,7 +72,9 @@ def parse_inner(words: Sequence[str], config_path: Path, overrides: Sequence[str
         return Inner(name, tuple(rest), dict(context.params), command)
 
 
-def make_job(inner: Inner, needs: Needs, config_path: Path, overrides: Sequence[str], array: Array | None) -> BatchJob:
+def make_job(
+    inner: Inner, resources: SlurmResources, config_path: Path, overrides: Sequence[str], array: Array | None
+) -> BatchJob:
     """The batch job of a command, once the command's own mistakes are told.
 
     Raises:
@@ -82,19 +85,19 @@ def make_job(inner: Inner, needs: Needs, config_path: Path, overrides: Sequence[
     if inner.name != "run":
         if array is not None:
             raise click.UsageError(f"--array splits the rows of `run`; {inner.name} has none")
-        return BatchJob(needs, [*start, *inner.rest], Path.cwd())
+        return BatchJob(resources, [*start, *inner.rest], Path.cwd())
     options = run_options(inner.parameters)
-    rows = _check_run(options, needs, array, [*start, *inner.rest])
+    rows = _check_run(options, resources, array, [*start, *inner.rest])
     output = Path(options.output).resolve() if options.output is not None and options.keeps_rows else None
     if output is None:
-        return BatchJob(needs, [*start, *inner.rest], Path.cwd(), rows=rows)
+        return BatchJob(resources, [*start, *inner.rest], Path.cwd(), rows=rows)
     rest: list[str | Word] = list(inner.rest) if array is None else [*_without(inner, "--output")]
     if array is not None:
         assert options.output is not None
         rest += ["--output", part_output(Path(options.output), array.count), "--part", Word("", f"/{array.count}")]
     if not options.resume:
         rest.append("--resume")
-    return BatchJob(needs, [*start, *rest], Path.cwd(), output, rows, array)
+    return BatchJob(resources, [*start, *rest], Path.cwd(), output, rows, array)
 
 
 def merge_words(inner: Inner, array: Array) -> list[str]:
@@ -121,10 +124,11 @@ def run_options(parameters: dict[str, Any]) -> RunOptions:
     )
 
 
-def _check_run(options: RunOptions, needs: Needs, array: Array | None, words: Sequence[str]) -> int:
+def _check_run(options: RunOptions, resources: SlurmResources, array: Array | None, words: Sequence[str]) -> int:
     """Raise for what `trtrun run` would refuse; returns the number of input rows."""
     from launch.batch.journal import check_output, finished_rows
-    from launch.batch.run import check_run, read_rows
+    from launch.batch.run import check_run, read_input
+    from launch.check.preflight import check_visible_weights
     from launch.mpi.job import Job
 
     if options.resume and not options.keeps_rows:
@@ -133,16 +137,19 @@ def _check_run(options: RunOptions, needs: Needs, array: Array | None, words: Se
         raise click.UsageError("--array needs --output FILE.jsonl: each job of the array writes a part beside it")
     if array is not None and options.part is not None:
         raise click.UsageError("--array and --part exclude each other: an array gives each job its part")
-    rows = read_rows(replace(options, part=None))
+    rows = read_input(replace(options, part=None))
     if array is not None and array.count > len(rows):
         raise ConfigError(f"--array {array.count}: the input has {len(rows)} rows: make at most as many jobs")
-    if needs.has_local_models:
-        check_run(Job(needs.config, words), replace(options, output=None, resume=False))
+    if resources.has_local_models:
+        check_run(Job(resources.config, words), replace(options, output=None, resume=False))
+        to_come = set(resources.hosts) - set(resources.named)
+        for text in check_visible_weights(resources.config, resources.topology, to_come):
+            print(f"trtrun: {text}", file=sys.stderr, flush=True)
     for name, part in _outputs(options, array):
-        check_output(name)
+        check_output(name, options.prompts_file)
         if options.keeps_rows:
-            finished_rows(name, rows if part is None else [rows[index] for index in part.of(len(rows))], resume=True)
-    return len(rows) if options.part is None else len(options.part.of(len(rows)))
+            finished_rows(name, rows.of_part(part), resume=True)
+    return len(rows.of_part(options.part))
 
 
 def _outputs(options: RunOptions, array: Array | None) -> Iterator[tuple[str, Part | None]]:

@@ -19,8 +19,8 @@ from trtrun.errors import TrtrunError
 Result = TypeVar("Result")
 
 
-def settle(make: Callable[[], Result], place: MpiRank | None) -> Result:
-    """Return what `make` makes, once it is known that it could be made on every rank. Collective under mpirun.
+def agree_on(make: Callable[[], Result], place: MpiRank | None) -> Result:
+    """Return what `make` makes, once all ranks agree that they could make it. Collective under mpirun.
 
     Args:
         make: raises a TrtrunError for what is wrong on this rank.

@@ -8,11 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from parallel.topology import Topology
-from trtrun.device_lists import COUNT_KEYS, check_host, host_of, is_counts, is_same_host, kind_of, parse_devices
-from trtrun.errors import ConfigError, nearest
+from trtrun.device_lists import (
+    COUNT_KEYS,
+    check_host,
+    check_number,
+    host_of,
+    is_counts,
+    is_same_host,
+    kind_of,
+    parse_devices,
+)
+from trtrun.errors import ConfigError, nearest, shorten
 
 
 @dataclass(frozen=True)
@@ -153,13 +163,17 @@ def _read_counts(value: Mapping[str, object], where: str) -> tuple[int, int, str
         if key not in COUNT_KEYS:
             raise ConfigError(f"{where}.{key}: unknown key{nearest(str(key), COUNT_KEYS)}")
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ConfigError(f"{where}.{key}: must be a number of 1 or more, not {number!r}")
+            raise ConfigError(f"{where}.{key}: must be a number of 1 or more, not {shorten(number)}")
     kinds = [key for key in ("gpus_per_node", "cpus_per_node") if key in value]
     if len(kinds) != 1:
         raise ConfigError(f"{where}: write gpus_per_node or cpus_per_node beside nodes, one of them")
     per_node = value[kinds[0]]
     nodes = value.get("nodes", 1)
     assert isinstance(per_node, int) and isinstance(nodes, int)
+    try:
+        check_number(nodes * per_node)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from None
     return nodes, per_node, "cuda" if kinds[0] == "gpus_per_node" else "cpu"
 
 
@@ -192,5 +206,5 @@ def _free_devices(host: str, per_node: int, kind: str, allocation: Allocation, t
     known = allocation.gpus if kind == "cuda" else allocation.cpus
     most = known if known is not None else per_node
     prefix = f"{check_host(host)}/" if host else ""
-    names = [f"{prefix}{kind}:{index}" for index in range(max(most, per_node) if kind == "cpu" else most)]
-    yield from [name for name in names if name not in taken][:per_node]
+    names = (f"{prefix}{kind}:{index}" for index in range(max(most, per_node) if kind == "cpu" else most))
+    yield from islice((name for name in names if name not in taken), per_node)

@@ -27,7 +27,7 @@ from trtrun.roles.startup import device_of, target_context
 
 
 @dataclass(frozen=True)
-class Engine:
+class ModelShards:
     """One engine's model, split over `tp_size` ranks."""
 
     section: ModelSection
@@ -51,8 +51,8 @@ class Engine:
 
 
 @dataclass(frozen=True)
-class Engines:
-    """Both engines' models: what each rank needs, whatever its host can give.
+class JobMemory:
+    """What each rank of a job holds of both models, whatever its host can give.
 
     Attributes:
         config, topology: of the job.
@@ -63,19 +63,19 @@ class Engines:
 
     config: RuntimeConfig
     topology: Topology
-    draft: Engine | None
-    target: Engine
+    draft: ModelShards | None
+    target: ModelShards
     context: int
 
     @classmethod
-    def read(cls, config: RuntimeConfig, topology: Topology) -> Engines:
+    def read(cls, config: RuntimeConfig, topology: Topology) -> JobMemory:
         """Read both models' config.json.
 
         Raises:
             TrtrunError: one of them cannot be read, or is shorter than scheduler.max_seq_len.
         """
-        target = _read_engine(config.target)
-        draft = _read_engine(config.draft) if config.draft is not None else None
+        target = _read_shards(config.target)
+        draft = _read_shards(config.draft) if config.draft is not None else None
         return cls(config, topology, draft, target, target_context(config, target.model))
 
     def shard_bytes(self, rank: int) -> tuple[int, int]:
@@ -143,6 +143,6 @@ class Engines:
         )
 
 
-def _read_engine(section: ModelSection) -> Engine:
+def _read_shards(section: ModelSection) -> ModelShards:
     model = read_model_config(section.model)
-    return Engine(section, model, resolve_dtype(section, model))
+    return ModelShards(section, model, resolve_dtype(section, model))

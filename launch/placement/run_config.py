@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.placement.agreement import settle
+from launch.placement.agreement import agree_on
 from launch.placement.allocation import find_allocation, find_local, has_own_name, in_allocation
 from launch.placement.devices import (
     ENGINES,
@@ -32,11 +32,19 @@ from trtrun.topology import make_topology
 
 DEFAULT_HOST = "default"
 
+Check = Callable[[Mapping[str, Any], str], None]
 
-def load_run_config(path: Path, overrides: Sequence[str]) -> RuntimeConfig:
+
+def load_run_config(path: Path, overrides: Sequence[str], check: Check = lambda values, where: None) -> RuntimeConfig:
     """Return the configuration of this run: read here, or from rank 0 where mpirun started several ranks.
 
     Collective under mpirun, and the first use of MPI there.
+
+    Args:
+        path: the YAML file.
+        overrides: `key.path=value` strings.
+        check: called with what the file holds and its name, where it is read; raises ConfigError for what is wrong in
+            sections that the runtime does not read.
 
     Raises:
         ConfigError: one line that names the file and the key.
@@ -47,6 +55,7 @@ def load_run_config(path: Path, overrides: Sequence[str]) -> RuntimeConfig:
     source: dict[str, Any] | None = None
     if place is None or place.rank == 0:
         values = read_values(path, overrides)
+        check(values, str(path))
         try:
             values = name_places(values)
         except ConfigError as error:
@@ -61,7 +70,7 @@ def load_run_config(path: Path, overrides: Sequence[str]) -> RuntimeConfig:
         source = _share(source, place)
     shared = source
     assert shared is not None
-    return settle(lambda: make_run_config(shared, place), place)
+    return agree_on(lambda: make_run_config(shared, place), place)
 
 
 def name_places(
@@ -119,6 +128,14 @@ def make_run_config(source: Mapping[str, Any], place: MpiRank | None = None) -> 
     return make_config(values, base=Path(source["base"]), where=where)
 
 
+def is_directory(path: object) -> bool:
+    """Whether a value of the configuration is the path of a directory that this process can see."""
+    try:
+        return isinstance(path, str) and Path(path).expanduser().is_dir()
+    except (OSError, RuntimeError):  # a name that is too long, a home of nobody
+        return False
+
+
 def check_started_together(place: MpiRank | None, environment: Mapping[str, str]) -> None:
     """Refuse processes that a launcher started together but that MPI will not bring together.
 
@@ -155,7 +172,7 @@ def _share(source: dict[str, Any] | None, place: MpiRank) -> dict[str, Any]:
     from mpi4py import MPI
 
     check_world_size(place, MPI.COMM_WORLD.Get_size())
-    text = json.dumps(source, default=str).encode()
+    text = json.dumps(source).encode()
     length = bytearray(len(text).to_bytes(8, sys.byteorder))
     MPI.COMM_WORLD.Bcast((length, MPI.BYTE), 0)
     message = bytearray(text if place.rank == 0 else int.from_bytes(length, sys.byteorder))
@@ -173,7 +190,7 @@ def _own_path(paths: Mapping[str, Any], where: str, place: MpiRank | None) -> An
     if place is None:
         # This process only starts the ranks: any host's directory that it can see tells it what the model is.
         for path in paths.values():
-            if isinstance(path, str) and Path(path).is_dir():
+            if is_directory(path):
                 return path
     raise ConfigError(
         f"{where}: no path for this host ({socket.gethostname()}): add it beside {', '.join(paths) or 'the others'}, "

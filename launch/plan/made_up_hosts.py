@@ -1,7 +1,7 @@
 """Hosts that do not exist yet: where `trtrun plan` puts a job whose counted devices need more than this host has.
 
-They are those that `trtrun submit` reckons with (slurm_needs.py), so that the plan of a batch job is what the job does.
-It starts nothing.
+They are those that `trtrun submit` reckons with (launch/slurm/resources.py), so that the plan of a batch job is what
+the job does. It starts nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 from launch.placement.allocation import in_allocation
 from launch.placement.devices import ENGINES
 from launch.placement.run_config import make_run_config, name_places
-from launch.slurm.resources import Needs, read_needs
+from launch.slurm.resources import SlurmResources, read_resources
+from launch.slurm.section import check_slurm_section
 from trtrun.config import RuntimeConfig, read_values
 from trtrun.device_lists import is_counts
 from trtrun.errors import ConfigError
@@ -29,24 +30,27 @@ def load_plan_config(path: Path, overrides: Sequence[str]) -> tuple[RuntimeConfi
         ConfigError: one line that names the file and the key.
     """
     values = read_values(path, overrides)
+    check_slurm_section(values, str(path))
     try:
         return _make(name_places(values), path), ()
     except ConfigError as error:
         if in_allocation() or not _counts_devices(values):
             raise ConfigError(str(error) if str(error).startswith(f"{path}: ") else f"{path}: {error}") from None
-    return place_on_made_up_hosts(path, overrides, read_needs(path, overrides))
+    return place_on_made_up_hosts(path, overrides, read_resources(path, overrides))
 
 
-def place_on_made_up_hosts(path: Path, overrides: Sequence[str], needs: Needs) -> tuple[RuntimeConfig, tuple[str, ...]]:
+def place_on_made_up_hosts(
+    path: Path, overrides: Sequence[str], resources: SlurmResources
+) -> tuple[RuntimeConfig, tuple[str, ...]]:
     """The configuration with its devices where a batch job will have them; otherwise like `load_plan_config`."""
     values = read_values(path, overrides)
     placed = {
-        "target": {**values["target"], "devices": list(needs.config.target.devices)},
-        "launch": {**(values.get("launch") or {}), "orchestrator_host": needs.config.launch.orchestrator_host},
+        "target": {**values["target"], "devices": list(resources.config.target.devices)},
+        "launch": {**(values.get("launch") or {}), "orchestrator_host": resources.config.launch.orchestrator_host},
     }
-    if needs.config.draft is not None:
-        placed["draft"] = {**values["draft"], "devices": list(needs.config.draft.devices)}
-    return _make({**values, **placed}, path), tuple(host for host in needs.hosts if host not in needs.named)
+    if resources.config.draft is not None:
+        placed["draft"] = {**values["draft"], "devices": list(resources.config.draft.devices)}
+    return _make({**values, **placed}, path), tuple(host for host in resources.hosts if host not in resources.named)
 
 
 def _make(values: Mapping[str, Any], path: Path) -> RuntimeConfig:

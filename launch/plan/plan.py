@@ -16,13 +16,19 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from rich.table import Table
 
-from launch.check.preflight import check_models, check_tokenizers, damaged_weights, describe_gpus, missing_devices
+from launch.check.preflight import (
+    check_models,
+    check_tokenizers,
+    check_visible_weights,
+    describe_gpus,
+    missing_devices,
+)
 from launch.mpi.job import Job
 from launch.mpi.mpirun import show_command
 from launch.placement.allocation import is_local
 from launch.placement.devices import count_host_slots
 from launch.placement.links import Link, expect_kinds, list_links, summarize_links
-from launch.placement.memory import Engines
+from launch.placement.memory import JobMemory
 from launch.terminal import output_console
 from parallel.topology import Topology
 from trtrun.kvcache.sizing import format_bytes, free_bytes_of_slot, tokens_of_blocks
@@ -96,15 +102,16 @@ def make_plan(job: Job, made_up_hosts: Sequence[str] = (), script: str | None = 
     config, topology = job.config, job.topology
     check_models(config)
     check_tokenizers(config)
-    engines = Engines.read(config, topology)
+    unseen = list(check_visible_weights(config, topology, made_up_hosts))
+    memory = JobMemory.read(config, topology)
     here = {host for host in topology.hosts if host not in made_up_hosts and is_local(host)}
     absent = missing_devices(topology) if here else []
-    ranks = [_plan_rank(rank, engines, here, bool(absent)) for rank in range(topology.world_size)]
+    ranks = [_plan_rank(rank, memory, here, bool(absent)) for rank in range(topology.world_size)]
     placed = [rank for rank in ranks if topology.slot(rank.rank) is not None]
     known = [rank.kv_tokens for rank in placed if rank.kv_tokens is not None]
     kv_tokens = min(known) if len(known) == len(placed) else None
     nccl, nccl_note = _expect_nccl(topology, bool(absent))
-    notes = [*_note_hosts(made_up_hosts), *(f"warning: {text}" for text in damaged_weights(config, topology))]
+    notes = [*_note_hosts(made_up_hosts), *unseen]
     if absent:
         be = "is" if len(absent) == 1 else "are"
         notes.append(f"warning: {', '.join(absent)} {be} not on this host: it has {describe_gpus()}")
@@ -112,14 +119,14 @@ def make_plan(job: Job, made_up_hosts: Sequence[str] = (), script: str | None = 
     unknown = [rank for rank in placed if rank.free_bytes is None]
     notes += _note_memory(unknown, kv_tokens, min(known, default=None))
     return JobPlan(
-        ranks=tuple(_share_blocks(rank, engines, kv_tokens) for rank in ranks),
+        ranks=tuple(_share_blocks(rank, memory, kv_tokens) for rank in ranks),
         hosts=tuple(dict.fromkeys(rank.host for rank in ranks)),
         world_size=topology.world_size,
         threads=job.threads,
-        max_seq_len=engines.context,
+        max_seq_len=memory.context,
         kv_tokens=kv_tokens,
-        draft_dtype=None if engines.draft is None else _dtype_name(engines.draft.dtype),
-        target_dtype=_dtype_name(engines.target.dtype),
+        draft_dtype=None if memory.draft is None else _dtype_name(memory.draft.dtype),
+        target_dtype=_dtype_name(memory.target.dtype),
         links=list_links(topology, expect_kinds(topology, nccl), config.speculation.use_logits),
         command=show_command(job.command()),
         script=script,
@@ -166,33 +173,33 @@ def _describe_rounds(plan: JobPlan) -> str:
     return f"beside weights and KV a round needs up to {format_bytes(most)} on a rank, by its shapes{measured}"
 
 
-def _plan_rank(rank: int, engines: Engines, here: set[str], gpus_absent: bool) -> RankPlan:
+def _plan_rank(rank: int, memory: JobMemory, here: set[str], gpus_absent: bool) -> RankPlan:
     """One rank by itself: its KV tokens are what it could hold alone, None where that is not known."""
-    topology, config = engines.topology, engines.config
+    topology, config = memory.topology, memory.config
     role = "+".join(topology.roles(rank))
     host = topology.host(rank) or socket.gethostname()
     slot = topology.slot(rank)
     if slot is None:
         return RankPlan(rank, host, "host", role)
-    drafted, verified = engines.shard_bytes(rank)
+    drafted, verified = memory.shard_bytes(rank)
     is_known = slot.host in here and not (gpus_absent and slot.device.startswith("cuda"))
     free = free_bytes_of_slot(slot.device, count_host_slots(topology, slot.host)) if is_known else None
     tokens: int | None = None
     if free is not None or config.kv_cache.max_tokens is not None:
         # With max_tokens the rule gives every host that has the room the same answer.
-        blocks = engines.count_blocks(rank, sys.maxsize if free is None else free, topology.describe(rank))
+        blocks = memory.count_blocks(rank, sys.maxsize if free is None else free, topology.describe(rank))
         tokens = tokens_of_blocks(blocks, config.kv_cache.block_size)
-    return RankPlan(rank, host, slot.device, role, drafted, verified, engines.working_bytes(rank), free, 0, tokens)
+    return RankPlan(rank, host, slot.device, role, drafted, verified, memory.working_bytes(rank), free, 0, tokens)
 
 
-def _share_blocks(rank: RankPlan, engines: Engines, kv_tokens: int | None) -> RankPlan:
+def _share_blocks(rank: RankPlan, memory: JobMemory, kv_tokens: int | None) -> RankPlan:
     """The rank with the number of blocks that all ranks can hold."""
-    if engines.topology.slot(rank.rank) is None:
+    if memory.topology.slot(rank.rank) is None:
         return rank
     if kv_tokens is None:
         return replace(rank, kv_bytes=None, kv_tokens=None)
-    blocks = kv_tokens // engines.config.kv_cache.block_size + 1
-    return replace(rank, kv_bytes=blocks * engines.block_bytes(rank.rank), kv_tokens=kv_tokens)
+    blocks = kv_tokens // memory.config.kv_cache.block_size + 1
+    return replace(rank, kv_bytes=blocks * memory.block_bytes(rank.rank), kv_tokens=kv_tokens)
 
 
 def _expect_nccl(topology: Topology, gpus_absent: bool) -> tuple[bool, list[str]]:

@@ -1,0 +1,1 @@
+"""Batch jobs of Slurm: what a job needs, its script, and following it until it ends."""

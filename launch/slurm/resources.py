@@ -1,7 +1,7 @@
 """What a configuration needs of Slurm: nodes, ranks on each, GPUs of each. Known before there is an allocation.
 
 Counted devices are placed on hosts with made-up names, as they will be placed on the allocation's when the job runs. It
-does not know sbatch (slurm.py), and it starts nothing.
+does not know sbatch (script.py), and it starts nothing.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 
 from launch.placement.allocation import is_local
 from launch.placement.devices import ENGINES, Allocation, fill_counts, list_devices, spell_hosts
-from launch.placement.run_config import DEFAULT_HOST, make_run_config
+from launch.placement.run_config import DEFAULT_HOST, is_directory, make_run_config
+from launch.slurm.section import SlurmSection, read_slurm_section
 from parallel.topology import Topology
 from trtrun.config import RuntimeConfig, read_values
-from trtrun.device_lists import host_of, is_counts
-from trtrun.errors import ConfigError
+from trtrun.device_lists import MOST_DEVICES, host_of, is_counts
+from trtrun.errors import ConfigError, shorten
 from trtrun.topology import make_topology
 
 PREFIX = "node-"
@@ -30,11 +31,12 @@ MANY_CPUS = 1024
 
 
 @dataclass(frozen=True)
-class Needs:
+class SlurmResources:
     """What a job takes, and of which nodes.
 
     Attributes:
         config: of the run; its model directories are those of this host.
+        slurm: what the configuration says of the batch job.
         topology: the ranks, on hosts that the configuration names, and made-up ones.
         hosts: all of them. Where none is named, they stand for the allocation's nodes in its order.
         named: those that the configuration names.
@@ -44,6 +46,7 @@ class Needs:
     """
 
     config: RuntimeConfig
+    slurm: SlurmSection
     topology: Topology
     hosts: tuple[str, ...]
     named: tuple[str, ...]
@@ -57,7 +60,7 @@ class Needs:
         return max(Counter(self.topology.host(rank) for rank in range(self.topology.world_size)).values())
 
 
-def read_needs(path: Path, overrides: Sequence[str], changes: Mapping[str, object] | None = None) -> Needs:
+def read_resources(path: Path, overrides: Sequence[str], changes: Mapping[str, object] | None = None) -> SlurmResources:
     """Read a YAML file as `trtrun submit` sees it: without an allocation, for one that is to come.
 
     Args:
@@ -68,11 +71,12 @@ def read_needs(path: Path, overrides: Sequence[str], changes: Mapping[str, objec
     Raises:
         ConfigError: one line that names the file and the key.
     """
-    values = spell_hosts(_change_slurm(read_values(path, overrides), changes or {}, str(path)))
+    values, slurm = _read_slurm(read_values(path, overrides), changes or {}, str(path))
+    values = spell_hosts(values)
     named = tuple(_named_hosts(values))
     # Devices without a host are those of the node that the batch script runs on: the allocation's first.
     values = spell_hosts(values, home=(*named, f"{PREFIX}1")[0])
-    values, hosts = _fill(values, named, str(path))
+    values, hosts = _fill(values, named, slurm, str(path))
     values, has_local_models = _settle_models(values)
     config = make_run_config({"values": values, "base": str(path.resolve().parent), "where": str(path)})
     used = {host_of(device) for device in (*config.target.devices, *config.draft_devices)}
@@ -82,51 +86,52 @@ def read_needs(path: Path, overrides: Sequence[str], changes: Mapping[str, objec
         launch = config.launch.model_copy(update={"orchestrator_host": used_hosts[0]})
         config = config.model_copy(update={"launch": launch})
     topology = make_topology(config)
-    nodes = config.launch.slurm.nodes or len(used_hosts)
+    nodes = slurm.nodes or len(used_hosts)
     if nodes != len(used_hosts):
         raise ConfigError(
             f"{path}: launch.slurm.nodes: {nodes} nodes are to be asked for, but the devices use {len(used_hosts)}: "
             "leave the key out, or change the devices"
         )
     gpus = _count_gpus(topology)
-    needs = Needs(config, topology, used_hosts, named, nodes, gpus, has_local_models)
-    _check_gres(needs, str(path))
-    return needs
+    resources = SlurmResources(config, slurm, topology, used_hosts, named, nodes, gpus, has_local_models)
+    _check_gres(resources, str(path))
+    return resources
 
 
-def count_gres_gpus(gres: object) -> int | None:
+def count_gres_gpus(gres: str | None) -> int | None:
     """GPUs in a value of sbatch's --gres, such as "gpu:a100:4,shard:1"; None where it names no GPU."""
-    if not isinstance(gres, str):
+    if gres is None:
         return None
     counts = [
         int(match[1] or 1)
         for item in gres.split(",")
-        if (match := re.fullmatch(r"(?:gres[:/])?gpu(?::[A-Za-z_][\w.-]*)?(?::([0-9]+))?(?:\(.*\))?", item.strip()))
+        if (match := re.fullmatch(r"(?:gres[:/])?gpu(?::[A-Za-z_][\w.-]*)?(?::([0-9]{1,4}))?(?:\(.*\))?", item.strip()))
     ]
     return sum(counts) if counts else None
 
 
-def _fill(values: dict[str, Any], named: tuple[str, ...], where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _fill(
+    values: dict[str, Any], named: tuple[str, ...], slurm: SlurmSection, where: str
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The values with counts filled from hosts that are named, and made up where those are too few; and all hosts."""
     counted = _most_nodes(values)
     if not counted:
         return values, named or (f"{PREFIX}1",)
-    slurm = values["launch"]["slurm"]
-    made_up = tuple(f"{PREFIX}{number + 1}" for number in range(max(counted, _whole(slurm.get("nodes")))))
+    made_up = tuple(f"{PREFIX}{number + 1}" for number in range(max(counted, slurm.nodes or 0)))
     hosts = named + made_up[len(named) :]
-    allocation = Allocation(hosts, count_gres_gpus(slurm.get("gres")), MANY_CPUS, "launch.slurm")
+    allocation = Allocation(hosts, count_gres_gpus(slurm.gres), MANY_CPUS, "launch.slurm")
     try:
         return fill_counts(values, lambda: allocation), hosts
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
 
 
-def _check_gres(needs: Needs, where: str) -> None:
-    granted = count_gres_gpus(needs.config.launch.slurm.gres)
-    if granted is not None and granted < needs.gpus:
+def _check_gres(resources: SlurmResources, where: str) -> None:
+    granted = count_gres_gpus(resources.slurm.gres)
+    if granted is not None and granted < resources.gpus:
         raise ConfigError(
-            f"{where}: launch.slurm.gres: {needs.config.launch.slurm.gres!r} asks for {granted} GPUs a node, but the "
-            f"devices need {needs.gpus}: leave the key out, or ask for gpu:{needs.gpus}"
+            f"{where}: launch.slurm.gres: {resources.slurm.gres!r} asks for {granted} GPUs a node, but the "
+            f"devices need {resources.gpus}: leave the key out, or ask for gpu:{resources.gpus}"
         )
 
 
@@ -136,13 +141,15 @@ def _count_gpus(topology: Topology) -> int:
     return 1 + max(numbers, default=-1)
 
 
-def _change_slurm(values: dict[str, Any], changes: Mapping[str, object], where: str) -> dict[str, Any]:
-    """The values with some keys of launch.slurm set."""
+def _read_slurm(
+    values: dict[str, Any], changes: Mapping[str, object], where: str
+) -> tuple[dict[str, Any], SlurmSection]:
+    """The values with some keys of launch.slurm set, and what launch.slurm then says."""
     launch = values.get("launch") or {}
     slurm = launch.get("slurm") or {} if isinstance(launch, dict) else {}
     for name, section in (("launch", launch), ("launch.slurm", slurm)):
         if not isinstance(section, dict):
-            raise ConfigError(f"{where}: {name}: must be a section with keys, not {section!r}")
+            raise ConfigError(f"{where}: {name}: must be a section with keys, not {shorten(section)}")
     slurm = {**slurm, **changes}
     if _whole(slurm.get("time")) >= 60:
         # In YAML 1:30:00 is the number 5400, in base 60. Nobody can tell it from 5400 minutes any more.
@@ -150,14 +157,15 @@ def _change_slurm(values: dict[str, Any], changes: Mapping[str, object], where: 
             f'{where}: launch.slurm.time: write the time in quotes, such as "1:30:00", or "90" for minutes: YAML may '
             f"have made {slurm['time']} of it"
         )
-    return {**values, "launch": {**launch, "slurm": slurm}}
+    return {**values, "launch": {**launch, "slurm": slurm}}, read_slurm_section(slurm, where)
 
 
 def _most_nodes(values: Mapping[str, Any]) -> int:
     """The most nodes that one engine counts, 0 where nothing is counted."""
     sections = [section for section in (values.get(name) for name in ENGINES) if isinstance(section, dict)]
     counts = [section["devices"] for section in sections if is_counts(section.get("devices"))]
-    return max((max(1, _whole(count.get("nodes", 1))) for count in counts), default=0)
+    # No more than can be filled: `fill_counts` says what is wrong with a number beyond.
+    return max((min(max(1, _whole(count.get("nodes", 1))), MOST_DEVICES) for count in counts), default=0)
 
 
 def _named_hosts(values: Mapping[str, Any]) -> list[str]:
@@ -191,7 +199,7 @@ def _settle_models(values: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         is_same_everywhere = False
         own = next((path for host, path in model.items() if host != DEFAULT_HOST and is_local(host)), None)
         path = own or model.get(DEFAULT_HOST)
-        if not (isinstance(path, str) and Path(path).expanduser().is_dir()):
+        if not is_directory(path):
             path = f"asset:{name}"
         settled[name] = {**section, "model": path}
     return settled, is_same_everywhere

@@ -1,8 +1,8 @@
 """The batch script of a job: readable, complete, and the same whether it is shown or submitted.
 
-It turns needs and settings into text. It does not know the programs of Slurm (slurm_client.py) or what the words after
-`trtrun submit … --` mean (slurm_arguments.py). No text of the user's reaches the shell unquoted but `setup` lines,
-which are shell by definition.
+It turns resources and settings into text. It does not know the programs of Slurm (client.py) or what the words after
+`trtrun submit … --` mean (commands/submit_arguments.py). No text of the user's reaches the shell unquoted but `setup`
+lines, which are shell by definition.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.slurm.resources import Needs
+from launch.slurm.resources import SlurmResources
 from launch.slurm.script_body import PLAIN_BODY, draining_body
-from trtrun.errors import ConfigError
-from trtrun.launch_config import SlurmSection
+from launch.slurm.section import SlurmSection
+from trtrun.errors import ConfigError, shorten
 
 RECORD = "# trtrun-job: "
 """Begins the line of the script that `trtrun status` reads back from Slurm."""
@@ -72,7 +72,7 @@ class BatchJob:
     """Everything that the script says.
 
     Attributes:
-        needs: nodes, ranks, GPUs, and the configuration with `launch.slurm`.
+        resources: nodes, ranks, GPUs, the configuration and its `launch.slurm`.
         words: the command line of trtrun.
         folder: where the job runs; relative paths start there.
         output: file of the output rows, absolute; None for a command that keeps none. In an array, the name that the
@@ -81,7 +81,7 @@ class BatchJob:
         array: None for a single job.
     """
 
-    needs: Needs
+    resources: SlurmResources
     words: Sequence[str | Word]
     folder: Path
     output: Path | None = None
@@ -91,7 +91,7 @@ class BatchJob:
     @property
     def slurm(self) -> SlurmSection:
         """The settings."""
-        return self.needs.config.launch.slurm
+        return self.resources.slurm
 
     @property
     def log(self) -> str:
@@ -143,9 +143,9 @@ def quote_directive(value: str) -> str:
 
 def _directives(job: BatchJob) -> Iterator[str]:
     """Options of sbatch."""
-    slurm, needs = job.slurm, job.needs
-    gres = slurm.gres or (f"gpu:{needs.gpus}" if needs.gpus else None)
-    named = ",".join(needs.named) or None
+    slurm, resources = job.slurm, job.resources
+    gres = slurm.gres or (f"gpu:{resources.gpus}" if resources.gpus else None)
+    named = ",".join(resources.named) or None
     options: list[tuple[str, object]] = [
         ("job-name", slurm.job_name),
         ("chdir", job.folder),
@@ -158,9 +158,9 @@ def _directives(job: BatchJob) -> Iterator[str]:
         ("constraint", slurm.constraint),
         ("time", slurm.time),
         ("array", job.array),
-        ("nodes", needs.nodes),
+        ("nodes", resources.nodes),
         ("nodelist", slurm.nodelist or named),
-        ("ntasks-per-node", needs.tasks_per_node),
+        ("ntasks-per-node", resources.tasks_per_node),
         ("cpus-per-task", slurm.cpus_per_task),
         ("mem", slurm.memory),
         ("gres", gres),
@@ -181,9 +181,9 @@ def _record(job: BatchJob) -> str:
 
 
 def _describe_ranks(job: BatchJob) -> Iterator[str]:
-    topology, needs = job.needs.topology, job.needs
-    made_up = [host for host in needs.hosts if host not in needs.named]
-    which = f" ({made_up[0]} is the allocation's first node)" if made_up and not needs.named else ""
+    topology, resources = job.resources.topology, job.resources
+    made_up = [host for host in resources.hosts if host not in resources.named]
+    which = f" ({made_up[0]} is the allocation's first node)" if made_up and not resources.named else ""
     yield f"# Ranks{which}:"
     for rank in range(topology.world_size):
         yield f"#   {topology.describe(rank)}"
@@ -192,11 +192,11 @@ def _describe_ranks(job: BatchJob) -> Iterator[str]:
 def _command(job: BatchJob) -> Iterator[str]:
     """The command as an array of bash, an option a line."""
     before: list[str] = []
-    if job.slurm.launcher == "srun" and job.needs.topology.world_size > 1:
+    if job.slurm.launcher == "srun" and job.resources.topology.world_size > 1:
         from launch.slurm.srun import prepare_step, step_words
 
-        yield from prepare_step(job.needs)
-        before = step_words(job.needs)
+        yield from prepare_step(job.resources)
+        before = step_words(job.resources)
     starts: list[str | Word] = [*before, sys.executable, "-m"]
     if before:
         starts += ["mpi4py", "-m"]  # an exception on one rank would hang the others under plain python
@@ -226,12 +226,12 @@ def _body(job: BatchJob) -> str:
     if job.array is not None:
         word = part_output(job.output, job.array.count)
         partial = str(Word(word.before, f"{word.after}.partial"))
-    return draining_body(partial, job.needs.config.launch.drain_seconds, job.slurm.requeue)
+    return draining_body(partial, job.resources.config.launch.drain_seconds, job.slurm.requeue)
 
 
 def _check(job: BatchJob) -> None:
     """Raise ConfigError for settings that sbatch would take, and that would go wrong later."""
-    slurm, drain_seconds = job.slurm, job.needs.config.launch.drain_seconds
+    slurm, drain_seconds = job.slurm, job.resources.config.launch.drain_seconds
     for option in slurm.extra:
         if not option.startswith("-"):
             raise ConfigError(f"launch.slurm.extra: {option!r} is no option of sbatch: write it with its dashes")
@@ -267,9 +267,11 @@ def parse_time(text: str) -> float | None:
     """
     if text.upper() in ("UNLIMITED", "INFINITE"):
         return None
-    match = re.fullmatch(r"(?:([0-9]+)-)?([0-9]+)(?::([0-9]+))?(?::([0-9]+))?", text)
+    match = re.fullmatch(r"(?:([0-9]{1,9})-)?([0-9]{1,9})(?::([0-9]{1,9}))?(?::([0-9]{1,9}))?", text)
     if match is None:
-        raise ConfigError(f'launch.slurm.time: {text!r} is no time limit: write "hours:minutes:seconds", or minutes')
+        raise ConfigError(
+            f'launch.slurm.time: {shorten(text)} is no time limit: write "hours:minutes:seconds", or minutes'
+        )
     days, first, second, third = (None if group is None else int(group) for group in match.groups())
     if days is not None:
         return ((days * 24 + (first or 0)) * 60 + (second or 0)) * 60 + (third or 0)

@@ -12,20 +12,20 @@ from collections.abc import Iterator
 
 from launch.mpi.flavours import When
 from launch.mpi.library import choose_flavour
-from launch.slurm.resources import Needs
+from launch.slurm.resources import SlurmResources
 from trtrun.errors import ConfigError
 
 PROTOCOLS = {"openmpi4": "pmix", "mpich": "pmi2"}
 """srun's --mpi for each MPI library that it can start the ranks of."""
 
 
-def prepare_step(needs: Needs) -> Iterator[str]:
+def prepare_step(resources: SlurmResources) -> Iterator[str]:
     """Lines that come before srun: what mpirun would set, and the node of each rank.
 
     Raises:
         ConfigError: the ranks' nodes cannot be told before the allocation is there.
     """
-    launch = needs.config.launch
+    launch = resources.config.launch
     choice = choose_flavour(launch.mpi, os.environ)
     for name, value in {**choice.environment, **launch.environment}.items():
         yield f"export {name}={shlex.quote(value)}"
@@ -34,43 +34,43 @@ def prepare_step(needs: Needs) -> Iterator[str]:
             name, value = setting.variables[0], setting.arguments[-1]
             yield f'export {name}="${{{name}:-{value}}}"'
     yield "unset SLURM_NTASKS_PER_NODE # of the job; the nodes need not all have as many ranks"
-    if len(needs.hosts) == 1:
+    if len(resources.hosts) == 1:
         return
-    made_up = [host for host in needs.hosts if host not in needs.named]
-    if made_up and needs.named:
+    made_up = [host for host in resources.hosts if host not in resources.named]
+    if made_up and resources.named:
         raise ConfigError(
-            f"launch.slurm.launcher: srun needs to know each rank's node, and only {', '.join(needs.named)} are named: "
-            "name all hosts, or count all devices"
+            "launch.slurm.launcher: srun needs to know each rank's node, and only "
+            f"{', '.join(resources.named)} are named: name all hosts, or count all devices"
         )
     yield "# The node of each rank, in rank order."
-    if needs.named:
-        names = [shlex.quote(needs.topology.host(rank)) for rank in range(needs.topology.world_size)]
+    if resources.named:
+        names = [shlex.quote(resources.topology.host(rank)) for rank in range(resources.topology.world_size)]
     else:
         yield 'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
-        places = [needs.hosts.index(needs.topology.host(rank)) for rank in range(needs.topology.world_size)]
+        places = [resources.hosts.index(resources.topology.host(rank)) for rank in range(resources.topology.world_size)]
         names = [f'"${{nodes[{place}]}}"' for place in places]
     yield 'export SLURM_HOSTFILE="$(mktemp)"'
     yield f"printf '%s\\n' {' '.join(names)} >\"$SLURM_HOSTFILE\""
 
 
-def step_words(needs: Needs) -> list[str]:
+def step_words(resources: SlurmResources) -> list[str]:
     """srun and its options.
 
     Raises:
         ConfigError: srun has no protocol for this MPI library.
     """
-    slurm, size = needs.config.launch.slurm, needs.topology.world_size
+    slurm, size = resources.slurm, resources.topology.world_size
     kind = slurm.srun_mpi
     if kind is None:
-        flavour = choose_flavour(needs.config.launch.mpi, os.environ).flavour
+        flavour = choose_flavour(resources.config.launch.mpi, os.environ).flavour
         kind = PROTOCOLS.get(flavour.name)
         if kind is None:
             raise ConfigError(
                 f"launch.slurm.launcher: srun cannot start the ranks of {flavour.title} as pip installs it: take "
                 "mpirun; for a build that knows Slurm's PMIx, set launch.slurm.srun_mpi: pmix"
             )
-    words = ["srun", f"--mpi={kind}", f"--nodes={len(needs.hosts)}", f"--ntasks={size}"]
-    if len(needs.hosts) > 1:
+    words = ["srun", f"--mpi={kind}", f"--nodes={len(resources.hosts)}", f"--ntasks={size}"]
+    if len(resources.hosts) > 1:
         words.append("--distribution=arbitrary")
     if slurm.cpus_per_task is not None:
         words.append(f"--cpus-per-task={slurm.cpus_per_task}")

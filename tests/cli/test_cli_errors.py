@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint, make_tokenizer
-from commands import FOUR_RANKS, ROOT, Configs, Run, command_environment, command_words, error_line
+from commands import (
+    FOUR_RANKS,
+    ONE_PROCESS,
+    ROOT,
+    Configs,
+    Run,
+    command_environment,
+    command_words,
+    error_line,
+    write_rows,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +31,7 @@ from commands import FOUR_RANKS, ROOT, Configs, Run, command_environment, comman
         (("--prompt", "x", "--set", "target.model=nowhere"), "target.model: no such directory"),
         (("--prompt", "x", "--set", "target.devices=[0,0]"), "cuda:0 stands more than once"),
         (("--prompt", "x", "--temprature", "1"), "'--temprature'"),
-        (("--prompt", "x", "--temperature", "-1"), "temperature must be at least 0"),
+        (("--prompt", "x", "--temperature", "-1"), "temperature must be 0 or between 1e-30 and 1e30, not -1"),
         (("--prompt", "x", "--max-tokens", "many"), "'many' is not a valid integer"),
         (("--prompts", "nowhere.jsonl"), "cannot read the prompts file nowhere.jsonl"),
         (("--prompt", "x", "--output", "nowhere/rows.jsonl"), "does not exist"),
@@ -34,6 +44,24 @@ def test_a_mistake_on_the_command_line(config: Configs, trtrun: Run, arguments: 
     done = trtrun("run", "--config", config(FOUR_RANKS), *arguments)
     assert said in error_line(done)
     assert done.returncode == 2
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "link.jsonl", "./prompts.jsonl"])
+def test_an_output_that_is_the_input(config: Configs, trtrun: Run, tmp_path: Path, name: str) -> None:
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "x"}])
+    (tmp_path / "link.jsonl").symlink_to(prompts)
+    before = prompts.read_bytes()
+    done = trtrun("run", "--config", config(ONE_PROCESS), "--prompts", prompts, "--output", f"{tmp_path}/{name}")
+    assert "it is the input; name another output" in error_line(done)
+    assert done.returncode == 2
+    assert prompts.read_bytes() == before
+
+
+def test_prompts_that_are_no_file(config: Configs, trtrun: Run, tmp_path: Path) -> None:
+    for path in ("/dev/null", str(tmp_path)):
+        done = trtrun("run", "--config", config(ONE_PROCESS), "--prompts", path)
+        assert f"the prompts file {path} is not a file" in error_line(done)
+        assert done.returncode == 2
 
 
 def test_a_missing_configuration_file(trtrun: Run) -> None:
@@ -49,7 +77,9 @@ def copy_target(pair: Path, tmp_path: Path) -> Path:
     ("damage", "said"),
     [
         ("tokenizer", "tokenizer"),
-        ("truncated", "truncated or damaged"),
+        ("truncated", "model.safetensors is truncated (1000 bytes"),
+        ("layers", "has no tensor 'model.layers.3.input_layernorm.weight', which its config.json calls for"),
+        ("vocabulary", "tensor 'model.embed_tokens.weight' has shape"),
         ("pickle", "pickle"),
         ("architecture", "unknown architecture 'BertModel'"),
         ("config", "has no config.json"),
@@ -67,6 +97,10 @@ def test_a_damaged_or_unfit_model(
         make_tokenizer(copy, merges=3)
     elif damage == "truncated":
         weights.write_bytes(weights.read_bytes()[:1000])
+    elif damage in ("layers", "vocabulary"):
+        values = json.loads((copy / "config.json").read_text())
+        changes = {"num_hidden_layers": 4} if damage == "layers" else {"vocab_size": values["vocab_size"] + 64}
+        (copy / "config.json").write_text(json.dumps({**values, **changes}))
     elif damage == "pickle":
         weights.rename(copy / "pytorch_model.bin")
     elif damage == "architecture":
@@ -80,10 +114,11 @@ def test_a_damaged_or_unfit_model(
         weights.unlink()
         make_checkpoint(copy, num_shards=3, tokenizer=True)
         (copy / "model-00002-of-00003.safetensors").unlink()
-    command = ("plan",) if damage in ("heads", "config") else ("run", "--prompt", "x")
-    done = trtrun(*command, "--config", config(devices, target={"model": str(copy)}))
-    assert said in error_line(done)
-    assert done.returncode == 2
+    file = config(devices, target={"model": str(copy)})
+    for command in (("plan",), ("check",), ("run", "--prompt", "x")):
+        done = trtrun(*command, "--config", file)
+        assert said in error_line(done)
+        assert done.returncode == 2
 
 
 @pytest.mark.parametrize("starter", ["trtrun", "mpirun"])

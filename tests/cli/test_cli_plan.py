@@ -134,14 +134,27 @@ def test_gpus_that_this_host_lacks_are_a_warning_in_a_plan(config: Configs, trtr
     assert trtrun("run", "--config", file, "--prompt", "x", env={"CUDA_VISIBLE_DEVICES": ""}).returncode == 2
 
 
-def test_weights_that_are_not_here_are_a_warning_in_a_plan(config: Configs, trtrun: Run, tmp_path: Path) -> None:
+def test_weights_that_are_not_here_are_told_in_a_plan(config: Configs, trtrun: Run, tmp_path: Path) -> None:
     """As on a laptop, with no more than the config.json of the big model."""
     bare = make_checkpoint(tmp_path / "bare", num_hidden_layers=3)
     (bare / "model.safetensors").unlink()
     done = trtrun("plan", "--config", config(FOUR_RANKS, target={"model": str(bare)}), "--json")
     assert (done.returncode, done.stderr) == (0, "")
     (note,) = json.loads(done.stdout)["notes"]
-    assert note.startswith(f"warning: target: {bare} has no weights")
+    assert note.startswith(f"the target's weights were not looked at, for they are not here: {bare} has no weights")
+    file = config(ON_TWO_HOSTS, target={"model": str(bare)})
+    notes = json.loads(trtrun("plan", "--config", file, "--json").stdout)["notes"]
+    assert any("the target's weights were not looked at" in note for note in notes)
+
+
+def test_weights_that_are_wrong_here_are_a_warning_where_only_other_hosts_hold_them(
+    config: Configs, trtrun: Run, tmp_path: Path
+) -> None:
+    model = make_checkpoint(tmp_path / "model", tokenizer=True)
+    (model / "model.safetensors").write_bytes(b"")
+    plan = json.loads(trtrun("plan", "--config", config(ON_TWO_HOSTS, target={"model": str(model)}), "--json").stdout)
+    (note,) = (note for note in plan["notes"] if "truncated" in note)
+    assert note.startswith("warning: target: ") and "node1 will look at their own" in note
 
 
 COUNTED = {"target": {"nodes": 2, "gpus_per_node": 1}, "draft": {"nodes": 1, "gpus_per_node": 1}}

@@ -176,7 +176,7 @@ def test_with_nothing_left_no_model_is_loaded(
         (model / "elsewhere").rename(weights)
     lines = [line for line in done.stderr.splitlines() if line.startswith("trtrun: ")]
     assert done.returncode == 4, done.stderr
-    assert lines[0].startswith("trtrun: row 1 refused: unknown key 'promt'")
+    assert lines[0].startswith("trtrun: row 1 (line 2) refused: unknown key 'promt'")
     assert lines[1:] == ["trtrun: nothing left to run; 2 rows were done before"]
     assert read_rows(output) == first
 

@@ -121,12 +121,49 @@ def test_a_bad_row_is_refused_alone(config: Configs, trtrun: Run, tmp_path: Path
     assert [len(row["token_ids"]) for row in written] == [3, 0, 0, 0, 2, 0, 0, 0, 1]
     errors = {row["index"]: row["error"] for row in written if row["error"]}
     assert sorted(errors) == [1, 2, 3, 5, 6, 7]
-    assert "temperature must be at least 0" in errors[1]
+    assert "temperature must be 0 or between 1e-30 and 1e30, not -1" in errors[1]
     assert "unknown key 'promt' (did you mean 'prompt'?)" in errors[3]
     assert 'one of "prompt" and "prompt_token_ids"' in errors[5]
     assert "99999" in errors[6]
     for index in errors:
-        assert f"row {index} refused: " in done.stderr
+        assert f"row {index} (line {index + 1 + (index > 3)}) refused: " in done.stderr
+
+
+@pytest.mark.parametrize("devices", [ONE_PROCESS, FOUR_RANKS], ids=["one-process", "four-ranks"])
+def test_what_no_rank_could_carry_costs_its_row_alone(
+    config: Configs, trtrun: Run, tmp_path: Path, devices: dict[str, list[str]]
+) -> None:
+    rows = [
+        {"prompt": "good", "max_tokens": 3},
+        {"prompt_token_ids": [5] * 10, "max_tokens": 10**30, "ignore_eos": True},
+        {"prompt_token_ids": [5] * 10, "max_tokens": 2**63 - 1, "min_tokens": 2**63 - 1},
+        {"prompt": "x", "max_tokens": 3, "temperature": 1, "seed": 3, "top_k": 10**30},
+        '{"prompt": "a\\ud800b"}',
+        {"prompt": "x", "temperature": 10**400},
+        {"prompt": "x", "bad_words": ["\ud800"]},
+        '{"prompt": ' + "[" * 950 + "]" * 950 + "}",
+        {"prompt": "good", "max_tokens": 3},
+    ]
+    output, file = tmp_path / "out.jsonl", config(devices, scheduler={"max_seq_len": 40})
+    done = trtrun("run", "--config", file, "--prompts", prompts_file(tmp_path, rows), "--output", output)
+    assert done.returncode == 4, done.stderr
+    assert "Traceback" not in done.stderr
+    written = read_rows(output)
+    assert [len(row["token_ids"]) for row in written] == [3, 30, 30, 3, 0, 0, 0, 0, 3]
+    assert [row["index"] for row in written if row["error"]] == [4, 5, 6, 7]
+    assert written[0]["token_ids"] == written[8]["token_ids"]
+
+
+def test_many_refusals_are_a_few_lines_and_a_count(config: Configs, trtrun: Run, tmp_path: Path) -> None:
+    rows = [{"promt": "bad"}] * 500 + [{"prompt": "good", "max_tokens": 2}] + [{"promt": "bad"}] * 500
+    output = tmp_path / "out.jsonl"
+    done = trtrun("run", "--config", config(ONE_PROCESS), "--prompts", prompts_file(tmp_path, rows), "--output", output)
+    assert done.returncode == 4
+    lines = done.stderr.splitlines()
+    assert len(lines) == 22
+    assert lines[0].startswith("trtrun: row 0 (line 1) refused: unknown key 'promt'")
+    assert lines[-2] == "trtrun: 980 more rows were refused: the `error` of each output row says why"
+    assert [row["error"] is None for row in read_rows(output)].count(True) == 1
 
 
 def test_one_prompt_streams_its_text(config: Configs, trtrun: Run) -> None:

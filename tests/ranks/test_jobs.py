@@ -15,13 +15,15 @@ from typing import Any, TypeVar
 import pytest
 from checkpoints import make_checkpoint
 from mpi4py import MPI
-from pipelines import Reference, configuration, noisy_copy, prompt_of, tokens_of, useless_draft
+from pipelines import Reference, configuration, interrupt_call, noisy_copy, prompt_of, tokens_of, useless_draft
 
-import trtrun.llm
+import trtrun.llm_engine
 from parallel.errors import TopologyError
-from trtrun import LLM, SamplingParams
+from trtrun import LLM, SamplingParams, open_llm
 from trtrun.config import RuntimeConfig
+from trtrun.errors import TrtrunError
 from trtrun.roles import job
+from trtrun.topology import make_topology
 
 pytestmark = pytest.mark.mpi
 
@@ -90,7 +92,7 @@ def alone(config: RuntimeConfig, use: Callable[[LLM], T]) -> T:
     """What `use` gives when this process is the whole job, whatever world it runs in."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            trtrun.llm, "open_job", lambda config, progress: job._open_solo(config, job.make_topology(config), None)
+            trtrun.llm_engine, "open_job", lambda config, _: job._open_solo(config, make_topology(config), None)
         )
         with LLM(config=config) as llm:
             return use(llm)
@@ -98,15 +100,13 @@ def alone(config: RuntimeConfig, use: Callable[[LLM], T]) -> T:
 
 def run_job(config: RuntimeConfig, use: Callable[[LLM], T]) -> T | None:
     """Run `use` at rank 0 of a job over all ranks; returns what it returns there, None elsewhere."""
-    if MPI.COMM_WORLD.rank == 0:
-        with LLM(config=config) as llm:
-            result = use(llm)
-            llm.check_idle()
-            return result
-    with pytest.raises(SystemExit) as ended:
-        LLM(config=config)
-    assert ended.value.code == 0
-    return None
+    with open_llm(config) as llm:
+        assert (llm is not None) == (MPI.COMM_WORLD.rank == 0)
+        if llm is None:
+            return None
+        result = use(llm)
+        llm.check_idle()
+        return result
 
 
 def job_configuration(folder: Path, devices: Devices, draft: str = "noisy", **sections: Any) -> RuntimeConfig:
@@ -244,5 +244,43 @@ def test_a_model_that_cannot_be_loaded_is_said_once_and_lets_all_ranks_go(folder
             LLM(config=config)
         assert "\n" not in str(caught.value)
     else:
-        with pytest.raises(SystemExit):
+        assert LLM.open(config) is None
+
+
+@pytest.mark.mpi(min_size=3)
+def test_an_llm_on_a_worker_rank_says_how_a_program_is_written(folder: Path) -> None:
+    if not HERE:
+        return
+    config = job_configuration(folder, next(iter(HERE.values())))
+    if MPI.COMM_WORLD.rank == 0:
+        with LLM(config=config) as llm:
+            assert llm.generate([prompt_of(5)], SamplingParams(max_tokens=3))[0].error is None
+    else:
+        with pytest.raises(TrtrunError, match=r"trtrun\.open_llm\(config\)"):
             LLM(config=config)
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("plans_ahead", [0, 1])
+def test_an_interrupt_under_mpi_leaves_the_engine_usable(folder: Path, plans_ahead: int) -> None:
+    """Ctrl-C while plans are made and sent, while rank 0 waits for a report, and while a result is committed."""
+    if not HERE:
+        return
+    config = job_configuration(folder, next(iter(HERE.values())), scheduler={"plans_ahead": plans_ahead})
+
+    def use(llm: LLM) -> None:
+        sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+        expected = tokens_of(llm.generate([prompt_of(9), prompt_of(30)], sampling))
+        for owner, name in (
+            (llm.engine.scheduler, "schedule"),
+            (llm.engine.orchestrator._fleet, "publish"),
+            (llm.engine.orchestrator._fleet, "collect"),
+            (llm.engine.scheduler, "commit"),
+        ):
+            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                interrupt_call(patch, owner, name, number=3)
+                llm.generate([prompt_of(9), prompt_of(30)], sampling)
+            llm.check_idle()
+            assert tokens_of(llm.generate([prompt_of(9), prompt_of(30)], sampling)) == expected
+
+    run_job(config, use)

@@ -1,4 +1,4 @@
-"""Slow, obvious counterparts of layers.sampling for its tests: Python floats, one row and position at a time."""
+"""Slow, obvious counterparts of trtrun.sampling for its tests: Python floats, one row and position at a time."""
 
 from __future__ import annotations
 

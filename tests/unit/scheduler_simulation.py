@@ -14,8 +14,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from trtrun.core import FinishReason, Request, RoundPlan, SamplingParams
+from trtrun.scheduling.completion import Completion, RowResult
+from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.planning import MAX_MISSED_ROUNDS
-from trtrun.scheduling.scheduler import RowResult, RunningRequest, Scheduler, SchedulerLimits
+from trtrun.scheduling.scheduler import Scheduler
 
 VOCABULARY = 7
 
@@ -50,9 +52,9 @@ def reference(request: Request, limits: SchedulerLimits) -> tuple[list[int], Fin
             return output, FinishReason.LENGTH
 
 
-def accept_token(running: RunningRequest, token: int) -> FinishReason | None:
-    assert running.output_token_ids[-1] == token
-    return FinishReason.STOP if token in running.request.stop_ids else None
+def output_of(completion: Completion) -> list[int]:
+    """The tokens that it has gained."""
+    return completion.token_ids[len(completion.request.prompt_token_ids) :]
 
 
 @dataclass
@@ -128,14 +130,14 @@ class Job:
         self.draft = Engine(limits, limits.draft_max_seq_len or 0, "draft")
         self.plans: deque[tuple[RoundPlan, frozenset[int]]] = deque()
         self.results: deque[tuple[list[int], list[list[int]]]] = deque()
-        self.requests: dict[int, RunningRequest] = {}
+        self.requests: dict[int, Completion] = {}
         self.streamed: dict[int, list[int]] = {}
         self.first_admissions: list[int] = []
         self.verified: set[int] = set()
         self.num_rounds = 0
         self.most_drafted: int | None = None
 
-    def add(self, request: Request) -> RunningRequest:
+    def add(self, request: Request) -> Completion:
         running = self.scheduler.add(request)
         self.requests[request.request_id] = running
         self.streamed[request.request_id] = []
@@ -187,10 +189,9 @@ class Job:
     def commit(self) -> list[RowResult]:
         plan, _ = self.plans.popleft()
         num_tokens, tokens = self.results.popleft()
-        results = self.scheduler.commit(plan, num_tokens, tokens, accept_token)
+        results = self.scheduler.commit(plan, num_tokens, tokens)
         for result in results:
-            self.streamed[result.running.request.request_id].extend(result.new_token_ids)
-            assert result.finished == (result.running.finish_reason is not None)
+            self.streamed[result.completion.request.request_id].extend(result.new_token_ids)
         self.check_shared_blocks()
         return results
 
@@ -238,11 +239,11 @@ class Job:
         checked = []
         for running in self.requests.values():
             output, reason = reference(running.request, self.limits)
-            assert self.streamed[running.request.request_id] == running.output_token_ids
+            assert self.streamed[running.request.request_id] == output_of(running)
             if running.finish_reason is FinishReason.CANCELLED:
-                assert running.output_token_ids == output[: len(running.output_token_ids)]
+                assert output_of(running) == output[: len(output_of(running))]
             else:
-                assert (running.output_token_ids, running.finish_reason) == (output, reason)
+                assert (output_of(running), running.finish_reason) == (output, reason)
             checked.append(running.request.request_id)
         assert self.scheduler.idle_is_whole()
         return checked

@@ -12,9 +12,8 @@ import pytest
 from checkpoints import make_checkpoint
 from pipelines import noisy_copy, open_llm, prompt_of, run_alone, tokens_of
 
-from trtrun import LLM, SamplingParams
-from trtrun.core import FinishReason, Request
-from trtrun.roles.orchestrator import Orchestrator, Stream
+from trtrun import SamplingParams
+from trtrun.outputs import RequestId
 
 # Rounds of 64 tokens: the longest of the prompts needs three of them to itself.
 SCHEDULER = {"max_batch_size": 8, "max_num_tokens": 64}
@@ -108,20 +107,6 @@ def test_preempted_rows_give_what_they_give_undisturbed(
             assert tuple(entry.token_id for entry in completion.logprobs) == completion.token_ids
 
 
-class Driver:
-    """Requests put to an LLM's orchestrator one by one, and stepped by hand."""
-
-    def __init__(self, llm: LLM, prompts: list[list[int]], sampling: list[SamplingParams]) -> None:
-        self.orchestrator: Orchestrator = llm._orchestrator
-        self.streams: list[Stream] = [
-            self.orchestrator.add(Request(10_000 + index, tuple(prompt), parameters, parameters.stop_token_ids))
-            for index, (prompt, parameters) in enumerate(zip(prompts, sampling, strict=True))
-        ]
-
-    def cancel(self, index: int) -> bool:
-        return self.orchestrator.cancel(10_000 + index)
-
-
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("plans_ahead", "max_tokens"), [(0, 8192), (1, 8192), (1, 200)])
 def test_cancelling_midway_leaves_the_others_as_they_were(
@@ -136,27 +121,29 @@ def test_cancelling_midway_leaves_the_others_as_they_were(
         kv_cache={"max_tokens": max_tokens, "block_size": 8},
         speculation={"draft_len": 3},
     ) as llm:
-        driver = Driver(llm, mixed_prompts(), sampling)
+        engine = llm.engine
+        ids = [
+            engine.add_request(prompt, parameters) for prompt, parameters in zip(mixed_prompts(), sampling, strict=True)
+        ]
+        gained: dict[RequestId, list[int]] = {request_id: [] for request_id in ids}
         victims = chooser.sample(range(len(LENGTHS)), 12)
         cancelled = []
-        while driver.orchestrator.has_work:
-            driver.orchestrator.step()
+        while engine.has_work:
+            for delta in engine.step():
+                gained[delta.request_id] += delta.token_ids
             if victims and chooser.random() < 0.5:
                 victim = victims.pop()
-                tokens = list(driver.streams[victim].token_ids)
-                if driver.cancel(victim):
-                    assert not driver.cancel(victim)
-                    assert driver.streams[victim].finish_reason is FinishReason.CANCELLED
+                tokens = list(gained[ids[victim]])
+                if engine.abort_request(ids[victim]):
+                    assert not engine.abort_request(ids[victim])
                     cancelled.append((victim, tokens))
         llm.check_idle()
         # A cancelled row gains nothing afterwards, not even from the plan that was out.
         for victim, tokens in cancelled:
-            assert driver.streams[victim].token_ids == tokens
+            assert gained[ids[victim]] == tokens
             assert tuple(tokens) == alone[victim][0][: len(tokens)]
         untouched = sorted(set(range(len(LENGTHS))) - {victim for victim, _ in cancelled})
-        assert [tuple(driver.streams[index].token_ids) for index in untouched] == [
-            alone[index][0] for index in untouched
-        ]
+        assert [tuple(gained[ids[index]]) for index in untouched] == [alone[index][0] for index in untouched]
         assert len(cancelled) >= 3
         # The engines are as good as before.
         again = llm.generate(mixed_prompts()[:6], sampling[:6])
@@ -171,12 +158,12 @@ def test_a_cancelled_prompt_can_be_asked_again_at_once(pair: tuple[Path, Path]) 
         expected = tokens_of(llm.generate([prompt], sampling))[0][0]
     with open_llm(*pair, scheduler={**SCHEDULER, "plans_ahead": 1}, kv_cache={"block_size": 8}) as llm:
         for rounds in range(1, 9):
-            driver = Driver(llm, [prompt, prompt_of(20, seed=4)], [sampling, sampling])
+            request_id, _ = [llm.engine.add_request(tokens, sampling) for tokens in (prompt, prompt_of(20, seed=4))]
             for _ in range(rounds):
-                driver.orchestrator.step()
-            assert driver.cancel(0)
+                llm.engine.step()
+            assert llm.engine.abort_request(request_id)
             assert tokens_of(llm.generate([prompt], sampling))[0][0] == expected
-            assert not driver.orchestrator.has_work
+            assert not llm.engine.has_work
             llm.check_idle()
 
 

@@ -7,7 +7,8 @@ import itertools
 import torch
 
 from trtrun.kernels.row_buckets import bucket_rows
-from trtrun.linear.linear import make_linear
+from trtrun.linear.layer import Linear
+from trtrun.linear.quantization import QUANTIZATIONS
 
 
 def test_buckets_cover_every_number_with_few_shapes() -> None:
@@ -23,7 +24,11 @@ def test_a_linear_layer_gives_every_row_and_no_more() -> None:
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         weight, bias = torch.randn(24, 40).to(dtype), torch.randn(24).to(dtype)
-        layers = [make_linear(weight.clone(), bias, batch_invariant=invariant) for invariant in (True, False)]
+        dense = QUANTIZATIONS.get("none")
+        layers = [
+            Linear(weight.shape, dense, {"weight": weight.clone()}, bias, batch_invariant=invariant)
+            for invariant in (True, False)
+        ]
         inputs = torch.randn(150, 40).to(dtype)
         expected = inputs.float() @ weight.float().T + bias.float()
         for layer, rows in itertools.product(layers, (1, 2, 16, 17, 100, 150)):

@@ -117,7 +117,32 @@ def test_truncated_shard(tmp_path: Path, kept: int) -> None:
     path = make_checkpoint(tmp_path, num_shards=2)
     file = path / "model-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
-    refused(path, r"model-00002-of-00002\.safetensors is truncated or damaged \(.*bytes\); copy it again")
+    refused(path, r"model-00002-of-00002\.safetensors is truncated \(.*bytes.*\); copy it again")
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "it is a Git LFS pointer in place of the file"),
+        (b"PK\x03\x04" + bytes(100), "is no safetensors file: it is a zip archive, as PyTorch writes pickles"),
+        (b"GGUF" + bytes(100), "is no safetensors file: it is a GGUF file"),
+        (bytes(100), "is no safetensors file"),
+    ],
+)
+def test_a_whole_file_of_another_format_is_not_called_truncated(tmp_path: Path, data: bytes, said: str) -> None:
+    path = make_checkpoint(tmp_path)
+    (path / "model.safetensors").write_bytes(data)
+    refused(path, said)
+
+
+def test_a_header_that_is_wrong_in_a_whole_file_is_not_called_truncated(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
+    file = path / "model.safetensors"
+    raw = file.read_bytes()
+    file.write_bytes(raw.replace(b'"dtype":"F32"', b'"dtype":"Q32"', 1))
+    refused(path, r"has a header that is wrong \(.*Q32.*\): copy it again, or save the model anew")
+    file.write_bytes(raw + b"more")
+    refused(path, "has a header that is wrong")
 
 
 def test_missing_tensor(tmp_path: Path) -> None:
@@ -173,6 +198,11 @@ def test_damaged_index(tmp_path: Path) -> None:
     refused(path, "has no 'weight_map'")
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../other/model.safetensors"}}))
     refused(path, "outside the model directory")
+    for name in ("x" * 300, "\ud800", "a\0b"):
+        index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+        refused(path, r"index\.json names '.*, which is no name of a file")
+    index.write_text("[" * 100_000)
+    refused(path, r"index\.json: what stands in it is nested too deeply")
 
 
 @pytest.mark.parametrize(

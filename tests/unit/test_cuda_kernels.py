@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from trtrun.attention.attention import GatherAttention
+from trtrun.attention.gather import GatherAttention
 from trtrun.kernels.triton.support import triton_works
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 

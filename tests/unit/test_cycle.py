@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.fakes import FakeEngine, FakeLink, Rule
-from trtrun.core import FinishReason, Request, RoundPlan, SamplingParams
+from trtrun.core import Request, RoundPlan, SamplingParams
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.cycle import commit_round, draft_round, probability_rows, transfer, verify_round
@@ -69,10 +69,6 @@ class Cycle:
         self.outputs[request_id] = []
         self.scheduler.add(Request(request_id, tuple(prompt), SamplingParams(seed=request_id, **sampling)))
 
-    def _accept(self, running: Any, token: int) -> FinishReason | None:
-        self.outputs[running.request.request_id].append(token)
-        return None
-
     def round(self, plan: RoundPlan) -> None:
         self.target.begin_round(plan)
         draft = draft_round(self.drafter, plan)
@@ -85,7 +81,8 @@ class Cycle:
             num_tokens = verdict.num_tokens.tolist()
             tokens = [row[:count] for row, count in zip(verdict.tokens.tolist(), num_tokens, strict=True)]
         report = RoundReport(plan.round_index, RoundTimes(), True, num_tokens, tokens, [])
-        commit_round(self.scheduler, plan, report, self._accept)
+        for result in commit_round(self.scheduler, plan, report):
+            self.outputs[result.completion.request.request_id] += result.new_token_ids
         self.rounds += 1
 
     def _schedule(self) -> RoundPlan | None:
@@ -183,7 +180,7 @@ def test_a_report_of_another_round_is_a_defect_that_is_seen() -> None:
     plan = cycle.scheduler.schedule()
     assert plan is not None
     with pytest.raises(RuntimeError, match="round 99"):
-        commit_round(cycle.scheduler, plan, RoundReport(99, RoundTimes(), True, [1], [[2]], []), cycle._accept)
+        commit_round(cycle.scheduler, plan, RoundReport(99, RoundTimes(), True, [1], [[2]], []))
 
 
 def test_the_draft_proposes_no_id_that_only_its_padding_has() -> None:
@@ -195,7 +192,7 @@ def test_the_draft_proposes_no_id_that_only_its_padding_has() -> None:
     assert first is not None
     draft_round(drafter, first)
     drafter.advance(first, rows + 1, rows.unsqueeze(1) + 5)
-    scheduler.commit(first, [1], [[5]], lambda running, token: None)
+    scheduler.commit(first, [1], [[5]])
     second = scheduler.schedule()
     assert second is not None
     draft = draft_round(drafter, second)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from native import leave_to_torch, needs_kernels
@@ -13,9 +11,11 @@ from trtrun.kernels.cpu.int8_matmul import BlockedInt8Matmul
 from trtrun.kernels.cpu.int8_matmul_code import int8_matmul_module
 from trtrun.kernels.cpu.machine import compile_kernels
 from trtrun.kernels.cpu.matmul_code import KERNEL, STRETCH, TILE_ROWS, prefetch_for
-from trtrun.linear import int8 as products
-from trtrun.linear.linear import make_linear
-from trtrun.quantization import QUANTIZATIONS, QuantizedWeight
+from trtrun.kernels.torch_int8 import TorchInt8Matmul
+from trtrun.linear.layer import Linear
+from trtrun.linear.quantization import QUANTIZATIONS
+from trtrun.linear.quantization.base import Product, Tensors
+from trtrun.linear.quantization.int8 import quantize
 
 CPU, INT8 = torch.device("cpu"), QUANTIZATIONS.get("int8")
 SHAPES = [(64, 2), (1, 8), (24, 60), (128, 1000), (1000, 688), (70, 2 * STRETCH + 2), (130, 6 * STRETCH + 10)]
@@ -28,18 +28,16 @@ def numbers(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def quantized(features: int, inputs: int) -> QuantizedWeight:
+def quantized(features: int, inputs: int) -> Tensors:
     """A random weight whose output features differ in size by powers of ten."""
     sizes = 10.0 ** (torch.arange(features) % 5 - 2)
-    weight = INT8.quantize((numbers(features, inputs, seed=1) * sizes.unsqueeze(1)).bfloat16())
-    assert isinstance(weight, QuantizedWeight)
-    return weight
+    return quantize((numbers(features, inputs, seed=1) * sizes.unsqueeze(1)).bfloat16())
 
 
-def assert_product(found: torch.Tensor, weight: QuantizedWeight, bias: torch.Tensor | None, x: torch.Tensor) -> None:
+def assert_product(found: torch.Tensor, weight: Tensors, bias: torch.Tensor | None, x: torch.Tensor) -> None:
     """`found` is what float64 makes of codes, scale and bias, but for float32 sums, rounded to x's dtype."""
-    exact = x.double() @ (weight.codes.double() * weight.scale.double().unsqueeze(1)).T
-    sizes = x.double().abs() @ (weight.codes.double().abs() * weight.scale.double().unsqueeze(1)).T
+    exact = x.double() @ (weight["codes"].double() * weight["scale"].double().unsqueeze(1)).T
+    sizes = x.double().abs() @ (weight["codes"].double().abs() * weight["scale"].double().unsqueeze(1)).T
     if bias is not None:
         exact, sizes = exact + bias.double(), sizes + bias.double().abs()
     assert found.dtype is x.dtype
@@ -50,20 +48,17 @@ def assert_product(found: torch.Tensor, weight: QuantizedWeight, bias: torch.Ten
 
 def test_rounding_is_to_nearest_of_each_output_features_own_scale() -> None:
     weight = torch.tensor([[1.0, -0.5, 0.1, 0.0], [-254.0, 3.1, 0.9, 254.0], [0.0, 0.0, 0.0, 0.0]]).bfloat16()
-    held = INT8.quantize(weight)
-    assert isinstance(held, QuantizedWeight)
-    assert held.codes.tolist() == [[127, -64, 13, 0], [-127, 2, 0, 127], [0, 0, 0, 0]]
-    assert torch.allclose(held.scale, torch.tensor([1 / 127, 2.0, 1.0]))
+    held = quantize(weight)
+    assert held["codes"].tolist() == [[127, -64, 13, 0], [-127, 2, 0, 127], [0, 0, 0, 0]]
+    assert torch.allclose(held["scale"], torch.tensor([1 / 127, 2.0, 1.0]))
 
 
 def test_rounding_in_pieces_is_rounding_of_the_whole() -> None:
     weight = numbers(1030, 2048, seed=1)
-    held = INT8.quantize(weight)
-    assert isinstance(held, QuantizedWeight)
-    error = (held.codes * held.scale.unsqueeze(1) - weight.float()).abs()
-    assert bool((error <= held.scale.unsqueeze(1) * 0.5001).all())
-    assert torch.equal(held.scale, weight.float().abs().amax(dim=1) / 127)
-    assert held.codes.nbytes + held.scale.nbytes == INT8.num_bytes((1030, 2048), torch.bfloat16)
+    held = quantize(weight)
+    error = (held["codes"] * held["scale"].unsqueeze(1) - weight.float()).abs()
+    assert bool((error <= held["scale"].unsqueeze(1) * 0.5001).all())
+    assert torch.equal(held["scale"], weight.float().abs().amax(dim=1) / 127)
 
 
 @needs_kernels
@@ -75,7 +70,7 @@ def test_products_of_the_kernel_are_right_and_rows_do_not_depend_on_their_number
 ) -> None:
     weight, x = quantized(features, inputs), numbers(max(ROWS), inputs, seed=2)
     bias = numbers(features, seed=3) * 8 if with_bias else None
-    matmul = BlockedInt8Matmul(weight.codes, weight.scale, bias)
+    matmul = BlockedInt8Matmul(weight["codes"], weight["scale"], bias)
     whole = matmul(x)
     assert_product(whole, weight, bias, x)
     for rows in ROWS:
@@ -89,7 +84,7 @@ def test_products_of_the_kernel_are_right_and_rows_do_not_depend_on_their_number
 def test_every_way_to_prefetch_gives_the_same(processor: str) -> None:
     """What other processors get runs here too."""
     weight, x = quantized(1000, 688), numbers(8, 688, seed=2)
-    own, other = (BlockedInt8Matmul(weight.codes, weight.scale, None) for _ in range(2))
+    own, other = (BlockedInt8Matmul(weight["codes"], weight["scale"], None) for _ in range(2))
     other._kernel = compile_kernels(int8_matmul_module(prefetch_for(processor)), KERNEL)[KERNEL]
     for rows in (1, 6, 8):
         assert torch.equal(other(x[:rows]), own(x[:rows]))
@@ -103,17 +98,17 @@ def test_linear_layers_on_the_cpu_are_right_with_and_without_the_kernel(
     weight, bias = quantized(70, inputs), numbers(70, seed=2) * 8 if with_bias else None
     for leave in (lambda: None, lambda: leave_to_torch(monkeypatch)):
         leave()
-        linear = make_linear(weight, bias)
+        linear = Linear((70, inputs), INT8, weight, bias)
         assert (linear.out_features, linear.in_features) == (70, inputs)
         for rows in (1, 4, 5, 40):
             x = numbers(rows, inputs, seed=rows)
             found = linear(x)
-            exact = x.double() @ (weight.codes.double() * weight.scale.double().unsqueeze(1)).T
+            exact = x.double() @ (weight["codes"].double() * weight["scale"].double().unsqueeze(1)).T
             exact = exact if bias is None else exact + bias.double()
             assert found.dtype is torch.bfloat16
             # torch rounds its sums to bfloat16 before they are scaled and a bias is added.
             assert torch.allclose(found.double(), exact, rtol=2**-6, atol=float(exact.abs().max()) * 2**-7)
-    assert isinstance(linear._product, products.TorchInt8Matmul)
+    assert isinstance(linear._product, TorchInt8Matmul)
 
 
 @on_gpu
@@ -124,17 +119,16 @@ def test_linear_layers_on_the_cpu_are_right_with_and_without_the_kernel(
 def test_products_on_a_gpu_are_right(
     features: int, inputs: int, with_bias: bool, dtype: torch.dtype, make: str
 ) -> None:
-    held = INT8.quantize(numbers(features, inputs, seed=1).to("cuda", dtype))
-    assert isinstance(held, QuantizedWeight)
+    held = quantize(numbers(features, inputs, seed=1).to("cuda", dtype))
     bias = numbers(features, seed=3).to("cuda", dtype) if with_bias else None
-    best: Callable[[QuantizedWeight, torch.Tensor | None], Callable[[torch.Tensor], torch.Tensor]]
-    best = products.int8_product if make == "best" else products.TorchInt8Matmul
-    product = best(held, bias)
+    product: Product = TorchInt8Matmul(held["codes"], held["scale"], bias)
+    if make == "best":
+        product = INT8.apply(held, bias, batch_invariant=False)
     for rows in (0, 1, 5, 16, 17, 64, 65, 200):
         wide = numbers(rows, inputs + 8, seed=4).to("cuda", dtype)
         x = wide[:, 8:]
         found = product(x)
-        exact = x.double() @ (held.codes.double() * held.scale.double().unsqueeze(1)).T
+        exact = x.double() @ (held["codes"].double() * held["scale"].double().unsqueeze(1)).T
         exact = exact if bias is None else exact + bias.double()
         assert found.shape == (rows, features)
         assert found.dtype is dtype

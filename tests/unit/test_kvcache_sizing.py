@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,15 @@ def test_the_limit_of_a_cgroup_counts(tmp_path: Path, files: dict[str, str], mem
 def test_slots_of_a_host_share_its_memory() -> None:
     whole, half = free_bytes_of_slot("cpu:0", 1), free_bytes_of_slot("cpu:0", 2)
     assert 0.4 < half / whole < 0.6
+
+
+def test_a_limit_on_the_address_space_of_the_process_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limit = pages * resource.getpagesize() + 100 * 1024 * 1024
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, resource.RLIM_INFINITY))
+    assert 0 < free_bytes_of_slot("cpu:0", 1) <= 200 * 1024 * 1024
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1, 1))
+    assert free_bytes_of_slot("cpu:0", 1) == 0
 
 
 def test_byte_counts_are_readable() -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from launch.cli import cli
 from launch.exit_codes import MEANINGS
+from launch.slurm.section import SlurmSection, check_slurm_section, read_slurm_section
 from trtrun.config import RuntimeConfig, load_config, make_config
 from trtrun.errors import ConfigError
-from trtrun.launch_config import LaunchSection, SlurmSection
+from trtrun.launch_config import LaunchSection
 
 
 def configured(folder: Path, launch: object, devices: object = ("cpu:0",)) -> RuntimeConfig:
@@ -20,12 +22,13 @@ def configured(folder: Path, launch: object, devices: object = ("cpu:0",)) -> Ru
         "speculation": {"method": "none"},
         "launch": launch,
     }
+    check_slurm_section(values, "run.yaml")
     return make_config(values, where="run.yaml")
 
 
 def test_all_keys_have_defaults(tmp_path: Path) -> None:
     assert configured(tmp_path, {}).launch == LaunchSection()
-    assert configured(tmp_path, {"slurm": {}}).launch.slurm == SlurmSection()
+    assert read_slurm_section(configured(tmp_path, {"slurm": {}}).launch.slurm, "run.yaml") == SlurmSection()
 
 
 def test_a_whole_section(tmp_path: Path) -> None:
@@ -46,7 +49,8 @@ def test_a_whole_section(tmp_path: Path) -> None:
     assert launch.environment == {"NCCL_IB_HCA": "mlx5", "NCCL_P2P_DISABLE": "1", "SCALE": "0.5"}
     assert launch.ssh_arguments == ("-F", "cluster.conf")
     assert (launch.orchestrator_host, launch.heartbeat_seconds, launch.log_directory) == ("node2", 5.0, Path("logs"))
-    assert (launch.slurm.time, launch.slurm.memory, launch.slurm.setup) == ("90", "64000", ("module load cuda",))
+    slurm = read_slurm_section(launch.slurm, "run.yaml")
+    assert (slurm.time, slurm.memory, slurm.setup) == ("90", "64000", ("module load cuda",))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +102,22 @@ def test_options_reach_the_section(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"target: {{model: {tmp_path}, devices: [0]}}\nspeculation: {{method: none}}\nlaunch:\n")
     config = load_config(file, ["launch.slurm.account=me", "launch.environment.NCCL_DEBUG=INFO"])
-    assert (config.launch.slurm.account, config.launch.environment) == ("me", {"NCCL_DEBUG": "INFO"})
+    assert (config.launch.slurm, config.launch.environment) == ({"account": "me"}, {"NCCL_DEBUG": "INFO"})
+
+
+@pytest.mark.parametrize("command", [("plan",), ("plan", "--slurm"), ("run", "--prompt", "x"), ("check",)])
+def test_every_command_refuses_wrong_keys_of_slurm_and_the_runtime_leaves_them_alone(
+    tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"target: {{model: {tmp_path}, devices: [0]}}\nspeculation: {{method: none}}\n"
+        "launch: {slurm: {partitoin: x}}\n"
+    )
+    assert load_config(file).launch.slurm == {"partitoin": "x"}
+    name, *options = command
+    with pytest.raises(ConfigError, match=r"launch\.slurm\.partitoin: unknown key \(did you mean 'partition'\?\)"):
+        cli.main([name, "--config", str(file), *options], standalone_mode=False)
 
 
 def test_the_documentation_lists_every_key_with_its_default() -> None:

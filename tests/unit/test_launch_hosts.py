@@ -106,7 +106,7 @@ def test_why_a_host_cannot_take_part(ssh: Path, script: str, said: str) -> None:
 
 
 def test_a_host_that_never_answers(ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.hosts, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(launch.mpi.hosts, "ANSWER_SECONDS", 0.2)
     replace(ssh, "exec sleep 600")
     with pytest.raises(TopologyError, match=r"host south does not answer within 0\.2 s"):
         check_hosts(["south"], [], {})

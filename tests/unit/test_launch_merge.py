@@ -11,20 +11,22 @@ from typing import Any
 import pytest
 
 import launch.batch.merge
+from launch.batch.input import InputRows
 from launch.batch.journal import RowJournal
 from launch.batch.merge import merge_parts, part_path
 from launch.batch.options import Part
-from launch.batch.rows import PromptRow, rows_from_prompts
 from launch.exit_codes import FailedError
 from trtrun.errors import ConfigError
 
-PROMPTS = rows_from_prompts([f"prompt {index}" for index in range(10)], {})
+TEXTS = [f"prompt {index}" for index in range(10)]
+PROMPTS = InputRows(TEXTS)
+HASHES = [row.input_hash for row in PROMPTS.read()]
 
 
 def output_line(index: int, text: str = "", error: str | None = None, time_s: float = 0.5) -> dict[str, Any]:
     """An output row; its text has bytes above 127 and a line end."""
     text = text or f'\u4f60 "{index}"\n}}'
-    row = {"index": index, "text": text, "time_s": time_s, "error": error, "input_hash": PROMPTS[index].input_hash}
+    row = {"index": index, "text": text, "time_s": time_s, "error": error, "input_hash": HASHES[index]}
     return {**row, "completions": [{"text": text, "time_s": time_s}]}
 
 
@@ -44,7 +46,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
 
 
-def refusal(output: Path, parts: Sequence[Path], rows: Sequence[PromptRow] | None = None) -> str:
+def refusal(output: Path, parts: Sequence[Path], rows: InputRows | None = None) -> str:
     """What merging says; fails the test when something was written."""
     before = sorted(os.listdir(output.parent))
     with pytest.raises(ConfigError) as raised:
@@ -79,7 +81,7 @@ def test_rows_of_a_part_need_not_be_in_order_nor_its_neighbours(tmp_path: Path) 
 
 def test_refused_rows_stay_and_are_counted(tmp_path: Path) -> None:
     parts = [write_part(tmp_path / "a", [0, 1]), write_part(tmp_path / "b", [2, 3], error="too long")]
-    assert merge_parts(str(tmp_path / "out.jsonl"), parts, PROMPTS[:4]) == (4, 2)
+    assert merge_parts(str(tmp_path / "out.jsonl"), parts, InputRows(TEXTS[:4])) == (4, 2)
     assert [row["error"] for row in read(tmp_path / "out.jsonl")] == [None, None, "too long", "too long"]
 
 
@@ -92,7 +94,7 @@ def test_standard_output_gets_the_rows(tmp_path: Path, capfdbinary: pytest.Captu
 def test_empty_parts_are_parts(tmp_path: Path) -> None:
     parts = [write_part(part_path(tmp_path / "out.jsonl", n, 4), Part(n, 4).of(2)) for n in (1, 2, 3, 4)]
     assert [part.stat().st_size > 0 for part in parts].count(False) == 2
-    assert merge_parts(str(tmp_path / "out.jsonl"), parts, PROMPTS[:2]) == (2, 0)
+    assert merge_parts(str(tmp_path / "out.jsonl"), parts, InputRows(TEXTS[:2])) == (2, 0)
 
 
 def test_what_is_not_there_as_a_whole_is_named_all_at_once(tmp_path: Path) -> None:
@@ -131,15 +133,15 @@ def test_missing_rows_are_named(tmp_path: Path) -> None:
 
 def test_rows_of_another_input_are_named(tmp_path: Path) -> None:
     part, output = write_part(tmp_path / "a", range(10)), tmp_path / "out.jsonl"
-    assert f"row 9 of {part} is not in the input" in refusal(output, [part], PROMPTS[:9])
-    other = rows_from_prompts([prompt.prompt for prompt in PROMPTS if isinstance(prompt.prompt, str)], {"seed": 3})
+    assert f"row 9 of {part} is not in the input" in refusal(output, [part], InputRows(TEXTS[:9]))
+    other = InputRows(TEXTS, None, {"seed": 3})
     assert f"row 0 of {part} is of another input row or sampling options" in refusal(output, [part], other)
 
 
 def test_rows_that_stand_twice_must_be_equal_but_for_their_times(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     parts = [write_part(tmp_path / "a", [0, 1, 2]), write_part(tmp_path / "b", [2, 3], time_s=7.0)]
-    assert merge_parts(str(output), [*parts, parts[0]], PROMPTS[:4]) == (4, 0)
+    assert merge_parts(str(output), [*parts, parts[0]], InputRows(TEXTS[:4])) == (4, 0)
     assert read(output)[2] == output_line(2)
     output.unlink()
     write_part(parts[1], [2, 3], text="other")
@@ -157,6 +159,26 @@ def test_damage_is_named(tmp_path: Path) -> None:
     assert f"the last line of {parts[1]} is torn" in refusal(output, parts)
     parts[1].write_bytes(whole.replace(b'"input_hash"', b'"inputhash"', 1))
     assert f"{parts[1]}: line 1 is not a whole output row" in refusal(output, parts)
+
+
+def test_an_index_far_away_is_a_gap_and_takes_no_memory(tmp_path: Path) -> None:
+    part, line = tmp_path / "a", output_line(0)
+    lines = [json.dumps({**line, "index": index}) + "\n" for index in (0, 2**62)]
+    part.write_text("".join(lines), encoding="utf-8")
+    assert f"rows 1 to {2**62 - 1} are missing" in refusal(tmp_path / "out.jsonl", [part])
+    assert f"row {2**62} of {part} is not in the input" in refusal(tmp_path / "out.jsonl", [part], PROMPTS)
+    part.write_text(json.dumps({**line, "index": 2**64}) + "\n", encoding="utf-8")
+    assert "line 1 is not a whole output row" in refusal(tmp_path / "out.jsonl", [part])
+
+
+def test_the_output_is_not_the_input(tmp_path: Path) -> None:
+    parts, prompts = three_parts(tmp_path), tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    (tmp_path / "link.jsonl").symlink_to(prompts)
+    for name in ("prompts.jsonl", "link.jsonl"):
+        with pytest.raises(ConfigError, match="it is the input; name another output"):
+            merge_parts(str(tmp_path / name), parts, None, prompts)
+    assert prompts.read_text() == '{"prompt": "a"}\n'
 
 
 def test_the_output_is_no_part_and_no_running_job_s(tmp_path: Path) -> None:

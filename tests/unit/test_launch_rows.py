@@ -1,71 +1,237 @@
-"""Rows of JSON lines in and out."""
+"""Rows of JSON lines: what a line means, which lines are rows, and what is refused; rows out, and outputs in order."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from launch.batch.journal import RowJournal, RowStream, check_output, finished_rows, open_writer
-from launch.batch.rows import PromptRow, output_row, refused_row, rows_from_file, rows_from_prompts
-from trtrun.core import RequestStatistics, TokenLogprobs
+import launch.batch.input
+import launch.batch.rows
+from launch.batch.input import InputRows
+from launch.batch.messages import MOST_REFUSALS, Refusals
+from launch.batch.options import Part
+from launch.batch.ordered import RowStream, TextPrinter, open_writer
+from launch.batch.rows import PromptRow, output_row, refused_row
+from trtrun.core import RequestStatistics, SamplingParams, TokenLogprobs
 from trtrun.errors import ConfigError, InvalidRequestError
 from trtrun.outputs import CompletionOutput, RequestOutput
 
 
-def write(tmp_path: Path, text: str) -> Path:
+def write(tmp_path: Path, text: str | bytes) -> Path:
     file = tmp_path / "rows.jsonl"
-    file.write_text(text, encoding="utf-8")
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
     return file
+
+
+def read(tmp_path: Path, text: str | bytes, **defaults: object) -> list[PromptRow]:
+    return list(InputRows((), write(tmp_path, text), defaults).read())
 
 
 def test_defaults_are_overridden_by_the_row(tmp_path: Path) -> None:
     file = write(tmp_path, '{"prompt": "a", "temperature": 0.5}\n\n{"prompt_token_ids": [1, 2]}\n')
-    first, second = rows_from_file(file, {"temperature": 1.0, "max_tokens": 7}, start=3)
-    assert (first.index, first.prompt, second.index, second.prompt) == (3, "a", 4, (1, 2))
-    assert first.sampling is not None and second.sampling is not None
-    assert (first.sampling.temperature, first.sampling.max_tokens) == (0.5, 7)
-    assert second.sampling.temperature == 1.0
+    rows = list(InputRows(["p", "q"], file, {"temperature": 1.0, "max_tokens": 7}).read())
+    assert [(row.index, row.line, row.prompt) for row in rows] == [
+        (0, None, "p"),
+        (1, None, "q"),
+        (2, 1, "a"),
+        (3, 3, (1, 2)),
+    ]
+    chosen = [(row.sampling.temperature, row.sampling.max_tokens) for row in rows if row.sampling is not None]
+    assert chosen == [(1.0, 7), (1.0, 7), (0.5, 7), (1.0, 7)]
+
+
+HUGE = 10**30
+BAD_LINES: list[tuple[str | bytes, str]] = [
+    ("{", "not valid JSON at character 2 of the line: "),
+    ('{"prompt": "a",}', "not valid JSON at character 16 of the line: "),
+    ("[1]", "a row must be an object such as"),
+    ("null", "not null"),
+    ('{"prompt": 3}', '"prompt" must be a text, not 3'),
+    ('{"prompt": null}', '"prompt" must be a text, not null'),
+    ('{"prompt_token_ids": [1, true]}', "list of whole numbers, not [1, true]"),
+    ('{"prompt_token_ids": "12"}', "list of whole numbers"),
+    ("{}", 'one of "prompt" and "prompt_token_ids"'),
+    ('{"prompt": "a", "max_token": 3}', "did you mean 'max_tokens'?"),
+    ('{"prompt": "a", "\\ud800": 3}', "unknown key '\\ud800'"),
+    ('{"prompt": "a\\ud800b"}', '"prompt" holds \\ud800, half of a surrogate pair'),
+    ('{"prompt": "a", "stop": "\\udfff"}', "stop holds \\udfff, half of a surrogate pair"),
+    ('{"prompt": "a", "bad_words": ["\\udfff"]}', "bad_words holds \\udfff, half of a surrogate pair"),
+    ('{"prompt": "a", "stop_token_ids": 3}', "stop_token_ids must be a list of whole numbers, not 3"),
+    ('{"prompt": "a", "stop_token_ids": [true]}', "stop_token_ids must be a list of whole numbers, not [true]"),
+    (f'{{"prompt": "a", "stop_token_ids": [{HUGE}]}}', "is not a token id, a whole number from 0 to 2147483647"),
+    ('{"prompt": "a", "logit_bias": {"x": 1}}', 'logit_bias: "x" is not a token id'),
+    ('{"prompt": "a", "logit_bias": {"5": 1, "05": 2}}', "logit_bias: token 5 stands twice"),
+    ('{"prompt": "a", "logit_bias": {"5": true}}', "logit_bias of token 5 must be a finite number, not true"),
+    ('{"prompt": "a", "logit_bias": false}', "logit_bias must be an object of token ids and numbers, not false"),
+    ('{"prompt": "a", "ignore_eos": "false"}', 'ignore_eos must be true or false, not "false"'),
+    ('{"prompt": "a", "stop": {"a": 1}}', 'stop must be a text or a list of texts, not {"a": 1}'),
+    ('{"prompt": "a", "stop": false}', "stop must be a text or a list of texts, not false"),
+    ('{"prompt": "a", "stop": 5}', "stop must be a text or a list of texts, not 5"),
+    ('{"prompt": "a", "bad_words": [""]}', "bad_words must not hold an empty text"),
+    (f'{{"prompt": "a", "temperature": {10**400}}}', "temperature must be a finite number, not 1000"),
+    ('{"prompt": "a", "temperature": 1e-300}', "temperature must be 0 or between 1e-30 and 1e30, not 1e-300"),
+    ('{"prompt": "a", "repetition_penalty": 1e308}', "repetition_penalty must be between 1e-6 and 1e6, not 1e+308"),
+    ('{"prompt": "a", "top_p": NaN}', "top_p must be a finite number, not NaN"),
+    ('{"prompt": "a", "max_tokens": 4.0}', "max_tokens must be a whole number, not 4.0"),
+    ('{"prompt": "a", "max_tokens": ' + "9" * 5000 + "}", "a number has more digits than"),
+    (f'{{"prompt": "a", "seed": {2**63}}}', "seed must be between 0 and 2**63 - 1, not 9223372036854775808"),
+    ('{"prompt": "a", "max_tokens": 2, "max_tokens": 4}', 'the key "max_tokens" stands twice'),
+    ('{"prompt": ' + "[" * 950 + "]" * 950 + "}", '"prompt" must be a text'),
+    ("[" * 100000, "nested too deeply"),
+    ('{"prompt": "a", "stop": ' + "[" * 100000 + "]" * 100000 + "}", "nested too deeply"),
+    (b'{"prompt": "ab\xff"}', "not UTF-8 text: byte 15 of the line, 0xff, is not valid there"),
+    (b'{"prompt": "\xc3\xa4\xed\xa0\x80"}', "not UTF-8 text: byte 15 of the line, 0xed"),
+    (b"\0\0\0", "not valid JSON at character 1"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), BAD_LINES)
+def test_a_bad_row_is_refused_with_its_reason_and_the_others_go_on(
+    tmp_path: Path, line: str | bytes, said: str
+) -> None:
+    raw = line if isinstance(line, bytes) else line.encode()
+    good, bad, other = read(tmp_path, b'{"prompt": "good"}\n\n' + raw + b'\n{"prompt": "other"}')
+    assert (good.prompt, other.prompt) == ("good", "other")
+    assert (bad.prompt, bad.sampling, bad.name) == (None, None, "row 1 (line 3)")
+    assert said in str(bad.error) or (said.startswith('"prompt" must be') and "nested too deeply" in str(bad.error))
+    assert str(bad.error).isprintable()
+    json.dumps(refused_row(bad, str(bad.error)), allow_nan=False).encode()
+    # The words are those of whoever writes JSON.
+    assert not {"None", "True", "False", "NoneType", "dict", "tuple", "str", "int"} & set(str(bad.error).split())
+
+
+def test_anything_unexpected_while_one_row_is_read_is_that_rows_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(values: object) -> SamplingParams:
+        raise ZeroDivisionError("by\nnothing")
+
+    rows = InputRows((), write(tmp_path, '{"prompt": "a"}\n'))
+    monkeypatch.setattr(SamplingParams, "from_mapping", fail)
+    (row,) = rows.read()
+    assert row.error == "not a valid row: ZeroDivisionError: by\\nnothing"
+
+
+def test_what_a_refusal_shows_is_bounded(tmp_path: Path) -> None:
+    megabyte = "x" * 1_000_000
+    lines = [
+        json.dumps({"prompt": "a", "max_tokens": megabyte}),
+        json.dumps({"prompt": "a", megabyte: 1}),
+        json.dumps({"prompt": [megabyte]}),
+        json.dumps(megabyte),
+    ]
+    for row in read(tmp_path, "\n".join(lines)):
+        assert 10 < len(str(row.error)) < 600
+    assert len(str(refused_row(row, megabyte)["error"])) < 1100
+
+
+def test_null_stands_for_the_default_in_every_field(tmp_path: Path) -> None:
+    names = [name for name in SamplingParams.__dataclass_fields__]
+    line = json.dumps({"prompt": "a", "prompt_token_ids": None, **dict.fromkeys(names)})
+    (row,) = read(tmp_path, line)
+    assert row.sampling == SamplingParams()
+    (row,) = read(tmp_path, line, max_tokens=5, seed=3)
+    assert row.sampling == SamplingParams(max_tokens=5, seed=3)
+    (given,) = read(tmp_path, '{"prompt": "a"}', max_tokens=5)
+    (null,) = read(tmp_path, '{"prompt": "a", "max_tokens": null}', max_tokens=5)
+    assert null.input_hash == given.input_hash
+
+
+def test_huge_counts_mean_all_and_travel() -> None:
+    sampling = SamplingParams(max_tokens=HUGE, min_tokens=HUGE, top_k=HUGE)
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.top_k) == (2**31 - 1,) * 3
+    with pytest.raises(InvalidRequestError, match="min_tokens is 2147483647, more than max_tokens, 5"):
+        SamplingParams(max_tokens=5, min_tokens=HUGE)
+    with pytest.raises(InvalidRequestError, match="max_tokens must be at least 1, not a value of kind int"):
+        SamplingParams(max_tokens=-(10**5000))
+
+
+def test_lines_end_with_a_line_feed_and_nothing_else(tmp_path: Path) -> None:
+    prompt = "one\u2028two\x0b\x85three"
+    (row,) = read(tmp_path, json.dumps({"prompt": prompt}, ensure_ascii=False) + "\r\n")
+    assert row.prompt == prompt
+    first, second = read(tmp_path, '{"prompt": "ab",\r"max_tokens": 2}\r\n \r\n{"prompt": "b"}')
+    assert (first.error, first.prompt, second.index, second.line) == (None, "ab", 1, 3)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path: Path) -> None:
+    mark = b"\xef\xbb\xbf"
+    (row,) = read(tmp_path, mark + b'{"prompt": "a"}\n')
+    assert (row.error, row.prompt) == (None, "a")
+    assert row.input_hash == read(tmp_path, b'{"prompt": "a"}\n')[0].input_hash
+    with pytest.raises(ConfigError, match="has no rows"):
+        InputRows((), write(tmp_path, mark + b"\n"))
+
+
+@pytest.mark.parametrize("length", [35, 36, 37, 69, 70, 71, 72, 105, 200])
+def test_a_line_of_any_length_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    for module in (launch.batch.input, launch.batch.rows):
+        monkeypatch.setattr(module, "LONGEST_LINE", 35)
+    line = json.dumps({"prompt": "x" * (length - 15)})  # with its line end of this length
+    first, second = read(tmp_path, f'{line}\n{{"prompt": "b"}}\n')
+    assert (first.error is None) == (length <= 35)
+    assert (second.index, second.line, second.prompt) == (1, 2, "b")
+    (last,) = read(tmp_path, line)
+    assert (last.error is None) == (length - 1 <= 35)
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{", "not a valid row"),
-        ("[1]", "must be an object"),
-        ('{"prompt": 3}', '"prompt" must be a text'),
-        ('{"prompt_token_ids": [1, true]}', "list of whole numbers"),
-        ('{"prompt_token_ids": "12"}', "list of whole numbers"),
-        ("{}", 'one of "prompt" and "prompt_token_ids"'),
-        ('{"prompt": "a", "max_token": 3}', "did you mean 'max_tokens'?"),
-        ('{"prompt": "a", "stop_token_ids": 3}', "not a valid row"),
-        ('{"prompt": "a", "logit_bias": {"x": 1}}', "logit_bias"),
-    ],
+    ("start", "said"),
+    [(b"\x1f\x8b\x08", "is compressed (gzip): unpack it first"), (b"\xff\xfe{\0", "is UTF-16 text: write it as UTF-8")],
 )
-def test_a_bad_row_is_refused_with_its_reason(tmp_path: Path, line: str, said: str) -> None:
-    good, bad = rows_from_file(write(tmp_path, '{"prompt": "good"}\n' + line), {})
-    assert good.error is None
-    assert (bad.prompt, bad.sampling) == (None, None)
-    assert said in str(bad.error)
-    assert "\n" not in str(bad.error)
-
-
-def test_line_ends_inside_a_text_do_not_end_the_row(tmp_path: Path) -> None:
-    prompt = "one\u2028two\x0b\x85three"
-    (row,) = rows_from_file(write(tmp_path, json.dumps({"prompt": prompt}, ensure_ascii=False) + "\r\n"), {})
-    assert row.prompt == prompt
+def test_a_file_of_another_kind_is_refused_as_a_whole(tmp_path: Path, start: bytes, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        InputRows((), write(tmp_path, start + os.urandom(50)))
+    assert said in str(raised.value)
 
 
 def test_a_file_without_rows_and_a_bad_default_are_errors_of_the_whole(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no rows"):
-        rows_from_file(write(tmp_path, "\n \n"), {})
+        InputRows((), write(tmp_path, "\n \n\u2003\n"))
+    with pytest.raises(ConfigError, match="nothing to do"):
+        InputRows()
+    with pytest.raises(ConfigError, match="File name too long"):
+        InputRows((), Path("x" * 5000))
+    for path in (Path("/dev/null"), tmp_path):
+        with pytest.raises(ConfigError, match="is not a file: it is read more than once"):
+            InputRows((), path)
     with pytest.raises(InvalidRequestError, match="top_p"):
-        rows_from_prompts(["a"], {"top_p": 2.0})
+        InputRows(["a"], None, {"top_p": 2.0})
     with pytest.raises(InvalidRequestError, match="top_p"):
-        rows_from_file(write(tmp_path, '{"prompt": "a"}'), {"top_p": 2.0})
+        InputRows((), write(tmp_path, '{"prompt": "a"}'), {"top_p": 2.0})
+
+
+def test_rows_that_nobody_wants_are_counted_and_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, "".join(f'\n{{"prompt": "{index}"}}\n \n' for index in range(10)))
+    parsed: list[int] = []
+    read_line = launch.batch.input.read_line
+
+    def count(index: int, *arguments: object) -> PromptRow:
+        parsed.append(index)
+        return read_line(index, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(launch.batch.input, "read_line", count)
+    rows = InputRows(["first"], file, {}, Part(2, 3))
+    assert (len(rows), rows.indexes, parsed) == (4, range(3, 7), [])
+    assert [(row.index, row.prompt) for row in rows.read(lambda index: index != 5)] == [(3, "2"), (4, "3"), (6, "5")]
+    assert parsed == [3, 4, 6]
+    reader = rows.of_part(None).read()
+    assert [next(reader).prompt for _ in range(3)] == ["first", "0", "1"]
+    assert parsed[3:] == [1, 2]  # one after another: nothing is read ahead
+
+
+def test_a_file_that_becomes_shorter_is_told(tmp_path: Path) -> None:
+    file = write(tmp_path, '{"prompt": "a"}\n{"prompt": "b"}\n')
+    rows = InputRows((), file)
+    assert len(rows) == 2
+    write(tmp_path, '{"prompt": "a"}\n')
+    with pytest.raises(ConfigError, match="has fewer rows than when the run began"):
+        list(rows.read())
+    write(tmp_path, '{"prompt": "a"}\n' * 3)
+    assert len(list(rows.read())) == 2  # what came later belongs to another run
 
 
 def completion(index: int, tokens: tuple[int, ...]) -> CompletionOutput:
@@ -117,10 +283,11 @@ def test_a_stream_gets_rows_in_input_order_as_soon_as_possible(tmp_path: Path) -
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    prompts = rows_from_prompts(["p"] * 3, {})
-    writer = open_writer(str(pipe), prompts, resume=False)
+    rows = InputRows(["p"] * 3)
+    prompts = list(rows.read())
+    writer = open_writer(str(pipe), rows, resume=False)
     assert isinstance(writer, RowStream)
-    assert writer.pending == prompts
+    assert not any(index in writer.done for index in rows.indexes)
     writer.write(1, refused_row(prompts[1], "b"))
     with pytest.raises(BlockingIOError):
         os.read(reader, 1)
@@ -132,203 +299,65 @@ def test_a_stream_gets_rows_in_input_order_as_soon_as_possible(tmp_path: Path) -
     os.close(reader)
 
 
-def test_an_output_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a directory"):
-        check_output(str(tmp_path))
-    with pytest.raises(ConfigError, match="does not exist"):
-        check_output(str(tmp_path / "nowhere" / "out.jsonl"))
-    check_output(str(tmp_path / "out.jsonl"))
-    assert not (tmp_path / "out.jsonl").exists()
-    check_output("-")
+def test_texts_are_printed_in_input_order_as_soon_as_possible(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = InputRows(["p"] * 4)
+    prompts = list(rows.read())
+    writer = open_writer(None, rows, resume=False)
+    assert isinstance(writer, TextPrinter)
+    with_logprobs = CompletionOutput(
+        1, "b", (9,), "length", RequestStatistics(), [TokenLogprobs(9, -0.25, [(9, -0.25), (4, -2.0)])]
+    )
+    both = RequestOutput(0, "p", (1,), (completion(0, (7,)), with_logprobs))
+    writer.write(2, output_row(prompts[2], both))
+    writer.write(1, refused_row(prompts[1], "no"))
+    assert capsys.readouterr().out == ""
+    writer.write(0, output_row(prompts[0], RequestOutput(0, "p", (1,), (completion(0, (7,)),))))
+    lines = "--- 0 (stop)\ntext\n--- 2.0 (stop)\ntext\n--- 2.1 (length)\nb\n"
+    logprobs = "    token 9: logprob -0.2500, 9: -0.2500, 4: -2.0000\n"
+    assert capsys.readouterr().out == lines + logprobs
+    TextPrinter(rows, has_text=False).write(0, output_row(prompts[0], RequestOutput(0, None, (1,), both.completions)))
+    assert capsys.readouterr().out.splitlines()[:2] == ["--- 0.0 (stop)", "7"]
 
 
-PROMPTS = ["one", "two \u00e4", "three", "four"]
-
-
-def result(prompt: PromptRow, text: str = "") -> dict[str, object]:
-    """A finished row that tells which prompt it is of; its text has bytes above 127, quotes and a line end."""
-    tokens = tuple(range(prompt.index + 1))
-    output = CompletionOutput(0, text or f'\u4f60 "{prompt.prompt}"\n}}', tokens, "stop", RequestStatistics())
-    return output_row(prompt, RequestOutput(0, None, (1,), (output,)))
-
-
-def killed_run(output: Path, prompts: Sequence[PromptRow], finished: Sequence[int]) -> bytes:
-    """Leave behind what a run leaves that is killed after these rows; returns the working file."""
-    journal = RowJournal(str(output), prompts, resume=False)
-    for index in finished:
-        journal.write(index, result(prompts[index]))
-    journal.close()
-    return output.with_name(output.name + ".partial").read_bytes()
-
-
-def complete(output: Path, prompts: Sequence[PromptRow], resume: bool, text: str = "") -> list[int]:
-    """A run to the end; returns the rows that it ran."""
-    journal = RowJournal(str(output), prompts, resume)
-    ran = [prompt.index for prompt in journal.pending]
-    for prompt in reversed(journal.pending):
-        journal.write(prompt.index, result(prompt, text))
-    journal.finish()
-    journal.close()
-    return ran
-
-
-def written(output: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in output.read_bytes().split(b"\n")[:-1]]
-
-
-def test_a_row_is_in_the_working_file_at_once_and_in_the_output_at_the_end(tmp_path: Path) -> None:
-    prompts, output = rows_from_prompts(PROMPTS, {}), tmp_path / "out.jsonl"
-    output.write_text("an earlier output of anything\n")
-    journal = RowJournal(str(output), prompts, resume=False)
-    for count, index in enumerate((2, 0, 3, 1), start=1):
-        journal.write(index, result(prompts[index]))
-        # A second reader sees whole rows now: nothing waits in this process.
-        assert len(written(tmp_path / "out.jsonl.partial")) == count
-    assert [row["index"] for row in written(tmp_path / "out.jsonl.partial")] == [2, 0, 3, 1]
-    assert output.read_text() == "an earlier output of anything\n"
-    journal.finish()
-    journal.close()
-    assert written(output) == [result(prompt) for prompt in prompts]
-    assert os.listdir(tmp_path) == ["out.jsonl"]
-
-
-def test_a_last_row_torn_at_any_byte_is_dropped_and_run_again(tmp_path: Path) -> None:
-    prompts, output = rows_from_prompts(PROMPTS, {}), tmp_path / "out.jsonl"
-    whole = killed_run(output, prompts, [3, 0, 1])
-    last = whole.rindex(b"\n", 0, -1) + 1
-    for length in range(last, len(whole) + 1):
-        (tmp_path / "out.jsonl.partial").write_bytes(whole[:length])
-        assert complete(output, prompts, resume=True) == ([2] if length == len(whole) else [1, 2])
-        assert written(output) == [result(prompt) for prompt in prompts], length
-        assert os.listdir(tmp_path) == ["out.jsonl"]
-
-
-@pytest.mark.parametrize(
-    "line", [b"", b"{}", b'{"index": 1, "te', b"\xff", b"null", b'"index"', b'{"index": 1}', b"[" * 9999]
-)
-def test_a_damaged_line_before_the_last_is_named_and_nothing_is_touched(tmp_path: Path, line: bytes) -> None:
-    prompts, output = rows_from_prompts(PROMPTS, {}), tmp_path / "out.jsonl"
-    first, second, _ = killed_run(output, prompts, [3, 0]).split(b"\n")
-    damaged = first + b"\n" + line + b"\n" + second + b"\n"
-    (tmp_path / "out.jsonl.partial").write_bytes(damaged)
-    with pytest.raises(ConfigError, match=r"out.jsonl.partial: line 2 is not a whole output row"):
-        RowJournal(str(output), prompts, resume=True)
-    assert (tmp_path / "out.jsonl.partial").read_bytes() == damaged
-    assert os.listdir(tmp_path) == ["out.jsonl.partial"]
-
-
-def test_a_file_of_something_else_is_not_taken_for_a_torn_row(tmp_path: Path) -> None:
-    (tmp_path / "out.jsonl").write_text("my notes, without a line end")
-    with pytest.raises(ConfigError, match="line 1 is not a whole output row"):
-        RowJournal(str(tmp_path / "out.jsonl"), rows_from_prompts(PROMPTS, {}), resume=True)
-    assert (tmp_path / "out.jsonl").read_text() == "my notes, without a line end"
-
-
-@pytest.mark.parametrize(
-    ("prompts", "defaults", "said"),
-    [
-        (["one", "zwei", "3", "four"], {}, "row 1 is of another input row"),
-        (["one", "two \u00e4"], {}, "row 2 is not in the input"),
-        (PROMPTS, {"max_tokens": 3}, "row 0 is of another input row or sampling options"),
-    ],
-)
-@pytest.mark.parametrize("ended", [False, True], ids=["killed", "ended"])
-def test_rows_of_another_input_are_refused(
-    tmp_path: Path, prompts: list[str], defaults: dict[str, object], said: str, ended: bool
-) -> None:
-    earlier, output = rows_from_prompts(PROMPTS, {}), tmp_path / "out.jsonl"
-    killed_run(output, earlier, [2, 1, 0])
-    if ended:
-        complete(output, earlier, resume=True)
-    with pytest.raises(ConfigError, match=said):
-        finished_rows(str(output), rows_from_prompts(prompts, defaults), resume=True)
-    with pytest.raises(ConfigError, match=said):
-        RowJournal(str(output), rows_from_prompts(prompts, defaults), resume=True)
-    assert complete(output, earlier, resume=True) == ([] if ended else [3])
+def test_a_million_refusals_are_a_few_lines_and_a_count(capsys: pytest.CaptureFixture[str]) -> None:
+    refusals = Refusals()
+    for index in reversed(range(1000)):
+        refusals.add(PromptRow(index, None, None, "00", "bad", index + 1), "bad")
+    refusals.tell(has_rows=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:-1] == [f"trtrun: row {index} (line {index + 1}) refused: bad" for index in range(MOST_REFUSALS)]
+    assert (
+        lines[-1] == f"trtrun: {1000 - MOST_REFUSALS} more rows were refused: the `error` of each output row says why"
+    )
+    assert len(refusals) == 1000
 
 
 def test_the_hash_is_of_the_row_and_the_defaults_that_it_takes(tmp_path: Path) -> None:
     def hashes(text: str, defaults: dict[str, object]) -> list[str]:
-        return [row.input_hash for row in rows_from_file(write(tmp_path, text), defaults)]
+        return [row.input_hash for row in InputRows((), write(tmp_path, text), defaults).read()]
 
     plain = '{"prompt": "a", "max_tokens": 5}\n{"prompt": "a"}\n{bad'
     assert hashes(plain, {}) == hashes('{"max_tokens":5,"prompt":"\\u0061"}\n\n {"prompt":"a"}\n{bad', {})
     assert hashes(plain, {})[:2] != hashes(plain, {"max_tokens": 9})[:2]
     assert hashes(plain, {})[0] == hashes(plain, {"max_tokens": 9})[0]  # the row names its own
     assert len(set(hashes(plain, {}))) == 3
-    assert hashes(plain, {})[1] == rows_from_prompts(["a"], {})[0].input_hash
+    assert hashes(plain, {})[1] == next(InputRows(["a"]).read()).input_hash
 
 
-def test_refused_rows_run_again_and_may_have_been_corrected(tmp_path: Path) -> None:
-    output = tmp_path / "out.jsonl"
-    prompts = rows_from_file(write(tmp_path, '{"prompt": "a"}\n{"promt": "b"}\n{"prompt": "c"}'), {})
-    journal = RowJournal(str(output), prompts, resume=False)
-    journal.write(1, refused_row(prompts[1], str(prompts[1].error)))
-    journal.write(2, result(prompts[2]))
-    journal.write(0, refused_row(prompts[0], "too long"))
-    journal.finish()
-    journal.close()
-    assert complete(output, prompts, resume=True, text="x") == [0, 1]
-    corrected = rows_from_file(write(tmp_path, '{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}'), {})
-    killed_run(tmp_path / "other.jsonl", prompts, [0])
-    journal = RowJournal(str(tmp_path / "other.jsonl"), prompts, resume=True)
-    journal.write(1, refused_row(prompts[1], str(prompts[1].error)))
-    journal.close()
-    assert complete(tmp_path / "other.jsonl", corrected, resume=True) == [1, 2]
-    assert written(tmp_path / "other.jsonl") == [result(prompt) for prompt in corrected]
-
-
-def test_an_ended_output_is_gone_on_with_and_never_lost(tmp_path: Path) -> None:
-    prompts, output = rows_from_prompts(PROMPTS, {}), tmp_path / "out.jsonl"
-    assert complete(output, prompts[:2], resume=True) == [0, 1]  # nothing there: all rows run
-    before = output.read_bytes()
-    journal = RowJournal(str(output), prompts, resume=True)
-    assert [prompt.index for prompt in journal.pending] == [2, 3]
-    journal.write(3, result(prompts[3]))
-    journal.close()  # killed: the earlier rows are in both files now
-    assert output.read_bytes() == before
-    output.unlink()
-    assert complete(output, prompts, resume=True) == [2]
-    assert written(output) == [result(prompt) for prompt in prompts]
-
-
-def test_a_run_without_resume_does_not_lose_rows_of_a_killed_one(tmp_path: Path) -> None:
-    prompts, output = rows_from_prompts(PROMPTS, {}), tmp_path / "out.jsonl"
-    before = killed_run(output, prompts, [3, 0])
-    with pytest.raises(ConfigError, match="holds 2 finished rows of a run that did not end: go on with --resume"):
-        RowJournal(str(output), prompts, resume=False)
-    assert (tmp_path / "out.jsonl.partial").read_bytes() == before
-    assert complete(output, prompts, resume=True) == [1, 2]
-    assert complete(output, prompts[:1], resume=False, text="new") == [0]  # an ended output is simply replaced
-    assert written(output) == [result(prompts[0], "new")]
-
-
-def test_one_run_at_a_time_writes_an_output(tmp_path: Path) -> None:
-    prompts, output = rows_from_prompts(PROMPTS, {}), tmp_path / "out.jsonl"
-    journal = RowJournal(str(output), prompts, resume=False)
-    with pytest.raises(ConfigError, match="another run is writing"):
-        RowJournal(str(output), prompts, resume=True)
-    journal.close()
-    assert os.listdir(tmp_path) == []  # nothing was finished: nothing stays
-
-
-def test_a_link_to_the_output_stays_a_link(tmp_path: Path) -> None:
-    (tmp_path / "scratch").mkdir()
-    (tmp_path / "out.jsonl").symlink_to(tmp_path / "scratch" / "rows.jsonl")
-    complete(tmp_path / "out.jsonl", rows_from_prompts(PROMPTS, {}), resume=False)
-    assert (tmp_path / "out.jsonl").is_symlink()
-    assert os.listdir(tmp_path / "scratch") == ["rows.jsonl"]
-
-
-@pytest.mark.parametrize("replaced", [False, True], ids=["before-the-step", "after-the-step"])
-def test_a_kill_around_the_last_step_leaves_a_run_that_resume_ends(tmp_path: Path, replaced: bool) -> None:
-    prompts, output = rows_from_prompts(PROMPTS, {}), tmp_path / "out.jsonl"
-    working = killed_run(output, prompts, [2, 0, 3, 1])
-    if replaced:
-        complete(output, prompts, resume=True)
-        (tmp_path / "out.jsonl.partial").write_bytes(working)
-    else:
-        (tmp_path / "out.jsonl.partial.new").write_bytes(working[:50])
-    assert complete(output, prompts, resume=True) == []
-    assert written(output) == [result(prompt) for prompt in prompts]
-    assert os.listdir(tmp_path) == ["out.jsonl"]
+def test_hashes_stay_as_they_were_so_that_earlier_outputs_can_be_resumed(tmp_path: Path) -> None:
+    lines = [
+        '{"prompt": "a"}',
+        '{"max_tokens": 5, "prompt": "\\u00e4\\ud83d\\ude00"}',
+        '{"prompt_token_ids": [1, 2, 3], "temperature": 0.5, "seed": null}',
+        '{"prompt": "b", "logit_bias": {"7": -3.5}, "stop": ["x", "y"], "n": 2, "logprobs": 0}',
+        '{"promt": "b"}',
+        "[1]",
+    ]
+    # Written down from version 0.1.0.
+    plain = "732acbb3e402e912 dd0553153aaaccee 17187d0ca10772c1 425f23e25d8dbabf 3bee5b0444089ffd 080a9ed428559ef6"
+    given = "c4e37544acbc16f4 5285edfc827b012a a932a090b5c8bdc6 b8aa5237571668fc 23b219e0b35fcf59 080a9ed428559ef6"
+    text = "\n".join(lines)
+    assert [row.input_hash for row in read(tmp_path, text)] == plain.split()
+    assert [row.input_hash for row in read(tmp_path, text, max_tokens=9, stop=("q",))] == given.split()
+    prompts = InputRows(["def f(", "\u00e4"], None, {"temperature": 0.8, "ignore_eos": True})
+    assert [row.input_hash for row in prompts.read()] == ["ec56d9b50bbc66ae", "b0f2be587d01f0ea"]

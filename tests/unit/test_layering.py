@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+import trtrun
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,18 +34,19 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun": (
         frozenset({"llm"}),
-        frozenset({"prompts"}),
-        frozenset({"roles"}),
+        frozenset({"llm_engine", "pending", "interrupts"}),
+        frozenset({"prompts", "roles"}),
         frozenset({"scheduling", "speculation"}),
         frozenset({"engine"}),
         frozenset({"models"}),
         frozenset({"layers"}),
         frozenset({"attention", "linear"}),
         frozenset({"kernels"}),
-        frozenset({"sampling", "quantization", "kvcache"}),
-        frozenset({"topology"}),
-        frozenset({"wire", "telemetry", "outputs", "text", "registry", "config"}),
-        frozenset({"core", "yaml_source", "threads", "device_lists", "launch_config"}),
+        frozenset({"sampling", "kvcache"}),
+        frozenset({"topology", "detokenizer"}),
+        frozenset({"wire", "telemetry", "outputs", "text", "registry", "config", "section_check"}),
+        frozenset({"core", "yaml_source", "threads", "tensors", "device_lists", "launch_config"}),
+        frozenset({"values"}),
         frozenset({"errors"}),
     ),
     "parallel": (
@@ -57,11 +62,12 @@ FORBIDDEN = {("speculation", "engine"), ("speculation", "models"), ("scheduling"
 NEIGHBOURS = {
     ("wire", "registry"),
     ("config", "registry"),
+    ("config", "section_check"),
     ("launch_config", "device_lists"),
     ("probe", "groups"),
     ("probe", "watchdog"),
 }
-FACES = {"LLM", "SamplingParams", "__version__"}
+FACES = frozenset(trtrun.__all__)
 
 
 def imported_modules(source: str) -> list[str]:
@@ -146,6 +152,20 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
+def test_every_name_of_the_packages_face_is_there() -> None:
+    assert {"LLM", "SamplingParams", "load_config", "RequestOutput"} <= FACES
+    for name in FACES:
+        assert getattr(trtrun, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        trtrun.nothing  # noqa: B018
+
+
+def test_the_face_alone_loads_nothing_heavy() -> None:
+    code = "import sys, trtrun; print(sorted({'torch', 'pydantic', 'tokenizers', 'mpi4py'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_room_is_in_the_table_and_every_line_of_it_exists(package: str) -> None:
     rooms = {
@@ -163,7 +183,7 @@ def test_every_room_is_in_the_table_and_every_line_of_it_exists(package: str) ->
         ("trtrun.kvcache.tables", "def f():\n    from trtrun.engine.rows import RowState"),
         ("trtrun.speculation.cycle", "if TYPE_CHECKING:\n    from trtrun.engine.runner import Engine"),
         ("trtrun.scheduling.scheduler", "from trtrun.speculation import verify"),
-        ("trtrun.quantization.dense", "from trtrun.kvcache.store import KVStore"),
+        ("trtrun.linear.quantization.dense", "from trtrun.models.parts import Weight"),
         ("trtrun.models.llama", "from trtrun import roles"),
         ("launch.mpi.job", "from launch.batch.run import play_run"),
         ("launch.commands.run", "def f():\n    from launch.cli import cli"),

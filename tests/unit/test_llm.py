@@ -14,7 +14,7 @@ from pipelines import LLM_VOCABULARY, Reference, open_llm, prompt_of, text_of, t
 import trtrun
 from trtrun import LLM, SamplingParams
 from trtrun.errors import CheckpointError, ConfigError, InvalidRequestError, TrtrunError
-from trtrun.outputs import StreamChunk
+from trtrun.outputs import CompletionDelta
 
 # Completions, seeds, log probabilities.
 
@@ -189,7 +189,7 @@ def test_without_a_tokenizer_token_ids_are_all_there_is(tmp_path: Path) -> None:
         refused = llm.generate([[1]], SamplingParams(stop=("x",)))[0]
         assert "tokenizer" in str(refused.error)
         chunks = list(llm.stream([1, 2, 3], SamplingParams(max_tokens=3)))
-        assert all(isinstance(chunk, StreamChunk) and chunk.text == "" for chunk in chunks)
+        assert all(isinstance(chunk, CompletionDelta) and chunk.text == "" for chunk in chunks)
 
 
 def test_a_draft_with_another_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:

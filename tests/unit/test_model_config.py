@@ -12,7 +12,7 @@ from checkpoints import ARCHITECTURES, make_checkpoint
 
 from trtrun.errors import CheckpointError
 from trtrun.layers.rotary import RopeConfig
-from trtrun.models.config import read_model_config
+from trtrun.models.config import MOST_POSITIONS, read_model_config
 from trtrun.registry import MODEL_FAMILIES, Registry
 
 
@@ -102,6 +102,44 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"rope_type": "linear"}}, "'factor' must be a positive number, not None"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "'low_freq_factor' must be a positive number"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
+    ({"quantization_config": "gptq"}, r"quantized weights \('gptq'\) are not supported"),
+    (
+        {"hidden_size": 10**30},
+        "'hidden_size' is 1000000000000000000000000000000, more than any model has: at most 10485",
+    ),
+    ({"num_hidden_layers": 10**8}, "'num_hidden_layers' is 100000000, more than any model has: at most 4096 are taken"),
+    ({"rope_parameters": {"rope_theta": 10**400}}, "is not valid JSON: it holds a whole number of 401 digits"),
+    ({"rope_parameters": {"rope_theta": float("inf")}}, "'rope_theta' must be a positive number, not inf"),
+    ({"attention_bias": "false"}, "'attention_bias' must be true or false, not 'false'"),
+    (
+        {"architectures": ["Qwen2ForCausalLM"], "layer_types": 5},
+        "'layer_types' must be a list with the type of each la",
+    ),
+    ({"architectures": ["Qwen2ForCausalLM"], "layer_types": [[]] * 2}, "'layer_types' must be a list with the type"),
+    (
+        {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": "x"},
+        "'max_window_layers' must be a whole number, not 'x'",
+    ),
+    (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": "x"},
+        "'sliding_window' must be a positive whole number",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 0}},
+        "'original_max_position_embeddings' must be a positive whole number, not 0",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": "x"}},
+        "'beta_fast' must be a positive number, not 'x'",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1}},
+        "the numbers of rope type 'yarn' give no angles",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "linear", "factor": 1e-320}},
+        "the numbers of rope type 'linear' give no angles",
+    ),
     (
         {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e6}}},
         "differ between layer types",
@@ -118,6 +156,35 @@ def test_refusals_are_one_line_that_names_the_file(tmp_path: Path, changes: dict
     assert str(path / "config.json") in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_context_beyond_any_is_cut_to_what_tables_can_be_as_long_as(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, max_position_embeddings=10**12)
+    assert read_model_config(path).max_position_embeddings == MOST_POSITIONS
+    rope = {"rope_type": "yarn", "original_max_position_embeddings": 10**9}
+    assert read_model_config(edit(path, rope_parameters=rope)).rope.factor == 1000
+
+
+def test_eos_tokens_that_no_model_writes_end_nothing_and_wrong_ones_are_their_files(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path)
+    edit(path, "generation_config.json", eos_token_id=[-1, 5, 10**30])
+    assert read_model_config(path).eos_token_ids == (5,)
+    edit(path, "generation_config.json", eos_token_id="x")
+    with pytest.raises(CheckpointError, match=r"/generation_config\.json: 'eos_token_id' must be a token id or a list"):
+        read_model_config(path)
+
+
+def test_what_nobody_thought_of_is_one_line_with_the_files_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise AttributeError("a defect\nin two lines")
+
+    monkeypatch.setattr("trtrun.models.config.parse_rope", fail)
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be used: AttributeError: a defect in two lines$"):
+        read_model_config(path)
+
+
 def test_directory_and_file_errors(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere does not exist; give a Hugging Face model directory"):
         read_model_config(tmp_path / "nowhere")
@@ -128,8 +195,13 @@ def test_directory_and_file_errors(tmp_path: Path) -> None:
         read_model_config(tmp_path)
     assert "\n" not in str(caught.value)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="must hold a JSON object, not list"):
+    with pytest.raises(CheckpointError, match="must hold a JSON object, not a list"):
         read_model_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(CheckpointError, match=r"config\.json: what stands in it is nested too deeply"):
+        read_model_config(tmp_path)
+    with pytest.raises(CheckpointError, match=r"cannot be read: File name too long"):
+        read_model_config(tmp_path / ("x" * 300))
     with pytest.raises(CheckpointError, match="is a file"):
         read_model_config(tmp_path / "config.json")
 

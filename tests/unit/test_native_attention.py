@@ -8,7 +8,7 @@ import pytest
 import torch
 from native import leave_to_torch, needs_kernels
 
-from trtrun.attention.attention import HostAttention
+from trtrun.attention.backend import HostAttention
 from trtrun.kernels.cpu.attention import NativeAttention
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore

@@ -14,10 +14,12 @@ import sys
 {before}
 import torch
 from trtrun.kernels.choice import kernels_for
-from trtrun.linear.linear import make_linear
+from trtrun.linear.layer import Linear
+from trtrun.linear.quantization import QUANTIZATIONS
 torch.set_num_threads(2)
 weight, x = torch.eye(64).bfloat16(), torch.randn(3, 64).bfloat16()
-assert torch.equal(make_linear(weight.clone())(x), x)
+layer = Linear(weight.shape, QUANTIZATIONS.get("none"), {{"weight": weight.clone()}})
+assert torch.equal(layer(x), x)
 print(kernels_for(torch.device("cpu"), torch.bfloat16), kernels_for(torch.device("cpu"), torch.float32))
 print(any(name.startswith("llvmlite") for name in sys.modules))
 """

@@ -9,7 +9,8 @@ from native import leave_to_torch, needs_kernels
 from trtrun.kernels.cpu.machine import compile_kernels
 from trtrun.kernels.cpu.matmul import BlockedMatmul
 from trtrun.kernels.cpu.matmul_code import KERNEL, STRETCH, TILE_ROWS, matmul_module, prefetch_for
-from trtrun.linear.linear import make_linear
+from trtrun.linear.layer import Linear
+from trtrun.linear.quantization import QUANTIZATIONS
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("each_number_of_threads")]
 
@@ -99,9 +100,10 @@ def test_every_way_to_prefetch_gives_the_same(processor: str) -> None:
 def test_linear_layers_agree_with_those_of_torch(inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An odd number of input features is torch's in any case."""
     weight, bias, x = numbers(70, inputs, seed=1), numbers(70, seed=2), numbers(8, inputs, seed=3)
-    own = make_linear(weight.clone(), bias)
+    dense = QUANTIZATIONS.get("none")
+    own = Linear(weight.shape, dense, {"weight": weight.clone()}, bias)
     assert isinstance(own._product, BlockedMatmul) is (inputs % 2 == 0)
     leave_to_torch(monkeypatch)
-    other = make_linear(weight.clone(), bias)
+    other = Linear(weight.shape, dense, {"weight": weight.clone()}, bias)
     assert not isinstance(other._product, BlockedMatmul)
     assert torch.allclose(own(x).float(), other(x).float(), rtol=2**-7, atol=2**-7)

@@ -188,8 +188,8 @@ class TimedFleet:
 
 def draft_lens(llm: LLM, machine: Machine, sampling: list[SamplingParams]) -> tuple[Any, list[int]]:
     """The tokens of prompts run together on `machine`'s clock, and the draft_len of every round with all rows."""
-    fleet = TimedFleet(llm._orchestrator._fleet, machine)
-    llm._orchestrator._fleet, llm._orchestrator._clock = fleet, fleet.clock
+    fleet = TimedFleet(llm.engine.orchestrator._fleet, machine)
+    llm.engine.orchestrator._fleet, llm.engine.orchestrator._clock = fleet, fleet.clock
     outputs = llm.generate([prompt_of(12, seed=index) for index in range(len(sampling))], sampling)
     llm.check_idle()
     full = [plan.draft_len for plan in fleet.plans if len(plan.decode_rows) == len(sampling) and not plan.prefill]
@@ -249,9 +249,9 @@ def test_the_pacer_is_told_what_each_round_took_and_accepted(pair: tuple[Path, P
     """Also where the next plan is out before the verdict; rounds with a prompt's chunk have no time."""
     scheduler = {"plans_ahead": plans_ahead, "max_num_tokens": 48, "max_batch_size": 4}
     with open_llm(*pair, speculation={"draft_len": MOST, "pacing": "measured"}, scheduler=scheduler) as llm:
-        pacer = llm._orchestrator._pacer = NotingPacer()
-        fleet = TimedFleet(llm._orchestrator._fleet, COSTLY)
-        llm._orchestrator._fleet, llm._orchestrator._clock = fleet, fleet.clock
+        pacer = llm.engine.orchestrator._pacer = NotingPacer()
+        fleet = TimedFleet(llm.engine.orchestrator._fleet, COSTLY)
+        llm.engine.orchestrator._fleet, llm.engine.orchestrator._clock = fleet, fleet.clock
         outputs = llm.generate([prompt_of(70, seed=index) for index in range(3)], SAMPLING[:3])
     plans = [plan for plan in fleet.plans if len(plan.decode_rows)]
     assert len(pacer.told) == len(plans)
@@ -286,7 +286,7 @@ def test_a_draft_that_sat_rounds_out_drafts_as_well_as_before(tmp_path: Path, le
     target = make_checkpoint(tmp_path / "target", num_hidden_layers=2)
     speculation = {"draft_len": 4, "pacing": "measured"}
     with open_llm(target, target, speculation=speculation, scheduler={"max_batch_size": 4}) as llm:
-        llm._orchestrator._pacer = ScriptedPacer(lens)
+        llm.engine.orchestrator._pacer = ScriptedPacer(lens)
         sampling = SamplingParams(max_tokens=120, ignore_eos=True)
         llm.generate([prompt_of(length, seed=length) for length in (1, 2, 17, 40)], sampling)
         statistics = llm.statistics()
@@ -299,7 +299,7 @@ def test_a_catch_up_writes_what_each_row_lacks_and_nothing_before_it(pair: tuple
     """What lies before may be shared with other rows by then."""
     untouched = 7.0
     with open_llm(*pair, dtype="float32") as llm:  # in bfloat16 a kernel may lay the store out in its own way
-        engine = llm._orchestrator._fleet._worker.drafter._engine
+        engine = llm.engine.orchestrator._fleet._worker.drafter._engine
         engine.rows.lengths[:2] = torch.tensor([5, 20])
         engine.rows.block_tables[:2, :2] = torch.tensor([[1, 2], [3, 4]])
         engine._store.data.fill_(untouched)

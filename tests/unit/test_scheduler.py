@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from scheduler_simulation import Job, accept_token, make_request
+from scheduler_simulation import Job, make_request, output_of
 
 from trtrun.core import FinishReason, RoundPlan
 from trtrun.errors import ConfigError, InvalidRequestError
-from trtrun.scheduling.scheduler import RowResult, Scheduler, SchedulerLimits
+from trtrun.scheduling.completion import RowResult
+from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.scheduling.scheduler import Scheduler
 
 LIMITS = SchedulerLimits(
     max_batch_size=4, max_num_tokens=64, max_seq_len=64, draft_max_seq_len=64, draft_len=3, block_size=4, num_blocks=65
@@ -27,7 +29,7 @@ def schedule(scheduler: Scheduler) -> RoundPlan:
 
 
 def commit(scheduler: Scheduler, plan: RoundPlan, *tokens: list[int]) -> list[RowResult]:
-    return scheduler.commit(plan, [len(row) for row in tokens], list(tokens), accept_token)
+    return scheduler.commit(plan, [len(row) for row in tokens], list(tokens))
 
 
 def start(scheduler: Scheduler, *lengths: int, max_tokens: int = 30) -> None:
@@ -40,7 +42,7 @@ def start(scheduler: Scheduler, *lengths: int, max_tokens: int = 30) -> None:
 def test_first_plan_admits_in_order_into_the_smallest_rows() -> None:
     scheduler = Scheduler(LIMITS)
     for number, length in enumerate([5, 3, 1, 2, 6]):
-        scheduler.add(make_request(number, [1] * length))
+        scheduler.add(make_request(number, [1] * length, stop_ids=(5,) if number in (1, 2) else ()))
     plan = schedule(scheduler)
     assert [(a.row, a.request_id) for a in plan.admissions] == [(0, 0), (1, 1), (2, 2), (3, 3)]
     assert [(c.row, c.start, c.length, c.is_last) for c in plan.prefill] == [
@@ -51,7 +53,7 @@ def test_first_plan_admits_in_order_into_the_smallest_rows() -> None:
     assert [update[:2] for update in plan.block_updates.tolist()] == [[0, 0], [0, 1], [1, 0], [2, 0], [3, 0]]
     assert (scheduler.num_running, scheduler.num_waiting) == (4, 1)
     # Rows 1 and 2 end; the waiting request gets row 1, in the plan that drops it.
-    scheduler.commit(plan, [1] * 4, [[5]] * 4, lambda run, _: FinishReason.STOP if run.row in (1, 2) else None)
+    scheduler.commit(plan, [1] * 4, [[5]] * 4)
     plan = schedule(scheduler)
     assert plan.dropped_rows == (1, 2) and plan.admissions[0].row == 1
     assert plan.decode_rows.tolist() == [0, 3] and plan.sampled_rows == [0, 3, 1]
@@ -107,7 +109,7 @@ def test_length_ends_a_request_at_max_tokens_the_context_and_the_whole_store() -
         job = Job(limits)
         running = job.add(make_request(0, [1, 2, 3, 4], max_tokens))
         job.run([])
-        assert len(running.output_token_ids) == expected and running.finish_reason is FinishReason.LENGTH
+        assert len(output_of(running)) == expected and running.finish_reason is FinishReason.LENGTH
 
 
 def test_stop_discards_the_rest_of_the_round() -> None:
@@ -115,10 +117,8 @@ def test_stop_discards_the_rest_of_the_round() -> None:
     running = scheduler.add(make_request(0, [1, 2], 30, stop_ids=(7,)))
     commit(scheduler, schedule(scheduler), [5])
     results = commit(scheduler, schedule(scheduler), [6, 7, 8])
-    assert [(r.running, r.new_token_ids, r.finished, r.index_in_verdict) for r in results] == [
-        (running, [6, 7], True, 0)
-    ]
-    assert running.output_token_ids == [5, 6, 7] and running.finish_reason is FinishReason.STOP
+    assert [(r.completion, r.new_token_ids, r.index_in_verdict) for r in results] == [(running, [6, 7], 0)]
+    assert output_of(running) == [5, 6, 7] and running.finish_reason is FinishReason.STOP
     assert running.row == -1 and not scheduler.has_work and scheduler.idle_is_whole()
     assert scheduler.schedule() is None, "at idle the ranks are not told of dropped rows"
     scheduler.add(make_request(1, [1]))
@@ -206,12 +206,12 @@ def test_plan_ahead_waits_where_the_row_is_sure_or_likely_to_end() -> None:
     start(scheduler, 5, max_tokens=2)
     plan = schedule(scheduler)
     assert scheduler.schedule() is None, "the outstanding round gives the last token"
-    assert commit(scheduler, plan, [6])[0].finished
+    assert commit(scheduler, plan, [6])[0].completion.finish_reason is not None
     scheduler = Scheduler(with_limits(plans_ahead=1, max_seq_len=9))
     start(scheduler, 5)
     plan = schedule(scheduler)
     assert scheduler.schedule() is None, "it may stand at the context's end"
-    assert not commit(scheduler, plan, [6])[0].finished
+    assert commit(scheduler, plan, [6])[0].completion.finish_reason is None
     assert schedule(scheduler).draft_lens.tolist() == [1]
 
 
@@ -221,7 +221,7 @@ def test_last_chunk_and_first_round_may_both_be_out() -> None:
     prefill, decode = schedule(scheduler), schedule(scheduler)
     assert prefill.sampled_rows == decode.sampled_rows == [0] and decode.draft_lens.tolist() == [3]
     commit(scheduler, prefill, [5])
-    assert commit(scheduler, decode, [6, 7])[0].running.output_token_ids == [5, 6, 7]
+    assert output_of(commit(scheduler, decode, [6, 7])[0].completion) == [5, 6, 7]
 
 
 def test_results_of_a_row_that_ended_are_ignored() -> None:
@@ -234,8 +234,8 @@ def test_results_of_a_row_that_ended_are_ignored() -> None:
     third = schedule(scheduler)
     assert third.dropped_rows == (0,) and third.admissions[0].row == 0
     assert commit(scheduler, second, [8]) == [], "the row is another request's now"
-    assert running.output_token_ids == [5, 7]
-    assert commit(scheduler, third, [5])[0].running.request.request_id == 1
+    assert output_of(running) == [5, 7]
+    assert commit(scheduler, third, [5])[0].completion.request.request_id == 1
 
 
 def test_preemption_takes_the_newest_row_and_puts_it_first_in_the_queue() -> None:
@@ -315,7 +315,7 @@ def test_cancel_takes_a_waiting_or_a_running_request_out() -> None:
     assert scheduler.cancel(0) and first.finish_reason is FinishReason.CANCELLED and scheduler.num_running == 0
     assert not scheduler.cancel(0) and not scheduler.cancel(99)
     assert scheduler.idle_is_whole() and scheduler.num_outstanding == 1
-    assert commit(scheduler, plan, [5]) == [] and first.output_token_ids == []
+    assert commit(scheduler, plan, [5]) == [] and output_of(first) == []
     scheduler.add(make_request(0, [1]))
     assert schedule(scheduler).dropped_rows == (0,)
 
@@ -326,7 +326,7 @@ def test_cancel_takes_a_waiting_or_a_running_request_out() -> None:
         ({"max_seq_len": 20}, 20, ["20 tokens", "max_seq_len 20", "room for 19"]),
         ({"num_blocks": 5}, 16, ["16 tokens", "needs 17", "holds 16", "4 blocks of 4"]),
         ({}, 0, ["0 tokens"]),
-        ({"max_waiting": 1}, 3, ["1 requests wait", "max_waiting is 1"]),
+        ({"max_waiting": 1}, 3, ["1 completions wait", "max_waiting is 1"]),
     ],
 )
 def test_refused_request_says_the_numbers_and_the_others_go_on(
@@ -345,7 +345,7 @@ def test_longest_prompts_that_fit_give_one_token() -> None:
         job = Job(limits)
         running = job.add(make_request(0, [1] * length))
         job.run([])
-        assert len(running.output_token_ids) == 1
+        assert len(output_of(running)) == 1
 
 
 def test_request_id_in_use_is_refused() -> None:

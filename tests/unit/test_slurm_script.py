@@ -11,12 +11,13 @@ from typing import Any
 
 import click
 import pytest
+from checkpoints import make_checkpoint
 
 from launch.batch.merge import part_path
 from launch.commands.submit_arguments import make_job, merge_words, parse_inner
-from launch.slurm.resources import read_needs
+from launch.slurm.resources import read_resources
 from launch.slurm.script import Array, parse_time, part_output, quote_directive, render_script
-from trtrun.errors import ConfigError
+from trtrun.errors import CheckpointError, ConfigError
 
 HARMFUL = """a 'b' "c" $(touch bad) `touch bad` \\ ; touch bad & #x"""
 
@@ -38,7 +39,29 @@ def script_of(*words: str, slurm: dict[str, Any] | None = None, array: Array | N
     Path("run.yaml").write_text(json.dumps(values), encoding="utf-8")
     path = Path("run.yaml")
     inner = parse_inner(words, path, ())
-    return render_script(make_job(inner, read_needs(path, inner.overrides), path, (), array))
+    return render_script(make_job(inner, read_resources(path, inner.overrides), path, (), array))
+
+
+def test_weights_that_the_job_would_refuse_are_refused_before_it_is_queued(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_checkpoint(Path("model"), tokenizer=True)
+    values = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps({**values, "num_hidden_layers": 3}), encoding="utf-8")
+
+    def submit(devices: object) -> str:
+        values = {"target": {"model": "model", "devices": devices}, "speculation": {"method": "none"}}
+        Path("run.yaml").write_text(json.dumps(values), encoding="utf-8")
+        inner = parse_inner(run(), Path("run.yaml"), ())
+        return render_script(make_job(inner, read_resources(Path("run.yaml"), ()), Path("run.yaml"), (), None))
+
+    with pytest.raises(CheckpointError, match=r"target: .* has no tensor 'model\.layers\.2\.input_layernorm\.weight'"):
+        submit({"nodes": 2, "cpus_per_node": 1})
+    assert "#SBATCH --nodelist=node1,node2" in submit({"node1": ["cpu:0"], "node2": ["cpu:0"]})
+    assert "trtrun: warning: target: " in capsys.readouterr().err
+    (model / "model.safetensors").unlink()
+    submit({"nodes": 2, "cpus_per_node": 1})
+    assert "the target's weights were not looked at" in capsys.readouterr().err
 
 
 def run(*options: str) -> tuple[str, ...]:

@@ -157,6 +157,12 @@ def test_a_host_that_only_starts_the_ranks_takes_any_model_that_it_sees(tmp_path
         made(tmp_path, seen, MpiRank(1, 2))
 
 
+def test_paths_of_hosts_that_no_file_system_takes_are_no_directories() -> None:
+    values = {"target": {"model": {"node1": "x" * 5000, "node2": "~nosuchuser/x", "node3": 5}, "devices": ["cpu:0"]}}
+    with pytest.raises(ConfigError, match=r"target\.model: no path for this host"):
+        make_run_config({"values": values, "base": "/", "where": "run.yaml"})
+
+
 def test_a_missing_model_is_told_with_rank_and_host_except_by_rank_0(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^run.yaml: target.model: no such directory"):
         made(tmp_path, {"default": "nowhere"}, MpiRank(0, 4))

@@ -19,7 +19,7 @@ ROW = st.integers(0, 4095)
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
     max_tokens = draw(st.integers(1, 10**6))
     return SamplingParams(
-        temperature=draw(st.floats(0, 10)),
+        temperature=draw(st.just(0.0) | st.floats(1e-30, 10)),
         top_k=draw(st.integers(0, 10**6)),
         top_p=draw(st.floats(0, 1, exclude_min=True)),
         min_p=draw(st.floats(0, 1)),

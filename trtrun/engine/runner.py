@@ -18,7 +18,7 @@ from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM
-from trtrun.sampling.row_needs import device_integers
+from trtrun.tensors import device_integers
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,12 @@
 """The product with weights of 8 bits in plain torch operations: right on any device, fast for a row or two on the CPU.
 
-It knows one quantized weight. It does not know how it was quantized (trtrun.quantization).
+It knows one weight of codes and scales. It does not know how these came about (trtrun.linear.quantization.int8).
 """
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional
-
-from trtrun.quantization import QuantizedWeight
 
 _FEW_ROWS = 4
 """Rows up to which torch's product of int8 is faster than a product of widened weights (measured on Zen 5)."""
@@ -17,13 +15,19 @@ _TORCH_STEP = 32
 
 
 class TorchInt8Matmul:
-    """The product in plain torch operations: any number of rows, dtype of activations and device."""
+    """x @ (codes * scale).T + bias in plain torch operations: any number of rows, dtype of activations and device.
 
-    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
-        self._codes, self._scale, self._bias = weight.codes, weight.scale, bias
+    Args:
+        codes: [out, in] int8.
+        scale: [out] float32.
+        bias: [out] in the dtype of activations, or None.
+    """
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._codes, self._scale, self._bias = codes, scale, bias
         # The factors of torch's operation would have to be of x's dtype, which rounds them.
-        has_product = weight.codes.device.type == "cpu" and weight.codes.shape[1] % _TORCH_STEP == 0
-        self._ones = torch.ones(weight.codes.shape[0], dtype=torch.bfloat16) if has_product else None
+        has_product = codes.device.type == "cpu" and codes.shape[1] % _TORCH_STEP == 0
+        self._ones = torch.ones(codes.shape[0], dtype=torch.bfloat16) if has_product else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] → [rows, out]."""

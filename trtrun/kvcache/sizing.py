@@ -6,6 +6,7 @@ ranks (the caller takes the smallest answer over all of them, so that one block 
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,7 +141,8 @@ def free_bytes_of_slot(device: str, host_slots: int) -> int:
             raise ConfigError(f'{device} is not on this host, which has {count} GPUs: use CPU slots such as "cpu:0"')
         free, _ = torch.cuda.mem_get_info(index)
         return int(free)
-    return free_host_bytes() // max(1, host_slots)
+    share, left = free_host_bytes() // max(1, host_slots), _address_space_left()
+    return share if left is None else min(share, left)
 
 
 def free_host_bytes(
@@ -167,6 +169,15 @@ def format_bytes(count: int) -> str:
             return f"{count} B" if unit == "B" else f"{size:.{3 if size < 999.5 else 4}g} {unit}"
         size /= 1024
     return f"{size:.4g} TiB"
+
+
+def _address_space_left() -> int | None:
+    """What `ulimit -v` leaves this process, None without such a limit: the store is one mapping, and would fail."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    return max(0, limit - pages * resource.getpagesize())
 
 
 def _cgroup_bytes_left(root: Path, membership: Path) -> int | None:

@@ -1,7 +1,7 @@
 """The key and value tensors of one engine rank, in blocks.
 
 It knows shapes and bytes. It does not know which row owns a block (tables.py), which blocks are free (blocks.py) or how
-attention reads them (layers/attention.py).
+attention reads them (trtrun.attention).
 """
 
 from __future__ import annotations

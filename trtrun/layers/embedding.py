@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from parallel.communicator import Communicator
-from trtrun.linear.linear import Linear
+from trtrun.linear.layer import Linear
 
 
 class VocabularyEmbedding:

@@ -11,7 +11,7 @@ from torch.nn import functional
 from parallel.communicator import Communicator
 from trtrun.kernels.cpu import fused as native
 from trtrun.kernels.triton.support import triton_works
-from trtrun.linear.linear import Linear
+from trtrun.linear.layer import Linear
 
 
 class RowParallelLinear:

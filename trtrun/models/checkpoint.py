@@ -14,11 +14,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trtrun.errors import CheckpointError
+from trtrun.errors import CheckpointError, reading, shorten
+from trtrun.models.damage import describe_damage
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_MOST_JSON_BYTES = 64 * 1024 * 1024
+_MOST_NAME = 255  # bytes, of any file system; characters can only be fewer
+_MOST_DIGITS = 300  # of a whole number; each one fits into a float then
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 # safetensors maps files into memory and mapped pages that were read count as resident, so a file is mapped anew after
@@ -33,21 +37,46 @@ def read_json(path: Path, name: str, required: bool) -> dict[str, Any]:
     Raises:
         CheckpointError: directory or required file missing, or not a JSON object.
     """
-    if not path.is_dir():
-        state = "is a file" if path.exists() else "does not exist"
-        raise CheckpointError(f"{path} {state}; give a Hugging Face model directory (config.json and *.safetensors)")
     file = path / name
-    if not file.is_file():
-        if not required:
-            return {}
-        raise CheckpointError(f"{path} has no {name}; give a Hugging Face model directory")
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not valid JSON: {_one_line(error)}") from None
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, not {type(values).__name__}")
-    return values
+    with reading(file, CheckpointError):
+        if not path.is_dir():
+            state = "is a file" if path.exists() else "does not exist"
+            raise CheckpointError(
+                f"{path} {state}; give a Hugging Face model directory (config.json and *.safetensors)"
+            )
+        if not file.is_file():
+            if not required:
+                return {}
+            raise CheckpointError(f"{path} has no {name}; give a Hugging Face model directory")
+        if file.stat().st_size > _MOST_JSON_BYTES:
+            raise CheckpointError(f"{file} has more than {_MOST_JSON_BYTES >> 20} MiB; it is no {name}")
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"), parse_int=_read_whole_number)
+        except ValueError as error:
+            raise CheckpointError(f"{file} is not valid JSON: {_one_line(error)}") from None
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{file} must hold a JSON object, not {_JSON_KINDS[type(values)]}")
+        return values
+
+
+_JSON_KINDS = {
+    list: "a list",
+    str: "a text",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
+def _read_whole_number(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"it holds a whole number of {len(digits)} digits")
+    return int(digits)
+
+
+class NoWeightsError(CheckpointError):
+    """A model directory has no file of weights, of any kind."""
 
 
 class Checkpoint:
@@ -57,25 +86,28 @@ class Checkpoint:
         """Find the files and check their headers.
 
         Raises:
-            CheckpointError: no weights, only pickle files, a shard missing, truncated or damaged, an index that names
-                tensors its shards do not have.
+            NoWeightsError: there are none.
+            CheckpointError: only pickle files, or a shard that is missing, truncated or of another format.
         """
         self.path = path
-        files = self._find_files()
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
-        for file in files:
-            with self._open(file) as handle:
-                for name in handle.keys():  # noqa: SIM118 (not a dict: the handle itself does not iterate)
-                    piece = handle.get_slice(name)
-                    self._file_of[name] = file
-                    self._shapes[name] = tuple(piece.get_shape())
-                    self._dtypes[name] = str(piece.get_dtype())
+        with reading(path, CheckpointError):
+            for file in self._find_files():
+                self._read_header(file)
         self._handle: Any = None
         self._handle_file: Path | None = None
         self._mapped_bytes = 0
         self.bytes_read = 0
+
+    def _read_header(self, file: Path) -> None:
+        with self._open(file) as handle:
+            for name in handle.keys():  # noqa: SIM118 (not a dict: the handle itself does not iterate)
+                piece = handle.get_slice(name)
+                self._file_of[name] = file
+                self._shapes[name] = tuple(piece.get_shape())
+                self._dtypes[name] = str(piece.get_dtype())
 
     def _find_files(self) -> list[Path]:
         if (self.path / SINGLE_FILE).is_file():
@@ -88,14 +120,22 @@ class Checkpoint:
                     f"{self.path} has its weights only as pickle ({pickles[0]}), which may run code when it is read; "
                     f"save the model as safetensors"
                 )
-            raise CheckpointError(f"{self.path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+            raise NoWeightsError(f"{self.path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
         weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(name, str) for name in weight_map.values())
+        ):
             raise CheckpointError(f"{self.path / INDEX_FILE} has no 'weight_map' of tensor names to files")
         names = sorted(set(weight_map.values()))
         for name in names:
             if Path(name).name != name:
-                raise CheckpointError(f"{self.path / INDEX_FILE} names '{name}', which is outside the model directory")
+                raise CheckpointError(
+                    f"{self.path / INDEX_FILE} names {shorten(name)}, which is outside the model directory"
+                )
+            if not name.isprintable() or len(name) > _MOST_NAME:
+                raise CheckpointError(f"{self.path / INDEX_FILE} names {shorten(name)}, which is no name of a file")
             if not (self.path / name).is_file():
                 raise CheckpointError(f"{self.path} lacks shard {name} ({len(names)} in its index); copy it again")
         return [self.path / name for name in names]
@@ -104,9 +144,7 @@ class Checkpoint:
         try:
             return safe_open(file, framework="pt", device="cpu")
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{file} is truncated or damaged ({_one_line(error)}; {file.stat().st_size} bytes); copy it again"
-            ) from None
+            raise CheckpointError(f"{file} {describe_damage(file, error)}") from None
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
-from trtrun.attention.attention import AttentionBackend
+from trtrun.attention.backend import AttentionBackend
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.mlp import GatedMLP, RowParallelLinear
 from trtrun.layers.norm import RMSNorm
 from trtrun.layers.rotary import RotaryEmbedding
-from trtrun.linear.linear import Linear
+from trtrun.linear.layer import Linear
 from trtrun.models.config import ModelConfig
 
 

@@ -39,6 +39,10 @@ class Fleet(Protocol):
         """The time in which the orchestrator must not stand still; outside of it the user's program has the word."""
         ...
 
+    def reset(self) -> None:
+        """Leave no plan without a report: after an exception in the middle of a round, nothing of it may come later."""
+        ...
+
     def close(self) -> None:
         """Let the engine ranks end."""
         ...
@@ -66,6 +70,11 @@ class SoloFleet:
         """See Fleet; nobody watches a process alone."""
         return nullcontext()
 
+    def reset(self) -> None:
+        """See Fleet."""
+        self._plans.clear()
+        self._worker.reset()
+
     def close(self) -> None:
         """See Fleet."""
         self._plans.clear()
@@ -85,12 +94,14 @@ class MpiFleet:
         self._activity = activity
         self._heartbeat = heartbeat
         self._published = -1
+        self._num_due = 0
         self._is_stepping = False
 
     def publish(self, plan: RoundPlan) -> None:
         """See Fleet."""
         self._published = plan.round_index
         self._control.publish(encode_plan(plan))
+        self._num_due += 1
 
     def collect(self) -> RoundReport:
         """See Fleet."""
@@ -99,7 +110,9 @@ class MpiFleet:
             while True:
                 received = self._control.collect(timeout=None)
                 if received is not None:
-                    return decode_report(received.payload)
+                    report = decode_report(received.payload)
+                    self._num_due -= report.is_verdict
+                    return report
         finally:
             self._leave()
 
@@ -113,6 +126,11 @@ class MpiFleet:
         finally:
             self._is_stepping = False
             self._activity.rest()
+
+    def reset(self) -> None:
+        """See Fleet."""
+        while self._num_due:
+            self.collect()
 
     def close(self) -> None:
         """See Fleet."""

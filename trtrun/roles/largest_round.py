@@ -52,6 +52,9 @@ class SilentLink:
         probs = torch.zeros((probability_rows, draft_len, vocab), device=self._device) if probability_rows else None
         return torch.zeros((rows, draft_len), dtype=torch.int64, device=self._device), probs
 
+    def forget(self) -> None:
+        """See DraftLink."""
+
     def send_verdict(self, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
         """See DraftLink."""
 

@@ -73,6 +73,10 @@ class Worker:
             verifying=seconds.get("verifying", 0.0) if self.leads_target else 0.0,
         )
 
+    def reset(self) -> None:
+        """Forget a round that did not come to its end. For a job of one process: other ranks would not know of it."""
+        self.link.forget()
+
     def close(self) -> None:
         """Give back what must not outlive the communicators. No round follows."""
         if self.target is not None:

@@ -1,7 +1,7 @@
 """How a row's logits become its next token: the sampling parameters of every row of the running batch, on the device.
 
-The same class serves draft and target ranks, so that both apply a request's parameters alike. What a row needs is
-known on the host from its admission: no code path depends on a value that a device holds, and a batch of greedy rows
+The same class serves draft and target ranks, so that both apply a request's parameters alike. Which steps a row takes
+is known on the host from its admission: no code path depends on a value that a device holds, and a batch of greedy rows
 without penalties passes through untouched. The order, for the distribution of a position:
 
     logit_bias → repetition, presence and frequency penalties → bad_words, min_tokens
@@ -22,7 +22,8 @@ from trtrun.core import RowAdmission, VerdictLogprobs
 from trtrun.sampling import filters, penalties
 from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream, gumbel_argmax
-from trtrun.sampling.row_needs import RowNeeds, device_integers
+from trtrun.sampling.row_steps import RowSteps
+from trtrun.tensors import device_integers
 
 # Columns of the two parameter tables.
 _TEMPERATURE, _TOP_P, _LOG_MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
@@ -46,7 +47,7 @@ class RowSampling:
         self.device = torch.device(device)
         self._numbers = torch.zeros((max_rows, 6), dtype=torch.float32, device=self.device)
         self._integers = torch.zeros((max_rows, 4), dtype=torch.int64, device=self.device)
-        self._needs: dict[int, RowNeeds] = {}
+        self._steps: dict[int, RowSteps] = {}
         self._indices: dict[tuple[int, ...], Tensor] = {}
 
     def admit(self, admission: RowAdmission) -> None:
@@ -58,9 +59,9 @@ class RowSampling:
         sampling, row = admission.sampling, admission.row
         if sampling.seed is None:
             raise ValueError(f"request {admission.request_id} has no seed: draw one before it gets a row")
-        needs = RowNeeds.of(admission, self.vocab_size, self.device)
+        steps = RowSteps.of(admission, self.vocab_size, self.device)
         first_stop = admission.num_prompt_tokens + sampling.min_tokens
-        integers = [sampling.seed, needs.top_k or 1, admission.num_prompt_tokens, first_stop]
+        integers = [sampling.seed, steps.top_k or 1, admission.num_prompt_tokens, first_stop]
         numbers = [
             sampling.temperature or 1.0,
             sampling.top_p,
@@ -71,23 +72,23 @@ class RowSampling:
         ]
         self._integers[row].copy_(torch.tensor(integers, dtype=torch.int64), non_blocking=True)
         self._numbers[row].copy_(torch.tensor(numbers, dtype=torch.float32), non_blocking=True)
-        self._needs[row] = needs
+        self._steps[row] = steps
 
     def drop(self, row: int) -> None:
         """Forget a row whose request ended or was preempted; nothing if there is none."""
-        self._needs.pop(row, None)
+        self._steps.pop(row, None)
 
     def is_greedy(self, row: int) -> bool:
         """Whether the row takes the most likely token. Host-side."""
-        return self._needs[row].greedy
+        return self._steps[row].greedy
 
     def wants_logprobs(self, row: int) -> int | None:
         """How many alternatives the row reports at each position (0: the chosen token alone), or None. Host-side."""
-        return self._needs[row].logprobs
+        return self._steps[row].logprobs
 
     def sampled_indices(self, rows: Sequence[int]) -> list[int]:
         """Indices within `rows` of the rows that are not greedy. Host-side."""
-        return [index for index, row in enumerate(rows) if not self._needs[row].greedy]
+        return [index for index, row in enumerate(rows) if not self._steps[row].greedy]
 
     def seeds(self, rows: Sequence[int]) -> Tensor:
         """[R] int64 on the device."""
@@ -108,7 +109,7 @@ class RowSampling:
         token is filtered out, without NaN, and with one token left at least (unless biases and bans forbid all).
 
         Args:
-            logits: [R, P, V] float32. Never altered; returned as it is when no row needs anything.
+            logits: [R, P, V] float32. Never altered; returned as it is when no row takes a step.
             rows: the R rows.
             lengths: [R] int64, device: tokens in each row so far, that is the position that logits[:, 0] chooses.
             history: [max_rows, max_seq_len] int32, device: each row's tokens, valid below its length.
@@ -118,11 +119,11 @@ class RowSampling:
         Returns:
             [R, P, V] float32.
         """
-        needs = [self._needs[row] for row in rows]
-        if all(need.greedy and not need.penalties and not need.own_tables for need in needs):
+        steps = [self._steps[row] for row in rows]
+        if all(of_row.greedy and not of_row.penalties and not of_row.own_tables for of_row in steps):
             return logits
         width = history.shape[1] if max_context is None else min(max_context, history.shape[1])
-        seen = width if any(need.penalties for need in needs) else 0
+        seen = width if any(of_row.penalties for of_row in steps) else 0
         parts = pieces(len(rows), max(logits[:1].numel(), seen))
         if len(parts) < 2:
             return self._process(logits, rows, lengths, history, draft_tokens, width)
@@ -142,15 +143,15 @@ class RowSampling:
         width: int,
     ) -> Tensor:
         """`process` for rows whose temporaries may exist at once; `width` columns of `history` may be valid."""
-        needs = [self._needs[row] for row in rows]
-        sampled = [index for index, need in enumerate(needs) if not need.greedy]
-        penalised = [index for index, need in enumerate(needs) if need.penalties]
-        tables = [index for index, need in enumerate(needs) if need.own_tables]
+        steps = [self._steps[row] for row in rows]
+        sampled = [index for index, of_row in enumerate(steps) if not of_row.greedy]
+        penalised = [index for index, of_row in enumerate(steps) if of_row.penalties]
+        tables = [index for index, of_row in enumerate(steps) if of_row.own_tables]
         out = logits
         if penalised or tables:
             out = logits.clone()
             for index in tables:
-                bias = needs[index].bias
+                bias = steps[index].bias
                 if bias is not None:
                     penalties.add_logit_bias_(out[index], *bias)
             if penalised:
@@ -158,7 +159,7 @@ class RowSampling:
                 out = self._on(penalised, out, lambda part: self._penalise(part, *arguments))
             for index in tables:
                 drafts = None if draft_tokens is None else draft_tokens[index]
-                self._ban_(out[index], rows[index], needs[index], lengths[index], history[rows[index]], drafts)
+                self._ban_(out[index], rows[index], steps[index], lengths[index], history[rows[index]], drafts)
         if sampled:
             sampled_rows = [rows[index] for index in sampled]
             out = self._on(sampled, out, lambda part: self._filter(part, sampled_rows), owned=out is not logits)
@@ -183,50 +184,50 @@ class RowSampling:
     ) -> Tensor:
         """Penalties on logits [n, P, V] of rows[members]; lengths and draft_tokens are of all rows."""
         member_rows = [rows[index] for index in members]
-        needs = [self._needs[row] for row in member_rows]
+        steps = [self._steps[row] for row in member_rows]
         member_index, row_index = self._index(members), self._index(member_rows)
         tokens, lengths = history[row_index], lengths[member_index]
         drafts = None if draft_tokens is None else draft_tokens[member_index]
         numbers, prompts = self._numbers[row_index], self._integers[row_index, _NUM_PROMPT]
         positions, vocabulary = logits.shape[1], logits.shape[2]
-        if any(need.repetition for need in needs):
+        if any(of_row.repetition for of_row in steps):
             counts = penalties.count_tokens(tokens, None, lengths, drafts, positions, vocabulary)
             logits = penalties.apply_repetition_penalty(logits, counts, numbers[:, _REPETITION])
-        if any(need.output_penalties for need in needs):
+        if any(of_row.output_penalties for of_row in steps):
             counts = penalties.count_tokens(tokens, prompts, lengths, drafts, positions, vocabulary)
             penalties.apply_output_penalties_(logits, counts, numbers[:, _PRESENCE], numbers[:, _FREQUENCY])
         return logits
 
     def _ban_(
-        self, logits: Tensor, row: int, needs: RowNeeds, length: Tensor, history: Tensor, drafts: Tensor | None
+        self, logits: Tensor, row: int, steps: RowSteps, length: Tensor, history: Tensor, drafts: Tensor | None
     ) -> None:
-        if needs.bad_words is not None:
-            penalties.ban_bad_words_(logits, *needs.bad_words, history, length, drafts)
-        if needs.stop_ids is not None:
-            penalties.ban_stop_tokens_(logits, needs.stop_ids, length, self._integers[row, _FIRST_STOP])
+        if steps.bad_words is not None:
+            penalties.ban_bad_words_(logits, *steps.bad_words, history, length, drafts)
+        if steps.stop_ids is not None:
+            penalties.ban_stop_tokens_(logits, steps.stop_ids, length, self._integers[row, _FIRST_STOP])
 
     def _filter(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """Temperature and filters on logits [n, P, V] of `rows`, all sampled; a new tensor."""
-        needs = [self._needs[row] for row in rows]
+        steps = [self._steps[row] for row in rows]
         numbers = self._numbers[self._index(rows)]
         scaled = filters.apply_temperature(logits, numbers[:, _TEMPERATURE])
-        ranked = [index for index, need in enumerate(needs) if need.top_k]
+        ranked = [index for index, of_row in enumerate(steps) if of_row.top_k]
         if ranked:
             scaled = self._on(ranked, scaled, lambda part: self._rank(part, [rows[index] for index in ranked]))
-        nucleus = [index for index, need in enumerate(needs) if need.top_p and not need.top_k]
+        nucleus = [index for index, of_row in enumerate(steps) if of_row.top_p and not of_row.top_k]
         if nucleus:
             share = numbers[self._index(nucleus), _TOP_P]
             scaled = self._on(nucleus, scaled, lambda part: filters.nucleus(part, share))
-        if any(need.min_p for need in needs):
+        if any(of_row.min_p for of_row in steps):
             filters.apply_min_p_(scaled, numbers[:, _LOG_MIN_P])
         return scaled
 
     def _rank(self, scaled: Tensor, rows: Sequence[int]) -> Tensor:
         """top_k, and top_p after it, on rows that all have top_k."""
-        needs = [self._needs[row] for row in rows]
+        steps = [self._steps[row] for row in rows]
         index = self._index(rows)
-        share = self._numbers[index, _TOP_P] if any(need.top_p for need in needs) else None
-        return filters.top_k_top_p(scaled, self._integers[index, _TOP_K], max(need.top_k for need in needs), share)
+        share = self._numbers[index, _TOP_P] if any(of_row.top_p for of_row in steps) else None
+        return filters.top_k_top_p(scaled, self._integers[index, _TOP_K], max(of_row.top_k for of_row in steps), share)
 
     def choose(self, processed: Tensor, rows: Sequence[int], lengths: Tensor, stream: Stream) -> Tensor:
         """One token for each row and position: the most likely one for greedy rows (the first where several tie), a
@@ -246,7 +247,7 @@ class RowSampling:
             return processed.argmax(dim=-1)
         if len(sampled) == len(rows):
             return self._sample(processed, rows, lengths, stream)
-        greedy = self._index([index for index, row in enumerate(rows) if self._needs[row].greedy])
+        greedy = self._index([index for index, row in enumerate(rows) if self._steps[row].greedy])
         index = self._index(sampled)
         tokens = torch.empty(processed.shape[:2], dtype=torch.int64, device=processed.device)
         tokens.index_copy_(0, greedy, processed.index_select(0, greedy).argmax(dim=-1))

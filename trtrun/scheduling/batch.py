@@ -11,8 +11,8 @@ import heapq
 from trtrun.kvcache.blocks import BlockPool
 from trtrun.kvcache.prefix import PrefixCache
 from trtrun.kvcache.tables import BlockTable
+from trtrun.scheduling.completion import NO_ROW, Completion
 from trtrun.scheduling.limits import SchedulerLimits
-from trtrun.scheduling.running import NO_ROW, RunningRequest
 
 
 class RunningBatch:
@@ -32,7 +32,7 @@ class RunningBatch:
         self._next_epoch = 0
         self.pool = BlockPool(limits.num_blocks)
         self.cache = PrefixCache(self.pool, limits.enable_block_reuse)
-        self.requests: list[RunningRequest] = []
+        self.requests: list[Completion] = []
 
     def new_table(self) -> BlockTable:
         """An empty block table on this batch's pool."""
@@ -42,7 +42,7 @@ class RunningBatch:
         """Whether another request could get a row."""
         return bool(self._free_rows)
 
-    def try_admit(self, running: RunningRequest, drafted: bool) -> bool:
+    def try_admit(self, running: Completion, drafted: bool) -> bool:
         """Give a request a row and blocks for all its tokens, reusing cached ones; False when blocks are short."""
         # What the running rows may grow by until the next commit is left alone: without that, a row let in now would
         # be preempted at once by the rows before it. With no row running all blocks are there for this one.
@@ -69,11 +69,11 @@ class RunningBatch:
         self.requests.append(running)
         return True
 
-    def room(self, running: RunningRequest) -> int:
+    def room(self, running: Completion) -> int:
         """Positions that the row could hold if it took every block that is available."""
         return running.table.capacity + self.pool.num_available * self._limits.block_size
 
-    def make_room(self, running: RunningRequest, num_positions: int) -> list[RunningRequest]:
+    def make_room(self, running: Completion, num_positions: int) -> list[Completion]:
         """Preempt the most recently admitted rows until `running` can hold `num_positions`, or is preempted itself.
 
         Returns:
@@ -92,7 +92,7 @@ class RunningBatch:
             preempted.append(newest)
         return preempted
 
-    def release(self, running: RunningRequest) -> None:
+    def release(self, running: Completion) -> None:
         """Take row and blocks from a request.
 
         An outstanding plan may still write to these blocks while the next plan gives them to another row. That is
@@ -114,6 +114,10 @@ class RunningBatch:
         dropped = tuple(self._dropped)
         self._dropped.clear()
         return dropped
+
+    def drop_all(self) -> None:
+        """Have the ranks forget every row, also those that this batch never gave away."""
+        self._dropped = list(range(self._limits.max_batch_size))
 
     def leaks(self) -> list[str]:
         """Blocks and rows that are held, as phrases; empty when the batch is empty and whole."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trtrun.config import RuntimeConfig
 from trtrun.errors import ConfigError, InvalidRequestError
 
 
@@ -37,6 +38,23 @@ class SchedulerLimits:
     enable_block_reuse: bool = True
     plans_ahead: int = 0
     max_waiting: int | None = None
+
+    @classmethod
+    def of(cls, config: RuntimeConfig, context: int, draft_context: int | None, num_blocks: int) -> SchedulerLimits:
+        """The limits of a configuration, for models with these contexts (the draft's is None without a draft model) and
+        KV stores of `num_blocks` blocks."""
+        return cls(
+            max_batch_size=config.scheduler.max_batch_size,
+            max_num_tokens=config.scheduler.max_num_tokens,
+            max_seq_len=context,
+            draft_max_seq_len=min(context, draft_context) if draft_context is not None else None,
+            draft_len=config.speculation.draft_len if draft_context is not None else 0,
+            block_size=config.kv_cache.block_size,
+            num_blocks=num_blocks,
+            enable_block_reuse=config.kv_cache.enable_block_reuse,
+            plans_ahead=config.scheduler.plans_ahead,
+            max_waiting=config.scheduler.max_waiting,
+        )
 
     def __post_init__(self) -> None:
         rules = (

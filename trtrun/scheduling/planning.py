@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from trtrun.core import PrefillChunk, RoundPlan, RowAdmission
-from trtrun.scheduling.running import PlannedRow, RunningRequest, Work
+from trtrun.scheduling.completion import Completion, PlannedRow, Work
 
 MAX_MISSED_ROUNDS = 6
 """Rounds without drafts that the draft engine sits out in a row: it then feeds 8 tokens a row at once."""
@@ -38,7 +38,7 @@ class PlanBuilder:
         """Whether no row would run."""
         return not self.decoding and not self._prefill
 
-    def admit(self, running: RunningRequest) -> None:
+    def admit(self, running: Completion) -> None:
         """Announce a row that just got its place, with its whole block table."""
         request = running.request
         self._admissions.append(
@@ -56,13 +56,13 @@ class PlanBuilder:
         )
         self.add_blocks(running, 0)
 
-    def add_blocks(self, running: RunningRequest, first_new: int) -> None:
+    def add_blocks(self, running: Completion, first_new: int) -> None:
         """Announce the blocks of a row's table from index `first_new` on."""
         blocks = running.table.blocks
         for index in range(first_new, len(blocks)):
             self._updates.append((running.row, index, blocks[index]))
 
-    def decode(self, running: RunningRequest, draft_len: int) -> None:
+    def decode(self, running: Completion, draft_len: int) -> None:
         """Have a row draft and verify `draft_len` tokens; counts the result as pending."""
         self._max_context = max(self._max_context, running.longest + draft_len + 1)
         self.decoding.append(PlannedRow(running, running.epoch, Work.DECODE, draft_len, running.drafted, 0, 0))
@@ -70,7 +70,7 @@ class PlanBuilder:
         running.num_pending_tokens += draft_len + 1
         self.budget -= draft_len + 1
 
-    def prefill(self, running: RunningRequest) -> None:
+    def prefill(self, running: Completion) -> None:
         """Have a row compute as many of its admission tokens as fit; the last chunk's result counts as pending."""
         start = running.num_prefilled
         length = min(running.num_admitted_tokens - start, self.budget)
@@ -93,12 +93,12 @@ class PlanBuilder:
         Where nothing is drafted it may sit the round out, and feed what it missed later: its weights are then read
         once in several rounds. Each round that it missed gave one token, so the host knows how many it lacks.
         """
-        followed = [planned.running for planned in self.decoding if planned.drafted]
+        followed = [planned.completion for planned in self.decoding if planned.drafted]
         sits_out = all(planned.draft_len == 0 for planned in self.decoding) and all(
             running.num_missed_rounds < MAX_MISSED_ROUNDS for running in followed
         )
         for place, planned in enumerate(self.decoding):
-            running = planned.running
+            running = planned.completion
             feeds = planned.drafted and not sits_out
             # Two tokens are always fed: the newest, and the one before it, which may be the bonus hole.
             self._catch_up.append(2 + running.num_missed_rounds if feeds else 0)
@@ -115,7 +115,7 @@ class PlanBuilder:
 
     def build(self, round_index: int, dropped_rows: tuple[int, ...]) -> RoundPlan:
         """Freeze to the plan that ranks get."""
-        rows = [planned.running.row for planned in self.decoding]
+        rows = [planned.completion.row for planned in self.decoding]
         # -1 says that the draft engine must not touch the row; 0 leaves it a row that may be drafted later.
         lengths = [planned.draft_len if planned.drafted else -1 for planned in self.decoding]
         return RoundPlan(

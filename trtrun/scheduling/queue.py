@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from trtrun.scheduling.running import RunningRequest
+from trtrun.scheduling.completion import Completion
 
 
 class WaitingQueue:
@@ -19,30 +19,30 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[RunningRequest] = deque()
+        self._queue: deque[Completion] = deque()
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def __iter__(self) -> Iterator[RunningRequest]:
+    def __iter__(self) -> Iterator[Completion]:
         return iter(self._queue)
 
-    def first(self) -> RunningRequest:
+    def first(self) -> Completion:
         """The request that is next, which stays in the queue."""
         return self._queue[0]
 
-    def pop(self) -> RunningRequest:
+    def pop(self) -> Completion:
         """Take the request that is next."""
         return self._queue.popleft()
 
-    def push_back(self, running: RunningRequest) -> None:
+    def push_back(self, running: Completion) -> None:
         """A new request arrives."""
         self._queue.append(running)
 
-    def push_front(self, running: RunningRequest) -> None:
+    def push_front(self, running: Completion) -> None:
         """A preempted request comes back."""
         self._queue.appendleft(running)
 
-    def remove(self, running: RunningRequest) -> None:
+    def remove(self, running: Completion) -> None:
         """Take a request out wherever it stands."""
         self._queue.remove(running)

@@ -1,7 +1,7 @@
 """In-flight batching: which rows run in the next round, on which blocks, and what a round's result means for them.
 
-Pure bookkeeping of the orchestrator. It knows requests, rows, blocks and lengths; it does not know ranks, models,
-tensors, text or how drafts are verified. `schedule` makes a plan, `commit` takes its result, in the same order; with
+Pure bookkeeping of the orchestrator. It knows completions, rows, blocks and lengths; it does not know ranks, models,
+tensors or how drafts are verified. `schedule` makes a plan, `commit` takes its result, in the same order; with
 `plans_ahead` 1 one plan may be out while the next is made. For a row with results outstanding the scheduler knows its
 committed length and an upper bound; blocks and contexts are reserved for the upper bound, so that ranks, which know
 the true length from verdicts, never meet a position without a block.
@@ -18,15 +18,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trtrun.core import FinishReason, Request, RequestStatistics, RoundPlan
-from trtrun.errors import InvalidRequestError
+from trtrun.detokenizer import CompletionText
+from trtrun.errors import QueueFullError
 from trtrun.scheduling.batch import RunningBatch
+from trtrun.scheduling.completion import NO_ROW, Completion, PlannedRow, RowResult, Work
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.planning import PlanBuilder
 from trtrun.scheduling.queue import WaitingQueue
-from trtrun.scheduling.results import AcceptToken, append_tokens
-from trtrun.scheduling.running import NO_ROW, PlannedRow, RowResult, RunningRequest, Work
-
-__all__ = ["AcceptToken", "RowResult", "RunningRequest", "Scheduler", "SchedulerLimits"]
+from trtrun.scheduling.stop_rules import append_tokens
 
 
 class _Outstanding(NamedTuple):
@@ -42,7 +41,7 @@ class Scheduler:
         self.limits = limits
         self._batch = RunningBatch(limits)
         self._waiting = WaitingQueue()
-        self._requests: dict[int, RunningRequest] = {}
+        self._requests: dict[int, Completion] = {}
         self._outstanding: deque[_Outstanding] = deque()
         self._next_round = 0
         self._speculating = limits.draft_max_seq_len is not None
@@ -82,36 +81,58 @@ class Scheduler:
         """Blocks whose tokens a new row could reuse."""
         return len(self._batch.cache)
 
-    def add(self, request: Request) -> RunningRequest:
-        """Put a request at the end of the waiting queue and return its state, which lives on after its end.
+    def add(self, request: Request, text: CompletionText | None = None) -> Completion:
+        """Put a completion at the end of the waiting queue and return its state, which lives on after its end.
+
+        Args:
+            request: what is asked.
+            text: the output as text, without any so far; None without a tokenizer.
 
         Raises:
-            InvalidRequestError: it can never run, or the queue is full; the message holds the numbers.
+            InvalidRequestError: it can never run.
+            QueueFullError: no more may wait; the message holds the numbers.
             ValueError: its request_id is in use.
         """
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id} is in use")
         self.limits.check_prompt(len(request.prompt_token_ids))
-        if self.limits.max_waiting is not None and len(self._waiting) >= self.limits.max_waiting:
-            raise InvalidRequestError(
-                f"the queue is full: {len(self._waiting)} requests wait and max_waiting is {self.limits.max_waiting}; "
-                "send it again later"
-            )
-        running = RunningRequest(
+        self.check_room(1)
+        completion = Completion(
             request=request,
             table=self._batch.new_table(),
             token_ids=list(request.prompt_token_ids),
+            text=text,
             statistics=RequestStatistics(arrival=time.perf_counter()),
         )
-        self._requests[request.request_id] = running
-        self._waiting.push_back(running)
-        return running
+        self._requests[request.request_id] = completion
+        self._waiting.push_back(completion)
+        return completion
+
+    def check_room(self, count: int) -> None:
+        """Raise QueueFullError unless `count` more may wait."""
+        most = self.limits.max_waiting
+        if most is not None and len(self._waiting) + count > most:
+            raise QueueFullError(
+                f"the queue is full: {len(self._waiting)} completions wait, {count} more are asked for and "
+                f"scheduler.max_waiting is {most}; send the request again later"
+            )
+
+    def reset(self) -> None:
+        """Forget everything: all requests, plans without results and cached blocks, whatever state they are in.
+
+        For use after an exception that came from the middle of a change. The next plan drops every row at the ranks.
+        """
+        self._requests.clear()
+        self._outstanding.clear()
+        self._waiting = WaitingQueue()
+        self._batch = RunningBatch(self.limits)
+        self._batch.drop_all()
 
     def cancel(self, request_id: int) -> bool:
         """End a request at once with reason "cancelled"; False when it is unknown or has ended.
 
-        No `RowResult` tells of it: the state that `add` returned has `finish_reason` set. Results of its outstanding
-        plan are ignored, and its row is dropped by the next plan.
+        No `RowResult` tells of it: the completion that `add` returned has `finish_reason` set. Results of its
+        outstanding plan are ignored, and its row is dropped by the next plan.
         """
         running = self._requests.get(request_id)
         if running is None:
@@ -206,14 +227,12 @@ class Scheduler:
             plan.add_blocks(running, running.table.reserve(longest + draft_len))
             plan.decode(running, draft_len)
 
-    def _choose_draft_len(self, running: RunningRequest, most: int) -> int | None:
+    def _choose_draft_len(self, running: Completion, most: int) -> int | None:
         """Tokens to draft for a row, or None to leave it out until its outstanding result is known."""
         longest = running.longest
         left_in_context = self.limits.max_length - longest
         # Each outstanding round gives one token at least; with none left the row is sure to end at that commit.
-        left_to_generate = (
-            running.request.sampling.max_tokens - len(running.output_token_ids) - running.num_pending_rounds
-        )
+        left_to_generate = running.request.sampling.max_tokens - running.num_output_tokens - running.num_pending_rounds
         if left_in_context <= 0 or left_to_generate <= 0:
             return None
         if not running.drafted or self.limits.draft_max_seq_len is None:
@@ -236,16 +255,14 @@ class Scheduler:
             plan.admit(running)
             plan.prefill(running)
 
-    def commit(
-        self, plan: RoundPlan, num_tokens: Sequence[int], tokens: Sequence[Sequence[int]], accept_token: AcceptToken
-    ) -> list[RowResult]:
+    def commit(self, plan: RoundPlan, num_tokens: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[RowResult]:
         """Take a round's result: append tokens, end requests, offer verified blocks for reuse.
 
         Args:
             plan: the oldest plan without a result; a plan without sampled rows is committed too, with empty lists.
-            num_tokens: per row of `plan.sampled_rows`, the tokens it gained: accepted + 1.
+            num_tokens: per row of `plan.sampled_rows`, the tokens it gained: accepted + 1; 0 where the target's logits
+                were not finite, which ends the completion with reason "error".
             tokens: per row, at least that many token ids; what follows is ignored.
-            accept_token: called after each append; the first reason it returns ends the request and discards the rest.
 
         Returns:
             One entry for each sampled row whose request is still in that row, in the order of `plan.sampled_rows`.
@@ -264,15 +281,15 @@ class Scheduler:
             )
         self._outstanding.popleft()
         for planned in record.chunks:
-            if planned.running.epoch == planned.epoch:
+            if planned.completion.epoch == planned.epoch:
                 self._commit_blocks(planned, planned.end)
         now = time.perf_counter()
         results = []
         for index, planned in enumerate(record.sampled):
             # A result planned before the row was preempted, cancelled or ended belongs to nobody. A preempted row
             # gets the same tokens again: randomness is keyed by position.
-            if planned.running.epoch == planned.epoch:
-                results.append(self._commit_row(planned, index, num_tokens[index], tokens[index], accept_token, now))
+            if planned.completion.epoch == planned.epoch:
+                results.append(self._commit_row(planned, index, num_tokens[index], tokens[index], now))
         return results
 
     def _commit_row(
@@ -281,23 +298,26 @@ class Scheduler:
         index: int,
         num_tokens: int,
         tokens: Sequence[int],
-        accept_token: AcceptToken,
         now: float,
     ) -> RowResult:
-        running = planned.running
+        running = planned.completion
         request = running.request
-        if not 1 <= num_tokens <= planned.draft_len + 1 or len(tokens) < num_tokens:
+        if not 0 <= num_tokens <= planned.draft_len + 1 or len(tokens) < num_tokens:
             raise RuntimeError(
                 f"request {request.request_id} got {num_tokens} tokens ({len(tokens)} listed) "
                 f"from a round that verified {planned.draft_len}"
             )
         running.num_pending_rounds -= 1
         running.num_pending_tokens -= planned.draft_len + 1
+        if num_tokens == 0:
+            self._batch.release(running)
+            self._finish(running, FinishReason.ERROR, now)
+            return RowResult(running, [], index)
         if planned.work is Work.DECODE:
             running.statistics.record_round(planned.draft_len, num_tokens - 1)
         if running.statistics.first_token is None:
             running.statistics.first_token = now
-        new_token_ids, reason = append_tokens(running, tokens[:num_tokens], self.limits, accept_token)
+        new_token_ids, reason = append_tokens(running, tokens[:num_tokens], self.limits)
         # The target has written all but the last token. The draft may lack the one before it too (the bonus hole) and
         # one for each round that it sat out, and writes them at its next catch-up.
         lacking = 2 + planned.num_missed_rounds if planned.drafted else 1
@@ -305,14 +325,14 @@ class Scheduler:
         if reason is not None:
             self._batch.release(running)
             self._finish(running, reason, now)
-        return RowResult(running, new_token_ids, reason is not None, index)
+        return RowResult(running, new_token_ids, index)
 
     def _commit_blocks(self, planned: PlannedRow, num_positions: int) -> None:
         # While speculation is on, blocks of a row that the draft engine does not touch are in the target's store only.
         if planned.drafted or not self._speculating:
-            planned.running.table.commit(planned.running.token_ids, num_positions)
+            planned.completion.table.commit(planned.completion.token_ids, num_positions)
 
-    def _finish(self, running: RunningRequest, reason: FinishReason, now: float) -> None:
+    def _finish(self, running: Completion, reason: FinishReason, now: float) -> None:
         running.finish_reason = reason
         running.statistics.finished = now
         del self._requests[running.request.request_id]

@@ -15,15 +15,14 @@ This module sees protocols only: it knows no model, no process and no transport.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from trtrun.core import Draft, RoundPlan, Verdict
-from trtrun.sampling.row_needs import device_integers
 from trtrun.speculation.protocols import Drafter, DraftLink, Ledger, Sampling, TargetEngine
 from trtrun.speculation.verify import verify
+from trtrun.tensors import device_integers
 from trtrun.wire import RoundReport
 
 
@@ -109,23 +108,20 @@ def verify_round(
     return verdict
 
 
-def commit_round(
-    ledger: Ledger, plan: RoundPlan, report: RoundReport, accept_token: Callable[[Any, int], Any]
-) -> list[Any]:
+def commit_round(ledger: Ledger, plan: RoundPlan, report: RoundReport) -> list[Any]:
     """Enter the verdict in the books: tokens, stop rules, finished requests, blocks that may be shared.
 
     Args:
         ledger: the scheduler.
         plan: the plan that the report answers.
         report: the target leader's, on the host.
-        accept_token: called for each token in order; returns why the request ends, or None.
 
     Returns:
         One result for each row that gained tokens.
     """
     if report.round_index != plan.round_index:
         raise RuntimeError(f"a report of round {report.round_index} came for the plan of round {plan.round_index}")
-    return ledger.commit(plan, report.num_tokens, report.tokens, accept_token)
+    return ledger.commit(plan, report.num_tokens, report.tokens)
 
 
 def probability_rows(plan: RoundPlan, sampling: Sampling, use_logits: bool) -> list[int]:

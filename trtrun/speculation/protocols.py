@@ -5,7 +5,7 @@ It knows no implementation: engines live in `engine`, links in `parallel.link`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from trtrun.speculation.verify import TokenSampler
 
 
 class Sampling(TokenSampler, Protocol):
-    """The rows' sampling parameters (layers.sampling.RowSampling)."""
+    """The rows' sampling parameters (`RowSampling` of trtrun.sampling)."""
 
     def is_greedy(self, row: int) -> bool:
         """Whether the row takes the most likely token."""
@@ -136,6 +136,10 @@ class DraftLink(Protocol):
         """On every target rank; probabilities reach the target leader alone."""
         ...
 
+    def forget(self) -> None:
+        """Drop what this process sent itself and never received."""
+        ...
+
     def send_verdict(self, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
         """On the target leader."""
         ...
@@ -153,7 +157,6 @@ class Ledger(Protocol):
         plan: RoundPlan,
         num_tokens: list[int],
         tokens: list[list[int]],
-        accept_token: Callable[[Any, int], Any],
     ) -> list[Any]:
         """Append tokens, apply stop rules, free and share blocks."""
         ...

@@ -21,11 +21,11 @@ from torch import Tensor
 from trtrun.core import Verdict, VerdictLogprobs
 from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream, gumbel_argmax, uniforms
-from trtrun.sampling.row_needs import device_integers
+from trtrun.tensors import device_integers
 
 
 class TokenSampler(Protocol):
-    """What verification needs of the rows' sampling parameters; `layers.sampling.RowSampling` has it all."""
+    """What verification needs of the rows' sampling parameters; `RowSampling` (trtrun.sampling) has it all."""
 
     def process(
         self,

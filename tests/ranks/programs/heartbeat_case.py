@@ -25,7 +25,7 @@ from pipelines import configuration, prompt_of
 
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from parallel.watchdog.lines import listen
-from trtrun import LLM, SamplingParams
+from trtrun import LLM, SamplingParams, open_llm
 from trtrun.engine.runner import Engine
 from trtrun.models.loading import _Loader
 from trtrun.roles import startup
@@ -131,5 +131,6 @@ config = configuration(
     scheduler={"max_batch_size": 2, "plans_ahead": int(os.environ.get("HEARTBEAT_PLANS_AHEAD", "0"))},
     launch={"heartbeat_seconds": LIMIT, "start_seconds": float(os.environ.get("HEARTBEAT_START", "120"))},
 )
-with LLM(config=config) as llm:
-    use(llm)
+with open_llm(config) as llm:
+    if llm is not None:
+        use(llm)

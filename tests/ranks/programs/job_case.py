@@ -16,7 +16,7 @@ from typing import Any
 from mpi4py import MPI
 from pipelines import configuration, prompt_of
 
-from trtrun import LLM, SamplingParams
+from trtrun import LLM, SamplingParams, open_llm
 from trtrun.engine.runner import Engine
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.drafters.draft_model import DraftModelDrafter
@@ -78,7 +78,10 @@ config = configuration(
     scheduler={"max_batch_size": 2, "plans_ahead": int(os.environ.get("JOB_PLANS_AHEAD", "0"))},
 )
 if STYLE == "with":
-    with LLM(config=config) as llm:
-        use(llm)
+    with open_llm(config) as llm:
+        if llm is not None:
+            use(llm)
 else:
-    use(LLM(config=config))
+    llm = LLM.open(config)
+    if llm is not None:
+        use(llm)

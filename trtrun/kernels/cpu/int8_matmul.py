@@ -1,6 +1,6 @@
 """y = x @ (codes * scale).T + bias on the CPU, with weights of 8 bits and activations in bfloat16.
 
-It knows one product and its blocked weight. It does not know how codes and scales came about (trtrun.quantization).
+It knows one product and its blocked weight. It does not know how codes and scales came about.
 
 The weight lies as in matmul.py, a byte a number, so that half as much comes out of memory. An integer of 8 bits is a
 bfloat16 without loss: weights are widened in registers (for more than six rows once a stretch, into a buffer) and

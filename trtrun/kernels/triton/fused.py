@@ -1,7 +1,7 @@
 """Small operations of a decoder layer, each fused into one Triton kernel for CUDA.
 
 They round where the plain torch operations beside their callers round, so that a model computes the same on either path
-but for the order of sums. It knows tensors; it does not know when Triton can be used (see `triton_support`).
+but for the order of sums. It knows tensors; it does not know when Triton can be used (see support.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The product with weights of 8 bits as a Triton kernel for CUDA: few rows at the speed at which codes are read.
 
-It knows tensors; it does not know when Triton can be used (see `triton_support`). Codes become the dtype of activations
+It knows tensors; it does not know when Triton can be used (see support.py). Codes become the dtype of activations
 on the way to the tensor cores, which every integer of 8 bits can; sums are float32.
 """
 
@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from trtrun.kernels.torch_int8 import TorchInt8Matmul
-from trtrun.quantization import QuantizedWeight
 
 _MOST_ROWS = 64
 """Beyond them the product is arithmetic: widening the whole weight once and leaving it to cuBLAS is then faster."""
@@ -51,13 +50,14 @@ class TritonInt8Matmul:
     """The product with one weight of 8 bits on CUDA.
 
     Args:
-        weight: codes [out, in], contiguous, and scale [out].
+        codes: [out, in] int8, contiguous.
+        scale: [out] float32.
         bias: [out] or None.
     """
 
-    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None) -> None:
-        self._codes, self._scale, self._bias = weight.codes, weight.scale, bias
-        self._many_rows = TorchInt8Matmul(weight, bias)
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._codes, self._scale, self._bias = codes, scale, bias
+        self._many_rows = TorchInt8Matmul(codes, scale, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] float16 or bfloat16 → [rows, out] in the same dtype."""

@@ -4,7 +4,7 @@ The method is FlashAttention's online softmax (arXiv:2205.14135) over blocks fou
 (PagedAttention, arXiv:2309.06180), with long contexts split over programs whose partial results are combined
 (Flash-Decoding). Grids follow from shapes that the host knows, so a forward can become a CUDA graph; how far each row
 reaches is read from the positions on the device. It knows tensors; it does not know when Triton can be used (see
-`attention.attention_backend`).
+trtrun.attention.backend).
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ import torch
 
 from trtrun.core import Draft, RoundPlan
 from trtrun.sampling.random import Stream
-from trtrun.sampling.row_needs import device_integers
 from trtrun.speculation.cycle import probability_rows
 from trtrun.speculation.protocols import DraftEngine
+from trtrun.tensors import device_integers
 
 
 class DraftModelDrafter:

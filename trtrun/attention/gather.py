@@ -1,54 +1,22 @@
-"""Attention over the paged KV store, for a flattened batch of rows in any phase.
+"""Attention over the paged KV store in plain torch operations, on any device: each row's blocks are gathered first.
 
-It knows how to write keys and values and how to attend over them. Which token sees what is in segments.py.
+It knows one layer's store and segments. It does not know which backend a model gets (backend.py), nor which token sees
+what (trtrun.kvcache.segments).
 """
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch.nn import functional
 
-from trtrun.kernels.cpu.attention import NativeAttention, takes_blocks, takes_head
-from trtrun.kernels.cpu.machine import has_bfloat16_kernels
 from trtrun.kernels.row_buckets import bucket_rows
-from trtrun.kernels.triton.support import triton_works
 from trtrun.kvcache.segments import AttentionBatch, ContextGroup
 
 _SCORE_ELEMENTS = 1024 * 1024
 """Most attention scores held at a time (float32): long prefill chunks are computed in tiles of queries. Four times as
 many made prompts of 700 and 2000 tokens a third slower (measured): the tiles then leave the caches."""
-
-
-class AttentionBackend(Protocol):
-    """One way to write keys and values to the store and to attend over them."""
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        store_layer: torch.Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """Store the new keys and values, then attend.
-
-        Args:
-            query: [tokens, heads, head], rotated.
-            key: [tokens, kv_heads, head], rotated.
-            value: [tokens, kv_heads, head].
-            store_layer: keys, then values of this layer, [2, blocks, kv_heads, block, head].
-            batch: the forward's segments.
-            scale: factor of the scores.
-            window: sliding window in tokens, None for full attention.
-
-        Returns:
-            [tokens, heads, head] in query's dtype.
-        """
-        ...
+_SMALL_PRODUCT = 16**3
+"""Size up to which `torch.bmm` in half precision leaves oneDNN (see `_rows_to_add`)."""
 
 
 class GatherAttention:
@@ -126,9 +94,6 @@ class GatherAttention:
         return torch.bmm(weights, values)[:, :count].reshape(rows, kv_heads, group, queries, head_dim)
 
 
-_SMALL_PRODUCT = 16**3
-
-
 def _rows_to_add(folded: torch.Tensor, keys: torch.Tensor) -> int:
     """Rows of zeros that keep a product of half precision on the CPU on one kernel, and on few shapes.
 
@@ -139,37 +104,3 @@ def _rows_to_add(folded: torch.Tensor, keys: torch.Tensor) -> int:
         return 0
     batch, count, inner = folded.shape
     return bucket_rows(max(count, _SMALL_PRODUCT // (batch * inner * keys.shape[1]) + 1)) - count
-
-
-class HostAttention:
-    """Attention on the CPU: trtrun's own kernel where it takes the head and the block size, else gathered contexts."""
-
-    def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
-        """For a model of `dtype` with heads of `head_dim` numbers."""
-        self._gather = GatherAttention()
-        self._native: AttentionBackend | None = None
-        if dtype is torch.bfloat16 and takes_head(head_dim) and has_bfloat16_kernels():
-            self._native = NativeAttention(head_dim)
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        store_layer: torch.Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """See AttentionBackend. One store must always meet the same kernel: they lay its tiles out differently."""
-        backend = self._gather if self._native is None or not takes_blocks(store_layer.shape[3]) else self._native
-        return backend.forward(query, key, value, store_layer, batch, scale, window)
-
-
-def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
-    """The backend for a model: kernels that read the store in place where they work, else gathered contexts."""
-    if triton_works(device.type):
-        from trtrun.kernels.triton.paged_attention import PagedAttention
-
-        return PagedAttention()
-    return HostAttention(dtype, head_dim) if device.type == "cpu" else GatherAttention()

@@ -1,4 +1,4 @@
-"""What the host knows of a row's sampling: which steps it needs, and the tables of its own that some of them use.
+"""What the host knows of a row's sampling: which steps it takes, and the tables of its own that some of them use.
 
 Made once, when a request gets its row, so that choosing tokens later never asks the device which path to take. This
 module knows no logits and no randomness.
@@ -6,7 +6,6 @@ module knows no logits and no randomness.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,16 +13,12 @@ from torch import Tensor
 
 from trtrun.core import RowAdmission
 from trtrun.sampling.penalties import bad_word_table
-
-
-def device_integers(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """int64 tensor on `device`, copied without waiting for the device (`torch.tensor(..., device=...)` would wait)."""
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+from trtrun.tensors import device_integers
 
 
 @dataclass(frozen=True)
-class RowNeeds:
-    """One row's steps.
+class RowSteps:
+    """The steps from one row's logits to its token.
 
     Attributes:
         greedy: whether the row takes the most likely token.
@@ -47,8 +42,8 @@ class RowNeeds:
     bad_words: tuple[Tensor, Tensor] | None
 
     @classmethod
-    def of(cls, admission: RowAdmission, vocab_size: int, device: torch.device) -> RowNeeds:
-        """The needs of the request that got a row; its token ids outside [0, vocab_size) are left out."""
+    def of(cls, admission: RowAdmission, vocab_size: int, device: torch.device) -> RowSteps:
+        """The steps of the request that got a row; its token ids outside [0, vocab_size) are left out."""
         sampling = admission.sampling
         bias = {token: value for token, value in sampling.logit_bias.items() if 0 <= token < vocab_size}
         values = torch.tensor(list(bias.values()), dtype=torch.float32).to(device, non_blocking=True)

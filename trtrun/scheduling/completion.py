@@ -1,6 +1,6 @@
-"""What the scheduler remembers of one request, from its arrival to its end, and what a round did for it.
+"""One completion from its arrival to its end: what was asked, what came of it, and where it stands in the batch.
 
-Plain state without rules: the scheduler changes it, the orchestrator reads it. It knows no rank and no tensor.
+Plain state without rules: the scheduler changes it, the engine core makes deltas of it. It knows no rank and no tensor.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trtrun.core import FinishReason, Request, RequestStatistics
+from trtrun.detokenizer import CompletionText
 from trtrun.kvcache.tables import BlockTable
 
 NO_ROW = -1
 
 
 @dataclass(eq=False, slots=True)
-class RunningRequest:
-    """One request in the scheduler.
+class Completion:
+    """One completion of a prompt.
 
     Attributes:
         request: as it was added.
         table: its KV blocks; empty while it waits.
         token_ids: prompt and committed output.
-        output_token_ids: committed output.
+        text: the output as text; None without a tokenizer.
         statistics: times are of `time.perf_counter`.
         finish_reason: None until it ends.
         row: its row of the running batch, -1 while it waits and after its end.
@@ -40,7 +41,7 @@ class RunningRequest:
     request: Request
     table: BlockTable
     token_ids: list[int]
-    output_token_ids: list[int] = field(default_factory=list)
+    text: CompletionText | None = None
     statistics: RequestStatistics = field(default_factory=RequestStatistics)
     finish_reason: FinishReason | None = None
     row: int = NO_ROW
@@ -51,6 +52,11 @@ class RunningRequest:
     num_pending_rounds: int = 0
     num_pending_tokens: int = 0
     num_missed_rounds: int = 0
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Committed output tokens."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
     def is_decoding(self) -> bool:
@@ -65,18 +71,16 @@ class RunningRequest:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """What one round gave one request.
+    """What one round gave one completion.
 
     Attributes:
-        running: the request, already updated.
-        new_token_ids: tokens appended to its output: the verdict's, cut at the token that ended the request.
-        finished: whether this round ended it; `running.finish_reason` says why.
+        completion: already updated; its `finish_reason` is set where this round ended it.
+        new_token_ids: tokens appended to its output: the verdict's, cut at the token that ended it.
         index_in_verdict: its place in `plan.sampled_rows`, for logprobs.
     """
 
-    running: RunningRequest
+    completion: Completion
     new_token_ids: list[int]
-    finished: bool
     index_in_verdict: int
 
 
@@ -92,7 +96,7 @@ class PlannedRow(NamedTuple):
     """One row's part in a plan that has no result yet.
 
     Attributes:
-        running: the request.
+        completion: whose row it is.
         epoch: its admission when the plan was made.
         work: what the row does.
         draft_len: tokens it verifies, 0 in prefill.
@@ -101,7 +105,7 @@ class PlannedRow(NamedTuple):
         end: positions below which the row is written after a CHUNK; 0 for the others.
     """
 
-    running: RunningRequest
+    completion: Completion
     epoch: int
     work: Work
     draft_len: int

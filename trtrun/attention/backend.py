@@ -1,0 +1,82 @@
+"""What attention is to a model, and which implementation a device gets.
+
+A backend writes new keys and values to the paged KV store and attends over it, for a flattened batch of rows in any
+phase: trtrun.kernels.triton.paged_attention on CUDA, trtrun.kernels.cpu.attention on the CPU, gather.py anywhere. This
+module knows device, dtype and the size of heads. It does not know which token sees what (trtrun.kvcache.segments).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from trtrun.attention.gather import GatherAttention
+from trtrun.kernels.cpu.attention import NativeAttention, takes_blocks, takes_head
+from trtrun.kernels.cpu.machine import has_bfloat16_kernels
+from trtrun.kernels.triton.support import triton_works
+from trtrun.kvcache.segments import AttentionBatch
+
+
+class AttentionBackend(Protocol):
+    """One way to write keys and values to the store and to attend over them."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        store_layer: torch.Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Store the new keys and values, then attend.
+
+        Args:
+            query: [tokens, heads, head], rotated.
+            key: [tokens, kv_heads, head], rotated.
+            value: [tokens, kv_heads, head].
+            store_layer: keys, then values of this layer, [2, blocks, kv_heads, block, head].
+            batch: the forward's segments.
+            scale: factor of the scores.
+            window: sliding window in tokens, None for full attention.
+
+        Returns:
+            [tokens, heads, head] in query's dtype.
+        """
+        ...
+
+
+class HostAttention:
+    """Attention on the CPU: trtrun's own kernel where it takes the head and the block size, else gathered contexts."""
+
+    def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
+        """For a model of `dtype` with heads of `head_dim` numbers."""
+        self._gather = GatherAttention()
+        self._native: AttentionBackend | None = None
+        if dtype is torch.bfloat16 and takes_head(head_dim) and has_bfloat16_kernels():
+            self._native = NativeAttention(head_dim)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        store_layer: torch.Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See AttentionBackend. One store must always meet the same kernel: they lay its tiles out differently."""
+        backend = self._gather if self._native is None or not takes_blocks(store_layer.shape[3]) else self._native
+        return backend.forward(query, key, value, store_layer, batch, scale, window)
+
+
+def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
+    """The backend for a model: kernels that read the store in place where they work, else gathered contexts."""
+    if triton_works(device.type):
+        from trtrun.kernels.triton.paged_attention import PagedAttention
+
+        return PagedAttention()
+    return HostAttention(dtype, head_dim) if device.type == "cpu" else GatherAttention()

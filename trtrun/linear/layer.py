@@ -1,0 +1,46 @@
+"""A linear layer on this rank's slice of its weight, held as its quantization says.
+
+It knows shapes and a product. It does not know what the weight is held in (trtrun.linear.quantization), nor tensor
+parallelism: the model adds up or gathers partial results.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trtrun.linear.quantization.base import Quantization, Tensors
+
+
+class Linear:
+    """y = x @ weight.T + bias, for x [tokens, in] to y [tokens, out], in x's dtype on its device.
+
+    Attributes:
+        out_features, in_features: of this rank's slice.
+        device: where the weight is.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        quantization: Quantization,
+        tensors: Tensors,
+        bias: torch.Tensor | None = None,
+        *,
+        batch_invariant: bool = True,
+    ) -> None:
+        """A layer whose weight of `shape` [out, in] is held in `tensors`.
+
+        Args:
+            shape: [out, in].
+            quantization: how the weight is held.
+            tensors: what `quantization.load` made. The caller must not keep them, so that packed copies replace them.
+            bias: [out] in x's dtype, or None.
+            batch_invariant: see `Quantization.apply`.
+        """
+        self.out_features, self.in_features = shape
+        self.device = next(iter(tensors.values())).device
+        self._product = quantization.apply(tensors, bias, batch_invariant=batch_invariant)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, in] → [tokens, out]."""
+        return self._product(x)

@@ -1,0 +1,150 @@
+"""What a quantization is: one class that says which tensors a linear layer has, loads them, and multiplies with them.
+
+A new one is one file here that registers itself: `create` (tensors, shapes and dtypes, from which sizes are counted and
+files checked), `load` (from the checkpoint: a dense weight, rounded as it is read, or tensors of its own) and `apply`
+(the fastest product on the tensors' device). Loading, sizing and the layer ask it and never look at what it holds.
+This module knows shapes, dtypes and devices. It does not know models, files or any product.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from trtrun.registry import Registry
+
+Tensors = Mapping[str, torch.Tensor]
+"""What a layer's weight is held in, by the names that `create` gives."""
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""x [rows, in] → x @ weight.T + bias [rows, out], in x's dtype."""
+
+
+class TensorSlice(Protocol):
+    """A slice of one tensor of a checkpoint: its name, its whole shape, and a range for each dimension."""
+
+    @property
+    def name(self) -> str:
+        """Such as "model.layers.0.mlp.down_proj.weight"."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        ...
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        """What is wanted of it."""
+        ...
+
+
+class LinearWeight(Protocol):
+    """What a rank's layer multiplies with, as the architecture has it, whatever it will be held in."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[out, in]."""
+        ...
+
+    @property
+    def parts(self) -> Sequence[TensorSlice]:
+        """Slices of the model's matrices [out, in], one behind the other along `out`; zeros follow up to `shape`.
+
+        Their names end in ".weight"; a checkpoint that is quantized has other tensors of the same beginning.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a tensor that a layer holds."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LinearTensors:
+    """What `create` answers.
+
+    Attributes:
+        held: what stays on the device, by name.
+        stored: what is read of the checkpoint for it. Every name and shape is checked before the first weight is read.
+    """
+
+    held: Mapping[str, TensorSpec]
+    stored: Sequence[TensorSlice]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is held."""
+        return sum(spec.num_bytes for spec in self.held.values())
+
+
+class WeightSource(Protocol):
+    """Where one layer's weight comes from, as `load` gets it."""
+
+    @property
+    def weight(self) -> LinearWeight:
+        """Which weight it is."""
+        ...
+
+    def dense(self) -> torch.Tensor:
+        """The weight [out, in] in the dtype of activations on the layer's device, checked to be finite.
+
+        Where the quantization does not keep it (`keeps_dense`), it may lie in a buffer that the next layer overwrites
+        once this one is made.
+        """
+        ...
+
+    def read(self, stored: TensorSlice) -> torch.Tensor:
+        """One of `LinearTensors.stored` in the file's dtype on the layer's device."""
+        ...
+
+
+class Quantization(Protocol):
+    """One way to hold the weights of linear layers. It has no state: layers are in what `apply` returns."""
+
+    def check(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Raise ConfigError where activations of `dtype` on `device` cannot be multiplied with such weights."""
+        ...
+
+    def keeps_dense(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether layers multiply with the dense weight itself, so that tied embeddings are the same tensor."""
+        ...
+
+    def create(self, weight: LinearWeight, dtype: torch.dtype) -> LinearTensors:
+        """The tensors of a layer with `weight`, for activations of `dtype`. Host arithmetic; nothing is allocated."""
+        ...
+
+    def load(self, source: WeightSource) -> Tensors:
+        """The tensors that `create` tells, on the layer's device, filled from `source`.
+
+        Raises:
+            CheckpointError: values that are not finite.
+        """
+        ...
+
+    def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
+        """The fastest product with loaded `tensors` on their device. It may pack copies and let the tensors go.
+
+        Args:
+            tensors: from `load`.
+            bias: [out] in the dtype of activations, or None.
+            batch_invariant: whether a row's result must be bit-equal whatever the number of rows, in bfloat16 on the
+                CPU.
+        """
+        ...
+
+
+QUANTIZATIONS: Registry[Quantization] = Registry("quantization")

@@ -1,0 +1,60 @@
+"""No quantization: weights in the dtype of activations.
+
+Products, by device and dtype:
+
+- CPU, bfloat16, on processors with AVX-512 BF16: trtrun's own kernel (trtrun.kernels.cpu.matmul).
+- CPU, float32, and bfloat16 elsewhere: oneDNN with the weight packed once (trtrun.kernels.onednn_matmul).
+- CPU, float16, and builds of torch without oneDNN: `F.linear`.
+- anything else: `F.linear` (cuBLAS on CUDA).
+
+It knows one weight and its products. It does not know how these work.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from trtrun.kernels.cpu.machine import has_bfloat16_kernels
+from trtrun.kernels.cpu.matmul import BlockedMatmul, can_block
+from trtrun.kernels.onednn_matmul import OneDnnMatmul, can_pack
+from trtrun.linear.quantization.base import (
+    QUANTIZATIONS,
+    LinearTensors,
+    LinearWeight,
+    Product,
+    Tensors,
+    TensorSpec,
+    WeightSource,
+)
+
+
+class Dense:
+    """One tensor, "weight" [out, in]; see `Quantization`."""
+
+    def check(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Any dtype on any device."""
+
+    def keeps_dense(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Wherever the weight is not packed; that depends on device and dtype alone."""
+        return not can_pack(device, dtype)
+
+    def create(self, weight: LinearWeight, dtype: torch.dtype) -> LinearTensors:
+        """See `Quantization`."""
+        return LinearTensors({"weight": TensorSpec(weight.shape, dtype)}, weight.parts)
+
+    def load(self, source: WeightSource) -> Tensors:
+        """See `Quantization`."""
+        return {"weight": source.dense()}
+
+    def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
+        """See `Quantization`."""
+        weight = tensors["weight"]
+        if not can_pack(weight.device, weight.dtype):
+            return lambda x: functional.linear(x, weight, bias)
+        if can_block(weight) and has_bfloat16_kernels():
+            return BlockedMatmul(weight, bias)
+        return OneDnnMatmul(weight, bias, batch_invariant=batch_invariant)
+
+
+QUANTIZATIONS.register("none")(Dense())

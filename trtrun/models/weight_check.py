@@ -1,0 +1,58 @@
+"""Whether a checkpoint has the weights that its config.json calls for, told from the headers of its files.
+
+The loader asks it before it reads the first byte, and so does everything that wants to know beforehand whether loading
+will work (`trtrun plan`, `check`, the start of `run`): they cannot differ. It reads no weights.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from trtrun.linear.quantization import QUANTIZATIONS, Quantization
+from trtrun.linear.quantization.base import TensorSlice
+from trtrun.models.checkpoint import Checkpoint
+from trtrun.models.config import ModelConfig
+from trtrun.models.parts import ShardLayout, Weight
+
+
+def check_weights(checkpoint: Checkpoint, layout: ShardLayout, quantization: Quantization, dtype: torch.dtype) -> int:
+    """Check every tensor that a rank reads: that it is there, in its shape and in a dtype that is supported.
+
+    Args:
+        checkpoint: with its headers read.
+        layout: of the rank.
+        quantization: of the linear layers, which says which tensors they have.
+        dtype: of activations.
+
+    Returns:
+        Bytes of the rank's slices, in the files' dtypes.
+
+    Raises:
+        CheckpointError: a tensor is missing, or another one than config.json calls for.
+    """
+    stored: list[TensorSlice] = [part for weight in plain_weights(layout) for part in weight.parts]
+    for weight in layout.linear_weights():
+        stored += quantization.create(weight, dtype).stored
+    return sum(
+        math.prod(len(item) for item in part.ranges) * checkpoint.check(part.name, part.shape) for part in stored
+    )
+
+
+def check_model_weights(path: Path, config: ModelConfig, tp_size: int, quantization: str = "none") -> None:
+    """Open the files of a model and check its weights. All ranks of a group read slices of the same tensors, so that
+    what holds for one of them holds for all.
+
+    Raises:
+        NoWeightsError: the directory has no weights.
+        CheckpointError: they are truncated, of another format, or not those that `config` calls for.
+    """
+    held = QUANTIZATIONS.get(quantization)
+    check_weights(Checkpoint(path), ShardLayout(config, 0, tp_size), held, config.checkpoint_dtype)
+
+
+def plain_weights(layout: ShardLayout) -> list[Weight]:
+    """Every weight of the rank that is no linear layer's: the embedding, norms and biases."""
+    return [layout.embedding(), *(weight for weight in layout.all_weights() if len(weight.shape) == 1)]

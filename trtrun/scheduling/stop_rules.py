@@ -1,0 +1,44 @@
+"""When a completion ends: stop strings, stop tokens, and length. The only place that knows.
+
+It knows one completion and the limits; rows, blocks and plans are the scheduler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from trtrun.core import FinishReason
+from trtrun.scheduling.completion import Completion
+from trtrun.scheduling.limits import SchedulerLimits
+
+
+def append_tokens(
+    completion: Completion, tokens: Iterable[int], limits: SchedulerLimits
+) -> tuple[list[int], FinishReason | None]:
+    """Append tokens until one ends the completion; return those appended and the reason, None when it goes on.
+
+    Only a completion with stop strings needs its text here; that of the others is made when nobody waits for it.
+    """
+    appended: list[int] = []
+    for token in tokens:
+        completion.token_ids.append(token)
+        appended.append(token)
+        reason = _reason_to_end(completion, token, limits)
+        if reason is not None:
+            return appended, reason
+    return appended, None
+
+
+def _reason_to_end(completion: Completion, token: int, limits: SchedulerLimits) -> FinishReason | None:
+    """Why the completion ends with `token`, its newest. A stop at the last allowed place is a stop, not "length"."""
+    sampling, count = completion.request.sampling, completion.num_output_tokens
+    if sampling.stop and completion.text is not None:
+        completion.text.append(token)
+        # Text that was written too early to stop at is looked at with what follows it: it may begin a stop string.
+        if count >= sampling.min_tokens and completion.text.cut_at_stop():
+            return FinishReason.STOP
+    if token in completion.request.stop_ids and count > sampling.min_tokens:
+        return FinishReason.STOP
+    if count >= sampling.max_tokens or len(completion.token_ids) >= limits.max_length:
+        return FinishReason.LENGTH
+    return None
