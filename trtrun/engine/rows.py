@@ -23,6 +23,8 @@ class RowState:
         block_tables: [max_rows, max_blocks] int64; 0 where no block is assigned.
         sampling: the rows' sampling parameters.
         max_draft_len: most tokens drafted in a round.
+        has_failed_rows: whether a row ever gained nothing because its logits were not finite. Known on the CPU alone,
+            where a look at a verdict costs nothing.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class RowState:
         max_blocks = -(-(max_seq_len + slack) // block_size)
         self.block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int64, device=device)
         self.sampling = RowSampling(max_rows, vocab_size, device)
+        self.has_failed_rows = False
 
     def apply(self, plan: RoundPlan) -> None:
         """Take in what the plan changes: rows dropped, rows admitted, blocks assigned, in this order."""
@@ -59,6 +62,11 @@ class RowState:
             updates = torch.from_numpy(plan.block_updates).to(self.device, torch.int64, non_blocking=True)
             self.block_tables[updates[:, 0], updates[:, 1]] = updates[:, 2]
 
+    def fresh_blocks(self, plan: RoundPlan) -> list[int]:
+        """Blocks that rows get in a plan to write to, without those whose keys and values they share with others."""
+        shared = {item.row: -(-item.num_cached_tokens // self.block_size) for item in plan.admissions}
+        return [block for row, index, block in plan.block_updates.tolist() if index >= shared.get(row, 0)]
+
     def advance(self, rows: torch.Tensor, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
         """Append what a verdict gave.
 
@@ -67,6 +75,8 @@ class RowState:
             num_tokens: [rows] int64: tokens gained.
             tokens: [rows, width] int64: the tokens, then padding, which lands in the scratch part of the history.
         """
+        if self.device.type == "cpu" and not num_tokens.all():
+            self.has_failed_rows = True
         lengths = self.lengths[rows]
         columns = lengths.unsqueeze(1) + torch.arange(tokens.shape[1], device=self.device)
         self.history[rows.unsqueeze(1), columns] = tokens.to(torch.int32)

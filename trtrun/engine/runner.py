@@ -88,6 +88,9 @@ class Engine:
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in what the plan changes before anything runs."""
         self.rows.apply(plan)
+        if self.rows.has_failed_rows:
+            # The kernels on GPUs never read what a row does not see; those on CPUs read whole blocks.
+            self._store.clear(self.rows.fresh_blocks(plan))
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
