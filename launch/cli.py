@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import click
@@ -21,10 +21,11 @@ from launch.commands.run import run
 from launch.commands.slurm import cancel, status, submit
 from launch.exit_codes import ExitCode, FailedError, describe_exit_codes, status_of_signal
 from launch.logs import FILE_ONLY
-from launch.mpi.steps import say_hello
+from launch.mpi.start_progress import say_hello
+from parallel import abort
 from parallel.errors import ParallelError
 from trtrun import __version__
-from trtrun.errors import TrtrunError
+from trtrun.errors import RankFailedError, TrtrunError
 
 MOST_UNCOLLECTED = 100_000
 """Objects that may come into being between two of Python's garbage collections. By default it is some hundreds, and
@@ -57,8 +58,8 @@ def guarded(action: Callable[[], int]) -> int:
         message = error.format_message()
         hint = "; see --help" if isinstance(error, click.UsageError) else ""
         return _fail(message.rstrip(".") + hint)
-    except FailedError as error:
-        return _fail(str(error), ExitCode.FAILED)
+    except (FailedError, RankFailedError) as error:
+        return _fail(str(error), ExitCode.FAILED, _notes(error))
     except (TrtrunError, ParallelError) as error:
         return _fail(str(error))
     except (KeyboardInterrupt, click.Abort):
@@ -73,11 +74,23 @@ def guarded(action: Callable[[], int]) -> int:
         return ExitCode.FAILED
 
 
-def _fail(line: str, status: ExitCode = ExitCode.REFUSED) -> int:
+def _notes(error: BaseException | None) -> list[str]:
+    """What an error, or one that it was raised from, has to tell besides its line."""
+    notes: list[str] = []
+    while error is not None:
+        notes += getattr(error, "__notes__", ())
+        error = error.__cause__
+    return notes
+
+
+def _fail(line: str, status: ExitCode = ExitCode.REFUSED, notes: Sequence[str] = ()) -> int:
+    """Say one line, and below it what else there is to know, such as the ranks' stacks."""
     from launch.mpi.job import print_error
 
-    logger.error(line, extra=FILE_ONLY)
+    logger.error("\n".join([line, *notes]), extra=FILE_ONLY)
     print_error(line)
+    for note in notes:
+        print(note, file=sys.stderr, flush=True)
     return status
 
 
@@ -100,9 +113,7 @@ def leave(status: int) -> NoReturn:
     """
     logger.info("ends with exit status %d", status)
     if status and "mpi4py.MPI" in sys.modules:
-        from mpi4py.run import set_abort_status
-
-        set_abort_status(status)
+        abort.abort_at_exit(status)
     gc.freeze()  # else Python looks through all of torch again before it ends: a third of a second
     sys.exit(status)
 

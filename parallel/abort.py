@@ -4,11 +4,14 @@ MPI's abort may wait for ever, for a launcher that is cut off or stopped, and it
 lock. So a timer of C code is set before anything is tried. The same timer can instead write this process's stacks when
 its threads stop running; there is one such timer in a process, which is why both are here.
 
-It does not know who is at fault, nor what the line says.
+A job in which a rank has failed cannot end as MPI ends, which waits for all ranks: `abort_at_exit` lets the normal end
+of a process, when its program is over, be the end of every rank. It does not know who is at fault, nor what the line
+says.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import logging
 import os
@@ -32,6 +35,8 @@ STDERR = 2
 
 _lock = threading.Lock()
 _is_ending = False
+_exit_status = 0
+_is_standing_by = False
 
 
 def begin_ending() -> None:
@@ -66,18 +71,47 @@ def say(text: str) -> None:
     logger.error("%s", text.strip(), exc_info=stack, extra={"file_only": True})
 
 
-def end_world() -> NoReturn:
+def end_world(status: int = STATUS) -> NoReturn:
     """End every rank of the MPI world, or at least this process. `begin_ending` comes first."""
     # mpirun forwards stderr and learns of the abort by different ways: let the line come before its own words.
     time.sleep(0.05)
     module = sys.modules.get("mpi4py.MPI")
     with suppress(Exception):
         if module is not None and module.Is_initialized() and not module.Is_finalized():
-            module.COMM_WORLD.Abort(STATUS)
-    os._exit(STATUS)
+            module.COMM_WORLD.Abort(status)
+    os._exit(status)
 
 
-def guarded(work: Callable[[], None]) -> Callable[[], None]:
+def stand_by() -> None:
+    """Be ready for `abort_at_exit`: what is registered with `atexit` after this has its turn before all ranks end."""
+    global _is_standing_by
+    if not _is_standing_by:
+        _is_standing_by = True
+        atexit.register(_abort_if_failed)
+
+
+def abort_at_exit(status: int = STATUS) -> None:
+    """Let the end of this process, whenever it comes, end every rank of the MPI world, with this status."""
+    global _exit_status
+    _exit_status = status
+    stand_by()
+
+
+def aborts_at_exit() -> bool:
+    """Whether the end of this process will be that of every rank; MPI's own end would hang."""
+    return _exit_status != 0
+
+
+def _abort_if_failed() -> None:
+    if _exit_status:
+        begin_ending()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+        end_world(_exit_status)
+
+
+def ending_on_error(work: Callable[[], None]) -> Callable[[], None]:
     """`work` for a thread: an exception in it is a defect, and ends the job instead of the thread alone."""
 
     def run() -> None:

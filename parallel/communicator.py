@@ -52,6 +52,10 @@ class Communicator(Protocol):
         """Return a new [size, *tensor.shape] tensor of every rank's `tensor`, in rank order."""
         ...
 
+    def gather(self, tensor: torch.Tensor, root: int) -> torch.Tensor | None:
+        """Return a new [size, *tensor.shape] tensor of every rank's `tensor` at rank `root`; None elsewhere."""
+        ...
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
         """Overwrite `tensor` with rank `root`'s, in place, and return it."""
         ...
@@ -114,6 +118,7 @@ def use_every_operation(communicator: Communicator) -> None:
         communicator.all_reduce(torch.ones(1, dtype=dtype, device=communicator.device))
     communicator.all_gather(torch.ones(1, device=communicator.device))
     for root in range(size):
+        communicator.gather(torch.ones(1, device=communicator.device), root)
         communicator.broadcast(torch.ones(1, device=communicator.device), root)
     note = torch.ones(1, device=communicator.device)
     # All ranks walk the ordered pairs alike, so that no two wait for each other.

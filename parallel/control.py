@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from parallel import abort
@@ -93,12 +94,16 @@ class ControlPlane:
         self.is_shut_down = message.tag == TAG_SHUTDOWN
         return None if self.is_shut_down else message.payload
 
-    def shut_down(self) -> None:
-        """Tell every worker that no plan will follow, and wait until all messages are sent. At the orchestrator."""
+    def shut_down(self, until: Callable[[], bool] | None = None) -> None:
+        """Tell every worker that no plan will follow, and wait until all messages are sent. At the orchestrator.
+
+        Args:
+            until: ends the wait when it returns true, as where a worker takes no messages any more.
+        """
         self._only_orchestrator("shut_down")
         for rank in self._topology.worker_ranks:
             self._transport.send(rank, TAG_SHUTDOWN, b"")
-        self._transport.flush()
+        self._transport.flush(until)
 
     # Reports: workers → orchestrator.
 
@@ -115,10 +120,18 @@ class ControlPlane:
             raise ControlPlaneError(f"kind {kind} of a report is not between 0 and {MOST_KINDS - 1}")
         self._transport.send(self._topology.orchestrator_rank, TAG_REPORT + kind, bytes(payload))
 
-    def collect(self, timeout: float | None = None) -> Report | None:
-        """Wait, asleep, for any worker's next report; None when `timeout` (seconds) passed. At the orchestrator."""
+    def collect(self, timeout: float | None = None, until: Callable[[], bool] | None = None) -> Report | None:
+        """Wait, asleep, for any worker's next report. At the orchestrator.
+
+        Args:
+            timeout: seconds; None waits for ever.
+            until: ends the wait when it returns true; asked as often as for a report.
+
+        Returns:
+            The report; None when the timeout passed, or `until` ended the wait.
+        """
         self._only_orchestrator("collect")
-        message = self._transport.take(None, None, timeout)
+        message = self._transport.take(None, None, timeout, until)
         if message is None:
             return None
         if message.tag < TAG_REPORT:
@@ -204,7 +217,13 @@ class _Local:
     def send(self, rank: int, tag: int, payload: bytes) -> None:
         self._queue.append(_Message(rank, tag, payload))
 
-    def take(self, source: int | None, tags: tuple[int, ...] | None, timeout: float | None) -> _Message | None:
+    def take(
+        self,
+        source: int | None,
+        tags: tuple[int, ...] | None,
+        timeout: float | None,
+        until: Callable[[], bool] | None = None,
+    ) -> _Message | None:
         # Plans and reports share the queue, and None means reports. Nobody else can send while this process waits.
         for index, message in enumerate(self._queue):
             if message.tag in tags if tags is not None else message.tag >= TAG_REPORT:
@@ -214,7 +233,7 @@ class _Local:
             raise ControlPlaneError("a process alone waits for a message that it has not sent itself")
         return None
 
-    def flush(self) -> None:
+    def flush(self, until: Callable[[], bool] | None = None) -> None:
         pass
 
     def close(self) -> None:
@@ -241,7 +260,13 @@ class _Mpi:
         self._sending.append((self._comm.Isend((payload, self._mpi.BYTE), rank, tag), payload))
         self._drop_sent()
 
-    def take(self, source: int | None, tags: tuple[int, ...] | None, timeout: float | None) -> _Message | None:
+    def take(
+        self,
+        source: int | None,
+        tags: tuple[int, ...] | None,
+        timeout: float | None,
+        until: Callable[[], bool] | None = None,
+    ) -> _Message | None:
         """Wait for a message of `source` (None: of any rank) with one of `tags` (None: any tag)."""
         status = self._mpi.Status()
         rank = self._mpi.ANY_SOURCE if source is None else source
@@ -255,7 +280,8 @@ class _Mpi:
                 matched.append(message)
             return message is not None
 
-        if not wait_until(probe, timeout):
+        wait_until(probe if until is None else lambda: probe() or until(), timeout)
+        if not matched:
             return None
         self._drop_sent()
         buffer = bytearray(status.Get_count(self._mpi.BYTE))
@@ -264,10 +290,12 @@ class _Mpi:
         wait_until(matched[0].Irecv((buffer, self._mpi.BYTE)).Test)
         return _Message(source, tag, bytes(buffer))
 
-    def flush(self) -> None:
-        while self._sending:
-            wait_until(self._sending[0][0].Test)
-            self._sending.popleft()
+    def flush(self, until: Callable[[], bool] | None = None) -> None:
+        def is_sent() -> bool:
+            self._drop_sent()
+            return not self._sending or (until is not None and until())
+
+        wait_until(is_sent)
 
     def close(self) -> None:
         if self._comm != self._mpi.COMM_NULL:

@@ -101,6 +101,9 @@ def _verify_collectives(communicator: Communicator, size: int, dtype: torch.dtyp
         "all_gather": (communicator.all_gather(own), every),
     }
     for root in ranks:
+        gathered = communicator.gather(own, root)
+        if gathered is not None:
+            found[f"gather at rank {root}"] = (gathered, every)
         tensor = own if communicator.rank == root else torch.zeros_like(own)
         found[f"broadcast of rank {root}"] = (communicator.broadcast(tensor.clone(), root), pattern(root))
     return [

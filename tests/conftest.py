@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.mpi.stale_folders import remove_leftovers
+from launch.mpi.stale_folders import remove_stale_folders
 
 ROOT = Path(__file__).resolve().parent.parent
 # What tells a process that some mpirun started it; a job started from a test must not see it.
@@ -45,7 +45,7 @@ def pytest_sessionstart() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    remove_leftovers(os.environ)
+    remove_stale_folders(os.environ)
 
 
 def rank_environment(extra: dict[str, str] | None = None) -> dict[str, str]:

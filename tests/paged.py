@@ -74,6 +74,10 @@ class LockStepCommunicator(SoloCommunicator):
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._exchange(tensor)
 
+    def gather(self, tensor: torch.Tensor, root: int) -> torch.Tensor | None:  # type: ignore[override]
+        everyone = self._exchange(tensor)
+        return everyone if self.rank == root else None
+
 
 class PagedModel:
     """A model with a KV store; rows are known by number and get blocks in a scattered order as they grow."""

@@ -32,12 +32,20 @@ class InvalidRequestError(TrtrunError):
     """One request has a wrong parameter, or is longer than the engines can ever hold. Other requests go on."""
 
 
+class StartError(TrtrunError):
+    """A rank could not start, for a reason that the user can mend; the message is the rank's own."""
+
+
 class QueueFullError(InvalidRequestError):
     """As many requests wait as may wait; the same request is welcome later."""
 
 
 class RankFailedError(TrtrunError):
-    """A rank of the job failed; the message names role, rank and cause."""
+    """A rank of the job failed; the message names role, rank and cause. Its notes, if any, are the ranks' stacks.
+
+    The job is of no use afterwards: its other ranks hang where the failed one left them, and end with this process,
+    whose exit status is not 0 then.
+    """
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -71,7 +71,7 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.report: StartReport = job.report
         self.orchestrator = Orchestrator(
-            Scheduler(limits), job.fleet, Pacer(config.speculation.draft_len) if config.is_paced else None
+            Scheduler(limits), job.engine_ranks, Pacer(config.speculation.draft_len) if config.is_paced else None
         )
         self.scheduler = self.orchestrator.scheduler
         self._prompts = PromptReader(model, tokenizer)

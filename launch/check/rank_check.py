@@ -19,8 +19,8 @@ from launch.check.report import CheckReport, LinkReport, print_report, report_js
 from launch.check.session import Session, SetupError, StuckError
 from launch.exit_codes import ExitCode, FailedError
 from launch.mpi.job import finish_mpi, is_reporting_rank, print_error
-from launch.mpi.steps import DONE, STARTED, StepTeller
-from launch.placement.links import GROUPS, Carries, Kind, Link, group_ranks, list_links, show_ranks
+from launch.mpi.start_progress import DONE, STARTED, StartProgress
+from launch.placement.links import GROUPS, Carries, Kind, RankLink, group_ranks, list_links, show_ranks
 from parallel import probe
 from parallel.communicator import Communicator
 from parallel.errors import ControlPlaneError
@@ -42,7 +42,7 @@ def check_before_run(config: RuntimeConfig) -> None:
     """
     place = find_mpi_rank()
     if place is None or place.size == 1:
-        StepTeller().tell(DONE, "the start")
+        StartProgress().tell(DONE, "the start")
         return
     with Session.open(config, time.monotonic()) as session:
         if session.rank != 0:
@@ -205,7 +205,7 @@ def _try_heartbeat(session: Session, workers: Sequence[int]) -> set[int]:
     return set(answers)
 
 
-def _try_pair(session: Session, link: Link, tried: dict[frozenset[int], _Tried]) -> LinkReport:
+def _try_pair(session: Session, link: RankLink, tried: dict[frozenset[int], _Tried]) -> LinkReport:
     """A link between two workers; what goes both ways is tried once."""
     pair = frozenset(link.ranks)
     if len(pair) == 1:
@@ -279,4 +279,4 @@ def _merge_kinds(answers: Iterable[dict[str, Any]]) -> dict[str, Kind]:
 
 
 def _sends_probs(config: RuntimeConfig) -> bool:
-    return config.is_speculative and config.speculation.use_logits
+    return config.has_draft_engine and config.speculation.use_logits

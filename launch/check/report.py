@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from rich.table import Table
 
 from launch.check.inventory import RankInventory
-from launch.placement.links import Carries, Link, show_ranks
+from launch.placement.links import Carries, RankLink, show_ranks
 from launch.terminal import output_console
 from parallel.probe import Timing
 from parallel.topology import Topology
@@ -37,19 +37,19 @@ class LinkReport:
     is_tried: bool = True
 
     @classmethod
-    def of(cls, link: Link, faults: Sequence[str], timing: Timing | None) -> LinkReport:
+    def of(cls, link: RankLink, faults: Sequence[str], timing: Timing | None) -> LinkReport:
         """A link that was tried."""
         return cls(link.carries, link.ranks, link.transport, tuple(faults), timing)
 
     @classmethod
-    def of_group(cls, links: Sequence[Link], faults: Sequence[str], timing: Timing) -> LinkReport:
+    def of_group(cls, links: Sequence[RankLink], faults: Sequence[str], timing: Timing) -> LinkReport:
         """All links of one group, tried together."""
         ranks = tuple(sorted({rank for link in links for rank in link.ranks}))
         transports = " + ".join(dict.fromkeys(link.transport for link in links))
         return cls(links[0].carries, ranks, transports, tuple(faults), timing)
 
     @classmethod
-    def untried(cls, link: Link) -> LinkReport:
+    def untried(cls, link: RankLink) -> LinkReport:
         """A link inside one process."""
         return cls(link.carries, link.ranks, link.transport, (), None, is_tried=False)
 

@@ -18,7 +18,7 @@ import torch
 
 from launch.check.inventory import RankInventory, find_misfits, take_inventory
 from launch.exit_codes import FailedError
-from launch.mpi.steps import DONE, StepTeller, has_parent
+from launch.mpi.start_progress import DONE, StartProgress, has_parent
 from parallel import abort
 from parallel.control import ControlPlane
 from parallel.groups import Groups, open_groups
@@ -37,7 +37,7 @@ PARENT_SECONDS = 5.0
 """How much later than its parent rank 0 gives up on stuck ranks: the parent can tell more about them."""
 
 INVENTORY, STEPS = 1, 10
-"""Numbers of a rank's steps for `steps`: looking around, then the steps that rank 0 names."""
+"""Numbers of a rank's steps for `start_progress`: looking around, then the steps that rank 0 names."""
 
 
 class SetupError(TrtrunError):
@@ -73,7 +73,7 @@ class Session:
         self.world = world
         self.rank: int = world.Get_rank()
         self.groups: Groups | None = None
-        self.teller = StepTeller()
+        self.teller = StartProgress()
         self.control = ControlPlane(world, topology)
         self._until = started + config.launch.check_seconds + (PARENT_SECONDS if has_parent() else 0.0)
         self._number = 0

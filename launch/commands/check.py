@@ -21,7 +21,7 @@ def check(config_path: Path, overrides: tuple[str, ...], speculation: str | None
     the ranks that are stuck by then.
     """
     from launch.mpi.job import Job
-    from launch.mpi.steps import has_parent
+    from launch.mpi.start_progress import has_parent
 
     job = Job(load(config_path, overrides, speculation), sys.argv[1:], is_check=True)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from launch.mpi.flavours import Flavour
 from launch.mpi.library import find_library
-from launch.mpi.stale_folders import remove_leftovers
+from launch.mpi.stale_folders import remove_stale_folders
 from launch.placement.allocation import in_allocation, is_local
 from parallel.topology import Topology
 from trtrun import __version__
@@ -78,7 +78,7 @@ def describe_host(environment: Mapping[str, str]) -> dict[str, str]:
     Raises:
         TopologyError: no MPI library is there.
     """
-    remove_leftovers(environment)
+    remove_stale_folders(environment)
     return {"trtrun": __version__, "MPI library": find_library(environment).version}
 
 

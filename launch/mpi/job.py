@@ -6,13 +6,10 @@ that this process has a role.
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from launch.mpi.drain import CONTROL_VARIABLE
@@ -27,11 +24,13 @@ from launch.mpi.mpirun import (
     show_command,
     ssh_arguments,
 )
-from launch.mpi.stale_folders import remove_leftovers
-from launch.mpi.steps import STARTED, StepWatch, say_hello
-from launch.mpi.steps import VARIABLE as STEPS_VARIABLE
+from launch.mpi.parent_death import end_with_parent
+from launch.mpi.stale_folders import remove_stale_folders
+from launch.mpi.start_progress import STARTED, StartWatch, say_hello
+from launch.mpi.start_progress import VARIABLE as STEPS_VARIABLE
 from launch.mpi.supervise import STUCK_GRACE_SECONDS, supervise
 from launch.placement.devices import count_host_slots
+from parallel import abort
 from parallel.mpi_rank import MpiRank, find_mpi_rank
 from parallel.topology import Topology
 from trtrun.config import RuntimeConfig
@@ -39,7 +38,6 @@ from trtrun.errors import TopologyError
 from trtrun.threads import threads_per_slot
 from trtrun.topology import make_topology
 
-_PR_SET_PDEATHSIG = 1
 OWN_PREFIX = "TRTRUN_"
 """Of variables by which a parent tells its ranks something."""
 
@@ -115,7 +113,7 @@ class Job:
             hosts = list(remote_hosts(self.topology))
             check_hosts(hosts, ssh_arguments(launch), {**forwarded, **launch.choice.environment})
         drain_seconds = section.drain_seconds if self.drains else None
-        remove_leftovers(environment)
+        remove_stale_folders(environment)
         return supervise(command, environment, self.topology.describe, drain_seconds, self._watch_steps())
 
     def enter(self, check: Callable[[], None]) -> int | None:
@@ -136,7 +134,8 @@ class Job:
             say_hello()
         if place is not None and not (self.nests and place.size == 1 < self.topology.world_size):
             self._check_size(place)
-            end_with_launcher()
+            # With mpirun: Open MPI notices its end only while a rank calls into it, not while one loads or computes.
+            end_with_parent()
             self._set_environment(place)
             if place.rank == 0:
                 check()
@@ -148,14 +147,14 @@ class Job:
         check()
         return self._supervise()
 
-    def _watch_steps(self) -> StepWatch:
+    def _watch_steps(self) -> StartWatch:
         """Who names the ranks that are stuck before they work."""
         launch = self.config.launch
         if self.is_check:
             # The end of the job comes out of the same time.
             seconds = max(launch.check_seconds / 2, launch.check_seconds - STUCK_GRACE_SECONDS - 2)
-            return StepWatch(self.topology.describe, self.topology.world_size, seconds, "the check", STARTED)
-        return StepWatch(self.topology.describe, self.topology.world_size, launch.start_seconds, "the start")
+            return StartWatch(self.topology.describe, self.topology.world_size, seconds, "the check", STARTED)
+        return StartWatch(self.topology.describe, self.topology.world_size, launch.start_seconds, "the start")
 
     def _check_size(self, place: MpiRank) -> None:
         if place.size != self.topology.world_size:
@@ -195,6 +194,8 @@ def print_error(line: str) -> None:
 
 def finish_mpi() -> None:
     """End MPI on rank 0 once the ranks are let go: they wait for it, and their waiting burns cores."""
+    if abort.aborts_at_exit():
+        return
     module = sys.modules.get("mpi4py.MPI")
     if module is not None and module.Is_initialized() and not module.Is_finalized():
         module.Finalize()
@@ -204,12 +205,3 @@ def is_reporting_rank() -> bool:
     """Whether this process may talk to the user: rank 0, or no rank at all."""
     place = find_mpi_rank()
     return place is None or place.rank == 0
-
-
-def end_with_launcher() -> None:
-    """End this rank when the mpirun that started it dies, even by SIGKILL.
-
-    Open MPI notices that only while the rank calls into it; a rank that loads or computes would stay behind.
-    """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -60,7 +60,7 @@ _FAILURE = re.compile(r"trtrun: [a-z+]+ rank \d+ \([^)]*\) (?:failed: |was kille
 
 
 @dataclass
-class NoiseFilter:
+class OutputFilter:
     """A stream of stderr text in, the same without mpirun's boilerplate out; and stdout, of which Hydra writes some.
 
     Attributes:
@@ -79,7 +79,7 @@ class NoiseFilter:
     lost_hosts: list[str] = field(default_factory=list)
     _partial: str = ""
     _box: list[str] | None = None
-    _output: _OutputFilter = field(init=False)
+    _output: _StdoutFilter = field(init=False)
     _news: str = ""
     _is_in_error: bool = False
     _has_told_failure: bool = False
@@ -87,7 +87,7 @@ class NoiseFilter:
     _dropped: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._output = _OutputFilter(self._take_termination)
+        self._output = _StdoutFilter(self._take_termination)
 
     @property
     def has_failed(self) -> bool:
@@ -219,7 +219,7 @@ class NoiseFilter:
         return f"trtrun: mpirun lost the connection to host {host}; the job ends\n"
 
 
-class _OutputFilter:
+class _StdoutFilter:
     """Takes Hydra's boxes out of stdout. Everything else passes as it is, at the latest when the stream pauses.
 
     Args:

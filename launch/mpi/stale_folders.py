@@ -21,7 +21,7 @@ _CONNECT_SECONDS = 1.0
 _BASES = ("PRTE_MCA_prte_tmpdir_base", "TMPDIR", "TEMP", "TMP")
 
 
-def remove_leftovers(environment: Mapping[str, str]) -> None:
+def remove_stale_folders(environment: Mapping[str, str]) -> None:
     """Remove the folders of this user's on this host whose process is gone. What cannot be removed stays.
 
     A folder says by a file in it which host it belongs to, and at which port its process listens. So those of other

@@ -1,4 +1,4 @@
-"""Runs mpirun as a child and answers for it: signals reach it, its noise does not reach the user, nothing stays behind.
+"""Runs mpirun as a child and answers for it: signals reach it, its prose does not reach the user, nothing stays behind.
 
 It does not know what the job does, beyond whether it can drain (see drain.py). The job runs in a session of its own, so
 that Ctrl-C reaches this process alone, and so that every process of the job can be found by its session when it has to
@@ -7,7 +7,6 @@ end.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import selectors
 import signal
@@ -21,9 +20,10 @@ from types import FrameType
 
 from launch.exit_codes import ExitCode, status_of_signal
 from launch.mpi.drain import CONTROL_VARIABLE, DRAIN_SIGNALS, write_order
-from launch.mpi.output_filter import NoiseFilter
-from launch.mpi.steps import VARIABLE as STEPS_VARIABLE
-from launch.mpi.steps import StepWatch
+from launch.mpi.output_filter import OutputFilter
+from launch.mpi.parent_death import ending_with_parent
+from launch.mpi.start_progress import VARIABLE as STEPS_VARIABLE
+from launch.mpi.start_progress import StartWatch
 
 GRACE_SECONDS = 5.0
 """How long mpirun may take to end its ranks after a signal, before all are killed."""
@@ -40,15 +40,13 @@ STUCK_GRACE_SECONDS = 2.0
 PAUSE_SECONDS = 0.25
 """Text held back as a possible box of mpirun's is shown after this long without more of it."""
 
-_PR_SET_PDEATHSIG = 1
-
 
 def supervise(
     command: Sequence[str],
     environment: Mapping[str, str],
     describe: Callable[[int], str],
     drain_seconds: float | None = None,
-    steps: StepWatch | None = None,
+    steps: StartWatch | None = None,
 ) -> int:
     """Run the command until it ends; return an exit status (see exit_codes.py).
 
@@ -64,24 +62,23 @@ def supervise(
         steps: names the ranks that are stuck on their way to work, and for them the job ends; None where ranks tell no
             steps.
     """
-    noise = NoiseFilter(describe)
+    output = OutputFilter(describe)
     values = {name: value for name, value in environment.items() if name not in (CONTROL_VARIABLE, STEPS_VARIABLE)}
     if steps is not None:
         values[STEPS_VARIABLE] = "1"
     orders = _Orders(drain_seconds)
     with orders.heard():
         process = subprocess.Popen(
-            list(command),
+            ending_with_parent(command),
             env=values if drain_seconds is None else {**values, CONTROL_VARIABLE: "stdin"},
             stdin=subprocess.DEVNULL if drain_seconds is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
         )
         try:
             orders.follow(process)
-            _pump(process, noise, orders, steps)
+            _pump(process, output, orders, steps)
         except BrokenPipeError:  # the reader of our output is gone, as in `trtrun run … | head`
             orders.ended_by = signal.SIGPIPE
             process.terminate()
@@ -92,11 +89,11 @@ def supervise(
             _clear_session(process.pid)  # mpirun is gone, or the loop failed: no rank may stay
             process.wait()
     with suppress(BrokenPipeError):
-        _pass_on(noise.flush_output())
-    _show(noise.finish())
+        _pass_on(output.flush_output())
+    _show(output.finish())
     if steps is not None and steps.is_given_up:
         return ExitCode.FAILED
-    return _tell_end(process.returncode, noise, orders, is_overdue)
+    return _tell_end(process.returncode, output, orders, is_overdue)
 
 
 class _Orders:
@@ -166,7 +163,7 @@ class _Orders:
             write_order(self._process.stdin.fileno(), number)
 
 
-def _tell_end(status: int, noise: NoiseFilter, orders: _Orders, is_overdue: bool) -> int:
+def _tell_end(status: int, output: OutputFilter, orders: _Orders, is_overdue: bool) -> int:
     """Say how the job ended where nobody has said it; return the exit status."""
     if orders.ended_by is not None:
         if orders.ended_by != signal.SIGPIPE:
@@ -176,20 +173,20 @@ def _tell_end(status: int, noise: NoiseFilter, orders: _Orders, is_overdue: bool
         name = signal.Signals(orders.drained_by).name
         _show(f"trtrun: the ranks did not drain in time after {name} and were killed; --resume goes on with the rest\n")
         return ExitCode.DRAINED
-    if noise.killed:
-        return status_of_signal(noise.killed[0][1])
-    if noise.has_failed and (is_overdue or status == 0):  # an mpirun that loses a host ends with 0
+    if output.killed:
+        return status_of_signal(output.killed[0][1])
+    if output.has_failed and (is_overdue or status == 0):  # an mpirun that loses a host ends with 0
         return ExitCode.FAILED
     if status < 0:
         _show(f"trtrun: mpirun was killed by signal {-status}; all ranks are stopped\n")
         return status_of_signal(-status)
-    if status and not noise.said_something:
+    if status and not output.said_something:
         _show(f"trtrun: a rank ended with exit code {status} and said nothing\n")
     return status
 
 
 def _pump(
-    process: subprocess.Popen[bytes], noise: NoiseFilter, orders: _Orders, steps: StepWatch | None = None
+    process: subprocess.Popen[bytes], output: OutputFilter, orders: _Orders, steps: StartWatch | None = None
 ) -> None:
     """Carry both outputs to the user until mpirun ends, or is overdue, or a rank is stuck.
 
@@ -201,7 +198,7 @@ def _pump(
 
     def is_overdue() -> bool:
         nonlocal failed_deadline
-        if noise.has_failed:
+        if output.has_failed:
             failed_deadline = min(failed_deadline, time.monotonic() + FAILED_GRACE_SECONDS)
         return orders.is_overdue or time.monotonic() > failed_deadline
 
@@ -212,7 +209,7 @@ def _pump(
             if is_overdue():
                 return
             if steps is not None and (stuck := steps.give_up()):
-                _show(noise.flush() + "".join(f"trtrun: {line}\n" for line in stuck))
+                _show(output.flush() + "".join(f"trtrun: {line}\n" for line in stuck))
                 process.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=STUCK_GRACE_SECONDS)
@@ -223,25 +220,19 @@ def _pump(
                 if not data:
                     selector.unregister(key.fileobj)
                 elif key.fileobj is process.stdout:
-                    _pass_on(noise.feed_output(data))
+                    _pass_on(output.feed_output(data))
                 else:
                     text = data.decode(errors="replace")
-                    _show(noise.feed(text if steps is None else steps.feed(text)))
-            noise.is_expected = orders.ended_by is not None
+                    _show(output.feed(text if steps is None else steps.feed(text)))
+            output.is_expected = orders.ended_by is not None
             if not ready:
-                _pass_on(noise.flush_output())
-                _show(noise.flush())
+                _pass_on(output.flush_output())
+                _show(output.flush())
                 if process.poll() is not None:  # a stray child may hold the pipes open for ever
                     return
     while process.poll() is None and not is_overdue():
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=PAUSE_SECONDS)
-
-
-def _end_with_parent() -> None:
-    """In the child, before mpirun starts: ask the kernel to end it when this process dies, even by SIGKILL."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _kill_session(session: int) -> bool:

@@ -5,14 +5,12 @@ A rank that just ended with its own problem would take the others along before t
 
 from __future__ import annotations
 
-import json
 import sys
-from array import array
 from collections.abc import Callable
-from itertools import accumulate, pairwise
 from typing import TypeVar
 
 from launch.exit_codes import ExitCode
+from parallel.json_gather import all_gather_json
 from parallel.mpi_rank import MpiRank
 from trtrun.errors import TrtrunError
 
@@ -36,7 +34,9 @@ def agree_on(make: Callable[[], Result], place: MpiRank | None) -> Result:
         result, problem = make(), None
     except TrtrunError as error:
         result, problem = None, str(error)
-    problems = [text for text in _gather(problem) if text is not None]
+    from mpi4py import MPI
+
+    problems = [text for text in all_gather_json(MPI.COMM_WORLD, problem) if text is not None]
     if problems:
         if place.rank == 0:
             for text in problems:
@@ -45,17 +45,3 @@ def agree_on(make: Callable[[], Result], place: MpiRank | None) -> Result:
         raise SystemExit(ExitCode.REFUSED if place.rank == 0 else ExitCode.DONE)
     assert result is not None
     return result
-
-
-def _gather(problem: str | None) -> list[str | None]:
-    """Every rank's problem, on all ranks, in rank order. Collective."""
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
-    own = json.dumps(problem).encode()
-    lengths = array("i", [0] * world.Get_size())
-    world.Allgather(array("i", [len(own)]), lengths)
-    starts = [0, *accumulate(lengths)]
-    everything = bytearray(starts[-1])
-    world.Allgatherv((own, MPI.BYTE), (everything, (list(lengths), starts[:-1]), MPI.BYTE))
-    return [json.loads(everything[start:stop]) for start, stop in pairwise(starts)]

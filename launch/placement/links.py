@@ -51,7 +51,7 @@ class Carries(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Link:
+class RankLink:
     """Two ranks that talk.
 
     Attributes:
@@ -91,7 +91,7 @@ def expect_kinds(topology: Topology, nccl: bool) -> dict[str, Kind]:
     return {name: expect(group_ranks(topology, name)) for name in GROUPS}
 
 
-def list_links(topology: Topology, kinds: Mapping[str, Kind], sends_probs: bool) -> tuple[Link, ...]:
+def list_links(topology: Topology, kinds: Mapping[str, Kind], sends_probs: bool) -> tuple[RankLink, ...]:
     """Every pair of ranks that will talk, in the order control, heartbeat, all_reduce, drafts, verdicts.
 
     Args:
@@ -102,32 +102,28 @@ def list_links(topology: Topology, kinds: Mapping[str, Kind], sends_probs: bool)
     return tuple(_walk_links(topology, kinds, sends_probs))
 
 
-def _walk_links(topology: Topology, kinds: Mapping[str, Kind], sends_probs: bool) -> Iterator[Link]:
+def _walk_links(topology: Topology, kinds: Mapping[str, Kind], sends_probs: bool) -> Iterator[RankLink]:
     orchestrator = topology.orchestrator_rank
     for rank in topology.worker_ranks:
         place = Transport.SAME_PROCESS if rank == orchestrator else _over_mpi(topology, orchestrator, rank)
-        yield Link(Carries.CONTROL, (orchestrator, rank), place)
+        yield RankLink(Carries.CONTROL, (orchestrator, rank), place)
     for rank in topology.worker_ranks:
         if rank != orchestrator:
             over = Transport.TCP_NETWORK if spans_hosts(topology, (orchestrator, rank)) else Transport.TCP_ONE_HOST
-            yield Link(Carries.HEARTBEAT, (orchestrator, rank), over)
+            yield RankLink(Carries.HEARTBEAT, (orchestrator, rank), over)
     for name, carries in (("draft", Carries.DRAFT_SUMS), ("target", Carries.TARGET_SUMS)):
         for first, second in combinations(sorted(group_ranks(topology, name)), 2):
-            yield Link(carries, (first, second), _choose(topology, kinds[name], first, second))
-    if topology.draft_leader is None:
-        return
-    for rank in topology.target_ranks:
-        with_probs = sends_probs and rank == topology.target_leader
-        yield Link(
-            Carries.DRAFT_PROBS if with_probs else Carries.DRAFT,
-            (topology.draft_leader, rank),
-            _choose(topology, kinds["workers"], topology.draft_leader, rank),
-        )
+            yield RankLink(carries, (first, second), _choose(topology, kinds[name], first, second))
+    drafting = topology.draft_leader
+    if drafting is not None:
+        for rank in topology.target_ranks:
+            carries = Carries.DRAFT_PROBS if sends_probs and rank == topology.target_leader else Carries.DRAFT
+            yield RankLink(carries, (drafting, rank), _choose(topology, kinds["workers"], drafting, rank))
     for rank in topology.worker_ranks:
         # The link hands a verdict to every other engine rank; a draft in the target leader's process reads it in place.
         if rank != topology.target_leader or rank in topology.draft_ranks:
             transport = _choose(topology, kinds["workers"], topology.target_leader, rank)
-            yield Link(Carries.VERDICT, (topology.target_leader, rank), transport)
+            yield RankLink(Carries.VERDICT, (topology.target_leader, rank), transport)
 
 
 def spans_hosts(topology: Topology, ranks: Iterable[int]) -> bool:
@@ -165,7 +161,7 @@ class LinkRow:
     transport: Transport
 
 
-def summarize_links(links: Sequence[Link]) -> tuple[LinkRow, ...]:
+def summarize_links(links: Sequence[RankLink]) -> tuple[LinkRow, ...]:
     """Put links that differ only in their ranks into one row: "1→2 1→3", "2–5, all pairs"."""
     rows: dict[tuple[Carries, Transport], list[tuple[int, int]]] = {}
     for link in links:

@@ -27,7 +27,7 @@ from launch.mpi.job import Job
 from launch.mpi.mpirun import show_command
 from launch.placement.allocation import is_local
 from launch.placement.devices import count_host_slots
-from launch.placement.links import Link, expect_kinds, list_links, summarize_links
+from launch.placement.links import RankLink, expect_kinds, list_links, summarize_links
 from launch.placement.memory import JobMemory
 from launch.terminal import output_console
 from parallel.topology import Topology
@@ -82,7 +82,7 @@ class JobPlan:
     kv_tokens: int | None
     draft_dtype: str | None
     target_dtype: str
-    links: tuple[Link, ...]
+    links: tuple[RankLink, ...]
     command: str
     script: str | None
     notes: tuple[str, ...]

@@ -50,6 +50,7 @@ def prepare_step(resources: SlurmResources) -> Iterator[str]:
         places = [resources.hosts.index(resources.topology.host(rank)) for rank in range(resources.topology.world_size)]
         names = [f'"${{nodes[{place}]}}"' for place in places]
     yield 'export SLURM_HOSTFILE="$(mktemp)"'
+    yield """trap 'rm -f -- "$SLURM_HOSTFILE"' EXIT"""
     yield f"printf '%s\\n' {' '.join(names)} >\"$SLURM_HOSTFILE\""
 
 

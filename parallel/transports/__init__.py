@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel.communicator import Communicator
+from parallel.json_gather import all_gather_json
 from parallel.transports.solo import SoloCommunicator
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def _nccl_serves(device: torch.device, mpi_comm: MPI.Intracomm) -> bool:
 
     usable = why_not(device) is None
     place = [socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)] if usable else None
-    places = [json.loads(text) for text in mpi_comm.allgather(json.dumps(place))]
+    places = all_gather_json(mpi_comm, place)
     # NCCL refuses two ranks on one GPU unless told otherwise (since 2.30).
     shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     distinct = len({json.dumps(item) for item in places}) == len(places)

@@ -25,16 +25,22 @@ TAG = 1
 SLICED_BYTES = 256 * 1024
 # MPI counts are 32-bit.
 MOST_BYTES = 2**31 - 1
+# Larger tensors are summed piece by piece. A piece and the others' fit into a cache, so it is faster, too.
+PIECE_BYTES = 4 * 1024 * 1024
 CACHED_SHAPES = 256
+ALIGNMENT = 64
 HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class _Gathered:
-    """Where tensors of one shape and dtype are gathered: every rank's, as tensors and as one MPI buffer."""
+    """Where tensors of one shape and dtype are gathered: every rank's, as tensors and as one MPI buffer.
+
+    All shapes share one piece of memory, as no sum outlives the call that makes it.
+    """
 
     nbytes: int
-    sliced: bool
+    is_whole: bool  # else it is summed in slices or in pieces
     buffer: tuple[MPI.memory, int, MPI.Datatype]
     parts: tuple[torch.Tensor, ...]
     total: torch.Tensor | None  # float32, where the parts are half and more than two
@@ -64,6 +70,7 @@ class MpiCommunicator:
         self._comm = comm
         self._staged = self.device.type != "cpu"
         self._gathered: dict[tuple[torch.Size, torch.dtype], _Gathered] = {}
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks in rank order, in place; the module says why in rank order."""
@@ -79,6 +86,20 @@ class MpiCommunicator:
         if source.numel():
             nbytes = source.numel() * source.element_size()
             self._comm.Allgather((_memory(source), MPI.BYTE), (_memory(result), nbytes, MPI.BYTE))
+        return result.to(self.device) if self._staged else result
+
+    def gather(self, tensor: torch.Tensor, root: int) -> torch.Tensor | None:
+        """Return a new [size, *tensor.shape] tensor of every rank's `tensor` at `root`, None elsewhere."""
+        check_root(self, root)
+        source = self._host_copy(tensor)
+        nbytes = source.numel() * source.element_size()
+        if self.rank != root:
+            if nbytes:
+                self._comm.Gather((_memory(source), MPI.BYTE), None, root)
+            return None
+        result = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
+        if nbytes:
+            self._comm.Gather((_memory(source), MPI.BYTE), (_memory(result), nbytes, MPI.BYTE), root)
         return result.to(self.device) if self._staged else result
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
@@ -132,36 +153,60 @@ class MpiCommunicator:
     def close(self) -> None:
         """Free the MPI communicator and the buffers."""
         self._gathered.clear()
+        self._memory = self._memory[:0].clone()
         if self._comm != MPI.COMM_NULL:
             self._comm.Free()
 
     def _sum(self, host: torch.Tensor) -> torch.Tensor:
         """Sum a contiguous host tensor over the ranks, in place. A few µs long, and on the path of every layer."""
         gathered = self._gathered.get((host.shape, host.dtype)) or self._make_gathered(host)
-        if gathered.sliced:
-            return self._sum_sliced(host)
+        if not gathered.is_whole:
+            return self._sum_sliced(host) if self.size > 2 else self._sum_pieces(host)
         if gathered.nbytes and self.size > 1:
             self._comm.Allgather((MPI.memory.fromaddress(host.data_ptr(), gathered.nbytes), MPI.BYTE), gathered.buffer)
             _add_up(gathered.parts, gathered.total, host)
         return host
 
     def _make_gathered(self, host: torch.Tensor) -> _Gathered:
-        """Make and keep the receive buffer for tensors like this one, after checking that they can travel."""
+        """Make and keep the places to receive tensors like this one, after checking that they can travel."""
         check_dtype(self, host)
         if len(self._gathered) >= CACHED_SHAPES:
             self._gathered.clear()
         nbytes = host.numel() * host.element_size()
-        sliced = self.size > 2 and nbytes >= SLICED_BYTES
-        buffer = torch.empty((0,) if sliced else (self.size, *host.shape), dtype=host.dtype)
+        is_whole = nbytes < SLICED_BYTES if self.size > 2 else nbytes <= PIECE_BYTES
+        buffer, total = self._reserve(host) if is_whole else (torch.empty(0), None)
         gathered = _Gathered(
             nbytes=nbytes,
-            sliced=sliced,
-            buffer=(_memory(buffer), 0 if sliced else nbytes, MPI.BYTE),
+            is_whole=is_whole,
+            buffer=(_memory(buffer), nbytes if is_whole else 0, MPI.BYTE),
             parts=tuple(buffer),
-            total=_total_for(host, self.size),
+            total=total,
         )
         self._gathered[host.shape, host.dtype] = gathered
         return gathered
+
+    def _reserve(self, host: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Places for every rank's tensor, and for their sum where it needs one (`_needs_total`).
+
+        They are in the memory that all shapes share; it grows to the size of the largest.
+        """
+        count = host.numel() * self.size
+        middle = -(-count * host.element_size() // ALIGNMENT) * ALIGNMENT
+        end = middle + (4 * host.numel() if _needs_total(host, self.size) else 0)
+        if end > self._memory.numel():
+            self._gathered.clear()  # they are places in the old memory
+            self._memory = torch.empty(1 << (end - 1).bit_length(), dtype=torch.uint8)
+        buffer = self._memory[: count * host.element_size()].view(host.dtype).view(self.size, *host.shape)
+        if not _needs_total(host, self.size):
+            return buffer, None
+        return buffer, self._memory[middle:end].view(torch.float32).view(host.shape)
+
+    def _sum_pieces(self, host: torch.Tensor) -> torch.Tensor:
+        """Sum a large contiguous tensor of a group of two in pieces: the same sums, and little memory."""
+        flat, width = host.view(-1), PIECE_BYTES // host.element_size()
+        for start in range(0, flat.numel(), width):
+            self._sum(flat[start : start + width])
+        return host
 
     def _sum_sliced(self, host: torch.Tensor) -> torch.Tensor:
         """Sum a large contiguous tensor: each rank adds up one slice in rank order, then the slices are gathered.
@@ -178,7 +223,8 @@ class MpiCommunicator:
         shares = ([share] * self.size, [share * rank for rank in range(self.size)])
         whole = (_memory(flat), (counts, starts), MPI.BYTE)
         self._comm.Alltoallv(whole, (_memory(received), shares, MPI.BYTE))
-        _add_up(tuple(received), _total_for(own, self.size), own)
+        total = torch.empty(own.shape, dtype=torch.float32) if _needs_total(own, self.size) else None
+        _add_up(tuple(received), total, own)
         self._comm.Allgatherv(MPI.IN_PLACE, whole)
         return host
 
@@ -202,9 +248,9 @@ def _add_up(parts: tuple[torch.Tensor, ...], total: torch.Tensor | None, result:
         result.copy_(total)
 
 
-def _total_for(tensor: torch.Tensor, size: int) -> torch.Tensor | None:
-    """Return the float32 tensor in which more than two half tensors are added up; None for other dtypes."""
-    return torch.empty(tensor.shape, dtype=torch.float32) if size > 2 and tensor.dtype in HALF else None
+def _needs_total(tensor: torch.Tensor, size: int) -> bool:
+    """Whether tensors like this one are added up in float32 beside them: more than two of a half type."""
+    return size > 2 and tensor.dtype in HALF
 
 
 def _memory(host: torch.Tensor) -> MPI.memory:

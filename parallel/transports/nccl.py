@@ -102,6 +102,26 @@ class NcclCommunicator:
             self._handle.allGather(pointer, result.data_ptr(), count, kind, self._stream())
         return result
 
+    def gather(self, tensor: torch.Tensor, root: int) -> torch.Tensor | None:
+        """Enqueue sending to `root`; return a new [size, *tensor.shape] tensor there, None elsewhere."""
+        check_root(self, root)
+        dense = self._dense(tensor)
+        pointer, count, kind = self._describe(dense)
+        if self.rank != root:
+            if count:
+                self._handle.send(pointer, count, kind, root, self._stream())
+            return None
+        result = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=self.device)
+        result[root].copy_(dense)
+        if count:
+            # As one group the messages come at the same time; one after the other, each would wait for the one before.
+            self._nccl.groupStart()
+            for source in range(self.size):
+                if source != root:
+                    self._handle.recv(result[source].data_ptr(), count, kind, source, self._stream())
+            self._nccl.groupEnd()
+        return result
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
         """Overwrite `tensor` with rank `root`'s, in place."""
         check_root(self, root)

@@ -32,6 +32,11 @@ class SoloCommunicator:
         check_tensor(self, tensor)
         return tensor.unsqueeze(0).clone(memory_format=torch.contiguous_format)
 
+    def gather(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
+        """Return a new [1, *tensor.shape] copy of `tensor`."""
+        check_root(self, root)
+        return self.all_gather(tensor)
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> torch.Tensor:
         """Return `tensor`."""
         check_root(self, root)

@@ -1,8 +1,8 @@
-"""What a rank's main thread is doing: one mark that it sets as it goes, and that other threads read at any time.
+"""What a rank's main thread is doing: marks that it sets as it goes, and that other threads read at any time.
 
-Setting it is one assignment under the interpreter's lock, with no system call and no lock of its own, so it costs well
-under a microsecond and may stand on the path of every round. It knows the names of phases and nothing of their content;
-who reads it is the heartbeat's business.
+Setting one is an assignment under the interpreter's lock, with no system call and no lock of its own, so it costs well
+under a microsecond and may stand on the path of every round, and of every layer. It knows the names of phases and
+nothing of their content; who reads it is the heartbeat's business.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class Doing:
     Attributes:
         phase: of the start or of the round. IDLE: a worker waits for a plan, or the orchestrator for its user.
         round_index: the round it is in, or the last one; NO_ROUND before the first.
-        round_seconds: since it entered the round, or since it became idle.
+        still_seconds: since it last got on: entered the phase, or finished a layer in it.
         phase_seconds: since it entered the phase.
         done, total: bytes of weights, in the phase WEIGHTS.
     """
 
     phase: Phase = Phase.STARTED
     round_index: int = NO_ROUND
-    round_seconds: float = 0.0
+    still_seconds: float = 0.0
     phase_seconds: float = 0.0
     done: int = 0
     total: int = 0
@@ -103,26 +103,32 @@ class Doing:
 
 
 class Activity:
-    """The mark of one process's main thread."""
+    """The marks of one process's main thread."""
 
-    __slots__ = ("_mark", "_progress")
+    __slots__ = ("_advanced", "_mark", "_progress")
 
     def __init__(self) -> None:
         now = time.monotonic()
-        # phase, round, when the round began, when the phase began: one tuple, so that readers see a whole.
-        self._mark: tuple[Phase, int, float, float] = (Phase.STARTED, NO_ROUND, now, now)
+        # phase, round, when the phase began: one tuple, so that readers see a whole.
+        self._mark: tuple[Phase, int, float] = (Phase.STARTED, NO_ROUND, now)
+        self._advanced = now
         self._progress = (0, 0)
 
     def enter(self, round_index: int, phase: Phase) -> None:
         """The main thread enters a phase of a round."""
-        mark, now = self._mark, time.monotonic()
-        same_round = mark[1] == round_index and mark[0] is not _IDLE
-        self._mark = (phase, round_index, mark[2] if same_round else now, now)
+        self._mark = (phase, round_index, time.monotonic())
+
+    def advance(self) -> None:
+        """It gets on within a phase: a layer is done, so that a long round can be told from one that hangs.
+
+        Of work that is only launched, as on a GPU, this says that launching goes on; the device is some hundred kernels
+        behind at most, as its queue holds no more.
+        """
+        self._advanced = time.monotonic()
 
     def rest(self) -> None:
         """Its round is done: a worker waits for a plan, the orchestrator's user has the word."""
-        now = time.monotonic()
-        self._mark = (_IDLE, self._mark[1], now, now)
+        self._mark = (_IDLE, self._mark[1], time.monotonic())
 
     def start(self, phase: Phase, done: int = 0, total: int = 0) -> None:
         """The main thread is in a phase of the start, or gets on in it.
@@ -132,13 +138,13 @@ class Activity:
             done: bytes of weights read so far.
             total: bytes of weights to read.
         """
-        now = time.monotonic()
-        since = self._mark[3] if self._mark[0] is phase else now
+        since = self._mark[2] if self._mark[0] is phase else time.monotonic()
         self._progress = (done, total)
-        self._mark = (phase, NO_ROUND, since, since)
+        self._mark = (phase, NO_ROUND, since)
 
     def look(self) -> Doing:
         """What the main thread does now; from any thread."""
-        (phase, round_index, round_started, phase_started), (done, total) = self._mark, self._progress
+        (phase, round_index, started), (done, total) = self._mark, self._progress
+        advanced = max(started, self._advanced)
         now = time.monotonic()
-        return Doing(phase, round_index, now - round_started, now - phase_started, done, total)
+        return Doing(phase, round_index, now - advanced, now - started, done, total)

@@ -1,9 +1,10 @@
 """The heartbeat between rank 0 and the workers: TCP beside MPI, so that it goes on while MPI calls hang.
 
-A worker's thread sends a beat about once a second with what the worker's main thread does, and rank 0 answers each. The
-worker ends itself when rank 0 is silent or gone; rank 0 (`heartbeat_server`) ends the job when a worker is. Where a
-process's threads cannot run at all, because a native call keeps the interpreter's lock, a timer of C code writes its
-stacks to stderr. It knows ranks, hosts and phases; it does not know what rounds are for.
+A worker's thread sends a beat about once a second with what the worker's main thread does, and rank 0 answers each; a
+worker that fails says so in a beat, with the cause. The worker ends itself when rank 0 is silent or gone; rank 0
+(`heartbeat_server`) lets the job fail when a worker is. Where a process's threads cannot run at all, because a native
+call keeps the interpreter's lock, a timer of C code writes its stacks to stderr. It knows ranks, hosts and phases; it
+does not know what rounds are for.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from parallel.control import ControlPlane
 from parallel.errors import HeartbeatError
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Doing
-from parallel.watchdog.culprit import CLOSED_SECONDS
+from parallel.watchdog.blame import CLOSED_SECONDS
 from parallel.watchdog.heartbeat_server import PATIENCE_BEATS, HeartbeatServer, beat_seconds, dump_seconds
-from parallel.watchdog.lines import LineSocket, connect, own_addresses, wait_for
+from parallel.watchdog.message_socket import MessageSocket, connect, own_addresses, wait_for
 from parallel.watchdog.stacks import main_stack, named
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,9 @@ logger.addHandler(logging.NullHandler())
 
 LAST_WORD_SECONDS = 5.0
 """How long workers wait before they say what another rank most likely says too, in a job that is being ended."""
+
+LONGEST_CAUSE = 10_000
+"""Characters of a failure's cause."""
 
 LISTEN_SECONDS = 1.0
 """How much longer rank 0 may be silent than a worker, so that its stacks are written before its workers end the job."""
@@ -89,7 +93,7 @@ def join_heartbeat(
     access = control.broadcast_start()
     try:
         introduction = {"rank": control.rank}
-        lines = connect(access["addresses"], int(access["port"]), str(access["token"]), introduction)
+        messages = connect(access["addresses"], int(access["port"]), str(access["token"]), introduction)
     except HeartbeatError as error:
         if own_host in access["hosts"][1 : control.rank]:
             time.sleep(LAST_WORD_SECONDS)  # a rank of this host that comes first says the same
@@ -99,7 +103,7 @@ def join_heartbeat(
         ) from None
     names = Names(topology.describe(control.rank), topology.describe(0))
     leads = control.rank == min(rank for rank in topology.worker_ranks if rank != 0)
-    return HeartbeatClient(lines, activity, heartbeat_seconds, names, leads, float(access["start_seconds"]))
+    return HeartbeatClient(messages, activity, heartbeat_seconds, names, leads, float(access["start_seconds"]))
 
 
 class HeartbeatClient:
@@ -107,7 +111,7 @@ class HeartbeatClient:
 
     def __init__(
         self,
-        lines: LineSocket,
+        messages: MessageSocket,
         activity: Activity,
         limit: float,
         names: Names,
@@ -117,14 +121,14 @@ class HeartbeatClient:
         """Begin to beat.
 
         Args:
-            lines: connected to rank 0.
+            messages: connected to rank 0.
             activity: of this process.
             limit: most seconds that rank 0 may be silent.
             names: for messages.
             speaks_first: whether this worker says at once that rank 0 is silent; the others give it time to.
             start_seconds: from now until the deadline of the start, before which long native calls are no news.
         """
-        self._lines = lines
+        self._messages = messages
         self._activity = activity
         self._limit = limit
         self._names = names
@@ -132,16 +136,27 @@ class HeartbeatClient:
         self._start_deadline = time.monotonic() + start_seconds
         self._beat = beat_seconds(limit)
         self._orchestrator = Doing()
+        self._failure: str | None = None
         self._closing = threading.Event()
         self._waker, self._wakes = socket.socketpair()
         beat = named(self._run, f"heartbeat of {names.own}")
-        self._thread = threading.Thread(target=abort.guarded(beat), name="heartbeat", daemon=True)
+        self._thread = threading.Thread(target=abort.ending_on_error(beat), name="heartbeat", daemon=True)
         self._thread.start()
 
     def beat(self) -> None:
         """Tell rank 0 now, not with the next beat, what the main thread does."""
         with suppress(OSError):
             self._waker.send(b"x")
+
+    def fail(self, cause: str) -> None:
+        """Tell rank 0 that this rank has failed, and wait, asleep, for the end.
+
+        Rank 0 ends this process when its own program is over; where rank 0 is gone, the thread does. Returns only where
+        rank 0 lets its workers go all the same.
+        """
+        self._failure = cause[:LONGEST_CAUSE]
+        self.beat()
+        self._thread.join()
 
     def close(self) -> None:
         """Say goodbye to rank 0 and stop beating."""
@@ -155,19 +170,20 @@ class HeartbeatClient:
         while not (is_released or self._closing.is_set()):
             if now >= beat_due:
                 self._write_stacks_if_stuck(now)
-                self._lines.send({"doing": self._activity.look().as_dict()})
+                failure = {} if self._failure is None else {"failed": self._failure}
+                self._messages.send({"doing": self._activity.look().as_dict(), **failure})
                 beat_due = now + self._beat
-            ends: list[LineSocket | socket.socket] = [self._wakes]
-            if not self._lines.is_closed:
-                ends.append(self._lines)
+            ends: list[MessageSocket | socket.socket] = [self._wakes]
+            if not self._messages.is_closed:
+                ends.append(self._messages)
             ready = wait_for(ends, beat_due - time.monotonic())
             now = time.monotonic()
             if self._wakes.fileno() in ready:
                 self._wakes.recv(4096)
                 beat_due = now
-            if not self._lines.is_closed:
-                self._lines.flush()
-                for message in self._lines.receive():
+            if not self._messages.is_closed:
+                self._messages.flush()
+                for message in self._messages.receive():
                     heard = now
                     is_released = self._answer(message) or is_released
             if now - turned > PATIENCE_BEATS * self._beat:
@@ -182,7 +198,7 @@ class HeartbeatClient:
         if "question" in message:
             stack = main_stack()
             logger.warning("rank 0 asks where this rank is:\n%s", stack.text, extra={"file_only": True})
-            self._lines.send({"stack": stack.text, "waits": stack.waits, "question": message["question"]})
+            self._messages.send({"stack": stack.text, "waits": stack.waits, "question": message["question"]})
         elif "doing" in message:
             with suppress(TypeError, ValueError):
                 self._orchestrator = Doing.from_dict(message["doing"])
@@ -191,7 +207,7 @@ class HeartbeatClient:
     def _judge(self, silent_seconds: float) -> None:
         """End this process when rank 0 is gone, or silent for too long."""
         grace = 0.0 if self._speaks_first else LAST_WORD_SECONDS
-        if self._lines.is_closed:
+        if self._messages.is_closed:
             # Where rank 0 was killed, MPI's launcher ends this process meanwhile, and says why.
             if silent_seconds > CLOSED_SECONDS + grace:
                 self._end("its connection broke")
@@ -214,7 +230,7 @@ class HeartbeatClient:
 
     def _leave(self) -> None:
         abort.cancel_stacks()
-        self._lines.send({"goodbye": True})
-        self._lines.finish(seconds=1.0)
+        self._messages.send({"goodbye": True})
+        self._messages.finish(seconds=1.0)
         self._wakes.close()
         self._waker.close()

@@ -1,8 +1,10 @@
-"""Rank 0's end of the heartbeat: it watches the start and then every round, and ends the job when a rank is late.
+"""Rank 0's end of the heartbeat: it watches the start and then every round, and finds the rank that fails.
 
 One thread that never touches MPI, except to end the job, so it works while the main thread hangs in a call. It starts
 before anything is exchanged and watches the start against a deadline; from then on it watches for ranks that are silent
-or stand still. Who is at fault is decided in `culprit`; the workers' end is in `heartbeat`.
+or stand still, and it hears from workers that have failed. What it finds the main thread takes, to end the job in its
+own way; where that does not come to take it, the thread ends the job itself. Who is at fault is decided in `blame`;
+the workers' end is in `heartbeat`.
 """
 
 from __future__ import annotations
@@ -10,20 +12,24 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import NoReturn
+from dataclasses import dataclass
 
 from parallel import abort
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity
-from parallel.watchdog.culprit import Accusation, StacksWanted, examine, find_broken, late_starters
-from parallel.watchdog.heartbeat_peers import Peers
-from parallel.watchdog.lines import listen
+from parallel.watchdog.blame import Accusation, StacksWanted, examine, find_broken, late_starters
+from parallel.watchdog.connections import WorkerConnections
+from parallel.watchdog.message_socket import listen
 from parallel.watchdog.stacks import main_stack, named, show_stacks
 
 TURNS_IN_BEAT = 2
 PATIENCE_BEATS = 4
 STACK_SECONDS = 2.0
 """How long ranks may take to send their stacks; one that cannot writes its own to stderr (see `dump_seconds`)."""
+
+TAKE_SECONDS = 3.0
+"""How long the main thread may take to see a failure before the thread ends the job. A program that has the word
+between two calls may take as long as it likes."""
 
 LEAVING_SECONDS = 10.0
 GOODBYE_SECONDS = 1.0
@@ -39,6 +45,19 @@ def dump_seconds(limit: float) -> float:
     """Seconds without a beat after which C code writes a process's stacks: once its silence is noticed, but before the
     job ends for it."""
     return limit + 0.25 * STACK_SECONDS
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ends a job.
+
+    Attributes:
+        line: names the rank and the cause: "target rank 2 (node2 cuda:0) failed: silent for 60 s, last seen …".
+        stacks: text of the ranks' stacks, those at fault first; empty where the rank itself told the cause.
+    """
+
+    line: str
+    stacks: str = ""
 
 
 class HeartbeatServer:
@@ -64,16 +83,19 @@ class HeartbeatServer:
         self._closing = threading.Event()
         self._said_goodbye = threading.Event()
         self._is_over = threading.Event()
-        self._peers = Peers([rank for rank in topology.worker_ranks if rank != 0], activity)
+        self._failure: Failure | None = None
+        self._is_taken = False
+        self._take_due = 0.0
+        self._workers = WorkerConnections([rank for rank in topology.worker_ranks if rank != 0], activity)
         watch = named(self._watch, f"heartbeat of {topology.describe(0)}")
-        threading.Thread(target=abort.guarded(watch), name="heartbeat", daemon=True).start()
+        threading.Thread(target=abort.ending_on_error(watch), name="heartbeat", daemon=True).start()
 
     # From the main thread.
 
     @property
     def token(self) -> str:
         """What workers must know."""
-        return self._peers.token
+        return self._workers.token
 
     @property
     def start_seconds_left(self) -> float:
@@ -84,18 +106,33 @@ class HeartbeatServer:
         """Accept connections from now on: of this host, or of all hosts. Returns the port."""
         listener = listen(everywhere)
         port = int(listener.getsockname()[1])
-        self._peers.add_listener(listener)
+        self._workers.add_listener(listener)
         return port
 
     def finish_start(self) -> None:
         """Every rank is up: the deadline of the start is met, beats count."""
         self._is_up.set()
-        self._peers.wake()
+        self._workers.wake()
+
+    def has_failed(self) -> bool:
+        """Whether a failure has been found. Cheap: for those who wait."""
+        return self._failure is not None
+
+    def take_failure(self) -> Failure | None:
+        """The failure, if there is one: the caller sees to the end of the job, and the thread does not."""
+        self._is_taken = self._failure is not None
+        return self._failure
 
     def close(self) -> None:
-        """Watch no longer, tell the workers so, and wait until they have left: the end of MPI lets no thread run."""
+        """Watch no longer, tell the workers so, and wait until they have left: the end of MPI lets no thread run.
+
+        After a failure there is nobody to wait for: workers hang where the failed one left them. They hear beats as
+        before, and end with this process.
+        """
+        if self.has_failed():
+            return
         self._closing.set()
-        self._peers.wake()
+        self._workers.wake()
         self._said_goodbye.wait(timeout=LEAVING_SECONDS)
         self._is_over.wait(timeout=GOODBYE_SECONDS)
 
@@ -108,41 +145,44 @@ class HeartbeatServer:
             if now >= dump_due:
                 abort.write_stacks_after(dump_seconds(self._limit))
                 dump_due = now + self._beat
-            self._peers.serve(self._beat / TURNS_IN_BEAT)
+            self._workers.serve(self._beat / TURNS_IN_BEAT)
             now = time.monotonic()
             # Who could not listen must not judge: this process was stopped, or its threads could not run.
             if now - turned > self._patience or self._is_up.is_set() != was_up:
-                self._peers.forgive()
+                self._workers.forgive()
                 was_up = self._is_up.is_set()
             turned = now
-            if was_up:
+            if self._failure is not None:
+                self._await_taking(self._failure)
+            elif (told := self._workers.first_failure()) is not None:
+                self._find(Failure(f"{self._topology.describe(told[0])} failed: {told[1]}"))
+            elif was_up:
                 self._judge()
             else:
                 self._judge_start()
         self._leave()
 
     def _judge_start(self) -> None:
-        states = self._peers.states()
+        states = self._workers.states()
         if self.start_seconds_left <= 0:
             late = late_starters(self._activity.look(), states, self._patience)
             places = "; ".join(f"{self._topology.describe(rank)}: {words}" for rank, words in late)
             line = f"the job has not started within {self._start_seconds:g} s (launch.start_seconds): {places}"
-            self._end(line, [rank for rank, _ in late])
-        if broken := find_broken(states):
+            self._find(Failure(line, self._take_stacks([rank for rank, _ in late])))
+        elif broken := find_broken(states):
             self._accuse(broken)
 
     def _judge(self) -> None:
-        finding = examine(self._activity.look(), self._peers.states(), self._limit, self._patience)
+        finding = examine(self._activity.look(), self._workers.states(), self._limit, self._patience)
         if isinstance(finding, StacksWanted):
-            self._peers.new_question()
-            stacks = self._peers.gather_stacks(STACK_SECONDS)
+            self._workers.new_question()
+            stacks = self._workers.gather_stacks(STACK_SECONDS)
             # Meanwhile the round may have ended, or a rank may have fallen silent.
-            finding = examine(self._activity.look(), self._peers.states(), self._limit, self._patience, stacks)
+            finding = examine(self._activity.look(), self._workers.states(), self._limit, self._patience, stacks)
         if isinstance(finding, Accusation):
             self._accuse(finding)
 
-    def _accuse(self, accusation: Accusation) -> NoReturn:
-        """End the job: "target rank 2 (node2 cuda:0) failed: silent for 60 s, last seen in round 17 (verifying)"."""
+    def _accuse(self, accusation: Accusation) -> None:
         rank, *others = accusation.ranks
         line = f"{self._topology.describe(rank)} failed: {accusation.cause}"
         host = self._topology.host(rank)
@@ -151,24 +191,36 @@ class HeartbeatServer:
             others = [other for other in others if self._topology.host(other) != host]
         if others:
             line += f"; so for {', '.join(map(self._topology.describe, others))}"
-        self._end(line, accusation.ranks)
+        self._find(Failure(line, self._take_stacks(accusation.ranks)))
 
-    def _end(self, line: str, first: Sequence[int]) -> NoReturn:
-        """Say the line, then the stacks of all ranks that answer, some of them first; end the job."""
-        abort.begin_ending()
-        abort.say(f"trtrun: {line}\n")
-        stacks = {0: main_stack(), **self._peers.gather_stacks(STACK_SECONDS)}
+    def _take_stacks(self, first: Sequence[int]) -> str:
+        """The stacks of all ranks that answer, some of them first."""
+        stacks = {0: main_stack(), **self._workers.gather_stacks(STACK_SECONDS)}
         order = sorted(stacks, key=lambda rank: (rank not in first, rank))
-        abort.say(show_stacks({self._topology.describe(rank): stacks[rank] for rank in order}))
-        abort.end_world()
+        return show_stacks({self._topology.describe(rank): stacks[rank] for rank in order})
+
+    def _find(self, failure: Failure) -> None:
+        self._take_due = time.monotonic() + TAKE_SECONDS
+        self._failure = failure
+
+    def _await_taking(self, failure: Failure) -> None:
+        """End the job where the main thread does not see to it: it hangs, in MPI or elsewhere."""
+        if self._activity.look().is_idle:
+            self._take_due = time.monotonic() + TAKE_SECONDS
+        if not self._is_taken and time.monotonic() > self._take_due:
+            abort.begin_ending()
+            abort.say(f"trtrun: {failure.line}\n")
+            if failure.stacks:
+                abort.say(failure.stacks)
+            abort.end_world()
 
     def _leave(self) -> None:
         """Say goodbye, and stay until all are gone: a socket closed with a beat unread would take the goodbye along."""
         abort.cancel_stacks()
-        self._peers.say_goodbye()
+        self._workers.say_goodbye()
         self._said_goodbye.set()
         deadline = time.monotonic() + LEAVING_SECONDS
-        while not self._peers.all_are_gone and time.monotonic() < deadline:
-            self._peers.serve(self._beat)
-        self._peers.close()
+        while not self._workers.all_are_gone and time.monotonic() < deadline:
+            self._workers.serve(self._beat)
+        self._workers.close()
         self._is_over.set()

@@ -1,6 +1,6 @@
 """The main thread's stack, as text, and whether it waits for another rank: taken in a process by another thread of it.
 
-It knows which files of this package wait for peers. What a stack says about a job is `culprit`'s business.
+It knows which files of this package wait for peers. What a stack says about a job is `blame`'s business.
 """
 
 from __future__ import annotations

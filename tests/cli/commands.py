@@ -14,6 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}
 FOUR_RANKS = {"target": ["cpu:1", "cpu:2"], "draft": ["cpu:0"]}
+FAULTS = ROOT / "tests" / "cli" / "faults"
 FIXED = ("--set", "speculation.pacing=fixed")
 """For runs of the shipped pair whose rows are compared: how much is drafted does not follow from times."""
 
@@ -30,6 +31,12 @@ def command_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     """This process's environment with one thread a rank, and this checkout's code."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **(extra or {})}
+
+
+def with_fault(fault: str) -> dict[str, str]:
+    """Environment in which one rank misbehaves."""
+    paths = os.pathsep.join(filter(None, [str(FAULTS), str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {"PYTHONPATH": paths, "TRTRUN_TEST_FAULT": fault}
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -12,7 +13,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import FOUR_RANKS, ROOT, Configs, command_environment, is_alive, ranks_below, write_rows
+from commands import (
+    FOUR_RANKS,
+    ROOT,
+    Configs,
+    Run,
+    command_environment,
+    is_alive,
+    ranks_below,
+    with_fault,
+    write_rows,
+)
 
 Start = Callable[..., "subprocess.Popen[str]"]
 NAMES = ["orchestrator rank 0 (host)", "draft rank 1 (cpu:0)", "target rank 2 (cpu:1)", "target rank 3 (cpu:2)"]
@@ -39,6 +50,28 @@ def test_a_killed_rank_is_named_and_takes_the_job_along(config: Configs, start_t
     assert len(lines) == 1, errors
     assert lines[0].startswith(f"trtrun: {NAMES[rank]} was killed by signal 9 (SIGKILL)")
     assert not any(is_alive(child) for child in ranks.values())
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_an_exception_on_a_rank_is_one_line_and_status_1(config: Configs, trtrun: Run, rank: int) -> None:
+    file = config(FOUR_RANKS, kv_cache={"max_tokens": 60000})
+    words = ("run", "--config", file, "--prompt", "def main(", "--max-tokens", 50000, "--ignore-eos")
+    done = trtrun(*words, env=with_fault(f"{rank} raise"))
+    assert done.returncode == 1
+    said = "failed: ZeroDivisionError: one of the defects of this world"
+    assert done.stderr.splitlines() == [f"trtrun: {NAMES[rank]} {said}"]
+
+
+def test_a_rank_that_stands_still_is_one_line_status_1_and_the_ranks_stacks(config: Configs, trtrun: Run) -> None:
+    file = config(FOUR_RANKS, kv_cache={"max_tokens": 60000}, launch={"heartbeat_seconds": 2})
+    words = ("run", "--config", file, "--prompt", "def main(", "--max-tokens", 50000, "--ignore-eos")
+    done = trtrun(*words, env=with_fault("2 endless"))
+    assert done.returncode == 1
+    line, stacks, *_ = done.stderr.splitlines()
+    said = r"failed: stands still in round \d+ \(verifying\) for longer than 2 s"
+    assert re.fullmatch(rf"trtrun: {re.escape(NAMES[2])} {said}", line), done.stderr
+    assert stacks == f"--- main thread of {NAMES[2]}, innermost call last:"
+    assert done.stderr.count("trtrun: ") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

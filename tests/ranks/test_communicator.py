@@ -12,7 +12,7 @@ from mpi4py import MPI
 from parallel.communicator import DTYPES, Communicator
 from parallel.errors import CommunicatorError
 from parallel.transports import open_communicator
-from parallel.transports.mpi import SLICED_BYTES, MpiCommunicator
+from parallel.transports.mpi import PIECE_BYTES, SLICED_BYTES, MpiCommunicator
 from parallel.transports.nccl import NcclCommunicator, why_not
 from parallel.transports.solo import SoloCommunicator
 
@@ -106,6 +106,20 @@ def test_the_sum_of_a_row_does_not_depend_on_the_rows_beside_it(communicator: Co
     assert same_bits(few[1:2], alone)
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_of_many_and_of_large_tensors_keep_little_memory(world: MPI.Intracomm, dtype: torch.dtype) -> None:
+    """A group of two gathers whole tensors: prefills of every length come by, each in a shape of its own."""
+    communicator = MpiCommunicator(world.Dup(), "test")
+    for rows in (3, 2 * PIECE_BYTES // (1024 * dtype.itemsize) + 5, *range(1000, 1040), 3):
+        expected = total(communicator.size, (rows, 1024), dtype)
+        assert same_bits(communicator.all_reduce(sample(communicator.rank, (rows, 1024), dtype)), expected), rows
+    assert 0 < communicator._memory.numel() <= communicator.size * PIECE_BYTES
+    held = {buffer[0].address for buffer in (gathered.buffer for gathered in communicator._gathered.values())}
+    assert len(held - {communicator._memory.data_ptr()}) <= 1  # large ones hold nothing
+    communicator.close()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_gather_stacks_the_ranks_in_order(communicator: Communicator, dtype: torch.dtype) -> None:
     for shape in SHAPES:
@@ -115,6 +129,20 @@ def test_all_gather_stacks_the_ranks_in_order(communicator: Communicator, dtype:
             result = communicator.all_gather(layout(own))
             assert same_bits(result, expected)
             assert result.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gather_stacks_the_ranks_at_the_root_alone(communicator: Communicator, dtype: torch.dtype) -> None:
+    for root in range(communicator.size):
+        for shape in SHAPES:
+            expected = torch.stack([sample(rank, shape, dtype) for rank in range(communicator.size)])
+            own = sample(communicator.rank, shape, dtype).to(communicator.device)
+            for layout in (torch.Tensor.contiguous, strided):
+                result = communicator.gather(layout(own), root)
+                assert (result is None) == (communicator.rank != root)
+                if result is not None:
+                    assert same_bits(result, expected)
+                    assert result.is_contiguous()
 
 
 def test_all_gather_makes_a_new_tensor_each_time(communicator: Communicator) -> None:
@@ -186,6 +214,8 @@ def test_wrong_peers_dtypes_and_devices_are_refused(communicator: Communicator) 
             communicator.recv(note, peer)
     with pytest.raises(CommunicatorError):
         communicator.broadcast(note, communicator.size)
+    with pytest.raises(CommunicatorError):
+        communicator.gather(note, communicator.size)
     for wrong in (note.to(torch.float64), torch.ones(1, device="meta")):
         for operation in (communicator.all_reduce, communicator.all_gather):
             with pytest.raises(CommunicatorError):

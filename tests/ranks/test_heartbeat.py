@@ -41,7 +41,7 @@ RunRanks = Callable[..., Any]
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Environment of the program: a pair with a long context."""
     folder = tmp_path_factory.mktemp("models")
-    target = make_checkpoint(folder / "target", num_hidden_layers=3, max_position_embeddings=65536)
+    target = make_checkpoint(folder / "target", num_hidden_layers=6, max_position_embeddings=65536)
     draft = noisy_copy(folder / "draft", target, 0.05)
     return {
         "HEARTBEAT_TARGET": str(target),
@@ -57,8 +57,12 @@ def case(models: dict[str, str], kind: str, rank: int, **more: object) -> dict[s
 
 
 def own_lines(stderr: str) -> list[str]:
-    """What trtrun said itself, without the stacks. mpirun may leave a NUL byte before a line."""
-    return [line.strip("\0") for line in stderr.splitlines() if "trtrun: " in line]
+    """What trtrun said itself, without the stacks, or as the exception that ended the program: both as "trtrun: …".
+
+    mpirun may leave a NUL byte before a line.
+    """
+    lines = [line.strip("\0").replace("trtrun.errors.RankFailedError: ", "trtrun: ") for line in stderr.splitlines()]
+    return [line for line in lines if "trtrun: " in line]
 
 
 def stack_of(stderr: str, name: str) -> str:
@@ -85,7 +89,7 @@ def test_a_worker_that_stands_still_in_python_is_named_and_not_the_ranks_that_wa
     assert done.returncode != 0
     (line,) = own_lines(done.stderr)
     assert re.fullmatch(
-        rf"trtrun: {re.escape(NAMES[rank])} failed: in round \d+ \({phase}\) for longer than 2 s", line
+        rf"trtrun: {re.escape(NAMES[rank])} failed: stands still in round \d+ \({phase}\) for longer than 2 s", line
     ), line
     assert "stuck_in_python" in stack_of(done.stderr, NAMES[rank])
     # The stack of the one at fault comes first; the others' say for whom they wait.
@@ -140,6 +144,29 @@ def test_rounds_that_are_slow_but_end_within_the_limit_go_on(
     assert done.returncode == 0, done.stderr
     assert "all is well" in done.stdout
     assert own_lines(done.stderr) == []
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_round_of_several_times_the_limit_goes_on_while_layers_get_done(
+    run_ranks: RunRanks, models: dict[str, str], rank: int
+) -> None:
+    """Such as a long prefill of a large model: six layers, each of them slower than half of the limit."""
+    done = run_ranks(4, PROGRAM, env=case(models, "slow-layers", rank), timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
+    assert "all is well" in done.stdout
+    assert own_lines(done.stderr) == []
+    slow = re.search(r"a forward of ([\d.]+) s", done.stdout)
+    assert slow is not None and float(slow[1]) > 3 * LIMIT, done.stdout
+
+
+def test_a_worker_that_stands_still_inside_a_layer_is_named(run_ranks: RunRanks, models: dict[str, str]) -> None:
+    done = run_ranks(4, PROGRAM, env=case(models, "layer", 3), timeout=TIMEOUT)
+    assert done.returncode != 0
+    (line,) = own_lines(done.stderr)
+    assert re.fullmatch(
+        rf"trtrun: {re.escape(NAMES[3])} failed: stands still in round \d+ \(verifying\) for longer than 2 s", line
+    ), line
+    assert "stuck_in_python" in stack_of(done.stderr, NAMES[3])
 
 
 def test_a_program_may_take_its_time_between_calls(run_ranks: RunRanks, models: dict[str, str]) -> None:

@@ -32,9 +32,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"JOB_TARGET": str(target), "JOB_DRAFT": str(draft), "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}"}
 
 
-def own_lines(stderr: str) -> list[str]:
-    """What trtrun said itself. mpirun ends its own message with a NUL byte, which may come to stand before a line."""
-    return [line.strip("\0") for line in stderr.splitlines() if "trtrun: " in line]
+def named_failures(text: str) -> list[str]:
+    """The messages of the RankFailedErrors in a text. mpirun ends its own with a NUL byte, which may precede a line."""
+    words = "trtrun.errors.RankFailedError: "
+    return [line.strip("\0").removeprefix(words) for line in text.splitlines() if words in line]
 
 
 def is_alive(process: int) -> bool:
@@ -59,14 +60,30 @@ def seconds_since_failure(stdout: str, ended: float) -> float:
         ("target follower", "target rank 3 (cpu:2)", 0),
     ],
 )
-def test_an_exception_on_an_engine_rank_ends_the_job_with_one_line(
+def test_an_exception_on_an_engine_rank_reaches_the_program_with_the_ranks_name_and_ends_the_job(
     run_ranks: RunRanks, models: dict[str, str], fails: str, name: str, plans_ahead: int
 ) -> None:
     environment = {**models, "JOB_FAILS": fails, "JOB_PLANS_AHEAD": str(plans_ahead)}
     done = run_ranks(4, PROGRAM, env=environment, timeout=60)
     assert done.returncode != 0
-    assert own_lines(done.stderr) == [f"trtrun: {name} failed: ValueError: request 7: the device is on fire"]
+    assert named_failures(done.stderr) == [f"{name} failed: ValueError: request 7: the device is on fire"]
+    assert "trtrun: " not in done.stderr.replace("trtrun.errors", "")  # no other rank says anything
     assert seconds_since_failure(done.stdout, done.ended) < SOON
+
+
+@pytest.mark.parametrize(("fails", "rank"), [("draft", 1), ("target follower", 3)])
+def test_a_program_may_catch_the_failure_of_a_rank_and_ends_non_zero_all_the_same(
+    run_ranks: RunRanks, models: dict[str, str], fails: str, rank: int
+) -> None:
+    """It ends when it likes: the other ranks, which hang, wait for that. Closing does not hang."""
+    environment = {**models, "JOB_FAILS": fails, "JOB_STYLE": "catch", "JOB_PLANS_AHEAD": "1"}
+    done = run_ranks(4, "-m", "mpi4py", PROGRAM, env=environment, timeout=60)
+    assert done.returncode == 1
+    caught = re.findall(r"caught: (.*)", done.stdout)
+    assert len(caught) == 2 and caught[0] == caught[1], done.stdout
+    assert re.fullmatch(rf"\w+ rank {rank} \(cpu:\d\) failed: ValueError: request 7: the device is on fire", caught[0])
+    assert "the program is over, and its own last work is done" in done.stdout
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(("fails", "style"), [("orchestrator", "with"), ("orchestrator", "bare"), ("program", "bare")])

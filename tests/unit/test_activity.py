@@ -38,7 +38,7 @@ def test_a_round_goes_on_through_its_phases_and_ends_with_rest(clock: Clock) -> 
     clock.now += 2
     activity.enter(7, Phase.VERIFYING)
     clock.now += 3
-    assert activity.look() == Doing(Phase.VERIFYING, 7, 5.0, 3.0)
+    assert activity.look() == Doing(Phase.VERIFYING, 7, 3.0, 3.0)
     activity.rest()
     clock.now += 1
     assert activity.look() == Doing(Phase.IDLE, 7, 1.0, 1.0)
@@ -46,13 +46,15 @@ def test_a_round_goes_on_through_its_phases_and_ends_with_rest(clock: Clock) -> 
     assert activity.look() == Doing(Phase.DRAFTING, 8, 0.0, 0.0)
 
 
-def test_the_same_round_number_after_a_rest_is_another_round(clock: Clock) -> None:
+def test_each_layer_is_progress_within_a_phase(clock: Clock) -> None:
     activity = Activity()
-    activity.enter(0, Phase.DRAFTING)
-    activity.rest()
+    activity.enter(7, Phase.VERIFYING)
     clock.now += 50
-    activity.enter(0, Phase.DRAFTING)
-    assert activity.look().round_seconds == 0
+    activity.advance()
+    clock.now += 2
+    assert activity.look() == Doing(Phase.VERIFYING, 7, 2.0, 52.0)
+    activity.enter(7, Phase.REPORTING)
+    assert activity.look() == Doing(Phase.REPORTING, 7, 0.0, 0.0)
 
 
 def test_the_start_counts_its_phases_and_bytes(clock: Clock) -> None:

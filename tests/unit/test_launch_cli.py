@@ -11,9 +11,10 @@ import pytest
 import launch.mpi.job
 from launch.cli import guarded, leave
 from launch.exit_codes import MEANINGS, ExitCode, FailedError, describe_exit_codes, status_of_signal
+from parallel import abort
 from parallel.errors import ShardingError
 from parallel.mpi_rank import find_mpi_rank
-from trtrun.errors import CheckpointError
+from trtrun.errors import CheckpointError, RankFailedError
 
 
 def raising(error: BaseException) -> int:
@@ -43,6 +44,20 @@ def test_what_the_user_did_is_one_line(
     assert capsys.readouterr().err == said
 
 
+@pytest.mark.parametrize("is_cause", [False, True])
+def test_a_failed_rank_is_one_line_with_the_ranks_stacks_below(
+    capsys: pytest.CaptureFixture[str], is_cause: bool
+) -> None:
+    failure = RankFailedError("target rank 2 (cpu:1) failed: silent for 60 s")
+    failure.add_note("--- main thread of target rank 2 (cpu:1), innermost call last:\n  here")
+    error: Exception = failure
+    if is_cause:
+        error = FailedError(str(failure))
+        error.__cause__ = failure
+    assert raising(error) == 1
+    assert capsys.readouterr().err.splitlines() == [f"trtrun: {error}", *failure.__notes__[0].splitlines()]
+
+
 def test_a_defect_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(RuntimeError("a defect")) == 1
     assert "Traceback" in capsys.readouterr().err
@@ -51,7 +66,8 @@ def test_a_defect_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(("status", "aborts"), [(0, []), (2, [2])])
 def test_a_rank_that_fails_aborts_its_job(monkeypatch: pytest.MonkeyPatch, status: int, aborts: list[int]) -> None:
     seen: list[int] = []
-    monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace(_set_abort_status=seen.append))
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", SimpleNamespace())
+    monkeypatch.setattr(abort, "abort_at_exit", seen.append)
     with pytest.raises(SystemExit) as raised:
         leave(status)
     assert (raised.value.code, seen) == (status, aborts)

@@ -186,7 +186,7 @@ def test_the_job_ends_when_its_parent_is_killed() -> None:
 
 def test_a_rank_that_does_not_call_mpi_ends_with_its_launcher() -> None:
     rank = (
-        "import time; from launch.mpi.job import end_with_launcher; end_with_launcher(); print('up', flush=True);"
+        "import time; from launch.mpi.parent_death import end_with_parent; end_with_parent(); print('up', flush=True);"
         "time.sleep(600)"
     )
     launcher = subprocess.Popen(

@@ -36,7 +36,8 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"llm"}),
         frozenset({"llm_engine", "pending", "interrupts"}),
         frozenset({"prompts", "roles"}),
-        frozenset({"scheduling", "speculation"}),
+        frozenset({"speculation"}),
+        frozenset({"scheduling"}),
         frozenset({"engine"}),
         frozenset({"models"}),
         frozenset({"layers"}),
@@ -45,6 +46,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"sampling", "kvcache"}),
         frozenset({"topology", "detokenizer"}),
         frozenset({"wire", "telemetry", "outputs", "text", "registry", "config", "section_check"}),
+        frozenset({"drafting_methods"}),
         frozenset({"core", "yaml_source", "threads", "tensors", "device_lists", "launch_config"}),
         frozenset({"values"}),
         frozenset({"errors"}),
@@ -52,7 +54,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "parallel": (
         frozenset({"groups", "link", "probe", "watchdog"}),
         frozenset({"transports", "control"}),
-        frozenset({"communicator", "sharding", "topology", "waiting", "mpi_rank", "abort"}),
+        frozenset({"communicator", "sharding", "topology", "waiting", "mpi_rank", "abort", "json_gather"}),
         frozenset({"errors"}),
     ),
 }

@@ -22,7 +22,7 @@ from pipelines import configuration, noisy_copy, open_llm, prompt_of, tokens_of
 from trtrun import LLM, SamplingParams
 from trtrun.core import RoundPlan
 from trtrun.errors import ConfigError
-from trtrun.roles.fleet import Fleet
+from trtrun.roles.engine_ranks import EngineRanks
 from trtrun.speculation.pacing import Pacer
 from trtrun.wire import RoundReport
 
@@ -158,7 +158,7 @@ def test_rounds_without_a_time_teach_acceptance_only() -> None:
 class TimedFleet:
     """A fleet whose rounds take what a Machine says: `clock` moves by a round's cost when its report comes."""
 
-    def __init__(self, fleet: Fleet, machine: Machine) -> None:
+    def __init__(self, fleet: EngineRanks, machine: Machine) -> None:
         self.plans: list[RoundPlan] = []
         self._fleet = fleet
         self._machine = machine

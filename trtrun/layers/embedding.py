@@ -42,17 +42,30 @@ class VocabularyHead:
         linear: hidden to this rank's share of the padded vocabulary, the same size on every rank.
         vocab_size: entries of the checkpoint; the padding behind them is cut off.
         communicator: of the tensor-parallel group.
+        reader: the only rank of the group that reads the logits; None where all ranks do.
     """
 
-    def __init__(self, linear: Linear, vocab_size: int, communicator: Communicator) -> None:
+    def __init__(self, linear: Linear, vocab_size: int, communicator: Communicator, reader: int | None = None) -> None:
         self._linear = linear
         self._vocab_size = vocab_size
         self._communicator = communicator
+        self._reader = reader
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden] → [n, vocab_size] float32 on every rank."""
+        """hidden [n, hidden] → [n, vocab_size] float32.
+
+        On ranks that do not read them it has the same shape, NaN everywhere, and takes no memory.
+        """
         logits = self._linear(hidden)
         if self._communicator.size > 1:
-            gathered = self._communicator.all_gather(logits.contiguous())
+            gathered = self._gather(logits.contiguous())
+            if gathered is None:
+                unread = torch.full((1, 1), torch.nan, dtype=torch.float32, device=hidden.device)
+                return unread.expand(hidden.shape[0], self._vocab_size)
             logits = gathered.transpose(0, 1).reshape(hidden.shape[0], -1)
         return logits[:, : self._vocab_size].float()
+
+    def _gather(self, logits: torch.Tensor) -> torch.Tensor | None:
+        if self._reader is None:
+            return self._communicator.all_gather(logits)
+        return self._communicator.gather(logits, self._reader)

@@ -7,6 +7,7 @@ captured in a CUDA graph. In bfloat16 on the CPU a token's result is bit-equal w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -91,6 +92,8 @@ class CausalLM:
         config: shapes of the whole model.
         dtype, device: of weights and activations.
         kv_heads: KV heads that this rank holds, for its KVStore.
+        on_layer: called after each layer of a forward: on CUDA once the layer is launched, and not at all where a graph
+            is replayed. It must be quick and touch no tensor. None at first.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class CausalLM:
         self._final_norm = final_norm
         self._head = head
         self._rotary = rotary
+        self.on_layer: Callable[[], None] | None = None
 
     def reserve_positions(self, positions: int) -> None:
         """Make rotary tables for positions [0, positions) now; needed before a graph is captured, free otherwise."""
@@ -138,10 +142,12 @@ class CausalLM:
         delta = None
         for index, layer in enumerate(self._layers):
             delta = layer.forward(hidden, delta, angles, attention, store.layer(index))
+            if self.on_layer is not None:
+                self.on_layer()
         assert delta is not None, "a model has a layer at least"
         return self._final_norm.add(hidden, delta)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden] of `forward` → [n, vocab_size] float32 on every rank of the group."""
+        """hidden [n, hidden] of `forward` → [n, vocab_size] float32, on the ranks that read them (`VocabularyHead`)."""
         return self._head(hidden)

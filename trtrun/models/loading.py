@@ -76,6 +76,7 @@ def load_model(
     *,
     batch_invariant: bool = True,
     quantization: str = "none",
+    logits_reader: int | None = None,
 ) -> tuple[CausalLM, LoadReport]:
     """Load this rank's share of the model in `path`.
 
@@ -88,6 +89,7 @@ def load_model(
         batch_invariant: whether a token's result must not depend on what else is in the batch, in bfloat16 on the CPU.
             Losslessness needs it of a target; a draft is faster without.
         quantization: how the weights of linear layers are held, by name; each is quantized as it is read.
+        logits_reader: the only rank of the group that needs logits; None where all do.
 
     Raises:
         CheckpointError: anything wrong with the directory, in one line.
@@ -120,7 +122,7 @@ def load_model(
         VocabularyEmbedding(embedding, layout.vocabulary.start, communicator),
         layers,
         final_norm,
-        VocabularyHead(head, config.vocab_size, communicator),
+        VocabularyHead(head, config.vocab_size, communicator, logits_reader),
         rotary,
     )
     return model, LoadReport(reader.bytes_read, size)

@@ -1,17 +1,19 @@
 """One rank's whole job: which communicators it opens, what it starts, what it runs until the end.
 
-It joins the pieces: `open_job` gives the orchestrator a fleet, in one process or over MPI, and on worker ranks it runs
-to the end. It does not know requests.
+It joins the pieces: `open_job` gives the orchestrator its engine ranks, in one process or over MPI, and on worker ranks
+it runs to the end. It does not know requests.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from parallel import abort
 from parallel.control import ControlPlane
 from parallel.groups import open_groups
 from parallel.mpi_rank import find_mpi_rank
@@ -22,7 +24,8 @@ from parallel.watchdog.heartbeat import invite_workers, join_heartbeat
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.config import RuntimeConfig
 from trtrun.outputs import RankReport, StartReport
-from trtrun.roles.fleet import Fleet, MpiFleet, SoloFleet, serve
+from trtrun.roles.engine_ranks import EngineRanks, MpiRanks, SoloRanks, serve
+from trtrun.roles.failures import RankFailures
 from trtrun.roles.rendezvous import start_orchestrator, start_worker
 from trtrun.roles.startup import Progress, RankStartup, device_of
 from trtrun.threads import threads_per_slot
@@ -31,18 +34,22 @@ from trtrun.topology import make_topology
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+logger = logging.getLogger(__name__)
+# A program that sets up no logging reads of a failure in its RankFailedError: Python would print it there once more.
+logger.addHandler(logging.NullHandler())
+
 
 @dataclass
 class Job:
     """What the orchestrator has once every rank is up.
 
     Attributes:
-        fleet: the engine ranks.
+        engine_ranks: as the orchestrator sees them.
         num_blocks: blocks of every KV store, the null block included.
         report: what each rank holds.
     """
 
-    fleet: Fleet
+    engine_ranks: EngineRanks
     num_blocks: int
     report: StartReport
 
@@ -55,7 +62,8 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> Job | None:
 
     Raises:
         TopologyError: the MPI world has another size than the devices need.
-        TrtrunError: on the orchestrator, when any rank could not start.
+        StartError: on the orchestrator, when any rank could not start.
+        RankFailedError: on the orchestrator, when any rank failed while it started, or the start takes too long.
     """
     topology = make_topology(config)
     if topology.world_size == 1 and find_mpi_rank() is None:
@@ -75,7 +83,8 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> Job | None:
     try:
         _run_worker(config, topology, control, world)
     except Exception as error:
-        control.abort(f"{type(error).__name__}: {error}")
+        # Rank 0 is not told, or has let this rank go: there is no other way to end the job.
+        control.abort(_cause(error))
     return None
 
 
@@ -84,13 +93,14 @@ def _open_solo(config: RuntimeConfig, topology: Topology, progress: Progress | N
     startup = RankStartup(config, topology, 0, groups)
     blocks = startup.load(progress or (lambda done, total: None))
     worker, report = startup.finish(blocks)
-    return Job(SoloFleet(worker), blocks, StartReport((report,)))
+    return Job(SoloRanks(worker), blocks, StartReport((report,)))
 
 
 def _open_orchestrator(
     config: RuntimeConfig, topology: Topology, world: MPI.Intracomm, progress: Progress | None
 ) -> Job:
     """Rank 0 without a device: start the others, under a deadline from here on."""
+    abort.stand_by()
     activity = Activity()
     limit = config.launch.heartbeat_seconds
     # Before anything collective: a rank that never comes must not keep this one from saying so.
@@ -102,13 +112,16 @@ def _open_orchestrator(
         open_groups(world, topology, torch.device("cpu"))
         control.warm_up()
         activity.start(Phase.LOADED)
-        blocks, reports = start_orchestrator(control, topology, progress)
+        failures = RankFailures(heartbeat)
+        blocks, reports = start_orchestrator(control, topology, failures, progress)
     except BaseException:
+        if heartbeat.has_failed():
+            abort.abort_at_exit()  # the other ranks hang
         heartbeat.close()
         raise
     activity.rest()
     heartbeat.finish_start()
-    return Job(MpiFleet(control, activity, heartbeat), blocks, StartReport((_orchestrator_report(), *reports)))
+    return Job(MpiRanks(control, activity, failures), blocks, StartReport((_orchestrator_report(), *reports)))
 
 
 def _run_worker(config: RuntimeConfig, topology: Topology, control: ControlPlane, world: MPI.Intracomm) -> None:
@@ -121,12 +134,23 @@ def _run_worker(config: RuntimeConfig, topology: Topology, control: ControlPlane
     groups = open_groups(world, topology, device_of(slot))
     verify_groups(groups, topology, world.rank)
     control.warm_up()
-    worker = start_worker(control, lambda: RankStartup(config, topology, world.rank, groups, activity))
-    if worker is not None:
-        heartbeat.beat()
-        serve(control, worker)
-        worker.close()
+    try:
+        worker = start_worker(control, lambda: RankStartup(config, topology, world.rank, groups, activity))
+        if worker is not None:
+            heartbeat.beat()
+            serve(control, worker)
+            worker.close()  # NCCL's communicators wait for graphs that hold their operations
+            groups.close()
+    except Exception as error:
+        logger.error("this rank failed", exc_info=True, extra={"file_only": True})
+        heartbeat.fail(_cause(error))
+        raise
     heartbeat.close()
+
+
+def _cause(error: Exception) -> str:
+    """An exception as one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _orchestrator_report() -> RankReport:

@@ -8,6 +8,8 @@ TRTRUN_TEST_FAULT is "RANK KIND", with one of these kinds:
     stop       the rank stops itself (SIGSTOP) when it is about to send a message of 4096 bytes
     sleep      the rank never returns from its first look at a model directory, though its threads go on
     torch      the rank has another version of torch
+    raise      the rank's third verification of a round raises ZeroDivisionError
+    endless    the rank never returns from its third verification
 
 Nothing of trtrun knows this module.
 """
@@ -67,7 +69,27 @@ def break_torch(module: Any) -> None:
         module.__version__ = "2.0.0"
 
 
+def break_engine(module: Any) -> None:
+    """A defect in the middle of a run."""
+    if kind not in ("raise", "endless"):
+        return
+    original, calls = module.Engine.verify_forward, 0
+
+    def changed(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls >= 6:  # warm-up verifies up to three times
+            if kind == "raise":
+                raise ZeroDivisionError("one of the defects\nof this world")
+            while True:
+                time.sleep(0.01)
+        return original(*arguments)
+
+    module.Engine.verify_forward = changed
+
+
 BREAKERS = {
+    "trtrun.engine.runner": break_engine,
     "parallel.transports.mpi": break_mpi,
     "trtrun.models.checkpoint": break_checkpoint,
     "torch": break_torch,

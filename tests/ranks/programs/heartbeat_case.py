@@ -4,7 +4,9 @@ HEARTBEAT_TARGET, HEARTBEAT_DRAFT: model directories. HEARTBEAT_LIMIT, HEARTBEAT
 launch.start_seconds. HEARTBEAT_RANK: which rank stands still. HEARTBEAT_KIND: how and where:
 
 - python, native: in the middle of a round, in Python or in a call that keeps the interpreter's lock.
+- layer: the same as python, in the middle of a forward.
 - slow: not for ever, but for the better part of the limit, in several rounds.
+- slow-layers: for as long in every layer of one forward.
 - endless: it does not; the text has no end.
 - wait: the program does nothing for longer than the limit, between two calls.
 - unreachable: nobody listens where rank 0 says that it does.
@@ -24,9 +26,10 @@ from mpi4py import MPI
 from pipelines import configuration, prompt_of
 
 from parallel.watchdog.heartbeat_server import HeartbeatServer
-from parallel.watchdog.lines import listen
+from parallel.watchdog.message_socket import listen
 from trtrun import LLM, SamplingParams, open_llm
 from trtrun.engine.runner import Engine
+from trtrun.models.decoder import CausalLM, DecoderLayer
 from trtrun.models.loading import _Loader
 from trtrun.roles import startup
 from trtrun.scheduling.scheduler import Scheduler
@@ -37,6 +40,9 @@ LIMIT = float(os.environ["HEARTBEAT_LIMIT"])
 SLOW_ROUNDS = 4
 WARM_CALLS = 3
 """Warm-up verifies up to three times."""
+
+SLOW_FORWARD = 10
+"""Behind those of warm-up."""
 
 
 def stuck_in_python() -> None:
@@ -52,6 +58,25 @@ def stuck_in_native_code() -> None:
 
 def be_slow() -> None:
     time.sleep(0.6 * LIMIT)
+
+
+def slow_forward() -> None:
+    """Let every layer of one forward be slow, once warm-up is over, and print how long the forward took."""
+    original: Callable[..., Any] = CausalLM.forward
+    calls = 0
+
+    def changed(self: CausalLM, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls != SLOW_FORWARD:
+            return original(self, *arguments)
+        started = time.monotonic()
+        change(DecoderLayer, "forward", lambda call: call <= len(self._layers), be_slow)
+        hidden = original(self, *arguments)
+        print(f"a forward of {time.monotonic() - started:.1f} s", flush=True)
+        return hidden
+
+    CausalLM.forward = changed  # type: ignore[method-assign]
 
 
 def closed_port(server: HeartbeatServer, everywhere: bool) -> int:
@@ -91,6 +116,10 @@ def stand_still() -> None:
         change(startup, "warm_up", lambda call: True, stuck_in_python)
     elif KIND == "unreachable":
         HeartbeatServer.listen = closed_port  # type: ignore[assignment,method-assign]
+    elif KIND == "slow-layers":
+        slow_forward()
+    elif KIND == "layer":
+        change(DecoderLayer, "forward", lambda call: time.monotonic() > began() + 1, stuck_in_python)
     elif KIND in ("python", "native", "slow"):
         what = {"python": stuck_in_python, "native": stuck_in_native_code, "slow": be_slow}[KIND]
         owner, name = {0: (Scheduler, "schedule"), 1: (DraftModelDrafter, "propose")}.get(
@@ -104,7 +133,7 @@ def stand_still() -> None:
 
 
 def use(llm: LLM) -> None:
-    endless = KIND in ("python", "native", "endless")
+    endless = KIND in ("python", "native", "layer", "endless")
     sampling = SamplingParams(max_tokens=1_000_000 if endless else 60, ignore_eos=True)
     told = False
     for _ in llm.stream(prompt_of(9), sampling):

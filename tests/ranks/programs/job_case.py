@@ -2,11 +2,13 @@
 
 JOB_DRAFT, JOB_TARGET: model directories. JOB_FAILS: draft, target leader, target follower, orchestrator, program (the
 user's own code between two calls), kill 0 to kill 3 (that rank dies of SIGKILL in the middle of a text) or nothing.
-JOB_STYLE: with (a context manager), bare (no context manager), forgotten (ends well, but never closes).
+JOB_STYLE: with (a context manager), bare (no context manager), forgotten (ends well, but never closes), catch (it
+catches the failure of a rank, twice, and goes on without the LLM).
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import time
@@ -18,6 +20,7 @@ from pipelines import configuration, prompt_of
 
 from trtrun import LLM, SamplingParams, open_llm
 from trtrun.engine.runner import Engine
+from trtrun.errors import RankFailedError
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.drafters.draft_model import DraftModelDrafter
 
@@ -60,6 +63,19 @@ def use(llm: LLM) -> None:
             os.kill(PROCESSES[int(FAILS[-1])], signal.SIGKILL)
 
 
+def use_and_catch(llm: LLM) -> None:
+    atexit.register(lambda: print("the program is over, and its own last work is done", flush=True))
+    for _ in range(2):
+        try:
+            use(llm)
+        except RankFailedError as error:
+            print(f"caught: {error}", flush=True)
+    started = time.monotonic()
+    llm.close()
+    while time.monotonic() - started < 2.0:  # long enough for another rank to end the job, were it in its power
+        time.sleep(0.1)
+
+
 WORLD = MPI.COMM_WORLD
 PROCESSES = WORLD.allgather(os.getpid())
 failing = {"draft": 1, "target leader": 2, "target follower": 3, "orchestrator": 0}.get(FAILS)
@@ -81,6 +97,10 @@ if STYLE == "with":
     with open_llm(config) as llm:
         if llm is not None:
             use(llm)
+elif STYLE == "catch":
+    llm = LLM.open(config)
+    if llm is not None:
+        use_and_catch(llm)
 else:
     llm = LLM.open(config)
     if llm is not None:

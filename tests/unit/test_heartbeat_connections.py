@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
@@ -17,7 +18,7 @@ from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Phase
 from parallel.watchdog.heartbeat import HeartbeatClient, Names
 from parallel.watchdog.heartbeat_server import HeartbeatServer
-from parallel.watchdog.lines import FEW_BYTES, LineSocket, connect, listen, own_addresses, wait_for
+from parallel.watchdog.message_socket import FEW_BYTES, MessageSocket, connect, listen, own_addresses, wait_for
 
 TOPOLOGY = Topology.from_devices(["cpu:0"], ["cpu:1", "cpu:2"])
 LONG = 600.0
@@ -67,15 +68,29 @@ def test_another_token_another_rank_and_another_program_are_kept_out(server: Hea
 def test_a_line_that_is_too_long_closes_the_connection() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        lines = LineSocket(ours, most_bytes=20)
+        lines = MessageSocket(ours, most_bytes=20)
         theirs.sendall(b'{"a": 1}\n{"b":')
         assert (lines.receive(), lines.is_closed) == ([{"a": 1}], False)
         theirs.sendall(b" " * 20)
         assert (lines.receive(), lines.is_closed) == ([], True)
 
 
+def test_workers_get_in_past_any_number_of_strangers_that_say_nothing(server: HeartbeatServer) -> None:
+    """Those that came first make room: none of them has long to say who it is once others wait at the door."""
+    port = server.listen(everywhere=False)
+    with ExitStack() as stack:
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=SOON)) for _ in range(200)
+        ]
+        for rank in (1, 2, 3):
+            connect(["127.0.0.1"], port, server.token, {"rank": rank}).close()
+        assert all(refused(stranger) for stranger in strangers[:100])
+        strangers[-1].settimeout(SOON)
+        assert b"nonce" in strangers[-1].recv(4096)  # the last ones may still say who they are
+
+
 def test_who_connects_and_says_nothing_is_sent_away(server: HeartbeatServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallel.watchdog.heartbeat_peers.ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("parallel.watchdog.connections.ANSWER_SECONDS", 0.1)
     port = server.listen(everywhere=False)
     with socket.create_connection(("127.0.0.1", port), timeout=SOON) as stranger:
         assert refused(stranger)
@@ -86,13 +101,13 @@ def test_the_token_does_not_cross_the_network(server: HeartbeatServer) -> None:
     port = server.listen(everywhere=False)
     seen: list[bytes] = []
 
-    class Recorder(LineSocket):
+    class Recorder(MessageSocket):
         def send(self, message: dict[str, object]) -> None:
             seen.append(json.dumps(message).encode())
             super().send(message)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("parallel.watchdog.lines.LineSocket", Recorder)
+        patch.setattr("parallel.watchdog.message_socket.MessageSocket", Recorder)
         connect(["127.0.0.1"], port, server.token, {"rank": 1}).close()
     assert seen and not any(server.token.encode() in text for text in seen)
     with socket.create_connection(("127.0.0.1", port), timeout=SOON) as stranger:
@@ -150,12 +165,12 @@ def test_a_client_beats_and_leaves_with_a_goodbye(server: HeartbeatServer) -> No
     lines = connect(["127.0.0.1"], port, server.token, {"rank": 1})
     client = HeartbeatClient(lines, activity, LONG, NAMES, True, LONG)
     deadline = time.monotonic() + SOON
-    while (state := server._peers.states()[0]).doing is None:
+    while (state := server._workers.states()[0]).doing is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert state.doing.words == "in round 3 (drafting)"
     client.close()
-    while not server._peers.states()[0].has_left:
+    while not server._workers.states()[0].has_left:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert lines.is_closed

@@ -1,6 +1,6 @@
 """The orchestrator's hands: plans go out to the engine ranks, reports come back.
 
-Two ways with one interface: `SoloFleet` runs the one worker of a single-process job in place, `MpiFleet` talks to
+Two ways with one interface: `SoloRanks` runs the one worker of a single-process job in place, `MpiRanks` talks to
 worker ranks over the control plane. Neither knows what a plan means.
 """
 
@@ -13,18 +13,22 @@ from typing import Protocol
 
 from parallel.control import ControlPlane
 from parallel.watchdog.activity import Activity, Phase
-from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.core import RoundPlan
 from trtrun.errors import RankFailedError
+from trtrun.roles.failures import RankFailures
 from trtrun.roles.worker import Worker
 from trtrun.wire import RoundReport, decode_plan, decode_report, encode_plan
 
 
-class Fleet(Protocol):
+class EngineRanks(Protocol):
     """All engine ranks, as the orchestrator sees them."""
 
     def publish(self, plan: RoundPlan) -> None:
-        """Send a plan to every engine rank, without waiting."""
+        """Send a plan to every engine rank, without waiting.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
         ...
 
     def collect(self) -> RoundReport:
@@ -36,19 +40,27 @@ class Fleet(Protocol):
         ...
 
     def stepping(self) -> AbstractContextManager[None]:
-        """The time in which the orchestrator must not stand still; outside of it the user's program has the word."""
+        """The time in which the orchestrator must not stand still; outside of it the user's program has the word.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
         ...
 
     def reset(self) -> None:
-        """Leave no plan without a report: after an exception in the middle of a round, nothing of it may come later."""
+        """Leave no plan without a report: after an exception in the middle of a round, nothing of it may come later.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
         ...
 
     def close(self) -> None:
-        """Let the engine ranks end."""
+        """Let the engine ranks end; after a failure they end with this process."""
         ...
 
 
-class SoloFleet:
+class SoloRanks:
     """One process with every role: a plan runs when its report is asked for."""
 
     def __init__(self, worker: Worker) -> None:
@@ -56,69 +68,68 @@ class SoloFleet:
         self._plans: deque[RoundPlan] = deque()
 
     def publish(self, plan: RoundPlan) -> None:
-        """See Fleet."""
+        """See EngineRanks."""
         self._plans.append(plan)
 
     def collect(self) -> RoundReport:
-        """See Fleet."""
+        """See EngineRanks."""
         report = self._worker.run_round(self._plans.popleft())
         if report is None:
             raise RankFailedError("the single process of this job does not lead the target engine")
         return decode_report(report)
 
     def stepping(self) -> AbstractContextManager[None]:
-        """See Fleet; nobody watches a process alone."""
+        """See EngineRanks; nobody watches a process alone."""
         return nullcontext()
 
     def reset(self) -> None:
-        """See Fleet."""
+        """See EngineRanks."""
         self._plans.clear()
         self._worker.reset()
 
     def close(self) -> None:
-        """See Fleet."""
+        """See EngineRanks."""
         self._plans.clear()
 
 
-class MpiFleet:
+class MpiRanks:
     """Worker ranks behind the control plane.
 
     Args:
         control: the control plane.
         activity: of this process, the orchestrator.
-        heartbeat: rank 0's end, which ends with the fleet; None where nobody watches.
+        failures: of the ranks.
     """
 
-    def __init__(self, control: ControlPlane, activity: Activity, heartbeat: HeartbeatServer | None = None) -> None:
+    def __init__(self, control: ControlPlane, activity: Activity, failures: RankFailures) -> None:
         self._control = control
         self._activity = activity
-        self._heartbeat = heartbeat
+        self._failures = failures
         self._published = -1
         self._num_due = 0
         self._is_stepping = False
 
     def publish(self, plan: RoundPlan) -> None:
-        """See Fleet."""
+        """See EngineRanks."""
+        self._failures.check()
         self._published = plan.round_index
         self._control.publish(encode_plan(plan))
         self._num_due += 1
 
     def collect(self) -> RoundReport:
-        """See Fleet."""
+        """See EngineRanks."""
         self._activity.enter(self._published, Phase.AWAITING_REPORT)
         try:
-            while True:
-                received = self._control.collect(timeout=None)
-                if received is not None:
-                    report = decode_report(received.payload)
-                    self._num_due -= report.is_verdict
-                    return report
+            report = decode_report(self._failures.collect(self._control).payload)
+            self._num_due -= report.is_verdict
+            return report
         finally:
             self._leave()
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """See Fleet."""
+        """See EngineRanks."""
+        self._failures.check()
         self._is_stepping = True
         self._activity.enter(self._published, Phase.SCHEDULING)
         try:
@@ -128,15 +139,13 @@ class MpiFleet:
             self._activity.rest()
 
     def reset(self) -> None:
-        """See Fleet."""
+        """See EngineRanks."""
         while self._num_due:
             self.collect()
 
     def close(self) -> None:
-        """See Fleet."""
-        self._control.shut_down()
-        if self._heartbeat is not None:
-            self._heartbeat.close()
+        """See EngineRanks."""
+        self._failures.close(self._control)
 
     def _leave(self) -> None:
         if self._is_stepping:

@@ -1,8 +1,12 @@
-"""Which rank holds a job up: decided from what is known of each, as pure functions.
+"""Which rank holds a job up: decided from what is known of each, as pure functions, for all who watch ranks.
 
-Ranks of one job wait for each other, so one that hangs makes all others late. A rank that does not answer comes before
-one that answers; among those that answer, one that waits for another rank is not at fault as long as one is found that
-does not. It knows no socket, no process and no clock.
+There are three views of a job. The parent of mpirun sees how far each rank has come before MPI connects it to anything
+(`find_stuck`); rank 0 sees the start (`late_starters`), and then every round (`examine`).
+
+Ranks of one job wait for each other, so one that hangs makes all others stand still. As long as one of them gets on,
+the round is slow and not stuck: they are judged together, by the time since any of them last got on. A rank that does
+not answer comes before one that answers; among those that answer, one that waits for another rank is not at fault as
+long as one is found that does not. It knows no socket, no process and no clock.
 """
 
 from __future__ import annotations
@@ -15,6 +19,13 @@ from parallel.watchdog.stacks import Stack
 
 CLOSED_SECONDS = 5.0
 """How long a connection may be gone before it counts: MPI's launcher is quicker in naming a rank that was killed."""
+
+
+SILENT_SECONDS = 3.0
+"""How long a rank that tells its progress twice a second may be silent on its way to work."""
+
+FIRST_STEP = 0
+"""What every rank does first. MPI lets no thread run meanwhile: all ranks are silent in it, not only the stuck one."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,28 @@ class RankState:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How far a rank has come on its way to work, as its launcher sees it.
+
+    Attributes:
+        step: grows from step to step; FIRST_STEP is the start of MPI.
+        silent_seconds: since it was last heard of.
+        is_done: whether it has no more to tell.
+        is_stopped: whether its process is stopped, as by SIGSTOP or a debugger.
+    """
+
+    step: int
+    silent_seconds: float = 0.0
+    is_done: bool = False
+    is_stopped: bool = False
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it is stopped, or inside a call that lets no thread run."""
+        return self.silent_seconds > SILENT_SECONDS
+
+
+@dataclass(frozen=True)
 class Accusation:
     """Who is at fault, the first of them to be named, and what it did."""
 
@@ -46,7 +79,7 @@ class Accusation:
 
 @dataclass(frozen=True)
 class StacksWanted:
-    """Some rank is late, but only the ranks' stacks can tell which one holds up the others."""
+    """A round stands still, but only the ranks' stacks can tell which one holds up the others."""
 
 
 def examine(
@@ -61,7 +94,7 @@ def examine(
     Args:
         own: what the orchestrator, rank 0, does.
         states: of all workers.
-        limit: seconds that a rank may be silent, or stand in one round.
+        limit: seconds that a rank may be silent, or that all ranks in a round may stand still.
         patience: seconds of silence, some beats long, after which a rank may turn out to be silent.
         stacks: of the ranks that answered, where they were asked; else None.
 
@@ -78,13 +111,13 @@ def examine(
     if own.phase is Phase.SCHEDULING and own.phase_seconds > limit:
         return Accusation((0,), f"stands still {own.words} for longer than {limit:g} s")
     busy = [state for state in present if state.doing is not None and state.doing.phase.is_in_round]
-    is_late = any(state.doing is not None and state.doing.round_seconds > limit for state in busy)
-    is_stuck = not busy and _all_wait(own, present, limit)
-    if not is_late and not is_stuck:
+    stands_still = bool(busy) and all(state.doing is not None and state.doing.still_seconds > limit for state in busy)
+    is_lost = not busy and _all_wait(own, present, limit)
+    if not stands_still and not is_lost:
         return None
     if any(state.silent_seconds > patience or state.closed_seconds is not None for state in present):
-        return None  # the late ranks may be waiting for that one: its time will be up soon, or it will answer
-    if is_stuck:
+        return None  # the others may be waiting for that one: its time will be up soon, or it will answer
+    if is_lost:
         return _find_lost_message(own, present, limit)
     return StacksWanted() if stacks is None else _find_late(own, present, busy, limit, stacks)
 
@@ -102,7 +135,7 @@ def find_broken(states: Sequence[RankState]) -> Accusation | None:
 def _find_late(
     own: Doing, present: Sequence[RankState], busy: Sequence[RankState], limit: float, stacks: Mapping[int, Stack]
 ) -> Accusation:
-    """Accuse the rank that the others of a late round wait for."""
+    """Accuse the rank that the others of a round that stands still wait for."""
 
     def standing(state: RankState) -> tuple[bool, int, int, int]:
         assert state.doing is not None
@@ -117,7 +150,7 @@ def _find_late(
         if behind and own.round_index >= first.doing.round_index:
             return _plan_lost(behind, first.doing.round_index)
     note = "; every rank waits for another" if standing(first)[0] else ""
-    return Accusation((first.rank,), f"{first.doing.words} for longer than {limit:g} s{note}")
+    return Accusation((first.rank,), f"stands still {first.doing.words} for longer than {limit:g} s{note}")
 
 
 def _all_wait(own: Doing, present: Sequence[RankState], limit: float) -> bool:
@@ -162,3 +195,28 @@ def late_starters(own: Doing, states: Sequence[RankState], patience: float) -> l
         elif state.doing.phase.is_start and state.doing.phase is not Phase.LOADED:
             late.append((state.rank, state.doing.words))
     return late or [(0, own.words)]
+
+
+def find_stuck(ranks: Mapping[int, Progress], size: int) -> list[int]:
+    """Which ranks of a job of `size` hold up the others on their way to work.
+
+    Args:
+        ranks: those that were ever heard of.
+        size: ranks of the job.
+
+    Returns:
+        Ranks that were never heard of before others; then silent ones before those that wait, and of ranks that look
+        alike those that have come least far; a stopped process, which is surely the cause, alone.
+    """
+    unheard = [rank for rank in range(size) if rank not in ranks]
+    if unheard:
+        return unheard
+    busy = {rank: progress for rank, progress in ranks.items() if not progress.is_done}
+    silent = [rank for rank, progress in busy.items() if progress.is_silent]
+    # Of ranks that are all inside the start of MPI, the stopped one looks like those that wait for it.
+    candidates = silent or list(busy)
+    earliest = min(busy[rank].step for rank in candidates)
+    if not silent or earliest == FIRST_STEP:
+        candidates = [rank for rank in candidates if busy[rank].step == earliest]
+    stopped = [rank for rank in candidates if busy[rank].is_stopped]
+    return sorted(stopped or candidates)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from parallel.watchdog.activity import NO_ROUND, Doing, Phase
-from parallel.watchdog.culprit import (
+from parallel.watchdog.blame import (
     CLOSED_SECONDS,
     Accusation,
     RankState,
@@ -70,7 +70,13 @@ def test_late_ranks_are_not_judged_while_one_may_turn_out_to_be_silent() -> None
 
 
 def test_a_late_round_needs_stacks() -> None:
-    assert judge(COLLECTING, in_round(1), in_round(2, seconds=59)) == StacksWanted()
+    assert judge(COLLECTING, in_round(1), in_round(2)) == StacksWanted()
+
+
+def test_a_round_in_which_any_rank_gets_on_is_slow_and_not_stuck() -> None:
+    """However long the round has lasted, and however long the others have waited for that rank."""
+    slow = RankState(2, Doing(Phase.VERIFYING, 17, still_seconds=3, phase_seconds=900))
+    assert judge(COLLECTING, in_round(1, Phase.AWAITING_VERDICT, seconds=900), slow) is None
 
 
 @pytest.mark.parametrize("culprit", [1, 2, 3])
@@ -82,10 +88,12 @@ def test_the_rank_that_waits_for_nobody_holds_up_the_others(culprit: int) -> Non
     assert found.cause.endswith("for longer than 60 s")
 
 
-def test_a_late_rank_that_waits_is_passed_over_for_one_that_is_not_late_yet() -> None:
+def test_a_rank_that_waits_is_passed_over_for_one_that_has_stood_still_for_less_long() -> None:
     """The draft entered the round first; the target, which entered later, is what it waits for."""
-    found = judge(COLLECTING, in_round(1), in_round(2, seconds=58), stacks={1: WAITS, 2: WORKS})
-    assert found == Accusation((2,), "in round 17 (verifying) for longer than 60 s")
+    waited_for = in_round(2)
+    assert judge(COLLECTING, in_round(1), in_round(2, seconds=58)) is None
+    found = judge(COLLECTING, in_round(1, seconds=63), waited_for, stacks={1: WAITS, 2: WORKS})
+    assert found == Accusation((2,), "stands still in round 17 (verifying) for longer than 60 s")
 
 
 def test_of_ranks_that_work_the_one_that_is_behind_is_at_fault() -> None:
@@ -98,7 +106,8 @@ def test_of_ranks_that_work_the_one_that_is_behind_is_at_fault() -> None:
 def test_where_all_wait_the_one_that_got_least_far_is_named_and_the_line_says_so() -> None:
     states = [in_round(1, Phase.AWAITING_VERDICT), in_round(2), in_round(3, Phase.TRANSFERRING)]
     found = judge(COLLECTING, *states, stacks=dict.fromkeys((1, 2, 3), WAITS))
-    assert found == Accusation((3,), "in round 17 (transferring) for longer than 60 s; every rank waits for another")
+    cause = "stands still in round 17 (transferring) for longer than 60 s; every rank waits for another"
+    assert found == Accusation((3,), cause)
 
 
 def test_a_rank_that_never_got_the_plan_is_at_fault_when_the_others_wait_for_it() -> None:

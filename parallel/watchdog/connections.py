@@ -15,19 +15,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from parallel.watchdog.activity import Activity, Doing
-from parallel.watchdog.culprit import RankState
-from parallel.watchdog.lines import ANSWER_SECONDS, FEW_BYTES, MOST_BYTES, Challenge, LineSocket, prove
+from parallel.watchdog.blame import RankState
+from parallel.watchdog.message_socket import ANSWER_SECONDS, FEW_BYTES, MOST_BYTES, Challenge, MessageSocket, prove
 from parallel.watchdog.stacks import Stack
 
 FEWEST_STRANGERS = 64
-"""Connections that may be open without having proved who they are; as many as workers, where those are more."""
+"""Connections that may be open without having proved who they are; as many as workers, where those are more. One that
+comes beyond that takes the place of the one that has been silent for longest: a worker proves itself at once."""
 
 
 @dataclass
-class _Peer:
+class _Connection:
     """One connection. `rank` is None until it has proved who it is."""
 
-    lines: LineSocket
+    messages: MessageSocket
     since: float
     challenge: Challenge
     rank: int | None = None
@@ -38,15 +39,16 @@ class _Worker:
     """What is known of one worker; times as of time.monotonic()."""
 
     heard: float
-    peer: _Peer | None = None
+    connection: _Connection | None = None
     doing: Doing | None = None
     closed: float | None = None
     has_left: bool = False
+    failure: str | None = None
     stack: Stack | None = None
     answered: int = -1
 
 
-class Peers:
+class WorkerConnections:
     """All workers, connected or not.
 
     Attributes:
@@ -89,7 +91,7 @@ class Peers:
     @property
     def all_are_gone(self) -> bool:
         """Whether nobody is connected."""
-        return all(worker.peer is None for worker in self._workers.values())
+        return all(worker.connection is None for worker in self._workers.values())
 
     def states(self) -> list[RankState]:
         """What is known of each worker now."""
@@ -105,6 +107,11 @@ class Peers:
             for rank, worker in self._workers.items()
         ]
 
+    def first_failure(self) -> tuple[int, str] | None:
+        """A worker that has told of its failure, and the cause; None while there is none."""
+        failed = ((rank, worker.failure) for rank, worker in self._workers.items() if worker.failure is not None)
+        return next(failed, None)
+
     def forgive(self) -> None:
         """Count silence from now on."""
         for worker in self._workers.values():
@@ -116,7 +123,7 @@ class Peers:
             listener = self._new_listeners.pop()
             self._selector.register(listener, selectors.EVENT_READ, listener)
         for key, _ in self._selector.select(timeout):
-            if isinstance(key.data, _Peer):
+            if isinstance(key.data, _Connection):
                 self._serve(key.data)
             elif key.data is not None:
                 self._accept(key.data)
@@ -124,9 +131,9 @@ class Peers:
                 with suppress(BlockingIOError):
                     self._wakes.recv(4096)
         if self._strangers:
-            for peer in self._peers():
-                if peer.rank is None and time.monotonic() - peer.since > ANSWER_SECONDS:
-                    self._drop(peer)
+            for connection in self._connections():
+                if connection.rank is None and time.monotonic() - connection.since > ANSWER_SECONDS:
+                    self._drop(connection)
 
     def new_question(self) -> None:
         """Stacks taken before are old from now on."""
@@ -136,8 +143,8 @@ class Peers:
         """Ask the workers that have not sent their stacks yet; all stacks that are there within `seconds`."""
         asked = []
         for worker in self._workers.values():
-            if worker.peer is not None and worker.answered != self._question and not worker.has_left:
-                worker.peer.lines.send({"question": self._question})
+            if worker.connection is not None and worker.answered != self._question and not worker.has_left:
+                worker.connection.messages.send({"question": self._question})
                 asked.append(worker)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and any(worker.answered != self._question for worker in asked):
@@ -151,14 +158,14 @@ class Peers:
     def say_goodbye(self) -> None:
         """Tell all workers that nobody watches any more; they close their connections."""
         for worker in self._workers.values():
-            if worker.peer is not None:
-                worker.peer.lines.send({"goodbye": True})
+            if worker.connection is not None:
+                worker.connection.messages.send({"goodbye": True})
 
     def close(self) -> None:
         """Close everything."""
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Peer):
-                key.data.lines.close()
+            if isinstance(key.data, _Connection):
+                key.data.messages.close()
             elif key.data is not None:
                 key.data.close()
         self._selector.close()
@@ -167,61 +174,63 @@ class Peers:
 
     # Single connections.
 
-    def _peers(self) -> list[_Peer]:
-        return [key.data for key in self._selector.get_map().values() if isinstance(key.data, _Peer)]
+    def _connections(self) -> list[_Connection]:
+        return [key.data for key in self._selector.get_map().values() if isinstance(key.data, _Connection)]
 
     def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):
-            connection, _ = listener.accept()
+            accepted, _ = listener.accept()
             if self._strangers >= max(FEWEST_STRANGERS, len(self._workers)):
-                connection.close()
-                return
-            peer = _Peer(LineSocket(connection, FEW_BYTES), time.monotonic(), Challenge(self.token))
+                strangers = (connection for connection in self._connections() if connection.rank is None)
+                self._drop(min(strangers, key=lambda stranger: stranger.since))
+            connection = _Connection(MessageSocket(accepted, FEW_BYTES), time.monotonic(), Challenge(self.token))
             self._strangers += 1
-            self._selector.register(peer.lines, selectors.EVENT_READ, peer)
-            peer.lines.send({"nonce": peer.challenge.nonce})
+            self._selector.register(connection.messages, selectors.EVENT_READ, connection)
+            connection.messages.send({"nonce": connection.challenge.nonce})
 
-    def _serve(self, peer: _Peer) -> None:
-        peer.lines.flush()
-        for message in peer.lines.receive():
-            if peer.rank is not None:
-                self._hear(peer, self._workers[peer.rank], message)
-            elif not self._admit(peer, message):
-                peer.lines.is_closed = True
+    def _serve(self, connection: _Connection) -> None:
+        connection.messages.flush()
+        for message in connection.messages.receive():
+            if connection.rank is not None:
+                self._hear(connection, self._workers[connection.rank], message)
+            elif not self._admit(connection, message):
+                connection.messages.is_closed = True
                 break
-        if peer.lines.is_closed:
-            self._drop(peer)
+        if connection.messages.is_closed:
+            self._drop(connection)
 
-    def _admit(self, peer: _Peer, message: dict[str, Any]) -> bool:
+    def _admit(self, connection: _Connection, message: dict[str, Any]) -> bool:
         rank = message.get("rank")
         worker = self._workers.get(rank) if isinstance(rank, int) else None
-        if worker is None or not peer.challenge.accepts(message.get("proof"), "client"):
+        if worker is None or not connection.challenge.accepts(message.get("proof"), "client"):
             return False
         self._strangers -= 1
-        peer.lines.most_bytes = MOST_BYTES
-        peer.rank, worker.peer, worker.closed, worker.heard = rank, peer, None, time.monotonic()
-        peer.lines.send({"proof": prove(self.token, "server", message.get("nonce"))})
+        connection.messages.most_bytes = MOST_BYTES
+        connection.rank, worker.connection, worker.closed, worker.heard = rank, connection, None, time.monotonic()
+        connection.messages.send({"proof": prove(self.token, "server", message.get("nonce"))})
         return True
 
-    def _hear(self, peer: _Peer, worker: _Worker, message: dict[str, Any]) -> None:
+    def _hear(self, connection: _Connection, worker: _Worker, message: dict[str, Any]) -> None:
         worker.heard = time.monotonic()
+        if "failed" in message and worker.failure is None:
+            worker.failure = str(message["failed"])
         if "doing" in message:
             with suppress(TypeError, ValueError):
                 worker.doing = Doing.from_dict(message["doing"])
-            peer.lines.send({"doing": self._activity.look().as_dict()})
+            connection.messages.send({"doing": self._activity.look().as_dict()})
         elif "stack" in message and message.get("question") == self._question:
             worker.stack = Stack(str(message["stack"]), message.get("waits") is True)
             worker.answered = self._question
         elif "goodbye" in message:
             worker.has_left = True
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, connection: _Connection) -> None:
         with suppress(KeyError, ValueError):
-            self._selector.unregister(peer.lines)
-        peer.lines.close()
-        if peer.rank is None:
+            self._selector.unregister(connection.messages)
+        connection.messages.close()
+        if connection.rank is None:
             self._strangers -= 1
             return
-        worker = self._workers[peer.rank]
-        if worker.peer is peer:
-            worker.peer, worker.closed = None, time.monotonic()
+        worker = self._workers[connection.rank]
+        if worker.connection is connection:
+            worker.connection, worker.closed = None, time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launch.mpi.output_filter import NoiseFilter
+from launch.mpi.output_filter import OutputFilter
 
 LINE = "-" * 74 + "\n"
 ABORT = (
@@ -27,29 +27,29 @@ KILLED = LINE + "prterun noticed that process rank 2 with PID 6047 on node vm ex
 UNKNOWN = LINE + "There are not enough slots available in the system\n" + LINE
 
 
-def make() -> NoiseFilter:
-    return NoiseFilter(lambda rank: f"target rank {rank} (cpu:1)")
+def make() -> OutputFilter:
+    return OutputFilter(lambda rank: f"target rank {rank} (cpu:1)")
 
 
-def run(text: str, step: int) -> tuple[str, NoiseFilter]:
-    noise = make()
-    shown = "".join(noise.feed(text[start : start + step]) for start in range(0, len(text), step))
-    return shown + noise.flush(), noise
+def run(text: str, step: int) -> tuple[str, OutputFilter]:
+    output = make()
+    shown = "".join(output.feed(text[start : start + step]) for start in range(0, len(text), step))
+    return shown + output.flush(), output
 
 
 @pytest.mark.parametrize("step", [1, 7, 10**6])
 @pytest.mark.parametrize("box", [ABORT, NONZERO])
 def test_boilerplate_goes_and_ranks_stay(box: str, step: int) -> None:
-    shown, noise = run("trtrun: draft rank 1 failed: cause\n" + box, step)
+    shown, output = run("trtrun: draft rank 1 failed: cause\n" + box, step)
     assert shown == "trtrun: draft rank 1 failed: cause\n"
-    assert noise.said_something
+    assert output.said_something
 
 
 @pytest.mark.parametrize("step", [1, 7, 10**6])
 def test_a_killed_rank_is_named(step: int) -> None:
-    shown, noise = run(KILLED, step)
+    shown, output = run(KILLED, step)
     assert shown == "trtrun: target rank 2 (cpu:1) was killed by signal 9 (SIGKILL), process 6047 on vm\n"
-    assert noise.killed == [(2, 9)]
+    assert output.killed == [(2, 9)]
 
 
 @pytest.mark.parametrize("step", [1, 7, 10**6])
@@ -65,16 +65,16 @@ def test_boilerplate_alone_is_saying_nothing() -> None:
 
 
 def test_a_line_that_still_grows_is_shown_at_once() -> None:
-    noise = make()
-    assert noise.feed("\rloading 10 %") == "\rloading 10 %"
-    assert noise.feed("\rloading 20 %") == "\rloading 20 %"
+    output = make()
+    assert output.feed("\rloading 10 %") == "\rloading 10 %"
+    assert output.feed("\rloading 20 %") == "\rloading 20 %"
 
 
 def test_a_pause_releases_what_is_held_back() -> None:
-    noise = make()
-    assert noise.feed(LINE + "text of a rank\n") == ""
-    assert noise.flush() == LINE + "text of a rank\n"
-    assert noise.flush() == ""
+    output = make()
+    assert output.feed(LINE + "text of a rank\n") == ""
+    assert output.flush() == LINE + "text of a rank\n"
+    assert output.flush() == ""
 
 
 def test_a_box_without_end_is_released() -> None:
@@ -127,30 +127,30 @@ EXIT_STRING = (
 
 @pytest.mark.parametrize("step", [1, 7, 10**6])
 def test_a_lost_host_is_named(step: int) -> None:
-    shown, noise = run(LOST, step)
+    shown, output = run(LOST, step)
     assert shown == "trtrun: mpirun lost the connection to host south; the job ends\n"
-    assert noise.lost_hosts == ["south"] and noise.has_failed
+    assert output.lost_hosts == ["south"] and output.has_failed
 
 
 def test_a_lost_host_that_the_heartbeat_has_named_is_no_news() -> None:
     line = "trtrun: draft rank 1 (south cpu:1) failed: silent for 5 s, last seen idle\n"
-    shown, noise = run(line + LOST, 10**6)
+    shown, output = run(line + LOST, 10**6)
     assert shown == line
-    assert noise.has_failed
+    assert output.has_failed
 
 
 @pytest.mark.parametrize("step", [1, 7, 10**6])
 def test_ranks_that_notice_that_another_was_killed_are_not_heard(step: int) -> None:
-    shown, noise = run(DISCONNECTED + SOCKET_CLOSED + TRIVIA + KILLED, step)
+    shown, output = run(DISCONNECTED + SOCKET_CLOSED + TRIVIA + KILLED, step)
     assert shown == "trtrun: target rank 2 (cpu:1) was killed by signal 9 (SIGKILL), process 6047 on vm\n"
-    assert noise.finish() == ""
+    assert output.finish() == ""
 
 
 def test_a_lost_connection_is_told_where_nothing_else_explains_it() -> None:
-    shown, noise = run(DISCONNECTED + SOCKET_CLOSED + TRIVIA, 10**6)
+    shown, output = run(DISCONNECTED + SOCKET_CLOSED + TRIVIA, 10**6)
     assert shown == ""
-    assert noise.finish() == "trtrun: a rank on south is gone: a rank on north lost its connection to it\n"
-    assert noise.said_something
+    assert output.finish() == "trtrun: a rank on south is gone: a rank on north lost its connection to it\n"
+    assert output.said_something
 
 
 def test_an_error_of_mpi_that_is_not_a_lost_connection_stays() -> None:
@@ -159,20 +159,20 @@ def test_an_error_of_mpi_that_is_not_a_lost_connection_stays() -> None:
 
 
 def test_hydras_own_errors_are_told_only_where_nobody_else_says_anything() -> None:
-    shown, noise = run(HYDRA, 10**6)
-    assert (shown, noise.finish()) == ("", HYDRA)
-    shown, noise = run("ssh: connect to host south port 22: No route to host\n" + HYDRA, 10**6)
-    assert (shown, noise.finish()) == ("ssh: connect to host south port 22: No route to host\n", "")
+    shown, output = run(HYDRA, 10**6)
+    assert (shown, output.finish()) == ("", HYDRA)
+    shown, output = run("ssh: connect to host south port 22: No route to host\n" + HYDRA, 10**6)
+    assert (shown, output.finish()) == ("ssh: connect to host south port 22: No route to host\n", "")
 
 
 @pytest.mark.parametrize("step", [1, 7, 10**6])
 def test_hydras_box_on_stdout_becomes_a_line_on_stderr(step: int) -> None:
-    noise = make()
+    output = make()
     data = b'{"index": 0}\n' + (TERMINATED + EXIT_STRING).encode()
-    shown = b"".join(noise.feed_output(data[start : start + step]) for start in range(0, len(data), step))
-    assert shown + noise.flush_output() == b'{"index": 0}\n\n'
-    assert noise.flush() == "trtrun: a rank was killed by signal 9 (SIGKILL), on south\n"
-    assert noise.killed == [(-1, 9)]
+    shown = b"".join(output.feed_output(data[start : start + step]) for start in range(0, len(data), step))
+    assert shown + output.flush_output() == b'{"index": 0}\n\n'
+    assert output.flush() == "trtrun: a rank was killed by signal 9 (SIGKILL), on south\n"
+    assert output.killed == [(-1, 9)]
 
 
 @pytest.mark.parametrize("step", [1, 7, 10**6])
@@ -184,25 +184,25 @@ def test_hydras_box_on_stdout_becomes_a_line_on_stderr(step: int) -> None:
     ],
 )  # fmt: skip
 def test_stdout_passes_byte_by_byte(data: bytes, step: int) -> None:
-    noise = make()
-    shown = b"".join(noise.feed_output(data[start : start + step]) for start in range(0, len(data), step))
-    assert shown + noise.flush_output() == data
-    assert not noise.killed
+    output = make()
+    shown = b"".join(output.feed_output(data[start : start + step]) for start in range(0, len(data), step))
+    assert shown + output.flush_output() == data
+    assert not output.killed
 
 
 def test_a_line_of_stdout_that_still_grows_is_shown_at_once() -> None:
-    noise = make()
-    assert noise.feed_output(b"one wor") == b"one wor"
-    assert noise.feed_output(b"d\n==") == b"d\n"
-    assert noise.flush_output() == b"=="
+    output = make()
+    assert output.feed_output(b"one wor") == b"one wor"
+    assert output.feed_output(b"d\n==") == b"d\n"
+    assert output.flush_output() == b"=="
 
 
 def test_in_a_job_that_is_being_ended_ends_are_no_news() -> None:
-    noise = make()
-    noise.is_expected = True
-    noise.feed_output(TERMINATED.encode())
-    assert noise.feed(LOST + DISCONNECTED + SOCKET_CLOSED + KILLED + HYDRA) + noise.finish() == ""
-    assert (noise.killed, noise.lost_hosts, noise.has_failed) == ([], [], False)
+    output = make()
+    output.is_expected = True
+    output.feed_output(TERMINATED.encode())
+    assert output.feed(LOST + DISCONNECTED + SOCKET_CLOSED + KILLED + HYDRA) + output.finish() == ""
+    assert (output.killed, output.lost_hosts, output.has_failed) == ([], [], False)
 
 
 def test_open_mpi_4_does_not_tell_the_process() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.mpi.steps import DONE, SILENT_SECONDS, StepWatch
+from launch.mpi.start_progress import DONE, StartWatch
+from parallel.watchdog.blame import SILENT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,8 +32,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def watch(clock: Clock) -> StepWatch:
-    return StepWatch(lambda rank: f"rank {rank}", 3, 10.0, "the check", clock=clock)
+def watch(clock: Clock) -> StartWatch:
+    return StartWatch(lambda rank: f"rank {rank}", 3, 10.0, "the check", clock=clock)
 
 
 def mark(rank: int, number: int, step: str = "a step", process: int = 1, host: str = "elsewhere") -> str:
@@ -40,13 +41,13 @@ def mark(rank: int, number: int, step: str = "a step", process: int = 1, host: s
     return f"\x1etrtrun {rank} {number} {process} {host} {step}\n"
 
 
-def hear_all(watch: StepWatch, *numbers: int) -> None:
+def hear_all(watch: StartWatch, *numbers: int) -> None:
     """Every rank is heard of, at these steps."""
     for rank, number in enumerate(numbers):
         watch.feed(mark(rank, number, f"step {number}"))
 
 
-def test_marks_vanish_wherever_they_are_cut(watch: StepWatch) -> None:
+def test_marks_vanish_wherever_they_are_cut(watch: StartWatch) -> None:
     text = f"one\n{mark(0, 1)}loading [##{mark(1, 2, 'reading models')}##]\rtwo{mark(2, 5)}\n"
     for size in (1, 2, 7, 1000):
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
@@ -54,17 +55,17 @@ def test_marks_vanish_wherever_they_are_cut(watch: StepWatch) -> None:
     assert watch.find_stuck() == [0]
 
 
-def test_other_control_characters_pass(watch: StepWatch) -> None:
+def test_other_control_characters_pass(watch: StartWatch) -> None:
     text = "\x1e" + "x" * 2000 + "\x1e\n"
     assert watch.feed(text) + watch.feed("y" * 1000) == text + "y" * 1000
 
 
-def test_text_before_what_may_become_a_mark_is_not_held_back(watch: StepWatch) -> None:
+def test_text_before_what_may_become_a_mark_is_not_held_back(watch: StartWatch) -> None:
     assert watch.feed("loading\r\x1etrt") == "loading\r"
     assert watch.feed("run 0 1 1 h x\nnext") == "next"
 
 
-def test_nothing_is_told_in_time_or_when_all_are_done(watch: StepWatch, clock: Clock) -> None:
+def test_nothing_is_told_in_time_or_when_all_are_done(watch: StartWatch, clock: Clock) -> None:
     hear_all(watch, 4, 4, 4)
     clock.now += 9
     assert watch.give_up() == []
@@ -74,7 +75,7 @@ def test_nothing_is_told_in_time_or_when_all_are_done(watch: StepWatch, clock: C
     assert watch.give_up() == []
 
 
-def test_a_rank_that_was_never_heard_of_is_named_alone(watch: StepWatch, clock: Clock) -> None:
+def test_a_rank_that_was_never_heard_of_is_named_alone(watch: StartWatch, clock: Clock) -> None:
     watch.feed(mark(0, 0))
     watch.feed(mark(2, 0))
     clock.now += 11
@@ -82,7 +83,7 @@ def test_a_rank_that_was_never_heard_of_is_named_alone(watch: StepWatch, clock: 
     assert watch.is_given_up
 
 
-def test_the_silent_rank_is_named_and_not_those_that_wait_for_it(watch: StepWatch, clock: Clock) -> None:
+def test_the_silent_rank_is_named_and_not_those_that_wait_for_it(watch: StartWatch, clock: Clock) -> None:
     hear_all(watch, 11, 8, 8)
     clock.now += SILENT_SECONDS + 8
     hear_all(watch, 11, 8)
@@ -91,14 +92,14 @@ def test_the_silent_rank_is_named_and_not_those_that_wait_for_it(watch: StepWatc
     assert line.endswith("'step 8' (silent for 11 s)")
 
 
-def test_of_ranks_that_all_live_the_ones_behind_are_named(watch: StepWatch, clock: Clock) -> None:
+def test_of_ranks_that_all_live_the_ones_behind_are_named(watch: StartWatch, clock: Clock) -> None:
     clock.now += 11
     hear_all(watch, 11, 8, 8)
     assert watch.find_stuck() == [1, 2]
     assert watch.give_up()[0].endswith("rank 1 on elsewhere, process 1, is stuck in the step 'step 8' (alive)")
 
 
-def test_a_rank_ahead_that_fell_silent_is_named_before_those_behind(watch: StepWatch, clock: Clock) -> None:
+def test_a_rank_ahead_that_fell_silent_is_named_before_those_behind(watch: StartWatch, clock: Clock) -> None:
     hear_all(watch, 11, 11, 11)
     clock.now += 11
     watch.feed(mark(0, 12))
@@ -106,13 +107,13 @@ def test_a_rank_ahead_that_fell_silent_is_named_before_those_behind(watch: StepW
     assert watch.find_stuck() == [2]
 
 
-def test_ranks_that_are_done_are_not_named(watch: StepWatch, clock: Clock) -> None:
+def test_ranks_that_are_done_are_not_named(watch: StartWatch, clock: Clock) -> None:
     hear_all(watch, DONE, 4, DONE)
     clock.now += 11
     assert watch.find_stuck() == [1]
 
 
-def test_in_the_start_of_mpi_all_are_silent_and_the_stopped_one_is_named(watch: StepWatch, clock: Clock) -> None:
+def test_in_the_start_of_mpi_all_are_silent_and_the_stopped_one_is_named(watch: StartWatch, clock: Clock) -> None:
     own = os.uname().nodename
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
@@ -134,9 +135,9 @@ def test_in_the_start_of_mpi_all_are_silent_and_the_stopped_one_is_named(watch: 
 def test_a_rank_marks_its_steps_and_repeats_them_only_where_a_parent_reads() -> None:
     code = (
         "import os, sys\n"
-        "from launch.mpi.steps import StepTeller, say_hello\n"
+        "from launch.mpi.start_progress import StartProgress, say_hello\n"
         "say_hello()\n"
-        "with StepTeller() as teller:\n"
+        "with StartProgress() as teller:\n"
         "    teller.tell(3, 'reading\\n\\x1emodels')\n"
         "    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)\n"  # as a log file would
         "    sys.stdin.read()\n"

@@ -34,7 +34,7 @@ ANSWER_SECONDS = 20.0
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: get an interface's IPv4 address
 
 
-class LineSocket:
+class MessageSocket:
     """A connected TCP socket, never blocking; used by one thread.
 
     Attributes:
@@ -117,7 +117,7 @@ class LineSocket:
         return messages
 
 
-def wait_for(ends: Sequence[LineSocket | socket.socket], seconds: float) -> set[int]:
+def wait_for(ends: Sequence[MessageSocket | socket.socket], seconds: float) -> set[int]:
     """Wait until one of the ends can be read; returns the file numbers of those that can. Of any number: select takes
     none above 1023, which a process with many files open has."""
     poll = select.poll()
@@ -145,7 +145,7 @@ def prove(token: str, role: str, nonce: object) -> str:
     return hmac.new(token.encode(), f"{role} {nonce}".encode(), hashlib.sha256).hexdigest()
 
 
-def connect(addresses: Sequence[str], port: int, token: str, introduction: dict[str, Any]) -> LineSocket:
+def connect(addresses: Sequence[str], port: int, token: str, introduction: dict[str, Any]) -> MessageSocket:
     """Connect to the first address that answers with a proof of the token; both sides have proved it on return.
 
     Raises:
@@ -160,29 +160,29 @@ def connect(addresses: Sequence[str], port: int, token: str, introduction: dict[
     raise HeartbeatError("; ".join(reasons) or "it has no address")
 
 
-def _connect_to(address: str, port: int, token: str, introduction: dict[str, Any]) -> LineSocket:
-    lines = LineSocket(socket.create_connection((address, port), timeout=CONNECT_SECONDS))
+def _connect_to(address: str, port: int, token: str, introduction: dict[str, Any]) -> MessageSocket:
+    opened = MessageSocket(socket.create_connection((address, port), timeout=CONNECT_SECONDS))
     deadline = time.monotonic() + ANSWER_SECONDS
     try:
-        nonce = _next_message(lines, deadline).get("nonce")
+        nonce = _next_message(opened, deadline).get("nonce")
         challenge = Challenge(token)
-        lines.send({**introduction, "proof": prove(token, "client", nonce), "nonce": challenge.nonce})
-        if not challenge.accepts(_next_message(lines, deadline).get("proof"), "server"):
+        opened.send({**introduction, "proof": prove(token, "client", nonce), "nonce": challenge.nonce})
+        if not challenge.accepts(_next_message(opened, deadline).get("proof"), "server"):
             raise HeartbeatError("another program answers there")
     except BaseException:
-        lines.close()
+        opened.close()
         raise
-    return lines
+    return opened
 
 
-def _next_message(lines: LineSocket, deadline: float) -> dict[str, Any]:
+def _next_message(opened: MessageSocket, deadline: float) -> dict[str, Any]:
     """The next message of a handshake, in which each side sends one line and waits for the other's."""
     while (left := deadline - time.monotonic()) > 0:
-        wait_for([lines], left)
-        lines.flush()
-        if messages := lines.receive():
+        wait_for([opened], left)
+        opened.flush()
+        if messages := opened.receive():
             return messages[0]
-        if lines.is_closed:
+        if opened.is_closed:
             raise HeartbeatError("the connection was closed at once")
     raise HeartbeatError(f"no answer within {ANSWER_SECONDS:g} s")
 

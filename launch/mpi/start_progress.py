@@ -2,8 +2,9 @@
 
 A rank says what it is about to do, from its first moment on, before MPI connects it to anything; a thread repeats that,
 so that a rank that merely waits for another can be told from one that has stopped. The parent of mpirun takes the marks
-out of the ranks' stderr and, when the time is over, names those that hold up the rest. Where a user's own mpirun
-started the ranks nobody reads marks, and none are written. It does not know what the steps mean.
+out of the ranks' stderr and, when the time is over, names those that hold up the rest; which those are is decided in
+`parallel.watchdog.blame`. Where a user's own mpirun started the ranks nobody reads marks, and none are written. It does
+not know what the steps mean.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from parallel.mpi_rank import find_mpi_rank
+from parallel.watchdog import blame
 
 STARTED = time.monotonic()
 """When this process began, near enough: commands import this first."""
@@ -28,12 +30,6 @@ VARIABLE = "TRTRUN_STEPS"
 """Set to 1 for ranks whose parent reads marks."""
 
 BEAT_SECONDS = 0.5
-SILENT_SECONDS = 3.0
-"""A rank that was not heard of for so long is silent: it is stopped, or inside a call that lets no thread run."""
-
-FIRST_STEP = "start of MPI"
-"""What every rank does first. MPI lets no thread run meanwhile: all ranks are silent in it, not only the stuck one."""
-
 _MARK = re.compile(r"\x1etrtrun (\d+) (\d+) (\d+) (\S*) ([^\x1e\n]*)\n")
 """Ends with a line break: mpirun hands on whole lines."""
 _OPEN = "\x1e"
@@ -45,7 +41,7 @@ def has_parent() -> bool:
     return os.environ.get(VARIABLE) == "1" and find_mpi_rank() is not None
 
 
-class StepTeller:
+class StartProgress:
     """A rank's side. Does nothing where nobody reads marks.
 
     Used as a context: the thread that repeats the last mark ends with it.
@@ -57,7 +53,7 @@ class StepTeller:
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> StepTeller:
+    def __enter__(self) -> StartProgress:
         if self._place is not None:
             self._thread = threading.Thread(target=self._repeat, name="steps", daemon=True)
             self._thread.start()
@@ -90,7 +86,7 @@ class StepTeller:
 def say_hello() -> None:
     """A rank's first mark, before anything that can hang. It keeps the way to the parent open for later ones."""
     if has_parent():
-        StepTeller().tell(0, FIRST_STEP)
+        StartProgress().tell(blame.FIRST_STEP, "start of MPI")
 
 
 DONE = 1_000_000
@@ -120,7 +116,7 @@ class _Rank:
 
 
 @dataclass
-class StepWatch:
+class StartWatch:
     """The parent's side: takes marks out of the ranks' stderr, and knows who is stuck.
 
     Attributes:
@@ -167,19 +163,11 @@ class StepWatch:
 
     def find_stuck(self) -> list[int]:
         """Ranks that hold up the others, as far as can be told from here."""
-        unheard = [number for number in range(self.size) if number not in self._ranks]
-        if unheard:
-            return unheard
-        busy = {number: rank for number, rank in self._ranks.items() if rank.number < DONE}
-        now = self.clock()
-        silent = [number for number, rank in busy.items() if now - rank.heard_at > SILENT_SECONDS]
-        # Of ranks that are all inside the start of MPI, the stopped one looks like those that wait for it.
-        candidates = silent or list(busy)
-        earliest = min(busy[number].number for number in candidates)
-        if not silent or earliest == 0:
-            candidates = [number for number in candidates if busy[number].number == earliest]
-        stopped = [number for number in candidates if _is_stopped(busy[number])]
-        return sorted(stopped or candidates)
+        return blame.find_stuck({number: self._progress(rank) for number, rank in self._ranks.items()}, self.size)
+
+    def _progress(self, rank: _Rank) -> blame.Progress:
+        silence = self.clock() - rank.heard_at
+        return blame.Progress(rank.number, silence, rank.number >= DONE, _is_stopped(rank))
 
     def _hear(self, mark: re.Match[str]) -> str:
         rank, number, process, host, step = mark.groups()
@@ -190,8 +178,8 @@ class StepWatch:
         known = self._ranks.get(number)
         if known is None:
             return f"{self.describe(number)} has not begun: nothing was heard of it"
-        silence = self.clock() - known.heard_at
-        state = f"silent for {silence:.0f} s" if silence > SILENT_SECONDS else "alive"
+        progress = self._progress(known)
+        state = f"silent for {progress.silent_seconds:.0f} s" if progress.is_silent else "alive"
         return (
             f"{self.describe(number)} on {known.host}, process {known.process}, is stuck in the step "
             f"'{known.step}' ({state})"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.mpi.stale_folders import remove_leftovers
+from launch.mpi.stale_folders import remove_stale_folders
 
 
 @pytest.fixture
@@ -41,13 +41,13 @@ def free_port() -> int:
 @pytest.mark.parametrize("variable", ["TMPDIR", "PRTE_MCA_prte_tmpdir_base"])
 def test_folders_of_processes_that_are_gone_are_removed(tmp_path: Path, gone: int, program: str, variable: str) -> None:
     folder = make_folder(tmp_path, gone, socket.gethostname(), program)
-    remove_leftovers({variable: str(tmp_path)})
+    remove_stale_folders({variable: str(tmp_path)})
     assert not folder.exists()
 
 
 def test_a_folder_whose_process_lives_stays(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, os.getpid(), socket.gethostname())
-    remove_leftovers({"TMPDIR": str(tmp_path)})
+    remove_stale_folders({"TMPDIR": str(tmp_path)})
     assert folder.is_dir()
 
 
@@ -55,22 +55,22 @@ def test_a_folder_whose_process_listens_unseen_stays(tmp_path: Path, gone: int) 
     """As that of an mpirun outside a container that has process ids of its own."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         folder = make_folder(tmp_path, gone, socket.gethostname(), port=listener.getsockname()[1])
-        remove_leftovers({"TMPDIR": str(tmp_path)})
+        remove_stale_folders({"TMPDIR": str(tmp_path)})
         assert folder.is_dir()
-    remove_leftovers({"TMPDIR": str(tmp_path)})
+    remove_stale_folders({"TMPDIR": str(tmp_path)})
     assert not folder.exists()
 
 
 def test_a_file_that_was_never_written_whole_keeps_nothing(tmp_path: Path, gone: int) -> None:
     folder = make_folder(tmp_path, gone, socket.gethostname())
     (folder / f"pmix.{socket.gethostname()}.tool").write_text("")
-    remove_leftovers({"TMPDIR": str(tmp_path)})
+    remove_stale_folders({"TMPDIR": str(tmp_path)})
     assert not folder.exists()
 
 
 def test_a_folder_of_another_host_stays(tmp_path: Path, gone: int) -> None:
     folder = make_folder(tmp_path, gone, "another-host")
-    remove_leftovers({"TMPDIR": str(tmp_path)})
+    remove_stale_folders({"TMPDIR": str(tmp_path)})
     assert folder.is_dir()
 
 
@@ -80,10 +80,10 @@ def test_folders_that_only_look_like_it_stay(tmp_path: Path, gone: int) -> None:
     (folder / "mine").write_text("")
     link = tmp_path / f"ompi.{gone}"
     link.symlink_to(make_folder(tmp_path, gone, socket.gethostname(), "data.v"), target_is_directory=True)
-    remove_leftovers({"TMPDIR": str(tmp_path)})
+    remove_stale_folders({"TMPDIR": str(tmp_path)})
     assert folder.is_dir() and link.is_dir()
 
 
 def test_a_base_that_is_not_there_is_no_matter(tmp_path: Path) -> None:
-    remove_leftovers({"TMPDIR": str(tmp_path / "none")})
+    remove_stale_folders({"TMPDIR": str(tmp_path / "none")})
     assert not (tmp_path / "none").exists()
