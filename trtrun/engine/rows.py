@@ -23,8 +23,6 @@ class RowState:
         block_tables: [max_rows, max_blocks] int64; 0 where no block is assigned.
         sampling: the rows' sampling parameters.
         max_draft_len: most tokens drafted in a round.
-        has_failed_rows: whether a row ever gained nothing because its logits were not finite. Known on the CPU alone,
-            where a look at a verdict costs nothing.
     """
 
     def __init__(
@@ -45,7 +43,6 @@ class RowState:
         max_blocks = -(-(max_seq_len + slack) // block_size)
         self.block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int64, device=device)
         self.sampling = RowSampling(max_rows, vocab_size, device)
-        self.has_failed_rows = False
 
     def apply(self, plan: RoundPlan) -> None:
         """Take in what the plan changes: rows dropped, rows admitted, blocks assigned, in this order."""
@@ -75,8 +72,6 @@ class RowState:
             num_tokens: [rows] int64: tokens gained.
             tokens: [rows, width] int64: the tokens, then padding, which lands in the scratch part of the history.
         """
-        if self.device.type == "cpu" and not num_tokens.all():
-            self.has_failed_rows = True
         lengths = self.lengths[rows]
         columns = lengths.unsqueeze(1) + torch.arange(tokens.shape[1], device=self.device)
         self.history[rows.unsqueeze(1), columns] = tokens.to(torch.int32)
