@@ -140,13 +140,11 @@ def print_plan(plan: JobPlan, as_json: bool) -> None:
         print(json.dumps(asdict(plan)))
         return
     table = Table(title=None)
-    columns = ("rank", "host", "device", "role", "draft shard", "target shard", "rounds", "free", "KV store")
-    for name in (*columns, "KV tokens"):
+    for name in ("rank", "host", "device", "role", "draft shard", "target shard", "free", "KV store", "KV tokens"):
         table.add_column(name, justify="left" if name in ("host", "device", "role") else "right", no_wrap=True)
     for rank in plan.ranks:
-        sizes = (rank.draft_shard_bytes, rank.target_shard_bytes, rank.working_bytes, rank.free_bytes, rank.kv_bytes)
+        sizes = (rank.draft_shard_bytes, rank.target_shard_bytes, rank.free_bytes, rank.kv_bytes)
         cells = [format_bytes(size) if size else UNKNOWN for size in sizes]
-        cells[2] = f"≤ {cells[2]}" if rank.working_bytes else UNKNOWN
         tokens = str(rank.kv_tokens) if rank.kv_tokens else UNKNOWN
         table.add_row(str(rank.rank), rank.host, rank.device, rank.role, *cells, tokens)
     console = output_console()
@@ -161,9 +159,18 @@ def print_plan(plan: JobPlan, as_json: bool) -> None:
     processes = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
     hosts = f" on {len(plan.hosts)} hosts" if len(plan.hosts) > 1 else ""
     print(f"{processes}{hosts}, CPU threads of each: {plan.threads}; {dtypes}; up to {plan.max_seq_len} tokens a row")
+    print(_describe_rounds(plan))
     for note in plan.notes:
         print(note)
     print(plan.command if plan.script is None else plan.script)
+
+
+def _describe_rounds(plan: JobPlan) -> str:
+    """The memory of the largest round, which lies between the weights and the KV store."""
+    most = max(rank.working_bytes for rank in plan.ranks)
+    on_gpus = any(rank.device.startswith("cuda") for rank in plan.ranks)
+    measured = "; GPUs measure it at start" if on_gpus else ""
+    return f"beside weights and KV a round needs up to {format_bytes(most)} on a rank, by its shapes{measured}"
 
 
 def _plan_rank(rank: int, memory: JobMemory, here: set[str], gpus_absent: bool) -> RankPlan:

@@ -135,7 +135,7 @@ def test_different_models_under_one_path_are_told(pair: Path, tmp_path: Path) ->
 
 
 def test_too_small_a_device_is_told_with_the_numbers(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.check.inventory.free_bytes_of_slot", lambda device, slots: 1 << 30)
+    monkeypatch.setattr("launch.check.inventory.free_bytes_of_slot", lambda device, slots: 1 << 28)
     scheduler = {"max_batch_size": 128, "max_num_tokens": 1024}
     ranks, topology = collect_all(config_of(pair, kv_cache={"max_tokens": 10**9}, scheduler=scheduler))
     problems = find_misfits(ranks, topology)

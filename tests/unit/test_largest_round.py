@@ -16,11 +16,12 @@ from pipelines import configuration
 
 from parallel.groups import open_groups
 from trtrun.config import RuntimeConfig
+from trtrun.core import RoundPlan
 from trtrun.engine import graphs
 from trtrun.errors import ConfigError
 from trtrun.kvcache.sizing import SlotDemand, count_kv_blocks
 from trtrun.roles import startup
-from trtrun.roles.largest_round import largest_rounds, small_round
+from trtrun.roles.largest_round import Rehearsal, largest_rounds, small_round
 from trtrun.roles.memory_demand import round_shape
 from trtrun.roles.startup import RankStartup
 from trtrun.topology import make_topology
@@ -60,18 +61,18 @@ def test_the_largest_rounds_have_all_the_rows_and_tokens_there_may_be(
 
 @pytest.mark.parametrize("use_logits", [False, True])
 @pytest.mark.parametrize("with_graphs", [False, True])
-@pytest.mark.parametrize("with_draft", [False, True])
+@pytest.mark.parametrize("method", ["none", "draft_target", "ngram"])
 def test_a_rehearsal_runs_on_a_store_of_one_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_logits: bool, with_graphs: bool, with_draft: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_logits: bool, with_graphs: bool, method: str
 ) -> None:
     """What a GPU measures runs here on the CPU; graphs are played by running the captured work again."""
     if with_graphs:
         monkeypatch.setattr(startup, "capture_for", lambda device: lambda work: work)
     target = make_checkpoint(tmp_path / "target", seed=1)
+    with_draft = method == "draft_target"
     draft = make_draft(tmp_path / "draft", target, 1) if with_draft else None
-    config = configuration(
-        target, draft, speculation={"use_logits": use_logits and with_draft, "draft_len": 3}, **SETTINGS
-    )
+    speculation = {"method": method, "use_logits": use_logits and with_draft, "draft_len": 3}
+    config = configuration(target, draft, speculation=speculation, **SETTINGS)
     loaded = start(config)
     shape = round_shape(config, 64)
     rehearsal = loaded._rehearsal(shape)
@@ -86,6 +87,60 @@ def test_a_rehearsal_runs_on_a_store_of_one_block(
     worker, report = loaded.finish(9)
     assert worker.target is not None and report.kv_tokens == 8 * 16
     assert report.working_bytes > 0
+
+
+class Counters:
+    """A GPU's counters of memory, moved on by each round that is played."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+        self.free, self.reserved, self.peak = free, 0, 0
+        for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, 1 << 40))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.reserved)
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: self.peak)
+
+    def take(self, reserved: int, elsewhere: int) -> None:
+        """Let torch's allocator and others take bytes."""
+        self.reserved += reserved
+        self.peak = max(self.peak, self.reserved)
+        self.free -= reserved + elsewhere
+
+
+def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1000 MiB: two large rounds take 30 + 30 and 5 + 5 beside the allocator; each graph more takes 1 MiB."""
+    monkeypatch.setattr(startup, "capture_for", lambda device: lambda work: work)
+    settings = {**SETTINGS, "kv_cache": {"max_tokens": None, "block_size": 4, "free_memory_fraction": 1.0}}
+    target = make_checkpoint(tmp_path / "target", seed=1)
+    loaded = start(configuration(target, None, **settings))
+    counters = Counters(monkeypatch, 1000 * MIB)
+    play, played = Rehearsal.play, []
+
+    def counted(rehearsal: Rehearsal, plan: RoundPlan) -> None:
+        before = rehearsal.num_graphs
+        play(rehearsal, plan)
+        is_small = len(played) == 2
+        played.append(plan)
+        captured = rehearsal.num_graphs - before
+        counters.take(captured * MIB if is_small else 30 * MIB, 0 if is_small else 5 * MIB)
+
+    monkeypatch.setattr(Rehearsal, "play", counted)
+    blocks = loaded._count_beside_measured_round()
+    assert len(played) == 3
+    expected = (60 + 10 + graphs.MOST_GRAPHS) * MIB
+    assert loaded._working_bytes == expected
+    demand = loaded._demand()
+    most_useful = 4 * -(-65 // 4)
+    assert blocks == min((1000 * MIB - expected) // demand.bytes_per_block, most_useful + 1)
+
+    def fail(rehearsal: Rehearsal, plan: RoundPlan) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Rehearsal, "play", fail)
+    with pytest.raises(ConfigError, match=r"the largest round does not fit into the .* MiB free beside the weights"):
+        loaded._count_beside_measured_round()
 
 
 def test_what_cannot_work_is_refused_with_all_the_bytes() -> None:

@@ -94,6 +94,20 @@ def test_events_that_the_device_has_not_passed_are_left_for_a_later_report() -> 
     assert device.made == 6
 
 
+def test_a_round_that_was_cut_short_does_no_harm() -> None:
+    """An interrupt in the middle of a round leaves its events behind."""
+    device = Device()
+    clock = DevicePhases(device.mark)
+    clock.start()
+    clock.end("drafting")
+    play_round(clock)
+    device.run(1.0, marks=1)
+    device.run(2.0, marks=1)
+    assert clock.take() == pytest.approx({"drafting": 0.002})
+    device.run(4.0, marks=3)
+    assert clock.take() == pytest.approx({"drafting": 0.0, "verifying": 0.0})
+
+
 def test_the_host_is_timed_by_the_clock() -> None:
     ticks: Iterator[float] = iter([1.0, 1.5, 3.5, 10.0, 10.25])
     clock = HostPhases(lambda: next(ticks))

@@ -59,6 +59,11 @@ class RowState:
             updates = torch.from_numpy(plan.block_updates).to(self.device, torch.int64, non_blocking=True)
             self.block_tables[updates[:, 0], updates[:, 1]] = updates[:, 2]
 
+    def fresh_blocks(self, plan: RoundPlan) -> list[int]:
+        """Blocks that rows get in a plan to write to, without those whose keys and values they share with others."""
+        shared = {item.row: -(-item.num_cached_tokens // self.block_size) for item in plan.admissions}
+        return [block for row, index, block in plan.block_updates.tolist() if index >= shared.get(row, 0)]
+
     def advance(self, rows: torch.Tensor, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
         """Append what a verdict gave.
 

@@ -59,6 +59,7 @@ class Engine:
         self.rows = rows
         self.vocab_size = model.config.vocab_size
         self.device = rows.device
+        self._overflowed = False
         self._graphs = self._make_graphs(capture, logits_per_row) if capture is not None else None
 
     def _make_graphs(self, capture: Capture, logits_per_row: int) -> ForwardGraphs:
@@ -88,6 +89,9 @@ class Engine:
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in what the plan changes before anything runs."""
         self.rows.apply(plan)
+        if self._overflowed:
+            # The kernels on GPUs never read what a row does not see; those on CPUs read whole blocks.
+            self._store.clear(self.rows.fresh_blocks(plan))
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
@@ -219,4 +223,8 @@ class Engine:
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
         # A draft's vocabulary may be narrower than the target's: tokens beyond it are fed as its last one.
         tokens = batch.tokens.clamp(max=self.vocab_size - 1)
-        return self._model.forward(tokens, batch.positions, batch.attention, self._store)
+        hidden = self._model.forward(tokens, batch.positions, batch.attention, self._store)
+        # Looked at on the CPU alone, where it costs microseconds; a sum of finite numbers that overflows does no harm.
+        if self.device.type == "cpu" and not self._overflowed:
+            self._overflowed = not bool(hidden.sum().isfinite())
+        return hidden

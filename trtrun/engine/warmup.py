@@ -13,7 +13,7 @@ from trtrun.core import PrefillChunk, RoundPlan
 from trtrun.engine.runner import Engine
 
 
-def warm_up(engine: Engine, draft_len: int) -> None:
+def warm_up(engine: Engine, draft_len: int, max_tokens: int) -> None:
     """Run a prefill, a catch-up, a decode step and a verification of row 0.
 
     Collective over the engine's tensor-parallel group. The row's table holds no block, so that all it writes goes to
@@ -22,6 +22,7 @@ def warm_up(engine: Engine, draft_len: int) -> None:
     Args:
         engine: freshly made; no request has run on it.
         draft_len: tokens that rounds will draft; 0 without speculation.
+        max_tokens: of a round: no forward here is larger than those that memory was set aside for.
     """
     rows = torch.zeros(1, dtype=torch.int64, device=engine.device)
     # A row of two zero tokens stands in for a request.
@@ -29,7 +30,7 @@ def warm_up(engine: Engine, draft_len: int) -> None:
     longest = engine.rows.history.shape[1] - engine.rows.max_draft_len - 2
     if engine.device.type == "cuda":
         # Kernels are compiled for the sizes of their tiles, and for contexts that are split.
-        for length in sorted({min(length, longest) for length in (8, 16, 64)}):
+        for length in sorted({min(length, longest, max_tokens) for length in (8, 16, 64)}):
             engine.prefill([PrefillChunk(row=0, start=0, length=length, is_last=False, followed=True)])
         for context in sorted({min(context, longest) for context in (64, 1024)}):
             engine.catch_up(rows, [2], context=context)

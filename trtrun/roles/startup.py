@@ -198,6 +198,7 @@ class RankStartup:
         self._activity.start(Phase.ALLOCATING)
         where = self._topology.describe(self._rank)
         demand = self._demand()
+        torch.cuda.empty_cache()
         left = torch.cuda.mem_get_info(self._device)[0]
         shape = round_shape(self._config, self._context)
         try:
@@ -209,8 +210,8 @@ class RankStartup:
                 f"{format_bytes(demand.working_bytes)}: lower scheduler.max_batch_size, scheduler.max_num_tokens or "
                 "speculation.draft_len"
             ) from None
-        # The weights are there: what they really take is what is missing from the free memory.
-        free = torch.cuda.mem_get_info(self._device)[0] + demand.shard_bytes
+        # The weights are in place, so that what is left is beside what they really take.
+        free = left + demand.shard_bytes
         return self._count_blocks(free, replace(demand, working_bytes=self._working_bytes))
 
     def _rehearsal(self, shape: RoundShape) -> Rehearsal:
@@ -241,7 +242,7 @@ class RankStartup:
         engines = {role: self._make_engine(role, loaded, num_blocks) for role, loaded in self._engines.items()}
         self._activity.start(Phase.WARMING_UP)
         for engine in engines.values():
-            warm_up(engine, self._config.draft_len)
+            warm_up(engine, self._config.draft_len, self._config.scheduler.max_num_tokens)
         leads_draft = self._rank == self._drafting_leader()
         leads_target = self._rank == self._topology.target_leader
         worker = Worker(
