@@ -35,7 +35,7 @@ MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "-
 def own_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
     """What trtrun said on stderr; a user's own mpirun adds boxes of its own.
 
-    Open MPI's end in a zero byte, which stands before the next line where a box comes first (see launch/mpi/output_filter.py).
+    Open MPI's end in a zero byte, which stands before the next line where a box comes first.
     """
     return [line for line in done.stderr.replace("\0", "").splitlines() if line.startswith("trtrun: ")]
 
