@@ -1,8 +1,9 @@
 """The link between the engines: draft tokens and probabilities one way, verdicts the other, device to device.
 
-Packets have no header: both sides know every shape from the plan. A packet without elements is not sent. The
-orchestrator is not involved, and where both ends are one process nothing is sent at all. It works over any
-Communicator and knows no request, no model and no rule of acceptance.
+Packets have no header: both sides know every shape from the plan. How many tokens of each row are proposals, a draft
+says beside its tokens. A packet without elements is not sent. The orchestrator is not involved, and where both ends are
+one process nothing is sent at all. It works over any Communicator and knows no request, no model and no rule of
+acceptance.
 
 Tokens and probabilities are two messages, not one packed: the token ids go to every target rank and the probabilities,
 which are megabytes, to one; packing would copy them twice.
@@ -44,13 +45,16 @@ class Link:
         self._target_leader = topology.target_leader
         self._target_ranks = topology.target_ranks
         self._verdict_ranks = sorted({*topology.draft_ranks, *topology.target_ranks} - {topology.target_leader})
-        self._local: deque[tuple[torch.Tensor, torch.Tensor | None]] = deque()
+        self._local: deque[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = deque()
 
-    def send_draft(self, tokens: torch.Tensor, draft_probs: torch.Tensor | None = None) -> None:
+    def send_draft(
+        self, tokens: torch.Tensor, draft_lens: torch.Tensor, draft_probs: torch.Tensor | None = None
+    ) -> None:
         """Hand a round's draft to the target engine. On the draft leader.
 
         Args:
             tokens: [rows, draft_len] int64 on the device: to every target rank.
+            draft_lens: [rows] int64 on the device, in one packet with the tokens: how many of them are proposals.
             draft_probs: [probability_rows, draft_len, vocab] float32 on the device, or None: to the target leader.
                 Where this process is a target rank too, it gets these very tensors: do not overwrite them before the
                 round's verification is done.
@@ -58,23 +62,27 @@ class Link:
         if self._rank != self._draft_leader:
             raise LinkError(f"rank {self._rank} sends a draft, but the draft leader is rank {self._draft_leader}")
         _check("tokens", tokens, 2, torch.int64)
+        _check("draft_lens", draft_lens, 1, torch.int64)
         if draft_probs is not None:
             _check("draft_probs", draft_probs, 3, torch.float32)
-        for rank in self._target_ranks:
-            if rank != self._rank:
-                self._send(tokens, rank)
+        others = [rank for rank in self._target_ranks if rank != self._rank]
+        if others:
+            packet = torch.cat((draft_lens.unsqueeze(1), tokens), dim=1)
+            for rank in others:
+                self._send(packet, rank)
         if draft_probs is not None and self._target_leader != self._rank:
             self._send(draft_probs, self._target_leader)
         if self._rank in self._target_ranks:
-            self._local.append((tokens, draft_probs if self._rank == self._target_leader else None))
+            self._local.append((tokens, draft_lens, draft_probs if self._rank == self._target_leader else None))
 
     def receive_draft(
         self, rows: int, draft_len: int, probability_rows: int, vocab: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Get a round's draft. On every target rank, once for each send_draft; the shapes come from the plan.
 
         Returns:
             tokens: [rows, draft_len] int64 on the device.
+            draft_lens: [rows] int64 on the device; from another process both are views of one packet.
             draft_probs: [probability_rows, draft_len, vocab] float32 on the target leader, None on other ranks and
                 where the plan has no probability rows.
         """
@@ -83,10 +91,12 @@ class Link:
         wants_probs = self._rank == self._target_leader and probability_rows > 0
         if self._rank == self._draft_leader:
             return self._take_local((rows, draft_len), (probability_rows, draft_len, vocab) if wants_probs else None)
-        tokens = self._receive((rows, draft_len), torch.int64, self._draft_leader)
+        packet = self._receive((rows, draft_len + 1), torch.int64, self._draft_leader)
+        draft_lens, tokens = packet[:, 0], packet[:, 1:]
         if not wants_probs:
-            return tokens, None
-        return tokens, self._receive((probability_rows, draft_len, vocab), torch.float32, self._draft_leader)
+            return tokens, draft_lens, None
+        probs = self._receive((probability_rows, draft_len, vocab), torch.float32, self._draft_leader)
+        return tokens, draft_lens, probs
 
     def send_verdict(self, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
         """Tell the draft ranks and the other target ranks what was kept. On the target leader.
@@ -135,17 +145,17 @@ class Link:
 
     def _take_local(
         self, shape: tuple[int, ...], probs_shape: tuple[int, ...] | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return what this process sent itself, after the same check of shapes that a transport makes."""
         if not self._local:
             raise LinkError(f"rank {self._rank} receives a draft before it has sent one to itself")
-        tokens, draft_probs = self._local.popleft()
+        tokens, draft_lens, draft_probs = self._local.popleft()
         found = (tuple(tokens.shape), None if draft_probs is None else tuple(draft_probs.shape))
         if found != (shape, probs_shape):
             raise LinkError(
                 f"the plan's draft has shapes {shape} and {probs_shape}, but {found[0]} and {found[1]} were sent"
             )
-        return tokens, draft_probs
+        return tokens, draft_lens, draft_probs
 
 
 def _check(name: str, tensor: torch.Tensor, dimensions: int, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Engines and links without a model: a rule instead of weights, a store of token ids instead of keys and values.
+"""Engines without a model: a rule instead of weights, a store of token ids instead of keys and values.
 
 The store is the point: a context that has a hole, or a token that the row does not have, raises. So the cycle's
 promises (catch up fills the bonus hole, rejected tails are overwritten) are checked at every read.
@@ -6,11 +6,12 @@ promises (catch up fills the bonus hole, rejected tails are overwritten) are che
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 
+from parallel.link import Link
+from parallel.topology import Topology
 from trtrun.core import PrefillChunk, RoundPlan
 from trtrun.engine.rows import RowState
 
@@ -95,30 +96,6 @@ class FakeEngine:
         return torch.stack(outputs) if outputs else torch.empty((0, queries, self.vocab_size))
 
 
-class FakeLink:
-    """A link whose two ends are in this process: what goes in comes out, shapes checked."""
-
-    def __init__(self) -> None:
-        self.drafts: deque[tuple[torch.Tensor, torch.Tensor | None]] = deque()
-        self.verdicts: deque[tuple[torch.Tensor, torch.Tensor]] = deque()
-
-    def send_draft(self, tokens: torch.Tensor, draft_probs: torch.Tensor | None = None) -> None:
-        self.drafts.append((tokens, draft_probs))
-
-    def receive_draft(
-        self, rows: int, draft_len: int, probability_rows: int, vocab: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        tokens, probs = self.drafts.popleft()
-        assert tuple(tokens.shape) == (rows, draft_len)
-        assert (None if probs is None else tuple(probs.shape)) == (
-            (probability_rows, draft_len, vocab) if probability_rows else None
-        )
-        return tokens, probs
-
-    def send_verdict(self, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
-        self.verdicts.append((num_tokens, tokens))
-
-    def receive_verdict(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        num_tokens, tokens = self.verdicts.popleft()
-        assert tuple(tokens.shape) == (rows, width)
-        return num_tokens, tokens
+def own_link() -> Link:
+    """The link of a process that holds both engines: what is sent is there to be received."""
+    return Link(Topology.from_devices(["cpu:0"], ["cpu:0"]), 0, None)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field, model_validator
 
 from trtrun.device_lists import host_of, kind_of, parse_devices
+from trtrun.drafting_methods import NO_DRAFTS, SpeculationSection, needs_draft_model, read_speculation
 from trtrun.errors import ConfigError, nearest, reading, shorten, shorten_path
 from trtrun.launch_config import FilePath, LaunchSection, Number, Section
 from trtrun.section_check import check_section
@@ -23,7 +24,6 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 """The small trained pair that ships with the package: directories `target` and `draft`."""
 
 ASSET_PREFIX = "asset:"
-MAX_DRAFT_LEN = 32
 
 MOST_TOKENS = 2**31 - 1
 """Of a round or a request: positions and token counts travel as 32-bit numbers."""
@@ -56,24 +56,6 @@ class DraftSection(ModelSection):
     """
 
     quantization: str = "none"
-
-
-class SpeculationSection(Section):
-    """How tokens are proposed and accepted.
-
-    Attributes:
-        method: `draft_target`, or `none` for the target alone.
-        draft_len: tokens drafted in one round, at most.
-        use_logits: accept by the ratio of target_probs to draft_probs instead of by equal tokens.
-        pacing: `measured` drafts fewer tokens where the run's own times say that fewer pay more, as with many rows or
-            a poor draft; `fixed` always drafts draft_len. With use_logits it is `fixed` in any case: the tokens of a
-            seed depend on the draft there, and must not depend on times.
-    """
-
-    method: Literal["draft_target", "none"] = "draft_target"
-    draft_len: Annotated[int, Number, Field(ge=1, le=MAX_DRAFT_LEN)] = 4
-    use_logits: bool = False
-    pacing: Literal["measured", "fixed"] = "measured"
 
 
 class KVCacheSection(Section):
@@ -116,7 +98,7 @@ class RuntimeConfig(Section):
 
     Attributes:
         target: the model whose distribution the output follows.
-        draft: the model that proposes; None when `speculation.method` is `none`.
+        draft: the model that proposes; None where `speculation.method` needs none.
         tokenizer: directory of the tokenizer; None takes the target's.
         threads: CPU threads of each slot; None divides the cores among the slots of the host.
         cuda_graphs: replay the forwards of a round as CUDA graphs; without effect on the CPU.
@@ -126,7 +108,7 @@ class RuntimeConfig(Section):
     target: ModelSection
     draft: DraftSection | None = None
     tokenizer: FilePath | None = None
-    speculation: SpeculationSection = SpeculationSection()
+    speculation: Annotated[SpeculationSection, BeforeValidator(read_speculation)] = SpeculationSection()
     kv_cache: KVCacheSection = KVCacheSection()
     scheduler: SchedulerSection = SchedulerSection()
     threads: Annotated[int, Number, Field(ge=1, le=1024)] | None = None
@@ -136,21 +118,16 @@ class RuntimeConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _drop_unused_draft(cls, values: object) -> object:
-        """Forget the draft when the method is `none`: it is not loaded and has no rank."""
-        if isinstance(values, dict):
-            speculation = values.get("speculation")
-            method = getattr(speculation, "method", None)
-            if isinstance(speculation, dict):
-                method = speculation.get("method")
-            if method == "none":
-                return {key: value for key, value in values.items() if key != "draft"}
+        """Forget the draft when the method needs none: it is not loaded and has no rank."""
+        if isinstance(values, dict) and not needs_draft_model(values.get("speculation")):
+            return {key: value for key, value in values.items() if key != "draft"}
         return values
 
     @model_validator(mode="after")
     def _check_sections_fit(self) -> RuntimeConfig:
-        if self.speculation.method == "draft_target" and self.draft is None:
+        if needs_draft_model(self.speculation) and self.draft is None:
             raise ValueError(
-                "draft: missing, though speculation.method is draft_target: "
+                f"draft: missing, though speculation.method is {self.speculation.method}: "
                 "add a draft section or set speculation.method to none"
             )
         devices = self.target.devices + (self.draft.devices if self.draft else ())
@@ -172,7 +149,7 @@ class RuntimeConfig(Section):
                 f"({', '.join(devices)}): name one of their hosts"
             )
         rows = self.scheduler.max_batch_size
-        width = 1 + (self.speculation.draft_len if self.draft else 0)
+        width = 1 + self.draft_len
         if self.scheduler.max_num_tokens < rows * width:
             raise ValueError(
                 f"scheduler.max_num_tokens: {self.scheduler.max_num_tokens} is too small to verify {width} tokens of "
@@ -182,8 +159,18 @@ class RuntimeConfig(Section):
 
     @property
     def is_speculative(self) -> bool:
-        """Whether a draft engine runs beside the target."""
+        """Whether tokens are drafted at all, by whatever method."""
+        return self.speculation.method != NO_DRAFTS
+
+    @property
+    def has_draft_engine(self) -> bool:
+        """Whether a draft model runs beside the target, with ranks and a KV store of its own."""
         return self.draft is not None
+
+    @property
+    def draft_len(self) -> int:
+        """Tokens drafted for a row in one round, at most; 0 where nothing is drafted."""
+        return self.speculation.draft_len if self.is_speculative else 0
 
     @property
     def is_paced(self) -> bool:

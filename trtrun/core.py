@@ -217,7 +217,8 @@ class RowAdmission:
         tokens: [length] int32: the prompt, and after a preemption the output so far behind it.
         num_prompt_tokens: how many of `tokens` are the prompt; penalties and min_tokens count from there.
         num_cached_tokens: leading tokens whose keys and values both engines already hold (block reuse).
-        drafted: False when the draft engine never touches this row (longer than its context, or method none).
+        followed: whether a draft store follows the row; False where there is none, and where the row is longer than
+            the draft's context.
         sampling: temperature 0 is greedy; `sampling.seed` is never None here.
         stop_ids: tokens masked until min_tokens are out.
         bad_word_ids: token sequences that must not be generated.
@@ -228,7 +229,7 @@ class RowAdmission:
     tokens: np.ndarray
     num_prompt_tokens: int
     num_cached_tokens: int
-    drafted: bool
+    followed: bool
     sampling: SamplingParams
     stop_ids: tuple[int, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
@@ -236,7 +237,8 @@ class RowAdmission:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens [start, start + length) of a row's admission tokens, to be computed this round by both engines.
+    """Tokens [start, start + length) of a row's admission tokens, to be computed this round by the target, and by the
+    draft engine where it has `followed` the row from its start.
 
     The last chunk of a row (`is_last`) also samples the row's next token, at position start + length.
     """
@@ -245,7 +247,7 @@ class PrefillChunk:
     start: int
     length: int
     is_last: bool
-    drafted: bool
+    followed: bool
 
 
 @dataclass(frozen=True)
@@ -262,10 +264,10 @@ class RoundPlan:
         block_updates: [updates, 3] int32 of (row, index in the row's block table, block).
         prefill: chunks to compute; a row is in `prefill` or in `decode_rows`, never in both.
         decode_rows: rows that draft and verify, [rows] int32.
-        draft_lens: [rows] int32, beside decode_rows: tokens to verify, 0 to draft_len; -1 when the draft engine does
-            not touch the row (then 0 tokens are verified).
+        draft_lens: [rows] int32, beside decode_rows: tokens to draft and verify, 0 to draft_len, at most: the drafter
+            may find fewer (Draft.draft_lens). -1 for a row that nothing is drafted for in any round.
         catch_up: [rows] int32, beside decode_rows: how many of the row's last tokens the draft engine feeds before it
-            drafts: 2, more after rounds that it sat out, 0 where it sits this one out or does not touch the row.
+            drafts: 2, more after rounds that it sat out, 0 where it sits this one out or does not follow the row.
         max_context: upper bound of any row's length after this round, in tokens, for shapes of attention.
     """
 
@@ -281,7 +283,7 @@ class RoundPlan:
 
     @cached_property
     def draft_len(self) -> int:
-        """Tokens that the draft proposes this round: the largest of `draft_lens`, at least 0."""
+        """Tokens that are drafted this round, at most: the largest of `draft_lens`, at least 0."""
         return max(0, int(self.draft_lens.max())) if self.draft_lens.size else 0
 
     @cached_property
@@ -292,15 +294,17 @@ class RoundPlan:
 
 @dataclass
 class Draft:
-    """What the draft engine proposes for `plan.decode_rows`.
+    """What the drafter proposes for `plan.decode_rows`.
 
     Attributes:
-        tokens: [rows, draft_len] int64 on the engine's device.
+        tokens: [rows, draft_len] int64 on the drafter's device; behind a row's draft_lens any token.
+        draft_lens: [rows] int64 on the same device: how many of them are proposals, 0 to the plan's draft_lens.
         draft_probs: [probability_rows, draft_len, vocab] float32 for the rows that need them (sampled rows when
             use_logits is on), in the order of decode_rows, or None.
     """
 
     tokens: torch.Tensor
+    draft_lens: torch.Tensor
     draft_probs: torch.Tensor | None = None
 
 
@@ -312,11 +316,13 @@ class Verdict:
         num_tokens: [sampled_rows] int64: tokens that the row gains: accepted + 1, or 0 where the logits of one of them
             are not finite.
         tokens: [sampled_rows, draft_len + 1] int64: the tokens gained, then padding (-1).
+        draft_lens: [sampled_rows] int64: draft tokens that were verified; None on ranks that only hear the verdict.
         logprobs: for rows that asked, in order; None when no row did.
     """
 
     num_tokens: torch.Tensor
     tokens: torch.Tensor
+    draft_lens: torch.Tensor | None = None
     logprobs: VerdictLogprobs | None = None
 
 

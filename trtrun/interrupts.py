@@ -8,9 +8,52 @@ from __future__ import annotations
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+
+class _Handler:
+    """SIGINT's handler while interrupts may be held back.
+
+    Attributes:
+        depth: blocks of `held_interrupts` that have begun and not ended.
+        held: the signal that came meanwhile, as its handler gets it.
+    """
+
+    def __init__(self, before: Callable[[int, FrameType | None], object]) -> None:
+        self.before = before
+        self.depth = 0
+        self.held: tuple[int, FrameType | None] | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.depth and self.held is None:
+            self.held = (number, frame)
+            return
+        self.held = None
+        self.before(number, frame)
+
+
+_handler: _Handler | None = None
+"""Set while ours is SIGINT's handler. Only the main thread looks at it: no other hears signals."""
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """Make `held_interrupts` cheap inside: changing a signal's handler takes microseconds, too long for every round."""
+    global _handler
+    before = signal.getsignal(signal.SIGINT) if _is_main_thread() and _handler is None else None
+    if not callable(before):  # not the main thread; listening already; or SIGINT is ignored, or not Python's
+        yield
+        return
+    handler = _handler = _Handler(before)
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        _handler = None
+        if signal.getsignal(signal.SIGINT) is handler:  # else the block has set another one, which stays
+            signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
@@ -20,30 +63,34 @@ def held_interrupts() -> Iterator[None]:
     Only the main thread hears signals: in others this does nothing. So does it where SIGINT is ignored, or where
     something other than Python handles it.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not _is_main_thread():
+        yield
+    elif _handler is None:
+        with listening(), _hold():
+            yield
+    else:
+        with _hold():
+            yield
+
+
+@contextmanager
+def _hold() -> Iterator[None]:
+    handler = _handler
+    if handler is None:
         yield
         return
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler):
-        yield
-        return
-    held: list[tuple[int, FrameType | None]] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        if held:
-            held.clear()
-            handler(number, frame)
-        else:
-            held.append((number, frame))
-
-    signal.signal(signal.SIGINT, hold)
+    handler.depth += 1
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is hold:  # else the block has set another one, which stays
-            signal.signal(signal.SIGINT, handler)
-        if held:
-            handler(*held.pop())
+        handler.depth -= 1
+        if handler.held is not None and not handler.depth:
+            held, handler.held = handler.held, None
+            handler.before(*held)
+
+
+def _is_main_thread() -> bool:
+    return threading.get_ident() == threading.main_thread().ident
 
 
 class FairLock:

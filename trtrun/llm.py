@@ -30,7 +30,7 @@ import torch
 from trtrun.config import RuntimeConfig, make_config
 from trtrun.core import SamplingParams
 from trtrun.errors import InvalidRequestError, QueueFullError, TopologyError
-from trtrun.interrupts import FairLock, held_interrupts
+from trtrun.interrupts import FairLock, held_interrupts, listening
 from trtrun.llm_engine import LLMEngine
 from trtrun.outputs import CompletionDelta, RequestId, RequestOutput, StartReport
 from trtrun.pending import PendingRequest
@@ -156,10 +156,11 @@ class LLM:
         if len(sampling) != len(prompts):
             raise InvalidRequestError(f"{len(prompts)} prompts came with {len(sampling)} sampling parameters")
         outputs: list[RequestOutput] = []
-        for output in self.generate_as_completed(zip(prompts, sampling, strict=True), seconds_left):
-            outputs.append(output)
-            if on_finish is not None:
-                on_finish(output)
+        with listening():
+            for output in self.generate_as_completed(zip(prompts, sampling, strict=True), seconds_left):
+                outputs.append(output)
+                if on_finish is not None:
+                    on_finish(output)
         return sorted(outputs, key=lambda output: output.index)
 
     def generate_as_completed(

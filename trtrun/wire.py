@@ -25,7 +25,7 @@ _ADMISSION = np.dtype(
     [
         (name, np.int64)
         for name in (
-            "row", "request_id", "num_tokens", "num_prompt_tokens", "num_cached_tokens", "drafted",
+            "row", "request_id", "num_tokens", "num_prompt_tokens", "num_cached_tokens", "followed",
             "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "num_stop_ids", "num_biases", "num_bad_words",
         )
     ]
@@ -49,7 +49,7 @@ def encode_plan(plan: RoundPlan) -> bytes:
     integers: list[np.ndarray] = [
         np.asarray(plan.dropped_rows, dtype=np.int64),
         plan.block_updates.astype(np.int64).reshape(-1),
-        np.array([(c.row, c.start, c.length, c.is_last, c.drafted) for c in plan.prefill], dtype=np.int64).reshape(-1),
+        np.array([(c.row, c.start, c.length, c.is_last, c.followed) for c in plan.prefill], dtype=np.int64).reshape(-1),
         plan.decode_rows.astype(np.int64),
         plan.draft_lens.astype(np.int64),
         plan.catch_up.astype(np.int64),
@@ -72,7 +72,7 @@ def _encode_admission(
     record: np.void, admission: RowAdmission, integers: list[np.ndarray], floats: list[np.ndarray]
 ) -> None:
     sampling = admission.sampling
-    for name in ("row", "request_id", "num_prompt_tokens", "num_cached_tokens", "drafted"):
+    for name in ("row", "request_id", "num_prompt_tokens", "num_cached_tokens", "followed"):
         record[name] = getattr(admission, name)
     for name in _INTEGERS + _NUMBERS:
         record[name] = getattr(sampling, name)
@@ -123,7 +123,8 @@ def decode_plan(payload: bytes) -> RoundPlan:
         admissions=tuple(_decode_admission(record, integers, floats) for record in records),
         block_updates=updates,
         prefill=tuple(
-            PrefillChunk(row, start, length, bool(last), bool(drafted)) for row, start, length, last, drafted in chunks
+            PrefillChunk(row, start, length, bool(last), bool(followed))
+            for row, start, length, last, followed in chunks
         ),
         decode_rows=decode_rows,
         draft_lens=draft_lens,
@@ -148,7 +149,7 @@ def _decode_admission(record: np.void, integers: _Pool, floats: _Pool) -> RowAdm
         tokens=tokens,
         num_prompt_tokens=int(record["num_prompt_tokens"]),
         num_cached_tokens=int(record["num_cached_tokens"]),
-        drafted=bool(record["drafted"]),
+        followed=bool(record["followed"]),
         sampling=SamplingParams(**values),
         stop_ids=stop_ids,
         bad_word_ids=words,
@@ -173,6 +174,7 @@ class RoundReport:
         times: the phases that this leader saw; 0 for the others.
         is_verdict: whether it carries tokens (the target leader's does, the draft leader's does not).
         num_tokens: one a sampled row.
+        draft_lens: one a sampled row: draft tokens that were verified.
         tokens: [sampled_rows][num_tokens] the tokens gained.
         logprobs: for each sampled row that asked, in order, one entry a token gained.
     """
@@ -181,6 +183,7 @@ class RoundReport:
     times: RoundTimes
     is_verdict: bool
     num_tokens: list[int]
+    draft_lens: list[int]
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]]
 
@@ -189,6 +192,7 @@ def encode_report(
     round_index: int,
     times: RoundTimes,
     num_tokens: np.ndarray | None = None,
+    draft_lens: np.ndarray | None = None,
     tokens: np.ndarray | None = None,
     logprob_ids: np.ndarray | None = None,
     logprob_values: np.ndarray | None = None,
@@ -198,7 +202,8 @@ def encode_report(
     Args:
         round_index: of the plan.
         times: seconds.
-        num_tokens: [rows] of a verdict; None for a report without one.
+        num_tokens: [rows] of a verdict; None, as the next two, for a report without one.
+        draft_lens: [rows].
         tokens: [rows, width].
         logprob_ids: [logprob_rows, width, 1 + alternatives] or None.
         logprob_values: the same shape or None.
@@ -211,7 +216,7 @@ def encode_report(
         times.drafting, times.transferring, times.verifying,
     )  # fmt: skip
     parts = [header.tobytes()]
-    for array, kind in ((num_tokens, np.int64), (tokens, np.int64), (logprob_ids, np.int64)):
+    for array, kind in ((num_tokens, np.int64), (draft_lens, np.int64), (tokens, np.int64), (logprob_ids, np.int64)):
         if array is not None:
             parts.append(np.ascontiguousarray(array, dtype=kind).tobytes())
     if logprob_values is not None:
@@ -224,19 +229,21 @@ def decode_report(payload: bytes) -> RoundReport:
     header = np.frombuffer(payload, dtype=_REPORT_HEADER, count=1)[0]
     rows, width = int(header["rows"]), int(header["width"])
     shape = (int(header["logprob_rows"]), width, int(header["logprob_width"]))
-    sizes = (rows, rows * width, shape[0] * shape[1] * shape[2])
+    sizes = (rows, rows, rows * width, shape[0] * shape[1] * shape[2])
     pool = _Pool(np.frombuffer(payload, dtype=np.int64, count=sum(sizes), offset=_REPORT_HEADER.itemsize))
     num_tokens = pool.take(sizes[0]).tolist()
-    padded = pool.take(sizes[1]).reshape(rows, width).tolist()
-    ids = pool.take(sizes[2]).reshape(shape)
+    draft_lens = pool.take(sizes[1]).tolist()
+    padded = pool.take(sizes[2]).reshape(rows, width).tolist()
+    ids = pool.take(sizes[3]).reshape(shape)
     values = np.frombuffer(
-        payload, dtype=np.float32, count=sizes[2], offset=_REPORT_HEADER.itemsize + 8 * sum(sizes)
+        payload, dtype=np.float32, count=sizes[3], offset=_REPORT_HEADER.itemsize + 8 * sum(sizes)
     ).reshape(shape)
     return RoundReport(
         round_index=int(header["round_index"]),
         times=RoundTimes(float(header["drafting"]), float(header["transferring"]), float(header["verifying"])),
         is_verdict=bool(header["is_verdict"]),
         num_tokens=num_tokens,
+        draft_lens=draft_lens,
         tokens=[row[:count] for row, count in zip(padded, num_tokens, strict=True)],
         logprobs=[_token_logprobs(row_ids, row_values) for row_ids, row_values in zip(ids, values, strict=True)],
     )

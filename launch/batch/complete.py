@@ -18,6 +18,7 @@ from launch.batch.rows import PromptRow, output_row, refused_row
 from launch.terminal import Bar
 from trtrun.core import SamplingParams
 from trtrun.errors import InvalidRequestError
+from trtrun.interrupts import listening
 from trtrun.llm import LLM
 from trtrun.prompts import Prompt
 
@@ -117,7 +118,7 @@ def _complete(llm: LLM, rows: InputRows, writer: RowWriter, seconds_left: Callab
             number += 1
             yield row.prompt, row.sampling
 
-    with Bar("prompts") as bar:
+    with Bar("prompts") as bar, listening():
         for result in llm.generate_as_completed(prompts(), seconds_left):
             row = in_flight.pop(result.index)
             writer.write(row.index, output_row(row, result))

@@ -279,4 +279,4 @@ def _merge_kinds(answers: Iterable[dict[str, Any]]) -> dict[str, Kind]:
 
 
 def _sends_probs(config: RuntimeConfig) -> bool:
-    return config.is_speculative and config.speculation.use_logits
+    return config.has_draft_engine and config.speculation.use_logits

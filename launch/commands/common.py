@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from trtrun.config import RuntimeConfig
+from trtrun.drafting_methods import METHODS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -43,7 +44,7 @@ def with_config(command: Command) -> Command:
         ),
         click.option(
             "--speculation",
-            type=click.Choice(["draft_target", "none"]),
+            type=click.Choice(list(METHODS)),
             help="Short for --set speculation.method=…; none runs the target alone.",
         ),
     ]

@@ -22,6 +22,7 @@ from trtrun.device_lists import (
     kind_of,
     parse_devices,
 )
+from trtrun.drafting_methods import needs_draft_model
 from trtrun.errors import ConfigError, nearest, shorten
 
 
@@ -52,13 +53,12 @@ def list_devices(values: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     Args:
         values: the YAML file's mapping.
     """
-    speculation = values.get("speculation")
-    method = speculation.get("method") if isinstance(speculation, dict) else None
+    unused = _unused_engines(values)
     found: dict[str, tuple[str, ...]] = {}
     for name in ENGINES:
         section = values.get(name)
         devices = section.get("devices") if isinstance(section, dict) else None
-        if devices is None or is_counts(devices) or (name, method) == ("draft", "none"):
+        if devices is None or is_counts(devices) or name in unused:
             continue
         try:
             found[name] = parse_devices(devices)
@@ -135,13 +135,12 @@ def fill_counts(values: Mapping[str, Any], find_allocation: Callable[[], Allocat
     """
     filled = dict(values)
     taken = {device for devices in list_devices(values).values() for device in devices}
-    speculation = values.get("speculation")
-    method = speculation.get("method") if isinstance(speculation, dict) else None
+    unused = _unused_engines(values)
     for name in ENGINES:
         section = values.get(name)
         if not isinstance(section, dict) or not is_counts(section.get("devices")):
             continue
-        if (name, method) == ("draft", "none"):
+        if name in unused:
             continue
         allocation = find_allocation()
         nodes, per_node, kind = _read_counts(section["devices"], f"{name}.devices")
@@ -155,6 +154,11 @@ def fill_counts(values: Mapping[str, Any], find_allocation: Callable[[], Allocat
 def count_host_slots(topology: Topology, host: str = "") -> int:
     """Slots that share one host's cores and memory; GPU slots count too, their processes run there as well."""
     return len(topology.slots_of_host(host))
+
+
+def _unused_engines(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Engines that get no rank, whatever their section says."""
+    return () if needs_draft_model(values.get("speculation")) else ("draft",)
 
 
 def _read_counts(value: Mapping[str, object], where: str) -> tuple[int, int, str]:

@@ -114,15 +114,11 @@ def _walk_links(topology: Topology, kinds: Mapping[str, Kind], sends_probs: bool
     for name, carries in (("draft", Carries.DRAFT_SUMS), ("target", Carries.TARGET_SUMS)):
         for first, second in combinations(sorted(group_ranks(topology, name)), 2):
             yield RankLink(carries, (first, second), _choose(topology, kinds[name], first, second))
-    if topology.draft_leader is None:
-        return
-    for rank in topology.target_ranks:
-        with_probs = sends_probs and rank == topology.target_leader
-        yield RankLink(
-            Carries.DRAFT_PROBS if with_probs else Carries.DRAFT,
-            (topology.draft_leader, rank),
-            _choose(topology, kinds["workers"], topology.draft_leader, rank),
-        )
+    drafting = topology.draft_leader
+    if drafting is not None:
+        for rank in topology.target_ranks:
+            carries = Carries.DRAFT_PROBS if sends_probs and rank == topology.target_leader else Carries.DRAFT
+            yield RankLink(carries, (drafting, rank), _choose(topology, kinds["workers"], drafting, rank))
     for rank in topology.worker_ranks:
         # The link hands a verdict to every other engine rank; a draft in the target leader's process reads it in place.
         if rank != topology.target_leader or rank in topology.draft_ranks:

@@ -50,6 +50,19 @@ def test_bench_beside_transformers(config: Configs, trtrun: Run) -> None:
     assert one["ratios"]["plain_over_peer_plain"] == pytest.approx(ratio, rel=0.01)
 
 
+def test_bench_of_prompt_lookup_compares_it_with_plain_decoding(config: Configs, trtrun: Run) -> None:
+    options = ("--rows", "2", "--repeats", 1, "--max-tokens", 24, "--json", "--speculation", "ngram")
+    file = config(ONE_PROCESS, speculation={"prompt_lookup_min": 1, "method": "ngram"})
+    done = trtrun("bench", "--config", file, *options)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["method"], report["draft"], report["draft_len"]) == ("ngram", None, 4)
+    assert len(report["ranks"]) == 1 and report["identical_to_plain"] is True
+    (entry,) = report["results"]
+    assert entry["plain"]["num_draft_tokens"] == 0 and entry["speculative"]["num_rounds"] > 0
+    assert "speculative_over_plain" in entry["ratios"]
+
+
 def test_bench_over_ranks_draws_a_seed_and_prints_json_alone(config: Configs, trtrun: Run) -> None:
     done = trtrun("bench", "--config", config(FOUR_RANKS), "--rows", "2", "--repeats", 1, "--max-tokens", 4, "--json")
     assert done.returncode == 0, done.stderr

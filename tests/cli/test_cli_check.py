@@ -35,7 +35,7 @@ MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "-
 def own_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
     """What trtrun said on stderr; a user's own mpirun adds boxes of its own.
 
-    Open MPI's end in a zero byte, which stands before the next line where a box comes first.
+    Open MPI's end in a zero byte, which stands before the next line where a box comes first (see output_filter.py).
     """
     return [line for line in done.stderr.replace("\0", "").splitlines() if line.startswith("trtrun: ")]
 
@@ -64,6 +64,19 @@ def test_four_good_ranks(config: Configs, trtrun: Run) -> None:
         assert (link["faults"], link["is_tried"]) == ([], True)
         assert (link["timing"] is None) == (carries == "heartbeat")
         assert carries == "heartbeat" or min(link["timing"].values()) > 0
+
+
+def test_prompt_lookup_is_checked_without_a_draft_rank(config: Configs, trtrun: Run) -> None:
+    file = config(FOUR_RANKS, kv_cache={"max_tokens": 1000}, draft={"model": "/nowhere"})
+    done = trtrun("check", "--config", file, "--json", "--speculation", "ngram")
+    assert (done.returncode, done.stderr) == (0, "")
+    report = json.loads(done.stdout)
+    assert report["ok"] and [rank["role"] for rank in report["ranks"]] == ["orchestrator", "target", "target"]
+    tried = {(link["carries"], *link["ranks"]) for link in report["links"] if link["is_tried"] and not link["faults"]}
+    assert tried == {
+        ("plans and reports", 0, 1), ("plans and reports", 0, 2), ("heartbeat", 0, 1), ("heartbeat", 0, 2),
+        ("target all_reduce", 1, 2), ("verdict", 1, 2),
+    }  # fmt: skip
 
 
 def test_tables_show_ranks_and_links(config: Configs, trtrun: Run) -> None:

@@ -94,6 +94,16 @@ def test_the_plan_shows_the_links_of_every_pair(config: Configs, trtrun: Run) ->
         assert part in shown
 
 
+def test_prompt_lookup_is_planned_without_a_draft_rank_and_without_its_links(config: Configs, trtrun: Run) -> None:
+    file = config(FOUR_RANKS, kv_cache={"max_tokens": 1000}, draft={"model": "/nowhere"})
+    plan = json.loads(trtrun("plan", "--config", file, "--json", "--speculation", "ngram").stdout)
+    assert [rank["role"] for rank in plan["ranks"]] == ["orchestrator", "target", "target"]
+    assert {rank["draft_shard_bytes"] for rank in plan["ranks"]} == {0} and plan["draft_dtype"] is None
+    assert [(link["carries"], *link["ranks"]) for link in plan["links"] if link["carries"] != "heartbeat"] == [
+        ("plans and reports", 0, 1), ("plans and reports", 0, 2), ("target all_reduce", 1, 2), ("verdict", 1, 2)
+    ]  # fmt: skip
+
+
 ON_TWO_HOSTS = {"target": {"node1": [0, 1]}, "draft": {"node2": [0]}}
 
 

@@ -100,6 +100,22 @@ def test_speculation_none_has_no_draft_and_the_same_tokens(
     assert {row["num_draft_tokens"] for row in rows} == {0}
 
 
+def test_prompt_lookup_has_no_draft_and_the_same_tokens(
+    config: Configs, trtrun: Run, tmp_path: Path, reference: list[list[int]]
+) -> None:
+    """Over two target ranks, with a draft section that names no directory."""
+    output = tmp_path / "out.jsonl"
+    file = config(FOUR_RANKS, draft={"model": str(tmp_path / "nowhere")})
+    words = ("--speculation", "ngram", "--set", "speculation.prompt_lookup_max=1")
+    done = trtrun("run", "--config", file, "--prompts", prompts_file(tmp_path), "--output", output, *words)
+    assert done.returncode == 0, done.stderr
+    rows = read_rows(output)
+    assert [row["token_ids"] for row in rows] == reference
+    for row in rows:
+        assert row["num_accepted_draft_tokens"] <= row["num_draft_tokens"] <= 4 * row["num_rounds"]
+    assert sum(row["num_draft_tokens"] for row in rows) > 0
+
+
 def test_a_bad_row_is_refused_alone(config: Configs, trtrun: Run, tmp_path: Path) -> None:
     rows = [
         {"prompt": "good", "max_tokens": 3},

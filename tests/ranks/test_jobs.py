@@ -152,6 +152,42 @@ def test_every_placement_writes_what_transformers_and_one_process_write(
     assert all(rank.bytes_read == rank.shard_bytes for rank in workers if len(devices[1]) == 1 == len(devices[0]))
 
 
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("plans_ahead", [0, 1])
+def test_prompt_lookup_on_all_target_ranks_writes_what_one_process_writes(
+    tmp_path_factory: pytest.TempPathFactory, plans_ahead: int
+) -> None:
+    """The target alone over as many ranks as there are, with rows that are preempted and prefilled in chunks."""
+    path = None
+    if MPI.COMM_WORLD.rank == 0:
+        sizes = {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 96, "intermediate_size": 96}
+        path = make_checkpoint(tmp_path_factory.mktemp("lookup") / "target", seed=1, num_hidden_layers=2, **sizes)
+    target: Path = MPI.COMM_WORLD.bcast(path)
+    sections: dict[str, Any] = {
+        "speculation": {"method": "ngram", "draft_len": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+        "scheduler": {"max_batch_size": 4, "max_num_tokens": 48, "plans_ahead": plans_ahead},
+        "kv_cache": {"max_tokens": 104, "block_size": 8},
+    }
+
+    def use(llm: LLM) -> list[Any]:
+        texts = tokens_of(llm.generate(prompts(), SamplingParams(max_tokens=COUNT)))
+        outputs = llm.generate(prompts(), sampling())
+        repeating = tokens_of(llm.generate(prompts(), SamplingParams(max_tokens=COUNT, frequency_penalty=-2.0)))
+        accepted = llm.statistics()["num_accepted_draft_tokens"]
+        preempted = sum(one.statistics.num_preemptions for output in outputs for one in output.completions)
+        llm.check_idle()
+        return [texts, tokens_of(outputs), repeating, accepted, preempted]
+
+    slots = tuple(f"cpu:{index}" for index in range(SIZE - 1))
+    found = run_job(configuration(target, None, devices=((), slots), **sections), use)
+    if found is None:
+        return
+    reference = Reference(target)
+    assert [tokens for (tokens,) in found[0]] == [reference.greedy(prompt, COUNT) for prompt in prompts()]
+    assert found[:4] == alone(configuration(target, None, **sections), use)[:4]
+    assert found[3] > 40 and found[4] > 0
+
+
 @pytest.mark.parametrize("name", [name for name in HERE if HERE[name][0]])
 def test_a_quantized_draft_shared_over_ranks_loses_nothing(
     folder: Path, greedy: list[tuple[int, ...]], name: str

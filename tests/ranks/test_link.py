@@ -18,12 +18,13 @@ pytestmark = pytest.mark.mpi
 ROUNDS = [(3, 4, 2, 17), (3, 4, 0, 17), (0, 4, 0, 17), (5, 0, 0, 17), (1, 1, 1, 17), (8, 5, 8, 20_000), (2, 3, 1, 17)]
 
 
-def draft_of(index: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def draft_of(index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     rows, draft_len, probability_rows, vocab = ROUNDS[index]
     generator = torch.Generator().manual_seed(index)
     tokens = torch.randint(0, vocab, (rows, draft_len), generator=generator)
     probs = torch.rand(probability_rows, draft_len, vocab, generator=generator)
-    return tokens, probs if probability_rows else None
+    lens = torch.randint(0, draft_len + 1, (rows,), generator=generator)
+    return tokens, lens, probs if probability_rows else None
 
 
 def verdict_of(index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,10 +47,11 @@ def test_drafts_and_verdicts_arrive_where_they_are_needed(topology: Topology, wo
             if rank == topology.draft_leader:
                 link.send_draft(*draft_of(index))
             if rank in topology.target_ranks and topology.draft_ranks:
-                tokens, probs = link.receive_draft(rows, draft_len, probability_rows, vocab)
-                expected, expected_probs = draft_of(index)
+                tokens, lens, probs = link.receive_draft(rows, draft_len, probability_rows, vocab)
+                expected, expected_lens, expected_probs = draft_of(index)
                 assert torch.equal(tokens, expected)
-                assert tokens.dtype == torch.int64
+                assert torch.equal(lens, expected_lens)
+                assert tokens.dtype == lens.dtype == torch.int64
                 if rank == topology.target_leader and expected_probs is not None:
                     assert probs is not None
                     assert torch.equal(probs, expected_probs)
@@ -89,7 +91,7 @@ def test_only_the_leaders_send(world: MPI.Intracomm) -> None:
         link = Link(topology, world.rank, groups.workers)
         if world.rank != topology.draft_leader:
             with pytest.raises(LinkError, match="the draft leader is rank"):
-                link.send_draft(torch.zeros(1, 1, dtype=torch.int64))
+                link.send_draft(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
         if world.rank != topology.target_leader:
             with pytest.raises(LinkError, match="the target leader is rank"):
                 link.send_verdict(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64))

@@ -60,7 +60,7 @@ def output_of(completion: Completion) -> list[int]:
 @dataclass
 class EngineRow:
     tokens: list[int]
-    drafted: bool
+    followed: bool
     num_computed: int
     table: dict[int, int] = field(default_factory=dict)
 
@@ -82,7 +82,7 @@ class Engine:
         for admission in plan.admissions:
             assert admission.row not in self.rows, "an admission into a row that was not dropped"
             tokens = admission.tokens.tolist()
-            self.rows[admission.row] = EngineRow(tokens, admission.drafted, admission.num_cached_tokens)
+            self.rows[admission.row] = EngineRow(tokens, admission.followed, admission.num_cached_tokens)
         for row, index, block in plan.block_updates.tolist():
             table = self.rows[row].table
             assert block != 0 and index == len(table), "tables grow at their end and never hold the null block"
@@ -125,11 +125,12 @@ class Job:
         self.limits = limits
         self.random = random.Random(seed)
         self.acceptance = acceptance
+        self.has_draft_store = limits.draft_max_seq_len is not None
         self.scheduler = Scheduler(limits)
         self.target = Engine(limits, limits.max_seq_len, "target")
         self.draft = Engine(limits, limits.draft_max_seq_len or 0, "draft")
         self.plans: deque[tuple[RoundPlan, frozenset[int]]] = deque()
-        self.results: deque[tuple[list[int], list[list[int]]]] = deque()
+        self.results: deque[tuple[list[int], list[list[int]], list[int]]] = deque()
         self.requests: dict[int, Completion] = {}
         self.streamed: dict[int, list[int]] = {}
         self.first_admissions: list[int] = []
@@ -175,7 +176,7 @@ class Job:
         proposals = [self._propose(row, length, count, frozen) for row, length, count in drafts]
         gained = [self._verify(r, p, frozen) for r, p in zip(plan.decode_rows, proposals, strict=True)]
         for chunk in plan.prefill:
-            token = self._prefill(chunk.row, chunk.start, chunk.length, chunk.drafted, frozen)
+            token = self._prefill(chunk.row, chunk.start, chunk.length, chunk.followed, frozen)
             assert chunk.is_last == (chunk.start + chunk.length == len(self.target.rows[chunk.row].tokens))
             if chunk.is_last:
                 gained.append([token])
@@ -184,14 +185,19 @@ class Job:
             self.draft.rows[row].tokens.extend(tokens)
             assert len(self.target.rows[row].tokens) <= plan.max_context
         padding = [[*tokens, -1, -1] for tokens in gained]
-        self.results.append(([len(tokens) for tokens in gained], padding))
+        verified = [len(proposal) for proposal in proposals]
+        verified += [0] * (len(gained) - len(verified))
+        self.results.append(([len(tokens) for tokens in gained], padding, verified))
 
     def commit(self) -> list[RowResult]:
         plan, _ = self.plans.popleft()
-        num_tokens, tokens = self.results.popleft()
-        results = self.scheduler.commit(plan, num_tokens, tokens)
+        num_tokens, tokens, verified = self.results.popleft()
+        before = {number: running.statistics.num_draft_tokens for number, running in self.requests.items()}
+        results = self.scheduler.commit(plan, num_tokens, tokens, verified)
         for result in results:
-            self.streamed[result.completion.request.request_id].extend(result.new_token_ids)
+            number, statistics = result.completion.request.request_id, result.completion.statistics
+            self.streamed[number].extend(result.new_token_ids)
+            assert statistics.num_draft_tokens - before[number] == verified[result.index_in_verdict]
         self.check_shared_blocks()
         return results
 
@@ -257,17 +263,20 @@ class Job:
             positions = [slot[0] for slot in content if slot is not None]
             assert positions[0] % self.limits.block_size == 0
             assert positions == list(range(positions[0], positions[0] + self.limits.block_size))
-            if self.scheduler._speculating:
+            if self.scheduler._speculating and self.has_draft_store:
                 assert self.draft.content(block) == content, f"the draft has not written block {block} whole"
 
     def _propose(self, row: int, draft_len: int, catch_up: int, frozen: frozenset[int]) -> list[int]:
         state = self.draft.rows[row]
+        if not self.has_draft_store:
+            assert catch_up == 0, "nothing follows the row that could catch up"
+            return self._guess(state.tokens, self.random.randint(0, max(0, draft_len)))
         if draft_len < 0:
-            state.drafted = False
+            state.followed = False
         if catch_up == 0:
             assert draft_len <= 0, "nothing can be drafted without the newest token"
             return []
-        assert state.drafted, "the draft engine was told to leave this row alone"
+        assert state.followed, "the draft engine was told to leave this row alone"
         assert 2 <= catch_up <= 2 + MAX_MISSED_ROUNDS
         start = len(state.tokens) - catch_up
         # Catch up the last two committed tokens, the one before the last may be the bonus hole, and all that it missed.
@@ -282,6 +291,14 @@ class Job:
         state.tokens = committed
         return proposed
 
+    def _guess(self, tokens: list[int], count: int) -> list[int]:
+        """A proposal without a store: right or wrong as a draft engine's, and as long as it happens to be."""
+        proposed: list[int] = []
+        for _ in range(count):
+            right = self.random.random() < self.acceptance
+            proposed.append(target_token(chain(tokens + proposed)[-1]) if right else self.random.randrange(VOCABULARY))
+        return proposed
+
     def _verify(self, row: int, proposed: list[int], frozen: frozenset[int]) -> list[int]:
         state = self.target.rows[row]
         start = len(state.tokens) - 1
@@ -291,11 +308,11 @@ class Job:
             accepted += 1
         return answers[: accepted + 1]
 
-    def _prefill(self, row: int, start: int, length: int, drafted: bool, frozen: frozenset[int]) -> int:
+    def _prefill(self, row: int, start: int, length: int, followed: bool, frozen: frozenset[int]) -> int:
         checksum = 0
-        for engine in (self.draft, self.target) if drafted else (self.target,):
+        for engine in (self.draft, self.target) if followed else (self.target,):
             state = engine.rows[row]
-            assert start == state.num_computed and state.drafted == drafted
+            assert start == state.num_computed and state.followed == followed
             checksum = engine.forward(row, start, state.tokens[start : start + length], frozen)[-1]
         for engine in (self.draft, self.target):
             engine.rows[row].num_computed += length

@@ -90,7 +90,7 @@ def test_bad_devices_are_refused(folder: Path, devices: str) -> None:
         ("speculation.draft_len=33", "speculation.draft_len"),
         ("speculation.draft_len=true", "speculation.draft_len: must be a number, not true"),
         ("speculation.draft_len=4.5", "speculation.draft_len"),
-        ("speculation.method=medusa", "must be 'draft_target' or 'none', not 'medusa'"),
+        ("speculation.method=medusa", "speculation.method: unknown method 'medusa' (known: draft_target, ngram, none)"),
         ("target.dtype=fp8", "target.dtype"),
         ("target.quantization=int8", "target.quantization: unknown key (known: devices, dtype, model)"),
         ("draft.quantisation=int8", "draft.quantisation: unknown key (did you mean 'quantization'?)"),

@@ -10,12 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes import FakeEngine, FakeLink, Rule
+from tests.fakes import FakeEngine, Rule, own_link
 from trtrun.core import Request, RoundPlan, SamplingParams
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
-from trtrun.speculation.cycle import commit_round, draft_round, probability_rows, transfer, verify_round
+from trtrun.speculation.cycle import (
+    begin_round,
+    commit_round,
+    draft_round,
+    learn_verdict,
+    probability_rows,
+    transfer,
+    verify_round,
+)
 from trtrun.speculation.drafters.draft_model import DraftModelDrafter
+from trtrun.speculation.pacing import Pacer
 from trtrun.wire import RoundReport, RoundTimes
 
 VOCAB = 31
@@ -56,7 +65,7 @@ class Cycle:
         pace: Iterator[int] | None = None,
     ) -> None:
         self.pace = pace
-        self.draft, self.target, self.link = FakeEngine(draft_rule, VOCAB), FakeEngine(target_rule, VOCAB), FakeLink()
+        self.draft, self.target, self.link = FakeEngine(draft_rule, VOCAB), FakeEngine(target_rule, VOCAB), own_link()
         self.drafter = DraftModelDrafter(self.draft, VOCAB, use_logits)
         self.use_logits, self.plans_ahead = use_logits, plans_ahead
         self.scheduler = Scheduler(
@@ -70,17 +79,18 @@ class Cycle:
         self.scheduler.add(Request(request_id, tuple(prompt), SamplingParams(seed=request_id, **sampling)))
 
     def round(self, plan: RoundPlan) -> None:
-        self.target.begin_round(plan)
-        draft = draft_round(self.drafter, plan)
-        count = len(probability_rows(plan, self.target.rows.sampling, self.use_logits))
-        received = transfer(self.link, plan, draft, receives=True, num_probability_rows=count, vocab=VOCAB)
-        verdict = verify_round(self.target, self.link, plan, received, leads=True, use_logits=self.use_logits)
-        num_tokens, tokens = [], []
+        chosen = begin_round(plan, self.drafter, self.target, use_logits=self.use_logits)
+        draft = draft_round(self.drafter, plan, chosen)
+        received = transfer(
+            self.link, plan, draft, in_place=False, receives=True, num_probability_rows=len(chosen), vocab=VOCAB
+        )
+        verdict = verify_round(self.target, self.link, plan, received, chosen, leads=True)
+        learn_verdict(self.drafter, self.link, plan, verdict)
+        num_tokens, draft_lens, tokens = [], [], []
         if verdict is not None:
-            self.drafter.advance(plan, *self.link.receive_verdict(len(plan.sampled_rows), plan.draft_len + 1))
-            num_tokens = verdict.num_tokens.tolist()
+            num_tokens, draft_lens = verdict.num_tokens.tolist(), verdict.draft_lens.tolist()
             tokens = [row[:count] for row, count in zip(verdict.tokens.tolist(), num_tokens, strict=True)]
-        report = RoundReport(plan.round_index, RoundTimes(), True, num_tokens, tokens, [])
+        report = RoundReport(plan.round_index, RoundTimes(), True, num_tokens, draft_lens, tokens, [])
         for result in commit_round(self.scheduler, plan, report):
             self.outputs[result.completion.request.request_id] += result.new_token_ids
         self.rounds += 1
@@ -161,9 +171,11 @@ def test_probabilities_travel_for_sampled_rows_only() -> None:
     assert cycle.outputs == {1: continue_alone([3, 4], 20), 2: continue_alone([3, 4], 20)}
     rows, lens = np.array([0, 1], np.int32), np.array([3, 3], np.int32)
     plan = RoundPlan(0, (), (), np.zeros((0, 3), np.int32), (), rows, lens, lens, 9)
-    greedy_and_sampled = {True: [1], False: []}
-    for use_logits, expected in greedy_and_sampled.items():
-        assert probability_rows(plan, _Greedy({0}), use_logits) == expected
+    assert probability_rows(plan, _Greedy({0})) == [1]
+    for use_logits, expected in {True: [0, 1], False: []}.items():
+        other = Cycle(target_rule, draft_len=3)
+        other.target.rows.sampling = _Greedy(set())
+        assert begin_round(plan, other.drafter, other.target, use_logits=use_logits) == expected
 
 
 class _Greedy:
@@ -180,7 +192,25 @@ def test_a_report_of_another_round_is_a_defect_that_is_seen() -> None:
     plan = cycle.scheduler.schedule()
     assert plan is not None
     with pytest.raises(RuntimeError, match="round 99"):
-        commit_round(cycle.scheduler, plan, RoundReport(99, RoundTimes(), True, [1], [[2]], []))
+        commit_round(cycle.scheduler, plan, RoundReport(99, RoundTimes(), True, [1], [0], [[2]], []))
+
+
+@pytest.mark.parametrize("speculating", [False, True])
+def test_pacing_counts_a_draft_that_was_not_found_as_rejected_and_nothing_while_speculation_is_off(
+    speculating: bool,
+) -> None:
+    """The round was as wide as with a draft, so what drafting pays is less by every one that was not there."""
+    scheduler, pacer = Scheduler(SchedulerLimits(1, 64, 100, None, 3, 16, 16)), Pacer(3)
+    scheduler.set_speculation(speculating)
+    running = scheduler.add(Request(1, (1, 2), SamplingParams(seed=1, max_tokens=20)))
+    before = pacer.expected_tokens(3)
+    for _ in range(3):
+        plan = scheduler.schedule()
+        assert plan is not None
+        report = RoundReport(plan.round_index, RoundTimes(), True, [1], [0], [[5]], [])
+        commit_round(scheduler, plan, report, pacer, 0.1)
+    assert (pacer.expected_tokens(3) < before) == speculating
+    assert running.statistics.num_draft_tokens == 0
 
 
 def test_the_draft_proposes_no_id_that_only_its_padding_has() -> None:
@@ -190,12 +220,14 @@ def test_the_draft_proposes_no_id_that_only_its_padding_has() -> None:
     scheduler.add(Request(1, (1, 2), SamplingParams(seed=1, temperature=1.0, max_tokens=9)))
     first, rows = scheduler.schedule(), torch.zeros(1, dtype=torch.int64)
     assert first is not None
-    draft_round(drafter, first)
+    drafter.begin_round(first)
+    draft_round(drafter, first, [])
     drafter.advance(first, rows + 1, rows.unsqueeze(1) + 5)
     scheduler.commit(first, [1], [[5]])
     second = scheduler.schedule()
     assert second is not None
-    draft = draft_round(drafter, second)
+    drafter.begin_round(second)
+    draft = draft_round(drafter, second, [0])
     assert draft.draft_probs is not None and draft.draft_probs.shape == (1, 3, VOCAB)
     assert int(draft.tokens.max()) < VOCAB
     assert torch.allclose(draft.draft_probs.sum(-1), torch.ones(1, 3))

@@ -101,11 +101,13 @@ def test_cpu_slots_may_outnumber_cores() -> None:
     ]
 
 
-def test_nothing_is_asked_of_the_machine_where_nothing_is_counted() -> None:
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_nothing_is_asked_of_the_machine_where_nothing_is_counted(method: str) -> None:
     def refuse() -> Allocation:
         raise AssertionError("the allocation was asked for")
 
-    values = {"target": {"devices": [0]}, "draft": {"devices": {"gpus_per_node": 1}}, "speculation": {"method": "none"}}
+    draft = {"devices": {"gpus_per_node": 1}}
+    values = {"target": {"devices": [0]}, "draft": draft, "speculation": {"method": method}}
     assert fill_counts(values, refuse) == values
 
 

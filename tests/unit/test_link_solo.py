@@ -19,26 +19,31 @@ from parallel.waiting import wait_until
 SOLO = Topology.from_devices(["cpu:0"], ["cpu:0"])
 
 
-def draft(rows: int, draft_len: int, probability_rows: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randint(0, vocab, (rows, draft_len)), torch.rand(probability_rows, draft_len, vocab)
+def draft(
+    rows: int, draft_len: int, probability_rows: int, vocab: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens, lens = torch.randint(0, vocab, (rows, draft_len)), torch.randint(0, draft_len + 1, (rows,))
+    return tokens, lens, torch.rand(probability_rows, draft_len, vocab)
 
 
 def test_a_draft_reaches_the_same_process_without_a_copy() -> None:
     link = Link(SOLO, 0, None)
-    tokens, probs = draft(3, 4, 2, 11)
-    link.send_draft(tokens, probs)
-    received, received_probs = link.receive_draft(3, 4, 2, 11)
+    tokens, lens, probs = draft(3, 4, 2, 11)
+    link.send_draft(tokens, lens, probs)
+    received, received_lens, received_probs = link.receive_draft(3, 4, 2, 11)
     assert received is tokens
+    assert received_lens is lens
     assert received_probs is probs
 
 
 def test_drafts_keep_their_order() -> None:
     link = Link(SOLO, 0, None)
     first, second = torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int64)
-    link.send_draft(first)
-    link.send_draft(second)
-    assert link.receive_draft(1, 2, 0, 5) == (first, None)
-    assert link.receive_draft(1, 2, 0, 5) == (second, None)
+    lens = torch.zeros(1, dtype=torch.int64)
+    link.send_draft(first, lens)
+    link.send_draft(second, lens)
+    assert link.receive_draft(1, 2, 0, 5) == (first, lens, None)
+    assert link.receive_draft(1, 2, 0, 5) == (second, lens, None)
 
 
 def test_a_leader_of_both_engines_sends_its_verdict_nowhere_and_receives_none() -> None:
@@ -58,12 +63,15 @@ def test_a_draft_of_another_shape_than_the_plan_is_refused(shapes: tuple[int, in
 
 def test_wrong_dtypes_dimensions_and_order_are_refused() -> None:
     link = Link(SOLO, 0, None)
+    tokens, lens = torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(LinkError, match="before it has sent"):
         link.receive_draft(1, 1, 0, 2)
     with pytest.raises(LinkError, match="tokens must have 2 dimensions"):
-        link.send_draft(torch.zeros(3, 4))
+        link.send_draft(torch.zeros(3, 4), lens)
+    with pytest.raises(LinkError, match="draft_lens must have 1 dimensions"):
+        link.send_draft(tokens, tokens)
     with pytest.raises(LinkError, match="draft_probs must have 3 dimensions"):
-        link.send_draft(torch.zeros(3, 4, dtype=torch.int64), torch.zeros(3, 4))
+        link.send_draft(tokens, lens, torch.zeros(3, 4))
 
 
 def test_only_workers_with_a_communicator_of_the_right_size_have_an_end() -> None:
@@ -78,7 +86,7 @@ def test_each_end_refuses_what_is_the_others() -> None:
     topology = Topology((Topology.from_devices(["cpu:0"], ["cpu:1"]).slots[1],))  # the target alone, seen as rank 2
     link = Link(topology, 2, None)
     with pytest.raises(LinkError, match="the draft leader is rank None"):
-        link.send_draft(torch.zeros(1, 1, dtype=torch.int64))
+        link.send_draft(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     with pytest.raises(LinkError, match="given no drafts"):
         link.receive_draft(1, 1, 0, 2)
 

@@ -165,7 +165,7 @@ def test_prompt_beyond_the_draft_context_runs_without_drafts(length: int, drafte
     scheduler = Scheduler(with_limits(draft_max_seq_len=10))
     running = scheduler.add(make_request(0, [1] * length))
     plan = schedule(scheduler)
-    assert plan.admissions[0].drafted == plan.prefill[0].drafted == drafted
+    assert plan.admissions[0].followed == plan.prefill[0].followed == drafted
     commit(scheduler, plan, [5])
     assert schedule(scheduler).draft_lens.tolist() == [1 if drafted else -1]
     assert running.statistics.num_rounds == 0
@@ -181,10 +181,41 @@ def test_speculation_off_never_touches_the_draft() -> None:
     scheduler.cancel(0)
     with pytest.raises(RuntimeError, match="1 results due"):
         scheduler.set_speculation(True)
-    none = Scheduler(with_limits(draft_max_seq_len=None))
+    none = Scheduler(with_limits(draft_max_seq_len=None, draft_len=0))
     none.set_speculation(True)
     start(none, 3)
     assert schedule(none).draft_lens.tolist() == [-1]
+
+
+def test_a_drafter_without_a_store_has_no_bonus_hole_no_context_and_nothing_to_catch_up() -> None:
+    scheduler = Scheduler(with_limits(draft_max_seq_len=None, block_size=1))
+    running = scheduler.add(make_request(0, [1] * 40))
+    commit(scheduler, schedule(scheduler), [5])
+    plan = schedule(scheduler)
+    assert (plan.draft_lens.tolist(), plan.catch_up.tolist()) == ([3], [0])
+    commit(scheduler, plan, [6, 6, 6, 6])
+    assert scheduler.num_cached_blocks == len(running.token_ids) - 1, "the target lacks the newest token alone"
+
+
+def test_statistics_count_the_drafts_that_were_verified_and_not_those_that_were_asked_for() -> None:
+    scheduler = Scheduler(with_limits(draft_max_seq_len=None))
+    running = scheduler.add(make_request(0, [1] * 3, max_tokens=50))
+    commit(scheduler, schedule(scheduler), [5])
+    for verified, tokens in ((0, [6]), (2, [6, 6]), (3, [6, 6, 6, 6])):
+        plan = schedule(scheduler)
+        assert plan.draft_lens.tolist() == [3]
+        scheduler.commit(plan, [len(tokens)], [tokens], [verified])
+    statistics = running.statistics
+    assert (statistics.num_rounds, statistics.num_draft_tokens, statistics.num_accepted_draft_tokens) == (3, 5, 4)
+    assert statistics.acceptance_histogram == [1, 1, 0, 1]
+
+
+@pytest.mark.parametrize(("verified", "count"), [(4, 1), (1, 3)])
+def test_a_report_of_more_than_was_drafted_is_a_defect_that_is_seen(verified: int, count: int) -> None:
+    scheduler = Scheduler(with_limits(draft_max_seq_len=None))
+    start(scheduler, 3)
+    with pytest.raises(RuntimeError, match=f"verified {verified} of 3"):
+        scheduler.commit(schedule(scheduler), [count], [[6] * count], [verified])
 
 
 def test_plan_ahead_reserves_for_the_upper_bound() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 from sampling_reference import admission
@@ -11,7 +9,7 @@ from sampling_reference import admission
 from trtrun.core import SamplingParams
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
-from trtrun.speculation.verify import accept_by_probability, accept_by_token, accept_tree_by_token, verify
+from trtrun.speculation.verify import accept_by_probability, accept_by_token, verify
 
 VOCAB = 12
 
@@ -59,40 +57,6 @@ def test_an_all_zero_residual_falls_back_to_the_target() -> None:
         target, draft, torch.full((64, 1), 2), torch.ones(64, dtype=torch.int64), seeds, seeds
     )
     assert bool((num_tokens == 1).all()) and set(tokens[:, 0].tolist()) == {0, 1}
-
-
-def test_tree_acceptance() -> None:
-    chain = random.Random(0)
-    for _ in range(20):
-        target = torch.tensor([[chain.randrange(2) for _ in range(5)] for _ in range(8)])
-        draft = torch.tensor([[chain.randrange(2) for _ in range(4)] for _ in range(8)])
-        lens = torch.tensor([chain.randint(-1, 4) for _ in range(8)])
-        num_tokens, tokens, nodes = accept_tree_by_token(target, draft, [-1, 0, 1, 2], lens)
-        expected = accept_by_token(target, draft, lens)
-        assert torch.equal(num_tokens, expected[0]) and torch.equal(tokens, expected[1])
-        assert [[n for n in row if n >= 0] for row in nodes.tolist()] == [
-            list(range(n - 1)) for n in num_tokens.tolist()
-        ]
-    for _ in range(50):
-        parents = [chain.randint(-1, node - 1) for node in range(7)]
-        target = torch.tensor([[chain.randrange(3) for _ in range(8)] for _ in range(8)])
-        draft = torch.tensor([[chain.randrange(3) for _ in range(7)] for _ in range(8)])
-        lens = torch.tensor([chain.randint(0, 7) for _ in range(8)])
-        num_tokens, tokens, nodes = accept_tree_by_token(target, draft, parents, lens)
-        for row in range(8):
-            path, wanted = [], []
-            here = -1
-            while True:
-                choice = int(target[row, here + 1])
-                wanted.append(choice)
-                children = [n for n in range(int(lens[row])) if parents[n] == here and int(draft[row, n]) == choice]
-                if not children:
-                    break
-                here = children[0]
-                path.append(here)
-            assert int(num_tokens[row]) == len(wanted)
-            assert [t for t in tokens[row].tolist() if t >= 0] == wanted
-            assert [n for n in nodes[row].tolist() if n >= 0] == path
 
 
 def varied_rows() -> list:
@@ -344,5 +308,3 @@ def test_nothing_is_read_back_from_the_device() -> None:
     assert verdict.num_tokens.shape == (40,)
     with pytest.raises((RuntimeError, NotImplementedError)):
         bool((verdict.tokens > 0).any())
-    nodes = accept_tree_by_token(integers(40, 4), integers(40, 3), [-1, -1, 0], integers(40))[2]
-    assert nodes.shape == (40, 2)

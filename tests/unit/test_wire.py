@@ -43,7 +43,7 @@ def admissions(draw: st.DrawFn) -> RowAdmission:
         tokens=np.array(tokens, dtype=np.int32),
         num_prompt_tokens=draw(st.integers(1, len(tokens))),
         num_cached_tokens=draw(st.integers(0, len(tokens) - 1)),
-        drafted=draw(st.booleans()),
+        followed=draw(st.booleans()),
         sampling=draw(sampling_params()),
         stop_ids=tuple(draw(st.lists(TOKEN, max_size=4))),
         bad_word_ids=tuple(tuple(word) for word in draw(st.lists(st.lists(TOKEN, min_size=1, max_size=4), max_size=4))),
@@ -96,10 +96,12 @@ def test_a_report_comes_back_as_it_was() -> None:
     tokens = np.array([[5, 6, 7], [8, -1, -1]])
     ids = np.arange(2 * 3 * 4).reshape(2, 3, 4)
     values = -np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4) / 8
-    report = decode_report(encode_report(41, RoundTimes(0.25, 0.5, 0.75), np.array([3, 1]), tokens, ids, values))
+    report = decode_report(
+        encode_report(41, RoundTimes(0.25, 0.5, 0.75), np.array([3, 1]), np.array([2, 0]), tokens, ids, values)
+    )
     assert (report.round_index, report.is_verdict) == (41, True)
     assert report.times == RoundTimes(0.25, 0.5, 0.75)
-    assert report.num_tokens == [3, 1]
+    assert (report.num_tokens, report.draft_lens) == ([3, 1], [2, 0])
     assert report.tokens == [[5, 6, 7], [8]]
     entry = report.logprobs[1][2]
     assert (entry.token_id, entry.logprob) == (20, -2.5)
@@ -109,11 +111,11 @@ def test_a_report_comes_back_as_it_was() -> None:
 def test_a_report_without_a_verdict_says_so() -> None:
     report = decode_report(encode_report(7, RoundTimes(drafting=1.0)))
     assert not report.is_verdict
-    assert (report.num_tokens, report.tokens, report.logprobs) == ([], [], [])
+    assert (report.num_tokens, report.draft_lens, report.tokens, report.logprobs) == ([], [], [], [])
 
 
 def test_an_empty_verdict_is_a_verdict() -> None:
     empty = np.zeros((0, 3), dtype=np.int64)
-    report = decode_report(encode_report(7, RoundTimes(), empty[:, 0], empty))
+    report = decode_report(encode_report(7, RoundTimes(), empty[:, 0], empty[:, 0], empty))
     assert report.is_verdict
     assert report.tokens == []

@@ -30,10 +30,10 @@ def warm_up(engine: Engine, draft_len: int) -> None:
     if engine.device.type == "cuda":
         # Kernels are compiled for the sizes of their tiles, and for contexts that are split.
         for length in sorted({min(length, longest) for length in (8, 16, 64)}):
-            engine.prefill([PrefillChunk(row=0, start=0, length=length, is_last=False, drafted=True)])
+            engine.prefill([PrefillChunk(row=0, start=0, length=length, is_last=False, followed=True)])
         for context in sorted({min(context, longest) for context in (64, 1024)}):
             engine.catch_up(rows, [2], context=context)
-    engine.prefill([PrefillChunk(row=0, start=0, length=2, is_last=False, drafted=True)])
+    engine.prefill([PrefillChunk(row=0, start=0, length=2, is_last=False, followed=True)])
     engine.catch_up(rows, [2], context=2)
     for step in engine.prepare_steps(rows, rows.unsqueeze(1) + 1, context=2):
         engine.decode(step, rows)

@@ -18,8 +18,8 @@ from trtrun.core import Draft, PrefillChunk, RoundPlan, RowAdmission, SamplingPa
 from trtrun.engine.graphs import MOST_GRAPHS
 from trtrun.engine.runner import Engine
 from trtrun.engine.working_memory import RoundShape
-from trtrun.speculation.cycle import draft_round, verify_round
-from trtrun.speculation.protocols import Drafter
+from trtrun.speculation.cycle import begin_round, draft_round, verify_round
+from trtrun.speculation.drafter import Drafter
 
 _CATCH_UP = 8
 """Tokens that a draft engine feeds of a row at most (scheduling/planning.py)."""
@@ -42,18 +42,16 @@ class SilentLink:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def send_draft(self, tokens: torch.Tensor, draft_probs: torch.Tensor | None) -> None:
+    def send_draft(self, tokens: torch.Tensor, draft_lens: torch.Tensor, draft_probs: torch.Tensor | None) -> None:
         """See DraftLink."""
 
     def receive_draft(
         self, rows: int, draft_len: int, probability_rows: int, vocab: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """See DraftLink: tokens and probabilities of zeros."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """See DraftLink: as many tokens as are asked for, and probabilities, of zeros."""
         probs = torch.zeros((probability_rows, draft_len, vocab), device=self._device) if probability_rows else None
-        return torch.zeros((rows, draft_len), dtype=torch.int64, device=self._device), probs
-
-    def forget(self) -> None:
-        """See DraftLink."""
+        tokens = torch.zeros((rows, draft_len), dtype=torch.int64, device=self._device)
+        return tokens, torch.full((rows,), draft_len, dtype=torch.int64, device=self._device), probs
 
     def send_verdict(self, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
         """See DraftLink."""
@@ -69,7 +67,8 @@ class Rehearsal:
     """This process's engines, over stores of one block.
 
     Attributes:
-        drafter, draft: with its engine, where the process holds a draft rank that has one.
+        drafter: where the process drafts.
+        draft: the draft engine, where it holds a draft rank.
         target: where it holds a target rank.
         leads_target: whether its target rank decides.
         shape: of the largest round.
@@ -94,19 +93,16 @@ class Rehearsal:
     @torch.inference_mode()
     def play(self, plan: RoundPlan) -> None:
         """Run a round as a worker does. Collective over the tensor-parallel groups."""
-        draft = None
-        if self.target is not None:
-            self.target.begin_round(plan)
-        if self.drafter is not None:
-            draft = draft_round(self.drafter, plan)
+        by_probability = begin_round(plan, self.drafter, self.target, use_logits=self.shape.use_logits)
+        draft = draft_round(self.drafter, plan, by_probability) if self.drafter is not None else None
         if self.target is None:
             return
         link = SilentLink(self.target.device)
         if draft is None and plan.draft_len:
-            count = len(plan.decode_rows) if self.shape.use_logits and self.leads_target else 0
+            count = len(by_probability) if self.leads_target else 0
             vocab = self.target.vocab_size
             draft = Draft(*link.receive_draft(len(plan.decode_rows), plan.draft_len, count, vocab))
-        verify_round(self.target, link, plan, draft, leads=self.leads_target, use_logits=self.shape.use_logits)
+        verify_round(self.target, link, plan, draft, by_probability, leads=self.leads_target)
 
     def close(self) -> None:
         """Give the graphs back."""
@@ -121,7 +117,7 @@ def largest_rounds(shape: RoundShape) -> list[RoundPlan]:
     for row in reversed(range(shape.max_rows)):
         if left:
             count = min(left, length)
-            chunks.append(PrefillChunk(row, length - count, count, is_last=True, drafted=True))
+            chunks.append(PrefillChunk(row, length - count, count, is_last=True, followed=True))
             left -= count
     decoding = range(shape.max_rows - len(chunks))
     return [_plan(shape, decoding, chunks, length), _plan(shape, range(shape.max_rows), (), length)]

@@ -32,7 +32,7 @@ def most_useful_blocks(config: RuntimeConfig, context: int) -> int:
         config.scheduler.max_batch_size,
         context,
         config.kv_cache.block_size,
-        config.speculation.draft_len if config.is_speculative else 0,
+        config.draft_len,
         config.scheduler.plans_ahead,
     )
 
@@ -43,10 +43,10 @@ def round_shape(config: RuntimeConfig, context: int) -> RoundShape:
     return RoundShape(
         max_rows=config.scheduler.max_batch_size,
         max_tokens=config.scheduler.max_num_tokens,
-        draft_len=config.speculation.draft_len if config.is_speculative else 0,
+        draft_len=config.draft_len,
         max_seq_len=context if stored is None else min(context, stored),
         block_size=config.kv_cache.block_size,
-        use_logits=config.speculation.use_logits and config.is_speculative,
+        use_logits=config.speculation.use_logits and config.has_draft_engine,
     )
 
 

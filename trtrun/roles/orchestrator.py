@@ -149,21 +149,10 @@ class Orchestrator:
                 return report
 
     def _commit(self, published: _PublishedPlan, report: RoundReport, received: float) -> list[RowGain]:
-        if self._pacer is not None:
-            seconds = received - max(self._last_verdict, published.published)
-            _record_pace(self._pacer, published.plan, report, seconds)
+        seconds = received - max(self._last_verdict, published.published)
         self._last_verdict = received
         self.totals.num_rounds += 1
         logprobs = dict(zip(published.logprob_places, report.logprobs, strict=True))
-        results = commit_round(self.scheduler, published.plan, report)
+        results = commit_round(self.scheduler, published.plan, report, self._pacer, seconds)
         self.totals.num_tokens += sum(len(result.new_token_ids) for result in results)
         return [RowGain(result, logprobs.get(result.index_in_verdict)) for result in results]
-
-
-def _record_pace(pacer: Pacer, plan: RoundPlan, report: RoundReport, seconds: float) -> None:
-    """Tell the pacer what a round did; one that no draft engine followed says nothing about drafting."""
-    drafted = plan.draft_lens.tolist()
-    if not any(length >= 0 for length in drafted):
-        return
-    acceptances = [(length, count - 1) for length, count in zip(drafted, report.num_tokens, strict=False) if length > 0]
-    pacer.record(len(drafted), plan.draft_len, None if plan.prefill else seconds, acceptances)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,9 +17,10 @@ from parallel.communicator import Communicator
 from parallel.errors import ParallelError
 from parallel.groups import Groups
 from parallel.link import Link
-from parallel.topology import Slot, Topology
+from parallel.topology import Role, Slot, Topology
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.config import ModelSection, RuntimeConfig
+from trtrun.drafting_methods import METHODS
 from trtrun.engine.graphs import capture_for
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
@@ -52,7 +53,7 @@ from trtrun.roles.memory_demand import (
 )
 from trtrun.roles.phase_clock import HostPhases, phase_clock
 from trtrun.roles.worker import Worker
-from trtrun.speculation.drafters.draft_model import DraftModelDrafter
+from trtrun.speculation.drafters import DRAFTERS, Drafter, Workplace
 
 Progress = Callable[[int, int], None]
 """Bytes of weights that are in place so far and in the end, on this rank."""
@@ -101,6 +102,7 @@ class RankStartup:
         self._slot = slot
         self._groups = groups
         self._device = device_of(slot)
+        self._placement = METHODS[config.speculation.method].placement
         self._target_config = read_model_config(config.target.model)
         self._draft_config = read_model_config(config.draft.model) if config.draft is not None else None
         self._context = target_context(config, self._target_config)
@@ -222,11 +224,16 @@ class RankStartup:
             shape=shape,
         )
 
-    def _make_drafter(self, engines: dict[str, Engine]) -> DraftModelDrafter | None:
-        if "draft" not in engines:
+    def _make_drafter(self, engines: Mapping[str, Engine]) -> Drafter | None:
+        """The method's drafter, where this rank is one of those that draft."""
+        if self._placement not in self._topology.roles(self._rank):
             return None
-        use_logits = self._config.speculation.use_logits
-        return DraftModelDrafter(engines["draft"], self._target_config.vocab_size, use_logits)
+        section, vocab_size = self._config.speculation, self._target_config.vocab_size
+        return DRAFTERS.get(section.method)(Workplace(section, engines.get("draft"), engines.get("target"), vocab_size))
+
+    def _drafting_leader(self) -> int | None:
+        """The first of the ranks that draft; None where none do."""
+        return self._topology.target_leader if self._placement is Role.TARGET else self._topology.draft_leader
 
     def finish(self, num_blocks: int) -> tuple[Worker, RankReport]:
         """Allocate the KV stores, run every kernel once, and put the engines to work."""
@@ -234,13 +241,14 @@ class RankStartup:
         engines = {role: self._make_engine(role, loaded, num_blocks) for role, loaded in self._engines.items()}
         self._activity.start(Phase.WARMING_UP)
         for engine in engines.values():
-            warm_up(engine, self._config.speculation.draft_len if self._draft_config is not None else 0)
-        leads_draft = self._rank == self._topology.draft_leader
+            warm_up(engine, self._config.draft_len)
+        leads_draft = self._rank == self._drafting_leader()
         leads_target = self._rank == self._topology.target_leader
         worker = Worker(
             link=Link(self._topology, self._rank, self._groups.workers),
             drafter=self._make_drafter(engines),
             target=engines.get("target"),
+            drafts_in_place=self._placement is Role.TARGET,
             leads_draft=leads_draft,
             leads_target=leads_target,
             use_logits=self._config.speculation.use_logits,
@@ -299,7 +307,7 @@ class RankStartup:
             self._device,
         )
         graphs = config.cuda_graphs and loaded.communicator.is_capturable
-        verified = config.speculation.draft_len + 1 if role == "target" and config.is_speculative else 1
+        verified = config.draft_len + 1 if role == "target" else 1
         return Engine(model, store, rows, capture_for(self._device) if graphs else None, verified)
 
     def _report(self, num_blocks: int) -> RankReport:

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
+from parallel.link import Link
 from parallel.watchdog.activity import Activity, Phase
-from trtrun.core import Draft, RoundPlan, Verdict
+from trtrun.core import RoundPlan, Verdict
+from trtrun.engine.runner import Engine
 from trtrun.roles.phase_clock import HostPhases, PhaseClock
-from trtrun.speculation.cycle import draft_round, probability_rows, transfer, verify_round
-from trtrun.speculation.protocols import Drafter, DraftLink, TargetEngine
+from trtrun.speculation.cycle import begin_round, draft_round, learn_verdict, transfer, verify_round
+from trtrun.speculation.drafter import Drafter
 from trtrun.wire import RoundTimes, encode_report
 
 
@@ -26,18 +29,20 @@ class Worker:
 
     Attributes:
         link: between draft and target ranks.
-        drafter: set where the process holds a draft rank.
+        drafter: set where the process drafts.
         target: set where it holds a target rank.
-        leads_draft: whether its draft rank is the draft leader.
+        drafts_in_place: whether the drafter runs on the target ranks, so that drafts need not travel.
+        leads_draft: whether it is the first of the ranks that draft.
         leads_target: whether its target rank is the target leader.
         use_logits: acceptance mode of sampled rows.
         activity: where the process says what it is doing.
         phases: times the phases of rounds; only leaders take its times.
     """
 
-    link: DraftLink
+    link: Link
     drafter: Drafter | None
-    target: TargetEngine | None
+    target: Engine | None
+    drafts_in_place: bool
     leads_draft: bool
     leads_target: bool
     use_logits: bool
@@ -49,15 +54,26 @@ class Worker:
         """Run one round; returns the report of a leader, None elsewhere."""
         self.phases.start()
         self.activity.enter(plan.round_index, Phase.DRAFTING)
-        if self.target is not None:
-            self.target.begin_round(plan)
-        draft = draft_round(self.drafter, plan) if self.drafter is not None else None
+        by_probability = begin_round(plan, self.drafter, self.target, use_logits=self.use_logits)
+        draft = draft_round(self.drafter, plan, by_probability) if self.drafter is not None else None
         self.phases.end("drafting")
         self.activity.enter(plan.round_index, Phase.TRANSFERRING)
-        received = self._transfer(plan, draft)
+        received = transfer(
+            self.link,
+            plan,
+            draft if self.leads_draft or self.drafts_in_place else None,
+            in_place=self.drafts_in_place,
+            receives=self.target is not None,
+            num_probability_rows=len(by_probability),
+            vocab=self.target.vocab_size if self.target is not None else 0,
+        )
         self.phases.end("transferring")
         self.activity.enter(plan.round_index, Phase.VERIFYING if self.target is not None else Phase.AWAITING_VERDICT)
-        verdict = self._decide(plan, received)
+        verdict = None
+        if self.target is not None:
+            verdict = verify_round(self.target, self.link, plan, received, by_probability, leads=self.leads_target)
+        if self.drafter is not None:
+            learn_verdict(self.drafter, self.link, plan, verdict)
         self.phases.end("verifying")
         self.activity.enter(plan.round_index, Phase.REPORTING)
         if self.leads_target:
@@ -84,48 +100,19 @@ class Worker:
         if self.drafter is not None:
             self.drafter.close()
 
-    def _transfer(self, plan: RoundPlan, draft: Draft | None) -> Draft | None:
-        target = self.target
-        count = len(probability_rows(plan, target.rows.sampling, self.use_logits)) if target is not None else 0
-        return transfer(
-            self.link,
-            plan,
-            draft if self.leads_draft else None,
-            receives=target is not None,
-            num_probability_rows=count,
-            vocab=target.vocab_size if target is not None else 0,
-        )
-
-    def _decide(self, plan: RoundPlan, draft: Draft | None) -> Verdict | None:
-        """Verify, or learn the verdict; either way the rows of this process's engines advance."""
-        verdict: Verdict | None = None
-        if self.target is not None:
-            verdict = verify_round(
-                self.target, self.link, plan, draft, leads=self.leads_target, use_logits=self.use_logits
-            )
-        elif plan.sampled_rows:
-            verdict = Verdict(*self.link.receive_verdict(len(plan.sampled_rows), plan.draft_len + 1))
-        if self.drafter is not None and verdict is not None:
-            self.drafter.advance(plan, verdict.num_tokens, verdict.tokens)
-        return verdict
-
 
 def _encode_verdict(plan: RoundPlan, verdict: Verdict | None, take_times: Callable[[], RoundTimes]) -> bytes:
-    """The one copy from the device to the host in a round: counts and tokens travel in one tensor.
+    """The one copy from the device to the host in a round: counts, lengths and tokens travel in one tensor.
 
     The times are taken after it, when the device has done all of the round.
     """
     if verdict is None:
-        empty = torch.empty((0, 1), dtype=torch.int64).numpy()
-        return encode_report(plan.round_index, take_times(), empty[:, 0], empty)
-    packed = torch.cat((verdict.num_tokens.unsqueeze(1), verdict.tokens), dim=1).cpu().numpy()
-    if verdict.logprobs is None:
-        return encode_report(plan.round_index, take_times(), packed[:, 0], packed[:, 1:])
-    return encode_report(
-        plan.round_index,
-        take_times(),
-        packed[:, 0],
-        packed[:, 1:],
-        verdict.logprobs.token_ids.cpu().numpy(),
-        verdict.logprobs.values.cpu().numpy(),
-    )
+        packed = np.empty((0, 3), dtype=np.int64)
+    else:
+        assert verdict.draft_lens is not None  # the leader's own
+        columns = (verdict.num_tokens.unsqueeze(1), verdict.draft_lens.unsqueeze(1), verdict.tokens)
+        packed = torch.cat(columns, dim=1).cpu().numpy()
+    report = (plan.round_index, take_times(), packed[:, 0], packed[:, 1], packed[:, 2:])
+    if verdict is None or verdict.logprobs is None:
+        return encode_report(*report)
+    return encode_report(*report, verdict.logprobs.token_ids.cpu().numpy(), verdict.logprobs.values.cpu().numpy())

@@ -42,7 +42,7 @@ class RunningBatch:
         """Whether another request could get a row."""
         return bool(self._free_rows)
 
-    def try_admit(self, running: Completion, drafted: bool) -> bool:
+    def try_admit(self, running: Completion, drafted: bool, followed: bool) -> bool:
         """Give a request a row and blocks for all its tokens, reusing cached ones; False when blocks are short."""
         # What the running rows may grow by until the next commit is left alone: without that, a row let in now would
         # be preempted at once by the rows before it. With no row running all blocks are there for this one.
@@ -60,7 +60,7 @@ class RunningBatch:
         running.row = heapq.heappop(self._free_rows)
         running.epoch = self._next_epoch
         self._next_epoch += 1
-        running.drafted = drafted
+        running.drafted, running.followed = drafted, followed
         running.num_missed_rounds = 0
         running.num_admitted_tokens = length
         running.num_prefilled = len(cached) * self._limits.block_size

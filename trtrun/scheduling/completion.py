@@ -30,7 +30,8 @@ class Completion:
         row: its row of the running batch, -1 while it waits and after its end.
         epoch: number of its present admission, counted over all requests; -1 without a row. A result carries the
             epoch of its plan, so results planned before the row was preempted or ended are told apart.
-        drafted: whether the draft engine still touches the row.
+        drafted: whether tokens are proposed for the row.
+        followed: whether a draft store follows the row, so that it may lack what it has not fed yet.
         num_admitted_tokens: length of `token_ids` when it got its row, all of which prefill computes.
         num_prefilled: how many of them were reused or planned so far; equal means that the row decodes.
         num_pending_rounds: plans without results that give this row tokens, each of them at least one.
@@ -47,6 +48,7 @@ class Completion:
     row: int = NO_ROW
     epoch: int = -1
     drafted: bool = False
+    followed: bool = False
     num_admitted_tokens: int = 0
     num_prefilled: int = 0
     num_pending_rounds: int = 0
@@ -100,7 +102,7 @@ class PlannedRow(NamedTuple):
         epoch: its admission when the plan was made.
         work: what the row does.
         draft_len: tokens it verifies, 0 in prefill.
-        drafted: whether the draft engine follows the row.
+        drafted, followed: of the request, when the plan was made.
         num_missed_rounds: rounds, this one included, since it last fed the row.
         end: positions below which the row is written after a CHUNK; 0 for the others.
     """
@@ -110,5 +112,6 @@ class PlannedRow(NamedTuple):
     work: Work
     draft_len: int
     drafted: bool
+    followed: bool
     num_missed_rounds: int
     end: int

@@ -19,8 +19,8 @@ class SchedulerLimits:
         max_batch_size: rows of the running batch.
         max_num_tokens: tokens of one round, over all rows: prefill chunks, and draft_len + 1 for each decode row.
         max_seq_len: tokens of one request, prompt and output, in the target's context.
-        draft_max_seq_len: the draft's context; None when there is no draft engine (method none).
-        draft_len: most tokens drafted for a row in one round.
+        draft_max_seq_len: the draft engine's context; None where there is no draft engine, and so no draft store.
+        draft_len: most tokens drafted for a row in one round, by whatever drafter; 0 where nothing is drafted.
         block_size: tokens of one KV block.
         num_blocks: blocks of the KV store, the null block among them.
         enable_block_reuse: whether full verified blocks are shared between requests.
@@ -48,7 +48,7 @@ class SchedulerLimits:
             max_num_tokens=config.scheduler.max_num_tokens,
             max_seq_len=context,
             draft_max_seq_len=min(context, draft_context) if draft_context is not None else None,
-            draft_len=config.speculation.draft_len if draft_context is not None else 0,
+            draft_len=config.draft_len,
             block_size=config.kv_cache.block_size,
             num_blocks=num_blocks,
             enable_block_reuse=config.kv_cache.enable_block_reuse,

@@ -48,7 +48,7 @@ class PlanBuilder:
                 tokens=np.array(running.token_ids, dtype=np.int32),
                 num_prompt_tokens=len(request.prompt_token_ids),
                 num_cached_tokens=running.num_prefilled,
-                drafted=running.drafted,
+                followed=running.followed,
                 sampling=request.sampling,
                 stop_ids=request.stop_ids,
                 bad_word_ids=request.bad_word_ids,
@@ -65,7 +65,7 @@ class PlanBuilder:
     def decode(self, running: Completion, draft_len: int) -> None:
         """Have a row draft and verify `draft_len` tokens; counts the result as pending."""
         self._max_context = max(self._max_context, running.longest + draft_len + 1)
-        self.decoding.append(PlannedRow(running, running.epoch, Work.DECODE, draft_len, running.drafted, 0, 0))
+        self.decoding.append(_planned(running, Work.DECODE, draft_len))
         running.num_pending_rounds += 1
         running.num_pending_tokens += draft_len + 1
         self.budget -= draft_len + 1
@@ -79,13 +79,13 @@ class PlanBuilder:
         running.num_prefilled = end
         self.budget -= length
         self._max_context = max(self._max_context, end + 1)
-        self._prefill.append(PrefillChunk(running.row, start, length, is_last, running.drafted))
+        self._prefill.append(PrefillChunk(running.row, start, length, is_last, running.followed))
         if is_last:
             running.num_pending_rounds += 1
             running.num_pending_tokens += 1
-            self._last_chunks.append(PlannedRow(running, running.epoch, Work.LAST_CHUNK, 0, running.drafted, 0, 0))
+            self._last_chunks.append(_planned(running, Work.LAST_CHUNK))
         else:
-            self._chunks.append(PlannedRow(running, running.epoch, Work.CHUNK, 0, running.drafted, 0, end))
+            self._chunks.append(_planned(running, Work.CHUNK, end=end))
 
     def settle_drafting(self) -> None:
         """Decide whether the draft engine feeds the decoding rows in this round; call it once, when all are planned.
@@ -93,13 +93,13 @@ class PlanBuilder:
         Where nothing is drafted it may sit the round out, and feed what it missed later: its weights are then read
         once in several rounds. Each round that it missed gave one token, so the host knows how many it lacks.
         """
-        followed = [planned.completion for planned in self.decoding if planned.drafted]
+        followed = [planned.completion for planned in self.decoding if planned.followed]
         sits_out = all(planned.draft_len == 0 for planned in self.decoding) and all(
             running.num_missed_rounds < MAX_MISSED_ROUNDS for running in followed
         )
         for place, planned in enumerate(self.decoding):
             running = planned.completion
-            feeds = planned.drafted and not sits_out
+            feeds = planned.followed and not sits_out
             # Two tokens are always fed: the newest, and the one before it, which may be the bonus hole.
             self._catch_up.append(2 + running.num_missed_rounds if feeds else 0)
             running.num_missed_rounds = 0 if feeds else running.num_missed_rounds + 1
@@ -116,7 +116,7 @@ class PlanBuilder:
     def build(self, round_index: int, dropped_rows: tuple[int, ...]) -> RoundPlan:
         """Freeze to the plan that ranks get."""
         rows = [planned.completion.row for planned in self.decoding]
-        # -1 says that the draft engine must not touch the row; 0 leaves it a row that may be drafted later.
+        # -1 says that nothing is drafted for the row in any round; 0 leaves it a row that may be drafted later.
         lengths = [planned.draft_len if planned.drafted else -1 for planned in self.decoding]
         return RoundPlan(
             round_index=round_index,
@@ -129,3 +129,8 @@ class PlanBuilder:
             catch_up=np.array(self._catch_up, dtype=np.int32),
             max_context=self._max_context,
         )
+
+
+def _planned(running: Completion, work: Work, draft_len: int = 0, end: int = 0) -> PlannedRow:
+    """The row's part as it stands now; rounds that the draft engine missed are known when all are planned."""
+    return PlannedRow(running, running.epoch, work, draft_len, running.drafted, running.followed, 0, end)

@@ -44,7 +44,7 @@ class Scheduler:
         self._requests: dict[int, Completion] = {}
         self._outstanding: deque[_Outstanding] = deque()
         self._next_round = 0
-        self._speculating = limits.draft_max_seq_len is not None
+        self._speculating = limits.draft_len > 0
 
     @property
     def has_work(self) -> bool:
@@ -150,14 +150,14 @@ class Scheduler:
         return running is not None and running.num_admitted_tokens > 0
 
     def set_speculation(self, enabled: bool) -> None:
-        """Turn drafting on or off for requests to come; without a draft engine it stays off.
+        """Turn drafting on or off for requests to come; where the limits' draft_len is 0 it stays off.
 
-        Cached blocks are forgotten at a switch: those made while it was off were never written by the draft engine.
+        Cached blocks are forgotten at a switch: those made while it was off were never written by a draft engine.
 
         Raises:
             RuntimeError: a request runs or waits, or a result is outstanding.
         """
-        speculating = enabled and self.limits.draft_max_seq_len is not None
+        speculating = enabled and self.limits.draft_len > 0
         if speculating == self._speculating:
             return
         if self._requests or self._outstanding:
@@ -235,27 +235,36 @@ class Scheduler:
         left_to_generate = running.request.sampling.max_tokens - running.num_output_tokens - running.num_pending_rounds
         if left_in_context <= 0 or left_to_generate <= 0:
             return None
-        if not running.drafted or self.limits.draft_max_seq_len is None:
+        if not running.drafted:
             return 0
+        most = min(self.limits.draft_len, most, left_in_context - 1, left_to_generate - 1)
+        if not running.followed or self.limits.draft_max_seq_len is None:
+            return most
         left_in_draft = self.limits.draft_max_seq_len - longest
         if left_in_draft < 0:
             # From here on the draft engine's keys and values fall behind, so it cannot come back to this row.
-            running.drafted = False
+            running.drafted = running.followed = False
             return 0
-        return min(self.limits.draft_len, most, left_in_context - 1, left_to_generate - 1, left_in_draft)
+        return min(most, left_in_draft)
 
     def _plan_admissions(self, plan: PlanBuilder) -> None:
         draft_context = self.limits.draft_max_seq_len
         while self._waiting and self._batch.has_free_row() and plan.budget > 0:
             running = self._waiting.first()
-            fits_draft = draft_context is not None and len(running.token_ids) + 2 <= draft_context
-            if not self._batch.try_admit(running, drafted=self._speculating and fits_draft):
+            drafted = self._speculating and (draft_context is None or len(running.token_ids) + 2 <= draft_context)
+            if not self._batch.try_admit(running, drafted, followed=drafted and draft_context is not None):
                 return  # first come first served: nobody overtakes
             self._waiting.pop()
             plan.admit(running)
             plan.prefill(running)
 
-    def commit(self, plan: RoundPlan, num_tokens: Sequence[int], tokens: Sequence[Sequence[int]]) -> list[RowResult]:
+    def commit(
+        self,
+        plan: RoundPlan,
+        num_tokens: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        draft_lens: Sequence[int] | None = None,
+    ) -> list[RowResult]:
         """Take a round's result: append tokens, end requests, offer verified blocks for reuse.
 
         Args:
@@ -263,6 +272,7 @@ class Scheduler:
             num_tokens: per row of `plan.sampled_rows`, the tokens it gained: accepted + 1; 0 where the target's logits
                 were not finite, which ends the completion with reason "error".
             tokens: per row, at least that many token ids; what follows is ignored.
+            draft_lens: per row, how many draft tokens were verified; None stands for as many as were planned.
 
         Returns:
             One entry for each sampled row whose request is still in that row, in the order of `plan.sampled_rows`.
@@ -289,23 +299,25 @@ class Scheduler:
             # A result planned before the row was preempted, cancelled or ended belongs to nobody. A preempted row
             # gets the same tokens again: randomness is keyed by position.
             if planned.completion.epoch == planned.epoch:
-                results.append(self._commit_row(planned, index, num_tokens[index], tokens[index], now))
+                verified = planned.draft_len if draft_lens is None else draft_lens[index]
+                results.append(self._commit_row(planned, index, verified, num_tokens[index], tokens[index], now))
         return results
 
     def _commit_row(
         self,
         planned: PlannedRow,
         index: int,
+        verified: int,
         num_tokens: int,
         tokens: Sequence[int],
         now: float,
     ) -> RowResult:
         running = planned.completion
         request = running.request
-        if not 0 <= num_tokens <= planned.draft_len + 1 or len(tokens) < num_tokens:
+        if not 0 <= num_tokens <= verified + 1 <= planned.draft_len + 1 or len(tokens) < num_tokens:
             raise RuntimeError(
                 f"request {request.request_id} got {num_tokens} tokens ({len(tokens)} listed) "
-                f"from a round that verified {planned.draft_len}"
+                f"from a round that verified {verified} of {planned.draft_len}"
             )
         running.num_pending_rounds -= 1
         running.num_pending_tokens -= planned.draft_len + 1
@@ -314,13 +326,13 @@ class Scheduler:
             self._finish(running, FinishReason.ERROR, now)
             return RowResult(running, [], index)
         if planned.work is Work.DECODE:
-            running.statistics.record_round(planned.draft_len, num_tokens - 1)
+            running.statistics.record_round(verified, num_tokens - 1)
         if running.statistics.first_token is None:
             running.statistics.first_token = now
         new_token_ids, reason = append_tokens(running, tokens[:num_tokens], self.limits)
         # The target has written all but the last token. The draft may lack the one before it too (the bonus hole) and
         # one for each round that it sat out, and writes them at its next catch-up.
-        lacking = 2 + planned.num_missed_rounds if planned.drafted else 1
+        lacking = 2 + planned.num_missed_rounds if planned.followed else 1
         self._commit_blocks(planned, len(running.token_ids) - lacking)
         if reason is not None:
             self._batch.release(running)
@@ -328,8 +340,9 @@ class Scheduler:
         return RowResult(running, new_token_ids, index)
 
     def _commit_blocks(self, planned: PlannedRow, num_positions: int) -> None:
-        # While speculation is on, blocks of a row that the draft engine does not touch are in the target's store only.
-        if planned.drafted or not self._speculating:
+        # While a draft store follows rows, blocks of one that it does not follow are in the target's store only.
+        has_draft_store = self._speculating and self.limits.draft_max_seq_len is not None
+        if planned.followed or not has_draft_store:
             planned.completion.table.commit(planned.completion.token_ids, num_positions)
 
     def _finish(self, running: Completion, reason: FinishReason, now: float) -> None:

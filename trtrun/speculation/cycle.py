@@ -1,43 +1,90 @@
 """THE CYCLE: one round of speculative decoding, in time order.
 
-    draft_round    draft ranks        catch up, then draft_len steps without talking to anyone outside the group
+    begin_round    draft, target      rows come and go; which rows are accepted by probability
+    draft_round    where the drafter  propose tokens: with a draft model catch up, then draft_len steps without talking
+                   runs               to anyone outside the group
     transfer       link               token ids always, draft probabilities for the rows that need them
     verify_round   target ranks       one forward over draft_len + 1 positions a row, then acceptance
-    commit_round   orchestrator       append tokens, apply stop rules, share full verified blocks
+    learn_verdict  draft ranks        the verdict's way back: the draft's rows move on
+    commit_round   orchestrator       append tokens, apply stop rules, share full verified blocks, note what drafts pay
 
-Whichever rank runs them, these four functions are the whole of it; `roles` calls them, each rank the ones of its roles.
+Whichever rank runs them, these functions are the whole of it; `roles` calls them, each rank the ones of its roles.
 The round's plan says who runs. Every rank knows from the verdicts where each row stands, so plans carry no lengths and
 may be sent one round ahead.
 
-This module sees protocols only: it knows no model, no process and no transport. The method is speculative sampling
-(Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318); acceptance itself is in `verify.py`.
+This module sees engines and drafters by protocol: it knows no model, no process and no transport. The method is
+speculative sampling (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318); acceptance itself
+is in `verify.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from trtrun.core import Draft, RoundPlan, Verdict
-from trtrun.speculation.protocols import Drafter, DraftLink, Ledger, Sampling, TargetEngine
+from trtrun.sampling.row_sampling import RowSampling
+from trtrun.scheduling.completion import RowResult
+from trtrun.scheduling.scheduler import Scheduler
+from trtrun.speculation.drafter import Drafter
+from trtrun.speculation.pacing import Pacer
+from trtrun.speculation.protocols import DraftLink, TargetEngine
 from trtrun.speculation.verify import verify
 from trtrun.tensors import device_integers
 from trtrun.wire import RoundReport
 
 
-def draft_round(drafter: Drafter, plan: RoundPlan) -> Draft:
-    """Propose `plan.draft_len` tokens for every decode row, after catching up with what was committed.
+def begin_round(
+    plan: RoundPlan, drafter: Drafter | None, target: TargetEngine | None, *, use_logits: bool
+) -> list[int]:
+    """Take in what the plan changes, wherever rows are kept.
+
+    Args:
+        plan: the round's plan.
+        drafter: where this process drafts.
+        target: where it holds a target rank.
+        use_logits: acceptance by draft_probs for sampled rows.
 
     Returns:
-        tokens [decode_rows, draft_len] int64 and, where rows need them, their draft_probs, on the draft's device.
+        Indices into `plan.decode_rows` of the rows that are accepted by probability, so that their draft_probs travel.
+        Every rank works them out from the plan and the rows' own parameters, so that packets need no header.
     """
-    drafter.begin_round(plan)
-    return drafter.propose(plan)
+    if target is not None:
+        target.begin_round(plan)
+    if drafter is not None:
+        drafter.begin_round(plan)
+    keeper = target or drafter
+    if not use_logits or keeper is None:
+        return []
+    return probability_rows(plan, keeper.rows.sampling)
+
+
+def probability_rows(plan: RoundPlan, sampling: RowSampling) -> list[int]:
+    """Indices into `plan.decode_rows` of the rows that are drafted and not greedy."""
+    lens = zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), strict=True)
+    return [index for index, (row, draft_len) in enumerate(lens) if draft_len > 0 and not sampling.is_greedy(row)]
+
+
+def draft_round(drafter: Drafter, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
+    """Propose up to `plan.draft_len` tokens for every decode row; see `Drafter.propose`.
+
+    Returns:
+        tokens [decode_rows, draft_len] int64, how many of each row's are proposals, and the draft_probs of
+        `probability_rows`, on the drafter's device.
+    """
+    return drafter.propose(plan, probability_rows)
 
 
 def transfer(
-    link: DraftLink, plan: RoundPlan, draft: Draft | None, *, receives: bool, num_probability_rows: int, vocab: int
+    link: DraftLink,
+    plan: RoundPlan,
+    draft: Draft | None,
+    *,
+    in_place: bool,
+    receives: bool,
+    num_probability_rows: int,
+    vocab: int,
 ) -> Draft | None:
     """Hand the draft to the target ranks, device to device where both are devices.
 
@@ -46,7 +93,8 @@ def transfer(
     Args:
         link: between the engines.
         plan: the round's plan.
-        draft: on the draft leader what it proposed, elsewhere None.
+        draft: what was proposed: on the draft leader, or with `in_place` on every target rank; elsewhere None.
+        in_place: whether the drafter runs on the target ranks, which then all have proposed the same.
         receives: whether this process holds a target rank.
         num_probability_rows: rows whose draft_probs travel.
         vocab: width of draft_probs.
@@ -56,15 +104,23 @@ def transfer(
     """
     if plan.draft_len == 0:
         return None
+    if in_place:
+        return draft
     if draft is not None:
-        link.send_draft(draft.tokens, draft.draft_probs)
+        link.send_draft(draft.tokens, draft.draft_lens, draft.draft_probs)
     if not receives:
         return None
     return Draft(*link.receive_draft(len(plan.decode_rows), plan.draft_len, num_probability_rows, vocab))
 
 
 def verify_round(
-    engine: TargetEngine, link: DraftLink, plan: RoundPlan, draft: Draft | None, *, leads: bool, use_logits: bool
+    engine: TargetEngine,
+    link: DraftLink,
+    plan: RoundPlan,
+    draft: Draft | None,
+    probability_rows: Sequence[int],
+    *,
+    leads: bool,
 ) -> Verdict | None:
     """One target forward over every position in question, then the verdict, which goes straight to all engine ranks.
 
@@ -73,16 +129,17 @@ def verify_round(
         link: between the engines.
         plan: the round's plan.
         draft: from `transfer`; None when nothing was drafted.
+        probability_rows: indices into `plan.decode_rows` of the rows accepted by draft_probs.
         leads: whether this rank is the target leader, which decides.
-        use_logits: acceptance by draft_probs for sampled rows.
 
     Returns:
         The verdict for `plan.sampled_rows`; None when the round samples nothing.
     """
     device, num_decode = engine.device, len(plan.decode_rows)
-    tokens = draft.tokens if draft is not None else torch.zeros((num_decode, 0), dtype=torch.int64, device=device)
-    draft_lens = device_integers(plan.draft_lens.tolist(), device)
-    logits = engine.verify_forward(plan, tokens, draft_lens)
+    if draft is None:
+        nothing = torch.zeros((num_decode, 1), dtype=torch.int64, device=device)
+        draft = Draft(nothing[:, :0], nothing[:, 0])
+    logits = engine.verify_forward(plan, draft.tokens, draft.draft_lens)
     sampled = plan.sampled_rows
     if not sampled:
         return None
@@ -95,10 +152,10 @@ def verify_round(
             sampled,
             state.lengths[rows],
             state.history,
-            torch.cat((tokens, tokens.new_zeros((num_prefill, tokens.shape[1])))),
-            torch.cat((draft_lens, draft_lens.new_zeros(num_prefill))),
-            draft.draft_probs if draft is not None else None,
-            probability_rows(plan, state.sampling, use_logits),
+            torch.cat((draft.tokens, draft.tokens.new_zeros((num_prefill, draft.tokens.shape[1])))),
+            torch.cat((draft.draft_lens, draft.draft_lens.new_zeros(num_prefill))),
+            draft.draft_probs,
+            probability_rows,
             plan.max_context,
         )
         link.send_verdict(verdict.num_tokens, verdict.tokens)
@@ -108,31 +165,48 @@ def verify_round(
     return verdict
 
 
-def commit_round(ledger: Ledger, plan: RoundPlan, report: RoundReport) -> list[Any]:
-    """Enter the verdict in the books: tokens, stop rules, finished requests, blocks that may be shared.
+def learn_verdict(drafter: Drafter, link: DraftLink, plan: RoundPlan, verdict: Verdict | None) -> None:
+    """The verdict's way back to where drafts are made.
 
     Args:
-        ledger: the scheduler.
+        drafter: of this process.
+        link: between the engines.
+        plan: the round's plan.
+        verdict: where this process holds a target rank, from `verify_round`; else None: it comes over the link.
+    """
+    if not plan.sampled_rows:
+        return
+    if verdict is None:
+        verdict = Verdict(*link.receive_verdict(len(plan.sampled_rows), plan.draft_len + 1))
+    drafter.advance(plan, verdict.num_tokens, verdict.tokens)
+
+
+def commit_round(
+    scheduler: Scheduler,
+    plan: RoundPlan,
+    report: RoundReport,
+    pacer: Pacer | None = None,
+    seconds: float = 0.0,
+) -> list[RowResult]:
+    """Enter the verdict in the books: the scheduler's, and those of what drafts pay.
+
+    Args:
+        scheduler: appends the tokens, applies stop rules, frees blocks and offers verified ones for reuse.
         plan: the plan that the report answers.
         report: the target leader's, on the host.
+        pacer: chooses how much is drafted; None where draft_len is fixed.
+        seconds: how long the round took.
 
     Returns:
         One result for each row that gained tokens.
     """
     if report.round_index != plan.round_index:
         raise RuntimeError(f"a report of round {report.round_index} came for the plan of round {plan.round_index}")
-    return ledger.commit(plan, report.num_tokens, report.tokens)
-
-
-def probability_rows(plan: RoundPlan, sampling: Sampling, use_logits: bool) -> list[int]:
-    """Indices into `plan.decode_rows` of the rows whose draft_probs travel: drafted ones that are not greedy.
-
-    Both engines work it out from the plan and the rows' parameters, so that packets need no header.
-    """
-    if not use_logits:
-        return []
-    return [
-        index
-        for index, (row, draft_len) in enumerate(zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), strict=True))
-        if draft_len > 0 and not sampling.is_greedy(row)
-    ]
+    planned = plan.draft_lens.tolist()
+    # A round in which nothing may be drafted for any row (speculation is off) says nothing about drafting.
+    if pacer is not None and any(length >= 0 for length in planned):
+        # A draft that was asked for and not found costs the round as much as one that is rejected at once.
+        asked = zip(planned, report.num_tokens, strict=False)
+        acceptances = [(length, max(0, count - 1)) for length, count in asked if length > 0]
+        pacer.record(len(planned), plan.draft_len, None if plan.prefill else seconds, acceptances)
+    return scheduler.commit(plan, report.num_tokens, report.tokens, report.draft_lens)

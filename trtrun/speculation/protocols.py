@@ -1,33 +1,32 @@
-"""What the cycle asks of engines, links and the scheduler. Only shapes of calls, so that the cycle runs with fakes.
+"""What the cycle and its drafters see of engines and of what is between them.
 
-It knows no implementation: engines live in `engine`, links in `parallel.link`, the ledger in `scheduling`.
+Engines must not be known here: one small protocol for each side stands for `engine.runner.Engine`, whose rows are
+`engine.rows.RowState`.
+
+What lies where speculation may look and has one implementation is used by its own name: sampling parameters, the
+scheduler.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
-from trtrun.core import Draft, PrefillChunk, RoundPlan
-from trtrun.speculation.verify import TokenSampler
+from trtrun.core import PrefillChunk, RoundPlan
+from trtrun.sampling.row_sampling import RowSampling
 
-
-class Sampling(TokenSampler, Protocol):
-    """The rows' sampling parameters (`RowSampling` of trtrun.sampling)."""
-
-    def is_greedy(self, row: int) -> bool:
-        """Whether the row takes the most likely token."""
-        ...
+Step = TypeVar("Step")
+"""What an engine prepares for one of several steps; only the engine looks into it."""
 
 
 class Rows(Protocol):
-    """Where every row stands (engine.rows.RowState)."""
+    """Where every row stands, on the device."""
 
     @property
     def history(self) -> torch.Tensor:
-        """[max_rows, columns] int32."""
+        """[max_rows, columns] int32: each row's tokens; scratch from its length on."""
         ...
 
     @property
@@ -36,7 +35,7 @@ class Rows(Protocol):
         ...
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> RowSampling:
         """The rows' sampling parameters."""
         ...
 
@@ -46,7 +45,7 @@ class Rows(Protocol):
 
 
 class RoundEngine(Protocol):
-    """What both engines offer (engine.runner.Engine)."""
+    """What both engines offer."""
 
     @property
     def rows(self) -> Rows:
@@ -60,7 +59,7 @@ class RoundEngine(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
+        """Of the model, padding included."""
         ...
 
     def begin_round(self, plan: RoundPlan) -> None:
@@ -72,7 +71,7 @@ class RoundEngine(Protocol):
         ...
 
 
-class DraftEngine(RoundEngine, Protocol):
+class DraftEngine(RoundEngine, Protocol[Step]):
     """The forwards that a draft model needs."""
 
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
@@ -83,11 +82,11 @@ class DraftEngine(RoundEngine, Protocol):
         """Feed each row's last `counts` tokens; [rows, vocab] float32 after the last."""
         ...
 
-    def prepare_steps(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> Sequence[Any]:
+    def prepare_steps(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> Sequence[Step]:
         """What `decode` needs for each step that feeds `rows` at `positions` [rows, steps]; -1 takes no part."""
         ...
 
-    def decode(self, step: Any, tokens: torch.Tensor) -> torch.Tensor:
+    def decode(self, step: Step, tokens: torch.Tensor) -> torch.Tensor:
         """Feed one token a row, tokens [rows]; [rows, vocab] float32."""
         ...
 
@@ -100,44 +99,18 @@ class TargetEngine(RoundEngine, Protocol):
         ...
 
 
-class Drafter(Protocol):
-    """A drafting method: proposes tokens for the plan's decode rows."""
-
-    placement: str
-    """Where it runs: 'draft', 'target' or 'orchestrator' ranks."""
-
-    def begin_round(self, plan: RoundPlan) -> None:
-        """Take in admissions, drops and blocks."""
-        ...
-
-    def propose(self, plan: RoundPlan) -> Draft:
-        """Draft tokens for every decode row; rows that are not drafted get zeros."""
-        ...
-
-    def close(self) -> None:
-        """Give back what must not outlive the communicators."""
-        ...
-
-    def advance(self, plan: RoundPlan, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Learn what the target decided for the plan's sampled rows."""
-        ...
-
-
 class DraftLink(Protocol):
-    """Draft → target packets and target → draft verdicts (parallel.link.Link)."""
+    """Draft → target packets and target → draft verdicts: `parallel.link.Link`, and in the rehearsal of the largest
+    round (`roles.largest_round`) one that carries nothing."""
 
-    def send_draft(self, tokens: torch.Tensor, draft_probs: torch.Tensor | None) -> None:
+    def send_draft(self, tokens: torch.Tensor, draft_lens: torch.Tensor, draft_probs: torch.Tensor | None) -> None:
         """On the draft leader."""
         ...
 
     def receive_draft(
         self, rows: int, draft_len: int, probability_rows: int, vocab: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """On every target rank; probabilities reach the target leader alone."""
-        ...
-
-    def forget(self) -> None:
-        """Drop what this process sent itself and never received."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """On every target rank: tokens, draft_lens, draft_probs; the last reach the target leader alone."""
         ...
 
     def send_verdict(self, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
@@ -146,17 +119,4 @@ class DraftLink(Protocol):
 
     def receive_verdict(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """On every other engine rank."""
-        ...
-
-
-class Ledger(Protocol):
-    """The orchestrator's account of requests (scheduling.scheduler.Scheduler)."""
-
-    def commit(
-        self,
-        plan: RoundPlan,
-        num_tokens: list[int],
-        tokens: list[list[int]],
-    ) -> list[Any]:
-        """Append tokens, apply stop rules, free and share blocks."""
         ...

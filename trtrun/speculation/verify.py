@@ -7,13 +7,12 @@ behind a row's tokens. Two ways of deciding, both lossless:
   equal it, and the first that differs is replaced by it. The output is the target's own whatever the draft is.
 - by probability: speculative sampling (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318).
 
-This module knows no engine, no model, no rank; of sampling it sees a protocol.
+This module knows no engine, no model and no rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,43 +20,8 @@ from torch import Tensor
 from trtrun.core import Verdict, VerdictLogprobs
 from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream, gumbel_argmax, uniforms
+from trtrun.sampling.row_sampling import RowSampling
 from trtrun.tensors import device_integers
-
-
-class TokenSampler(Protocol):
-    """What verification needs of the rows' sampling parameters; `RowSampling` (trtrun.sampling) has it all."""
-
-    def process(
-        self,
-        logits: Tensor,
-        rows: Sequence[int],
-        lengths: Tensor,
-        history: Tensor,
-        draft_tokens: Tensor | None = None,
-        max_context: int | None = None,
-    ) -> Tensor:
-        """[R, P, V] logits after the rows' own parameters."""
-        ...
-
-    def choose(self, processed: Tensor, rows: Sequence[int], lengths: Tensor, stream: Stream) -> Tensor:
-        """[R, P] int64 tokens."""
-        ...
-
-    def probabilities(self, processed: Tensor) -> Tensor:
-        """[S, P, V] float32."""
-        ...
-
-    def seeds(self, rows: Sequence[int]) -> Tensor:
-        """[R] int64."""
-        ...
-
-    def wants_logprobs(self, row: int) -> int | None:
-        """Alternatives that the row reports, or None."""
-        ...
-
-    def top_logprobs(self, raw_logits: Tensor, tokens: Tensor, alternatives: int) -> VerdictLogprobs:
-        """[R, P, 1 + alternatives] token ids and values."""
-        ...
 
 
 def _count_accepted(accepted: Tensor, draft_lens: Tensor) -> Tensor:
@@ -90,43 +54,6 @@ def accept_by_token(target_tokens: Tensor, draft_tokens: Tensor, draft_lens: Ten
     num_accepted = _count_accepted(draft_tokens == target_tokens[:, :-1], draft_lens)
     last = target_tokens.gather(1, num_accepted[:, None])[:, 0]
     return _gained(draft_tokens, num_accepted, last)
-
-
-def accept_tree_by_token(
-    target_tokens: Tensor, draft_tokens: Tensor, parents: Sequence[int], draft_lens: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """accept_by_token for a tree of draft tokens: follow, from the root, the child that the target chose.
-
-    A chain is the tree with parents -1, 0, 1, …. Of siblings with the same token the first counts.
-
-    Args:
-        target_tokens: [R, N + 1] int64: column 0 the target's choice after the row's tokens, column i + 1 its choice
-            after node i and all of i's ancestors.
-        draft_tokens: [R, N] int64.
-        parents: N node indices, each smaller than the node's own; -1 is the root (the row's last token).
-        draft_lens: [R] int64: nodes 0 .. draft_lens - 1 of the row are real.
-
-    Returns:
-        num_tokens: [R] int64, accepted + 1.
-        tokens: [R, D + 1] int64, the tokens gained, then -1; D is the tree's depth.
-        nodes: [R, D] int64, the accepted nodes from the root on, then -1: whose keys and values stay.
-    """
-    count = draft_tokens.shape[0]
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    nodes = draft_tokens.new_full((count, max(depths, default=-1) + 1), -1)
-    deepest = draft_tokens.new_full((count,), -1)
-    for node, (parent, depth) in enumerate(zip(parents, depths, strict=True)):
-        agrees = (draft_tokens[:, node] == target_tokens[:, parent + 1]) & (node < draft_lens)
-        # The deepest accepted node is the parent until one of its children is accepted: later siblings come too late.
-        chosen = agrees & (deepest == parent)
-        deepest = torch.where(chosen, node, deepest)
-        nodes[:, depth] = torch.where(chosen, node, nodes[:, depth])
-    last = target_tokens.gather(1, deepest[:, None] + 1)[:, 0]
-    num_accepted = (nodes >= 0).sum(dim=1)
-    along = draft_tokens.gather(1, nodes.clamp(min=0))
-    return *_gained(along, num_accepted, last), nodes
 
 
 def accept_by_probability(
@@ -185,7 +112,7 @@ def accept_by_probability(
 
 def verify(
     logits: Tensor,
-    sampling: TokenSampler,
+    sampling: RowSampling,
     rows: Sequence[int],
     lengths: Tensor,
     history: Tensor,
@@ -210,9 +137,9 @@ def verify(
         max_context: upper bound of lengths, if the host knows one.
 
     Returns:
-        Verdict: num_tokens [R], tokens [R, K + 1], logprobs for the rows that asked, in the order of `rows`, as wide as
-        the widest of them asked. A row that would gain a token whose raw logit is not finite gains none: num_tokens is
-        0, tokens are -1, and its logprobs mean nothing.
+        Verdict: num_tokens [R], tokens [R, K + 1], draft_lens [R] without anything below 0, logprobs for the rows that
+        asked, in the order of `rows`, as wide as the widest of them asked. A row that would gain a token whose raw
+        logit is not finite gains none: num_tokens is 0, tokens are -1, and its logprobs mean nothing.
 
     Raises:
         ValueError: probability_rows without draft_probs of their number and width.
@@ -247,7 +174,7 @@ def verify(
             target_tokens = sampling.choose(processed[index], other_rows, lengths[index], Stream.TARGET)
             num_tokens[index], tokens[index] = accept_by_token(target_tokens, draft_tokens[index], draft_lens[index])
     num_tokens, tokens = _refuse_nonfinite(logits, num_tokens, tokens)
-    return Verdict(num_tokens, tokens, _logprobs(logits, sampling, rows, tokens))
+    return Verdict(num_tokens, tokens, draft_lens.clamp(min=0), _logprobs(logits, sampling, rows, tokens))
 
 
 def _refuse_nonfinite(logits: Tensor, num_tokens: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,7 +188,7 @@ def _refuse_nonfinite(logits: Tensor, num_tokens: Tensor, tokens: Tensor) -> tup
     return num_tokens * sound, tokens.masked_fill(~sound[:, None], -1)
 
 
-def _logprobs(logits: Tensor, sampling: TokenSampler, rows: Sequence[int], tokens: Tensor) -> VerdictLogprobs | None:
+def _logprobs(logits: Tensor, sampling: RowSampling, rows: Sequence[int], tokens: Tensor) -> VerdictLogprobs | None:
     asked = [(place, wanted) for place, row in enumerate(rows) if (wanted := sampling.wants_logprobs(row)) is not None]
     if not asked:
         return None

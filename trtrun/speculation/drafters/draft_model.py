@@ -6,16 +6,19 @@ the rows' sampling parameters. It does not know the target or how its proposal t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Generic
+
 import torch
 
 from trtrun.core import Draft, RoundPlan
 from trtrun.sampling.random import Stream
-from trtrun.speculation.cycle import probability_rows
-from trtrun.speculation.protocols import DraftEngine
+from trtrun.speculation.drafter import DRAFTERS, Drafter, Workplace
+from trtrun.speculation.protocols import DraftEngine, Rows, Step
 from trtrun.tensors import device_integers
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(Generic[Step]):
     """Drafts with a model. All steps stay on the device: no host round trip between them.
 
     In token mode the draft draws with the same random numbers as the target will (the coupling of Daliri et al. 2024,
@@ -23,42 +26,45 @@ class DraftModelDrafter:
     must draw independently of the target, from a stream of its own.
     """
 
-    placement = "draft"
-
-    def __init__(self, engine: DraftEngine, target_vocab_size: int, use_logits: bool) -> None:
+    def __init__(self, engine: DraftEngine[Step], target_vocab_size: int, use_logits: bool) -> None:
         """Draft with `engine`; its vocabulary may be padded differently from the target's `target_vocab_size`."""
         self._engine = engine
         self._target_vocab_size = target_vocab_size
         # Ids that only the draft's padding has could never be accepted, so they are not proposed.
         self._vocab_size = min(engine.vocab_size, target_vocab_size)
-        self._use_logits = use_logits
         self._stream = Stream.DRAFT if use_logits else Stream.TARGET
+
+    @property
+    def rows(self) -> Rows:
+        """See Drafter."""
+        return self._engine.rows
 
     def begin_round(self, plan: RoundPlan) -> None:
         """See Drafter."""
         self._engine.begin_round(plan)
 
     @torch.inference_mode()
-    def propose(self, plan: RoundPlan) -> Draft:
-        """See Drafter."""
-        self._engine.prefill([chunk for chunk in plan.prefill if chunk.drafted])
+    def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
+        """See Drafter. A model always has a proposal: as many tokens as the plan asks for."""
+        self._engine.prefill([chunk for chunk in plan.prefill if chunk.followed])
         device, draft_len = self._engine.device, plan.draft_len
+        draft_lens = device_integers(plan.draft_lens.clip(min=0).tolist(), device)
         tokens = torch.zeros((len(plan.decode_rows), draft_len), dtype=torch.int64, device=device)
         counts = plan.catch_up.tolist()
         followed = [index for index, count in enumerate(counts) if count > 0]
         if not followed:
-            return Draft(tokens)
+            return Draft(tokens, draft_lens)
         row_list = plan.decode_rows[followed].tolist()
         rows = device_integers(row_list, device)
         logits = self._engine.catch_up(rows, [counts[index] for index in followed], plan.max_context)
         if draft_len == 0:
-            return Draft(tokens)
-        wanted = set(probability_rows(plan, self._engine.rows.sampling, self._use_logits))
+            return Draft(tokens, draft_lens)
+        wanted = set(probability_rows)
         picks = [place for place, index in enumerate(followed) if index in wanted]
-        lens = device_integers(plan.draft_lens[followed].tolist(), device)
-        steps, probs = self._steps(plan, row_list, rows, lens, logits, picks)
-        tokens[device_integers(followed, device)] = steps
-        return Draft(tokens, probs)
+        places = device_integers(followed, device)
+        steps, probs = self._steps(plan, row_list, rows, draft_lens[places], logits, picks)
+        tokens[places] = steps
+        return Draft(tokens, draft_lens, probs)
 
     def _steps(
         self,
@@ -107,3 +113,10 @@ class DraftModelDrafter:
         """See Drafter."""
         rows = device_integers(plan.sampled_rows, self._engine.device)
         self._engine.rows.advance(rows, num_tokens, tokens)
+
+
+@DRAFTERS.register("draft_target")
+def make_draft_model_drafter(place: Workplace) -> Drafter:
+    """A drafter on the rank's draft engine."""
+    assert place.draft is not None
+    return DraftModelDrafter(place.draft, place.target_vocab_size, place.section.use_logits)
