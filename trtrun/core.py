@@ -313,17 +313,20 @@ class Verdict:
     """What the target engine decided for `plan.sampled_rows`.
 
     Attributes:
-        num_tokens: [sampled_rows] int64: tokens that the row gains: accepted + 1, or 0 where the logits of one of them
-            are not finite.
+        num_tokens: [sampled_rows] int64: tokens that the row gains: accepted + 1.
         tokens: [sampled_rows, draft_len + 1] int64: the tokens gained, then padding (-1).
-        draft_lens: [sampled_rows] int64: draft tokens that were verified; None on ranks that only hear the verdict.
+        draft_lens: [sampled_rows] int64: draft tokens that were verified, -1 where the row is not drafted. This and
+            what follows is None on ranks that only hear the verdict.
         logprobs: for rows that asked, in order; None when no row did.
+        chosen_logits: [sampled_rows, draft_len + 1] float32: the tokens' raw logits; anything beside padding. Where one
+            is not finite the row has failed; the orchestrator is told so.
     """
 
     num_tokens: torch.Tensor
     tokens: torch.Tensor
     draft_lens: torch.Tensor | None = None
     logprobs: VerdictLogprobs | None = None
+    chosen_logits: torch.Tensor | None = None
 
 
 @dataclass

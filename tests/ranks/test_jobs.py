@@ -328,8 +328,8 @@ def test_an_interrupt_under_mpi_leaves_the_engine_usable(folder: Path, plans_ahe
         expected = tokens_of(llm.generate([prompt_of(9), prompt_of(30)], sampling))
         for owner, name in (
             (llm.engine.scheduler, "schedule"),
-            (llm.engine.orchestrator._fleet, "publish"),
-            (llm.engine.orchestrator._fleet, "collect"),
+            (llm.engine.orchestrator._ranks, "publish"),
+            (llm.engine.orchestrator._ranks, "collect"),
             (llm.engine.scheduler, "commit"),
         ):
             with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):

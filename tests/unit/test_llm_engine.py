@@ -118,16 +118,20 @@ def test_prompts_are_taken_as_rows_become_free(llm: LLM) -> None:
 
 def test_logits_that_are_not_finite_end_the_row_with_an_error(llm: LLM) -> None:
     good = tokens_of(llm.generate(["abc"], GREEDY))
+    target = llm.engine.orchestrator._ranks._worker.target  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
-        commit, calls = llm.engine.scheduler.commit, 0
+        forward, calls = target.verify_forward, 0
 
-        def without_tokens(plan: Any, num_tokens: list[int], tokens: list[list[int]]) -> Any:
-            """As the target leader reports a row without a finite logit."""
+        def damaged(*arguments: Any) -> torch.Tensor:
+            """The first row's logits are no numbers in the third round."""
             nonlocal calls
-            calls += bool(num_tokens)
-            return commit(plan, [0, *num_tokens[1:]] if calls == 3 else num_tokens, tokens)
+            calls += 1
+            logits = forward(*arguments).clone()
+            if calls == 3:
+                logits[0] = torch.nan
+            return logits
 
-        patch.setattr(llm.engine.scheduler, "commit", without_tokens)
+        patch.setattr(target, "verify_forward", damaged)
         first, second = llm.generate(["abc", "abc"], GREEDY)
     assert first.error is not None and "not finite" in first.error and first.completions == ()
     assert tokens_of([second]) == good

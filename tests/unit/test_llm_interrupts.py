@@ -37,17 +37,17 @@ def expected(small: LLM) -> list[Any]:
 
 def places(llm: LLM) -> dict[str, tuple[Any, str]]:
     """Where a call can be when something goes wrong."""
-    fleet = llm.engine.orchestrator._fleet
+    ranks = llm.engine.orchestrator._ranks
     return {
         "encoding": (llm.engine._prompts, "encode"),
         "adding": (llm.engine.scheduler, "add"),
         "scheduling": (llm.engine.scheduler, "schedule"),
-        "publishing": (fleet, "publish"),
-        "drafting": (fleet._worker.drafter, "propose"),  # type: ignore[attr-defined]
-        "sending a draft": (fleet._worker.link, "send_draft"),  # type: ignore[attr-defined]
-        "verifying": (fleet._worker.target, "verify_forward"),  # type: ignore[attr-defined]
-        "advancing": (fleet._worker.target.rows, "advance"),  # type: ignore[attr-defined]
-        "collecting": (fleet, "collect"),
+        "publishing": (ranks, "publish"),
+        "drafting": (ranks._worker.drafter, "propose"),  # type: ignore[attr-defined]
+        "sending a draft": (ranks._worker.link, "send_draft"),  # type: ignore[attr-defined]
+        "verifying": (ranks._worker.target, "verify_forward"),  # type: ignore[attr-defined]
+        "advancing": (ranks._worker.target.rows, "advance"),  # type: ignore[attr-defined]
+        "collecting": (ranks, "collect"),
         "committing": (llm.engine.scheduler, "commit"),
         "making text": (CompletionText, "take"),
     }
@@ -126,7 +126,7 @@ def test_a_failed_rank_is_an_exception_with_its_name_from_then_on(folder: Path) 
     with open_llm(folder / "target") as llm:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(RankFailedError, match="target rank 2"):
             interrupt_call(
-                patch, llm.engine.orchestrator._fleet, "collect", 2, RankFailedError("target rank 2 failed: fire")
+                patch, llm.engine.orchestrator._ranks, "collect", 2, RankFailedError("target rank 2 failed: fire")
             )
             llm.generate(PROMPTS, SAMPLING)
         with pytest.raises(RankFailedError, match="target rank 2 failed: fire"):

@@ -157,7 +157,7 @@ def test_a_host_store_has_memory_for_one_forward_from_the_start_and_no_more(mode
         "scheduler": {"max_batch_size": 128, "max_num_tokens": 640},
     }
     with open_llm(models / "tiny", models / "tiny", **settings) as llm:
-        worker = llm.engine.orchestrator._fleet._worker
+        worker = llm.engine.orchestrator._ranks._worker
         for engine in (worker.target, worker.drafter._engine):
             data = engine._store.data  # [layers, 2, blocks, kv_heads, block, head]
             assert data.shape[2] == 1 + 160_000 // 16

@@ -155,12 +155,12 @@ def test_rounds_without_a_time_teach_acceptance_only() -> None:
     assert pacer.expected_tokens(MOST) < 1.1
 
 
-class TimedFleet:
-    """A fleet whose rounds take what a Machine says: `clock` moves by a round's cost when its report comes."""
+class TimedRanks:
+    """A ranks whose rounds take what a Machine says: `clock` moves by a round's cost when its report comes."""
 
-    def __init__(self, fleet: EngineRanks, machine: Machine) -> None:
+    def __init__(self, ranks: EngineRanks, machine: Machine) -> None:
         self.plans: list[RoundPlan] = []
-        self._fleet = fleet
+        self._ranks = ranks
         self._machine = machine
         self._due: deque[RoundPlan] = deque()
         self._now = 0.0
@@ -171,28 +171,28 @@ class TimedFleet:
     def publish(self, plan: RoundPlan) -> None:
         self.plans.append(plan)
         self._due.append(plan)
-        self._fleet.publish(plan)
+        self._ranks.publish(plan)
 
     def collect(self) -> RoundReport:
-        report = self._fleet.collect()
+        report = self._ranks.collect()
         plan = self._due.popleft()
         self._now += self._machine.cost(len(plan.decode_rows), plan.draft_len) / 1e3
         return report
 
     def stepping(self) -> AbstractContextManager[None]:
-        return self._fleet.stepping()
+        return self._ranks.stepping()
 
     def close(self) -> None:
-        self._fleet.close()
+        self._ranks.close()
 
 
 def draft_lens(llm: LLM, machine: Machine, sampling: list[SamplingParams]) -> tuple[Any, list[int]]:
     """The tokens of prompts run together on `machine`'s clock, and the draft_len of every round with all rows."""
-    fleet = TimedFleet(llm.engine.orchestrator._fleet, machine)
-    llm.engine.orchestrator._fleet, llm.engine.orchestrator._clock = fleet, fleet.clock
+    ranks = TimedRanks(llm.engine.orchestrator._ranks, machine)
+    llm.engine.orchestrator._ranks, llm.engine.orchestrator._clock = ranks, ranks.clock
     outputs = llm.generate([prompt_of(12, seed=index) for index in range(len(sampling))], sampling)
     llm.check_idle()
-    full = [plan.draft_len for plan in fleet.plans if len(plan.decode_rows) == len(sampling) and not plan.prefill]
+    full = [plan.draft_len for plan in ranks.plans if len(plan.decode_rows) == len(sampling) and not plan.prefill]
     return tokens_of(outputs), full
 
 
@@ -250,10 +250,10 @@ def test_the_pacer_is_told_what_each_round_took_and_accepted(pair: tuple[Path, P
     scheduler = {"plans_ahead": plans_ahead, "max_num_tokens": 48, "max_batch_size": 4}
     with open_llm(*pair, speculation={"draft_len": MOST, "pacing": "measured"}, scheduler=scheduler) as llm:
         pacer = llm.engine.orchestrator._pacer = NotingPacer()
-        fleet = TimedFleet(llm.engine.orchestrator._fleet, COSTLY)
-        llm.engine.orchestrator._fleet, llm.engine.orchestrator._clock = fleet, fleet.clock
+        ranks = TimedRanks(llm.engine.orchestrator._ranks, COSTLY)
+        llm.engine.orchestrator._ranks, llm.engine.orchestrator._clock = ranks, ranks.clock
         outputs = llm.generate([prompt_of(70, seed=index) for index in range(3)], SAMPLING[:3])
-    plans = [plan for plan in fleet.plans if len(plan.decode_rows)]
+    plans = [plan for plan in ranks.plans if len(plan.decode_rows)]
     assert len(pacer.told) == len(plans)
     for plan, (num_rows, draft_len, seconds, acceptances) in zip(plans, pacer.told, strict=True):
         assert (num_rows, draft_len) == (len(plan.decode_rows), plan.draft_len)
@@ -299,7 +299,7 @@ def test_a_catch_up_writes_what_each_row_lacks_and_nothing_before_it(pair: tuple
     """What lies before may be shared with other rows by then."""
     untouched = 7.0
     with open_llm(*pair, dtype="float32") as llm:  # in bfloat16 a kernel may lay the store out in its own way
-        engine = llm.engine.orchestrator._fleet._worker.drafter._engine
+        engine = llm.engine.orchestrator._ranks._worker.drafter._engine
         engine.rows.lengths[:2] = torch.tensor([5, 20])
         engine.rows.block_tables[:2, :2] = torch.tensor([[1, 2], [3, 4]])
         engine._store.data.fill_(untouched)

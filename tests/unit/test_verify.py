@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from sampling_reference import admission
 
-from trtrun.core import SamplingParams
+from trtrun.core import RoundPlan, SamplingParams, Verdict
+from trtrun.roles.worker import _encode_verdict
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.speculation.verify import accept_by_probability, accept_by_token, verify
+from trtrun.wire import RoundReport, RoundTimes, decode_report
 
 VOCAB = 12
 
@@ -223,6 +226,13 @@ def test_verify_mixes_modes_and_reports_logprobs_in_order() -> None:
         verify(raw, toy.sampling, toy.rows, toy.lengths, toy.history, drafts, lens, probabilities, [1, 2])
 
 
+def report_of(verdict: Verdict) -> RoundReport:
+    """What the orchestrator is told."""
+    nothing = np.zeros(0, dtype=np.int32)
+    plan = RoundPlan(0, (), (), np.zeros((0, 3), dtype=np.int32), (), nothing, nothing, nothing, 0)
+    return decode_report(_encode_verdict(plan, verdict, RoundTimes))
+
+
 @pytest.mark.parametrize("mode", ["greedy", "sampled", "probability"])
 @pytest.mark.parametrize(
     ("damage", "position"),
@@ -247,13 +257,14 @@ def test_a_row_whose_logits_are_not_finite_gains_nothing(mode: str, damage: str,
     place, value = damages.get(damage, (slice(None), damage.removeprefix("all ")))
     logits[1, position, place] = float(value)
     verdict = verify(logits, *arguments)
+    report = report_of(verdict)
     if damage == "nan" and mode != "greedy":
         # A sampled row does not choose it: NaN counts as impossible.
         assert token not in verdict.tokens[1, position : position + 1].tolist()
     else:
-        assert verdict.num_tokens[1] == 0 and verdict.tokens[1].tolist() == [-1] * 3
+        assert report.num_tokens[1] == 0 and report.tokens[1] == []
     for row in (0, 2):
-        assert verdict.num_tokens[row] == 3 and torch.equal(verdict.tokens[row], whole.tokens[row])
+        assert report.num_tokens[row] == 3 and report.tokens[row] == whole.tokens[row].tolist()
     assert verdict.logprobs is not None and bool(verdict.logprobs.values[[0, 2]].isfinite().all())
 
 
@@ -266,6 +277,7 @@ def test_infinite_logits_of_tokens_that_nobody_chooses_do_no_harm() -> None:
     none = torch.empty(1, 0, dtype=torch.int64)
     verdict = verify(logits, toy.sampling, [0], toy.lengths, toy.history, none, torch.zeros(1, dtype=torch.int64))
     assert verdict.num_tokens.tolist() == [1] and verdict.tokens.tolist() == [[4]]
+    assert report_of(verdict).tokens == [[4]]
 
 
 def test_a_draft_without_a_distribution_cannot_be_seen_in_the_output() -> None:

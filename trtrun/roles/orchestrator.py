@@ -50,14 +50,14 @@ class Orchestrator:
     def __init__(
         self,
         scheduler: Scheduler,
-        fleet: EngineRanks,
+        ranks: EngineRanks,
         pacer: Pacer | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Put the scheduler's plans to work on the fleet; without `pacer` every round drafts all of draft_len."""
+        """Put the scheduler's plans to work on the ranks; without `pacer` every round drafts all of draft_len."""
         self.scheduler = scheduler
         self.totals = RunStatistics()
-        self._fleet = fleet
+        self._ranks = ranks
         self._pacer = pacer
         self._clock = clock
         self._plans_ahead = scheduler.limits.plans_ahead
@@ -76,7 +76,7 @@ class Orchestrator:
         Raises:
             RankFailedError: a rank failed; the message names it.
         """
-        with self._fleet.stepping():
+        with self._ranks.stepping():
             started = self._clock()
             self._publish_plans()
             planned = self._clock()
@@ -113,15 +113,15 @@ class Orchestrator:
         """
         self._published.clear()
         self.scheduler.reset()
-        self._fleet.reset()
+        self._ranks.reset()
 
     def close(self) -> None:
         """Let the engine ranks end."""
-        self._fleet.close()
+        self._ranks.close()
 
     def _publish_plans(self) -> None:
         while len(self._published) <= self._plans_ahead and (plan := self._schedule()) is not None:
-            self._fleet.publish(plan)
+            self._ranks.publish(plan)
             self._published.append(_PublishedPlan(plan, self._places_with_logprobs(plan), self._clock()))
 
     def _schedule(self) -> RoundPlan | None:
@@ -142,7 +142,7 @@ class Orchestrator:
     def _collect(self) -> RoundReport:
         """The next verdict; reports of the draft leader on the way only add their times."""
         while True:
-            report = self._fleet.collect()
+            report = self._ranks.collect()
             times = report.times
             self.totals.add_phases(times.drafting, times.transferring, times.verifying, report.is_verdict)
             if report.is_verdict:

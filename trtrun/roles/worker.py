@@ -102,17 +102,22 @@ class Worker:
 
 
 def _encode_verdict(plan: RoundPlan, verdict: Verdict | None, take_times: Callable[[], RoundTimes]) -> bytes:
-    """The one copy from the device to the host in a round: counts, lengths and tokens travel in one tensor.
+    """The one copy from the device to the host in a round: counts, lengths, tokens and the bits of their logits travel
+    in one tensor. A row with a logit that is not finite gains no token: looking for that here costs the device nothing.
 
     The times are taken after it, when the device has done all of the round.
     """
     if verdict is None:
-        packed = np.empty((0, 3), dtype=np.int64)
-    else:
-        assert verdict.draft_lens is not None  # the leader's own
-        columns = (verdict.num_tokens.unsqueeze(1), verdict.draft_lens.unsqueeze(1), verdict.tokens)
-        packed = torch.cat(columns, dim=1).cpu().numpy()
-    report = (plan.round_index, take_times(), packed[:, 0], packed[:, 1], packed[:, 2:])
-    if verdict is None or verdict.logprobs is None:
+        tokens = np.empty((0, 1), dtype=np.int64)
+        return encode_report(plan.round_index, take_times(), tokens[:, 0], tokens[:, 0], tokens)
+    assert verdict.draft_lens is not None and verdict.chosen_logits is not None  # the leader's own
+    bits = verdict.chosen_logits.view(torch.int32).to(torch.int64)
+    columns = (verdict.num_tokens.unsqueeze(1), verdict.draft_lens.unsqueeze(1), verdict.tokens, bits)
+    packed = torch.cat(columns, dim=1).cpu().numpy()
+    tokens, bits_read = np.split(packed[:, 2:], 2, axis=1)
+    is_sound = np.isfinite(bits_read.astype(np.int32).view(np.float32)) | (tokens < 0)
+    num_tokens = np.where(is_sound.all(axis=1), packed[:, 0], 0)
+    report = (plan.round_index, take_times(), num_tokens, packed[:, 1].clip(min=0), tokens)
+    if verdict.logprobs is None:
         return encode_report(*report)
     return encode_report(*report, verdict.logprobs.token_ids.cpu().numpy(), verdict.logprobs.values.cpu().numpy())

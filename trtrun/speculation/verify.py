@@ -137,9 +137,10 @@ def verify(
         max_context: upper bound of lengths, if the host knows one.
 
     Returns:
-        Verdict: num_tokens [R], tokens [R, K + 1], draft_lens [R] without anything below 0, logprobs for the rows that
-        asked, in the order of `rows`, as wide as the widest of them asked. A row that would gain a token whose raw
-        logit is not finite gains none: num_tokens is 0, tokens are -1, and its logprobs mean nothing.
+        Verdict: num_tokens [R], tokens [R, K + 1], draft_lens [R] as given, logprobs for the rows that asked, in the
+        order of `rows`, as wide as the widest of them asked, and the raw logits of all tokens. One that is not finite
+        wins every argmax, and where none is finite token 0 is what remains: neither is an answer, which whoever reads
+        the verdict has to see.
 
     Raises:
         ValueError: probability_rows without draft_probs of their number and width.
@@ -173,19 +174,8 @@ def verify(
             other_rows = [rows[place] for place in others]
             target_tokens = sampling.choose(processed[index], other_rows, lengths[index], Stream.TARGET)
             num_tokens[index], tokens[index] = accept_by_token(target_tokens, draft_tokens[index], draft_lens[index])
-    num_tokens, tokens = _refuse_nonfinite(logits, num_tokens, tokens)
-    return Verdict(num_tokens, tokens, draft_lens.clamp(min=0), _logprobs(logits, sampling, rows, tokens))
-
-
-def _refuse_nonfinite(logits: Tensor, num_tokens: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """num_tokens [R] and tokens [R, K + 1] with 0 and -1 in rows that chose a token whose raw logit is NaN or infinite.
-
-    Such a logit wins every argmax, and where no logit is finite token 0 is what remains: neither is an answer. Looking
-    at the chosen tokens alone costs nothing beside a pass over all logits.
-    """
-    chosen = logits.gather(-1, tokens.clamp(min=0)[..., None])[..., 0]
-    sound = (chosen.isfinite() | (tokens < 0)).all(dim=1)
-    return num_tokens * sound, tokens.masked_fill(~sound[:, None], -1)
+    chosen_logits = logits.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return Verdict(num_tokens, tokens, draft_lens, _logprobs(logits, sampling, rows, tokens), chosen_logits)
 
 
 def _logprobs(logits: Tensor, sampling: RowSampling, rows: Sequence[int], tokens: Tensor) -> VerdictLogprobs | None:
