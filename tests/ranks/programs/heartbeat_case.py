@@ -30,7 +30,7 @@ from parallel.watchdog.message_socket import listen
 from trtrun import LLM, SamplingParams, open_llm
 from trtrun.engine.runner import Engine
 from trtrun.models.decoder import CausalLM, DecoderLayer
-from trtrun.models.loading import _Loader
+from trtrun.models.weight_reader import WeightReader
 from trtrun.roles import startup
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.drafters.draft_model import DraftModelDrafter
@@ -111,7 +111,7 @@ def stand_still() -> None:
         stuck_in_python()
     elif KIND == "loading":
         # The target's third layer: some of the weights are read by then.
-        change(_Loader, "linear", lambda call: call == 6, stuck_in_python)
+        change(WeightReader, "linear", lambda call: call == 6, stuck_in_python)
     elif KIND == "warming":
         change(startup, "warm_up", lambda call: True, stuck_in_python)
     elif KIND == "unreachable":
