@@ -48,7 +48,7 @@ class FakeEngine:
                 continue
             stored[position] = token
             context = [stored[place] for place in range(position + 1)]  # KeyError: a hole
-            known = self.rows.history[row, : min(position + 1, int(self.rows.lengths[row]))].tolist()
+            known = self.rows.token_ids[row, : min(position + 1, int(self.rows.lengths[row]))].tolist()
             assert context[: len(known)] == known, f"row {row} attends to tokens that it does not have"
             logits[index, self._rule(context)] = 1.0
         return logits
@@ -57,7 +57,7 @@ class FakeEngine:
         self.forwards += bool(chunks)
         for chunk in chunks:
             span = range(chunk.start, chunk.start + chunk.length)
-            self._feed(chunk.row, self.rows.history[chunk.row, chunk.start : span.stop].tolist(), span)
+            self._feed(chunk.row, self.rows.token_ids[chunk.row, chunk.start : span.stop].tolist(), span)
 
     def catch_up(self, rows: torch.Tensor, counts: Sequence[int], context: int) -> torch.Tensor:
         self.forwards += 1
@@ -65,7 +65,7 @@ class FakeEngine:
         for row, count in zip(rows.tolist(), counts, strict=True):
             length = int(self.rows.lengths[row])
             assert 2 <= count <= length <= context
-            tokens = self.rows.history[row, length - count : length].tolist()
+            tokens = self.rows.token_ids[row, length - count : length].tolist()
             outputs.append(self._feed(row, tokens, range(length - count, length))[-1])
         return torch.stack(outputs)
 
@@ -87,10 +87,10 @@ class FakeEngine:
         for row, drafted, length in zip(plan.decode_rows.tolist(), draft_tokens, draft_lens.tolist(), strict=True):
             newest = int(self.rows.lengths[row]) - 1
             positions = [newest + step if step <= max(0, length) else -1 for step in range(queries)]
-            outputs.append(self._feed(row, [int(self.rows.history[row, newest]), *drafted.tolist()], positions))
+            outputs.append(self._feed(row, [int(self.rows.token_ids[row, newest]), *drafted.tolist()], positions))
         for chunk in plan.prefill:
             span = range(chunk.start, chunk.start + chunk.length)
-            logits = self._feed(chunk.row, self.rows.history[chunk.row, chunk.start : span.stop].tolist(), span)
+            logits = self._feed(chunk.row, self.rows.token_ids[chunk.row, chunk.start : span.stop].tolist(), span)
             if chunk.is_last:
                 outputs.append(logits[-1:].expand(queries, -1))
         return torch.stack(outputs) if outputs else torch.empty((0, queries, self.vocab_size))

@@ -16,7 +16,7 @@ import pytest
 from launch.mpi.flavours import FLAVOURS
 from launch.mpi.library import LIBRARY_VARIABLE, choose_flavour
 from launch.mpi.mpirun import find_mpirun
-from trtrun.errors import TopologyError
+from trtrun.errors import PlacementError
 
 
 def find_mpi(name: str) -> dict[str, str]:
@@ -30,6 +30,6 @@ def find_mpi(name: str) -> dict[str, str]:
     try:
         choice = choose_flavour(name, {**os.environ, **variables})
         find_mpirun(choice.flavour, choice.library)
-    except TopologyError as error:
+    except PlacementError as error:
         pytest.skip(f"{FLAVOURS[name].title} is not installed: {error}")
     return variables

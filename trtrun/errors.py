@@ -24,7 +24,7 @@ class CheckpointError(TrtrunError):
     """A model directory is missing something, damaged, or of a kind that is not supported."""
 
 
-class TopologyError(TrtrunError):
+class PlacementError(TrtrunError):
     """The number of ranks or the device lists do not fit together."""
 
 

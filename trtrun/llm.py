@@ -29,7 +29,7 @@ import torch
 
 from trtrun.config import RuntimeConfig, make_config
 from trtrun.core import SamplingParams
-from trtrun.errors import InvalidRequestError, QueueFullError, TopologyError
+from trtrun.errors import InvalidRequestError, PlacementError, QueueFullError
 from trtrun.interrupts import FairLock, held_interrupts, listening
 from trtrun.llm_engine import LLMEngine
 from trtrun.outputs import CompletionDelta, RequestId, RequestOutput, StartReport
@@ -78,13 +78,13 @@ class LLM:
 
         Raises:
             TrtrunError: a path, a model or the configuration is wrong; one line says what to do.
-            TopologyError: the MPI world has another size than the devices need; or, once the job is over, on a worker
+            PlacementError: the MPI world has another size than the devices need; or, once the job is over, on a worker
                 rank, where an LLM cannot be (see `open_llm`).
         """
         config = config or _simple_config(target, draft, draft_len, use_logits, dtype, draft_quantization, device)
         engine = LLMEngine.open(config, on_load_progress)
         if engine is None:
-            raise TopologyError(
+            raise PlacementError(
                 "this rank has served until the job was over, and an LLM is on rank 0 alone: write `with "
                 "trtrun.open_llm(config) as llm:` on all ranks, and go on where llm is not None"
             )

@@ -27,7 +27,7 @@ from trtrun.errors import InvalidRequestError, RankFailedError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.outputs import CompletionDelta, RequestId, StartReport
 from trtrun.prompts import Prompt, PromptReader
-from trtrun.roles.job import Job, open_job
+from trtrun.roles.job import StartedJob, open_job
 from trtrun.roles.orchestrator import Orchestrator, RowGain
 from trtrun.roles.startup import target_context
 from trtrun.scheduling.completion import Completion
@@ -65,7 +65,12 @@ class LLMEngine:
     """
 
     def __init__(
-        self, config: RuntimeConfig, job: Job, model: ModelConfig, limits: SchedulerLimits, tokenizer: Tokenizer | None
+        self,
+        config: RuntimeConfig,
+        job: StartedJob,
+        model: ModelConfig,
+        limits: SchedulerLimits,
+        tokenizer: Tokenizer | None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -97,7 +102,7 @@ class LLMEngine:
 
         Raises:
             TrtrunError: a path, a model or the configuration is wrong; one line says what to do.
-            TopologyError: the MPI world has another size than the devices need.
+            PlacementError: the MPI world has another size than the devices need.
             RankFailedError: a rank could not start.
         """
         model = read_model_config(config.target.model)

@@ -8,16 +8,16 @@ from __future__ import annotations
 from parallel.errors import ParallelError
 from parallel.topology import Topology
 from trtrun.config import RuntimeConfig
-from trtrun.errors import TopologyError
+from trtrun.errors import PlacementError
 
 
 def make_topology(config: RuntimeConfig) -> Topology:
     """Place both engines of a configuration.
 
     Raises:
-        TopologyError: the device lists do not fit together.
+        PlacementError: the device lists do not fit together.
     """
     try:
         return Topology.from_devices(config.draft_devices, config.target.devices, config.launch.orchestrator_host)
     except ParallelError as error:
-        raise TopologyError(str(error)) from None
+        raise PlacementError(str(error)) from None

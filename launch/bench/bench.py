@@ -1,7 +1,8 @@
 """`trtrun bench`: plain and speculative decoding in one run, on prompts that were never seen before.
 
 Each case takes turns between the two, so that a machine that slows down slows both. It knows clocks and medians. The
-peer, where one is asked for, runs afterwards in a process of its own (peer.py) with as many threads as the job had.
+peer, where one is asked for, runs afterwards in a process of its own (transformers_peer.py) with as many threads as the
+job had.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from trtrun.errors import ConfigError, InvalidRequestError
 from trtrun.llm import LLM
 from trtrun.models.config import read_model_config
 from trtrun.outputs import RankReport
-from trtrun.roles.memory_demand import resolve_dtype
+from trtrun.roles.memory_requirements import resolve_dtype
 from trtrun.roles.startup import target_context
 from trtrun.telemetry import ROUND_PARTS, round_parts
 
@@ -209,7 +210,7 @@ def _run_peer(job: Job, options: BenchOptions, results: dict[int, dict[str, Case
     for name in environment.pop("TRTRUN_SETTINGS", "").split(","):
         environment.pop(name, None)  # the peer runs as its users run it
     ended = subprocess.run(
-        [sys.executable, "-m", "launch.bench.peer"],
+        [sys.executable, "-m", "launch.bench.transformers_peer"],
         input=json.dumps(task),
         stdout=subprocess.PIPE,
         env=environment,

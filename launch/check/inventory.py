@@ -32,7 +32,7 @@ from trtrun.kvcache.sizing import free_bytes_of_slot, tokens_of_blocks
 from trtrun.models.checkpoint import read_json
 from trtrun.models.config import read_model_config
 from trtrun.models.weight_check import check_model_weights
-from trtrun.roles.memory_demand import quantization_of
+from trtrun.roles.memory_requirements import quantization_of
 
 PACKAGES = ("launch", "trtrun", "parallel")
 NCCL = "NCCL"

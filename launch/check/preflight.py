@@ -21,7 +21,7 @@ from trtrun.models.checkpoint import NoWeightsError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.loading import shard_bytes
 from trtrun.models.weight_check import check_model_weights
-from trtrun.roles.memory_demand import quantization_of, resolve_dtype
+from trtrun.roles.memory_requirements import quantization_of, resolve_dtype
 from trtrun.roles.startup import target_context
 from trtrun.text import check_same_tokenizer, read_tokenizer
 

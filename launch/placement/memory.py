@@ -13,10 +13,10 @@ import torch
 from parallel.topology import Topology
 from trtrun.config import ModelSection, RuntimeConfig
 from trtrun.errors import ConfigError
-from trtrun.kvcache.sizing import SlotDemand, count_kv_blocks, default_fraction
+from trtrun.kvcache.sizing import SlotMemory, count_kv_blocks, default_fraction
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.loading import shard_bytes
-from trtrun.roles.memory_demand import (
+from trtrun.roles.memory_requirements import (
     engine_working_bytes,
     kv_bytes_per_block,
     most_useful_blocks,
@@ -134,7 +134,7 @@ class JobMemory:
         cache = self.config.kv_cache
         return count_kv_blocks(
             free_bytes,
-            SlotDemand(sum(self.shard_bytes(rank)), self.block_bytes(rank), working_bytes),
+            SlotMemory(sum(self.shard_bytes(rank)), self.block_bytes(rank), working_bytes),
             fraction=cache.free_memory_fraction or default_fraction(slot.device),
             block_size=cache.block_size,
             max_tokens=cache.max_tokens,

@@ -27,7 +27,7 @@ from launch.placement.devices import (
 from parallel.mpi_rank import MpiRank, find_mpi_rank
 from trtrun.config import RuntimeConfig, make_config, read_values
 from trtrun.device_lists import host_of, is_counts
-from trtrun.errors import ConfigError, TopologyError
+from trtrun.errors import ConfigError, PlacementError
 from trtrun.topology import make_topology
 
 DEFAULT_HOST = "default"
@@ -48,7 +48,7 @@ def load_run_config(path: Path, overrides: Sequence[str], check: Check = lambda 
 
     Raises:
         ConfigError: one line that names the file and the key.
-        TopologyError: the ranks do not see each other (see `check_started_together`).
+        PlacementError: the ranks do not see each other (see `check_started_together`).
     """
     place = find_mpi_rank()
     check_started_together(place, os.environ)
@@ -147,20 +147,20 @@ def check_started_together(place: MpiRank | None, environment: Mapping[str, str]
         environment: of this process.
 
     Raises:
-        TopologyError: with the ways out.
+        PlacementError: with the ways out.
     """
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "")
     if place is None and environment.get("SLURM_STEP_ID", "").isdecimal() and tasks.isdecimal() and int(tasks) > 1:
-        raise TopologyError(
+        raise PlacementError(
             f"srun started {tasks} processes that do not know each other, each a world of its own: start them with "
             "mpirun inside the batch script (launch.slurm.launcher: mpirun), or with srun --mpi=TYPE of this MPI"
         )
 
 
 def check_world_size(place: MpiRank, size: int) -> None:
-    """Raise TopologyError where MPI sees another world than the launcher started."""
+    """Raise PlacementError where MPI sees another world than the launcher started."""
     if size != place.size:
-        raise TopologyError(
+        raise PlacementError(
             f"{place.size} processes were started together, but MPI sees a world of {size}: this MPI library and the "
             "launcher do not speak the same protocol; start the ranks with the mpirun of this MPI library "
             "(launch.slurm.launcher: mpirun), or with srun --mpi=TYPE of it"

@@ -124,7 +124,7 @@ def test_a_world_of_another_size_ends_at_once_and_says_the_counts(
 ) -> None:
     done = run_ranks(size, PROGRAM, env={**models, "JOB_FAILS": "nothing"}, timeout=60)
     assert done.returncode != 0
-    assert "TopologyError" in done.stderr
+    assert "PlacementError" in done.stderr
     assert "need 4 ranks (orchestrator rank 0 (host), draft rank 1 (cpu:0), target rank 2 (cpu:1), target rank 3" in (
         done.stderr
     )

@@ -18,11 +18,10 @@ from mpi4py import MPI
 from pipelines import Reference, configuration, interrupt_call, noisy_copy, prompt_of, tokens_of, useless_draft
 
 import trtrun.llm_engine
-from parallel.errors import TopologyError
 from parallel.groups import Groups
 from trtrun import LLM, SamplingParams, open_llm
 from trtrun.config import RuntimeConfig
-from trtrun.errors import TrtrunError
+from trtrun.errors import PlacementError, TrtrunError
 from trtrun.roles import job
 from trtrun.roles.worker import Worker
 from trtrun.topology import make_topology
@@ -275,7 +274,7 @@ def test_a_world_of_another_size_is_refused_with_both_counts(folder: Path) -> No
     for size, devices in ((3, place("a", "b")), (4, place("a", "bc")), (5, place("ab", "cd")), (1, place("a", "a"))):
         if size == SIZE:
             continue
-        with pytest.raises(TopologyError) as caught:
+        with pytest.raises(PlacementError) as caught:
             LLM(config=job_configuration(folder, devices))
         message = str(caught.value)
         assert f"{size} rank" in message and f"{SIZE} were started" in message

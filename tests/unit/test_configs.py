@@ -20,7 +20,7 @@ from trtrun.config import ASSET_PREFIX, RuntimeConfig
 from trtrun.device_lists import is_counts
 from trtrun.models.config import read_model_config
 from trtrun.models.loading import shard_bytes
-from trtrun.roles.memory_demand import resolve_dtype
+from trtrun.roles.memory_requirements import resolve_dtype
 from trtrun.roles.startup import device_of
 from trtrun.topology import make_topology
 from trtrun.yaml_source import parse_yaml

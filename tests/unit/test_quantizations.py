@@ -20,7 +20,7 @@ from trtrun.linear.quantization.base import LinearTensors, LinearWeight, Product
 from trtrun.linear.quantization.int8 import quantize
 from trtrun.models.config import read_model_config
 from trtrun.models.loading import shard_bytes
-from trtrun.models.parts import Part, Weight
+from trtrun.models.shard_layout import StoredSlice, Weight
 
 DENSE = QUANTIZATIONS.get("none")
 
@@ -35,7 +35,7 @@ class Ready:
     def weight(self) -> Weight:
         """The whole matrix."""
         shape = (self.matrix.shape[0], self.matrix.shape[1])
-        return Weight(shape, (Part("a.weight", shape, (range(shape[0]), range(shape[1]))),))
+        return Weight(shape, (StoredSlice("a.weight", shape, (range(shape[0]), range(shape[1]))),))
 
     def dense(self) -> torch.Tensor:
         """The matrix."""
@@ -57,14 +57,14 @@ class Stored:
         return False
 
     @staticmethod
-    def _files(weight: LinearWeight) -> Sequence[tuple[Part, Part]] | None:
+    def _files(weight: LinearWeight) -> Sequence[tuple[StoredSlice, StoredSlice]] | None:
         if weight.parts[0].name == "lm_head.weight":
             return None
         found = []
         for part in weight.parts:
             start, (rows, columns), (out, inputs) = part.name.removesuffix("weight"), part.ranges, part.shape
-            codes = Part(f"{start}codes", (inputs, out), (columns, rows))
-            found.append((codes, Part(f"{start}scale", (out,), (rows,))))
+            codes = StoredSlice(f"{start}codes", (inputs, out), (columns, rows))
+            found.append((codes, StoredSlice(f"{start}scale", (out,), (rows,))))
         return found
 
     def create(self, weight: LinearWeight, dtype: torch.dtype) -> LinearTensors:

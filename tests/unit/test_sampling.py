@@ -19,13 +19,13 @@ VOCAB, MAX_LEN = 23, 40
 
 
 def sampler_for(admissions: Sequence, vocab: int = VOCAB) -> tuple[RowSampling, torch.Tensor, torch.Tensor]:
-    """A RowSampling with these rows, their history (garbage behind their tokens) and lengths."""
+    """A RowSampling with these rows, their token_ids (garbage behind their tokens) and lengths."""
     sampling = RowSampling(max(one.row for one in admissions) + 1, vocab, "cpu")
-    history = torch.full((len(admissions), MAX_LEN), vocab - 1, dtype=torch.int32)
+    token_ids = torch.full((len(admissions), MAX_LEN), vocab - 1, dtype=torch.int32)
     for one in admissions:
         sampling.admit(one)
-        history[one.row, : len(one.tokens)] = torch.from_numpy(one.tokens)
-    return sampling, history, torch.tensor([len(one.tokens) for one in admissions])
+        token_ids[one.row, : len(one.tokens)] = torch.from_numpy(one.tokens)
+    return sampling, token_ids, torch.tensor([len(one.tokens) for one in admissions])
 
 
 def process(
@@ -34,8 +34,8 @@ def process(
     """[P, V] processed logits of one row."""
     drafts = extra.pop("drafts", None)
     one = admission(0, tokens, params, **extra)  # type: ignore[arg-type]
-    sampling, history, lengths = sampler_for([one], logits.shape[-1])
-    return sampling.process(logits[None], [0], lengths, history, drafts)[0]
+    sampling, token_ids, lengths = sampler_for([one], logits.shape[-1])
+    return sampling.process(logits[None], [0], lengths, token_ids, drafts)[0]
 
 
 def seeded(**values: object) -> SamplingParams:
@@ -85,13 +85,13 @@ def test_mixed_rows_match_the_slow_reference(positions: int, ties: bool) -> None
     for _ in range(20):
         cases = [random_case(generator) for _ in range(10)]
         admissions = [admission(row, case[1], case[0], case[2], case[3], case[4]) for row, case in enumerate(cases)]
-        sampling, history, lengths = sampler_for(admissions)
+        sampling, token_ids, lengths = sampler_for(admissions)
         rows = generator.sample(range(10), 10)
         logits = torch.randn(10, positions, VOCAB) * 3
         logits = (logits * 2).round() / 2 if ties else logits
         drafts = torch.randint(0, 6, (10, positions - 1)) if positions > 1 else None
         before = logits.clone()
-        processed = sampling.process(logits, rows, lengths[rows], history, drafts, max_context=21)
+        processed = sampling.process(logits, rows, lengths[rows], token_ids, drafts, max_context=21)
         assert torch.equal(logits, before)
         for index, row in enumerate(rows):
             params, tokens, prompt, stops, words = cases[row]
@@ -107,25 +107,25 @@ def test_a_row_comes_out_the_same_bits_in_any_company() -> None:
     torch.manual_seed(5)
     cases = [random_case(generator) for _ in range(12)]
     admissions = [admission(row, case[1], case[0], case[2], case[3], case[4]) for row, case in enumerate(cases)]
-    sampling, history, lengths = sampler_for(admissions)
+    sampling, token_ids, lengths = sampler_for(admissions)
     logits, drafts = torch.randn(12, 4, VOCAB) * 3, torch.randint(0, 6, (12, 3))
-    whole = sampling.process(logits, list(range(12)), lengths, history, drafts)
+    whole = sampling.process(logits, list(range(12)), lengths, token_ids, drafts)
     tokens = sampling.choose(whole, list(range(12)), lengths, Stream.TARGET)
     for row in range(12):
         one = slice(row, row + 1)
         for count in (1, 2, 4):
-            alone = sampling.process(logits[one, :count], [row], lengths[one], history, drafts[one, : count - 1])
+            alone = sampling.process(logits[one, :count], [row], lengths[one], token_ids, drafts[one, : count - 1])
             assert torch.equal(alone, whole[one, :count])
             chosen = sampling.choose(alone, [row], lengths[one], Stream.TARGET)
             assert torch.equal(chosen, tokens[one, :count])
 
 
 def test_greedy_rows_pass_through_untouched() -> None:
-    sampling, history, lengths = sampler_for(
+    sampling, token_ids, lengths = sampler_for(
         [admission(0, [1], seeded()), admission(1, [2], seeded(top_k=3, top_p=0.5))]
     )
     logits = torch.randn(2, 3, VOCAB)
-    assert sampling.process(logits, [0, 1], lengths, history, torch.zeros(2, 2, dtype=torch.int64)) is logits
+    assert sampling.process(logits, [0, 1], lengths, token_ids, torch.zeros(2, 2, dtype=torch.int64)) is logits
 
 
 def transformers_case(name: str) -> tuple[dict, list]:
@@ -229,7 +229,7 @@ def test_min_tokens_counts_draft_tokens_and_ends() -> None:
 
 
 def test_ids_outside_the_vocabulary_are_ignored() -> None:
-    """The draft's vocabulary may be narrower than the target's: its history holds ids that it does not know."""
+    """The draft's vocabulary may be narrower than the target's: its token_ids holds ids that it does not know."""
     params = seeded(repetition_penalty=2.0, frequency_penalty=1.0, logit_bias={40: 5.0, 1: 1.0}, min_tokens=5)
     words = ((40,), (40, 2), (3, 41))
     logits = torch.ones(2, 10)
@@ -241,7 +241,9 @@ def test_ids_outside_the_vocabulary_are_ignored() -> None:
 
 
 def test_parameters_follow_the_row_and_are_dropped_with_it() -> None:
-    sampling, history, lengths = sampler_for([admission(0, [1], seeded(temperature=1.0, logprobs=3, top_k=2, seed=9))])
+    sampling, token_ids, lengths = sampler_for(
+        [admission(0, [1], seeded(temperature=1.0, logprobs=3, top_k=2, seed=9))]
+    )
     assert not sampling.is_greedy(0) and sampling.wants_logprobs(0) == 3 and sampling.seeds([0]).tolist() == [9]
     assert sampling.sampled_indices([0]) == [0]
     sampling.drop(0)
@@ -250,7 +252,7 @@ def test_parameters_follow_the_row_and_are_dropped_with_it() -> None:
     sampling.admit(admission(0, [1], seeded(seed=2**63 - 1)))
     assert sampling.is_greedy(0) and sampling.wants_logprobs(0) is None and sampling.seeds([0]).tolist() == [2**63 - 1]
     logits = torch.randn(1, 1, VOCAB)
-    assert sampling.process(logits, [0], lengths, history) is logits
+    assert sampling.process(logits, [0], lengths, token_ids) is logits
     with pytest.raises(ValueError, match="no seed"):
         sampling.admit(admission(0, [1], SamplingParams()))
 
@@ -260,9 +262,9 @@ def test_choose_takes_the_first_of_equal_logits_for_greedy_rows_and_samples_the_
         admission(0, [1], seeded()),
         *(admission(r, [1], seeded(temperature=0.9, seed=r)) for r in range(1, 20001)),
     ]
-    sampling, history, lengths = sampler_for(admissions, vocab=6)
+    sampling, token_ids, lengths = sampler_for(admissions, vocab=6)
     logits = torch.tensor([0.3, 2.0, -1.0, 2.0, 0.0, 1.0]).expand(20001, 2, 6)
-    processed = sampling.process(logits, range(20001), lengths, history, torch.zeros(20001, 1, dtype=torch.int64))
+    processed = sampling.process(logits, range(20001), lengths, token_ids, torch.zeros(20001, 1, dtype=torch.int64))
     tokens = sampling.choose(processed, range(20001), lengths, Stream.TARGET)
     assert tokens[0].tolist() == [1, 1]
     probabilities = torch.tensor(softmax([value / 0.9 for value in logits[0, 0].tolist()]))
@@ -290,8 +292,8 @@ def test_large_vocabulary_nucleus_matches_a_full_sort() -> None:
     torch.manual_seed(2)
     logits = torch.stack([torch.randn(5000) * scale for scale in (0.01, 1.0, 4.0, 30.0)])
     admissions = [admission(row, [1], seeded(temperature=1.0, top_p=0.9)) for row in range(4)]
-    sampling, history, lengths = sampler_for(admissions, vocab=5000)
-    out = sampling.process(logits[:, None], range(4), lengths, history)[:, 0]
+    sampling, token_ids, lengths = sampler_for(admissions, vocab=5000)
+    out = sampling.process(logits[:, None], range(4), lengths, token_ids)[:, 0]
     ordered = logits.double().softmax(-1).sort(-1, descending=True)
     keep = ordered.values.cumsum(-1) - ordered.values < 0.9
     expected = torch.zeros(4, 5000, dtype=torch.bool).scatter(-1, ordered.indices, keep)
@@ -303,8 +305,8 @@ def test_ranking_rows_in_parts_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -
     torch.manual_seed(3)
     variants = ({"top_p": 0.9}, {"top_k": 7}, {"top_k": 30, "top_p": 0.5}, {"top_p": 0.4, "min_p": 0.1})
     admissions = [admission(row, [1], seeded(temperature=1.0, **variants[row % 4])) for row in range(11)]
-    sampling, history, lengths = sampler_for(admissions, vocab=300)
+    sampling, token_ids, lengths = sampler_for(admissions, vocab=300)
     logits, drafts = torch.randn(11, 2, 300) * 2, torch.zeros(11, 1, dtype=torch.int64)
-    whole = sampling.process(logits, range(11), lengths, history, drafts)
+    whole = sampling.process(logits, range(11), lengths, token_ids, drafts)
     monkeypatch.setattr(filters, "_CPU_CHUNK", 1900)  # three rows of 2 x 300
-    assert torch.equal(sampling.process(logits, range(11), lengths, history, drafts), whole)
+    assert torch.equal(sampling.process(logits, range(11), lengths, token_ids, drafts), whole)

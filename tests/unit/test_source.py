@@ -18,7 +18,7 @@ from launch.placement.run_config import (
 )
 from parallel.mpi_rank import MpiRank
 from trtrun.config import RuntimeConfig
-from trtrun.errors import ConfigError, TopologyError
+from trtrun.errors import ConfigError, PlacementError
 from trtrun.topology import make_topology
 
 
@@ -178,7 +178,7 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
 
 
 def test_processes_of_srun_without_mpi_are_refused() -> None:
-    with pytest.raises(TopologyError, match=r"srun started 4 processes that do not know each other.*--mpi=TYPE"):
+    with pytest.raises(PlacementError, match=r"srun started 4 processes that do not know each other.*--mpi=TYPE"):
         check_started_together(None, STEP)
 
 
@@ -197,5 +197,5 @@ def test_ranks_and_single_processes_are_not(place: MpiRank | None, environment: 
 
 def test_a_world_that_mpi_sees_otherwise_than_the_launcher_is_refused() -> None:
     check_world_size(MpiRank(3, 4), 4)
-    with pytest.raises(TopologyError, match="4 processes were started together, but MPI sees a world of 1"):
+    with pytest.raises(PlacementError, match="4 processes were started together, but MPI sees a world of 1"):
         check_world_size(MpiRank(0, 4), 1)

@@ -95,29 +95,33 @@ class Toy:
         self.draft = self.target + draft_noise * torch.randn(VOCAB, VOCAB, VOCAB, generator=generator)
         self.rows = list(range(len(admissions)))
         self.sampling = RowSampling(len(admissions), VOCAB, "cpu")
-        self.history = torch.zeros((len(admissions), 40), dtype=torch.int32)
+        self.token_ids = torch.zeros((len(admissions), 40), dtype=torch.int32)
         for one in admissions:
             self.sampling.admit(one)
-            self.history[one.row, : len(one.tokens)] = torch.from_numpy(one.tokens)
+            self.token_ids[one.row, : len(one.tokens)] = torch.from_numpy(one.tokens)
         self.lengths = torch.tensor([len(one.tokens) for one in admissions])
 
-    def logits(self, table: torch.Tensor, history: torch.Tensor, lengths: torch.Tensor, positions: int) -> torch.Tensor:
-        """[R, positions, V]: logits at lengths, lengths + 1, …, given the tokens in `history`."""
+    def logits(
+        self, table: torch.Tensor, token_ids: torch.Tensor, lengths: torch.Tensor, positions: int
+    ) -> torch.Tensor:
+        """[R, positions, V]: logits at lengths, lengths + 1, …, given the tokens in `token_ids`."""
         places = lengths[:, None] + torch.arange(positions)
-        history = history.long()
-        return table[history.gather(1, places - 2), history.gather(1, places - 1)]
+        token_ids = token_ids.long()
+        return table[token_ids.gather(1, places - 2), token_ids.gather(1, places - 1)]
 
     def propose(self, count: int, stream: Stream) -> tuple[torch.Tensor, torch.Tensor]:
         """The draft's tokens [R, count] and processed probabilities [R, count, V]."""
-        history, lengths, probabilities = self.history.clone(), self.lengths.clone(), []
+        token_ids, lengths, probabilities = self.token_ids.clone(), self.lengths.clone(), []
         for _ in range(count):
-            processed = self.sampling.process(self.logits(self.draft, history, lengths, 1), self.rows, lengths, history)
+            processed = self.sampling.process(
+                self.logits(self.draft, token_ids, lengths, 1), self.rows, lengths, token_ids
+            )
             probabilities.append(self.sampling.probabilities(processed))
             tokens = self.sampling.choose(processed, self.rows, lengths, stream)
-            history.scatter_(1, lengths[:, None], tokens.int())
+            token_ids.scatter_(1, lengths[:, None], tokens.int())
             lengths += 1
         width = self.lengths[:, None] + torch.arange(count)
-        return history.long().gather(1, width), torch.cat(probabilities, dim=1)
+        return token_ids.long().gather(1, width), torch.cat(probabilities, dim=1)
 
     def verify(
         self,
@@ -129,22 +133,30 @@ class Toy:
         """One verification; appends what the rows gain. Returns num_tokens."""
         count = drafts.shape[1]
         places = self.lengths[:, None] + torch.arange(count)
-        extended = self.history.scatter(1, places, drafts.clamp(0, VOCAB - 1).int())
+        extended = self.token_ids.scatter(1, places, drafts.clamp(0, VOCAB - 1).int())
         logits = self.logits(self.target, extended, self.lengths, count + 1)
-        # Behind its valid tokens a row's history is anything.
-        self.history = torch.where(torch.arange(40) < self.lengths[:, None], self.history, 3)
+        # Behind its valid tokens a row's token_ids is anything.
+        self.token_ids = torch.where(torch.arange(40) < self.lengths[:, None], self.token_ids, 3)
         verdict = verify(
-            logits, self.sampling, self.rows, self.lengths, self.history, drafts, lens, probabilities, probability_rows
+            logits,
+            self.sampling,
+            self.rows,
+            self.lengths,
+            self.token_ids,
+            drafts,
+            lens,
+            probabilities,
+            probability_rows,
         )
         steps = torch.arange(count + 1)
         assert torch.equal(verdict.tokens >= 0, steps < verdict.num_tokens[:, None])
-        self.history.scatter_(1, self.lengths[:, None] + steps, verdict.tokens.clamp(min=0).int())
+        self.token_ids.scatter_(1, self.lengths[:, None] + steps, verdict.tokens.clamp(min=0).int())
         self.lengths += verdict.num_tokens
         return verdict.num_tokens
 
     def outputs(self, count: int) -> torch.Tensor:
         """[R, count]: the first tokens behind the prompts of three."""
-        return self.history[:, 3 : 3 + count].long()
+        return self.token_ids[:, 3 : 3 + count].long()
 
 
 def target_only(count: int) -> torch.Tensor:
@@ -198,7 +210,7 @@ def test_verify_mixes_modes_and_reports_logprobs_in_order() -> None:
     drafts, probabilities = toy.propose(3, Stream.DRAFT)
     lens = torch.tensor([3, 2, 3, -1])
     raw = torch.randn(4, 4, VOCAB)
-    both = verify(raw, toy.sampling, toy.rows, toy.lengths, toy.history, drafts, lens, probabilities[1:3], [1, 2])
+    both = verify(raw, toy.sampling, toy.rows, toy.lengths, toy.token_ids, drafts, lens, probabilities[1:3], [1, 2])
     for row in range(4):
         one = slice(row, row + 1)
         by_probability = row in (1, 2)
@@ -207,7 +219,7 @@ def test_verify_mixes_modes_and_reports_logprobs_in_order() -> None:
             toy.sampling,
             [row],
             toy.lengths[one],
-            toy.history,
+            toy.token_ids,
             drafts[one],
             lens[one],
             probabilities[one] if by_probability else None,
@@ -220,10 +232,10 @@ def test_verify_mixes_modes_and_reports_logprobs_in_order() -> None:
     expected = torch.log_softmax(raw[2, 0], -1)
     assert float(both.logprobs.values[1, 0, 0]) == pytest.approx(float(expected[both.tokens[2, 0]]))
     assert both.logprobs.token_ids[1, 0, 1:].tolist() == expected.topk(3).indices.tolist()
-    quiet = verify(raw[1:2], toy.sampling, [1], toy.lengths[1:2], toy.history, drafts[1:2], lens[1:2])
+    quiet = verify(raw[1:2], toy.sampling, [1], toy.lengths[1:2], toy.token_ids, drafts[1:2], lens[1:2])
     assert quiet.logprobs is None
     with pytest.raises(ValueError, match="draft_probs must be"):
-        verify(raw, toy.sampling, toy.rows, toy.lengths, toy.history, drafts, lens, probabilities, [1, 2])
+        verify(raw, toy.sampling, toy.rows, toy.lengths, toy.token_ids, drafts, lens, probabilities, [1, 2])
 
 
 def report_of(verdict: Verdict) -> RoundReport:
@@ -245,10 +257,10 @@ def test_a_row_whose_logits_are_not_finite_gains_nothing(mode: str, damage: str,
     toy = Toy(admissions, 0.0)
     by_probability = mode == "probability"
     drafts, probabilities = toy.propose(2, Stream.DRAFT if by_probability else Stream.TARGET)
-    extended = toy.history.scatter(1, toy.lengths[:, None] + torch.arange(2), drafts.int())
+    extended = toy.token_ids.scatter(1, toy.lengths[:, None] + torch.arange(2), drafts.int())
     logits = toy.logits(toy.target, extended, toy.lengths, 3)
     lens = torch.full((3,), 2)
-    arguments = (toy.sampling, toy.rows, toy.lengths, toy.history, drafts, lens)
+    arguments = (toy.sampling, toy.rows, toy.lengths, toy.token_ids, drafts, lens)
     arguments += (probabilities, [0, 1, 2]) if by_probability else (None, ())
     whole = verify(logits, *arguments)
     assert int(whole.num_tokens.min()) == 3, "the draft is the target, so that every position is reached"
@@ -275,7 +287,7 @@ def test_infinite_logits_of_tokens_that_nobody_chooses_do_no_harm() -> None:
     logits[0, 0, 4] = 1.0
     logits[0, 0, 5:] = -torch.inf
     none = torch.empty(1, 0, dtype=torch.int64)
-    verdict = verify(logits, toy.sampling, [0], toy.lengths, toy.history, none, torch.zeros(1, dtype=torch.int64))
+    verdict = verify(logits, toy.sampling, [0], toy.lengths, toy.token_ids, none, torch.zeros(1, dtype=torch.int64))
     assert verdict.num_tokens.tolist() == [1] and verdict.tokens.tolist() == [[4]]
     assert report_of(verdict).tokens == [[4]]
 
@@ -287,13 +299,13 @@ def test_a_draft_without_a_distribution_cannot_be_seen_in_the_output() -> None:
     for one in admissions:
         sampling.admit(one)
     rows, lengths = list(range(4000)), torch.full((4000,), 3)
-    history = torch.zeros((4000, 9), dtype=torch.int32)
-    broken = sampling.process(torch.full((4000, 1, 4), torch.nan), rows, lengths, history)
+    token_ids = torch.zeros((4000, 9), dtype=torch.int32)
+    broken = sampling.process(torch.full((4000, 1, 4), torch.nan), rows, lengths, token_ids)
     drafts = sampling.choose(broken, rows, lengths, Stream.DRAFT)
     probabilities = sampling.probabilities(broken)
     assert not probabilities.any()
     target = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(4000, 2, 4)
-    verdict = verify(target, sampling, rows, lengths, history, drafts, torch.ones_like(lengths), probabilities, rows)
+    verdict = verify(target, sampling, rows, lengths, token_ids, drafts, torch.ones_like(lengths), probabilities, rows)
     counts = torch.bincount(verdict.tokens[:, 0], minlength=4) / 4000
     assert bool((verdict.num_tokens == 1).all())
     assert torch.allclose(counts, torch.tensor([0.1, 0.2, 0.3, 0.4]), atol=0.03)
@@ -309,14 +321,14 @@ def test_nothing_is_read_back_from_the_device() -> None:
     def integers(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int64, device="meta")
 
-    history, logits = integers(40, 50).int(), torch.empty(40, 4, VOCAB, device="meta")
+    token_ids, logits = integers(40, 50).int(), torch.empty(40, 4, VOCAB, device="meta")
     sampled = sampling.sampled_indices(rows)
     probabilities = torch.empty(len(sampled), 3, VOCAB, device="meta")
     verdict = verify(
-        logits, sampling, rows, integers(40), history, integers(40, 3), integers(40), probabilities, sampled
+        logits, sampling, rows, integers(40), token_ids, integers(40, 3), integers(40), probabilities, sampled
     )
     assert verdict.tokens.shape == (40, 4) and verdict.tokens.device.type == "meta"
-    verdict = verify(logits, sampling, rows, integers(40), history, integers(40, 3), integers(40))
+    verdict = verify(logits, sampling, rows, integers(40), token_ids, integers(40, 3), integers(40))
     assert verdict.num_tokens.shape == (40,)
     with pytest.raises((RuntimeError, NotImplementedError)):
         bool((verdict.tokens > 0).any())

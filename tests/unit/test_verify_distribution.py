@@ -66,8 +66,8 @@ def speculate(
     """First TOKENS output tokens [ROWS, TOKENS] of the cycle, and the share of draft tokens accepted in round 1."""
     rows, draft_len = list(range(ROWS)), int(draft_lens.max())
     width = len(PROMPT) + TOKENS + draft_len + 1
-    history = torch.zeros((ROWS, width), dtype=torch.int32)
-    history[:, : len(PROMPT)] = torch.tensor(PROMPT)
+    token_ids = torch.zeros((ROWS, width), dtype=torch.int32)
+    token_ids[:, : len(PROMPT)] = torch.tensor(PROMPT)
     lengths = torch.full((ROWS,), len(PROMPT))
     share = 0.0
     while int(lengths.min()) < len(PROMPT) + TOKENS:
@@ -75,30 +75,30 @@ def speculate(
         drafted, places = [], lengths.clone()
         probabilities = []
         for _ in range(draft_len):
-            last = history.gather(1, places[:, None] - 1).long()
-            processed = sampling.process(draft[last], rows, places, history)
+            last = token_ids.gather(1, places[:, None] - 1).long()
+            processed = sampling.process(draft[last], rows, places, token_ids)
             probabilities.append(sampling.probabilities(processed))
             drafted.append(sampling.choose(processed, rows, places, Stream.DRAFT if use_logits else Stream.TARGET))
-            history.scatter_(1, places[:, None], drafted[-1].int())
+            token_ids.scatter_(1, places[:, None], drafted[-1].int())
             places += 1
         tokens = torch.cat(drafted, dim=1)
-        before = torch.cat([history.gather(1, lengths[:, None] - 1).long(), tokens], dim=1)
+        before = torch.cat([token_ids.gather(1, lengths[:, None] - 1).long(), tokens], dim=1)
         probs = torch.cat(probabilities, dim=1) if use_logits else None
         verdict = verify(
             TARGET_LOGITS[before],
             sampling,
             rows,
             lengths,
-            history,
+            token_ids,
             tokens,
             draft_lens,
             probs,
             rows if use_logits else (),
         )
         share = share or float((verdict.num_tokens - 1).sum() / draft_lens.clamp(min=0).sum())
-        history.scatter_(1, lengths[:, None] + torch.arange(draft_len + 1), verdict.tokens.clamp(min=0).int())
+        token_ids.scatter_(1, lengths[:, None] + torch.arange(draft_len + 1), verdict.tokens.clamp(min=0).int())
         lengths = lengths + verdict.num_tokens
-    return history[:, len(PROMPT) : len(PROMPT) + TOKENS].long(), share
+    return token_ids[:, len(PROMPT) : len(PROMPT) + TOKENS].long(), share
 
 
 def assert_follows(outputs: torch.Tensor, exact: torch.Tensor) -> None:
@@ -139,13 +139,13 @@ def test_sampled_output_follows_the_target(
 
 def test_target_only_follows_its_own_distribution(sampling: RowSampling, exact: torch.Tensor) -> None:
     rows = list(range(ROWS))
-    history = torch.zeros((ROWS, 8), dtype=torch.int32)
-    history[:, :3] = torch.tensor(PROMPT)
+    token_ids = torch.zeros((ROWS, 8), dtype=torch.int32)
+    token_ids[:, :3] = torch.tensor(PROMPT)
     for length in range(3, 3 + TOKENS):
         lengths = torch.full((ROWS,), length)
-        processed = sampling.process(TARGET_LOGITS[history[:, length - 1].long()][:, None], rows, lengths, history)
-        history[:, length] = sampling.choose(processed, rows, lengths, Stream.TARGET)[:, 0].int()
-    assert_follows(history[:, 3:6].long(), exact)
+        processed = sampling.process(TARGET_LOGITS[token_ids[:, length - 1].long()][:, None], rows, lengths, token_ids)
+        token_ids[:, length] = sampling.choose(processed, rows, lengths, Stream.TARGET)[:, 0].int()
+    assert_follows(token_ids[:, 3:6].long(), exact)
 
 
 def test_acceptance_rate_is_the_overlap_of_the_distributions(sampling: RowSampling) -> None:

@@ -64,7 +64,7 @@ class BatchBuilder:
         stop = chunk.start + chunk.length
         device = self._rows.device
         rows = torch.full((1,), chunk.row, dtype=torch.int64, device=device)
-        tokens = self._rows.history[chunk.row, chunk.start : stop].to(torch.int64).unsqueeze(0)
+        tokens = self._rows.token_ids[chunk.row, chunk.start : stop].to(torch.int64).unsqueeze(0)
         positions = torch.arange(chunk.start, stop, device=device).unsqueeze(0)
         return self.add_rows(rows, tokens, positions, stop)
 

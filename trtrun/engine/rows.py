@@ -14,11 +14,11 @@ from trtrun.sampling.row_sampling import RowSampling
 
 
 class RowState:
-    """Token history, length, block table and sampling parameters of every row.
+    """Tokens, length, block table and sampling parameters of every row.
 
     Attributes:
-        history: [max_rows, max_seq_len + slack] int32: the row's tokens; entries from its length on are scratch, where
-            the draft writes what it proposes.
+        token_ids: [max_rows, max_seq_len + slack] int32: the row's tokens; entries from its length on are scratch,
+            where the draft writes what it proposes.
         lengths: [max_rows] int64: tokens of the row, the newest one included (its keys are not in the store yet).
         block_tables: [max_rows, max_blocks] int64; 0 where no block is assigned.
         sampling: the rows' sampling parameters.
@@ -38,7 +38,7 @@ class RowState:
         self.max_draft_len = max_draft_len
         self.device = device
         self.block_size = block_size
-        self.history = torch.zeros((max_rows, max_seq_len + slack), dtype=torch.int32, device=device)
+        self.token_ids = torch.zeros((max_rows, max_seq_len + slack), dtype=torch.int32, device=device)
         self.lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)
         max_blocks = -(-(max_seq_len + slack) // block_size)
         self.block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int64, device=device)
@@ -51,7 +51,7 @@ class RowState:
         for admission in plan.admissions:
             row = admission.row
             tokens = torch.from_numpy(admission.tokens).to(self.device, non_blocking=True)
-            self.history[row, : len(tokens)] = tokens
+            self.token_ids[row, : len(tokens)] = tokens
             self.lengths[row] = len(tokens)
             self.block_tables[row] = 0
             self.sampling.admit(admission)
@@ -70,11 +70,11 @@ class RowState:
         Args:
             rows: [rows] int64 on the device.
             num_tokens: [rows] int64: tokens gained.
-            tokens: [rows, width] int64: the tokens, then padding, which lands in the scratch part of the history.
+            tokens: [rows, width] int64: the tokens, then padding, which lands in the scratch part of the token_ids.
         """
         lengths = self.lengths[rows]
         columns = lengths.unsqueeze(1) + torch.arange(tokens.shape[1], device=self.device)
-        self.history[rows.unsqueeze(1), columns] = tokens.to(torch.int32)
+        self.token_ids[rows.unsqueeze(1), columns] = tokens.to(torch.int32)
         self.lengths[rows] = lengths + num_tokens
 
     def tables(self, rows: torch.Tensor, blocks: int) -> torch.Tensor:

@@ -124,7 +124,7 @@ class Engine:
         positions = self.rows.lengths[rows].unsqueeze(1) + steps
         if width > 2:
             positions = torch.where(-steps <= device_integers(counts, self.device).unsqueeze(1), positions, -1)
-        tokens = self.rows.history[rows.unsqueeze(1), positions.clamp(min=0)].to(torch.int64)
+        tokens = self.rows.token_ids[rows.unsqueeze(1), positions.clamp(min=0)].to(torch.int64)
         return self._run_rows(rows, tokens, positions, context, last_only=True)
 
     @torch.inference_mode()
@@ -177,7 +177,7 @@ class Engine:
             rows = device_integers(plan.decode_rows.tolist(), self.device)
             newest = self.rows.lengths[rows] - 1
             positions = newest.unsqueeze(1)
-            tokens = self.rows.history[rows, newest].to(torch.int64).unsqueeze(1)
+            tokens = self.rows.token_ids[rows, newest].to(torch.int64).unsqueeze(1)
             if queries > 1:
                 steps = torch.arange(queries, device=self.device)
                 positions = torch.where(steps <= draft_lens.clamp(min=0).unsqueeze(1), positions + steps, -1)

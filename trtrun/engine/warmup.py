@@ -27,7 +27,7 @@ def warm_up(engine: Engine, draft_len: int, max_tokens: int) -> None:
     rows = torch.zeros(1, dtype=torch.int64, device=engine.device)
     # A row of two zero tokens stands in for a request.
     engine.rows.lengths[0] = 2
-    longest = engine.rows.history.shape[1] - engine.rows.max_draft_len - 2
+    longest = engine.rows.token_ids.shape[1] - engine.rows.max_draft_len - 2
     if engine.device.type == "cuda":
         # Kernels are compiled for the sizes of their tiles, and for contexts that are split.
         for length in sorted({min(length, longest, max_tokens) for length in (8, 16, 64)}):

@@ -15,7 +15,7 @@ import torch
 from trtrun.engine.graphs import MOST_GRAPHS
 from trtrun.kernels.cpu.machine import has_bfloat16_kernels
 from trtrun.models.config import ModelConfig
-from trtrun.models.parts import ShardLayout
+from trtrun.models.shard_layout import ShardLayout
 from trtrun.sampling.filters import RANKING_BYTES, most_ranked
 from trtrun.sampling.pieces import MOST_ELEMENTS
 
@@ -153,8 +153,8 @@ def _sampling_bytes(shape: RoundShape, verified: int, model: ModelConfig, device
     at_a_time = min(elements, max(MOST_ELEMENTS, row))
     ranked = min(elements, max(most_ranked(device_type), row))
     scratch = at_a_time * _FLOAT * _SAMPLING_TENSORS + ranked * RANKING_BYTES
-    history = shape.max_rows * shape.max_seq_len
-    counted = min(history, max(MOST_ELEMENTS, shape.max_seq_len)) * 32
+    token_ids = shape.max_rows * shape.max_seq_len
+    counted = min(token_ids, max(MOST_ELEMENTS, shape.max_seq_len)) * 32
     probabilities = 0
     if shape.use_logits:
         # Made step by step, stacked and padded by the draft; received by the target.

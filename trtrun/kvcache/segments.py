@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional
 
-from trtrun.kvcache.store import NULL_BLOCK
+from trtrun.kvcache.blocks import NULL_BLOCK
 
 StoreShape = tuple[int, int]
 """Blocks and KV heads of a store."""

@@ -23,7 +23,7 @@ NUM_NULL_BLOCKS = 1
 
 
 @dataclass(frozen=True)
-class SlotDemand:
+class SlotMemory:
     """What the engines of one slot need.
 
     Attributes:
@@ -48,7 +48,7 @@ def useful_blocks(max_batch_size: int, max_seq_len: int, block_size: int, draft_
 
 def count_kv_blocks(
     free_bytes: int,
-    demand: SlotDemand,
+    demand: SlotMemory,
     *,
     fraction: float,
     block_size: int,

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-NULL_BLOCK = 0
-"""The block that no row ever owns: writes of padding go there, and unused entries of a block table point to it."""
+from trtrun.kvcache.blocks import NULL_BLOCK
 
 _LINE_BYTES = 64
 

@@ -22,7 +22,7 @@ from trtrun.linear.quantization import QUANTIZATIONS, Quantization
 from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM, DecoderLayer
-from trtrun.models.parts import ShardLayout
+from trtrun.models.shard_layout import ShardLayout
 from trtrun.models.weight_check import plain_weights
 from trtrun.models.weight_reader import Progress, WeightReader
 

@@ -15,7 +15,7 @@ from trtrun.linear.quantization import QUANTIZATIONS, Quantization
 from trtrun.linear.quantization.base import TensorSlice
 from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig
-from trtrun.models.parts import ShardLayout, Weight
+from trtrun.models.shard_layout import ShardLayout, Weight
 
 
 def check_weights(checkpoint: Checkpoint, layout: ShardLayout, quantization: Quantization, dtype: torch.dtype) -> int:

@@ -17,7 +17,7 @@ from trtrun.linear.layer import Linear
 from trtrun.linear.quantization import Quantization
 from trtrun.linear.quantization.base import TensorSlice
 from trtrun.models.checkpoint import Checkpoint
-from trtrun.models.parts import ShardLayout, Weight
+from trtrun.models.shard_layout import ShardLayout, Weight
 from trtrun.models.weight_check import check_weights
 
 Progress = Callable[[int, int], None]

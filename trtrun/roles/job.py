@@ -15,6 +15,7 @@ import torch
 
 from parallel import abort
 from parallel.control import ControlPlane
+from parallel.errors import TopologyError
 from parallel.groups import open_groups
 from parallel.mpi_rank import find_mpi_rank
 from parallel.probe import verify_groups
@@ -23,6 +24,7 @@ from parallel.watchdog.activity import Activity, Phase
 from parallel.watchdog.heartbeat import invite_workers, join_heartbeat
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.config import RuntimeConfig
+from trtrun.errors import PlacementError
 from trtrun.outputs import RankReport, StartReport
 from trtrun.roles.engine_ranks import EngineRanks, MpiRanks, SoloRanks, serve
 from trtrun.roles.failures import RankFailures
@@ -40,7 +42,7 @@ logger.addHandler(logging.NullHandler())
 
 
 @dataclass
-class Job:
+class StartedJob:
     """What the orchestrator has once every rank is up.
 
     Attributes:
@@ -54,14 +56,14 @@ class Job:
     report: StartReport
 
 
-def open_job(config: RuntimeConfig, progress: Progress | None) -> Job | None:
+def open_job(config: RuntimeConfig, progress: Progress | None) -> StartedJob | None:
     """Start this rank.
 
     Returns:
         The job on the orchestrator rank. None on a worker rank, after it has served to the end.
 
     Raises:
-        TopologyError: the MPI world has another size than the devices need.
+        PlacementError: the MPI world has another size than the devices need.
         StartError: on the orchestrator, when any rank could not start.
         RankFailedError: on the orchestrator, when any rank failed while it started, or the start takes too long.
     """
@@ -72,7 +74,10 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> Job | None:
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
-    topology.check_world(world.size)
+    try:
+        topology.check_world(world.size)
+    except TopologyError as error:
+        raise PlacementError(str(error)) from None
     neighbours = topology.slots_of_host(topology.host(world.rank))
     torch.set_num_threads(threads_per_slot(config.threads, len(neighbours)))
     if topology.world_size == 1:
@@ -88,17 +93,17 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> Job | None:
     return None
 
 
-def _open_solo(config: RuntimeConfig, topology: Topology, progress: Progress | None) -> Job:
+def _open_solo(config: RuntimeConfig, topology: Topology, progress: Progress | None) -> StartedJob:
     groups = open_groups(None, topology, device_of(topology.slots[0]))
     startup = RankStartup(config, topology, 0, groups)
     blocks = startup.load(progress or (lambda done, total: None))
     worker, report = startup.finish(blocks)
-    return Job(SoloRanks(worker), blocks, StartReport((report,)))
+    return StartedJob(SoloRanks(worker), blocks, StartReport((report,)))
 
 
 def _open_orchestrator(
     config: RuntimeConfig, topology: Topology, world: MPI.Intracomm, progress: Progress | None
-) -> Job:
+) -> StartedJob:
     """Rank 0 without a device: start the others, under a deadline from here on."""
     abort.stand_by()
     activity = Activity()
@@ -121,7 +126,7 @@ def _open_orchestrator(
         raise
     activity.rest()
     heartbeat.finish_start()
-    return Job(MpiRanks(control, activity, failures), blocks, StartReport((_orchestrator_report(), *reports)))
+    return StartedJob(MpiRanks(control, activity, failures), blocks, StartReport((_orchestrator_report(), *reports)))
 
 
 def _run_worker(config: RuntimeConfig, topology: Topology, control: ControlPlane, world: MPI.Intracomm) -> None:

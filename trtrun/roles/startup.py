@@ -29,7 +29,7 @@ from trtrun.engine.working_memory import RoundShape
 from trtrun.errors import CheckpointError, ConfigError, TrtrunError
 from trtrun.kernels.choice import kernels_for
 from trtrun.kvcache.sizing import (
-    SlotDemand,
+    SlotMemory,
     blocks_of_tokens,
     count_kv_blocks,
     default_fraction,
@@ -43,7 +43,7 @@ from trtrun.models.decoder import CausalLM
 from trtrun.models.loading import LoadReport, load_model, shard_bytes
 from trtrun.outputs import RankReport
 from trtrun.roles.largest_round import Rehearsal, measure_largest_round
-from trtrun.roles.memory_demand import (
+from trtrun.roles.memory_requirements import (
     engine_working_bytes,
     kv_bytes_per_block,
     most_useful_blocks,
@@ -181,7 +181,7 @@ class RankStartup:
             self._engines[role] = _LoadedEngine(model, loaded, communicator)
         return blocks
 
-    def _count_blocks(self, free_bytes: int, demand: SlotDemand) -> int:
+    def _count_blocks(self, free_bytes: int, demand: SlotMemory) -> int:
         cache = self._config.kv_cache
         return count_kv_blocks(
             free_bytes,
@@ -268,7 +268,7 @@ class RankStartup:
             parts.append(("target", self._config.target, self._target_config, self._groups.target))
         return parts
 
-    def _demand(self) -> SlotDemand:
+    def _demand(self) -> SlotMemory:
         """What this rank's engines need; the memory of a round by its shapes."""
         weights = block = working = 0
         for role, section, model, communicator in self._parts():
@@ -278,7 +278,7 @@ class RankStartup:
             working += engine_working_bytes(
                 self._config, self._context, role, section, model, communicator.rank, self._device
             )
-        return SlotDemand(weights, block, working)
+        return SlotMemory(weights, block, working)
 
     def _shard_bytes(self, section: ModelSection, model: ModelConfig, communicator: Communicator) -> int:
         dtype = resolve_dtype(section, model)

@@ -1,7 +1,7 @@
 """Temperature, top_k, top_p and min_p: which tokens a sampled row may choose, and how likely each is.
 
 Pure functions on [rows, positions, vocabulary] logits; each row has its own parameters. They know no admission, no
-seed and no history. No value is read back from a device; on the CPU, where reading costs nothing, the nucleus is
+seed and no earlier token. No value is read back from a device; on the CPU, where reading costs nothing, the nucleus is
 searched among fewer candidates. Rows are ranked some at a time, so that a large batch takes no more memory.
 
 Order: temperature, top_k, top_p over the distribution that top_k left, then min_p, as transformers orders them. min_p

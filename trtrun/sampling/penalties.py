@@ -12,12 +12,17 @@ from torch import Tensor
 
 
 def count_tokens(
-    history: Tensor, start: Tensor | None, lengths: Tensor, draft_tokens: Tensor | None, positions: int, vocabulary: int
+    token_ids: Tensor,
+    start: Tensor | None,
+    lengths: Tensor,
+    draft_tokens: Tensor | None,
+    positions: int,
+    vocabulary: int,
 ) -> Tensor:
     """How often each token occurs before each of the positions.
 
     Args:
-        history: [n, W] integer tokens, valid below `lengths`.
+        token_ids: [n, W] integer tokens, valid below `lengths`.
         start: [n] int64, the first position that counts; None counts from 0.
         lengths: [n] int64, tokens in the row.
         draft_tokens: [n, positions - 1] int64, or None when positions is 1.
@@ -27,18 +32,18 @@ def count_tokens(
     Returns:
         [n, P, V] float32.
     """
-    rows, width = history.shape
-    places = torch.arange(width, device=history.device)
+    rows, width = token_ids.shape
+    places = torch.arange(width, device=token_ids.device)
     valid = places < lengths[:, None]
     if start is not None:
         valid &= places >= start[:, None]
     # Bin V takes whatever does not count: shapes stay static and nothing is read back.
-    bins = _bins(history.to(torch.int64), valid, vocabulary)
-    counts = torch.zeros((rows, vocabulary + 1), dtype=torch.float32, device=history.device)
+    bins = _bins(token_ids.to(torch.int64), valid, vocabulary)
+    counts = torch.zeros((rows, vocabulary + 1), dtype=torch.float32, device=token_ids.device)
     counts.scatter_add_(1, bins, torch.ones_like(bins, dtype=torch.float32))
     if positions == 1 or draft_tokens is None:
         return counts[:, None, :vocabulary].expand(rows, positions, vocabulary)
-    steps = torch.arange(positions, device=history.device)
+    steps = torch.arange(positions, device=token_ids.device)
     earlier = steps[None, :-1] < steps[:, None]  # [P, P - 1]: draft token j lies before position i
     bins = _bins(draft_tokens[:, None, :].expand(rows, positions, positions - 1), earlier, vocabulary)
     counts = counts[:, None, :].repeat(1, positions, 1)
@@ -124,7 +129,12 @@ def bad_word_table(sequences: tuple[tuple[int, ...], ...], vocabulary: int) -> t
 
 
 def ban_bad_words_(
-    logits: Tensor, prefixes: Tensor, last_tokens: Tensor, history: Tensor, length: Tensor, draft_tokens: Tensor | None
+    logits: Tensor,
+    prefixes: Tensor,
+    last_tokens: Tensor,
+    token_ids: Tensor,
+    length: Tensor,
+    draft_tokens: Tensor | None,
 ) -> Tensor:
     """Mask, in place, the last token of each sequence wherever the tokens before the position are its prefix.
 
@@ -134,13 +144,13 @@ def ban_bad_words_(
         logits: [P, V] float32 of one row.
         prefixes: [b, m] int64 from bad_word_table.
         last_tokens: [b] int64.
-        history: [W] integer tokens of the row, valid below `length`.
+        token_ids: [W] integer tokens of the row, valid below `length`.
         length: [] int64.
         draft_tokens: [P - 1] int64, or None when P is 1.
     """
     width = prefixes.shape[1]
     places = length + torch.arange(-width, 0, device=logits.device)
-    tail = history.gather(0, places.clamp(min=0)).to(torch.int64)
+    tail = token_ids.gather(0, places.clamp(min=0)).to(torch.int64)
     tokens = torch.where(places >= 0, tail, _NO_TOKEN)
     if draft_tokens is not None:
         tokens = torch.cat([tokens, draft_tokens])

@@ -99,7 +99,7 @@ class RowSampling:
         logits: Tensor,
         rows: Sequence[int],
         lengths: Tensor,
-        history: Tensor,
+        token_ids: Tensor,
         draft_tokens: Tensor | None = None,
         max_context: int | None = None,
     ) -> Tensor:
@@ -112,9 +112,9 @@ class RowSampling:
             logits: [R, P, V] float32. Never altered; returned as it is when no row takes a step.
             rows: the R rows.
             lengths: [R] int64, device: tokens in each row so far, that is the position that logits[:, 0] chooses.
-            history: [max_rows, max_seq_len] int32, device: each row's tokens, valid below its length.
+            token_ids: [max_rows, max_seq_len] int32, device: each row's tokens, valid below its length.
             draft_tokens: [R, P - 1] int64, device; None when P is 1. Padding may hold any value.
-            max_context: upper bound of `lengths`, known on the host, to look at less of `history` for penalties.
+            max_context: upper bound of `lengths`, known on the host, to look at less of `token_ids` for penalties.
 
         Returns:
             [R, P, V] float32.
@@ -122,15 +122,15 @@ class RowSampling:
         steps = [self._steps[row] for row in rows]
         if all(of_row.greedy and not of_row.penalties and not of_row.own_tables for of_row in steps):
             return logits
-        width = history.shape[1] if max_context is None else min(max_context, history.shape[1])
+        width = token_ids.shape[1] if max_context is None else min(max_context, token_ids.shape[1])
         seen = width if any(of_row.penalties for of_row in steps) else 0
         parts = pieces(len(rows), max(logits[:1].numel(), seen))
         if len(parts) < 2:
-            return self._process(logits, rows, lengths, history, draft_tokens, width)
+            return self._process(logits, rows, lengths, token_ids, draft_tokens, width)
         out = torch.empty_like(logits)
         for part in parts:
             drafts = None if draft_tokens is None else draft_tokens[part]
-            out[part] = self._process(logits[part], rows[part], lengths[part], history, drafts, width)
+            out[part] = self._process(logits[part], rows[part], lengths[part], token_ids, drafts, width)
         return out
 
     def _process(
@@ -138,11 +138,11 @@ class RowSampling:
         logits: Tensor,
         rows: Sequence[int],
         lengths: Tensor,
-        history: Tensor,
+        token_ids: Tensor,
         draft_tokens: Tensor | None,
         width: int,
     ) -> Tensor:
-        """`process` for rows whose temporaries may exist at once; `width` columns of `history` may be valid."""
+        """`process` for rows whose temporaries may exist at once; `width` columns of `token_ids` may be valid."""
         steps = [self._steps[row] for row in rows]
         sampled = [index for index, of_row in enumerate(steps) if not of_row.greedy]
         penalised = [index for index, of_row in enumerate(steps) if of_row.penalties]
@@ -155,11 +155,11 @@ class RowSampling:
                 if bias is not None:
                     penalties.add_logit_bias_(out[index], *bias)
             if penalised:
-                arguments = (rows, penalised, lengths, history[:, :width], draft_tokens)
+                arguments = (rows, penalised, lengths, token_ids[:, :width], draft_tokens)
                 out = self._on(penalised, out, lambda part: self._penalise(part, *arguments))
             for index in tables:
                 drafts = None if draft_tokens is None else draft_tokens[index]
-                self._ban_(out[index], rows[index], steps[index], lengths[index], history[rows[index]], drafts)
+                self._ban_(out[index], rows[index], steps[index], lengths[index], token_ids[rows[index]], drafts)
         if sampled:
             sampled_rows = [rows[index] for index in sampled]
             out = self._on(sampled, out, lambda part: self._filter(part, sampled_rows), owned=out is not logits)
@@ -179,14 +179,14 @@ class RowSampling:
         rows: Sequence[int],
         members: list[int],
         lengths: Tensor,
-        history: Tensor,
+        token_ids: Tensor,
         draft_tokens: Tensor | None,
     ) -> Tensor:
         """Penalties on logits [n, P, V] of rows[members]; lengths and draft_tokens are of all rows."""
         member_rows = [rows[index] for index in members]
         steps = [self._steps[row] for row in member_rows]
         member_index, row_index = self._index(members), self._index(member_rows)
-        tokens, lengths = history[row_index], lengths[member_index]
+        tokens, lengths = token_ids[row_index], lengths[member_index]
         drafts = None if draft_tokens is None else draft_tokens[member_index]
         numbers, prompts = self._numbers[row_index], self._integers[row_index, _NUM_PROMPT]
         positions, vocabulary = logits.shape[1], logits.shape[2]
@@ -199,10 +199,10 @@ class RowSampling:
         return logits
 
     def _ban_(
-        self, logits: Tensor, row: int, steps: RowSteps, length: Tensor, history: Tensor, drafts: Tensor | None
+        self, logits: Tensor, row: int, steps: RowSteps, length: Tensor, token_ids: Tensor, drafts: Tensor | None
     ) -> None:
         if steps.bad_words is not None:
-            penalties.ban_bad_words_(logits, *steps.bad_words, history, length, drafts)
+            penalties.ban_bad_words_(logits, *steps.bad_words, token_ids, length, drafts)
         if steps.stop_ids is not None:
             penalties.ban_stop_tokens_(logits, steps.stop_ids, length, self._integers[row, _FIRST_STOP])
 

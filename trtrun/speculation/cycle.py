@@ -152,7 +152,7 @@ def verify_round(
             state.sampling,
             sampled,
             state.lengths[rows],
-            state.history,
+            state.token_ids,
             proposed.tokens,
             proposed.draft_lens,
             draft.draft_probs,

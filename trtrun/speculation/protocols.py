@@ -25,7 +25,7 @@ class Rows(Protocol):
     """Where every row stands, on the device."""
 
     @property
-    def history(self) -> torch.Tensor:
+    def token_ids(self) -> torch.Tensor:
         """[max_rows, columns] int32: each row's tokens; scratch from its length on."""
         ...
 

@@ -117,7 +117,7 @@ def verify(
     sampling: RowSampling,
     rows: Sequence[int],
     lengths: Tensor,
-    history: Tensor,
+    token_ids: Tensor,
     draft_tokens: Tensor,
     draft_lens: Tensor,
     draft_probs: Tensor | None = None,
@@ -131,7 +131,7 @@ def verify(
         sampling: the rows' parameters.
         rows: the R rows.
         lengths: [R] int64, device: tokens in each row so far.
-        history: [max_rows, max_seq_len] int32, device, valid below lengths.
+        token_ids: [max_rows, max_seq_len] int32, device, valid below lengths.
         draft_tokens: [R, K] int64, device; K may be 0; padding may hold any value.
         draft_lens: [R] int64, device, -1 to K.
         draft_probs: [S, K, V] float32, device, beside probability_rows; None when there are none.
@@ -147,7 +147,7 @@ def verify(
     Raises:
         ValueError: probability_rows without draft_probs of their number and width.
     """
-    processed = sampling.process(logits, rows, lengths, history, draft_tokens, max_context)
+    processed = sampling.process(logits, rows, lengths, token_ids, draft_tokens, max_context)
     if not probability_rows:
         target_tokens = sampling.choose(processed, rows, lengths, Stream.TARGET)
         num_tokens, tokens = accept_by_token(target_tokens, draft_tokens, draft_lens)

@@ -90,14 +90,14 @@ class DraftModelDrafter(Generic[Step]):
         for step in range(plan.draft_len):
             where = lengths + step
             raw = logits[:, : self._vocab_size].unsqueeze(1)
-            processed = state.sampling.process(raw, row_list, where, state.history, None, plan.max_context)
+            processed = state.sampling.process(raw, row_list, where, state.token_ids, None, plan.max_context)
             token = state.sampling.choose(processed, row_list, where, self._stream).squeeze(1)
             chosen.append(token)
             if picks:
                 probabilities.append(state.sampling.probabilities(processed[pick_index, 0]))
             if step + 1 < plan.draft_len:
                 # Scratch behind the row's length: penalties of the next step see it; a verdict overwrites it.
-                state.history[rows, where] = token.to(torch.int32)
+                state.token_ids[rows, where] = token.to(torch.int32)
                 logits = self._engine.decode(batches[step], token)
         tokens = torch.stack(chosen, dim=1)
         if not picks:

@@ -46,7 +46,7 @@ class NgramDrafter:
         most = device_integers(plan.draft_lens.clip(min=0).tolist(), device)
         if plan.draft_len == 0:
             return Draft(torch.zeros((len(rows), 0), dtype=torch.int64, device=device), most)
-        columns = min(plan.max_context, self.rows.history.shape[1])
+        columns = min(plan.max_context, self.rows.token_ids.shape[1])
         share = max(1, _MOST_POSITIONS // columns)
         starts = range(0, len(rows), share)
         found = [self._look_up(rows[start : start + share], plan.draft_len, columns) for start in starts]
@@ -71,23 +71,23 @@ class NgramDrafter:
             tokens: [R, K] int64.
             counts: [R] int64: how many of them there are, 0 where nothing was found.
         """
-        history = self.rows.history[rows, :columns]
+        token_ids = self.rows.token_ids[rows, :columns]
         last = self.rows.lengths[rows].unsqueeze(1) - 1
         places = torch.arange(columns, dtype=torch.int32, device=rows.device)
         # agrees[r, e]: the tokens up to place e are those up to the row's last one, as far back as was compared yet.
         agrees = places < last
-        matched = torch.zeros_like(history)
+        matched = torch.zeros_like(token_ids)
         for back in range(self._most):
-            wanted = history.gather(1, (last - back).clamp(min=0))
+            wanted = token_ids.gather(1, (last - back).clamp(min=0))
             agrees[:, :back] = False
-            agrees[:, back:] &= history[:, : columns - back] == wanted
+            agrees[:, back:] &= token_ids[:, : columns - back] == wanted
             matched += agrees
         # The longest match, and of those the first. A product of both bounds fits into an int32.
         best, end = torch.max(matched * columns + (columns - 1 - places), dim=1, keepdim=True)
         is_found = best >= self._fewest * columns
         after = end + 1 + torch.arange(draft_len, device=rows.device)
         # Behind a row's end stands scratch, -1 too, which must be some token: it is fed with the rest.
-        tokens = history.gather(1, after.clamp(max=columns - 1)).to(torch.int64).clamp(min=0)
+        tokens = token_ids.gather(1, after.clamp(max=columns - 1)).to(torch.int64).clamp(min=0)
         return tokens, torch.where(is_found, last - end, 0).squeeze(1).clamp(max=draft_len)
 
 

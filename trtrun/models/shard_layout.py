@@ -24,7 +24,7 @@ from trtrun.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredSlice:
     """One slice of one tensor: `ranges` per dimension, of a tensor of `shape`."""
 
     name: str
@@ -42,7 +42,7 @@ class Weight:
     """What a rank holds: its parts one behind the other along the first dimension, then zeros up to `shape`."""
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StoredSlice, ...]
 
     @property
     def num_elements(self) -> int:
@@ -50,13 +50,13 @@ class Weight:
         return math.prod(self.shape)
 
 
-def _joined(*parts: Part) -> Weight:
+def _joined(*parts: StoredSlice) -> Weight:
     rows = sum(len(part.ranges[0]) for part in parts)
     return Weight((rows, *(len(item) for item in parts[0].ranges[1:])), parts)
 
 
 def _whole(name: str, size: int) -> Weight:
-    return _joined(Part(name, (size,), (range(size),)))
+    return _joined(StoredSlice(name, (size,), (range(size),)))
 
 
 class ShardLayout:
@@ -95,7 +95,7 @@ class ShardLayout:
 
     def _vocabulary_weight(self, name: str) -> Weight:
         hidden = self._config.hidden_size
-        part = Part(name, (self._config.vocab_size, hidden), (self._loaded_vocabulary, range(hidden)))
+        part = StoredSlice(name, (self._config.vocab_size, hidden), (self._loaded_vocabulary, range(hidden)))
         return Weight((len(self.vocabulary), hidden), (part,))
 
     def final_norm(self) -> Weight:
@@ -115,18 +115,18 @@ class ShardLayout:
         def columns(module: str, projections: tuple[tuple[str, int, range], ...]) -> Weight:
             return _joined(
                 *(
-                    Part(f"{prefix}{module}.{name}.weight", (size, hidden), (rows, range(hidden)))
+                    StoredSlice(f"{prefix}{module}.{name}.weight", (size, hidden), (rows, range(hidden)))
                     for name, size, rows in projections
                 )
             )
 
         def biases(module: str, projections: tuple[tuple[str, int, range], ...]) -> Weight:
             return _joined(
-                *(Part(f"{prefix}{module}.{name}.bias", (size,), (rows,)) for name, size, rows in projections)
+                *(StoredSlice(f"{prefix}{module}.{name}.bias", (size,), (rows,)) for name, size, rows in projections)
             )
 
         def row_parallel(name: str, size: int, features: range) -> Weight:
-            return _joined(Part(f"{prefix}{name}.weight", (hidden, size), (range(hidden), features)))
+            return _joined(StoredSlice(f"{prefix}{name}.weight", (hidden, size), (range(hidden), features)))
 
         weights = {
             "input_norm": _whole(f"{prefix}input_layernorm.weight", hidden),

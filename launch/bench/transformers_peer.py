@@ -1,7 +1,7 @@
 """transformers on the same weights, prompts and threads: plain greedy, and assisted generation with a constant draft.
 
-Started by `bench` as `python -m launch.bench.peer`, with the task as JSON on stdin; prints the figures as JSON. It
-knows nothing of trtrun's engines, and is the only module that imports transformers.
+Started by `bench` as `python -m launch.bench.transformers_peer`, with the task as JSON on stdin; prints the figures as
+JSON. It knows nothing of trtrun's engines, and is the only module that imports transformers.
 """
 
 from __future__ import annotations
