@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
@@ -232,13 +231,18 @@ class LLMEngine:
         self.scheduler.idle_is_whole()
 
     def close(self) -> None:
-        """Let the engine ranks end; requests that still run are dropped."""
-        if self._failure is None:
-            for request_id in list(self._requests):
-                self.abort_request(request_id)
-            with suppress(RankFailedError):
+        """Let the engine ranks end; requests that still run are dropped.
+
+        Raises:
+            RankFailedError: a rank failed, and no call has said so yet.
+        """
+        try:
+            if self._failure is None:
+                for request_id in list(self._requests):
+                    self.abort_request(request_id)
                 self.drain()
-        self.orchestrator.close()
+        finally:
+            self.orchestrator.close()
 
     def prompt_token_ids(self, request_id: RequestId) -> tuple[int, ...]:
         """The prompt's tokens of a request that goes on."""
