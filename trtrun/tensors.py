@@ -6,6 +6,7 @@ It knows numbers. It does not know what they mean.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,3 +15,16 @@ from torch import Tensor
 def device_integers(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """int64 tensor on `device`, copied without waiting for the device (`torch.tensor(..., device=...)` would wait)."""
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+
+
+def kept_integers(values: Sequence[int], device: torch.device) -> Tensor:
+    """`device_integers` of what comes round after round, such as rows and lengths. Nobody may change the tensor.
+
+    The last ones are kept: a copy takes ten microseconds of the host's time, in which a GPU has nothing to do.
+    """
+    return _kept(tuple(values), device)
+
+
+@lru_cache(maxsize=1024)
+def _kept(values: tuple[int, ...], device: torch.device) -> Tensor:
+    return device_integers(values, device)

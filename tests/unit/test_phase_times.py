@@ -43,7 +43,7 @@ class Mark:
         self.device = device
         self.passed: float | None = None
 
-    def record(self) -> None:
+    def record(self, stream: object = None) -> None:
         assert self not in self.device.queue, "an event was used again before it was passed"
         self.passed = None
         self.device.queue.append(self)
@@ -67,7 +67,7 @@ def play_round(clock: DevicePhases) -> None:
 
 def test_events_give_the_times_of_the_device_and_not_of_launching() -> None:
     device = Device()
-    clock = DevicePhases(device.mark)
+    clock = DevicePhases(device.mark, lambda: None)
     for _ in range(3):
         play_round(clock)
         device.run(7.0)
@@ -80,7 +80,7 @@ def test_events_give_the_times_of_the_device_and_not_of_launching() -> None:
 
 def test_events_that_the_device_has_not_passed_are_left_for_a_later_report() -> None:
     device = Device()
-    clock = DevicePhases(device.mark)
+    clock = DevicePhases(device.mark, lambda: None)
     play_round(clock)
     device.run(0.0, marks=2)
     assert clock.take() == {}, "the first round's last event is still ahead of the device"
@@ -97,7 +97,7 @@ def test_events_that_the_device_has_not_passed_are_left_for_a_later_report() -> 
 def test_a_round_that_was_cut_short_does_no_harm() -> None:
     """An interrupt in the middle of a round leaves its events behind."""
     device = Device()
-    clock = DevicePhases(device.mark)
+    clock = DevicePhases(device.mark, lambda: None)
     clock.start()
     clock.end("drafting")
     play_round(clock)

@@ -18,7 +18,7 @@ from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM
-from trtrun.tensors import device_integers
+from trtrun.tensors import kept_integers
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Engine:
         steps = torch.arange(-width, 0, device=self.device)
         positions = self.rows.lengths[rows].unsqueeze(1) + steps
         if width > 2:
-            positions = torch.where(-steps <= device_integers(counts, self.device).unsqueeze(1), positions, -1)
+            positions = torch.where(-steps <= kept_integers(counts, self.device).unsqueeze(1), positions, -1)
         tokens = self.rows.token_ids[rows.unsqueeze(1), positions.clamp(min=0)].to(torch.int64)
         return self._run_rows(rows, tokens, positions, context, last_only=True)
 
@@ -174,7 +174,7 @@ class Engine:
         queries = draft_tokens.shape[1] + 1
         picks = []
         if len(plan.decode_rows):
-            rows = device_integers(plan.decode_rows.tolist(), self.device)
+            rows = kept_integers(plan.decode_rows.tolist(), self.device)
             newest = self.rows.lengths[rows] - 1
             positions = newest.unsqueeze(1)
             tokens = self.rows.token_ids[rows, newest].to(torch.int64).unsqueeze(1)

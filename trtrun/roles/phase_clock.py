@@ -61,8 +61,8 @@ class HostPhases:
 class Event(Protocol):
     """What is used of torch.cuda.Event."""
 
-    def record(self) -> None:
-        """Mark this place of the current stream."""
+    def record(self, stream: Any = None) -> None:
+        """Mark this place of `stream`."""
         ...
 
     def query(self) -> bool:
@@ -79,18 +79,30 @@ def _timing_event() -> Event:
     return event
 
 
-class DevicePhases:
-    """Phases of work that a GPU does after its launch, on the current stream. Events are used again."""
+def _current_stream() -> object:
+    return torch.cuda.current_stream()
 
-    def __init__(self, make_event: Callable[[], Event] = _timing_event) -> None:
-        """Time with the events of `make_event`."""
+
+class DevicePhases:
+    """Phases of work that a GPU does after its launch, on the stream that is current when a round begins.
+
+    Events are used again. The stream is asked for once a round, because that takes longer than recording an event.
+    """
+
+    def __init__(
+        self, make_event: Callable[[], Event] = _timing_event, find_stream: Callable[[], object] = _current_stream
+    ) -> None:
+        """Time with the events of `make_event` on the stream of `find_stream`."""
         self._make_event = make_event
+        self._find_stream = find_stream
+        self._stream: object = None
         self._spare: list[Event] = []
         # Rounds whose times are not taken yet, the oldest first: borders, each with the phase that ends there.
         self._rounds: deque[list[tuple[str, Event]]] = deque()
 
     def start(self) -> None:
         """See PhaseClock."""
+        self._stream = self._find_stream()
         self._rounds.append([("", self._record())])
 
     def end(self, phase: str) -> None:
@@ -109,7 +121,7 @@ class DevicePhases:
 
     def _record(self) -> Event:
         event = self._spare.pop() if self._spare else self._make_event()
-        event.record()
+        event.record(self._stream)
         return event
 
 

@@ -114,10 +114,12 @@ def _encode_verdict(plan: RoundPlan, verdict: Verdict | None, take_times: Callab
     bits = verdict.chosen_logits.view(torch.int32).to(torch.int64)
     columns = (verdict.num_tokens.unsqueeze(1), verdict.draft_lens.unsqueeze(1), verdict.tokens, bits)
     packed = torch.cat(columns, dim=1).cpu().numpy()
-    tokens, bits_read = np.split(packed[:, 2:], 2, axis=1)
-    is_sound = np.isfinite(bits_read.astype(np.int32).view(np.float32)) | (tokens < 0)
-    num_tokens = np.where(is_sound.all(axis=1), packed[:, 0], 0)
-    report = (plan.round_index, take_times(), num_tokens, packed[:, 1].clip(min=0), tokens)
+    width = verdict.tokens.shape[1]
+    num_tokens, tokens = packed[:, 0], packed[:, 2 : 2 + width]
+    chosen = np.isfinite(packed[:, 2 + width :].astype(np.int32).view(np.float32))
+    if not chosen.all():
+        num_tokens = np.where((chosen | (tokens < 0)).all(axis=1), num_tokens, 0)
+    report = (plan.round_index, take_times(), num_tokens, np.maximum(packed[:, 1], 0), tokens)
     if verdict.logprobs is None:
         return encode_report(*report)
     return encode_report(*report, verdict.logprobs.token_ids.cpu().numpy(), verdict.logprobs.values.cpu().numpy())

@@ -23,13 +23,11 @@ from trtrun.sampling import filters, penalties
 from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream, gumbel_argmax
 from trtrun.sampling.row_steps import RowSteps
-from trtrun.tensors import device_integers
+from trtrun.tensors import kept_integers
 
 # Columns of the two parameter tables.
 _TEMPERATURE, _TOP_P, _LOG_MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
 _SEED, _TOP_K, _NUM_PROMPT, _FIRST_STOP = range(4)
-
-_MAX_CACHED_INDICES = 256
 
 
 class RowSampling:
@@ -48,7 +46,6 @@ class RowSampling:
         self._numbers = torch.zeros((max_rows, 6), dtype=torch.float32, device=self.device)
         self._integers = torch.zeros((max_rows, 4), dtype=torch.int64, device=self.device)
         self._steps: dict[int, RowSteps] = {}
-        self._indices: dict[tuple[int, ...], Tensor] = {}
 
     def admit(self, admission: RowAdmission) -> None:
         """Take over the parameters of the request that got row `admission.row`.
@@ -288,11 +285,5 @@ class RowSampling:
         )
 
     def _index(self, values: Sequence[int]) -> Tensor:
-        """[n] int64 on the device; kept, since the same rows come round after round."""
-        key = tuple(values)
-        index = self._indices.get(key)
-        if index is None:
-            if len(self._indices) >= _MAX_CACHED_INDICES:
-                self._indices.clear()
-            index = self._indices[key] = device_integers(key, self.device)
-        return index
+        """[n] int64 on the device."""
+        return kept_integers(values, self.device)

@@ -31,7 +31,7 @@ from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.pacing import Pacer
 from trtrun.speculation.protocols import DraftLink, TargetEngine
 from trtrun.speculation.verify import verify
-from trtrun.tensors import device_integers
+from trtrun.tensors import kept_integers
 from trtrun.wire import RoundReport
 
 
@@ -143,7 +143,7 @@ def verify_round(
     sampled = plan.sampled_rows
     if not sampled:
         return None
-    rows = device_integers(sampled, device)
+    rows = kept_integers(sampled, device)
     if leads:
         state = engine.rows
         proposed = _with_prefill_rows(draft, len(sampled) - num_decode)

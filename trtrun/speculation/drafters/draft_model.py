@@ -15,7 +15,7 @@ from trtrun.core import Draft, RoundPlan
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, Workplace
 from trtrun.speculation.protocols import DraftEngine, Rows, Step
-from trtrun.tensors import device_integers
+from trtrun.tensors import kept_integers
 
 
 class DraftModelDrafter(Generic[Step]):
@@ -48,20 +48,20 @@ class DraftModelDrafter(Generic[Step]):
         """See Drafter. A model always has a proposal: as many tokens as the plan asks for."""
         self._engine.prefill([chunk for chunk in plan.prefill if chunk.followed])
         device, draft_len = self._engine.device, plan.draft_len
-        draft_lens = device_integers(plan.draft_lens.clip(min=0).tolist(), device)
+        draft_lens = kept_integers(plan.draft_lens.clip(min=0).tolist(), device)
         tokens = torch.zeros((len(plan.decode_rows), draft_len), dtype=torch.int64, device=device)
         counts = plan.catch_up.tolist()
         followed = [index for index, count in enumerate(counts) if count > 0]
         if not followed:
             return Draft(tokens, draft_lens)
         row_list = plan.decode_rows[followed].tolist()
-        rows = device_integers(row_list, device)
+        rows = kept_integers(row_list, device)
         logits = self._engine.catch_up(rows, [counts[index] for index in followed], plan.max_context)
         if draft_len == 0:
             return Draft(tokens, draft_lens)
         wanted = set(probability_rows)
         picks = [place for place, index in enumerate(followed) if index in wanted]
-        places = device_integers(followed, device)
+        places = kept_integers(followed, device)
         steps, probs = self._steps(plan, row_list, rows, draft_lens[places], logits, picks)
         tokens[places] = steps
         return Draft(tokens, draft_lens, probs)
@@ -82,7 +82,7 @@ class DraftModelDrafter(Generic[Step]):
         """
         state = self._engine.rows
         lengths = state.lengths[rows]
-        pick_index = device_integers(picks, rows.device)
+        pick_index = kept_integers(picks, rows.device)
         chosen, probabilities = [], []
         fed = torch.arange(plan.draft_len - 1, device=rows.device)
         positions = torch.where(fed + 1 < lens.unsqueeze(1), lengths.unsqueeze(1) + fed, -1)
@@ -111,7 +111,7 @@ class DraftModelDrafter(Generic[Step]):
 
     def advance(self, plan: RoundPlan, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
         """See Drafter."""
-        rows = device_integers(plan.sampled_rows, self._engine.device)
+        rows = kept_integers(plan.sampled_rows, self._engine.device)
         self._engine.rows.advance(rows, num_tokens, tokens)
 
 

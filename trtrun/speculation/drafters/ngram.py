@@ -16,7 +16,7 @@ from trtrun.core import Draft, RoundPlan
 from trtrun.drafting_methods import PromptLookupSection
 from trtrun.speculation.drafter import DRAFTERS, Drafter, Workplace
 from trtrun.speculation.protocols import Rows
-from trtrun.tensors import device_integers
+from trtrun.tensors import kept_integers
 
 _MOST_POSITIONS = 1 << 20
 """Positions that are compared at a time: with many rows of long contexts, memory stays within twenty megabytes."""
@@ -42,8 +42,8 @@ class NgramDrafter:
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
         """See Drafter."""
         device = self.rows.lengths.device
-        rows = device_integers(plan.decode_rows.tolist(), device)
-        most = device_integers(plan.draft_lens.clip(min=0).tolist(), device)
+        rows = kept_integers(plan.decode_rows.tolist(), device)
+        most = kept_integers(plan.draft_lens.clip(min=0).tolist(), device)
         if plan.draft_len == 0:
             return Draft(torch.zeros((len(rows), 0), dtype=torch.int64, device=device), most)
         columns = min(plan.max_context, self.rows.token_ids.shape[1])
