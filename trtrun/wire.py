@@ -6,7 +6,7 @@ give. It knows the nouns of `core` and nothing of MPI: `parallel.control` carrie
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -188,65 +188,82 @@ class RoundReport:
     logprobs: list[list[TokenLogprobs]]
 
 
-def encode_report(
-    round_index: int,
-    times: RoundTimes,
-    num_tokens: np.ndarray | None = None,
-    draft_lens: np.ndarray | None = None,
-    tokens: np.ndarray | None = None,
-    logprob_ids: np.ndarray | None = None,
-    logprob_values: np.ndarray | None = None,
-) -> bytes:
-    """The bytes of a report.
+def _no_rows(dimensions: int) -> np.ndarray:
+    return np.empty((0,) * dimensions, dtype=np.int64)
 
-    Args:
+
+@dataclass(frozen=True)
+class ReportArrays:
+    """A report as a leader makes it, in numpy arrays: bytes for another process, lists for the own one.
+
+    Attributes:
         round_index: of the plan.
         times: seconds.
-        num_tokens: [rows] of a verdict; None, as the next two, for a report without one.
+        num_tokens: [rows] of a verdict; None for a report without one, whose other arrays are empty.
         draft_lens: [rows].
         tokens: [rows, width].
-        logprob_ids: [logprob_rows, width, 1 + alternatives] or None.
-        logprob_values: the same shape or None.
+        logprob_ids: [logprob_rows, width, 1 + alternatives].
+        logprob_values: the same shape.
     """
-    header = np.zeros(1, dtype=_REPORT_HEADER)
-    rows, width = tokens.shape if tokens is not None else (0, 0)
-    logprob_rows, _, logprob_width = logprob_ids.shape if logprob_ids is not None else (0, 0, 0)
-    header[0] = (
-        round_index, num_tokens is not None, rows, width, logprob_rows, logprob_width,
-        times.drafting, times.transferring, times.verifying,
-    )  # fmt: skip
-    parts = [header.tobytes()]
-    for array, kind in ((num_tokens, np.int64), (draft_lens, np.int64), (tokens, np.int64), (logprob_ids, np.int64)):
-        if array is not None:
-            parts.append(np.ascontiguousarray(array, dtype=kind).tobytes())
-    if logprob_values is not None:
-        parts.append(np.ascontiguousarray(logprob_values, dtype=np.float32).tobytes())
-    return b"".join(parts)
+
+    round_index: int
+    times: RoundTimes
+    num_tokens: np.ndarray | None = None
+    draft_lens: np.ndarray = field(default_factory=lambda: _no_rows(1))
+    tokens: np.ndarray = field(default_factory=lambda: _no_rows(2))
+    logprob_ids: np.ndarray = field(default_factory=lambda: _no_rows(3))
+    logprob_values: np.ndarray = field(default_factory=lambda: _no_rows(3))
+
+    def encode(self) -> bytes:
+        """The bytes of the report."""
+        header = np.zeros(1, dtype=_REPORT_HEADER)
+        rows, width = self.tokens.shape
+        logprob_rows, _, logprob_width = self.logprob_ids.shape
+        header[0] = (
+            self.round_index, self.num_tokens is not None, rows, width, logprob_rows, logprob_width,
+            self.times.drafting, self.times.transferring, self.times.verifying,
+        )  # fmt: skip
+        counts = _no_rows(1) if self.num_tokens is None else self.num_tokens
+        parts = [header.tobytes()]
+        for array in (counts, self.draft_lens, self.tokens, self.logprob_ids):
+            parts.append(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+        parts.append(np.ascontiguousarray(self.logprob_values, dtype=np.float32).tobytes())
+        return b"".join(parts)
+
+    def unpack(self) -> RoundReport:
+        """The report as the orchestrator reads it."""
+        num_tokens = [] if self.num_tokens is None else self.num_tokens.tolist()
+        both = zip(self.logprob_ids, self.logprob_values, strict=True)
+        return RoundReport(
+            round_index=self.round_index,
+            times=self.times,
+            is_verdict=self.num_tokens is not None,
+            num_tokens=num_tokens,
+            draft_lens=self.draft_lens.tolist(),
+            tokens=[row[:count] for row, count in zip(self.tokens.tolist(), num_tokens, strict=True)],
+            logprobs=[_token_logprobs(row_ids, row_values) for row_ids, row_values in both],
+        )
 
 
 def decode_report(payload: bytes) -> RoundReport:
-    """The report that `encode_report` wrote."""
+    """The report whose bytes `ReportArrays.encode` gave."""
     header = np.frombuffer(payload, dtype=_REPORT_HEADER, count=1)[0]
     rows, width = int(header["rows"]), int(header["width"])
     shape = (int(header["logprob_rows"]), width, int(header["logprob_width"]))
     sizes = (rows, rows, rows * width, shape[0] * shape[1] * shape[2])
     pool = _Pool(np.frombuffer(payload, dtype=np.int64, count=sum(sizes), offset=_REPORT_HEADER.itemsize))
-    num_tokens = pool.take(sizes[0]).tolist()
-    draft_lens = pool.take(sizes[1]).tolist()
-    padded = pool.take(sizes[2]).reshape(rows, width).tolist()
-    ids = pool.take(sizes[3]).reshape(shape)
-    values = np.frombuffer(
-        payload, dtype=np.float32, count=sizes[3], offset=_REPORT_HEADER.itemsize + 8 * sum(sizes)
-    ).reshape(shape)
-    return RoundReport(
+    num_tokens, draft_lens = pool.take(sizes[0]), pool.take(sizes[1])
+    tokens, ids = pool.take(sizes[2]).reshape(rows, width), pool.take(sizes[3]).reshape(shape)
+    values = np.frombuffer(payload, dtype=np.float32, count=sizes[3], offset=_REPORT_HEADER.itemsize + 8 * sum(sizes))
+    return ReportArrays(
         round_index=int(header["round_index"]),
         times=RoundTimes(float(header["drafting"]), float(header["transferring"]), float(header["verifying"])),
-        is_verdict=bool(header["is_verdict"]),
-        num_tokens=num_tokens,
+        num_tokens=num_tokens if header["is_verdict"] else None,
         draft_lens=draft_lens,
-        tokens=[row[:count] for row, count in zip(padded, num_tokens, strict=True)],
-        logprobs=[_token_logprobs(row_ids, row_values) for row_ids, row_values in zip(ids, values, strict=True)],
-    )
+        tokens=tokens,
+        logprob_ids=ids,
+        logprob_values=values.reshape(shape),
+    ).unpack()
 
 
 def _token_logprobs(ids: np.ndarray, values: np.ndarray) -> list[TokenLogprobs]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtrun.core import PrefillChunk, RoundPlan, RowAdmission, SamplingParams
-from trtrun.wire import RoundTimes, decode_plan, decode_report, encode_plan, encode_report
+from trtrun.wire import ReportArrays, RoundTimes, decode_plan, decode_report, encode_plan
 
 TOKEN = st.integers(0, 2**31 - 1)
 ROW = st.integers(0, 4095)
@@ -97,7 +97,7 @@ def test_a_report_comes_back_as_it_was() -> None:
     ids = np.arange(2 * 3 * 4).reshape(2, 3, 4)
     values = -np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4) / 8
     report = decode_report(
-        encode_report(41, RoundTimes(0.25, 0.5, 0.75), np.array([3, 1]), np.array([2, 0]), tokens, ids, values)
+        ReportArrays(41, RoundTimes(0.25, 0.5, 0.75), np.array([3, 1]), np.array([2, 0]), tokens, ids, values).encode()
     )
     assert (report.round_index, report.is_verdict) == (41, True)
     assert report.times == RoundTimes(0.25, 0.5, 0.75)
@@ -109,13 +109,13 @@ def test_a_report_comes_back_as_it_was() -> None:
 
 
 def test_a_report_without_a_verdict_says_so() -> None:
-    report = decode_report(encode_report(7, RoundTimes(drafting=1.0)))
+    report = decode_report(ReportArrays(7, RoundTimes(drafting=1.0)).encode())
     assert not report.is_verdict
     assert (report.num_tokens, report.draft_lens, report.tokens, report.logprobs) == ([], [], [], [])
 
 
 def test_an_empty_verdict_is_a_verdict() -> None:
     empty = np.zeros((0, 3), dtype=np.int64)
-    report = decode_report(encode_report(7, RoundTimes(), empty[:, 0], empty[:, 0], empty))
+    report = decode_report(ReportArrays(7, RoundTimes(), empty[:, 0], empty[:, 0], empty).encode())
     assert report.is_verdict
     assert report.tokens == []

@@ -76,7 +76,7 @@ class SoloRanks:
         report = self._worker.run_round(self._plans.popleft())
         if report is None:
             raise RankFailedError("the single process of this job does not lead the target engine")
-        return decode_report(report)
+        return report.unpack()
 
     def stepping(self) -> AbstractContextManager[None]:
         """See EngineRanks; nobody watches a process alone."""
@@ -163,4 +163,4 @@ def serve(control: ControlPlane, worker: Worker) -> None:
             return
         report = worker.run_round(decode_plan(payload))
         if report is not None:
-            control.report(report)
+            control.report(report.encode())

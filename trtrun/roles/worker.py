@@ -20,7 +20,7 @@ from trtrun.engine.runner import Engine
 from trtrun.roles.phase_clock import HostPhases, PhaseClock
 from trtrun.speculation.cycle import begin_round, draft_round, learn_verdict, transfer, verify_round
 from trtrun.speculation.drafter import Drafter
-from trtrun.wire import RoundTimes, encode_report
+from trtrun.wire import ReportArrays, RoundTimes
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Worker:
     phases: PhaseClock = field(default_factory=HostPhases)
 
     @torch.inference_mode()
-    def run_round(self, plan: RoundPlan) -> bytes | None:
+    def run_round(self, plan: RoundPlan) -> ReportArrays | None:
         """Run one round; returns the report of a leader, None elsewhere."""
         self.phases.start()
         self.activity.enter(plan.round_index, Phase.DRAFTING)
@@ -77,8 +77,8 @@ class Worker:
         self.phases.end("verifying")
         self.activity.enter(plan.round_index, Phase.REPORTING)
         if self.leads_target:
-            return _encode_verdict(plan, verdict, self._take_times)
-        return encode_report(plan.round_index, self._take_times()) if self.leads_draft else None
+            return _read_verdict(plan, verdict, self._take_times)
+        return ReportArrays(plan.round_index, self._take_times()) if self.leads_draft else None
 
     def _take_times(self) -> RoundTimes:
         """What the phases took that this process leads: on a GPU those of rounds that are known to be over."""
@@ -101,7 +101,7 @@ class Worker:
             self.drafter.close()
 
 
-def _encode_verdict(plan: RoundPlan, verdict: Verdict | None, take_times: Callable[[], RoundTimes]) -> bytes:
+def _read_verdict(plan: RoundPlan, verdict: Verdict | None, take_times: Callable[[], RoundTimes]) -> ReportArrays:
     """The one copy from the device to the host in a round: counts, lengths, tokens and the bits of their logits travel
     in one tensor. A row with a logit that is not finite gains no token: looking for that here costs the device nothing.
 
@@ -109,7 +109,7 @@ def _encode_verdict(plan: RoundPlan, verdict: Verdict | None, take_times: Callab
     """
     if verdict is None:
         tokens = np.empty((0, 1), dtype=np.int64)
-        return encode_report(plan.round_index, take_times(), tokens[:, 0], tokens[:, 0], tokens)
+        return ReportArrays(plan.round_index, take_times(), tokens[:, 0], tokens[:, 0], tokens)
     assert verdict.draft_lens is not None and verdict.chosen_logits is not None  # the leader's own
     bits = verdict.chosen_logits.view(torch.int32).to(torch.int64)
     columns = (verdict.num_tokens.unsqueeze(1), verdict.draft_lens.unsqueeze(1), verdict.tokens, bits)
@@ -121,5 +121,5 @@ def _encode_verdict(plan: RoundPlan, verdict: Verdict | None, take_times: Callab
         num_tokens = np.where((chosen | (tokens < 0)).all(axis=1), num_tokens, 0)
     report = (plan.round_index, take_times(), num_tokens, np.maximum(packed[:, 1], 0), tokens)
     if verdict.logprobs is None:
-        return encode_report(*report)
-    return encode_report(*report, verdict.logprobs.token_ids.cpu().numpy(), verdict.logprobs.values.cpu().numpy())
+        return ReportArrays(*report)
+    return ReportArrays(*report, verdict.logprobs.token_ids.cpu().numpy(), verdict.logprobs.values.cpu().numpy())
