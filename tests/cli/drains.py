@@ -4,10 +4,13 @@ each is something that can be seen from outside, such as a handler that is in pl
 from __future__ import annotations
 
 import json
+import os
+import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,19 @@ from commands import ranks_below
 
 PATIENCE = 240.0
 """Seconds that anything may take on a busy machine before a test gives up on it."""
+
+
+def wait_for_end_of(processes: Iterable[int]) -> None:
+    """Wait until none of the processes is left: a user's own mpirun may end before the ranks that it has killed."""
+    deadline = time.monotonic() + PATIENCE
+    for process in processes:
+        with suppress(ProcessLookupError):
+            handle = os.pidfd_open(process)
+            try:
+                ready, _, _ = select.select([handle], [], [], max(0.0, deadline - time.monotonic()))
+            finally:
+                os.close(handle)
+            assert ready, f"process {process} is still there after {PATIENCE:g} s"
 
 
 def wait_until(is_there: Callable[[], bool], process: subprocess.Popen[str], what: str, pause: float = 0.005) -> None:

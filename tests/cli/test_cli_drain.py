@@ -25,7 +25,7 @@ from commands import (
     ranks_below,
     write_rows,
 )
-from drains import PATIENCE, handles, rank_of, wait_until, written_indexes
+from drains import PATIENCE, handles, rank_of, wait_for_end_of, wait_until, written_indexes
 from output_rows import read_rows, without_times
 
 PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"
@@ -264,7 +264,7 @@ def test_a_signal_to_a_users_own_mpirun_before_anything_runs(
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == DRAINED, errors
     assert own_lines(errors)[-1].startswith("trtrun: drained after SIGTERM"), errors
-    assert not any(is_alive(rank) for rank in ranks.values())
+    wait_for_end_of(ranks.values())
 
 
 # Runs that keep no rows.

@@ -139,4 +139,4 @@ def test_all_ranks_have_the_configuration_that_rank_0_read(pair: Path, tmp_path:
     assert texts == [texts[0]] * 4
     assert values["target"]["devices"] + values["draft"]["devices"] == ["cpu:1", "cpu:2", "cpu:0"]
     assert values["launch"]["environment"] == {"NAME": "Z\u00fcrich \u4f60 \U0001f600", "SCALE": "1e-7"}
-    assert (values["threads"], values["launch"]["slurm"]["time"]) == (7, "90")
+    assert (values["threads"], values["launch"]["slurm"]["time"]) == (7, 90)
