@@ -139,14 +139,20 @@ class WorkerConnections:
         """Stacks taken before are old from now on."""
         self._question += 1
 
-    def gather_stacks(self, seconds: float) -> dict[int, Stack]:
-        """Ask the workers that have not sent their stacks yet; all stacks that are there within `seconds`."""
+    def gather_stacks(self, seconds: float, patience: float) -> dict[int, Stack]:
+        """Ask the workers that have not sent their stacks yet; all stacks that are there within `seconds`.
+
+        Nobody waits for a worker that has been silent for longer than `patience` seconds: of a host that is cut off the
+        user is to hear from here, and not only that mpirun has lost it, too.
+        """
         asked = []
+        now = time.monotonic()
         for worker in self._workers.values():
             if worker.connection is not None and worker.answered != self._question and not worker.has_left:
                 worker.connection.messages.send({"question": self._question})
-                asked.append(worker)
-        deadline = time.monotonic() + seconds
+                if now - worker.heard <= patience:
+                    asked.append(worker)
+        deadline = now + seconds
         while time.monotonic() < deadline and any(worker.answered != self._question for worker in asked):
             self.serve(0.05)
         return {

@@ -176,7 +176,7 @@ class HeartbeatServer:
         finding = examine(self._activity.look(), self._workers.states(), self._limit, self._patience)
         if isinstance(finding, StacksWanted):
             self._workers.new_question()
-            stacks = self._workers.gather_stacks(STACK_SECONDS)
+            stacks = self._workers.gather_stacks(STACK_SECONDS, self._patience)
             # Meanwhile the round may have ended, or a rank may have fallen silent.
             finding = examine(self._activity.look(), self._workers.states(), self._limit, self._patience, stacks)
         if isinstance(finding, Accusation):
@@ -195,7 +195,7 @@ class HeartbeatServer:
 
     def _take_stacks(self, first: Sequence[int]) -> str:
         """The stacks of all ranks that answer, some of them first."""
-        stacks = {0: main_stack(), **self._workers.gather_stacks(STACK_SECONDS)}
+        stacks = {0: main_stack(), **self._workers.gather_stacks(STACK_SECONDS, self._patience)}
         order = sorted(stacks, key=lambda rank: (rank not in first, rank))
         return show_stacks({self._topology.describe(rank): stacks[rank] for rank in order})
 
