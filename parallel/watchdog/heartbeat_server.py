@@ -69,7 +69,7 @@ class HeartbeatServer:
         activity: Activity,
         heartbeat_seconds: float,
         start_seconds: float,
-        overdue: str = "the job has not started in time",
+        overdue: str,
     ) -> None:
         """Begin to watch the start.
 
