@@ -185,7 +185,7 @@ def _play(job: Job, options: Any) -> int:
     """Rank 0 prints inputs and outputs in the form of examples/run.py."""
     from launch.batch.run import open_llm
     from launch.mpi.job import finish_mpi
-    from trtrun.core import SamplingParams
+    from trtrun.sampling_params import SamplingParams
 
     refused = 0
     with open_llm(job.config) as llm:

@@ -29,11 +29,11 @@ if _ours:  # tells child processes that are not trtrun whose settings these are
 
 if TYPE_CHECKING:
     from trtrun.config import RuntimeConfig, load_config
-    from trtrun.core import SamplingParams
     from trtrun.errors import InvalidRequestError, QueueFullError, TrtrunError
     from trtrun.llm import LLM, open_llm
     from trtrun.llm_engine import LLMEngine
     from trtrun.outputs import CompletionDelta, CompletionOutput, RequestOutput
+    from trtrun.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -56,7 +56,7 @@ _HOMES = {
     "LLM": "trtrun.llm",
     "open_llm": "trtrun.llm",
     "LLMEngine": "trtrun.llm_engine",
-    "SamplingParams": "trtrun.core",
+    "SamplingParams": "trtrun.sampling_params",
     "RuntimeConfig": "trtrun.config",
     "load_config": "trtrun.config",
     **dict.fromkeys(("CompletionDelta", "CompletionOutput", "RequestOutput"), "trtrun.outputs"),

@@ -274,3 +274,36 @@ def _resolve_directory(path: Path, base: Path | None, where: str) -> Path:
         raise ConfigError(f"{where}: {path} is a file: name the model's directory")
     looked = " and ".join(shorten_path(place) for place in dict.fromkeys(places))
     raise ConfigError(f"{where}: no such directory: {looked}")
+
+
+def make_one_device_config(
+    target: str | os.PathLike[str] | None,
+    draft: str | os.PathLike[str] | None,
+    draft_len: int,
+    use_logits: bool,
+    dtype: str,
+    draft_quantization: str,
+    device: str,
+) -> RuntimeConfig:
+    """The configuration of both models on one device.
+
+    Args:
+        target, draft: directories; a draft of None runs the target alone.
+        draft_len, use_logits, dtype, draft_quantization: as in the YAML file.
+        device: such as "cuda:0".
+
+    Raises:
+        TrtrunError: no target, or something in it is wrong.
+    """
+    values: dict[str, Any] = {
+        "target": {"model": str(target) if target is not None else "", "devices": [device], "dtype": dtype},
+        "speculation": {"method": "none" if draft is None else "draft_target", "draft_len": draft_len,
+                        "use_logits": use_logits},
+    }  # fmt: skip
+    if target is None:
+        raise ConfigError("LLM needs `target`, the directory of a model, or `config`")
+    if draft is not None:
+        values["draft"] = {
+            "model": str(draft), "devices": [device], "dtype": dtype, "quantization": draft_quantization
+        }  # fmt: skip
+    return make_config(values, base=Path.cwd(), where="LLM")

@@ -1,4 +1,4 @@
-"""The nouns that travel between layers and ranks: Request, SamplingParams, RoundPlan, Draft, Verdict.
+"""The nouns that travel between layers and ranks: Request, RoundPlan, Draft, Verdict.
 
 Plain data with validation. This module knows no model, no rank and no transport; `wire.py` gives the plan its byte
 layout, `scheduling` makes plans, `engine` turns them into tensors, `speculation` makes drafts and verdicts.
@@ -7,24 +7,14 @@ layout, `scheduling` makes plans, `engine` turns them into tensors, `speculation
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import torch
 
-from trtrun.errors import InvalidRequestError, nearest
-from trtrun.values import (
-    read_bias,
-    read_flag,
-    read_integer,
-    read_number,
-    read_optional_integer,
-    read_texts,
-    read_token_ids,
-    show_value,
-)
+from trtrun.sampling_params import SamplingParams
 
 
 class FinishReason(enum.StrEnum):
@@ -34,129 +24,6 @@ class FinishReason(enum.StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     ERROR = "error"
-
-
-LARGEST_COUNT = 2**31 - 1
-"""Where max_tokens, min_tokens and top_k are cut off: beyond any context and any vocabulary, within what travels."""
-
-_READERS: dict[str, Callable[[str, object], object]] = {
-    **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "n"), read_integer),
-    **dict.fromkeys(("seed", "logprobs"), read_optional_integer),
-    **dict.fromkeys(
-        ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), read_number
-    ),
-    **dict.fromkeys(("stop", "bad_words"), read_texts),
-    "stop_token_ids": read_token_ids,
-    "ignore_eos": read_flag,
-    "logit_bias": read_bias,
-}
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request's tokens are chosen. Greedy unless `temperature` is above 0.
-
-    Every field is exact under speculation: the output follows the target's distribution after these parameters. None
-    in any field means its default. What cannot travel to the ranks, or cannot be computed there, is refused here.
-
-    Attributes:
-        temperature: 0 is greedy; between 1e-30 and 1e30 it divides the logits.
-        top_k: keep the k most likely tokens; 0, or at least the vocabulary's size, keeps all. Cut off at 2**31 - 1.
-        top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
-        min_p: keep tokens at least min_p times as likely as the most likely one, in [0, 1].
-        seed: makes the output repeatable, in [0, 2**63 - 1]; None draws one.
-        max_tokens: most tokens to generate; a huge number means to the end of the context. Cut off at 2**31 - 1.
-        min_tokens: before this many tokens no end-of-sequence or stop token id may be chosen; at most max_tokens.
-        n: independent completions of the same prompt, 1 to 128.
-        stop: strings that end the request; they are cut from the text.
-        stop_token_ids: tokens that end the request, beside the model's end-of-sequence tokens.
-        ignore_eos: go on after the model's end-of-sequence tokens.
-        repetition_penalty: above 1 discourages tokens of prompt and output (CTRL, arXiv:1909.05858); 1e-6 to 1e6.
-        presence_penalty: subtracted from the logits of tokens that the output has, in [-2, 2].
-        frequency_penalty: subtracted once for each time the output has the token, in [-2, 2].
-        logit_bias: token id to a number added to its logit, each in [-100, 100]. Ids may be texts of digits, as the
-            keys of JSON objects are.
-        bad_words: strings that must not be generated.
-        logprobs: how many alternatives to report a position, 0 to 20 (0 reports the chosen token alone); None reports
-            nothing.
-
-    Raises:
-        InvalidRequestError: a field has a value of the wrong kind or outside its range; the message names the field.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int = 128
-    min_tokens: int = 0
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    bad_words: tuple[str, ...] = ()
-    logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if value is item.default:
-                continue
-            if value is None:
-                value = item.default if item.default_factory is MISSING else item.default_factory()
-            object.__setattr__(self, item.name, _READERS[item.name](item.name, value))
-        for name in ("top_k", "max_tokens", "min_tokens"):
-            if getattr(self, name) > LARGEST_COUNT:
-                object.__setattr__(self, name, LARGEST_COUNT)
-        self._check_ranges()
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, object]) -> SamplingParams:
-        """Build from a row of a JSON lines file; unknown names are refused with the nearest known one.
-
-        Raises:
-            InvalidRequestError: an unknown name or a value outside its range.
-        """
-        known = {item.name for item in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise InvalidRequestError(f"unknown sampling parameter {show_value(name)}{nearest(name, known)}")
-        return cls(**dict(values))  # type: ignore[arg-type]
-
-    def _check_ranges(self) -> None:
-        # temperature and repetition_penalty: what float32 carries beside logits without a NaN on the way.
-        rules = (
-            ("temperature", self.temperature == 0 or 1e-30 <= self.temperature <= 1e30, "0 or between 1e-30 and 1e30"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("min_tokens", self.min_tokens >= 0, "at least 0"),
-            ("n", 1 <= self.n <= 128, "between 1 and 128"),
-            ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "between 1e-6 and 1e6"),
-            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
-            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1"),
-        )
-        for name, holds, rule in rules:
-            if not holds:
-                raise InvalidRequestError(f"{name} must be {rule}, not {show_value(getattr(self, name))}")
-        if self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}")
-        for token, value in self.logit_bias.items():
-            if not -100 <= value <= 100:
-                raise InvalidRequestError(f"logit_bias of token {token} must be between -100 and 100, not {value!r}")
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether each token is the most likely one."""
-        return self.temperature == 0.0
 
 
 @dataclass(frozen=True)

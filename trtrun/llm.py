@@ -21,20 +21,19 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from trtrun.config import RuntimeConfig, make_config
-from trtrun.core import SamplingParams
+from trtrun.config import RuntimeConfig, make_one_device_config
 from trtrun.errors import InvalidRequestError, PlacementError, QueueFullError
 from trtrun.interrupts import FairLock, held_interrupts, listening
 from trtrun.llm_engine import LLMEngine
 from trtrun.outputs import CompletionDelta, RequestId, RequestOutput, StartReport
 from trtrun.pending import PendingRequest
 from trtrun.prompts import Prompt
+from trtrun.sampling_params import SamplingParams
 from trtrun.text import Tokenizer
 
 
@@ -81,7 +80,9 @@ class LLM:
             PlacementError: the MPI world has another size than the devices need; or, once the job is over, on a worker
                 rank, where an LLM cannot be (see `open_llm`).
         """
-        config = config or _simple_config(target, draft, draft_len, use_logits, dtype, draft_quantization, device)
+        if config is None:
+            device = device or ("cuda:0" if torch.cuda.is_available() else "cpu:0")
+            config = make_one_device_config(target, draft, draft_len, use_logits, dtype, draft_quantization, device)
         engine = LLMEngine.open(config, on_load_progress)
         if engine is None:
             raise PlacementError(
@@ -350,28 +351,3 @@ def open_llm(config: RuntimeConfig, on_load_progress: Callable[[int, int], None]
         return
     with llm:
         yield llm
-
-
-def _simple_config(
-    target: str | os.PathLike[str] | None,
-    draft: str | os.PathLike[str] | None,
-    draft_len: int,
-    use_logits: bool,
-    dtype: str,
-    draft_quantization: str,
-    device: str | None,
-) -> RuntimeConfig:
-    """Both models on one device."""
-    device = device or ("cuda:0" if torch.cuda.is_available() else "cpu:0")
-    values: dict[str, Any] = {
-        "target": {"model": str(target) if target is not None else "", "devices": [device], "dtype": dtype},
-        "speculation": {"method": "none" if draft is None else "draft_target", "draft_len": draft_len,
-                        "use_logits": use_logits},
-    }  # fmt: skip
-    if target is None:
-        raise InvalidRequestError("LLM needs `target`, the directory of a model, or `config`")
-    if draft is not None:
-        values["draft"] = {
-            "model": str(draft), "devices": [device], "dtype": dtype, "quantization": draft_quantization
-        }  # fmt: skip
-    return make_config(values, base=Path.cwd(), where="LLM")

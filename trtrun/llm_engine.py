@@ -20,7 +20,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 from trtrun.config import RuntimeConfig
-from trtrun.core import FinishReason, Request, SamplingParams, TokenLogprobs
+from trtrun.core import FinishReason, Request, TokenLogprobs
 from trtrun.detokenizer import CompletionText, IncrementalDetokenizer
 from trtrun.errors import InvalidRequestError, RankFailedError
 from trtrun.models.config import ModelConfig, read_model_config
@@ -29,6 +29,7 @@ from trtrun.prompts import Prompt, PromptReader
 from trtrun.roles.job import StartedJob, open_job
 from trtrun.roles.orchestrator import Orchestrator, RowGain
 from trtrun.roles.startup import target_context
+from trtrun.sampling_params import SamplingParams
 from trtrun.scheduling.completion import Completion
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from trtrun.core import Request, SamplingParams
+from trtrun.core import Request
 from trtrun.errors import InvalidRequestError
 from trtrun.models.config import ModelConfig
+from trtrun.sampling_params import SamplingParams
 from trtrun.text import Tokenizer
 
 Prompt = str | Sequence[int]

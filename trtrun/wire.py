@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from trtrun.core import PrefillChunk, RoundPlan, RowAdmission, SamplingParams, TokenLogprobs
+from trtrun.core import PrefillChunk, RoundPlan, RowAdmission, TokenLogprobs
+from trtrun.sampling_params import SamplingParams
 
 _PLAN_HEADER = np.dtype(
     [

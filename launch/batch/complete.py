@@ -16,11 +16,11 @@ from launch.batch.messages import Refusals, join_tokens
 from launch.batch.ordered import RowWriter, TextPrinter
 from launch.batch.rows import PromptRow, output_row, refused_row
 from launch.terminal import Bar
-from trtrun.core import SamplingParams
 from trtrun.errors import InvalidRequestError
 from trtrun.interrupts import listening
 from trtrun.llm import LLM
 from trtrun.prompts import Prompt
+from trtrun.sampling_params import SamplingParams
 
 
 @dataclass

@@ -16,8 +16,8 @@ from typing import IO
 
 from launch.batch.options import Part
 from launch.batch.rows import LONGEST_LINE, PromptRow, is_blank, read_line, read_prompt
-from trtrun.core import SamplingParams
 from trtrun.errors import ConfigError
+from trtrun.sampling_params import SamplingParams
 
 _FOREIGN_STARTS = {
     b"\x1f\x8b": "is compressed (gzip): unpack it first",

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from trtrun.core import SamplingParams
 from trtrun.errors import InvalidRequestError, nearest
 from trtrun.outputs import CompletionOutput, RequestOutput
+from trtrun.sampling_params import SamplingParams
 from trtrun.values import cut_text, find_surrogate, show_value
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")

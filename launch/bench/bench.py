@@ -28,13 +28,13 @@ from launch.check.preflight import check_job
 from launch.mpi.job import Job, finish_mpi
 from launch.mpi.mpirun import build_environment
 from launch.terminal import output_console
-from trtrun.core import SamplingParams
 from trtrun.errors import ConfigError, InvalidRequestError
 from trtrun.llm import LLM
 from trtrun.models.config import read_model_config
 from trtrun.outputs import RankReport
 from trtrun.roles.memory_requirements import resolve_dtype
 from trtrun.roles.startup import target_context
+from trtrun.sampling_params import SamplingParams
 from trtrun.telemetry import ROUND_PARTS, round_parts
 
 PLAIN = "plain"

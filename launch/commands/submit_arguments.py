@@ -22,8 +22,8 @@ from launch.commands.prompts import given_sampling
 from launch.commands.run import run
 from launch.slurm.resources import SlurmResources
 from launch.slurm.script import Array, BatchJob, Word, part_output
-from trtrun.core import SamplingParams
 from trtrun.errors import ConfigError, nearest
+from trtrun.sampling_params import SamplingParams
 
 COMMANDS: dict[str, click.Command] = {"run": run, "bench": bench, "check": check}
 """What may be submitted."""

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trtrun.core import RowAdmission, SamplingParams
+from trtrun.core import RowAdmission
+from trtrun.sampling_params import SamplingParams
 
 
 def admission(

@@ -13,7 +13,8 @@ import zlib
 from collections import deque
 from dataclasses import dataclass, field
 
-from trtrun.core import FinishReason, Request, RoundPlan, SamplingParams
+from trtrun.core import FinishReason, Request, RoundPlan
+from trtrun.sampling_params import SamplingParams
 from trtrun.scheduling.completion import Completion, RowResult
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.planning import MAX_MISSED_ROUNDS

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.fakes import FakeEngine, Rule, own_link
-from trtrun.core import Request, RoundPlan, SamplingParams
+from trtrun.core import Request, RoundPlan
+from trtrun.sampling_params import SamplingParams
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.cycle import (

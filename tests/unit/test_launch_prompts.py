@@ -13,7 +13,7 @@ from launch.batch.input import InputRows
 from launch.commands.merge import merge
 from launch.commands.prompts import given_sampling
 from launch.commands.run import run
-from trtrun.core import SamplingParams
+from trtrun.sampling_params import SamplingParams
 
 OPTIONS = (
     "--max-tokens 90 --min-tokens 2 --temperature 0.5 --top-k 7 --top-p 0.9 --min-p 0.1 --seed 3 --n 2 "

@@ -48,6 +48,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"wire", "telemetry", "outputs", "text", "registry", "config", "section_check"}),
         frozenset({"drafting_methods"}),
         frozenset({"core", "yaml_source", "threads", "tensors", "device_lists", "launch_config"}),
+        frozenset({"sampling_params"}),
         frozenset({"values"}),
         frozenset({"errors"}),
     ),

@@ -204,6 +204,8 @@ def test_wrong_models_are_refused_in_one_line(folder: Path, tmp_path: Path) -> N
         ({"target": tmp_path / "nothing"}, ConfigError),
         ({"target": folder / "target", "draft": tmp_path / "nothing"}, ConfigError),
         ({"target": folder}, CheckpointError),
+        ({"target": folder / "target", "device": "cuda:97"}, ConfigError),
+        ({"target": folder / "target", "device": "gpu"}, ConfigError),
         ({}, TrtrunError),
     ]
     for arguments, kind in attempts:

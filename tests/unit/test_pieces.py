@@ -8,12 +8,12 @@ import pytest
 import torch
 from sampling_reference import admission
 
-from trtrun.core import SamplingParams
 from trtrun.sampling import filters
 from trtrun.sampling import pieces as pieces_module
 from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
+from trtrun.sampling_params import SamplingParams
 from trtrun.speculation.verify import verify
 
 VOCAB, ROWS, DRAFT_LEN = 700, 24, 3

@@ -10,10 +10,10 @@ import pytest
 import torch
 from sampling_reference import admission, chi_square_p_value, reference_logits, softmax
 
-from trtrun.core import SamplingParams
 from trtrun.sampling import filters
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
+from trtrun.sampling_params import SamplingParams
 
 VOCAB, MAX_LEN = 23, 40
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from sampling_reference import admission
 
-from trtrun.core import RoundPlan, SamplingParams, Verdict
+from trtrun.core import RoundPlan, Verdict
 from trtrun.roles.worker import _read_verdict
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
+from trtrun.sampling_params import SamplingParams
 from trtrun.speculation.verify import accept_by_probability, accept_by_token, verify
 from trtrun.wire import RoundReport, RoundTimes, decode_report
 

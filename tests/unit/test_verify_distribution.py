@@ -11,9 +11,9 @@ import pytest
 import torch
 from sampling_reference import admission, chi_square_p_value, reference_logits, softmax
 
-from trtrun.core import SamplingParams
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
+from trtrun.sampling_params import SamplingParams
 from trtrun.speculation.verify import verify
 
 VOCAB, ROWS, TOKENS, P_VALUE = 8, 24_000, 3, 1e-4

@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtrun.core import PrefillChunk, RoundPlan, RowAdmission, SamplingParams
+from trtrun.core import PrefillChunk, RoundPlan, RowAdmission
+from trtrun.sampling_params import SamplingParams
 from trtrun.wire import ReportArrays, RoundTimes, decode_plan, decode_report, encode_plan
 
 TOKEN = st.integers(0, 2**31 - 1)

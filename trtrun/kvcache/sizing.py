@@ -124,6 +124,15 @@ def default_fraction(device: str) -> float:
     return GPU_FRACTION if device.startswith("cuda") else HOST_FRACTION
 
 
+def check_device(device: str) -> None:
+    """Raise ConfigError for a GPU that is not on this host; "cuda:N" or "cpu:N"."""
+    if not device.startswith("cuda"):
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if int(device.partition(":")[2]) >= count:
+        raise ConfigError(f'{device} is not on this host, which has {count} GPUs: use CPU slots such as "cpu:0"')
+
+
 def free_bytes_of_slot(device: str, host_slots: int) -> int:
     """Memory that one slot may count on: a GPU's free memory, or an equal share of the host's.
 
@@ -135,11 +144,8 @@ def free_bytes_of_slot(device: str, host_slots: int) -> int:
         ConfigError: the GPU is not there.
     """
     if device.startswith("cuda"):
-        index = int(device.partition(":")[2])
-        if not torch.cuda.is_available() or index >= torch.cuda.device_count():
-            count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-            raise ConfigError(f'{device} is not on this host, which has {count} GPUs: use CPU slots such as "cpu:0"')
-        free, _ = torch.cuda.mem_get_info(index)
+        check_device(device)
+        free, _ = torch.cuda.mem_get_info(int(device.partition(":")[2]))
         return int(free)
     share, left = free_host_bytes() // max(1, host_slots), _address_space_left()
     return share if left is None else min(share, left)

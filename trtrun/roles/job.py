@@ -25,6 +25,7 @@ from parallel.watchdog.heartbeat import invite_workers, join_heartbeat
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.config import RuntimeConfig
 from trtrun.errors import PlacementError
+from trtrun.kvcache.sizing import check_device
 from trtrun.outputs import RankReport, StartReport
 from trtrun.roles.engine_ranks import EngineRanks, MpiRanks, SoloRanks, serve
 from trtrun.roles.failures import RankFailures
@@ -94,6 +95,7 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> StartedJob | N
 
 
 def _open_solo(config: RuntimeConfig, topology: Topology, progress: Progress | None) -> StartedJob:
+    check_device(topology.slots[0].device)
     groups = open_groups(None, topology, device_of(topology.slots[0]))
     startup = RankStartup(config, topology, 0, groups)
     blocks = startup.load(progress or (lambda done, total: None))

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trtrun.core import Draft, PrefillChunk, RoundPlan, RowAdmission, SamplingParams
+from trtrun.core import Draft, PrefillChunk, RoundPlan, RowAdmission
 from trtrun.engine.graphs import MOST_GRAPHS
 from trtrun.engine.runner import Engine
 from trtrun.engine.working_memory import RoundShape
+from trtrun.sampling_params import SamplingParams
 from trtrun.speculation.cycle import begin_round, draft_round, verify_round
 from trtrun.speculation.drafter import Drafter
 
