@@ -63,17 +63,16 @@ class Session:
         self.rank: int = world.Get_rank()
         self.groups: Groups | None = None
         self._activity = Activity()
-        self._teller = StartProgress()
         self._failures: RankFailures | None = None
         self._heartbeat: HeartbeatServer | HeartbeatClient
-        with self._teller:
-            self._teller.tell(JOIN, "joining the check")
+        with StartProgress() as teller:
+            teller.tell(JOIN, "joining the check")
             if self.rank == topology.orchestrator_rank:
                 self._heartbeat = self._lead(seconds)
             else:
                 self.control = ControlPlane(world, topology)
                 self._heartbeat = self._follow()
-            self._teller.tell(DONE, "the start")
+            teller.tell(DONE, "the start")
 
     @classmethod
     def open(cls, config: RuntimeConfig, seconds: float) -> Session:
