@@ -206,7 +206,7 @@ def _time(communicator: Communicator, prepare: Callable[[torch.Tensor], Callable
 
 
 def probe_control(
-    control: ControlPlane, rank: int, sizes: Sequence[int], timeout: Callable[[], float | None]
+    control: ControlPlane, rank: int, sizes: Sequence[int], until: Callable[[], bool]
 ) -> tuple[list[str], Timing]:
     """Exchange checksummed plans and reports with one worker while every worker is in `answer_control`.
 
@@ -214,20 +214,20 @@ def probe_control(
         control: at the orchestrator.
         rank: world rank of the worker.
         sizes: bytes of the messages.
-        timeout: seconds that may pass until the next answer; asked again for each.
+        until: ends the wait for an answer when it returns true.
 
     Returns:
         What was wrong with the answers, and how fast they came: half of a short plan and its answer, and a long answer
         to a short plan.
 
     Raises:
-        ControlPlaneError: the worker did not answer in time.
+        ControlPlaneError: `until` ended the wait.
     """
     faults: list[str] = []
 
     def ask(plan: bytes) -> bytes:
         control.publish(plan)
-        report = control.collect(timeout())
+        report = control.collect(until=until)
         if report is None:
             raise ControlPlaneError(f"rank {rank} does not answer")
         return report.payload

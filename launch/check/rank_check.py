@@ -1,9 +1,8 @@
 """`trtrun check`, and the short check before every run: the ranks prove that they fit together, without weights.
 
 Rank 0 leads. It collects every rank's inventory, then names one step after another; the ranks that a step concerns do
-it and report. So rank 0 always knows whom it waits for, and no step can wait longer than the check as a whole. It knows
-steps and who takes part in them; what a rank knows of its host is `inventory`'s business, messages are
-`parallel.probe`'s.
+it and report. It knows steps and who takes part in them; who is late is `session`'s business, what a rank knows of its
+host is `inventory`'s, messages are `parallel.probe`'s.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Any
 
 from launch.check.inventory import find_misfits, take_inventory
 from launch.check.report import CheckReport, LinkReport, print_report, report_json
-from launch.check.session import Session, SetupError, StuckError
-from launch.exit_codes import ExitCode, FailedError
+from launch.check.session import Session, SetupError
+from launch.exit_codes import ExitCode
 from launch.mpi.job import finish_mpi, is_reporting_rank, print_error
 from launch.mpi.start_progress import DONE, STARTED, StartProgress
 from launch.placement.links import GROUPS, Carries, Kind, RankLink, group_ranks, list_links, show_ranks
@@ -25,11 +24,12 @@ from parallel import probe
 from parallel.communicator import Communicator
 from parallel.errors import ControlPlaneError
 from parallel.mpi_rank import find_mpi_rank
-from parallel.watchdog.activity import Activity
-from parallel.watchdog.heartbeat import invite_workers, join_heartbeat
-from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.config import RuntimeConfig
+from trtrun.errors import RankFailedError
 from trtrun.topology import make_topology
+
+LAUNCH_SECONDS = 8.0
+"""How much of the time of `trtrun check` is for the start of mpirun and for the end of a job that hangs."""
 
 
 def check_before_run(config: RuntimeConfig) -> None:
@@ -39,42 +39,46 @@ def check_before_run(config: RuntimeConfig) -> None:
 
     Raises:
         SystemExit: something is wrong, and rank 0 has told it.
+        RankFailedError: on rank 0, a rank failed, or was not done in time.
     """
     place = find_mpi_rank()
     if place is None or place.size == 1:
         StartProgress().tell(DONE, "the start")
         return
-    with Session.open(config, time.monotonic()) as session:
+    with Session.open(config, config.launch.check_seconds) as session:
         if session.rank != 0:
             session.send_inventory()
             if not session.next_order()["ok"]:
                 raise SystemExit(ExitCode.DONE)  # the end of rank 0 ends the job
             return
-        try:
-            _, problems = session.gather_inventories()
-            session.order({"step": "end", "ok": not problems})
-            if problems:
-                raise SetupError(problems)
-        except (SetupError, FailedError) as error:
-            raise SystemExit(_tell(error)) from None
+        _, problems = session.gather_inventories()
+        session.order({"step": "end", "ok": not problems})
+        if problems:
+            raise SystemExit(_refuse(problems))
 
 
 def play_check(config: RuntimeConfig, as_json: bool) -> int:
     """This rank's part of `trtrun check`; rank 0 tells what was found.
 
     Returns:
-        The exit status: refused where the ranks do not fit together, failed where messages came through wrong or ranks
-        did not answer.
+        The exit status: refused where the ranks do not fit together, failed where messages came through wrong.
+
+    Raises:
+        RankFailedError: on rank 0, a rank failed, or was not done in time.
     """
     if not is_reporting_rank():
         follow_check(config)
         return ExitCode.DONE
     try:
         report = lead_check(config)
-    except (SetupError, FailedError) as error:
+    except SetupError as error:
         if as_json:
-            print(report_json(None, _problems(error)), flush=True)
-        return _tell(error)
+            print(report_json(None, error.problems), flush=True)
+        return _refuse(error.problems)
+    except RankFailedError as error:
+        if as_json:
+            print(report_json(None, (str(error),)), flush=True)
+        raise
     finish_mpi()
     if as_json:
         print(report_json(report))
@@ -91,7 +95,7 @@ def lead_check(config: RuntimeConfig) -> CheckReport:
 
     Raises:
         SetupError: with all that is wrong.
-        FailedError: with the ranks that did not answer, or that failed.
+        RankFailedError: with the ranks that failed, or that were not done in time.
     """
     topology = make_topology(config)
     if topology.world_size == 1:
@@ -103,7 +107,9 @@ def lead_check(config: RuntimeConfig) -> CheckReport:
         return CheckReport.make(
             topology, ranks, [LinkReport.untried(link) for link in links], time.monotonic() - STARTED
         )
-    with Session.open(config, STARTED) as session:
+    seconds = config.launch.check_seconds
+    until = STARTED + max(seconds / 2, seconds - LAUNCH_SECONDS)
+    with Session.open(config, until - time.monotonic()) as session:
         ranks, problems = session.gather_inventories()
         if problems:
             session.order({"step": "end", "ok": False})
@@ -115,12 +121,12 @@ def lead_check(config: RuntimeConfig) -> CheckReport:
 
 def follow_check(config: RuntimeConfig) -> None:
     """The thorough check on all other ranks: do what rank 0 says until it ends."""
-    with Session.open(config, STARTED) as session:
+    with Session.open(config, config.launch.check_seconds) as session:
         session.send_inventory()
         while (order := session.next_order())["step"] != "end":
             if session.rank not in order["ranks"]:
                 continue
-            session.begin(order["number"], order["title"])
+            session.begin(order["title"])
             try:
                 session.send(_follow(session, order))
             except Exception as error:  # others may be waiting for this rank inside MPI, rank 0 too
@@ -135,16 +141,11 @@ class _Tried:
     timing: probe.Timing
 
 
-def _problems(error: SetupError | FailedError) -> tuple[str, ...]:
-    """The lines of an error."""
-    return error.problems if isinstance(error, SetupError | StuckError) else (str(error),)
-
-
-def _tell(error: SetupError | FailedError) -> ExitCode:
+def _refuse(problems: Sequence[str]) -> ExitCode:
     """Tell what is wrong, one line each; returns the exit status."""
-    for line in _problems(error):
+    for line in problems:
         print_error(line)
-    return ExitCode.FAILED if isinstance(error, FailedError) else ExitCode.REFUSED
+    return ExitCode.REFUSED
 
 
 def _lead_steps(session: Session) -> Iterator[LinkReport]:
@@ -152,7 +153,6 @@ def _lead_steps(session: Session) -> Iterator[LinkReport]:
     topology = session.topology
     workers = topology.worker_ranks
     control = _try_control(session, workers)
-    reached = _try_heartbeat(session, workers)
     opened = session.run_step("opening the communicators", workers, session.open_groups, step="open")
     kinds = _merge_kinds(opened.values())
     links = list_links(topology, kinds, _sends_probs(session.config))
@@ -160,7 +160,7 @@ def _lead_steps(session: Session) -> Iterator[LinkReport]:
     for link in links:
         if link.carries is Carries.CONTROL:
             yield LinkReport.of(link, control[link.ranks[1]].faults, control[link.ranks[1]].timing)
-        elif link.carries is Carries.HEARTBEAT and link.ranks[1] in reached:
+        elif link.carries is Carries.HEARTBEAT:  # it has carried beats from the beginning
             yield LinkReport.of(link, (), None)
     for name, carries in (("draft", Carries.DRAFT_SUMS), ("target", Carries.TARGET_SUMS)):
         members = group_ranks(topology, name)
@@ -180,29 +180,17 @@ def _try_control(session: Session, workers: Sequence[int]) -> dict[int, _Tried]:
     tried = {}
     for rank in workers:
         try:
-            faults, timing = probe.probe_control(session.control, rank, probe.SIZES, session.seconds_left)
+            faults, timing = probe.probe_control(session.control, rank, probe.SIZES, session.has_failed)
         except ControlPlaneError:
-            raise session.stuck([rank], title) from None
+            session.collect([rank])  # raises what the heartbeat has found
+            raise
         tried[rank] = _Tried((f"rank {rank} to rank 0: {_shorten(faults)}",) if faults else (), timing)
     probe.end_control(session.control)
-    for rank, answer in session.collect(workers, title).items():
+    for rank, answer in session.collect(workers).items():
         if answer["faults"]:
             wrong = f"rank 0 to rank {rank}: {_shorten(answer['faults'])}"
             tried[rank] = _Tried((*tried[rank].faults, wrong), tried[rank].timing)
     return tried
-
-
-def _try_heartbeat(session: Session, workers: Sequence[int]) -> set[int]:
-    """The TCP connections beside MPI, made as in a run; returns the workers that have one."""
-    seconds = session.config.launch.heartbeat_seconds
-    server = HeartbeatServer(session.topology, Activity(), seconds, max(seconds, session.seconds_left() + seconds))
-    try:
-        answers = session.run_step(
-            "heartbeat", workers, lambda: invite_workers(session.control, session.topology, server), step="heartbeat"
-        )
-    finally:
-        server.close()
-    return set(answers)
 
 
 def _try_pair(session: Session, link: RankLink, tried: dict[frozenset[int], _Tried]) -> LinkReport:
@@ -243,10 +231,6 @@ def _follow(session: Session, order: dict[str, Any]) -> dict[str, Any]:
     """A worker's part of one step; returns its report."""
     if order["step"] == "control":
         return {"faults": probe.answer_control(session.control)}
-    if order["step"] == "heartbeat":
-        seconds = session.config.launch.heartbeat_seconds
-        join_heartbeat(session.control, session.topology, Activity(), seconds).close()
-        return {}
     if order["step"] == "open":
         session.open_groups()
         assert session.groups is not None

@@ -1,30 +1,30 @@
-"""One rank's part in a check: what it knows, whom rank 0 waits for, and for how long.
+"""One rank's part in a check: what it knows, the steps that rank 0 names, and the heartbeat that watches them.
 
-Rank 0 names steps over the control plane and the ranks that a step concerns report; so it always knows who owes it an
-answer. It does not know what the steps are for (check.py).
+Rank 0 names steps over the control plane and the ranks that a step concerns report. Who is late is the heartbeat's
+business, as in a run. It does not know what the steps are for (rank_check.py).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from launch.check.inventory import RankInventory, find_misfits, take_inventory
-from launch.exit_codes import FailedError
-from launch.mpi.start_progress import DONE, StartProgress, has_parent
-from parallel import abort
+from launch.mpi.start_progress import DONE, StartProgress
 from parallel.control import ControlPlane
+from parallel.errors import HeartbeatError
 from parallel.groups import Groups, open_groups
 from parallel.topology import Topology
+from parallel.watchdog.activity import Activity, Phase
+from parallel.watchdog.heartbeat import HeartbeatClient, invite_workers, join_heartbeat
+from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.config import RuntimeConfig
 from trtrun.errors import TrtrunError
+from trtrun.roles.failures import RankFailures
 from trtrun.roles.startup import device_of
 from trtrun.topology import make_topology
 
@@ -33,11 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PARENT_SECONDS = 5.0
-"""How much later than its parent rank 0 gives up on stuck ranks: the parent can tell more about them."""
-
-INVENTORY, STEPS = 1, 10
-"""Numbers of a rank's steps for `start_progress`: looking around, then the steps that rank 0 names."""
+JOIN = 1
+"""Number of a rank's step for `start_progress`: it connects to the heartbeat, which watches it from then on."""
 
 
 class SetupError(TrtrunError):
@@ -52,73 +49,83 @@ class SetupError(TrtrunError):
         self.problems = tuple(problems)
 
 
-class StuckError(FailedError):
-    """Ranks did not answer in time.
+class Session:
+    """One rank's part in a check: the control plane, the heartbeat beside it, and what has been opened.
 
-    Attributes:
-        problems: one line for each.
+    Rank 0's heartbeat watches the check as it watches a start: it knows the step that each rank is in, and ends the job
+    when time is over, also where rank 0 itself waits inside MPI.
     """
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = tuple(problems)
-
-
-class Session:
-    """One rank's part in a check: the control plane, what has been opened, and the time that is left."""
-
-    def __init__(self, config: RuntimeConfig, topology: Topology, world: MPI.Intracomm, started: float) -> None:
+    def __init__(self, config: RuntimeConfig, topology: Topology, world: MPI.Intracomm, seconds: float) -> None:
         self.config = config
         self.topology = topology
         self.world = world
         self.rank: int = world.Get_rank()
         self.groups: Groups | None = None
-        self.teller = StartProgress()
-        self.control = ControlPlane(world, topology)
-        self._until = started + config.launch.check_seconds + (PARENT_SECONDS if has_parent() else 0.0)
-        self._number = 0
+        self._activity = Activity()
+        self._failures: RankFailures | None = None
+        self._heartbeat: HeartbeatServer | HeartbeatClient
+        with StartProgress() as teller:
+            teller.tell(JOIN, "joining the check")
+            if self.rank == topology.orchestrator_rank:
+                self._heartbeat = self._lead(seconds)
+            else:
+                self.control = ControlPlane(world, topology)
+                self._heartbeat = self._follow()
+            teller.tell(DONE, "the start")
 
     @classmethod
-    def open(cls, config: RuntimeConfig, started: float) -> Session:
+    def open(cls, config: RuntimeConfig, seconds: float) -> Session:
         """Join the check. Collective.
 
         Args:
             config: of the job, as this rank sees it.
-            started: when the check began, on the clock of `time.monotonic`.
+            seconds: that the check may take from now on; only rank 0's count. A rank that does not come ends the job.
         """
         from mpi4py import MPI
 
-        return cls(config, make_topology(config), MPI.COMM_WORLD, started)
+        return cls(config, make_topology(config), MPI.COMM_WORLD, seconds)
 
     def __enter__(self) -> Session:
-        self.teller.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.teller.tell(DONE, "the end of the check")
-        self.teller.__exit__()
         if kind is None:  # else other ranks may not come here: the end of this one ends the job
             if self.groups is not None:
                 self.groups.close()
             self.control.close()
+        self._heartbeat.close()
 
-    def seconds_left(self) -> float:
-        """Until the check has to be over."""
-        return self._until - time.monotonic()
+    def _lead(self, seconds: float) -> HeartbeatServer:
+        launch = self.config.launch
+        overdue = f"the check did not end within {launch.check_seconds:g} s (launch.check_seconds)"
+        # Before anything collective: a rank that never comes must not keep this one from saying so.
+        server = HeartbeatServer(self.topology, self._activity, launch.heartbeat_seconds, seconds, overdue)
+        self._failures = RankFailures(server)
+        self._activity.check("joining the check")
+        self.control = ControlPlane(self.world, self.topology)
+        invite_workers(self.control, self.topology, server)
+        return server
 
-    def begin(self, number: int, title: str) -> None:
-        """Tell the parent what this rank is at: an even number for what it does, the odd one behind it for waiting."""
-        self._number = number
-        logger.info("check, step %d: %s", number, title)
-        self.teller.tell(STEPS + 2 * number, title)
+    def _follow(self) -> HeartbeatClient:
+        try:
+            return join_heartbeat(self.control, self.topology, self._activity, self.config.launch.heartbeat_seconds)
+        except HeartbeatError as error:  # rank 0 waits for this rank
+            self.control.abort(f"{type(error).__name__}: {error}")
+
+    def begin(self, title: str) -> None:
+        """This rank begins a step."""
+        logger.info("check: %s", title)
+        self._activity.check(title)
+        if isinstance(self._heartbeat, HeartbeatClient):
+            self._heartbeat.beat()  # with the next regular beat it might be too late
 
     # Rank 0.
 
     def gather_inventories(self) -> tuple[list[RankInventory], list[str]]:
         """All ranks' inventories, and what is wrong with them."""
         own = self._take_own_inventory()
-        self.teller.tell(STEPS + 1, "waiting for the other ranks")
-        answers = self.collect(self.topology.worker_ranks, "looking around")
+        answers = self.collect(self.topology.worker_ranks)
         ranks = [own, *(RankInventory.from_dict(answers[rank]) for rank in sorted(answers))]
         return ranks, find_misfits(ranks, self.topology)
 
@@ -138,54 +145,35 @@ class Session:
             order: what the ranks are told.
 
         Raises:
-            StuckError: a rank did not report in time.
+            RankFailedError: a rank failed, or did not report in time.
         """
         self.start_step(title, ranks, **order)
         if own is not None:
-            with self._ending_late(ranks, title):
-                own()
-        return self.collect(ranks, title)
+            own()
+        return self.collect(ranks)
 
     def start_step(self, title: str, ranks: Iterable[int], **order: Any) -> None:
         """Let some ranks begin a step."""
-        self._number += 1
-        self.order({**order, "number": self._number, "title": title, "ranks": sorted(ranks)})
-        self.teller.tell(STEPS + 2 * self._number + 1, f"waiting for: {title}")
+        self.begin(title)
+        self.order({**order, "title": title, "ranks": sorted(ranks)})
 
-    def collect(self, ranks: Iterable[int], title: str) -> dict[int, dict[str, Any]]:
-        """One report from each of some ranks."""
+    def collect(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+        """One report from each of some ranks.
+
+        Raises:
+            RankFailedError: a rank failed, or did not report in time.
+        """
+        assert self._failures is not None
         waiting, answers = set(ranks), dict[int, dict[str, Any]]()
         while waiting:
-            report = self.control.collect(max(0.0, self.seconds_left()))
-            if report is None:
-                raise self.stuck(waiting, title)
+            report = self._failures.collect(self.control)
             answers[report.rank] = json.loads(report.payload)
             waiting.discard(report.rank)
         return answers
 
-    def stuck(self, ranks: Iterable[int], title: str) -> StuckError:
-        """The error for ranks that are late."""
-        after = f"the check did not end within {self.config.launch.check_seconds:g} s"
-        return StuckError(
-            [f"{after}: {self.topology.describe(rank)} gave no answer in the step '{title}'" for rank in sorted(ranks)]
-        )
-
-    @contextmanager
-    def _ending_late(self, ranks: Iterable[int], title: str) -> Iterator[None]:
-        """A part of a step in which rank 0 itself waits inside MPI: when time is over, a thread ends the job."""
-
-        def end() -> None:
-            abort.begin_ending()
-            abort.say("".join(f"trtrun: {line}\n" for line in self.stuck(ranks, title).problems))
-            abort.end_world()
-
-        timer = threading.Timer(max(0.0, self.seconds_left()), end)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        finally:
-            timer.cancel()
+    def has_failed(self) -> bool:
+        """Whether the heartbeat has found a failure; the next `collect` raises it."""
+        return isinstance(self._heartbeat, HeartbeatServer) and self._heartbeat.has_failed()
 
     # Other ranks.
 
@@ -196,7 +184,7 @@ class Session:
     def send(self, result: dict[str, Any]) -> None:
         """Report to rank 0."""
         self.control.report(json.dumps(result).encode())
-        self.teller.tell(STEPS + 2 * self._number + 1, "waiting for the next step")
+        self._activity.start(Phase.CHECKED)
 
     def next_order(self) -> dict[str, Any]:
         """What rank 0 wants next, as long as it is there."""
@@ -216,9 +204,7 @@ class Session:
         self.groups = open_groups(self.world, self.topology, device)
 
     def _take_own_inventory(self) -> RankInventory:
-        inventory = take_inventory(
-            self.config, self.topology, self.rank, lambda step: self.teller.tell(INVENTORY, step)
-        )
+        inventory = take_inventory(self.config, self.topology, self.rank, self.begin)
         logger.info("%s", ", ".join(f"{name} {version}" for name, version in inventory.versions.items()))
         for problem in inventory.problems:
             logger.info("problem: %s", problem)

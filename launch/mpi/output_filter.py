@@ -1,8 +1,16 @@
 """Keeps mpirun's own words from the user, and learns from them which rank was killed and which host was lost.
 
 Open MPI's come in boxes: a line of dashes, some text, a line of dashes. Hydra's are boxes of equals signs on stdout,
-and lines that begin with the name of one of its programs. What only repeats what the ranks said, or what trtrun says
-better, is dropped; any other box, and every line of a rank, passes unchanged. It does not know processes or files.
+and lines that begin with the name of one of its programs. This is what becomes of them:
+
+- A box that tells of a killed rank or a lost host becomes one line.
+- What only repeats that a rank has ended the job is dropped.
+- That others lost their connection to a rank, and Hydra's own errors, wait for the end of the job: they are dropped
+  where a line has named the rank or host, and shown as they are where none has.
+- Any other box, and every line of a rank, passes unchanged. So do rare lines that harm nobody: warnings of UCX, PMIx
+  and ssh, and Hydra's "exit string" on stdout.
+
+It does not know processes or files.
 """
 
 from __future__ import annotations
@@ -12,18 +20,10 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-DASHES = "-" * 60
-EQUALS = b"=" * 60
+EDGE_LENGTH = 60
 LONGEST_BOX_LINES = 40
 
 _PROGRAM = r"(?:prterun|mpirun|mpiexec|prte|orterun)"
-_BOILERPLATE = re.compile(
-    r"MPI_ABORT was invoked on rank"
-    rf"|{_PROGRAM} has exited due to process rank"
-    rf"|{_PROGRAM} detected that one or more processes exited with non-zero status"
-    r"|Primary job\s+terminated normally, but"
-    rf"|{_PROGRAM}: abort is already in progress"
-)
 _KILLED = re.compile(
     rf"{_PROGRAM} noticed that process rank (?P<rank>\d+) with PID (?P<process>\d+) on node (?P<host>\S+) "
     r"exited\s+on\s+signal (?P<signal>\d+)"
@@ -33,35 +33,24 @@ _TERMINATED = re.compile(
     r"PID \d+ RUNNING AT (?P<host>\S+).*EXIT CODE: (?P<signal>[1-9]|[1-5]\d|6[0-4])\b"
 )
 _LOST = re.compile(r"has lost communication with a remote daemon.* on node \S+ .*on node (?P<host>\S+)")
-_DISCONNECTED = re.compile(
-    r"MPI communication peer process has unexpectedly disconnected.*"
-    r"Local host: (?P<here>\S+).*Peer host: +(?P<there>\S+)"
+_REPEATED_BOX = re.compile(
+    rf"MPI_ABORT was invoked on rank|{_PROGRAM} has exited due to process rank|Primary job\s+terminated normally, but"
+    rf"|{_PROGRAM} detected that one or more processes exited with non-zero|{_PROGRAM}: abort is already in progress"
 )
-_TRIVIA = re.compile(
-    r"\[[^\s\]]+:\d+\] (?:Delaying for \d+ seconds? before aborting|plm:ssh: Warning: setpgid|PMIX ERROR: PMIX_ERR_)"
-    r"|(?:\[[^\s\]]+:\d+\] )?\d+ more process(?:es)? ha(?:s|ve) sent help message help-"
-    r"|\[[^\s\]]+:\d+\] Set MCA parameter \"\w+help_aggregate\""
-    r"|\[\d+\.\d+\] \[\S+ *:\d+\] +\S+ +UCX +WARN +unexpected tag-receive descriptor"
-    r"|Abort\(\d+\) on node \d+ \(rank \d+ in comm \d+\): application called MPI_Abort"
-    r"|Killed by signal 15\.\s*$"  # said by the ssh below mpirun
+_REPEATED_LINE = re.compile(
+    r"Abort\(\d+\) on node \d+ \(rank \d+ in comm \d+\): application called MPI_Abort"
+    r"|(?:\[[^\s\]]+:\d+\] )?(?:Delaying for \d+ seconds? before aborting|Set MCA parameter \"\w+help_aggregate\""
+    r"|\d+ more process(?:es)? ha(?:s|ve) sent help message help-)"
 )
-_INTERNAL = re.compile(r"\[(?:mpiexec|proxy:\d+(?::\d+)?)@[^\s\]]+\] ")
-"""Hydra's own errors. They may be all there is to be read of what went wrong."""
-
-_SOCKET_CLOSED = re.compile(r"\[[^\s\]]+:\d+\] \*\*\* An error occurred in Socket closed")
-_MPI_ERROR = re.compile(r"\[[^\s\]]+:\d+\] \*\*\* ")
-_EDGE = re.compile(rb"=+$")
-_EXIT_STRING = re.compile(
-    rb"\[mpiexec@|YOUR APPLICATION TERMINATED WITH THE EXIT STRING: "
-    rb"|This typically refers to a problem with your application\."
-    rb"|Please see the FAQ page for debugging suggestions"
-)
+_WAITING_BOX = re.compile(r"MPI communication peer process has unexpectedly disconnected")
+_WAITING_LINE = re.compile(r"\[(?:mpiexec|proxy:\d+(?::\d+)?)@[^\s\]]+\] ")
+_MPI_ERROR = re.compile(r"\[[^\s\]]+:\d+\] \*\*\* (?P<closed>An error occurred in Socket closed)?")
 _FAILURE = re.compile(r"trtrun: [a-z+]+ rank \d+ \([^)]*\) (?:failed: |was killed by signal )")
 
 
 @dataclass
 class OutputFilter:
-    """A stream of stderr text in, the same without mpirun's boilerplate out; and stdout, of which Hydra writes some.
+    """A stream of stderr text in, the same without mpirun's words out; and stdout, of which Hydra writes some.
 
     Attributes:
         describe: names a rank, such as "target rank 2 (cpu:1)".
@@ -77,17 +66,15 @@ class OutputFilter:
     said_something: bool = False
     killed: list[tuple[int, int]] = field(default_factory=list)
     lost_hosts: list[str] = field(default_factory=list)
-    _partial: str = ""
-    _box: list[str] | None = None
-    _output: _StdoutFilter = field(init=False)
     _news: str = ""
-    _is_in_error: bool = False
+    _waiting: str = ""
+    _is_in_closed: bool = False
     _has_told_failure: bool = False
-    _disconnected: tuple[str, str] | None = None
-    _dropped: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._output = _StdoutFilter(self._take_termination)
+        # A line that still grows waits only while it could be mpirun's: progress bars must move.
+        self._errors = _Boxes("-", re.compile(r"[-\[A\d][^\r]*$"), self._take_box, self._take_line)
+        self._output = _Boxes("=", re.compile(r"=+$"), self._take_hydras_box)
 
     @property
     def has_failed(self) -> bool:
@@ -96,183 +83,111 @@ class OutputFilter:
 
     def feed(self, text: str) -> str:
         """Take a piece of stderr, which may end anywhere; return what may be shown now."""
-        shown: list[str] = []
-        # mpirun ends an abort with a stray NUL.
-        lines = (self._partial + text.replace("\0", "")).split("\n")
-        self._partial = lines.pop()
-        for line in lines:
-            shown.append(self._take_line(line))
-        # A line still growing waits only while it could be mpirun's: progress bars must move.
-        if self._partial and self._box is None and not _may_be_noise(self._partial):
-            shown.append(self._partial)
-            self._partial = ""
-            self.said_something = True
-        return "".join(shown)
+        return self._say(self._errors.feed(text.replace("\0", "")))  # mpirun ends an abort with a stray NUL
 
     def feed_output(self, data: bytes) -> bytes:
         """Take a piece of stdout; return what is not Hydra's, byte by byte as it was."""
-        return self._output.feed(data)
+        return self._output.feed(data.decode("latin-1")).encode("latin-1")
 
     def flush(self) -> str:
         """Return what is held back: the stream paused, so it was no box. Also what stdout made known."""
-        lines = self._box or []
-        self._box = None
-        text = self._news + "".join(line + "\n" for line in lines) + self._partial
-        self._news = self._partial = ""
-        self.said_something = self.said_something or bool(text.strip())
-        return text
-
-    def finish(self) -> str:
-        """Return what is held back, and what follows from all that was said: the job has ended."""
-        text = self.flush()
-        conclusions = []
-        if not self.killed and not self._has_told_failure and not self.is_expected:
-            if self._disconnected is not None and not self.lost_hosts:
-                here, there = self._disconnected
-                conclusions.append(f"trtrun: a rank on {there} is gone: a rank on {here} lost its connection to it\n")
-            if self._dropped and not self.said_something:
-                conclusions += self._dropped
-        self.said_something = self.said_something or bool(conclusions)
-        return text + "".join(conclusions)
+        news, self._news = self._news, ""
+        return self._say(news + self._errors.flush())
 
     def flush_output(self) -> bytes:
         """Return what of stdout is held back: it paused or ended."""
-        return self._output.flush()
+        return self._output.flush().encode("latin-1")
 
-    def _take_line(self, line: str) -> str:
-        dashes = line.rstrip("\r").startswith(DASHES)
-        if self._box is None:
-            if dashes:
-                self._box = [line]
-                return ""
-            if self._is_noise(line):
-                return ""
-            self._has_told_failure = self._has_told_failure or _FAILURE.match(line) is not None
-            self.said_something = self.said_something or bool(line.strip())
-            return line + "\n"
-        self._box.append(line)
-        if dashes:
-            return self._close_box()
-        return self.flush() if len(self._box) > LONGEST_BOX_LINES else ""
+    def finish(self) -> str:
+        """Return all that is held back: the job has ended."""
+        text = self.flush()
+        is_explained = self.killed or self.has_failed or self.is_expected
+        return text if is_explained else text + self._say(self._waiting)
 
-    def _is_noise(self, line: str) -> bool:
-        """Whether a line outside boxes is mpirun's."""
-        if self._is_in_error and _MPI_ERROR.match(line):
-            return True
-        self._is_in_error = _SOCKET_CLOSED.match(line) is not None
-        if self._is_in_error:
-            return True
-        if _INTERNAL.match(line):
-            self._dropped.append(line + "\n")
-            return True
-        return _TRIVIA.match(line) is not None
+    def _say(self, text: str) -> str:
+        self.said_something = self.said_something or bool(text.strip())
+        return text
 
-    def _close_box(self) -> str:
-        body = " ".join(self._box[1:-1]) if self._box else ""
+    def _take_box(self, box: str) -> str | None:
+        body = " ".join(box.splitlines()[1:-1])
         if self.is_expected:
-            self._box = None
             return ""
         if killed := _KILLED.search(body):
-            self._box = None
             return self._tell_killed(int(killed["rank"]), int(killed["process"]), killed["host"], int(killed["signal"]))
         if lost := _LOST.search(body):
-            self._box = None
-            return self._tell_lost(lost["host"])
-        if disconnected := _DISCONNECTED.search(body):
-            self._box = None
-            self._disconnected = (disconnected["here"], disconnected["there"])
+            self.lost_hosts.append(lost["host"])
+            if self._has_told_failure:  # the heartbeat has named the host's ranks
+                return ""
+            return f"trtrun: mpirun lost the connection to host {lost['host']}; the job ends\n"
+        if _WAITING_BOX.search(body):
+            self._waiting += box
             return ""
-        if _BOILERPLATE.search(body):
-            self._box = None
-            return ""
-        return self.flush()
+        return "" if _REPEATED_BOX.search(body) else None
 
-    def _take_termination(self, body: str) -> bool:
-        """Take in Hydra's box about a process that a signal ended; returns whether it was one."""
-        ended = _TERMINATED.search(body)
+    def _take_line(self, line: str) -> bool:
+        self._has_told_failure = self._has_told_failure or _FAILURE.match(line) is not None
+        error = _MPI_ERROR.match(line)
+        self._is_in_closed = error is not None and (self._is_in_closed or error["closed"] is not None)
+        if self._is_in_closed or _WAITING_LINE.match(line):
+            self._waiting += line + "\n"
+            return True
+        return _REPEATED_LINE.match(line) is not None
+
+    def _take_hydras_box(self, box: str) -> str | None:
+        ended = _TERMINATED.search(" ".join(line.lstrip("= ") for line in box.splitlines()))
         if ended is None:
-            return False
-        # It kills the other ranks of the host at once, and names any one of them all.
-        self._news += self._tell_killed(-1, 0, ended["host"], int(ended["signal"]))
-        return True
+            return None
+        if not self.is_expected:  # it kills the other ranks of the host at once, and names any one of them all
+            self._news += self._tell_killed(-1, 0, ended["host"], int(ended["signal"]))
+        return ""
 
     def _tell_killed(self, rank: int, process: int, host: str, number: int) -> str:
-        if self.is_expected:
-            return ""
-        self.said_something = True
         self.killed.append((rank, number))
-        try:
-            name = signal.Signals(number).name
-        except ValueError:
-            name = "unknown"
+        name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
         who = self.describe(rank) if rank >= 0 else "a rank"
         where = f"process {process} on {host}" if process else f"on {host}"  # Open MPI 4 and Hydra do not tell it
         return f"trtrun: {who} was killed by signal {number} ({name}), {where}\n"
 
-    def _tell_lost(self, host: str) -> str:
-        """The heartbeat has most likely named the host's ranks before."""
-        if not self.is_expected:
-            self.lost_hosts.append(host)
-        if self._has_told_failure or self.is_expected:
-            return ""
-        self.said_something = True
-        return f"trtrun: mpirun lost the connection to host {host}; the job ends\n"
 
+@dataclass
+class _Boxes:
+    """Lines and boxes of one stream, and what of them is shown.
 
-class _StdoutFilter:
-    """Takes Hydra's boxes out of stdout. Everything else passes as it is, at the latest when the stream pauses.
-
-    Args:
-        take: takes in the text of a box; returns whether it was Hydra's.
+    Attributes:
+        character: of the lines above and below a box.
+        growing: matches a line without its end that may become mpirun's.
+        take_box: returns what is shown in place of a box, or None for one that is not mpirun's.
+        take_line: returns whether a line outside boxes is mpirun's.
     """
 
-    def __init__(self, take: Callable[[str], bool]) -> None:
-        self._take = take
-        self._partial = b""
-        self._box: list[bytes] | None = None
-        self._is_after_box = False
+    character: str
+    growing: re.Pattern[str]
+    take_box: Callable[[str], str | None]
+    take_line: Callable[[str], bool] = lambda line: False
+    _box: str = ""
+    _partial: str = ""
 
-    def feed(self, data: bytes) -> bytes:
+    def feed(self, text: str) -> str:
         """Take a piece of the stream, which may end anywhere; return what may be shown now."""
-        shown: list[bytes] = []
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        for line in lines:
-            shown.append(self._take_line(line))
-        if self._box is None and not _EDGE.match(self._partial) and not self._is_after_box:
-            shown.append(self._partial)
-            self._partial = b""
-        return b"".join(shown)
+        *lines, self._partial = (self._partial + text).split("\n")
+        shown = "".join(self._feed_line(line) for line in lines)
+        if not self._box and not self.growing.match(self._partial):
+            shown, self._partial = shown + self._partial, ""
+        return shown
 
-    def flush(self) -> bytes:
+    def flush(self) -> str:
         """Return what is held back."""
-        data = b"".join(line + b"\n" for line in self._box or ()) + self._partial
-        self._box, self._partial = None, b""
-        return data
+        text, self._box, self._partial = self._box + self._partial, "", ""
+        return text
 
-    def _take_line(self, line: bytes) -> bytes:
-        is_edge = line.startswith(EQUALS)
-        if self._box is None:
-            if is_edge:
-                self._box = [line]
-                return b""
-            is_rest = self._is_after_box and _EXIT_STRING.match(line)
-            return b"" if is_rest else line + b"\n"
-        self._box.append(line)
-        if is_edge:
-            if self._take(" ".join(part.decode(errors="replace").lstrip("= ") for part in self._box[1:-1])):
-                self._box, self._is_after_box = None, True
-                return b""
-            return self._flush_box()
-        return self._flush_box() if len(self._box) > LONGEST_BOX_LINES else b""
-
-    def _flush_box(self) -> bytes:
-        data = b"".join(line + b"\n" for line in self._box or ())
-        self._box = None
-        return data
-
-
-def _may_be_noise(text: str) -> bool:
-    """Whether a line that is not whole yet may turn out to be mpirun's."""
-    if set(text) == {"-"} or text[0] == "[" or re.fullmatch(r"\d+(?: (?:m.*)?)?", text):
-        return True
-    return any(text.startswith(start) or start.startswith(text) for start in ("Abort(", "Killed by"))
+    def _feed_line(self, line: str) -> str:
+        is_edge = line.startswith(self.character * EDGE_LENGTH)
+        if not self._box and not is_edge:
+            return "" if self.take_line(line) else line + "\n"
+        is_whole = is_edge and bool(self._box)
+        self._box += line + "\n"
+        if not is_whole and self._box.count("\n") <= LONGEST_BOX_LINES:
+            return ""
+        box, self._box = self._box, ""
+        shown = self.take_box(box) if is_whole else None
+        return box if shown is None else shown

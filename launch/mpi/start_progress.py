@@ -1,10 +1,13 @@
 """How far each rank is on its way to work, and which one is stuck: marks on stderr that only the parent sees.
 
 A rank says what it is about to do, from its first moment on, before MPI connects it to anything; a thread repeats that,
-so that a rank that merely waits for another can be told from one that has stopped. The parent of mpirun takes the marks
-out of the ranks' stderr and, when the time is over, names those that hold up the rest; which those are is decided in
-`parallel.watchdog.blame`. Where a user's own mpirun started the ranks nobody reads marks, and none are written. It does
-not know what the steps mean.
+so that a rank that merely waits for another can be told from one that has stopped. Its last mark is that it has joined
+the heartbeat (`parallel.watchdog`), which watches all that comes after. The heartbeat cannot watch what comes before:
+workers learn its address and token over MPI, and MPI's start hangs while one rank is missing.
+
+The parent of mpirun takes the marks out of the ranks' stderr and, when the time is over, names those that hold up the
+rest; which those are is decided in `parallel.watchdog.blame`. Where a user's own mpirun started the ranks nobody reads
+marks, and none are written. It does not know what the steps mean.
 """
 
 from __future__ import annotations

@@ -210,6 +210,7 @@ def _pump(
                 return
             if steps is not None and (stuck := steps.give_up()):
                 _show(output.flush() + "".join(f"trtrun: {line}\n" for line in stuck))
+                output.is_expected = True
                 process.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=STUCK_GRACE_SECONDS)

@@ -19,6 +19,8 @@ class Phase(enum.StrEnum):
     """Where a rank stands, in the order of time: first the start, then what repeats every round."""
 
     STARTED = "started"
+    CHECKING = "checking"
+    CHECKED = "waiting for the other ranks' checks"
     CONNECTING = "opening communicators"
     WEIGHTS = "weights"
     LOADED = "waiting for the other ranks' weights"
@@ -63,6 +65,7 @@ class Doing:
         still_seconds: since it last got on: entered the phase, or finished a layer in it.
         phase_seconds: since it entered the phase.
         done, total: bytes of weights, in the phase WEIGHTS.
+        step: what it checks, in the phase CHECKING.
     """
 
     phase: Phase = Phase.STARTED
@@ -71,6 +74,7 @@ class Doing:
     phase_seconds: float = 0.0
     done: int = 0
     total: int = 0
+    step: str = ""
 
     @property
     def is_idle(self) -> bool:
@@ -82,6 +86,8 @@ class Doing:
         """As a message says it: "in round 17 (verifying)", "idle after round 17", "weights 34 %"."""
         if self.phase is Phase.WEIGHTS and self.total > 0:
             return f"{self.phase} {100 * self.done // self.total} %"
+        if self.phase is Phase.CHECKING:
+            return f"in the step '{self.step}'"
         if self.phase.is_in_round:
             return f"in round {self.round_index} ({self.phase})"
         if self.is_idle and self.round_index != NO_ROUND:
@@ -112,7 +118,7 @@ class Activity:
         # phase, round, when the phase began: one tuple, so that readers see a whole.
         self._mark: tuple[Phase, int, float] = (Phase.STARTED, NO_ROUND, now)
         self._advanced = now
-        self._progress = (0, 0)
+        self._progress = (0, 0, "")
 
     def enter(self, round_index: int, phase: Phase) -> None:
         """The main thread enters a phase of a round."""
@@ -139,12 +145,21 @@ class Activity:
             total: bytes of weights to read.
         """
         since = self._mark[2] if self._mark[0] is phase else time.monotonic()
-        self._progress = (done, total)
+        self._progress = (done, total, "")
         self._mark = (phase, NO_ROUND, since)
+
+    def check(self, step: str) -> None:
+        """The main thread begins a step of a check.
+
+        Args:
+            step: for people.
+        """
+        self._progress = (0, 0, step)
+        self._mark = (Phase.CHECKING, NO_ROUND, time.monotonic())
 
     def look(self) -> Doing:
         """What the main thread does now; from any thread."""
-        (phase, round_index, started), (done, total) = self._mark, self._progress
+        (phase, round_index, started), (done, total, step) = self._mark, self._progress
         advanced = max(started, self._advanced)
         now = time.monotonic()
-        return Doing(phase, round_index, now - advanced, now - started, done, total)
+        return Doing(phase, round_index, now - advanced, now - started, done, total, step)

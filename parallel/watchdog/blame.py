@@ -1,7 +1,7 @@
 """Which rank holds a job up: decided from what is known of each, as pure functions, for all who watch ranks.
 
 There are three views of a job. The parent of mpirun sees how far each rank has come before MPI connects it to anything
-(`find_stuck`); rank 0 sees the start (`late_starters`), and then every round (`examine`).
+(`find_stuck`); rank 0 sees the check and the start (`late_starters`), and then every round (`examine`).
 
 Ranks of one job wait for each other, so one that hangs makes all others stand still. As long as one of them gets on,
 the round is slow and not stuck: they are judged together, by the time since any of them last got on. A rank that does
@@ -184,7 +184,8 @@ def late_starters(own: Doing, states: Sequence[RankState], patience: float) -> l
         patience: seconds of silence that go without saying.
 
     Returns:
-        Ranks and words such as "weights 34 %", "warming up" or "not heard of". Rank 0 when all others are done.
+        Ranks and words such as "weights 34 %", "warming up", "in the step 'verdict'" or "not heard of". Rank 0 when all
+        others are done.
     """
     late = []
     for state in states:
@@ -192,7 +193,7 @@ def late_starters(own: Doing, states: Sequence[RankState], patience: float) -> l
             late.append((state.rank, "not heard of"))
         elif state.silent_seconds > patience:
             late.append((state.rank, f"{state.doing.words}, silent for {state.silent_seconds:.0f} s"))
-        elif state.doing.phase.is_start and state.doing.phase is not Phase.LOADED:
+        elif state.doing.phase.is_start and state.doing.phase not in (Phase.CHECKED, Phase.LOADED):
             late.append((state.rank, state.doing.words))
     return late or [(0, own.words)]
 

@@ -63,19 +63,28 @@ class Failure:
 class HeartbeatServer:
     """The watch over all workers, and over rank 0's own main thread."""
 
-    def __init__(self, topology: Topology, activity: Activity, heartbeat_seconds: float, start_seconds: float) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        activity: Activity,
+        heartbeat_seconds: float,
+        start_seconds: float,
+        overdue: str,
+    ) -> None:
         """Begin to watch the start.
 
         Args:
             topology: who sits where.
             activity: of this process, the orchestrator.
             heartbeat_seconds: most seconds of silence, or in one round, once all are up.
-            start_seconds: most seconds from now until `finish_start`.
+            start_seconds: most seconds from now until `finish_start`, or `close`.
+            overdue: what a start that takes longer is told with.
         """
         self._topology = topology
         self._activity = activity
         self._limit = heartbeat_seconds
         self._start_seconds = start_seconds
+        self._overdue = overdue
         self._beat = beat_seconds(heartbeat_seconds)
         self._patience = PATIENCE_BEATS * self._beat
         self._started = time.monotonic()
@@ -167,8 +176,7 @@ class HeartbeatServer:
         if self.start_seconds_left <= 0:
             late = late_starters(self._activity.look(), states, self._patience)
             places = "; ".join(f"{self._topology.describe(rank)}: {words}" for rank, words in late)
-            line = f"the job has not started within {self._start_seconds:g} s (launch.start_seconds): {places}"
-            self._find(Failure(line, self._take_stacks([rank for rank, _ in late])))
+            self._find(Failure(f"{self._overdue}: {places}", self._take_stacks([rank for rank, _ in late])))
         elif broken := find_broken(states):
             self._accuse(broken)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -238,11 +239,12 @@ def test_a_rank_that_fails_ends_the_check_at_once(config: Configs, trtrun: Run) 
     assert error_line(done) == f"trtrun: target rank 3 (cpu:2) failed: {said}"
 
 
-def stuck_line(done: subprocess.CompletedProcess[str], started: float, seconds: float) -> str:
-    """The one line about a stuck rank, told within the time of the check."""
-    assert (done.returncode, done.stdout) == (1, "")
+def check_time(started: float, seconds: float) -> None:
+    """The check has ended within its time."""
     assert time.monotonic() - started < seconds + 5  # reading the command's own modules is not the check's
-    return error_line(done)
+
+
+LATE = "trtrun: the check did not end within 30 s (launch.check_seconds): "
 
 
 @pytest.mark.parametrize(
@@ -250,21 +252,37 @@ def stuck_line(done: subprocess.CompletedProcess[str], started: float, seconds: 
     [
         (
             "1 stop",
-            "draft rank 1 (cpu:0) on {host}, process {any}, is stuck in the step 'draft tokens, rank 1 to rank 2'",
+            rf"{re.escape('draft rank 1 (cpu:0)')}: in the step 'draft tokens, rank 1 to rank 2', silent for \d+ s; "
+            rf"{re.escape('target rank 2 (cpu:1)')}: in the step 'draft tokens, rank 1 to rank 2'",
         ),
-        ("3 sleep", "target rank 3 (cpu:2) on {host}, process {any}, is stuck in the step 'reading the models'"),
+        (
+            "3 sleep",
+            rf"{re.escape('target rank 3 (cpu:2)')}: in the step 'reading the models' configurations'",
+        ),
     ],
 )
+@pytest.mark.parametrize("by_own_mpirun", [False, True])
 def test_a_rank_that_stops_in_the_middle_is_named_with_its_step(
-    config: Configs, trtrun: Run, fault: str, said: str
+    config: Configs, trtrun: Run, fault: str, said: str, by_own_mpirun: bool
 ) -> None:
     started = time.monotonic()
     file = config(FOUR_RANKS, launch={"check_seconds": 30})
-    line = stuck_line(trtrun("check", "--config", file, env=with_fault(fault)), started, 30)
-    before, _, after = said.format(host=os.uname().nodename, any="\0").partition("\0")
-    assert before in line
-    assert after in line
-    assert line.startswith("trtrun: the check was not done after 26 s: ")
+    words = [*MPIRUN, "-n", "4", *command_words()] if by_own_mpirun else None
+    done = trtrun("check", "--config", file, env=with_fault(fault), words=words)
+    assert (done.returncode, done.stdout) == (1, "")
+    check_time(started, 30)
+    (line,) = own_lines(done)
+    assert re.fullmatch(re.escape(LATE) + said, line), line
+    assert "--- main thread of " in done.stderr  # where each rank is that can answer
+
+
+def test_the_short_check_before_a_run_names_a_rank_that_is_stuck(config: Configs, trtrun: Run) -> None:
+    file = config(FOUR_RANKS, launch={"check_seconds": 10})
+    done = trtrun("run", "--config", file, "--prompt", "x", env=with_fault("3 sleep"))
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = own_lines(done)
+    late = LATE.replace("30 s", "10 s")
+    assert line == f"{late}target rank 3 (cpu:2): in the step 'reading the models' configurations'"
 
 
 def test_a_rank_stopped_before_mpi_starts_is_named(config: Configs, start_trtrun: Start) -> None:
@@ -277,20 +295,9 @@ def test_a_rank_stopped_before_mpi_starts_is_named(config: Configs, start_trtrun
     os.kill(ranks[3], signal.SIGSTOP)
     output, errors = process.communicate(timeout=90)
     done = subprocess.CompletedProcess([], process.returncode, output, errors)
-    assert "target rank 3 (cpu:2)" in stuck_line(done, started, 30)
+    check_time(started, 30)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "target rank 3 (cpu:2)" in error_line(done)
     assert "rank 2" not in errors
     assert not any(is_alive(child) for child in ranks_below(process.pid).values())
     assert not is_alive(ranks[3])
-
-
-def test_under_a_users_own_mpirun_rank_0_names_whom_it_waits_for(config: Configs, trtrun: Run) -> None:
-    file = config(FOUR_RANKS, launch={"check_seconds": 30})
-    words = [*MPIRUN, "-n", "4", *command_words()]
-    done = trtrun("check", "--config", file, env=with_fault("1 stop"), words=words)
-    assert done.returncode == 1
-    lines = own_lines(done)
-    step = "gave no answer in the step 'draft tokens, rank 1 to rank 2'"
-    assert lines == [
-        f"trtrun: the check did not end within 30 s: draft rank 1 (cpu:0) {step}",
-        f"trtrun: the check did not end within 30 s: target rank 2 (cpu:1) {step}",
-    ]

@@ -68,6 +68,18 @@ def test_the_start_counts_its_phases_and_bytes(clock: Clock) -> None:
     assert activity.look() == Doing(Phase.WARMING_UP, NO_ROUND)
 
 
+def test_a_check_names_its_steps(clock: Clock) -> None:
+    activity = Activity()
+    activity.check("reading")
+    clock.now += 4
+    activity.check("verdict")
+    doing = activity.look()
+    assert (doing.phase_seconds, doing.words, doing.phase.is_start) == (0.0, "in the step 'verdict'", True)
+    assert Doing.from_dict(doing.as_dict()) == doing
+    activity.start(Phase.CONNECTING)
+    assert activity.look() == Doing(Phase.CONNECTING)
+
+
 def test_words_name_round_and_phase() -> None:
     assert Doing(Phase.VERIFYING, 17).words == "in round 17 (verifying)"
     assert Doing(Phase.IDLE, 17).words == "idle after round 17"

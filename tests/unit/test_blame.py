@@ -164,3 +164,12 @@ def test_a_late_start_says_where_each_late_rank_is() -> None:
 
 def test_a_late_start_in_which_all_others_are_done_is_the_orchestrators() -> None:
     assert late_starters(Doing(Phase.CONNECTING), [idle(1), idle(2)], PATIENCE) == [(0, "opening communicators")]
+
+
+def test_a_check_waits_for_ranks_that_are_in_a_step() -> None:
+    in_step = Doing(Phase.CHECKING, step="verdict")
+    states = [RankState(1, Doing(Phase.CHECKED)), RankState(2, in_step), RankState(3, in_step, silent_seconds=9.0)]
+    assert late_starters(in_step, states, PATIENCE) == [
+        (2, "in the step 'verdict'"),
+        (3, "in the step 'verdict', silent for 9 s"),
+    ]

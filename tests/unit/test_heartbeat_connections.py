@@ -28,7 +28,7 @@ NAMES = Names("draft rank 1 (cpu:0)", "orchestrator rank 0 (host)")
 
 @pytest.fixture
 def server() -> Iterator[HeartbeatServer]:
-    server = HeartbeatServer(TOPOLOGY, Activity(), LONG, LONG)
+    server = HeartbeatServer(TOPOLOGY, Activity(), LONG, LONG, "late")
     yield server
     server.close()
 

@@ -43,7 +43,7 @@ def server() -> Iterator[HeartbeatServer]:
     """Rank 0's end, its job running and its main thread in the hands of the user's program."""
     activity = Activity()
     activity.rest()
-    server = HeartbeatServer(TOPOLOGY, activity, LONG, LONG)
+    server = HeartbeatServer(TOPOLOGY, activity, LONG, LONG, "late")
     server.finish_start()
     yield server
     server._closing.set()  # a server that has found a failure serves on until its process ends

@@ -111,7 +111,9 @@ def _open_orchestrator(
     activity = Activity()
     limit = config.launch.heartbeat_seconds
     # Before anything collective: a rank that never comes must not keep this one from saying so.
-    heartbeat = HeartbeatServer(topology, activity, limit, config.launch.start_seconds)
+    seconds = config.launch.start_seconds
+    overdue = f"the job has not started within {seconds:g} s (launch.start_seconds)"
+    heartbeat = HeartbeatServer(topology, activity, limit, seconds, overdue)
     try:
         control = ControlPlane(world, topology)
         invite_workers(control, topology, heartbeat)
