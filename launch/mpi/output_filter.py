@@ -4,7 +4,7 @@ Open MPI's come in boxes: a line of dashes, some text, a line of dashes. Hydra's
 and lines that begin with the name of one of its programs. This is what becomes of them:
 
 - A box that tells of a killed rank or a lost host becomes one line.
-- What only repeats that a rank has ended the job is dropped.
+- What only repeats that a rank has ended the job is dropped, and so is PMIx's error that a peer is gone.
 - That others lost their connection to a rank, and Hydra's own errors, wait for the end of the job: they are dropped
   where a line has named the rank or host, and shown as they are where none has.
 - Any other box, and every line of a rank, passes unchanged. So do rare lines that harm nobody: warnings of UCX, PMIx
@@ -39,7 +39,8 @@ _REPEATED_BOX = re.compile(
 )
 _REPEATED_LINE = re.compile(
     r"Abort\(\d+\) on node \d+ \(rank \d+ in comm \d+\): application called MPI_Abort"
-    r"|(?:\[[^\s\]]+:\d+\] )?(?:Delaying for \d+ seconds? before aborting|Set MCA parameter \"\w+help_aggregate\""
+    r"|(?:\[[^\s\]]+:\d+\] )?(?:Delaying for \d+ seconds? before aborting|PMIX ERROR: PMIX_ERR_UNREACH in file"
+    r"|Set MCA parameter \"\w+help_aggregate\""
     r"|\d+ more process(?:es)? ha(?:s|ve) sent help message help-)"
 )
 _WAITING_BOX = re.compile(r"MPI communication peer process has unexpectedly disconnected")
