@@ -146,15 +146,17 @@ class WorkerConnections:
         user is to hear from here, and not only that mpirun has lost it, too.
         """
         asked = []
-        now = time.monotonic()
         for worker in self._workers.values():
             if worker.connection is not None and worker.answered != self._question and not worker.has_left:
                 worker.connection.messages.send({"question": self._question})
-                if now - worker.heard <= patience:
-                    asked.append(worker)
+                asked.append(worker)
+        now = time.monotonic()
         deadline = now + seconds
-        while time.monotonic() < deadline and any(worker.answered != self._question for worker in asked):
+        while now < deadline and any(
+            worker.answered != self._question and now - worker.heard <= patience for worker in asked
+        ):
             self.serve(0.05)
+            now = time.monotonic()
         return {
             rank: worker.stack
             for rank, worker in self._workers.items()

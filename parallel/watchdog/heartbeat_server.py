@@ -87,6 +87,8 @@ class HeartbeatServer:
         self._overdue = overdue
         self._beat = beat_seconds(heartbeat_seconds)
         self._patience = PATIENCE_BEATS * self._beat
+        # A silent rank has time to write its own stacks.
+        self._stack_patience = dump_seconds(self._limit) + 0.25
         self._started = time.monotonic()
         self._is_up = threading.Event()
         self._closing = threading.Event()
@@ -184,7 +186,7 @@ class HeartbeatServer:
         finding = examine(self._activity.look(), self._workers.states(), self._limit, self._patience)
         if isinstance(finding, StacksWanted):
             self._workers.new_question()
-            stacks = self._workers.gather_stacks(STACK_SECONDS, self._patience)
+            stacks = self._workers.gather_stacks(STACK_SECONDS, self._stack_patience)
             # Meanwhile the round may have ended, or a rank may have fallen silent.
             finding = examine(self._activity.look(), self._workers.states(), self._limit, self._patience, stacks)
         if isinstance(finding, Accusation):
@@ -203,7 +205,7 @@ class HeartbeatServer:
 
     def _take_stacks(self, first: Sequence[int]) -> str:
         """The stacks of all ranks that answer, some of them first."""
-        stacks = {0: main_stack(), **self._workers.gather_stacks(STACK_SECONDS, self._patience)}
+        stacks = {0: main_stack(), **self._workers.gather_stacks(STACK_SECONDS, self._stack_patience)}
         order = sorted(stacks, key=lambda rank: (rank not in first, rank))
         return show_stacks({self._topology.describe(rank): stacks[rank] for rank in order})
 
