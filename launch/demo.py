@@ -54,12 +54,12 @@ def read_prompts() -> list[str]:
 
 
 def play_demo(job: Job, num_prompts: int, max_tokens: int) -> int:
-    """Rank 0's show; the other ranks serve inside `open_llm`."""
-    from launch.batch.run import open_llm
+    """Rank 0's show; the other ranks serve inside `load_llm`."""
+    from launch.batch.run import load_llm
     from launch.mpi.job import finish_mpi
 
     started = time.perf_counter()
-    with open_llm(job.config) as llm:
+    with load_llm(job.config) as llm:
         print(f"{job.topology.world_size} ranks are up after {time.perf_counter() - started:.1f} s:")
         for rank in llm.report.ranks:
             loaded = f", read {rank.bytes_read:,} bytes of weights" if rank.bytes_read else ""

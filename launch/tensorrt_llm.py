@@ -183,12 +183,12 @@ def run(words: Sequence[str]) -> int:
 
 def _play(job: Job, options: Any) -> int:
     """Rank 0 prints inputs and outputs in the form of examples/run.py."""
-    from launch.batch.run import open_llm
+    from launch.batch.run import load_llm
     from launch.mpi.job import finish_mpi
     from trtrun.sampling_params import SamplingParams
 
     refused = 0
-    with open_llm(job.config) as llm:
+    with load_llm(job.config) as llm:
         outputs = llm.generate(list(options.prompts), SamplingParams.from_mapping(options.sampling))
     for output in outputs:
         print(f'Input [Text {output.index}]: "{output.prompt}"')

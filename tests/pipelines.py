@@ -1,6 +1,6 @@
 """The whole pipeline for tests: an LLM in one process on tiny checkpoints, and transformers to compare it with.
 
-`open_llm(target, draft, scheduler={"plans_ahead": 1})` is an LLM whose sections are given as in the YAML file. Nothing
+`make_llm(target, draft, scheduler={"plans_ahead": 1})` is an LLM whose sections are given as in the YAML file. Nothing
 here is faked: checkpoints, scheduler, engines and cycle are the product's own.
 """
 
@@ -55,7 +55,7 @@ def configuration(
     return make_config(values)
 
 
-def open_llm(target: Path, draft: Path | None = None, **settings: Any) -> LLM:
+def make_llm(target: Path, draft: Path | None = None, **settings: Any) -> LLM:
     """An LLM in this process; `settings` are those of `configuration`."""
     return LLM(config=configuration(target, draft, **settings))
 

@@ -65,6 +65,12 @@ def shorten(value: object, most: int = 100) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
+def one_line(error: Exception, most: int = 200) -> str:
+    """What an error of a library says, for a message: in one line, cut where it is longer than `most` characters."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def shorten_path(path: Path) -> str:
     """A path for a message: in one line, without its middle where it is long."""
     text = str(path) if str(path).isprintable() else repr(str(path))
@@ -90,5 +96,4 @@ def reading(file: object, error: type[TrtrunError]) -> Iterator[None]:
     except OSError as problem:
         raise error(f"{file} cannot be read: {problem.strerror or shorten(str(problem))}") from None
     except Exception as problem:
-        detail = " ".join(str(problem).split())
-        raise error(f"{file} cannot be used: {type(problem).__name__}: {detail[:200]}") from problem
+        raise error(f"{file} cannot be used: {type(problem).__name__}: {one_line(problem)}") from problem

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from trtrun.core import Request
-from trtrun.errors import InvalidRequestError
+from trtrun.errors import InvalidRequestError, one_line, shorten
 from trtrun.models.config import ModelConfig
 from trtrun.sampling_params import SamplingParams
 from trtrun.text import Tokenizer
@@ -43,7 +43,7 @@ class PromptReader:
         size = self._model.vocab_size
         for token in tokens:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
-                raise InvalidRequestError(f"prompt token {_shorten(token)} is not a token id between 0 and {size - 1}")
+                raise InvalidRequestError(f"prompt token {shorten(token)} is not a token id between 0 and {size - 1}")
         return tokens
 
     def requests(
@@ -63,7 +63,7 @@ class PromptReader:
         for name, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", tuple(sampling.logit_bias))):
             for token in ids:
                 if not 0 <= token < size:
-                    raise InvalidRequestError(f"{name}: {_shorten(token)} is not a token id between 0 and {size - 1}")
+                    raise InvalidRequestError(f"{name}: {shorten(token)} is not a token id between 0 and {size - 1}")
         if (sampling.stop or sampling.bad_words) and self._tokenizer is None:
             raise InvalidRequestError("stop and bad_words need a tokenizer, which this checkpoint does not have")
         stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self._model.eos_token_ids)
@@ -79,7 +79,7 @@ class PromptReader:
         try:
             return tuple(self._tokenizer.encode(text))
         except Exception as error:  # the library raises bare Exception, and Python for half a surrogate pair
-            raise InvalidRequestError(f"the prompt cannot be tokenized: {_one_line(error)}") from None
+            raise InvalidRequestError(f"the prompt cannot be tokenized: {one_line(error)}") from None
 
     def _encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         if self._tokenizer is None or not words:
@@ -87,7 +87,7 @@ class PromptReader:
         try:
             return self._tokenizer.bad_word_ids(words)
         except Exception as error:
-            raise InvalidRequestError(f"bad_words cannot be tokenized: {_one_line(error)}") from None
+            raise InvalidRequestError(f"bad_words cannot be tokenized: {one_line(error)}") from None
 
 
 def _token_ids(prompt: Any) -> tuple[int, ...]:
@@ -95,15 +95,5 @@ def _token_ids(prompt: Any) -> tuple[int, ...]:
     if hasattr(prompt, "tolist"):
         prompt = prompt.tolist()
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-        raise InvalidRequestError(f"a prompt is a text or a list of token ids, not {_shorten(prompt)}")
+        raise InvalidRequestError(f"a prompt is a text or a list of token ids, not {shorten(prompt)}")
     return tuple(prompt)
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 200 else f"{text[:200]} …"
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]} …"

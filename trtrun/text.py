@@ -12,7 +12,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
-from trtrun.errors import CheckpointError
+from trtrun.errors import CheckpointError, one_line
 
 _SLOW_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 
@@ -82,8 +82,7 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
     try:
         return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), path)
     except Exception as error:  # the library raises bare Exception
-        reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(f"{file} is no tokenizer that can be read ({reason}): copy it again") from None
+        raise CheckpointError(f"{file} is no tokenizer that can be read ({one_line(error)}): copy it again") from None
 
 
 def read_shared_tokenizer(target: Path, draft: Path | None) -> Tokenizer | None:

@@ -122,7 +122,7 @@ def read_input(options: RunOptions) -> InputRows:
     return InputRows(options.prompts, options.prompts_file, options.sampling, options.part)
 
 
-def open_llm(config: RuntimeConfig) -> LLM:
+def load_llm(config: RuntimeConfig) -> LLM:
     """Load the models, with a progress bar on a terminal. On worker ranks this serves to the end of the job.
 
     Raises:
@@ -137,14 +137,14 @@ def open_llm(config: RuntimeConfig) -> LLM:
 
 
 def play_run(config: RuntimeConfig, options: RunOptions, drain: Drain) -> int:
-    """This rank's part of a run: workers serve inside `open_llm`, rank 0 goes on with the prompts.
+    """This rank's part of a run: workers serve inside `load_llm`, rank 0 goes on with the prompts.
 
     Raises:
         FailedError: the run cannot go on; rows that are finished stay with the output.
     """
     if not is_reporting_rank():
         if not _may_have_nothing_to_run(options) or _share_flag(False):
-            open_llm(config)
+            load_llm(config)
         finish_mpi()
         return ExitCode.DONE
     rows = read_input(options)
@@ -173,7 +173,7 @@ def play_run(config: RuntimeConfig, options: RunOptions, drain: Drain) -> int:
 
 def _run_prompts(config: RuntimeConfig, rows: InputRows, writer: RowWriter, drain: Drain) -> Outcome:
     """Load the models and complete the rows; what goes wrong from there on is no refusal any more."""
-    with open_llm(config) as llm:
+    with load_llm(config) as llm:
         drain.start_running()
         try:
             return complete_rows(llm, rows, writer, lambda: drain.seconds_left(config.launch.drain_seconds))

@@ -23,7 +23,7 @@ from typing import Any
 from rich.table import Table
 
 from launch.batch.options import BenchOptions
-from launch.batch.run import open_llm
+from launch.batch.run import load_llm
 from launch.check.preflight import check_job
 from launch.mpi.job import Job, finish_mpi
 from launch.mpi.mpirun import build_environment
@@ -120,7 +120,7 @@ def _measure(
     generator = random.Random(seed)
     modes = (PLAIN, SPECULATIVE) if job.config.is_speculative else (PLAIN,)
     identical: bool | None = None
-    with open_llm(job.config) as llm:
+    with load_llm(job.config) as llm:
         vocabulary = read_model_config(job.config.target.model).vocab_size
         results: dict[int, dict[str, Case]] = {}
         for rows in options.rows:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_tokenizer
-from pipelines import LLM_VOCABULARY, noisy_copy, open_llm
+from pipelines import LLM_VOCABULARY, make_llm, noisy_copy
 
 from trtrun import LLM
 
@@ -32,7 +32,7 @@ def llm(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
         "speculation": {"draft_len": 4},
         "kv_cache": {"max_tokens": 2048, "block_size": 8},
     }
-    with open_llm(folder / "target", folder / "draft", **settings) as llm:
+    with make_llm(folder / "target", folder / "draft", **settings) as llm:
         yield llm
 
 

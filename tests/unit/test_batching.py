@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
-from pipelines import noisy_copy, open_llm, prompt_of, run_alone, tokens_of
+from pipelines import make_llm, noisy_copy, prompt_of, run_alone, tokens_of
 
 from trtrun import SamplingParams
 from trtrun.outputs import RequestId
@@ -49,7 +49,7 @@ def mixed_sampling(count: int) -> list[SamplingParams]:
 @pytest.fixture(scope="module")
 def alone(pair: tuple[Path, Path]) -> list[list[tuple[int, ...]]]:
     """What each of the 32 mixed prompts gives with the target and the batch to itself, and no block reused."""
-    with open_llm(pair[0], kv_cache={"enable_block_reuse": False}) as llm:
+    with make_llm(pair[0], kv_cache={"enable_block_reuse": False}) as llm:
         return run_alone(llm, mixed_prompts(), mixed_sampling(len(LENGTHS)))
 
 
@@ -63,7 +63,7 @@ def test_32_mixed_prompts_together_give_what_each_gives_alone(
     pair: tuple[Path, Path], alone: list[list[tuple[int, ...]]], plans_ahead: int, max_tokens: int
 ) -> None:
     """With 200 tokens of KV the longest leaves hardly any room for the others."""
-    with open_llm(
+    with make_llm(
         *pair,
         scheduler={**SCHEDULER, "plans_ahead": plans_ahead},
         kv_cache={"max_tokens": max_tokens, "block_size": 8},
@@ -86,9 +86,9 @@ def test_preempted_rows_give_what_they_give_undisturbed(
 ) -> None:
     prompts = [prompt_of(4 + 3 * index, seed=index) for index in range(12)]
     sampling = [replace(parameters, max_tokens=60) for parameters in mixed_sampling(len(prompts))]
-    with open_llm(pair[0], kv_cache={"enable_block_reuse": False}) as llm:
+    with make_llm(pair[0], kv_cache={"enable_block_reuse": False}) as llm:
         expected = run_alone(llm, prompts, sampling)
-    with open_llm(
+    with make_llm(
         *pair,
         scheduler={**SCHEDULER, "plans_ahead": plans_ahead},
         kv_cache={"max_tokens": 200, "block_size": 8, "enable_block_reuse": reuse},
@@ -115,7 +115,7 @@ def test_cancelling_midway_leaves_the_others_as_they_were(
     """Rows that wait, prefill, decode or have a plan out are cancelled, one every second round."""
     chooser = random.Random(seed)
     sampling = mixed_sampling(len(LENGTHS))
-    with open_llm(
+    with make_llm(
         *pair,
         scheduler={**SCHEDULER, "plans_ahead": plans_ahead},
         kv_cache={"max_tokens": max_tokens, "block_size": 8},
@@ -154,9 +154,9 @@ def test_cancelling_midway_leaves_the_others_as_they_were(
 def test_a_cancelled_prompt_can_be_asked_again_at_once(pair: tuple[Path, Path]) -> None:
     """Its blocks, some of them cached, are reused while others run."""
     prompt, sampling = prompt_of(70, seed=3), SamplingParams(max_tokens=30, seed=0)
-    with open_llm(*pair, scheduler=SCHEDULER, kv_cache={"block_size": 8}) as llm:
+    with make_llm(*pair, scheduler=SCHEDULER, kv_cache={"block_size": 8}) as llm:
         expected = tokens_of(llm.generate([prompt], sampling))[0][0]
-    with open_llm(*pair, scheduler={**SCHEDULER, "plans_ahead": 1}, kv_cache={"block_size": 8}) as llm:
+    with make_llm(*pair, scheduler={**SCHEDULER, "plans_ahead": 1}, kv_cache={"block_size": 8}) as llm:
         for rounds in range(1, 9):
             request_id, _ = [llm.engine.add_request(tokens, sampling) for tokens in (prompt, prompt_of(20, seed=4))]
             for _ in range(rounds):
@@ -180,7 +180,7 @@ def test_prefix_reuse_changes_nothing_in_either_engine(pair: tuple[Path, Path], 
     ]
     results = []
     for reuse in (False, True):
-        with open_llm(
+        with make_llm(
             target,
             draft,
             scheduler={**SCHEDULER, "plans_ahead": plans_ahead},
@@ -219,9 +219,9 @@ def test_prefix_reuse_changes_nothing_in_either_engine(pair: tuple[Path, Path], 
 def test_too_long_prompts_are_refused_alone_with_the_numbers(pair: tuple[Path, Path]) -> None:
     sampling = SamplingParams(max_tokens=12)
     prompts = [prompt_of(length, seed=length) for length in (10, 256, 30, 400, 255, 12)]
-    with open_llm(pair[0], kv_cache={"enable_block_reuse": False}) as llm:
+    with make_llm(pair[0], kv_cache={"enable_block_reuse": False}) as llm:
         expected = {index: tokens_of(llm.generate([prompts[index]], sampling))[0] for index in (0, 2, 5)}
-    with open_llm(*pair, scheduler=SCHEDULER) as llm:  # the target's context is 256 tokens
+    with make_llm(*pair, scheduler=SCHEDULER) as llm:  # the target's context is 256 tokens
         finished = []
         outputs = llm.generate(prompts, sampling, on_finish=lambda output: finished.append(output.index))
         llm.check_idle()
@@ -235,7 +235,7 @@ def test_too_long_prompts_are_refused_alone_with_the_numbers(pair: tuple[Path, P
         assert len(outputs[4].completions[0].token_ids) == 1
         assert outputs[4].completions[0].finish_reason == "length"
         assert sorted(finished) == list(range(6))
-    with open_llm(*pair, scheduler=SCHEDULER, kv_cache={"max_tokens": 64, "block_size": 8}) as llm:
+    with make_llm(*pair, scheduler=SCHEDULER, kv_cache={"max_tokens": 64, "block_size": 8}) as llm:
         short = [prompts[0], prompt_of(64, seed=1), prompts[2], prompt_of(100, seed=2), prompts[5]]
         outputs = llm.generate(short, sampling)
         llm.check_idle()
@@ -249,14 +249,14 @@ def test_too_long_prompts_are_refused_alone_with_the_numbers(pair: tuple[Path, P
 
 def test_a_request_that_fills_the_whole_store_ends_with_length(pair: tuple[Path, Path]) -> None:
     for plans_ahead in (0, 1):
-        with open_llm(
+        with make_llm(
             *pair,
             scheduler={**SCHEDULER, "plans_ahead": plans_ahead},
             kv_cache={"max_tokens": 64, "block_size": 8},
         ) as llm:
             outputs = llm.generate([prompt_of(20, seed=1), prompt_of(25, seed=2)], SamplingParams(max_tokens=200))
             llm.check_idle()
-        with open_llm(pair[0]) as llm:
+        with make_llm(pair[0]) as llm:
             expected = llm.generate([prompt_of(20, seed=1), prompt_of(25, seed=2)], SamplingParams(max_tokens=200))
         for output, full, length in zip(outputs, expected, (20, 25), strict=True):
             tokens = output.completions[0].token_ids
@@ -269,7 +269,7 @@ def test_n_completions_share_their_prompt_and_equal_those_asked_for_alone(
     pair: tuple[Path, Path], plans_ahead: int
 ) -> None:
     prompt, sampling = prompt_of(40, seed=6), SamplingParams(max_tokens=20, temperature=1.0, seed=50, n=5)
-    with open_llm(*pair, scheduler={**SCHEDULER, "plans_ahead": plans_ahead}, kv_cache={"block_size": 8}) as llm:
+    with make_llm(*pair, scheduler={**SCHEDULER, "plans_ahead": plans_ahead}, kv_cache={"block_size": 8}) as llm:
         together = tokens_of(llm.generate([prompt], sampling))[0]
         alone = [tokens_of(llm.generate([prompt], replace(sampling, seed=50 + index, n=1)))[0][0] for index in range(5)]
         llm.check_idle()

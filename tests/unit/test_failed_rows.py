@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import make_checkpoint, make_draft, save_weights
-from pipelines import open_llm, prompt_of
+from pipelines import make_llm, prompt_of
 from safetensors.torch import load_file
 
 from trtrun import LLM, SamplingParams
@@ -48,7 +48,7 @@ def run(llm: LLM, prompts: list[list[int]]) -> list[tuple[int, ...] | str]:
 def test_rows_after_a_failed_one_are_as_before_it(
     target: Path, tmp_path: Path, dtype: str, reuse: bool, drafts: bool
 ) -> None:
-    with open_llm(
+    with make_llm(
         target,
         make_draft(tmp_path / "draft", target, 1) if drafts else None,
         dtype=dtype,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_draft
-from pipelines import Reference, open_llm, prompt_of, tokens_of
+from pipelines import Reference, make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
 from trtrun.engine.graphs import FEWEST_BLOCKS, ForwardGraphs
@@ -51,7 +51,7 @@ def test_lossless_greedy_through_graphs_equals_transformers(tmp_path: Path, capt
     expected = [reference.greedy(prompt_of(length, seed=length), COUNT) for length in LENGTHS]
     prompts = [prompt_of(length, seed=length) for length in LENGTHS]
     scheduler = {"max_batch_size": 5, "max_num_tokens": 48}
-    with open_llm(
+    with make_llm(
         target, draft, devices=([f"{device}:0"],) * 2, speculation={"draft_len": 3}, scheduler=scheduler
     ) as llm:
         alone = [tokens_of(llm.generate([prompt], SamplingParams(max_tokens=COUNT)))[0][0] for prompt in prompts]
@@ -70,7 +70,7 @@ def test_sampling_through_graphs_is_the_target_alone(tmp_path: Path, captures: l
     prompts = [prompt_of(length, seed=length) for length in LENGTHS]
 
     def run(**settings: Any) -> list[Any]:
-        with open_llm(target, devices=([f"{device}:0"],) * 2, **settings) as llm:
+        with make_llm(target, devices=([f"{device}:0"],) * 2, **settings) as llm:
             return tokens_of(llm.generate(prompts, sampling))
 
     assert run(draft=draft, speculation={"draft_len": 4}) == run()

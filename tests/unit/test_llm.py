@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_draft, make_tokenizer
-from pipelines import LLM_VOCABULARY, Reference, open_llm, prompt_of, text_of, tokens_of
+from pipelines import LLM_VOCABULARY, Reference, make_llm, prompt_of, text_of, tokens_of
 
 import trtrun
 from trtrun import LLM, SamplingParams
@@ -179,7 +179,7 @@ def test_no_sampling_parameters_mean_greedy(llm: LLM) -> None:
 
 def test_without_a_tokenizer_token_ids_are_all_there_is(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target", num_hidden_layers=1)
-    with open_llm(target) as llm:
+    with make_llm(target) as llm:
         assert llm.tokenizer is None
         outputs = llm.generate([[1, 2, 3], "text", [4]], SamplingParams(max_tokens=3))
         assert [output.error is None for output in outputs] == [True, False, True]
@@ -196,7 +196,7 @@ def test_a_draft_with_another_tokenizer_is_refused(folder: Path, tmp_path: Path)
     draft = make_draft(tmp_path / "draft", folder / "target", 1)
     make_tokenizer(draft, merges=25)
     with pytest.raises(CheckpointError, match="tokenizer"):
-        open_llm(folder / "target", draft)
+        make_llm(folder / "target", draft)
 
 
 def test_wrong_models_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:

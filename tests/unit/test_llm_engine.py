@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import open_llm, prompt_of, tokens_of
+from pipelines import make_llm, prompt_of, tokens_of
 
 from trtrun import LLM, SamplingParams
 from trtrun.errors import ConfigError, InvalidRequestError, QueueFullError
@@ -74,7 +74,7 @@ def test_an_id_in_use_is_refused_and_is_free_again_at_the_end(llm: LLM) -> None:
 
 
 def test_a_full_queue_is_refused_in_words_and_nothing_of_the_request_stays(folder: Path) -> None:
-    with open_llm(folder / "target", scheduler={"max_batch_size": 2, "max_waiting": 3}) as llm:
+    with make_llm(folder / "target", scheduler={"max_batch_size": 2, "max_waiting": 3}) as llm:
         llm.engine.add_request("a", SamplingParams(n=2, max_tokens=4))
         with pytest.raises(QueueFullError, match=r"2 completions wait, 2 more .* scheduler\.max_waiting is 3; send"):
             llm.engine.add_request("b", SamplingParams(n=2, max_tokens=4))
@@ -90,7 +90,7 @@ def test_a_full_queue_is_refused_in_words_and_nothing_of_the_request_stays(folde
 
 def test_max_waiting_is_a_key_of_the_yaml_file(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"scheduler\.max_waiting: must be greater than or equal to 1"):
-        open_llm(folder / "target", scheduler={"max_waiting": 0})
+        make_llm(folder / "target", scheduler={"max_waiting": 0})
 
 
 def test_prompts_are_taken_as_rows_become_free(llm: LLM) -> None:

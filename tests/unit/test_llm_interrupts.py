@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipelines import interrupt_call, open_llm, prompt_of, tokens_of
+from pipelines import interrupt_call, make_llm, prompt_of, tokens_of
 
 from trtrun import LLM, SamplingParams
 from trtrun.detokenizer import CompletionText
@@ -26,7 +26,7 @@ SAMPLING = SamplingParams(max_tokens=24, ignore_eos=True)
 def small(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """Prompts are computed in chunks, and two rows run at a time."""
     scheduler = {"max_batch_size": 2, "max_num_tokens": 24, "plans_ahead": request.param}
-    with open_llm(folder / "target", folder / "draft", scheduler=scheduler) as llm:
+    with make_llm(folder / "target", folder / "draft", scheduler=scheduler) as llm:
         yield llm
 
 
@@ -123,7 +123,7 @@ def test_abandoned_iterators_hold_nothing(small: LLM, expected: list[Any], endin
 
 
 def test_a_failed_rank_is_an_exception_with_its_name_from_then_on(folder: Path) -> None:
-    with open_llm(folder / "target") as llm:
+    with make_llm(folder / "target") as llm:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(RankFailedError, match="target rank 2"):
             interrupt_call(
                 patch, llm.engine.orchestrator._ranks, "collect", 2, RankFailedError("target rank 2 failed: fire")
@@ -134,7 +134,7 @@ def test_a_failed_rank_is_an_exception_with_its_name_from_then_on(folder: Path) 
 
 
 def test_reading_a_stream_after_close_is_refused(folder: Path) -> None:
-    with open_llm(folder / "target") as llm:
+    with make_llm(folder / "target") as llm:
         stream = llm.stream(PROMPTS[0], SAMPLING)
         next(stream)
     with pytest.raises(InvalidRequestError, match="closed"):
@@ -182,7 +182,7 @@ def test_threads_share_the_engine_and_get_their_own(small: LLM, expected: list[A
 
 
 def test_a_thread_that_closes_ends_the_calls_of_others(folder: Path) -> None:
-    with open_llm(folder / "target") as llm:
+    with make_llm(folder / "target") as llm:
         begun = threading.Event()
 
         def read() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pipelines import open_llm, text_of
+from pipelines import make_llm, text_of
 
 from trtrun import LLM, SamplingParams
 
@@ -107,7 +107,7 @@ def test_one_stream_among_a_batch(llm: LLM) -> None:
 @pytest.fixture(scope="module")
 def story(folder: Path) -> tuple[str, SamplingParams]:
     """A long text of the target alone, with letters made likely, and how it was made."""
-    with open_llm(folder / "target") as plain:
+    with make_llm(folder / "target") as plain:
         assert plain.tokenizer is not None
         letters = plain.tokenizer.encode("abcdefghijklmnop ")
         sampling = SamplingParams(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipelines import open_llm, prompt_of, tokens_of
+from pipelines import make_llm, prompt_of, tokens_of
 
 from trtrun import LLM, SamplingParams
 from trtrun.outputs import RequestOutput
@@ -27,7 +27,7 @@ def narrow(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
         "scheduler": {"max_batch_size": 2, "plans_ahead": request.param},
         "kv_cache": {"max_tokens": 128, "block_size": 8},
     }
-    with open_llm(folder / "target", folder / "draft", **settings) as llm:
+    with make_llm(folder / "target", folder / "draft", **settings) as llm:
         yield llm
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoints import ARCHITECTURES, make_checkpoint, make_draft
 from native import leave_to_torch, needs_kernels
-from pipelines import Reference, noisy_copy, open_llm, prompt_of, run_alone, tokens_of, useless_draft
+from pipelines import Reference, make_llm, noisy_copy, prompt_of, run_alone, tokens_of, useless_draft
 
 from trtrun import SamplingParams
 
@@ -83,7 +83,7 @@ def test_lossless_greedy_equals_transformers(families: dict[str, Family], archit
     kind = DRAFTS[(draft_len + ARCHITECTURES.index(architecture)) % 4]
     plans_ahead = int(draft_len > 4)
     scheduler = {**SCHEDULER, "plans_ahead": plans_ahead}
-    with open_llm(family.target, family.drafts[kind], speculation={"draft_len": draft_len}, scheduler=scheduler) as llm:
+    with make_llm(family.target, family.drafts[kind], speculation={"draft_len": draft_len}, scheduler=scheduler) as llm:
         assert generate(llm) == family.expected
         statistics = llm.statistics()
     drafted, accepted = statistics["num_draft_tokens"], statistics["num_accepted_draft_tokens"]
@@ -100,7 +100,7 @@ def test_lossless_greedy_equals_transformers(families: dict[str, Family], archit
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_lossless_greedy_without_a_draft(families: dict[str, Family], architecture: str, plans_ahead: int) -> None:
     family = families[architecture]
-    with open_llm(family.target, scheduler={**SCHEDULER, "plans_ahead": plans_ahead}) as llm:
+    with make_llm(family.target, scheduler={**SCHEDULER, "plans_ahead": plans_ahead}) as llm:
         assert generate(llm) == family.expected
         assert llm.statistics()["num_draft_tokens"] == 0
 
@@ -114,7 +114,7 @@ def test_lossless_greedy_with_a_quantized_draft(
     family = families[architecture]
     if kernels == "torch":
         leave_to_torch(monkeypatch)
-    with open_llm(family.target, family.drafts["same"], quantization="int8", scheduler=SCHEDULER) as llm:
+    with make_llm(family.target, family.drafts["same"], quantization="int8", scheduler=SCHEDULER) as llm:
         assert generate(llm) == family.expected
         statistics = llm.statistics()
     assert 0.7 < statistics["num_accepted_draft_tokens"] / statistics["num_draft_tokens"] < 1
@@ -122,7 +122,7 @@ def test_lossless_greedy_with_a_quantized_draft(
 
 def test_lossless_greedy_after_switching_speculation_off_and_on(families: dict[str, Family]) -> None:
     family = families["LlamaForCausalLM"]
-    with open_llm(family.target, family.drafts["noisy"], scheduler=SCHEDULER) as llm:
+    with make_llm(family.target, family.drafts["noisy"], scheduler=SCHEDULER) as llm:
         for enabled in (True, False, True):
             llm.set_speculation(enabled)
             llm.reset_statistics()
@@ -144,7 +144,7 @@ def test_lossless_greedy_beyond_the_drafts_context(
     assert '"max_position_embeddings": 256' in config
     config = config.replace('"max_position_embeddings": 256', '"max_position_embeddings": 61')
     (draft / "config.json").write_text(config, encoding="utf-8")
-    with open_llm(target, draft, scheduler={**SCHEDULER, "plans_ahead": plans_ahead}) as llm:
+    with make_llm(target, draft, scheduler={**SCHEDULER, "plans_ahead": plans_ahead}) as llm:
         prompts = [prompt_of(length, seed=length) for length in LENGTHS]
         outputs = llm.generate(prompts, SamplingParams(max_tokens=COUNT))
         llm.check_idle()
@@ -181,7 +181,7 @@ def test_lossless_greedy_with_a_vocabulary_padded_differently(
     ]
     for use_logits in (False, True):
         speculation = {"draft_len": 3, "use_logits": use_logits}
-        with open_llm(target, draft, speculation=speculation, scheduler={"plans_ahead": plans_ahead}) as llm:
+        with make_llm(target, draft, speculation=speculation, scheduler={"plans_ahead": plans_ahead}) as llm:
             outputs = tokens_of(llm.generate(prompts, sampling))
             share = llm.statistics()["mean_acceptance_length"]
             llm.set_speculation(False)
@@ -225,7 +225,7 @@ def bfloat16_pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
     with pytest.MonkeyPatch.context() as patch:
         if not own:
             leave_to_torch(patch)
-        with open_llm(target, kv_cache=kv_cache) as llm:
+        with make_llm(target, kv_cache=kv_cache) as llm:
             expected = run_alone(llm, prompts, [BFLOAT16_SAMPLING] * len(prompts))
         yield Bfloat16Pair(target, noisy_copy(folder / "draft", target, 0.05), prompts, expected, kv_cache)
 
@@ -246,7 +246,7 @@ def test_lossless_greedy_in_bfloat16_is_bit_equal_to_the_target_alone(
     bfloat16_pair: Bfloat16Pair, plans_ahead: int, draft_len: int, max_tokens: int, quantization: str
 ) -> None:
     """Also where rows are preempted, which recomputes in one prefill what was computed token by token."""
-    with open_llm(
+    with make_llm(
         bfloat16_pair.target,
         bfloat16_pair.draft,
         quantization=quantization,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from pipelines import Reference, noisy_copy, open_llm, useless_draft
+from pipelines import Reference, make_llm, noisy_copy, useless_draft
 from sampling_reference import chi_square_p_value, reference_logits, softmax
 
 from trtrun import LLM, SamplingParams
@@ -78,7 +78,7 @@ def everything(llm: LLM) -> list[RequestOutput]:
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> list[RequestOutput]:
     """What the target gives alone."""
-    with open_llm(folder / "target") as llm:
+    with make_llm(folder / "target") as llm:
         return everything(llm)
 
 
@@ -123,7 +123,7 @@ def test_the_parameters_do_something(plain: list[RequestOutput]) -> None:
 def test_with_a_seed_token_mode_is_identical_to_the_target_alone(
     folder: Path, plain: list[RequestOutput], kind: str, draft_len: int, plans_ahead: int
 ) -> None:
-    with open_llm(
+    with make_llm(
         folder / "target",
         folder / kind,
         speculation={"draft_len": draft_len},
@@ -138,7 +138,7 @@ def test_with_a_seed_token_mode_is_identical_to_the_target_alone(
 
 
 def test_the_same_llm_with_speculation_off_is_the_target_alone(folder: Path, plain: list[RequestOutput]) -> None:
-    with open_llm(folder / "target", folder / "noisy") as llm:
+    with make_llm(folder / "target", folder / "noisy") as llm:
         llm.set_speculation(False)
         assert_identical(everything(llm), plain)
         assert llm.statistics()["num_draft_tokens"] == 0
@@ -230,7 +230,7 @@ def test_the_small_distribution_is_worth_testing(exact: torch.Tensor) -> None:
 def test_sampled_output_of_the_pipeline_follows_the_target(
     small: Path, exact: torch.Tensor, kind: str | None, use_logits: bool, draft_len: int, quantization: str
 ) -> None:
-    with open_llm(
+    with make_llm(
         small / "target",
         small / kind if kind else None,
         quantization=quantization,

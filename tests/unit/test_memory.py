@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from pipelines import open_llm
+from pipelines import make_llm
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import json, sys
 from pathlib import Path
 import torch
-from pipelines import configuration, open_llm, prompt_of
+from pipelines import configuration, make_llm, prompt_of
 from trtrun import LLM, SamplingParams
 
 def peak():
@@ -32,7 +32,7 @@ def peak():
 
 tiny, target, draft, dtype, quantization, tokens, kv_tokens = sys.argv[1:]
 torch.set_num_threads(1)
-with open_llm(Path(tiny), Path(tiny), dtype=dtype, quantization=quantization) as llm:
+with make_llm(Path(tiny), Path(tiny), dtype=dtype, quantization=quantization) as llm:
     llm.generate([prompt_of(200)], SamplingParams(max_tokens=8))
 before = peak()
 peaks = []
@@ -156,7 +156,7 @@ def test_a_host_store_has_memory_for_one_forward_from_the_start_and_no_more(mode
         "kv_cache": {"max_tokens": 160_000},
         "scheduler": {"max_batch_size": 128, "max_num_tokens": 640},
     }
-    with open_llm(models / "tiny", models / "tiny", **settings) as llm:
+    with make_llm(models / "tiny", models / "tiny", **settings) as llm:
         worker = llm.engine.orchestrator._ranks._worker
         for engine in (worker.target, worker.drafter._engine):
             data = engine._store.data  # [layers, 2, blocks, kv_heads, block, head]

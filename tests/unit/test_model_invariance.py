@@ -10,7 +10,7 @@ import torch
 from checkpoints import ARCHITECTURES, make_checkpoint
 from native import leave_to_torch, needs_kernels
 from paged import PagedModel
-from pipelines import open_llm
+from pipelines import make_llm
 from torch.nn import functional
 
 from trtrun.attention.gather import GatherAttention
@@ -62,7 +62,7 @@ def test_the_target_of_a_job_keeps_a_single_row_equal_to_the_same_row_among_othe
     """Its draft need not: plain decoding computes one row where verification computes several."""
     path = make_checkpoint(tmp_path, dtype=torch.bfloat16, **SHAPES["wide"])
     inputs = torch.randn((6, 1376), generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
-    with open_llm(path, path) as llm:
+    with make_llm(path, path) as llm:
         layer = llm.engine.orchestrator._ranks._worker.target._model._layers[0]
         for linear in (layer.qkv, layer.output, layer.mlp._gate_up, layer.mlp._down):
             part = inputs[:, : 1376 if linear is layer.mlp._down else 512].contiguous()

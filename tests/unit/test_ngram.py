@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, make_checkpoint
-from pipelines import Reference, open_llm, prompt_of, run_alone, tokens_of
+from pipelines import Reference, make_llm, prompt_of, run_alone, tokens_of
 
 from trtrun import LLM, SamplingParams
 from trtrun.core import RoundPlan
@@ -110,7 +110,7 @@ def test_lossless_greedy_equals_transformers(targets: dict[str, Path], architect
     reference = Reference(targets[architecture])
     expected = [[reference.greedy(prompt, COUNT)] for prompt in repeated_prompts()]
     scheduler = {**SCHEDULER, "plans_ahead": plans_ahead}
-    with open_llm(targets[architecture], speculation={**SHORT, "draft_len": 3}, scheduler=scheduler) as llm:
+    with make_llm(targets[architecture], speculation={**SHORT, "draft_len": 3}, scheduler=scheduler) as llm:
         assert generate(llm) == expected
         assert generate(llm) == expected
         statistics = llm.statistics()
@@ -131,13 +131,13 @@ def test_sampled_output_is_the_targets_own_whatever_the_batch_and_who_is_preempt
     ]
     sampling = [SamplingParams(max_tokens=COUNT, seed=index, **kind) for index, kind in enumerate(kinds)]
     target = targets["LlamaForCausalLM"]
-    with open_llm(target) as llm:
+    with make_llm(target) as llm:
         expected = run_alone(llm, repeated_prompts(), sampling)
     sections: dict[str, Any] = {
         "scheduler": {**SCHEDULER, "plans_ahead": plans_ahead},
         "kv_cache": {"max_tokens": 144, "block_size": 8},
     }
-    with open_llm(target, speculation=SHORT, **sections) as llm:
+    with make_llm(target, speculation=SHORT, **sections) as llm:
         outputs = llm.generate(repeated_prompts(), sampling)
         llm.check_idle()
         assert llm.statistics()["num_accepted_draft_tokens"] > 10
@@ -152,7 +152,7 @@ def test_a_text_that_repeats_takes_fewer_rounds_and_one_that_does_not_counts_no_
     target = make_checkpoint(tmp_path / "target", num_hidden_layers=1)
     weights = {name: value * 0 for name, value in load_file(target / "model.safetensors").items()}
     save_file(weights, target / "model.safetensors", {"format": "pt"})
-    with open_llm(target, speculation={"method": "ngram", "prompt_lookup_min": 2, "draft_len": 4}) as llm:
+    with make_llm(target, speculation={"method": "ngram", "prompt_lookup_min": 2, "draft_len": 4}) as llm:
         sampling = [SamplingParams(max_tokens=count) for count in (42, 3)]
         repeats, new = llm.generate([[5, 6, 7], [5, 6, 7]], sampling)
         first, second = (output.completions[0] for output in (repeats, new))
@@ -168,7 +168,7 @@ def test_a_text_that_repeats_takes_fewer_rounds_and_one_that_does_not_counts_no_
 
 def test_pacing_gives_up_a_lookup_that_never_finds_anything(targets: dict[str, Path]) -> None:
     """No text depends on it, and it works without a draft engine."""
-    with open_llm(targets["Qwen3ForCausalLM"], speculation={"method": "ngram", "pacing": "measured"}) as llm:
+    with make_llm(targets["Qwen3ForCausalLM"], speculation={"method": "ngram", "pacing": "measured"}) as llm:
         assert llm.config.is_paced and llm.config.is_speculative and not llm.config.has_draft_engine
         paced = generate(llm)
         llm.set_speculation(False)
@@ -200,7 +200,7 @@ def test_every_method_of_the_table_has_a_drafter_where_it_drafts() -> None:
 def test_options_that_do_not_fit_are_refused(targets: dict[str, Path], section: dict[str, Any], message: str) -> None:
     target = next(iter(targets.values()))
     with pytest.raises(ConfigError) as caught:
-        open_llm(target, target, speculation={"method": "draft_target", **section})
+        make_llm(target, target, speculation={"method": "draft_target", **section})
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 

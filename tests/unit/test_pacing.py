@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from pipelines import configuration, noisy_copy, open_llm, prompt_of, tokens_of
+from pipelines import configuration, make_llm, noisy_copy, prompt_of, tokens_of
 
 from trtrun import LLM, SamplingParams
 from trtrun.core import RoundPlan
@@ -215,16 +215,16 @@ COSTLY = Machine(0.0, position_ms=9.0)
 def test_the_text_is_that_of_the_target_alone_while_draft_len_changes(
     pair: tuple[Path, Path], plans_ahead: int
 ) -> None:
-    with open_llm(pair[0]) as llm:
+    with make_llm(pair[0]) as llm:
         expected, _ = draft_lens(llm, COSTLY, SAMPLING)
     settings: dict[str, Any] = {"scheduler": {"plans_ahead": plans_ahead}}
-    with open_llm(*pair, speculation={"draft_len": MOST, "pacing": "measured"}, **settings) as llm:
+    with make_llm(*pair, speculation={"draft_len": MOST, "pacing": "measured"}, **settings) as llm:
         paced, lens = draft_lens(llm, COSTLY, SAMPLING)
     assert paced == expected
     assert lens[0] == MOST
     assert set(lens) > {0, MOST}
     assert sum(lens[-20:]) < 20 * 2
-    with open_llm(*pair, speculation={"draft_len": MOST, "pacing": "fixed"}, **settings) as llm:
+    with make_llm(*pair, speculation={"draft_len": MOST, "pacing": "fixed"}, **settings) as llm:
         fixed, lens = draft_lens(llm, COSTLY, SAMPLING)
     assert fixed == expected
     assert set(lens[:20]) == {MOST}
@@ -248,7 +248,7 @@ class NotingPacer(Pacer):
 def test_the_pacer_is_told_what_each_round_took_and_accepted(pair: tuple[Path, Path], plans_ahead: int) -> None:
     """Also where the next plan is out before the verdict; rounds with a prompt's chunk have no time."""
     scheduler = {"plans_ahead": plans_ahead, "max_num_tokens": 48, "max_batch_size": 4}
-    with open_llm(*pair, speculation={"draft_len": MOST, "pacing": "measured"}, scheduler=scheduler) as llm:
+    with make_llm(*pair, speculation={"draft_len": MOST, "pacing": "measured"}, scheduler=scheduler) as llm:
         pacer = llm.engine.orchestrator._pacer = NotingPacer()
         ranks = TimedRanks(llm.engine.orchestrator._ranks, COSTLY)
         llm.engine.orchestrator._ranks, llm.engine.orchestrator._clock = ranks, ranks.clock
@@ -285,7 +285,7 @@ def test_a_draft_that_sat_rounds_out_drafts_as_well_as_before(tmp_path: Path, le
     """The target's own copy is right every time, so each token that it proposes is accepted: its keys have no hole."""
     target = make_checkpoint(tmp_path / "target", num_hidden_layers=2)
     speculation = {"draft_len": 4, "pacing": "measured"}
-    with open_llm(target, target, speculation=speculation, scheduler={"max_batch_size": 4}) as llm:
+    with make_llm(target, target, speculation=speculation, scheduler={"max_batch_size": 4}) as llm:
         llm.engine.orchestrator._pacer = ScriptedPacer(lens)
         sampling = SamplingParams(max_tokens=120, ignore_eos=True)
         llm.generate([prompt_of(length, seed=length) for length in (1, 2, 17, 40)], sampling)
@@ -298,7 +298,7 @@ def test_a_draft_that_sat_rounds_out_drafts_as_well_as_before(tmp_path: Path, le
 def test_a_catch_up_writes_what_each_row_lacks_and_nothing_before_it(pair: tuple[Path, Path]) -> None:
     """What lies before may be shared with other rows by then."""
     untouched = 7.0
-    with open_llm(*pair, dtype="float32") as llm:  # in bfloat16 a kernel may lay the store out in its own way
+    with make_llm(*pair, dtype="float32") as llm:  # in bfloat16 a kernel may lay the store out in its own way
         engine = llm.engine.orchestrator._ranks._worker.drafter._engine
         engine.rows.lengths[:2] = torch.tensor([5, 20])
         engine.rows.block_tables[:2, :2] = torch.tensor([[1, 2], [3, 4]])
@@ -316,7 +316,7 @@ def test_with_use_logits_the_text_of_a_seed_does_not_depend_on_times(pair: tuple
     speculation = {"draft_len": MOST, "pacing": "measured", "use_logits": True}
     found = []
     for machine in (COSTLY, Machine(0.0)):
-        with open_llm(*pair, speculation=speculation) as llm:
+        with make_llm(*pair, speculation=speculation) as llm:
             tokens, lens = draft_lens(llm, machine, SAMPLING)
         assert set(lens[:20]) == {MOST}
         found.append(tokens)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from pipelines import open_llm, prompt_of, useless_draft
+from pipelines import make_llm, prompt_of, useless_draft
 
 from trtrun import SamplingParams
 from trtrun.roles.phase_clock import DevicePhases, HostPhases, phase_clock
@@ -161,7 +161,7 @@ def test_parts_add_up_whatever_was_measured() -> None:
 
 def test_a_real_run_reports_every_phase(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target", seed=1)
-    with open_llm(target, useless_draft(tmp_path / "draft")) as llm:
+    with make_llm(target, useless_draft(tmp_path / "draft")) as llm:
         llm.generate([prompt_of(9), prompt_of(20)], SamplingParams(max_tokens=12))
         totals = llm.statistics()
     engines = totals["drafting_s"] + totals["transferring_s"] + totals["verifying_s"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trtrun.errors import CheckpointError, reading, shorten
+from trtrun.errors import CheckpointError, one_line, reading, shorten
 from trtrun.models.damage import describe_damage
 
 SINGLE_FILE = "model.safetensors"
@@ -53,7 +53,7 @@ def read_json(path: Path, name: str, required: bool) -> dict[str, Any]:
         try:
             values = json.loads(file.read_text(encoding="utf-8"), parse_int=_read_whole_number)
         except ValueError as error:
-            raise CheckpointError(f"{file} is not valid JSON: {_one_line(error)}") from None
+            raise CheckpointError(f"{file} is not valid JSON: {one_line(error)}") from None
         if not isinstance(values, dict):
             raise CheckpointError(f"{file} must hold a JSON object, not {_JSON_KINDS[type(values)]}")
         return values
@@ -202,7 +202,3 @@ class Checkpoint:
     def close(self) -> None:
         """Unmap the file; a later read maps it again."""
         self._handle, self._handle_file, self._mapped_bytes = None, None, 0
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
