@@ -16,6 +16,7 @@ import pytest
 from parallel.errors import HeartbeatError
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Phase
+from parallel.watchdog.connections import WorkerConnections
 from parallel.watchdog.heartbeat import HeartbeatClient, Names
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from parallel.watchdog.message_socket import FEW_BYTES, MessageSocket, connect, listen, own_addresses, wait_for
@@ -174,6 +175,34 @@ def test_a_client_beats_and_leaves_with_a_goodbye(server: HeartbeatServer) -> No
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert lines.is_closed
+
+
+def test_nobody_waits_for_the_stack_of_a_rank_that_is_silent() -> None:
+    """Such as one whose host is cut off: its connection is open, and nothing will ever come."""
+    workers = WorkerConnections([1, 2], Activity())
+    listener = listen(everywhere=False)
+    workers.add_listener(listener)
+    clients: list[HeartbeatClient] = []
+    silent: list[MessageSocket] = []
+
+    def connect_both() -> None:
+        port = listener.getsockname()[1]
+        silent.append(connect(["127.0.0.1"], port, workers.token, {"rank": 2}))
+        answering = connect(["127.0.0.1"], port, workers.token, {"rank": 1})
+        clients.append(HeartbeatClient(answering, Activity(), LONG, NAMES, True, LONG))
+
+    connecting = threading.Thread(target=connect_both)
+    connecting.start()
+    while not clients:
+        workers.serve(0.05)
+    connecting.join()
+    workers.new_question()
+    stacks = workers.gather_stacks(LONG, patience=1.0)  # it waits for LONG where it waits for both
+    assert set(stacks) == {1}
+    workers.say_goodbye()
+    workers.close()
+    clients[0].close()
+    silent[0].close()
 
 
 def test_a_server_that_closes_releases_its_clients(server: HeartbeatServer) -> None:
