@@ -7,6 +7,7 @@ and lines that begin with the name of one of its programs. This is what becomes 
 - What only repeats that a rank has ended the job is dropped, and so is PMIx's error that a peer is gone.
 - That others lost their connection to a rank, and Hydra's own errors, wait for the end of the job: they are dropped
   where a line has named the rank or host, and shown as they are where none has.
+- That a rank did not reach rank 0 waits, too: it is no news where rank 0 has ended because it was asked to.
 - Any other box, and every line of a rank, passes unchanged. So do rare lines that harm nobody: warnings of UCX, PMIx
   and ssh, and Hydra's "exit string" on stdout.
 
@@ -46,6 +47,7 @@ _REPEATED_LINE = re.compile(
 _WAITING_BOX = re.compile(r"MPI communication peer process has unexpectedly disconnected")
 _WAITING_LINE = re.compile(r"\[(?:mpiexec|proxy:\d+(?::\d+)?)@[^\s\]]+\] ")
 _MPI_ERROR = re.compile(r"\[[^\s\]]+:\d+\] \*\*\* (?P<closed>An error occurred in Socket closed)?")
+_LEFT_ALONE = re.compile(r"trtrun: .* failed: HeartbeatError: host \S+ has no TCP connection to rank 0 ")
 _FAILURE = re.compile(r"trtrun: [a-z+]+ rank \d+ \([^)]*\) (?:failed: |was killed by signal )")
 
 
@@ -69,6 +71,7 @@ class OutputFilter:
     lost_hosts: list[str] = field(default_factory=list)
     _news: str = ""
     _waiting: str = ""
+    _left_alone: str = ""
     _is_in_closed: bool = False
     _has_told_failure: bool = False
 
@@ -80,7 +83,7 @@ class OutputFilter:
     @property
     def has_failed(self) -> bool:
         """Whether a rank has said that it ends the job, or mpirun that it has lost a host."""
-        return self._has_told_failure or bool(self.lost_hosts)
+        return self._has_told_failure or bool(self.lost_hosts) or bool(self._left_alone)
 
     def feed(self, text: str) -> str:
         """Take a piece of stderr, which may end anywhere; return what may be shown now."""
@@ -102,8 +105,11 @@ class OutputFilter:
     def finish(self) -> str:
         """Return all that is held back: the job has ended."""
         text = self.flush()
-        is_explained = self.killed or self.has_failed or self.is_expected
-        return text if is_explained else text + self._say(self._waiting)
+        if self.is_expected:
+            return text
+        if not self.killed and not self.has_failed:
+            text += self._waiting
+        return self._say(text + self._left_alone)
 
     def _say(self, text: str) -> str:
         self.said_something = self.said_something or bool(text.strip())
@@ -126,6 +132,9 @@ class OutputFilter:
         return "" if _REPEATED_BOX.search(body) else None
 
     def _take_line(self, line: str) -> bool:
+        if _LEFT_ALONE.match(line):
+            self._left_alone += line + "\n"
+            return True
         self._has_told_failure = self._has_told_failure or _FAILURE.match(line) is not None
         error = _MPI_ERROR.match(line)
         self._is_in_closed = error is not None and (self._is_in_closed or error["closed"] is not None)

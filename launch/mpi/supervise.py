@@ -90,6 +90,7 @@ def supervise(
             process.wait()
     with suppress(BrokenPipeError):
         _pass_on(output.flush_output())
+    output.is_expected |= orders.drained_by is not None and process.returncode == ExitCode.DRAINED
     _show(output.finish())
     if steps is not None and steps.is_given_up:
         return ExitCode.FAILED

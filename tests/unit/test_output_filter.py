@@ -204,3 +204,16 @@ def test_open_mpi_4_does_not_tell_the_process() -> None:
     assert run(KILLED.replace("6047", "0").replace("prterun", "mpirun"), 10**6)[0] == (
         "trtrun: target rank 2 (cpu:1) was killed by signal 9 (SIGKILL), on vm\n"
     )
+
+
+def test_a_rank_that_does_not_reach_rank_0_is_no_news_where_that_has_ended_as_asked() -> None:
+    line = (
+        "trtrun: draft rank 1 (cpu:0) failed: HeartbeatError: host vm has no TCP connection to rank 0 on host vm "
+        "(127.0.0.1 port 42591: [Errno 111] Connection refused); a firewall between the two must let TCP through\n"
+    )
+    drained, broken = make(), make()
+    assert drained.feed(line) == broken.feed(line) == ""
+    drained.is_expected = True
+    assert drained.finish() == ""
+    assert broken.has_failed
+    assert broken.finish() == line
