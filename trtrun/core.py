@@ -136,6 +136,9 @@ class RoundPlan:
         catch_up: [rows] int32, beside decode_rows: how many of the row's last tokens the draft engine feeds before it
             drafts: 2, more after rounds that it sat out, 0 where it sits this one out or does not follow the row.
         max_context: upper bound of any row's length after this round, in tokens, for shapes of attention.
+        num_guesses: verdicts of this round, over all rows, for which draft ranks of their own draft ahead, at most.
+        redrafts: whether such draft ranks draft again where no row's verdict was among their guesses, and the target
+            waits for it; else those rows take a plain step.
     """
 
     round_index: int
@@ -147,6 +150,8 @@ class RoundPlan:
     draft_lens: np.ndarray
     catch_up: np.ndarray
     max_context: int
+    num_guesses: int = 0
+    redrafts: bool = True
 
     @cached_property
     def draft_len(self) -> int:
@@ -173,6 +178,34 @@ class Draft:
     tokens: torch.Tensor
     draft_lens: torch.Tensor
     draft_probs: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class HostDraft:
+    """What draft ranks of their own propose for `plan.decode_rows`, as the host knows it.
+
+    Attributes:
+        round_index: of the plan.
+        tokens: of each row, the tokens proposed, none up to the plan's.
+        foreseen: of each row, whether they were drafted before the verdict that they follow was known.
+    """
+
+    round_index: int
+    tokens: list[list[int]]
+    foreseen: list[bool]
+
+
+@dataclass(frozen=True)
+class HostVerdict:
+    """What the target engine decided for `plan.sampled_rows`, as the host knows it.
+
+    Attributes:
+        round_index: of the plan.
+        tokens: of each row, the tokens gained; none where the row has failed.
+    """
+
+    round_index: int
+    tokens: list[list[int]]
 
 
 @dataclass

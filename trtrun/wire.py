@@ -18,7 +18,8 @@ _PLAN_HEADER = np.dtype(
     [
         (name, np.int64)
         for name in (
-            "round_index", "dropped", "admissions", "updates", "prefill", "decode", "max_context", "integers", "floats",
+            "round_index", "dropped", "admissions", "updates", "prefill", "decode", "max_context",
+            "num_guesses", "redrafts", "integers", "floats",
         )
     ]
 )  # fmt: skip
@@ -64,7 +65,7 @@ def encode_plan(plan: RoundPlan) -> bytes:
     header = np.zeros(1, dtype=_PLAN_HEADER)
     header[0] = (
         plan.round_index, len(plan.dropped_rows), len(plan.admissions), len(plan.block_updates), len(plan.prefill),
-        len(plan.decode_rows), plan.max_context, len(integer_pool), len(float_pool),
+        len(plan.decode_rows), plan.max_context, plan.num_guesses, plan.redrafts, len(integer_pool), len(float_pool),
     )  # fmt: skip
     return header.tobytes() + admissions.tobytes() + integer_pool.tobytes() + float_pool.tobytes()
 
@@ -131,6 +132,8 @@ def decode_plan(payload: bytes) -> RoundPlan:
         draft_lens=draft_lens,
         catch_up=catch_up,
         max_context=int(header["max_context"]),
+        num_guesses=int(header["num_guesses"]),
+        redrafts=bool(header["redrafts"]),
     )
 
 

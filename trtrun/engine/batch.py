@@ -51,9 +51,12 @@ class BatchBuilder:
         Returns:
             The first token of the segment.
         """
+        return self.add_tables(self._rows.tables(rows, -(-context // self._rows.block_size)), tokens, positions)
+
+    def add_tables(self, tables: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor) -> int:
+        """`add_rows` for rows with block tables [R, blocks] int64, which cover all positions."""
         start = self.num_tokens
         count, queries = tokens.shape
-        tables = self._rows.tables(rows, -(-context // self._rows.block_size))
         self._segments.append(AttentionSegment(start, count, queries, tables, positions))
         self._tokens.append(tokens.reshape(-1))
         self.num_tokens += count * queries

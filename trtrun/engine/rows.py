@@ -7,10 +7,13 @@ owners or models.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from trtrun.core import RoundPlan
 from trtrun.sampling.row_sampling import RowSampling
+from trtrun.tensors import device_integers
 
 
 class RowState:
@@ -33,7 +36,10 @@ class RowState:
         max_draft_len: int,
         vocab_size: int,
         device: torch.device,
+        num_guesses: int = 0,
     ) -> None:
+        """Make `max_rows` rows, and behind them `num_guesses` more for guesses of a draft engine."""
+        max_rows += num_guesses
         slack = max_draft_len + 2
         self.max_draft_len = max_draft_len
         self.device = device
@@ -76,6 +82,28 @@ class RowState:
         columns = lengths.unsqueeze(1) + torch.arange(tokens.shape[1], device=self.device)
         self.token_ids[rows.unsqueeze(1), columns] = tokens.to(torch.int32)
         self.lengths[rows] = lengths + num_tokens
+
+    def share_tokens(
+        self, rows: Sequence[int], own: Sequence[int], lengths: Sequence[int], drafts: Sequence[Sequence[int]]
+    ) -> None:
+        """Give the rows `own` the tokens of others, and some behind them.
+
+        Args:
+            rows: whose tokens.
+            own: rows that get them.
+            lengths: of `rows`, in tokens.
+            drafts: tokens to put behind these, a list for each row.
+        """
+        source, target = device_integers(rows, self.device), device_integers(own, self.device)
+        self.token_ids[target] = self.token_ids[source]
+        places = [
+            (row, length + step, token)
+            for row, length, draft in zip(own, lengths, drafts, strict=True)
+            for step, token in enumerate(draft)
+        ]
+        if places:
+            at, column, token = device_integers(places, self.device).unbind(1)
+            self.token_ids[at, column] = token.to(torch.int32)
 
     def tables(self, rows: torch.Tensor, blocks: int) -> torch.Tensor:
         """[rows, blocks] int64: the rows' tables, cut to `blocks` columns or to what there is."""

@@ -77,6 +77,24 @@ class Engine:
         )
 
     @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        return self.rows.block_size
+
+    @property
+    def most_positions(self) -> int:
+        """Positions that a row may have: columns of its token ids, and the model's context."""
+        return min(self.rows.token_ids.shape[1], self._model.config.max_position_embeddings)
+
+    def copy_tokens(self, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
+        """Copy keys and values at `offset` of blocks `source` to the same place of blocks `target`; all [n] int64."""
+        self._store.copy_tokens(source, target, offset)
+
+    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy keys and values of blocks `source` to blocks `target`, both [n] int64."""
+        self._store.copy_blocks(source, target)
+
+    @property
     def num_graphs(self) -> int:
         """Graphs that are held."""
         return self._graphs.num_graphs if self._graphs is not None else 0
@@ -128,24 +146,35 @@ class Engine:
         return self._run_rows(rows, tokens, positions, context, last_only=True)
 
     @torch.inference_mode()
-    def prepare_steps(
-        self, rows: torch.Tensor, positions: torch.Tensor, context: int
-    ) -> Sequence[StepBatch | GraphStep]:
-        """Make ready to feed `rows` one token each, several times: what the steps share is computed once.
+    def feed(self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+        """Feed rows with block tables `tables` some tokens each.
 
         Args:
-            rows: [rows] int64.
+            tokens: [rows, width] int64.
+            positions: [rows, width] int64; -1 is padding.
+            tables: [rows, blocks] int64, from `tables` or as wide.
+
+        Returns:
+            [rows, vocab] float32, after each row's last token.
+        """
+        run = self._forward_rows if self._graphs is None else self._graphs.run
+        return run(tokens, positions, tables, True)
+
+    @torch.inference_mode()
+    def prepare_steps(self, tables: torch.Tensor, positions: torch.Tensor) -> Sequence[StepBatch | GraphStep]:
+        """Make ready to feed rows one token each, several times: what the steps share is computed once.
+
+        Args:
+            tables: [rows, blocks] int64, from `tables` or as wide.
             positions: [rows, steps] int64; -1 where a row takes no part in a step (its logits have no meaning).
-            context: upper bound of the positions, plus one.
 
         Returns:
             One batch a step, for `decode`, in order.
         """
         if self._graphs is not None:
-            tables = self._tables(rows, context)
             return [GraphStep(tables, positions[:, step : step + 1]) for step in range(positions.shape[1])]
         builder = BatchBuilder(self.rows)
-        builder.add_rows(rows, positions, positions, context)
+        builder.add_tables(tables, positions, positions)
         return builder.build_steps()
 
     @torch.inference_mode()
@@ -203,10 +232,11 @@ class Engine:
     ) -> torch.Tensor:
         """A forward of `rows` [R] alone, tokens and positions [R, Q]; logits [R * Q, vocab], or [R, vocab]."""
         run = self._forward_rows if self._graphs is None else self._graphs.run
-        return run(tokens, positions, self._tables(rows, context), last_only)
+        return run(tokens, positions, self.tables(rows, context), last_only)
 
-    def _tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
-        """[R, blocks] int64: the rows' tables, as wide as `context` tokens need, or as their graph's bucket."""
+    def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+        """[R, blocks] int64: the tables of `rows` [R] int64, as wide as `context` tokens need, or as their graph's
+        bucket."""
         blocks = -(-context // self.rows.block_size)
         return self.rows.tables(rows, blocks if self._graphs is None else self._graphs.context_blocks(blocks))
 

@@ -36,7 +36,7 @@ def warm_up(engine: Engine, draft_len: int, max_tokens: int) -> None:
             engine.catch_up(rows, [2], context=context)
     engine.prefill([PrefillChunk(row=0, start=0, length=2, is_last=False, followed=True)])
     engine.catch_up(rows, [2], context=2)
-    for step in engine.prepare_steps(rows, rows.unsqueeze(1) + 1, context=2):
+    for step in engine.prepare_steps(engine.tables(rows, 2), rows.unsqueeze(1) + 1):
         engine.decode(step, rows)
     for length in sorted({0, draft_len}):
         plan = RoundPlan(

@@ -76,6 +76,25 @@ class KVStore:
         """
         self.data.index_fill_(2, torch.tensor([NULL_BLOCK, *blocks], device=self.data.device), 0)
 
+    def copy_tokens(self, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
+        """Copy all layers' keys and values of single tokens.
+
+        Args:
+            source: [n] int64 blocks.
+            target: [n] int64 blocks, each with its offset at most once.
+            offset: [n] int64: places in a block, the same in both.
+        """
+        self.data[:, :, target, :, offset] = self.data[:, :, source, :, offset]
+
+    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy all layers' keys and values of whole blocks.
+
+        Args:
+            source: [n] int64 blocks.
+            target: [n] int64 blocks, none twice.
+        """
+        self.data.index_copy_(2, target, self.data.index_select(2, source))
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole store."""

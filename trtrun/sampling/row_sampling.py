@@ -21,7 +21,7 @@ from torch import Tensor
 from trtrun.core import RowAdmission, VerdictLogprobs
 from trtrun.sampling import filters, penalties
 from trtrun.sampling.pieces import pieces
-from trtrun.sampling.random import Stream, gumbel_argmax
+from trtrun.sampling.random import Stream, gumbel, gumbel_argmax
 from trtrun.sampling.row_steps import RowSteps
 from trtrun.tensors import kept_integers
 
@@ -74,6 +74,20 @@ class RowSampling:
     def drop(self, row: int) -> None:
         """Forget a row whose request ended or was preempted; nothing if there is none."""
         self._steps.pop(row, None)
+
+    def share(self, rows: Sequence[int], own: Sequence[int]) -> None:
+        """Give each of the rows `own` the parameters of the row beside it in `rows`."""
+        for row, guest in zip(rows, own, strict=True):
+            self._steps[guest] = self._steps[row]
+        if any(not steps.greedy or steps.penalties or steps.own_tables for steps in map(self._steps.__getitem__, rows)):
+            source, target = self._index(rows), self._index(own)
+            self._integers[target] = self._integers[source]
+            self._numbers[target] = self._numbers[source]
+
+    def needs_history(self, rows: Sequence[int]) -> bool:
+        """Whether what any of the rows chooses depends on its tokens so far or on its length, but for random numbers.
+        Host-side."""
+        return any(steps.penalties or steps.own_tables for steps in map(self._steps.__getitem__, rows))
 
     def is_greedy(self, row: int) -> bool:
         """Whether the row takes the most likely token. Host-side."""
@@ -258,6 +272,31 @@ class RowSampling:
         places = (lengths[:, None] + torch.arange(positions, device=processed.device)).flatten()
         seeds = self.seeds(rows).repeat_interleave(positions)
         return gumbel_argmax(processed.reshape(-1, vocabulary), seeds, places, stream).view(count, positions)
+
+    def rank(
+        self, processed: Tensor, rows: Sequence[int], lengths: Tensor | None, count: int
+    ) -> Tensor:
+        """The tokens that `choose` would take for Stream.TARGET, one after the other: its choice first, then what it
+        would have chosen without that, and so on (Gumbel-top-k: Kool et al. 2019, arXiv:1903.06059).
+
+        Args:
+            processed: [R, V] float32 from `process`.
+            rows: the R rows.
+            lengths: [R] int64, device: the positions; None where no row is sampled.
+            count: how many tokens.
+
+        Returns:
+            [R, count] int64, device.
+        """
+        sampled = self.sampled_indices(rows)
+        if sampled:
+            assert lengths is not None
+            index = self._index(sampled)
+            noise = gumbel(
+                self.seeds([rows[place] for place in sampled]), lengths[index], Stream.TARGET, processed.shape[-1]
+            )
+            processed = processed.index_copy(0, index, processed.index_select(0, index) + noise)
+        return processed.topk(min(count, processed.shape[-1]), dim=-1).indices
 
     @staticmethod
     def probabilities(processed: Tensor) -> Tensor:

@@ -82,12 +82,98 @@ class DraftEngine(RoundEngine, Protocol[Step]):
         """Feed each row's last `counts` tokens; [rows, vocab] float32 after the last."""
         ...
 
-    def prepare_steps(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> Sequence[Step]:
-        """What `decode` needs for each step that feeds `rows` at `positions` [rows, steps]; -1 takes no part."""
+    def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+        """[rows, blocks] int64: the block tables of `rows` [rows] int64, wide enough for `context` tokens."""
+        ...
+
+    def prepare_steps(self, tables: torch.Tensor, positions: torch.Tensor) -> Sequence[Step]:
+        """What `decode` needs for each step that feeds rows with `tables` [rows, blocks] at `positions` [rows, steps];
+        -1 takes no part."""
         ...
 
     def decode(self, step: Step, tokens: torch.Tensor) -> torch.Tensor:
         """Feed one token a row, tokens [rows]; [rows, vocab] float32."""
+        ...
+
+
+class AheadRows(Rows, Protocol):
+    """Rows behind which there are others for guesses."""
+
+    @property
+    def block_tables(self) -> torch.Tensor:
+        """[rows, blocks] int64."""
+        ...
+
+    def share_tokens(
+        self, rows: Sequence[int], own: Sequence[int], lengths: Sequence[int], drafts: Sequence[Sequence[int]]
+    ) -> None:
+        """Copy the token ids of `rows` to the rows `own`, with some tokens from each one's length on."""
+        ...
+
+
+class AheadEngine(Protocol[Step]):
+    """What drafting ahead asks of a draft engine: forwards over block tables that are handed in, and copies of keys
+    and values."""
+
+    @property
+    def rows(self) -> AheadRows:
+        """The state of every row, and of every guess behind them."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the engine computes."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model, padding included."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        ...
+
+    @property
+    def most_positions(self) -> int:
+        """Positions that a row may have."""
+        ...
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        """Take in admissions, drops and blocks."""
+        ...
+
+    def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
+        """Compute the chunks' keys and values."""
+        ...
+
+    def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+        """[rows, blocks] int64: the block tables of `rows` [rows] int64, wide enough for `context` tokens."""
+        ...
+
+    def feed(self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+        """Feed tokens [rows, width] at positions [rows, width], -1 for none; [rows, vocab] float32 after the last."""
+        ...
+
+    def prepare_steps(self, tables: torch.Tensor, positions: torch.Tensor) -> Sequence[Step]:
+        """See DraftEngine."""
+        ...
+
+    def decode(self, step: Step, tokens: torch.Tensor) -> torch.Tensor:
+        """Feed one token a row, tokens [rows]; [rows, vocab] float32."""
+        ...
+
+    def copy_tokens(self, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
+        """Copy keys and values at `offset` of blocks `source` to the same place of blocks `target`; all [n] int64."""
+        ...
+
+    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy keys and values of blocks `source` to blocks `target`, both [n] int64."""
+        ...
+
+    def close(self) -> None:
+        """Give back what must not outlive the communicators."""
         ...
 
 

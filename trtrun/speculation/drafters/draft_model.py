@@ -86,7 +86,8 @@ class DraftModelDrafter(Generic[Step]):
         chosen, probabilities = [], []
         fed = torch.arange(plan.draft_len - 1, device=rows.device)
         positions = torch.where(fed + 1 < lens.unsqueeze(1), lengths.unsqueeze(1) + fed, -1)
-        batches = self._engine.prepare_steps(rows, positions, plan.max_context) if plan.draft_len > 1 else ()
+        tables = self._engine.tables(rows, plan.max_context)
+        batches = self._engine.prepare_steps(tables, positions) if plan.draft_len > 1 else ()
         for step in range(plan.draft_len):
             where = lengths + step
             raw = logits[:, : self._vocab_size].unsqueeze(1)

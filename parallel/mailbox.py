@@ -1,0 +1,116 @@
+"""Small messages between engine ranks on the host: sent without waiting, looked for without waiting.
+
+What one engine tells the other in a round (draft tokens one way, verdicts the other) is a few hundred bytes that the
+host of the receiver needs to know anyway. As messages they can be looked for: a rank whose peer is late, stuck or dead
+goes on without it, which no collective and no receive on a device allows. They also arrive where NCCL's kernels would
+have to wait for a turn on the device.
+
+It carries bytes under a tag and never looks inside. It knows ranks of the world, and no role.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from parallel.waiting import wait_until
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class Mailbox(Protocol):
+    """One rank's end. Messages between two ranks under one tag keep their order."""
+
+    def post(self, rank: int, tag: int, payload: bytes) -> None:
+        """Send `payload` to the world rank `rank`, without waiting.
+
+        Args:
+            rank: the receiver.
+            tag: at least 0.
+            payload: any number of bytes.
+        """
+        ...
+
+    def take(self, rank: int, tag: int) -> bytes | None:
+        """The oldest message from `rank` under `tag` that was not taken yet; None where there is none now."""
+        ...
+
+    def wait(
+        self, rank: int, tag: int, timeout: float | None = None, until: Callable[[], bool] | None = None
+    ) -> bytes | None:
+        """Wait for the next message from `rank` under `tag`.
+
+        Args:
+            rank: the sender.
+            tag: of the message.
+            timeout: seconds; None waits for ever.
+            until: ends the wait when it returns true; asked as often as for the message.
+
+        Returns:
+            The message; None when the timeout passed, or `until` ended the wait.
+        """
+        ...
+
+    def close(self) -> None:
+        """Wait until what was posted is sent. Collective; not used afterwards."""
+        ...
+
+
+class MpiMailbox:
+    """A mailbox over MPI; see the protocol."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        """Take over `comm`, a duplicate of the world that nobody else uses; `close` frees it."""
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self._comm = comm
+        self._status = MPI.Status()
+        self._sending: deque[tuple[MPI.Request, bytes]] = deque()
+
+    def post(self, rank: int, tag: int, payload: bytes) -> None:
+        """See Mailbox."""
+        self._sending.append((self._comm.Isend((payload, self._mpi.BYTE), rank, tag), payload))
+        self._drop_sent()
+
+    def take(self, rank: int, tag: int) -> bytes | None:
+        """See Mailbox."""
+        message = self._comm.Improbe(rank, tag, self._status)
+        if message is None:
+            return None
+        buffer = bytearray(self._status.Get_count(self._mpi.BYTE))
+        # The sender's part of a message that is too long to be sent at once is under way.
+        wait_until(message.Irecv((buffer, self._mpi.BYTE)).Test)
+        return bytes(buffer)
+
+    def wait(
+        self, rank: int, tag: int, timeout: float | None = None, until: Callable[[], bool] | None = None
+    ) -> bytes | None:
+        """See Mailbox."""
+        found: list[bytes] = []
+
+        def look() -> bool:
+            message = self.take(rank, tag)
+            if message is not None:
+                found.append(message)
+            return message is not None or (until is not None and until())
+
+        wait_until(look, timeout)
+        return found[0] if found else None
+
+    def close(self) -> None:
+        """See Mailbox."""
+
+        def is_sent() -> bool:
+            self._drop_sent()
+            return not self._sending
+
+        wait_until(is_sent)
+        if self._comm != self._mpi.COMM_NULL:
+            self._comm.Free()
+
+    def _drop_sent(self) -> None:
+        while self._sending and self._sending[0][0].Test():
+            self._sending.popleft()

@@ -1,0 +1,123 @@
+"""Chains of forwards on a draft engine: feed what is missing, then step by step the tokens that it would choose.
+
+Rows of a chain are real ones or guesses; both have block tables and sampling parameters. All stays on the device. It
+knows an engine by protocol and sampling. It does not know which rows are guesses, verdicts or drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from trtrun.sampling.random import Stream
+from trtrun.speculation.ahead.fan_out import MOST_RANKS
+from trtrun.speculation.protocols import AheadEngine, Step
+from trtrun.tensors import device_integers
+
+NUM_RANKED = MOST_RANKS + 1
+"""Tokens that are ranked at a place: the one that the draft chooses, and candidates beside it."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a chain of steps gave.
+
+    Attributes:
+        tokens: [rows, steps] int64 on the device: what the draft chose.
+        ranked: [rows, steps, NUM_RANKED] int64 on the device: the likeliest tokens at the same places, best first.
+        probs: [sampled rows, steps, vocab] float32, the distributions that their tokens were drawn from; else None.
+    """
+
+    tokens: Tensor
+    ranked: Tensor
+    probs: Tensor | None
+
+
+class Chains(Generic[Step]):
+    """Runs them on one engine."""
+
+    def __init__(self, engine: AheadEngine[Step], vocab_size: int, use_logits: bool) -> None:
+        """Choose among the first `vocab_size` ids; with `use_logits` from a stream of the draft's own, with
+        distributions."""
+        self._engine = engine
+        self._vocab_size = vocab_size
+        self._use_logits = use_logits
+
+    def feed(self, rows: list[int], tokens: Sequence[Sequence[int]], ends: Sequence[int]) -> Chosen:
+        """Feed each row tokens that end before position `ends`, and choose what follows them: chains of one step.
+
+        Args:
+            rows: of the engine.
+            tokens: of each row, at least one.
+            ends: of each row, the position behind the last of them.
+        """
+        engine = self._engine
+        width = 1 << (max(map(len, tokens)) - 1).bit_length()
+        packed = []
+        for of_row, end in zip(tokens, ends, strict=True):
+            padding = width - len(of_row)
+            packed.append([*[0] * padding, *of_row, *[-1] * padding, *range(end - len(of_row), end)])
+        both = device_integers(packed, engine.device)
+        logits = engine.feed(both[:, :width], both[:, width:], engine.tables(self._index(rows), max(ends)))
+        tokens_, ranked, probs = self._choose(logits, rows, ends)
+        return Chosen(tokens_.unsqueeze(1), ranked.unsqueeze(1), probs.unsqueeze(1) if probs is not None else None)
+
+    def step(
+        self, rows: list[int], tables: Tensor, first: Tensor, starts: Sequence[int], lens: Sequence[int]
+    ) -> Chosen:
+        """Feed a token, choose the next, feed that, and so on.
+
+        Args:
+            rows: of the engine, for their sampling parameters and token ids.
+            tables: [rows, blocks] int64 on the device: where they write.
+            first: [rows] int64 on the device: their first tokens.
+            starts: the positions of these.
+            lens: steps of each row, at least 0; what is chosen behind a row's last step has no meaning.
+        """
+        engine, count = self._engine, max(lens)
+        positions = [
+            [start + step if step < length else -1 for step in range(count)]
+            for start, length in zip(starts, lens, strict=True)
+        ]
+        state = engine.rows
+        has_history = state.sampling.needs_history(rows)
+        index = self._index(rows)
+        steps = engine.prepare_steps(tables, device_integers(positions, engine.device)) if count else ()
+        token, chosen = first, []
+        for number in range(count):
+            if has_history:
+                where = device_integers([start + number for start in starts], engine.device)
+                state.token_ids[index, where] = token.to(torch.int32)
+            logits = engine.decode(steps[number], token)
+            chosen.append(self._choose(logits, rows, [start + number + 1 for start in starts]))
+            token = chosen[-1][0]
+        if not chosen:
+            empty = first.new_empty((len(rows), 0))
+            return Chosen(empty, empty.unsqueeze(2).expand(-1, -1, NUM_RANKED), None)
+        tokens, ranked, probs = zip(*chosen, strict=True)
+        kept = [one for one in probs if one is not None]
+        return Chosen(torch.stack(tokens, 1), torch.stack(ranked, 1), torch.stack(kept, 1) if kept else None)
+
+    def _choose(self, logits: Tensor, rows: list[int], places: Sequence[int]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """From logits [R, V] of `rows` the tokens [R] for positions `places`, ranked [R, NUM_RANKED], and the
+        distributions of sampled rows [S, vocab]."""
+        sampling = self._engine.rows.sampling
+        raw = logits[:, : self._vocab_size].unsqueeze(1)
+        sampled = sampling.sampled_indices(rows)
+        where = device_integers(list(places), logits.device) if sampled or sampling.needs_history(rows) else None
+        if where is None:
+            ranked = sampling.rank(raw[:, 0], rows, None, NUM_RANKED)
+            return ranked[:, 0], ranked, None
+        processed = sampling.process(raw, rows, where, self._engine.rows.token_ids, None, max(places))
+        ranked = sampling.rank(processed[:, 0], rows, where, NUM_RANKED)
+        if not (self._use_logits and sampled):
+            return ranked[:, 0], ranked, None
+        tokens = sampling.choose(processed, rows, where, Stream.DRAFT)[:, 0]
+        return tokens, ranked, sampling.probabilities(processed[self._index(sampled), 0])
+
+    def _index(self, rows: Sequence[int]) -> Tensor:
+        return device_integers(list(rows), self._engine.device)

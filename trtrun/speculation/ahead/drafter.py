@@ -1,0 +1,352 @@
+"""Drafts with a model on devices of its own, ahead of the verdicts: the device side of drafting ahead.
+
+In a round it proposes what it has foreseen, or drafts again, and then drafts for the likely verdicts of the round while
+the target verifies. A guess is a row of its own to the engine: it shares the blocks of the real row's front, has a copy
+of the last, partly filled one, and writes into blocks that only the draft's store has. When a guess comes true, its keys
+and values are copied to the row's own blocks.
+
+Source: Speculative Speculative Decoding (arXiv:2603.03251); here a row that was guessed wrong holds up no other. It
+knows an engine by protocol, the rows' sampling parameters and verdicts. It does not know the target, messages or clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trtrun.core import HostDraft, HostVerdict, RoundPlan
+from trtrun.speculation.ahead.chains import Chains, Chosen
+from trtrun.speculation.ahead.fan_out import FanOut
+from trtrun.speculation.ahead.paths import Guess, Guesses, RowPath
+from trtrun.speculation.protocols import AheadEngine, Step
+from trtrun.tensors import device_integers
+
+
+@dataclass(frozen=True)
+class GuessSpace:
+    """What of an engine belongs to guesses.
+
+    Attributes:
+        most_guesses: of a round.
+        first_row: the first of as many rows of the engine.
+        first_block: the first of as many times `blocks_per_guess` blocks of its store.
+        blocks_per_guess: for the rest of the last block that a row shares, and a draft behind it.
+    """
+
+    most_guesses: int
+    first_row: int
+    first_block: int
+    blocks_per_guess: int
+
+    def rows(self, count: int) -> list[int]:
+        """The first `count` rows."""
+        return list(range(self.first_row, self.first_row + count))
+
+    def blocks(self, index: int) -> range:
+        """The blocks of one guess."""
+        first = self.first_block + index * self.blocks_per_guess
+        return range(first, first + self.blocks_per_guess)
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """Guesses whose tokens are still on the device.
+
+    Attributes:
+        fed: the rows that were fed, and `after` [rows, ranks]: the likeliest tokens behind their paths.
+        first: [guesses] int64: the token of each verdict that was guessed.
+        chosen: the drafts behind these.
+    """
+
+    fed: list[int]
+    after: Tensor
+    first: Tensor | None = None
+    chosen: Chosen | None = None
+
+
+class AheadDrafter(Generic[Step]):
+    """Proposes for the plan's decode rows, and foresees. On each of the draft ranks, all of which do the same."""
+
+    def __init__(
+        self,
+        engine: AheadEngine[Step],
+        target_vocab_size: int,
+        draft_len: int,
+        use_logits: bool,
+        space: GuessSpace,
+    ) -> None:
+        """Draft up to `draft_len` tokens with `engine`, whose vocabulary may be padded differently from the target's.
+
+        With `use_logits` sampled rows have draft_probs.
+        """
+        self._engine = engine
+        self._target_vocab_size = target_vocab_size
+        # Ids that only the draft's padding has could never be accepted, so they are not proposed.
+        self._vocab_size = min(engine.vocab_size, target_vocab_size)
+        self._chains = Chains(engine, self._vocab_size, use_logits)
+        self._draft_len = draft_len
+        self._use_logits = use_logits
+        self._space = space
+        self._fan_out = FanOut(draft_len)
+        self._paths: dict[int, RowPath] = {}
+        self._last_prompt_tokens: dict[int, int] = {}
+        self._guesses = Guesses()
+        self._computed: _Computed | None = None
+        self._hits: dict[int, int] = {}
+        self._probs: dict[int, Tensor] = {}
+
+    @property
+    def engine(self) -> AheadEngine[Step]:
+        """The draft engine."""
+        return self._engine
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        """Take in admissions, drops and blocks."""
+        self._engine.begin_round(plan)
+        for row in (*plan.dropped_rows, *(admission.row for admission in plan.admissions)):
+            self._paths.pop(row, None)
+            self._hits.pop(row, None)
+            self._probs.pop(row, None)
+        for admission in plan.admissions:
+            if admission.followed:
+                self._paths[admission.row] = RowPath(len(admission.tokens), admission.num_cached_tokens)
+                self._last_prompt_tokens[admission.row] = int(admission.tokens[-1])
+
+    @torch.inference_mode()
+    def propose(self, plan: RoundPlan) -> HostDraft:
+        """The draft of every decode row: foreseen, made now, or none.
+
+        Without draft_probs one is made now only where no row has any: a row that missed never holds up the others.
+        With them it always is, as the tokens of a seed depend on the draft there.
+        """
+        rows, lens = plan.decode_rows.tolist(), plan.draft_lens.tolist()
+        asked = {row: most for row, most in zip(rows, lens, strict=True) if most > 0 and row in self._paths}
+        self._take_hits(asked)
+        missing = {row: most for row, most in asked.items() if not self._paths[row].draft}
+        if missing and plan.redrafts and (self._use_logits or len(missing) == len(asked)):
+            self._draft_now(missing)
+        drafts = [self._paths[row].draft if row in asked else [] for row in rows]
+        foreseen = [bool(draft) and row not in missing for row, draft in zip(rows, drafts, strict=True)]
+        return HostDraft(plan.round_index, drafts, foreseen)
+
+    def draft_probs(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Tensor | None:
+        """[rows, draft_len, target vocab] float32: the distributions that the drafts of these decode rows were drawn
+        from, zeros behind a shorter draft; None without rows."""
+        if not probability_rows:
+            return None
+        shape = (len(probability_rows), plan.draft_len, self._target_vocab_size)
+        probs = torch.zeros(shape, device=self._engine.device)
+        for place, index in enumerate(probability_rows):
+            of_row = self._probs.get(int(plan.decode_rows[index]))
+            if of_row is not None:
+                count = min(plan.draft_len, of_row.shape[0])
+                probs[place, :count, : self._vocab_size] = of_row[:count]
+        return probs
+
+    @torch.inference_mode()
+    def anticipate(self, plan: RoundPlan) -> None:
+        """Feed the prompts of the round, and draft for its likely verdicts. Nothing here waits for the device."""
+        self._guesses, self._computed = Guesses(), None
+        chunks = [chunk for chunk in plan.prefill if chunk.followed and chunk.row in self._paths]
+        self._engine.prefill(chunks)
+        ended = [chunk.row for chunk in chunks if chunk.is_last]
+        for row in ended:
+            self._paths[row].end_prompt(self._last_prompt_tokens.pop(row))
+        rows = self._rows_to_feed(plan) + (ended if plan.num_guesses else [])
+        if not rows:
+            return
+        paths = [self._paths[row] for row in rows]
+        after = self._chains.feed(rows, [path.take_unfed() for path in paths], [path.end for path in paths])
+        self._computed = _Computed(rows, after.ranked[:, 0])
+        steps = plan.draft_len or self._draft_len
+        most = min(plan.num_guesses, self._space.most_guesses)
+        guessed = [row for row in rows if self._paths[row].end + steps + 1 < self._engine.most_positions]
+        if most and guessed:
+            self._guess(guessed, most, steps)
+
+    @torch.inference_mode()
+    def learn(self, plan: RoundPlan, verdict: HostVerdict) -> None:
+        """Take in what the target decided for the plan's sampled rows, and look for it among the guesses."""
+        self._read_guesses()
+        rows, device = plan.sampled_rows, self._engine.device
+        if not rows:
+            return
+        width = max(map(len, verdict.tokens))
+        padded = [[*tokens, *[-1] * (width - len(tokens))] for tokens in verdict.tokens]
+        gained = [max(0, len(tokens)) for tokens in verdict.tokens]
+        self._engine.rows.advance(
+            device_integers(rows, device), device_integers(gained, device), device_integers(padded, device)
+        )
+        self._hits.clear()
+        for row, tokens in zip(rows, verdict.tokens, strict=True):
+            path = self._paths.get(row)
+            if path is not None and tokens:
+                self._learn_row(row, path, len(tokens) - 1, tokens[-1])
+
+    def close(self) -> None:
+        """Give back what must not outlive the communicators."""
+        self._engine.close()
+
+    def _learn_row(self, row: int, path: RowPath, num_accepted: int, token: int) -> None:
+        drafted = len(path.draft)
+        candidates = path.ranked[num_accepted] if num_accepted < len(path.ranked) else None
+        path.advance(num_accepted, token)
+        if path.draft:  # the target verified less than was proposed, and the rest still holds
+            if row in self._probs:
+                self._probs[row] = self._probs[row][num_accepted + 1 :]
+            return
+        self._probs.pop(row, None)
+        if candidates is not None:
+            self._fan_out.record(drafted, num_accepted, candidates.index(token) if token in candidates else None)
+        if (index := self._guesses.find(row, num_accepted, token)) is not None:
+            self._hits[row] = index
+
+    def _rows_to_feed(self, plan: RoundPlan) -> list[int]:
+        """Decode rows whose paths are written to their ends in this round: those that are guessed for, and those that
+        were sat out for long."""
+        planned = zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), plan.catch_up.tolist(), strict=True)
+        drafts = plan.num_guesses > 0
+        return [
+            row
+            for row, draft_len, count in planned
+            if row in self._paths and ((drafts and draft_len > 0) or (not plan.draft_len and count > 0))
+        ]
+
+    def _take_hits(self, asked: dict[int, int]) -> None:
+        """Drafts of guesses that came true become the rows' own, cut to what the plan asks for, as others are."""
+        moved: list[tuple[int, int, int]] = []
+        for row, most in asked.items():
+            path = self._paths[row]
+            if (index := self._hits.get(row)) is not None:
+                guesses, start = self._guesses, path.length - 1
+                path.extend(guesses.drafts[index][:most], guesses.ranked[index][:most])
+                moved += [(row, index, start + step) for step in range(len(path.draft))]
+                if guesses.probs[index] is not None:
+                    self._probs[row] = guesses.probs[index]
+            elif len(path.draft) > most:
+                path.extend(path.draft[:most], path.ranked[:most])
+        self._hits.clear()
+        if moved:
+            self._move(moved)
+
+    def _move(self, moved: list[tuple[int, int, int]]) -> None:
+        """Copy keys and values of guesses to their rows' blocks: row, guess and position of each."""
+        engine, size = self._engine, self._engine.block_size
+        columns = []
+        for row, index, position in moved:
+            column = position // size
+            block = self._space.blocks(index)[column - self._guesses.listed[index].start // size]
+            columns.append((row, column, position % size, block))
+        rows, column, offset, source = device_integers(columns, engine.device).unbind(1)
+        engine.copy_tokens(source, engine.rows.block_tables[rows, column], offset)
+
+    def _draft_now(self, missing: dict[int, int]) -> None:
+        """Draft for rows that have no draft, up to `missing` tokens each."""
+        rows, engine, longest = list(missing), self._engine, max(missing.values())
+        paths = [self._paths[row] for row in rows]
+        starts = [path.length for path in paths]
+        fed = self._chains.feed(rows, [path.take_unfed() for path in paths], starts)
+        tables = engine.tables(device_integers(rows, engine.device), max(starts) + longest)
+        chosen = self._chains.step(rows, tables, fed.tokens[:, 0], starts, [most - 1 for most in missing.values()])
+        tokens = torch.cat((fed.tokens, chosen.tokens), dim=1).tolist()
+        ranked = torch.cat((fed.ranked, chosen.ranked), dim=1).tolist()
+        for path, most, of_row, candidates in zip(paths, missing.values(), tokens, ranked, strict=True):
+            path.extend(of_row[:most], _without_chosen(of_row, candidates)[:most])
+        if fed.probs is not None:
+            parts = (fed.probs,) if chosen.probs is None else (fed.probs, chosen.probs)
+            self._keep_probs(rows, torch.cat(parts, dim=1))
+
+    def _keep_probs(self, rows: list[int], probs: Tensor) -> None:
+        """Keep draft_probs [sampled rows, steps, vocab] of those of `rows` that are sampled."""
+        for place, index in enumerate(self._engine.rows.sampling.sampled_indices(rows)):
+            self._probs[rows[index]] = probs[place]
+
+    def _guess(self, rows: list[int], most: int, steps: int) -> None:
+        """Draft `steps` tokens for the likeliest verdicts of `rows`, which were fed, at most `most` in all."""
+        engine, computed = self._engine, self._computed
+        assert computed is not None
+        listed, known, place = self._list_guesses(rows, most)
+        starts = [guess.start for guess in listed]
+        own_rows = self._space.rows(len(listed))
+        described = device_integers(
+            [
+                (guess.row, guess.start // engine.block_size, token, computed.fed.index(guess.row), rank)
+                for guess, token, rank in zip(listed, known, place, strict=True)
+            ],
+            engine.device,
+        )
+        real, column, token, fed, rank = described.unbind(1)
+        first = torch.where(token < 0, computed.after[fed, rank], token)
+        scratch = device_integers([list(self._space.blocks(index)) for index in range(len(listed))], engine.device)
+        engine.copy_blocks(engine.rows.block_tables[real, column], scratch[:, 0])
+        tables = _with_scratch(engine.tables(real, max(starts) + steps), column, scratch)
+        self._share(listed, own_rows)
+        chosen = self._chains.step(own_rows, tables, first, starts, [steps] * len(listed))
+        self._guesses = Guesses(listed)
+        self._computed = _Computed(computed.fed, computed.after, first, chosen)
+
+    def _share(self, listed: list[Guess], own_rows: list[int]) -> None:
+        """Give the guesses' rows the parameters of the real ones, and their tokens where any of them looks at these."""
+        rows = [guess.row for guess in listed]
+        state = self._engine.rows
+        state.sampling.share(rows, own_rows)
+        if state.sampling.needs_history(rows):
+            drafts = [self._paths[guess.row].draft[: guess.num_accepted] for guess in listed]
+            state.share_tokens(rows, own_rows, [self._paths[row].length for row in rows], drafts)
+
+    def _list_guesses(self, rows: list[int], most: int) -> tuple[list[Guess], list[int], list[int]]:
+        """The guesses of a round; of each the token, -1 where only the device knows it, and its rank there."""
+        listed: list[Guess] = []
+        known: list[int] = []
+        ranks: list[int] = []
+        share, more = divmod(most, len(rows))
+        for number, row in enumerate(rows):
+            path = self._paths[row]
+            for num_accepted, count in enumerate(self._fan_out.allocate(len(path.draft), share + (number < more))):
+                on_host = num_accepted < len(path.draft)
+                for rank in range(min(count, len(path.ranked[num_accepted])) if on_host else count):
+                    listed.append(Guess(row, num_accepted, path.length + num_accepted))
+                    known.append(path.ranked[num_accepted][rank] if on_host else -1)
+                    ranks.append(rank)
+        return listed, known, ranks
+
+    def _read_guesses(self) -> None:
+        """Bring what was computed to the host."""
+        computed, self._computed = self._computed, None
+        if computed is None:
+            return
+        for row, candidates in zip(computed.fed, computed.after.tolist(), strict=True):
+            path = self._paths[row]
+            path.ranked = [*path.ranked[: len(path.draft)], candidates]
+        if computed.first is None or computed.chosen is None:
+            return
+        chosen = computed.chosen
+        tokens = torch.cat((computed.first.unsqueeze(1), chosen.tokens), dim=1).tolist()
+        ranked = chosen.ranked.tolist()
+        self._guesses.settle(
+            [of_guess[0] for of_guess in tokens],
+            [of_guess[1:] for of_guess in tokens],
+            [_without_chosen(of_guess[1:], every) for of_guess, every in zip(tokens, ranked, strict=True)],
+        )
+        if chosen.probs is not None:
+            own_rows = self._space.rows(len(tokens))
+            for place, index in enumerate(self._engine.rows.sampling.sampled_indices(own_rows)):
+                self._guesses.probs[index] = chosen.probs[place]
+
+
+def _without_chosen(tokens: Sequence[int], ranked: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Of each place the candidates beside the token that was chosen there."""
+    return [[one for one in every if one != token] for token, every in zip(tokens, ranked, strict=True)]
+
+
+def _with_scratch(tables: Tensor, column: Tensor, scratch: Tensor) -> Tensor:
+    """Block tables [guesses, blocks] with `scratch` [guesses, blocks of one] from `column` [guesses] on."""
+    width = tables.shape[1]
+    wide = functional.pad(tables, (0, scratch.shape[1]))
+    columns = column.unsqueeze(1) + torch.arange(scratch.shape[1], device=tables.device)
+    return wide.scatter_(1, columns, scratch)[:, :width].contiguous()

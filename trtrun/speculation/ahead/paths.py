@@ -1,0 +1,123 @@
+"""What a draft rank keeps of each row on the host: where it stands, the draft behind it, and what was guessed.
+
+Verdicts reach a draft rank as messages, so that its host knows every row's length and newest tokens without asking the
+device. A row's tokens and the draft behind them are its path; the row's blocks hold the keys and values of the path's
+front, and the rest of it is still to be fed. Pure bookkeeping: it knows no engine, no device and no message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class RowPath:
+    """One row's tokens and the draft behind them.
+
+    Attributes:
+        length: tokens of the row.
+        written: leading positions of the path whose keys and values are in the row's own blocks.
+        unfed: the path's tokens from position `written` on; never empty once the row decodes.
+        newest: the row's last token.
+        draft: tokens proposed behind the row's.
+        ranked: for each number of accepted draft tokens, the likeliest tokens to follow them, best first, without the
+            draft token that was rejected there. The place behind the whole draft is missing until it was fed.
+    """
+
+    length: int
+    written: int
+    unfed: list[int] = field(default_factory=list)
+    newest: int = 0
+    draft: list[int] = field(default_factory=list)
+    ranked: list[list[int]] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Tokens of the path."""
+        return self.length + len(self.draft)
+
+    def end_prompt(self, newest: int) -> None:
+        """The prompt is written. Its last token is to be fed once more, for what follows it."""
+        self.written, self.unfed, self.newest = self.length - 1, [newest], newest
+
+    def extend(self, draft: list[int], ranked: list[list[int]]) -> None:
+        """Put a draft behind the row, all of whose keys and values are written but those of its last token."""
+        self.draft, self.ranked = draft, ranked
+        self.written = self.end - 1
+        self.unfed = [draft[-1]]
+
+    def take_unfed(self) -> list[int]:
+        """The tokens to feed so that the whole path is written, the last one again where nothing is left."""
+        if not self.unfed:
+            self.written, self.unfed = self.end - 1, [self.draft[-1] if self.draft else self.newest]
+        fed, self.written, self.unfed = self.unfed, self.end, []
+        return fed
+
+    def advance(self, num_accepted: int, token: int) -> None:
+        """Take a verdict in: so many of the draft's tokens, then `token`.
+
+        Where the target verified less than was proposed, the rest of the draft may still be right: it stays.
+        """
+        goes_on = num_accepted < len(self.draft) and self.draft[num_accepted] == token
+        if goes_on:
+            self.length += num_accepted + 1
+            self.draft = self.draft[num_accepted + 1 :]
+            self.ranked = self.ranked[num_accepted + 1 :]
+        else:
+            self._keep(self.length + num_accepted)
+            self.length += num_accepted + 1
+            self.unfed = [*self.unfed, token]
+        self.newest = token
+
+    def _keep(self, count: int) -> None:
+        """Cut the path to its first `count` tokens: the row's own, and as many of the draft's."""
+        surplus = self.end - count
+        if self.written > count:
+            self.written, self.unfed = count, []
+        elif surplus:
+            self.unfed = self.unfed[: len(self.unfed) - surplus]
+        self.length, self.draft, self.ranked = min(self.length, count), [], []
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Draft tokens of a row that are accepted, and behind them a token that its draft does not have there.
+
+    Attributes:
+        row: of the running batch.
+        num_accepted: draft tokens.
+        start: the token's position in the row.
+    """
+
+    row: int
+    num_accepted: int
+    start: int
+
+
+@dataclass(slots=True)
+class Guesses:
+    """The guesses of one round, and once they are settled the drafts that were made for them.
+
+    Attributes:
+        listed: in the order in which they were computed.
+        drafts: of each guess, the draft behind its token.
+        ranked: of each guess, the candidates at each place of that draft; see RowPath.
+        probs: of each guess, [steps, vocab] float32 on the device where it has draft_probs, else None.
+    """
+
+    listed: list[Guess] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
+    ranked: list[list[list[int]]] = field(default_factory=list)
+    probs: list[Any] = field(default_factory=list)
+    _places: dict[tuple[int, int, int], int] = field(default_factory=dict)
+
+    def settle(self, tokens: list[int], drafts: list[list[int]], ranked: list[list[list[int]]]) -> None:
+        """Make the guesses findable by the `tokens` of their verdicts; of two alike the first counts."""
+        self.drafts, self.ranked, self.probs = drafts, ranked, [None] * len(tokens)
+        for index, (guess, token) in enumerate(zip(self.listed, tokens, strict=True)):
+            self._places.setdefault((guess.row, guess.num_accepted, token), index)
+
+    def find(self, row: int, num_accepted: int, token: int) -> int | None:
+        """Index of the guess that this verdict was; None where it was not among them."""
+        return self._places.get((row, num_accepted, token))
