@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel.communicator import Communicator
+from parallel.mailbox import Mailbox, MpiMailbox
 from parallel.topology import Topology
 from parallel.transports import open_communicator
 
@@ -28,17 +29,21 @@ class Groups:
         target: the target engine's, likewise.
         workers: all ranks that hold a device, in the order of topology.worker_ranks: the link's group. None on an
             orchestrator without a device.
+        mail: small messages on the host between any two ranks; None in a job of one process.
     """
 
     draft: Communicator | None
     target: Communicator | None
     workers: Communicator | None
+    mail: Mailbox | None = None
 
     def close(self) -> None:
         """Close every group of this rank. Collective."""
         for communicator in (self.draft, self.target, self.workers):
             if communicator is not None:
                 communicator.close()
+        if self.mail is not None:
+            self.mail.close()
 
 
 def open_groups(world_comm: MPI.Intracomm | None, topology: Topology, device: torch.device) -> Groups:
@@ -74,4 +79,5 @@ def open_groups(world_comm: MPI.Intracomm | None, topology: Topology, device: to
         draft=open_group(topology.draft_ranks, "draft"),
         target=open_group(topology.target_ranks, "target"),
         workers=open_group(topology.worker_ranks, "workers"),
+        mail=MpiMailbox(world_comm.Dup()) if world_comm is not None else None,
     )

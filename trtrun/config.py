@@ -14,7 +14,13 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BeforeValidator, Field, model_validator
 
 from trtrun.device_lists import host_of, kind_of, parse_devices
-from trtrun.drafting_methods import NO_DRAFTS, SpeculationSection, needs_draft_model, read_speculation
+from trtrun.drafting_methods import (
+    NO_DRAFTS,
+    DraftModelSection,
+    SpeculationSection,
+    needs_draft_model,
+    read_speculation,
+)
 from trtrun.errors import ConfigError, nearest, reading, shorten, shorten_path
 from trtrun.launch_config import FilePath, LaunchSection, Number, Section
 from trtrun.section_check import check_section
@@ -108,7 +114,7 @@ class RuntimeConfig(Section):
     target: ModelSection
     draft: DraftSection | None = None
     tokenizer: FilePath | None = None
-    speculation: Annotated[SpeculationSection, BeforeValidator(read_speculation)] = SpeculationSection()
+    speculation: Annotated[SpeculationSection, BeforeValidator(read_speculation)] = DraftModelSection()
     kv_cache: KVCacheSection = KVCacheSection()
     scheduler: SchedulerSection = SchedulerSection()
     threads: Annotated[int, Number, Field(ge=1, le=1024)] | None = None
@@ -148,6 +154,11 @@ class RuntimeConfig(Section):
                 f"launch.orchestrator_host: {self.launch.orchestrator_host} has none of the devices "
                 f"({', '.join(devices)}): name one of their hosts"
             )
+        if isinstance(self.speculation, DraftModelSection) and self.speculation.ahead == "on" and not self.drafts_apart:
+            raise ValueError(
+                f"speculation.ahead: is on, but draft and target share devices ({', '.join(devices)}): give the draft "
+                "devices of its own, or set it to auto"
+            )
         rows = self.scheduler.max_batch_size
         width = 1 + self.draft_len
         if self.scheduler.max_num_tokens < rows * width:
@@ -177,6 +188,21 @@ class RuntimeConfig(Section):
         """Whether draft_len follows from what rounds took (see SpeculationSection.pacing)."""
         speculation = self.speculation
         return self.is_speculative and speculation.pacing == "measured" and not speculation.use_logits
+
+    @property
+    def drafts_apart(self) -> bool:
+        """Whether draft and target share no device, so that they can work at the same time."""
+        return self.draft is not None and not set(self.draft.devices) & set(self.target.devices)
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether draft ranks draft for verdicts that are not there yet (see DraftModelSection.ahead)."""
+        return self.drafts_apart and isinstance(self.speculation, DraftModelSection) and self.speculation.ahead != "off"
+
+    @property
+    def plans_ahead(self) -> int:
+        """Plans sent before the results of the round before are back: always one where drafts are made ahead."""
+        return 1 if self.drafts_ahead else self.scheduler.plans_ahead
 
     @property
     def draft_devices(self) -> tuple[str, ...]:

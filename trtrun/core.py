@@ -46,6 +46,46 @@ class Request:
 
 
 @dataclass
+class ForesightStatistics:
+    """How often drafts were ready when their rounds began, where draft ranks draft ahead.
+
+    Attributes:
+        due_by_place: rounds in which a draft was due, by the draft tokens that the round before had accepted.
+        foreseen_by_place: of these, how often it had been made before that round's verdict.
+        num_redrafted_rounds: rounds in which the row waited for a fresh draft instead.
+    """
+
+    due_by_place: list[int] = field(default_factory=list)
+    foreseen_by_place: list[int] = field(default_factory=list)
+    num_redrafted_rounds: int = 0
+
+    def record(self, place: int, foreseen: bool, num_draft_tokens: int) -> None:
+        """Count a round in which a draft was due, and `num_draft_tokens` were there."""
+        for counts in (self.due_by_place, self.foreseen_by_place):
+            counts += [0] * (place + 1 - len(counts))
+        self.due_by_place[place] += 1
+        self.foreseen_by_place[place] += foreseen
+        self.num_redrafted_rounds += num_draft_tokens > 0 and not foreseen
+
+    def add(self, other: ForesightStatistics) -> None:
+        """Add another's counts."""
+        for own, added in (
+            (self.due_by_place, other.due_by_place),
+            (self.foreseen_by_place, other.foreseen_by_place),
+        ):
+            own += [0] * (len(added) - len(own))
+            for place, count in enumerate(added):
+                own[place] += count
+        self.num_redrafted_rounds += other.num_redrafted_rounds
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the rounds with a draft due in which it was there; None before the first."""
+        due = sum(self.due_by_place)
+        return sum(self.foreseen_by_place) / due if due else None
+
+
+@dataclass
 class RequestStatistics:
     """What speculation did for one request. Times are seconds of `time.perf_counter`."""
 
@@ -58,6 +98,7 @@ class RequestStatistics:
     num_cached_prompt_tokens: int = 0
     num_preemptions: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
+    foresight: ForesightStatistics = field(default_factory=ForesightStatistics)
 
     def record_round(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Count one round that verified `num_draft_tokens` and kept `num_accepted` of them."""
@@ -137,8 +178,8 @@ class RoundPlan:
             drafts: 2, more after rounds that it sat out, 0 where it sits this one out or does not follow the row.
         max_context: upper bound of any row's length after this round, in tokens, for shapes of attention.
         num_guesses: verdicts of this round, over all rows, for which draft ranks of their own draft ahead, at most.
-        redrafts: whether such draft ranks draft again where no row's verdict was among their guesses, and the target
-            waits for it; else those rows take a plain step.
+        redraft_from: rows whose verdicts were not guessed from which on such draft ranks draft again for all of them, and
+            the target waits for it; fewer take a plain step.
     """
 
     round_index: int
@@ -151,7 +192,7 @@ class RoundPlan:
     catch_up: np.ndarray
     max_context: int
     num_guesses: int = 0
-    redrafts: bool = True
+    redraft_from: int = 1
 
     @cached_property
     def draft_len(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from parallel.topology import Role
 from trtrun.errors import nearest, shorten
@@ -51,6 +51,22 @@ class SpeculationSection(Section):
         if value not in METHODS:
             raise ValueError(f"unknown method {shorten(value)}{nearest(value, METHODS)}")
         return value
+
+
+def _as_word(value: object) -> object:
+    """YAML reads a bare on or off as a boolean."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+class DraftModelSection(SpeculationSection):
+    """Options of `draft_target`.
+
+    Attributes:
+        ahead: whether draft ranks draft for the likely verdicts of a round while the target verifies it. `auto` does so
+            where draft and target share no device, and where they share one it cannot be on.
+    """
+
+    ahead: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = "auto"
 
 
 class PromptLookupSection(SpeculationSection):
@@ -96,7 +112,9 @@ class DraftingMethod:
 
 
 METHODS: dict[str, DraftingMethod] = {
-    "draft_target": DraftingMethod(Role.DRAFT, needs_draft_model=True, has_probabilities=True),
+    "draft_target": DraftingMethod(
+        Role.DRAFT, needs_draft_model=True, has_probabilities=True, section=DraftModelSection
+    ),
     "ngram": DraftingMethod(Role.TARGET, needs_draft_model=False, has_probabilities=False, section=PromptLookupSection),
     NO_DRAFTS: DraftingMethod(None, needs_draft_model=False, has_probabilities=True),
 }

@@ -27,12 +27,14 @@ from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.outputs import CompletionDelta, RequestId, StartReport
 from trtrun.prompts import Prompt, PromptReader
 from trtrun.roles.job import StartedJob, open_job
+from trtrun.roles.memory_requirements import guess_space
 from trtrun.roles.orchestrator import Orchestrator, RowGain
 from trtrun.roles.startup import target_context
 from trtrun.sampling_params import SamplingParams
 from trtrun.scheduling.completion import Completion
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
+from trtrun.speculation.ahead.policy import AheadPolicy
 from trtrun.speculation.pacing import Pacer
 from trtrun.telemetry import RunStatistics
 from trtrun.text import Tokenizer, read_shared_tokenizer
@@ -76,7 +78,10 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.report: StartReport = job.report
         self.orchestrator = Orchestrator(
-            Scheduler(limits), job.engine_ranks, Pacer(config.speculation.draft_len) if config.is_paced else None
+            Scheduler(limits),
+            job.engine_ranks,
+            Pacer(config.speculation.draft_len) if config.is_paced else None,
+            ahead=_ahead_policy(config),
         )
         self.scheduler = self.orchestrator.scheduler
         self._prompts = PromptReader(model, tokenizer)
@@ -332,3 +337,10 @@ def _asked_logprobs(
     return tuple(
         TokenLogprobs(entry.token_id, entry.logprob, entry.alternatives[:wanted]) for entry in logprobs[:count]
     )
+
+
+def _ahead_policy(config: RuntimeConfig) -> AheadPolicy | None:
+    """What decides how much is drafted ahead; None where nothing is."""
+    if not config.drafts_ahead:
+        return None
+    return AheadPolicy(guess_space(config, 0).most_guesses, always_redrafts=config.speculation.use_logits)

@@ -6,14 +6,23 @@ It adds up numbers that others measured. It knows no rank and opens no port.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
-from trtrun.core import RequestStatistics
+from trtrun.core import ForesightStatistics, RequestStatistics
 
 ROUND_PARTS = ("drafting", "transferring", "verifying", "planning", "committing", "messages", "between_rounds")
 """What `round_parts` shares the time of rounds out to."""
 
-_TIMES = ("drafting", "drafting_elsewhere", "transferring", "verifying", "committing", "orchestrating", "waiting")
+_TIMES = (
+    "drafting",
+    "drafting_elsewhere",
+    "transferring",
+    "verifying",
+    "committing",
+    "orchestrating",
+    "waiting",
+    "anticipating",
+)
 
 
 @dataclass
@@ -34,6 +43,10 @@ class RunStatistics:
         orchestrating: the orchestrator's own time: planning, sending and committing.
         waiting: the orchestrator's time until a verdict came, in which the engines work.
 
+        num_guesses: verdicts that draft ranks of their own drafted for ahead.
+        anticipating: their time for that, beside verification.
+        foresight: how often drafts were ready.
+
     These times overlap; `round_parts` makes disjoint ones of them.
     """
 
@@ -50,6 +63,9 @@ class RunStatistics:
     committing: float = 0.0
     orchestrating: float = 0.0
     waiting: float = 0.0
+    num_guesses: int = 0
+    anticipating: float = 0.0
+    foresight: ForesightStatistics = field(default_factory=ForesightStatistics)
 
     def add_phases(self, drafting: float, transferring: float, verifying: float, is_verdict: bool) -> None:
         """Add the seconds of one report; the target leader's is the verdict."""
@@ -57,6 +73,11 @@ class RunStatistics:
         self.drafting_elsewhere += 0.0 if is_verdict else drafting
         self.transferring += transferring
         self.verifying += verifying
+
+    def add_guesses(self, num_guesses: int, seconds: float) -> None:
+        """Add what a draft leader did ahead in a round."""
+        self.num_guesses += num_guesses
+        self.anticipating += seconds
 
     def add_request(self, statistics: RequestStatistics) -> None:
         """Add a finished request's counts."""
@@ -67,6 +88,7 @@ class RunStatistics:
         self.acceptance_histogram += [0] * (len(histogram) - len(self.acceptance_histogram))
         for accepted, count in enumerate(histogram):
             self.acceptance_histogram[accepted] += count
+        self.foresight.add(statistics.foresight)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -82,6 +104,8 @@ class RunStatistics:
             "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "acceptance_histogram": list(self.acceptance_histogram),
+            "num_guesses": self.num_guesses,
+            "foresight": asdict(self.foresight),
         } | {f"{name}_s": round(getattr(self, name), 6) for name in _TIMES}
 
 

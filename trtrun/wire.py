@@ -19,7 +19,7 @@ _PLAN_HEADER = np.dtype(
         (name, np.int64)
         for name in (
             "round_index", "dropped", "admissions", "updates", "prefill", "decode", "max_context",
-            "num_guesses", "redrafts", "integers", "floats",
+            "num_guesses", "redraft_from", "integers", "floats",
         )
     ]
 )  # fmt: skip
@@ -40,9 +40,22 @@ _ADMISSION = np.dtype(
 )  # fmt: skip
 _INTEGERS = ("top_k", "max_tokens", "min_tokens", "seed")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_TIMES = ("drafting", "transferring", "verifying", "anticipating")
 _REPORT_HEADER = np.dtype(
-    [(name, np.int64) for name in ("round_index", "is_verdict", "rows", "width", "logprob_rows", "logprob_width")]
-    + [(name, np.float64) for name in ("drafting", "transferring", "verifying")]
+    [
+        (name, np.int64)
+        for name in (
+            "round_index",
+            "is_verdict",
+            "rows",
+            "width",
+            "logprob_rows",
+            "logprob_width",
+            "num_guesses",
+            "num_redrafted",
+        )
+    ]
+    + [(name, np.float64) for name in _TIMES]
 )
 
 
@@ -65,7 +78,7 @@ def encode_plan(plan: RoundPlan) -> bytes:
     header = np.zeros(1, dtype=_PLAN_HEADER)
     header[0] = (
         plan.round_index, len(plan.dropped_rows), len(plan.admissions), len(plan.block_updates), len(plan.prefill),
-        len(plan.decode_rows), plan.max_context, plan.num_guesses, plan.redrafts, len(integer_pool), len(float_pool),
+        len(plan.decode_rows), plan.max_context, plan.num_guesses, plan.redraft_from, len(integer_pool), len(float_pool),
     )  # fmt: skip
     return header.tobytes() + admissions.tobytes() + integer_pool.tobytes() + float_pool.tobytes()
 
@@ -133,7 +146,7 @@ def decode_plan(payload: bytes) -> RoundPlan:
         catch_up=catch_up,
         max_context=int(header["max_context"]),
         num_guesses=int(header["num_guesses"]),
-        redrafts=bool(header["redrafts"]),
+        redraft_from=int(header["redraft_from"]),
     )
 
 
@@ -162,11 +175,19 @@ def _decode_admission(record: np.void, integers: _Pool, floats: _Pool) -> RowAdm
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Seconds that a round spent in each of its phases, on the leader that did the work."""
+    """Seconds that a round spent in each of its phases, on the leader that did the work.
+
+    Attributes:
+        drafting: a draft that the target waits for.
+        transferring: the target's wait for it, and its way.
+        verifying: the forward and the acceptance.
+        anticipating: drafting for guesses while the target verifies.
+    """
 
     drafting: float = 0.0
     transferring: float = 0.0
     verifying: float = 0.0
+    anticipating: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -181,6 +202,9 @@ class RoundReport:
         draft_lens: one a sampled row: draft tokens that were verified.
         tokens: [sampled_rows][num_tokens] the tokens gained.
         logprobs: for each sampled row that asked, in order, one entry a token gained.
+        foreseen: one a sampled row: whether its draft was made before the verdict that it follows.
+        num_guesses: drafts that a draft leader of its own made ahead.
+        num_redrafted: rows that it drafted for while the target waited.
     """
 
     round_index: int
@@ -190,6 +214,9 @@ class RoundReport:
     draft_lens: list[int]
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]]
+    foreseen: list[bool] = field(default_factory=list)
+    num_guesses: int = 0
+    num_redrafted: int = 0
 
 
 def _no_rows(dimensions: int) -> np.ndarray:
@@ -208,6 +235,7 @@ class ReportArrays:
         tokens: [rows, width].
         logprob_ids: [logprob_rows, width, 1 + alternatives].
         logprob_values: the same shape.
+        foreseen: [rows] of 0 and 1; see RoundReport for this and what follows.
     """
 
     round_index: int
@@ -217,6 +245,9 @@ class ReportArrays:
     tokens: np.ndarray = field(default_factory=lambda: _no_rows(2))
     logprob_ids: np.ndarray = field(default_factory=lambda: _no_rows(3))
     logprob_values: np.ndarray = field(default_factory=lambda: _no_rows(3))
+    foreseen: np.ndarray = field(default_factory=lambda: _no_rows(1))
+    num_guesses: int = 0
+    num_redrafted: int = 0
 
     def encode(self) -> bytes:
         """The bytes of the report."""
@@ -225,11 +256,13 @@ class ReportArrays:
         logprob_rows, _, logprob_width = self.logprob_ids.shape
         header[0] = (
             self.round_index, self.num_tokens is not None, rows, width, logprob_rows, logprob_width,
-            self.times.drafting, self.times.transferring, self.times.verifying,
+            self.num_guesses, self.num_redrafted,
+            self.times.drafting, self.times.transferring, self.times.verifying, self.times.anticipating,
         )  # fmt: skip
         counts = _no_rows(1) if self.num_tokens is None else self.num_tokens
+        foreseen = self.foreseen if len(self.foreseen) == len(counts) else np.zeros(len(counts), dtype=np.int64)
         parts = [header.tobytes()]
-        for array in (counts, self.draft_lens, self.tokens, self.logprob_ids):
+        for array in (counts, self.draft_lens, foreseen, self.tokens, self.logprob_ids):
             parts.append(np.ascontiguousarray(array, dtype=np.int64).tobytes())
         parts.append(np.ascontiguousarray(self.logprob_values, dtype=np.float32).tobytes())
         return b"".join(parts)
@@ -246,6 +279,9 @@ class ReportArrays:
             draft_lens=self.draft_lens.tolist(),
             tokens=[row[:count] for row, count in zip(self.tokens.tolist(), num_tokens, strict=True)],
             logprobs=[_token_logprobs(row_ids, row_values) for row_ids, row_values in both],
+            foreseen=[bool(value) for value in self.foreseen] or [False] * len(num_tokens),
+            num_guesses=self.num_guesses,
+            num_redrafted=self.num_redrafted,
         )
 
 
@@ -254,19 +290,22 @@ def decode_report(payload: bytes) -> RoundReport:
     header = np.frombuffer(payload, dtype=_REPORT_HEADER, count=1)[0]
     rows, width = int(header["rows"]), int(header["width"])
     shape = (int(header["logprob_rows"]), width, int(header["logprob_width"]))
-    sizes = (rows, rows, rows * width, shape[0] * shape[1] * shape[2])
+    sizes = (rows, rows, rows, rows * width, shape[0] * shape[1] * shape[2])
     pool = _Pool(np.frombuffer(payload, dtype=np.int64, count=sum(sizes), offset=_REPORT_HEADER.itemsize))
-    num_tokens, draft_lens = pool.take(sizes[0]), pool.take(sizes[1])
-    tokens, ids = pool.take(sizes[2]).reshape(rows, width), pool.take(sizes[3]).reshape(shape)
-    values = np.frombuffer(payload, dtype=np.float32, count=sizes[3], offset=_REPORT_HEADER.itemsize + 8 * sum(sizes))
+    num_tokens, draft_lens, foreseen = (pool.take(rows) for _ in range(3))
+    tokens, ids = pool.take(sizes[3]).reshape(rows, width), pool.take(sizes[4]).reshape(shape)
+    values = np.frombuffer(payload, dtype=np.float32, count=sizes[4], offset=_REPORT_HEADER.itemsize + 8 * sum(sizes))
     return ReportArrays(
         round_index=int(header["round_index"]),
-        times=RoundTimes(float(header["drafting"]), float(header["transferring"]), float(header["verifying"])),
+        times=RoundTimes(*(float(header[name]) for name in _TIMES)),
         num_tokens=num_tokens if header["is_verdict"] else None,
         draft_lens=draft_lens,
         tokens=tokens,
         logprob_ids=ids,
         logprob_values=values.reshape(shape),
+        foreseen=foreseen,
+        num_guesses=int(header["num_guesses"]),
+        num_redrafted=int(header["num_redrafted"]),
     ).unpack()
 
 

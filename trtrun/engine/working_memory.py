@@ -44,6 +44,7 @@ class RoundShape:
         max_seq_len: tokens of one row, at most what the KV store may hold.
         block_size: tokens of a KV block.
         use_logits: whether draft_probs are made and verified.
+        num_guesses: drafts that draft ranks of their own make ahead, at most.
     """
 
     max_rows: int
@@ -52,6 +53,7 @@ class RoundShape:
     max_seq_len: int
     block_size: int
     use_logits: bool
+    num_guesses: int = 0
 
 
 def working_bytes(
@@ -80,7 +82,8 @@ def working_bytes(
     """
     layout = ShardLayout(model, tp_rank, tp_size)
     positions = shape.draft_len + 1 if verifies else 1
-    verified = shape.max_rows * positions
+    # A guess is a row of the draft engine.
+    verified = shape.max_rows * positions if verifies else max(shape.max_rows, shape.num_guesses)
     tokens = max(shape.max_tokens, verified, shape.max_rows * (1 if verifies else _MOST_CATCH_UP))
     # Drafts of different lengths are padded to the longest, beyond what the scheduler counts.
     tokens += verified
@@ -102,7 +105,9 @@ def working_bytes(
 def _row_state_bytes(shape: RoundShape) -> int:
     """History, block tables and parameters of all rows (engine/rows.py)."""
     columns = shape.max_seq_len + shape.draft_len + 2
-    return shape.max_rows * (columns * 4 + -(-columns // shape.block_size) * 8 + 8 + 6 * 4 + 4 * 8)
+    return (shape.max_rows + shape.num_guesses) * (
+        columns * 4 + -(-columns // shape.block_size) * 8 + 8 + 6 * 4 + 4 * 8
+    )
 
 
 def _rotary_bytes(shape: RoundShape, model: ModelConfig, dtype: torch.dtype) -> int:
@@ -158,5 +163,6 @@ def _sampling_bytes(shape: RoundShape, verified: int, model: ModelConfig, device
     probabilities = 0
     if shape.use_logits:
         # Made step by step, stacked and padded by the draft; received by the target.
-        probabilities = shape.max_rows * shape.draft_len * model.vocab_size * _FLOAT * (1 if verifies else 3)
+        made = shape.max_rows if verifies else shape.max_rows + shape.num_guesses
+        probabilities = made * shape.draft_len * model.vocab_size * _FLOAT * (1 if verifies else 3)
     return elements * _FLOAT + scratch + counted + probabilities

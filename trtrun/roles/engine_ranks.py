@@ -15,7 +15,9 @@ from parallel.control import ControlPlane
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core import RoundPlan
 from trtrun.errors import RankFailedError
+from trtrun.roles.draft_worker import DraftWorker
 from trtrun.roles.failures import RankFailures
+from trtrun.roles.target_worker import TargetWorker
 from trtrun.roles.worker import Worker
 from trtrun.wire import RoundReport, decode_plan, decode_report, encode_plan
 
@@ -154,7 +156,11 @@ class MpiRanks:
             self._activity.rest()
 
 
-def serve(control: ControlPlane, worker: Worker) -> None:
+AnyWorker = Worker | DraftWorker | TargetWorker
+"""One loop for both roles where they share a device, one for each where they do not."""
+
+
+def serve(control: ControlPlane, worker: AnyWorker) -> None:
     """A worker rank's life after start-up: run plans in order until the orchestrator lets it end."""
     while True:
         worker.activity.rest()

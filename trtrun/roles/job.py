@@ -31,6 +31,7 @@ from trtrun.roles.engine_ranks import EngineRanks, MpiRanks, SoloRanks, serve
 from trtrun.roles.failures import RankFailures
 from trtrun.roles.rendezvous import start_orchestrator, start_worker
 from trtrun.roles.startup import Progress, RankStartup, device_of
+from trtrun.roles.worker import Worker
 from trtrun.threads import threads_per_slot
 from trtrun.topology import make_topology
 
@@ -100,6 +101,7 @@ def _open_solo(config: RuntimeConfig, topology: Topology, progress: Progress | N
     startup = RankStartup(config, topology, 0, groups)
     blocks = startup.load(progress or (lambda done, total: None))
     worker, report = startup.finish(blocks)
+    assert isinstance(worker, Worker)  # one device holds both engines
     return StartedJob(SoloRanks(worker), blocks, StartReport((report,)))
 
 

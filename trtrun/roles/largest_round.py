@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,8 @@ from trtrun.engine.graphs import MOST_GRAPHS
 from trtrun.engine.runner import Engine
 from trtrun.engine.working_memory import RoundShape
 from trtrun.sampling_params import SamplingParams
-from trtrun.speculation.cycle import begin_round, draft_round, verify_round
+from trtrun.speculation.ahead.drafter import AheadDrafter
+from trtrun.speculation.cycle import anticipate_round, begin_round, draft_round, propose_round, verify_round
 from trtrun.speculation.drafter import Drafter
 
 _CATCH_UP = 8
@@ -68,7 +70,8 @@ class Rehearsal:
     """This process's engines, over stores of one block.
 
     Attributes:
-        drafter: where the process drafts.
+        drafter: where the process drafts beside a target rank, or in its place.
+        ahead: where it drafts on a device of its own.
         draft: the draft engine, where it holds a draft rank.
         target: where it holds a target rank.
         leads_target: whether its target rank decides.
@@ -76,6 +79,7 @@ class Rehearsal:
     """
 
     drafter: Drafter | None
+    ahead: AheadDrafter[Any] | None
     draft: Engine | None
     target: Engine | None
     leads_target: bool
@@ -94,6 +98,11 @@ class Rehearsal:
     @torch.inference_mode()
     def play(self, plan: RoundPlan) -> None:
         """Run a round as a worker does. Collective over the tensor-parallel groups."""
+        if self.ahead is not None:
+            self.ahead.begin_round(plan)
+            propose_round(self.ahead, plan)
+            anticipate_round(self.ahead, plan, guesses=True)
+            return
         by_probability = begin_round(plan, self.drafter, self.target, use_logits=self.shape.use_logits)
         draft = draft_round(self.drafter, plan, by_probability) if self.drafter is not None else None
         if self.target is None:
@@ -143,6 +152,7 @@ def _plan(shape: RoundShape, decoding: range, chunks: Sequence[PrefillChunk], le
         draft_lens=np.full(count, shape.draft_len if speculates else -1, dtype=np.int32),
         catch_up=np.full(count, min(_CATCH_UP, length) if speculates else 0, dtype=np.int32),
         max_context=length + shape.draft_len + 1,
+        num_guesses=shape.num_guesses,
     )
 
 

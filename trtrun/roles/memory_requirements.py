@@ -12,6 +12,12 @@ from trtrun.engine.working_memory import RoundShape, working_bytes
 from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
 from trtrun.models.config import ModelConfig
+from trtrun.speculation.ahead.drafter import GuessSpace
+
+MOST_GUESSES = 128
+MOST_GUESSES_WITH_PROBABILITIES = 32
+"""Drafts that are made ahead in a round: a step of so many rows takes hardly longer than a step of one while the weights
+dominate. With use_logits each keeps distributions over the whole vocabulary."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -33,7 +39,21 @@ def most_useful_blocks(config: RuntimeConfig, context: int) -> int:
         context,
         config.kv_cache.block_size,
         config.draft_len,
-        config.scheduler.plans_ahead,
+        config.plans_ahead,
+    )
+
+
+def guess_space(config: RuntimeConfig, num_blocks: int) -> GuessSpace:
+    """What of the draft's engine belongs to guesses, behind its rows and the `num_blocks` blocks that both engines
+    have."""
+    size, draft_len = config.kv_cache.block_size, config.draft_len
+    most = MOST_GUESSES_WITH_PROBABILITIES if config.speculation.use_logits else MOST_GUESSES
+    return GuessSpace(
+        most_guesses=min(most, 4 * (draft_len + 1) * config.scheduler.max_batch_size) if config.drafts_ahead else 0,
+        first_row=config.scheduler.max_batch_size,
+        first_block=num_blocks,
+        # A guess begins anywhere in its first block, and feeds a token of a verdict and all but the last of a draft.
+        blocks_per_guess=(size + draft_len - 2) // size + 1,
     )
 
 
@@ -47,6 +67,7 @@ def round_shape(config: RuntimeConfig, context: int) -> RoundShape:
         max_seq_len=context if stored is None else min(context, stored),
         block_size=config.kv_cache.block_size,
         use_logits=config.speculation.use_logits and config.has_draft_engine,
+        num_guesses=guess_space(config, 0).most_guesses,
     )
 
 
@@ -59,13 +80,16 @@ def engine_working_bytes(
     tp_rank: int,
     device: torch.device,
 ) -> int:
-    """Upper bound of what rounds need on one rank of an engine beside weights and KV."""
-    return working_bytes(
+    """Upper bound of what rounds need on one rank of an engine beside weights and KV, blocks of guesses among it."""
+    dtype = resolve_dtype(section, model)
+    blocks = guess_space(config, 0).num_blocks if role == "draft" else 0
+    guesses = blocks * kv_bytes_per_block(model, len(section.devices), config.kv_cache.block_size, dtype)
+    return guesses + working_bytes(
         round_shape(config, context),
         model,
         tp_rank,
         len(section.devices),
-        resolve_dtype(section, model),
+        dtype,
         device.type,
         verifies=role == "target",
         quantized=quantization_of(section) != "none",

@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trtrun.core import RoundPlan, TokenLogprobs
 from trtrun.roles.engine_ranks import EngineRanks
 from trtrun.scheduling.completion import RowResult
 from trtrun.scheduling.scheduler import Scheduler
+from trtrun.speculation.ahead.policy import AheadPolicy
 from trtrun.speculation.cycle import commit_round
 from trtrun.speculation.pacing import Pacer
 from trtrun.telemetry import RunStatistics
@@ -53,12 +54,15 @@ class Orchestrator:
         ranks: EngineRanks,
         pacer: Pacer | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        ahead: AheadPolicy | None = None,
     ) -> None:
-        """Put the scheduler's plans to work on the ranks; without `pacer` every round drafts all of draft_len."""
+        """Put the scheduler's plans to work on the ranks; without `pacer` every round drafts all of draft_len, without
+        `ahead` nothing is drafted before the verdict that it follows."""
         self.scheduler = scheduler
         self.totals = RunStatistics()
         self._ranks = ranks
         self._pacer = pacer
+        self._ahead = ahead
         self._clock = clock
         self._plans_ahead = scheduler.limits.plans_ahead
         self._last_verdict = 0.0
@@ -126,9 +130,14 @@ class Orchestrator:
 
     def _schedule(self) -> RoundPlan | None:
         num_decoding = self.scheduler.num_decoding
-        if self._pacer is None or not num_decoding:
-            return self.scheduler.schedule()
-        return self.scheduler.schedule(self._pacer.choose(num_decoding))
+        draft_len = self._pacer.choose(num_decoding) if self._pacer is not None and num_decoding else None
+        plan = self.scheduler.schedule(draft_len)
+        if plan is None or self._ahead is None:
+            return plan
+        num_rows = len(plan.decode_rows)
+        # A round without drafts has nothing to foresee, but for the first tokens behind prompts.
+        guesses = self._ahead.num_guesses(num_rows) if plan.draft_len or not num_rows else 0
+        return replace(plan, num_guesses=guesses, redraft_from=self._ahead.redraft_from(num_rows))
 
     def _places_with_logprobs(self, plan: RoundPlan) -> list[int]:
         """Places in the plan's verdict whose rows asked for log probabilities.
@@ -147,12 +156,29 @@ class Orchestrator:
             self.totals.add_phases(times.drafting, times.transferring, times.verifying, report.is_verdict)
             if report.is_verdict:
                 return report
+            self._note_draft(report)
+
+    def _note_draft(self, report: RoundReport) -> None:
+        """The draft leader's report, which comes before or after that of the target leader."""
+        self.totals.add_guesses(report.num_guesses, report.times.anticipating)
+        if self._ahead is not None:
+            self._ahead.record_draft(
+                self.scheduler.num_decoding,
+                report.num_guesses,
+                report.times.anticipating,
+                report.num_redrafted,
+                report.times.drafting,
+            )
 
     def _commit(self, published: _PublishedPlan, report: RoundReport, received: float) -> list[RowGain]:
         seconds = received - max(self._last_verdict, published.published)
         self._last_verdict = received
         self.totals.num_rounds += 1
         logprobs = dict(zip(published.logprob_places, report.logprobs, strict=True))
+        num_rows = len(published.plan.decode_rows)
+        if self._ahead is not None and num_rows:
+            of_rows = (report.num_tokens[:num_rows], report.draft_lens[:num_rows])
+            self._ahead.record_round(num_rows, report.times.verifying, seconds, *of_rows)
         results = commit_round(self.scheduler, published.plan, report, self._pacer, seconds)
         self.totals.num_tokens += sum(len(result.new_token_ids) for result in results)
         return [RowGain(result, logprobs.get(result.index_in_verdict)) for result in results]

@@ -20,15 +20,15 @@ from parallel.errors import ParallelError
 from parallel.topology import Topology
 from trtrun.errors import StartError, TrtrunError
 from trtrun.outputs import RankReport
+from trtrun.roles.engine_ranks import AnyWorker
 from trtrun.roles.failures import RankFailures
 from trtrun.roles.startup import Progress, RankStartup
-from trtrun.roles.worker import Worker
 
 _PROGRESS_INTERVAL = 0.1
 """Seconds between two progress messages of one rank."""
 
 
-def start_worker(control: ControlPlane, startup: Callable[[], RankStartup]) -> Worker | None:
+def start_worker(control: ControlPlane, startup: Callable[[], RankStartup]) -> AnyWorker | None:
     """A worker rank's side; returns None when some rank failed and the job is to end."""
     last_sent = 0.0
 

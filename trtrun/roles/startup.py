@@ -10,6 +10,7 @@ import resource
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -42,9 +43,12 @@ from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.models.loading import LoadReport, load_model, shard_bytes
 from trtrun.outputs import RankReport
+from trtrun.roles.draft_worker import DraftWorker
+from trtrun.roles.engine_ranks import AnyWorker
 from trtrun.roles.largest_round import Rehearsal, measure_largest_round
 from trtrun.roles.memory_requirements import (
     engine_working_bytes,
+    guess_space,
     kv_bytes_per_block,
     most_useful_blocks,
     quantization_of,
@@ -52,7 +56,9 @@ from trtrun.roles.memory_requirements import (
     round_shape,
 )
 from trtrun.roles.phase_clock import HostPhases, phase_clock
+from trtrun.roles.target_worker import TargetWorker
 from trtrun.roles.worker import Worker
+from trtrun.speculation.ahead.drafter import AheadDrafter
 from trtrun.speculation.drafters import DRAFTERS, Drafter, Workplace
 
 Progress = Callable[[int, int], None]
@@ -219,15 +225,20 @@ class RankStartup:
         engines = {role: self._make_engine(role, loaded, 1) for role, loaded in self._engines.items()}
         return Rehearsal(
             drafter=self._make_drafter(engines),
+            ahead=self._make_ahead_drafter(engines["draft"], 1) if self._drafts_apart(engines) else None,
             draft=engines.get("draft"),
             target=engines.get("target"),
             leads_target=self._rank == self._topology.target_leader,
             shape=shape,
         )
 
+    def _drafts_apart(self, engines: Mapping[str, Engine]) -> bool:
+        """Whether this rank drafts on a device that no target rank has."""
+        return self._config.drafts_apart and "draft" in engines
+
     def _make_drafter(self, engines: Mapping[str, Engine]) -> Drafter | None:
-        """The method's drafter, where this rank is one of those that draft."""
-        if self._placement not in self._topology.roles(self._rank):
+        """The method's drafter, where this rank is one of those that draft beside target ranks."""
+        if self._drafts_apart(engines) or self._placement not in self._topology.roles(self._rank):
             return None
         section, vocab_size = self._config.speculation, self._target_config.vocab_size
         return DRAFTERS.get(section.method)(Workplace(section, engines.get("draft"), engines.get("target"), vocab_size))
@@ -236,16 +247,67 @@ class RankStartup:
         """The first of the ranks that draft; None where none do."""
         return self._topology.target_leader if self._placement is Role.TARGET else self._topology.draft_leader
 
-    def finish(self, num_blocks: int) -> tuple[Worker, RankReport]:
+    def finish(self, num_blocks: int) -> tuple[AnyWorker, RankReport]:
         """Allocate the KV stores, run every kernel once, and put the engines to work."""
         self._activity.start(Phase.ALLOCATING)
         engines = {role: self._make_engine(role, loaded, num_blocks) for role, loaded in self._engines.items()}
         self._activity.start(Phase.WARMING_UP)
         for engine in engines.values():
             warm_up(engine, self._config.draft_len, self._config.scheduler.max_num_tokens)
+        worker = (
+            self._make_ahead_worker(engines, num_blocks) if self._config.drafts_apart else self._make_worker(engines)
+        )
+        self._activity.rest()
+        return worker, self._report(num_blocks)
+
+    def _make_ahead_worker(self, engines: Mapping[str, Engine], num_blocks: int) -> DraftWorker | TargetWorker:
+        """The worker of a rank that holds one of two engines without a device in common."""
+        topology, groups = self._topology, self._groups
+        assert groups.mail is not None and groups.workers is not None
+        leads = self._rank in (topology.draft_leader, topology.target_leader)
+        phases = phase_clock(self._device) if leads else HostPhases()
+        use_logits, activity = self._config.speculation.use_logits, self._activity
+        workers = topology.worker_ranks
+        assert topology.draft_leader is not None
+        if "target" in engines:
+            assert groups.target is not None
+            return TargetWorker(
+                target=engines["target"],
+                group=groups.target,
+                peers=groups.workers,
+                draft_peer=workers.index(topology.draft_leader),
+                mail=groups.mail,
+                draft_ranks=topology.draft_ranks,
+                target_ranks=topology.target_ranks,
+                rank=self._rank,
+                use_logits=use_logits,
+                activity=activity,
+                phases=phases,
+            )
+        return DraftWorker(
+            drafter=self._make_ahead_drafter(engines["draft"], num_blocks),
+            peers=groups.workers,
+            target_peer=workers.index(topology.target_leader),
+            mail=groups.mail,
+            draft_ranks=topology.draft_ranks,
+            target_leader=topology.target_leader,
+            rank=self._rank,
+            use_logits=use_logits,
+            activity=activity,
+            phases=phases,
+        )
+
+    def _make_ahead_drafter(self, engine: Engine, num_blocks: int) -> AheadDrafter[Any]:
+        config = self._config
+        space = guess_space(config, num_blocks)
+        use_logits = config.speculation.use_logits
+        return AheadDrafter(engine, self._target_config.vocab_size, config.draft_len, use_logits, space)
+
+    def _make_worker(self, engines: Mapping[str, Engine]) -> Worker:
+        """The worker of a rank whose engines' ranks share devices, or of a job without a draft engine."""
         leads_draft = self._rank == self._drafting_leader()
         leads_target = self._rank == self._topology.target_leader
-        worker = Worker(
+        return Worker(
             link=Link(self._topology, self._rank, self._groups.workers),
             drafter=self._make_drafter(engines),
             target=engines.get("target"),
@@ -256,8 +318,6 @@ class RankStartup:
             activity=self._activity,
             phases=phase_clock(self._device) if leads_draft or leads_target else HostPhases(),
         )
-        self._activity.rest()
-        return worker, self._report(num_blocks)
 
     def _parts(self) -> list[tuple[str, ModelSection, ModelConfig, Communicator]]:
         """This rank's engines: role, section, model configuration and tensor-parallel group."""
@@ -286,9 +346,11 @@ class RankStartup:
 
     def _make_engine(self, role: str, loaded: _LoadedEngine, num_blocks: int) -> Engine:
         model, config = loaded.model, self._config
+        space = guess_space(config, num_blocks)
+        num_guesses = space.most_guesses if role == "draft" else 0
         store = KVStore(
             model.config.num_layers,
-            num_blocks,
+            num_blocks + (space.num_blocks if num_guesses else 0),
             model.kv_heads,
             config.kv_cache.block_size,
             model.config.head_dim,
@@ -306,6 +368,7 @@ class RankStartup:
             config.speculation.draft_len,
             min(model.config.vocab_size, self._target_config.vocab_size),
             self._device,
+            num_guesses,
         )
         graphs = config.cuda_graphs and loaded.communicator.is_capturable
         verified = config.draft_len + 1 if role == "target" else 1

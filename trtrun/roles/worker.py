@@ -7,17 +7,16 @@ A process holds a draft rank, a target rank or, where both list its device, both
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
 from parallel.link import Link
 from parallel.watchdog.activity import Activity, Phase
-from trtrun.core import RoundPlan, Verdict
+from trtrun.core import RoundPlan
 from trtrun.engine.runner import Engine
 from trtrun.roles.phase_clock import HostPhases, PhaseClock
+from trtrun.roles.verdict_report import read_verdict
 from trtrun.speculation.cycle import begin_round, draft_round, learn_verdict, transfer, verify_round
 from trtrun.speculation.drafter import Drafter
 from trtrun.wire import ReportArrays, RoundTimes
@@ -77,7 +76,8 @@ class Worker:
         self.phases.end("verifying")
         self.activity.enter(plan.round_index, Phase.REPORTING)
         if self.leads_target:
-            return _read_verdict(plan, verdict, self._take_times)
+            report = read_verdict(plan, verdict)
+            return replace(report, times=self._take_times())  # now, when the device has done all of the round
         return ReportArrays(plan.round_index, self._take_times()) if self.leads_draft else None
 
     def _take_times(self) -> RoundTimes:
@@ -99,27 +99,3 @@ class Worker:
             self.target.close()
         if self.drafter is not None:
             self.drafter.close()
-
-
-def _read_verdict(plan: RoundPlan, verdict: Verdict | None, take_times: Callable[[], RoundTimes]) -> ReportArrays:
-    """The one copy from the device to the host in a round: counts, lengths, tokens and the bits of their logits travel
-    in one tensor. A row with a logit that is not finite gains no token: looking for that here costs the device nothing.
-
-    The times are taken after it, when the device has done all of the round.
-    """
-    if verdict is None:
-        tokens = np.empty((0, 1), dtype=np.int64)
-        return ReportArrays(plan.round_index, take_times(), tokens[:, 0], tokens[:, 0], tokens)
-    assert verdict.draft_lens is not None and verdict.chosen_logits is not None  # the leader's own
-    bits = verdict.chosen_logits.view(torch.int32).to(torch.int64)
-    columns = (verdict.num_tokens.unsqueeze(1), verdict.draft_lens.unsqueeze(1), verdict.tokens, bits)
-    packed = torch.cat(columns, dim=1).cpu().numpy()
-    width = verdict.tokens.shape[1]
-    num_tokens, tokens = packed[:, 0], packed[:, 2 : 2 + width]
-    chosen = np.isfinite(packed[:, 2 + width :].astype(np.int32).view(np.float32))
-    if not chosen.all():
-        num_tokens = np.where((chosen | (tokens < 0)).all(axis=1), num_tokens, 0)
-    report = (plan.round_index, take_times(), num_tokens, np.maximum(packed[:, 1], 0), tokens)
-    if verdict.logprobs is None:
-        return ReportArrays(*report)
-    return ReportArrays(*report, verdict.logprobs.token_ids.cpu().numpy(), verdict.logprobs.values.cpu().numpy())

@@ -85,8 +85,7 @@ class RowSampling:
             self._numbers[target] = self._numbers[source]
 
     def needs_history(self, rows: Sequence[int]) -> bool:
-        """Whether what any of the rows chooses depends on its tokens so far or on its length, but for random numbers.
-        Host-side."""
+        """Whether any of the rows has penalties, biases or bans, most of which look at its tokens so far. Host-side."""
         return any(steps.penalties or steps.own_tables for steps in map(self._steps.__getitem__, rows))
 
     def is_greedy(self, row: int) -> bool:
@@ -273,9 +272,7 @@ class RowSampling:
         seeds = self.seeds(rows).repeat_interleave(positions)
         return gumbel_argmax(processed.reshape(-1, vocabulary), seeds, places, stream).view(count, positions)
 
-    def rank(
-        self, processed: Tensor, rows: Sequence[int], lengths: Tensor | None, count: int
-    ) -> Tensor:
+    def rank(self, processed: Tensor, rows: Sequence[int], lengths: Tensor | None, count: int) -> Tensor:
         """The tokens that `choose` would take for Stream.TARGET, one after the other: its choice first, then what it
         would have chosen without that, and so on (Gumbel-top-k: Kool et al. 2019, arXiv:1903.06059).
 

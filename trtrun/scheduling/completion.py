@@ -37,6 +37,7 @@ class Completion:
         num_pending_rounds: plans without results that give this row tokens, each of them at least one.
         num_pending_tokens: most tokens that those plans can give.
         num_missed_rounds: rounds that the draft engine sat out since it last fed the row; each gave one token.
+        last_accepted: draft tokens that the last round accepted.
     """
 
     request: Request
@@ -54,6 +55,7 @@ class Completion:
     num_pending_rounds: int = 0
     num_pending_tokens: int = 0
     num_missed_rounds: int = 0
+    last_accepted: int = 0
 
     @property
     def num_output_tokens(self) -> int:

@@ -52,7 +52,7 @@ class SchedulerLimits:
             block_size=config.kv_cache.block_size,
             num_blocks=num_blocks,
             enable_block_reuse=config.kv_cache.enable_block_reuse,
-            plans_ahead=config.scheduler.plans_ahead,
+            plans_ahead=config.plans_ahead,
             max_waiting=config.scheduler.max_waiting,
         )
 

@@ -264,6 +264,7 @@ class Scheduler:
         num_tokens: Sequence[int],
         tokens: Sequence[Sequence[int]],
         draft_lens: Sequence[int] | None = None,
+        foreseen: Sequence[bool] | None = None,
     ) -> list[RowResult]:
         """Take a round's result: append tokens, end requests, offer verified blocks for reuse.
 
@@ -273,6 +274,7 @@ class Scheduler:
                 were not finite, which ends the completion with reason "error".
             tokens: per row, at least that many token ids; what follows is ignored.
             draft_lens: per row, how many draft tokens were verified; None stands for as many as were planned.
+            foreseen: per row, whether its draft was made before the verdict that it follows; None where none are.
 
         Returns:
             One entry for each sampled row whose request is still in that row, in the order of `plan.sampled_rows`.
@@ -300,6 +302,9 @@ class Scheduler:
             # gets the same tokens again: randomness is keyed by position.
             if planned.completion.epoch == planned.epoch:
                 verified = planned.draft_len if draft_lens is None else draft_lens[index]
+                if foreseen is not None and planned.draft_len > 0:
+                    running = planned.completion
+                    running.statistics.foresight.record(running.last_accepted, foreseen[index], verified)
                 results.append(self._commit_row(planned, index, verified, num_tokens[index], tokens[index], now))
         return results
 
@@ -325,6 +330,7 @@ class Scheduler:
             self._batch.release(running)
             self._finish(running, FinishReason.ERROR, now)
             return RowResult(running, [], index)
+        running.last_accepted = num_tokens - 1
         if planned.work is Work.DECODE:
             running.statistics.record_round(verified, num_tokens - 1)
         if running.statistics.first_token is None:

@@ -8,6 +8,13 @@
     learn_verdict  draft ranks        the verdict's way back: the draft's rows move on
     commit_round   orchestrator       append tokens, apply stop rules, share full verified blocks, note what drafts pay
 
+Draft ranks with devices of their own work while the target verifies, and the packets between the two are messages on
+the host:
+
+    propose_round      draft ranks    what was foreseen, a fresh draft, or nothing
+    anticipate_round   draft ranks    beside verify_round: draft for the likely verdicts of this very round
+    learn_host_verdict draft ranks    rows move on; was the verdict among the guesses?
+
 Whichever rank runs them, these functions are the whole of it; `roles` calls them, each rank the ones of its roles.
 The round's plan says who runs. Every rank knows from the verdicts where each row stands, so plans carry no lengths and
 may be sent one round ahead.
@@ -20,16 +27,18 @@ is in `verify.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from trtrun.core import Draft, RoundPlan, Verdict
+from trtrun.core import Draft, HostDraft, HostVerdict, RoundPlan, Verdict
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.scheduling.completion import RowResult
 from trtrun.scheduling.scheduler import Scheduler
+from trtrun.speculation.ahead.drafter import AheadDrafter
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.pacing import Pacer
-from trtrun.speculation.protocols import DraftLink, TargetEngine
+from trtrun.speculation.protocols import DraftLink, TargetEngine, VerdictLink
 from trtrun.speculation.verify import verify
 from trtrun.tensors import kept_integers
 from trtrun.wire import RoundReport
@@ -115,7 +124,7 @@ def transfer(
 
 def verify_round(
     engine: TargetEngine,
-    link: DraftLink,
+    link: VerdictLink,
     plan: RoundPlan,
     draft: Draft | None,
     probability_rows: Sequence[int],
@@ -126,9 +135,9 @@ def verify_round(
 
     Args:
         engine: this target rank, which has taken in the plan.
-        link: between the engines.
+        link: to the other engine ranks.
         plan: the round's plan.
-        draft: from `transfer`; None when nothing was drafted.
+        draft: from `transfer`, or from a packet; None when nothing was drafted.
         probability_rows: indices into `plan.decode_rows` of the rows accepted by draft_probs.
         leads: whether this rank is the target leader, which decides.
 
@@ -161,7 +170,7 @@ def verify_round(
         )
         link.send_verdict(verdict.num_tokens, verdict.tokens)
     else:
-        verdict = Verdict(*link.receive_verdict(len(sampled), plan.draft_len + 1))
+        verdict = Verdict(*link.receive_verdict(len(sampled), draft.tokens.shape[1] + 1))
     engine.rows.advance(rows, verdict.num_tokens, verdict.tokens)
     return verdict
 
@@ -192,6 +201,30 @@ def learn_verdict(drafter: Drafter, link: DraftLink, plan: RoundPlan, verdict: V
     drafter.advance(plan, verdict.num_tokens, verdict.tokens)
 
 
+def propose_round(drafter: AheadDrafter[Any], plan: RoundPlan) -> HostDraft:
+    """What draft ranks of their own propose; see `AheadDrafter.propose`."""
+    return drafter.propose(plan)
+
+
+def anticipate_round(drafter: AheadDrafter[Any], plan: RoundPlan, *, guesses: bool) -> int:
+    """Draft for the likely verdicts of a round that the target is verifying.
+
+    Args:
+        drafter: of this draft rank.
+        plan: the round's plan.
+        guesses: False where the verdict is there already: the prompts are fed alone.
+
+    Returns:
+        How many verdicts were guessed.
+    """
+    return drafter.anticipate(plan, guesses=guesses)
+
+
+def learn_host_verdict(drafter: AheadDrafter[Any], plan: RoundPlan, verdict: HostVerdict) -> None:
+    """The verdict's way back to draft ranks of their own."""
+    drafter.learn(plan, verdict)
+
+
 def commit_round(
     scheduler: Scheduler,
     plan: RoundPlan,
@@ -220,4 +253,5 @@ def commit_round(
         asked = zip(planned, report.num_tokens, strict=False)
         acceptances = [(length, max(0, count - 1)) for length, count in asked if length > 0]
         pacer.record(len(planned), plan.draft_len, None if plan.prefill else seconds, acceptances)
-    return scheduler.commit(plan, report.num_tokens, report.tokens, report.draft_lens)
+    foreseen = report.foreseen if plan.num_guesses else None
+    return scheduler.commit(plan, report.num_tokens, report.tokens, report.draft_lens, foreseen)

@@ -185,7 +185,19 @@ class TargetEngine(RoundEngine, Protocol):
         ...
 
 
-class DraftLink(Protocol):
+class VerdictLink(Protocol):
+    """Verdicts of the target leader to other engine ranks."""
+
+    def send_verdict(self, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
+        """On the target leader."""
+        ...
+
+    def receive_verdict(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """On every other engine rank."""
+        ...
+
+
+class DraftLink(VerdictLink, Protocol):
     """Draft → target packets and target → draft verdicts: `parallel.link.Link`, and in the rehearsal of the largest
     round (`roles.largest_round`) one that carries nothing."""
 
@@ -197,12 +209,4 @@ class DraftLink(Protocol):
         self, rows: int, draft_len: int, probability_rows: int, vocab: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """On every target rank: tokens, draft_lens, draft_probs; the last reach the target leader alone."""
-        ...
-
-    def send_verdict(self, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
-        """On the target leader."""
-        ...
-
-    def receive_verdict(self, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """On every other engine rank."""
         ...

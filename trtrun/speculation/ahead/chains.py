@@ -45,6 +45,7 @@ class Chains(Generic[Step]):
         distributions."""
         self._engine = engine
         self._vocab_size = vocab_size
+        self._num_ranked = min(NUM_RANKED, vocab_size)
         self._use_logits = use_logits
 
     def feed(self, rows: list[int], tokens: Sequence[Sequence[int]], ends: Sequence[int]) -> Chosen:
@@ -96,8 +97,7 @@ class Chains(Generic[Step]):
             chosen.append(self._choose(logits, rows, [start + number + 1 for start in starts]))
             token = chosen[-1][0]
         if not chosen:
-            empty = first.new_empty((len(rows), 0))
-            return Chosen(empty, empty.unsqueeze(2).expand(-1, -1, NUM_RANKED), None)
+            return Chosen(first.new_empty((len(rows), 0)), first.new_empty((len(rows), 0, self._num_ranked)), None)
         tokens, ranked, probs = zip(*chosen, strict=True)
         kept = [one for one in probs if one is not None]
         return Chosen(torch.stack(tokens, 1), torch.stack(ranked, 1), torch.stack(kept, 1) if kept else None)
@@ -110,10 +110,10 @@ class Chains(Generic[Step]):
         sampled = sampling.sampled_indices(rows)
         where = device_integers(list(places), logits.device) if sampled or sampling.needs_history(rows) else None
         if where is None:
-            ranked = sampling.rank(raw[:, 0], rows, None, NUM_RANKED)
+            ranked = sampling.rank(raw[:, 0], rows, None, self._num_ranked)
             return ranked[:, 0], ranked, None
         processed = sampling.process(raw, rows, where, self._engine.rows.token_ids, None, max(places))
-        ranked = sampling.rank(processed[:, 0], rows, where, NUM_RANKED)
+        ranked = sampling.rank(processed[:, 0], rows, where, self._num_ranked)
         if not (self._use_logits and sampled):
             return ranked[:, 0], ranked, None
         tokens = sampling.choose(processed, rows, where, Stream.DRAFT)[:, 0]

@@ -43,6 +43,11 @@ class GuessSpace:
     first_block: int
     blocks_per_guess: int
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all guesses."""
+        return self.most_guesses * self.blocks_per_guess
+
     def rows(self, count: int) -> list[int]:
         """The first `count` rows."""
         return list(range(self.first_row, self.first_row + count))
@@ -121,14 +126,14 @@ class AheadDrafter(Generic[Step]):
     def propose(self, plan: RoundPlan) -> HostDraft:
         """The draft of every decode row: foreseen, made now, or none.
 
-        Without draft_probs one is made now only where no row has any: a row that missed never holds up the others.
-        With them it always is, as the tokens of a seed depend on the draft there.
+        Without draft_probs one is made now where so many rows have none that it pays (`plan.redraft_from`). With them
+        it always is, as the tokens of a seed depend on the draft there.
         """
         rows, lens = plan.decode_rows.tolist(), plan.draft_lens.tolist()
         asked = {row: most for row, most in zip(rows, lens, strict=True) if most > 0 and row in self._paths}
         self._take_hits(asked)
         missing = {row: most for row, most in asked.items() if not self._paths[row].draft}
-        if missing and plan.redrafts and (self._use_logits or len(missing) == len(asked)):
+        if missing and (self._use_logits or len(missing) >= plan.redraft_from):
             self._draft_now(missing)
         drafts = [self._paths[row].draft if row in asked else [] for row in rows]
         foreseen = [bool(draft) and row not in missing for row, draft in zip(rows, drafts, strict=True)]
@@ -149,25 +154,34 @@ class AheadDrafter(Generic[Step]):
         return probs
 
     @torch.inference_mode()
-    def anticipate(self, plan: RoundPlan) -> None:
-        """Feed the prompts of the round, and draft for its likely verdicts. Nothing here waits for the device."""
+    def anticipate(self, plan: RoundPlan, *, guesses: bool = True) -> int:
+        """Feed the prompts of the round, and draft for its likely verdicts. Nothing here waits for the device.
+
+        Args:
+            plan: the round's plan.
+            guesses: False leaves the guesses out.
+
+        Returns:
+            How many verdicts were guessed.
+        """
+        most = min(plan.num_guesses, self._space.most_guesses) if guesses else 0
         self._guesses, self._computed = Guesses(), None
         chunks = [chunk for chunk in plan.prefill if chunk.followed and chunk.row in self._paths]
         self._engine.prefill(chunks)
         ended = [chunk.row for chunk in chunks if chunk.is_last]
         for row in ended:
             self._paths[row].end_prompt(self._last_prompt_tokens.pop(row))
-        rows = self._rows_to_feed(plan) + (ended if plan.num_guesses else [])
+        rows = self._rows_to_feed(plan, most > 0) + (ended if most else [])
         if not rows:
-            return
+            return 0
         paths = [self._paths[row] for row in rows]
         after = self._chains.feed(rows, [path.take_unfed() for path in paths], [path.end for path in paths])
         self._computed = _Computed(rows, after.ranked[:, 0])
         steps = plan.draft_len or self._draft_len
-        most = min(plan.num_guesses, self._space.most_guesses)
         guessed = [row for row in rows if self._paths[row].end + steps + 1 < self._engine.most_positions]
         if most and guessed:
             self._guess(guessed, most, steps)
+        return len(self._guesses.listed)
 
     @torch.inference_mode()
     def learn(self, plan: RoundPlan, verdict: HostVerdict) -> None:
@@ -206,15 +220,14 @@ class AheadDrafter(Generic[Step]):
         if (index := self._guesses.find(row, num_accepted, token)) is not None:
             self._hits[row] = index
 
-    def _rows_to_feed(self, plan: RoundPlan) -> list[int]:
+    def _rows_to_feed(self, plan: RoundPlan, guesses: bool) -> list[int]:
         """Decode rows whose paths are written to their ends in this round: those that are guessed for, and those that
         were sat out for long."""
         planned = zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), plan.catch_up.tolist(), strict=True)
-        drafts = plan.num_guesses > 0
         return [
             row
             for row, draft_len, count in planned
-            if row in self._paths and ((drafts and draft_len > 0) or (not plan.draft_len and count > 0))
+            if row in self._paths and ((guesses and draft_len > 0) or (not plan.draft_len and count > 0))
         ]
 
     def _take_hits(self, asked: dict[int, int]) -> None:
@@ -242,8 +255,8 @@ class AheadDrafter(Generic[Step]):
             column = position // size
             block = self._space.blocks(index)[column - self._guesses.listed[index].start // size]
             columns.append((row, column, position % size, block))
-        rows, column, offset, source = device_integers(columns, engine.device).unbind(1)
-        engine.copy_tokens(source, engine.rows.block_tables[rows, column], offset)
+        row_index, at, offset, source = device_integers(columns, engine.device).unbind(1)
+        engine.copy_tokens(source, engine.rows.block_tables[row_index, at], offset)
 
     def _draft_now(self, missing: dict[int, int]) -> None:
         """Draft for rows that have no draft, up to `missing` tokens each."""
@@ -270,18 +283,18 @@ class AheadDrafter(Generic[Step]):
         """Draft `steps` tokens for the likeliest verdicts of `rows`, which were fed, at most `most` in all."""
         engine, computed = self._engine, self._computed
         assert computed is not None
-        listed, known, place = self._list_guesses(rows, most)
+        listed, known, ranks = self._list_guesses(rows, most)
         starts = [guess.start for guess in listed]
         own_rows = self._space.rows(len(listed))
         described = device_integers(
             [
                 (guess.row, guess.start // engine.block_size, token, computed.fed.index(guess.row), rank)
-                for guess, token, rank in zip(listed, known, place, strict=True)
+                for guess, token, rank in zip(listed, known, ranks, strict=True)
             ],
             engine.device,
         )
-        real, column, token, fed, rank = described.unbind(1)
-        first = torch.where(token < 0, computed.after[fed, rank], token)
+        real, column, token, fed, at_rank = described.unbind(1)
+        first = torch.where(token < 0, computed.after[fed, at_rank], token)
         scratch = device_integers([list(self._space.blocks(index)) for index in range(len(listed))], engine.device)
         engine.copy_blocks(engine.rows.block_tables[real, column], scratch[:, 0])
         tables = _with_scratch(engine.tables(real, max(starts) + steps), column, scratch)

@@ -1,0 +1,132 @@
+"""How much is drafted ahead in a round, and when a fresh draft is worth waiting for: from what rounds took so far.
+
+Two questions, both answered by measured times. How many verdicts may be guessed so that the draft ranks are done before
+the target is? And how many rows must have missed until a fresh draft for them, which all rows wait for, gains more
+tokens than the wait costs? It knows numbers of rows, seconds and counts. It does not know rows, ranks or clocks.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+NEVER = 1 << 30
+"""More rows than any round has."""
+
+_NUM_SAMPLES = 9
+_SHARE_OF_VERIFYING = 0.9
+"""Of the time of a verification, what drafting ahead may take."""
+
+_GROWTH = 1.6
+"""How much longer twice as many guesses are expected to take until that was tried."""
+
+_FIRST_GUESSES_PER_ROW = 4
+_MEMORY = 0.9
+
+
+def _samples() -> deque[float]:
+    return deque(maxlen=_NUM_SAMPLES)
+
+
+@dataclass
+class _Load:
+    """What is known of rounds with about the same number of rows. Times are seconds.
+
+    Attributes:
+        verifying: of verifications.
+        anticipating: of drafting ahead, by the power of two of guesses.
+        redrafting: of fresh drafts, for each row and as a whole.
+    """
+
+    verifying: deque[float] = field(default_factory=_samples)
+    anticipating: dict[int, deque[float]] = field(default_factory=dict)
+    redrafting: deque[float] = field(default_factory=_samples)
+
+
+class AheadPolicy:
+    """The orchestrator's, for one job."""
+
+    def __init__(self, most_guesses: int, *, always_redrafts: bool) -> None:
+        """Start without knowledge.
+
+        Args:
+            most_guesses: of a round; 0 where nothing is drafted ahead.
+            always_redrafts: whether rows that miss are always drafted again.
+        """
+        self._most = most_guesses
+        self._always = always_redrafts or not most_guesses
+        self._loads: dict[int, _Load] = {}
+        self._tokens_per_second = 0.0
+        self._tokens_with_draft = 0.0
+
+    def num_guesses(self, num_rows: int) -> int:
+        """Verdicts to guess in a round in which `num_rows` rows decode."""
+        load = self._load(num_rows)
+        first = min(self._most, max(1, num_rows) * _FIRST_GUESSES_PER_ROW)
+        if not load.verifying:
+            return first
+        limit = statistics.median(load.verifying) * _SHARE_OF_VERIFYING
+        best = 1
+        while best < self._most and self._expected(load, 2 * best) <= limit:
+            best *= 2
+        return min(self._most, max(best, num_rows))
+
+    def redraft_from(self, num_rows: int) -> int:
+        """Rows without a draft from which on a fresh one is worth its wait."""
+        load = self._load(num_rows)
+        if self._always or not load.redrafting or not self._tokens_per_second:
+            return 1
+        lost = statistics.median(load.redrafting) * self._tokens_per_second
+        gained = max(0.01, self._tokens_with_draft - 1)
+        needed = lost / gained
+        return NEVER if needed > num_rows else max(1, round(needed + 0.5))
+
+    def record_draft(
+        self, num_rows: int, num_guesses: int, anticipating: float, num_redrafted: int, drafting: float
+    ) -> None:
+        """Take in the draft leader's report of a round with `num_rows` decode rows; times are seconds."""
+        load = self._load(num_rows)
+        if num_guesses and anticipating > 0:
+            bucket = 1 << (num_guesses - 1).bit_length()
+            load.anticipating.setdefault(bucket, _samples()).append(anticipating)
+        if num_redrafted and drafting > 0:
+            load.redrafting.append(drafting)
+
+    def record_round(
+        self, num_rows: int, verifying: float, seconds: float, num_tokens: list[int], draft_lens: list[int]
+    ) -> None:
+        """Take in a round's result.
+
+        Args:
+            num_rows: rows that decoded.
+            verifying: seconds of the target's forward.
+            seconds: of the whole round.
+            num_tokens: that each of these rows gained.
+            draft_lens: tokens verified of each.
+        """
+        if verifying > 0:
+            self._load(num_rows).verifying.append(verifying)
+        if seconds > 0:
+            self._tokens_per_second = _blend(self._tokens_per_second, sum(num_tokens) / seconds)
+        with_draft = [count for count, length in zip(num_tokens, draft_lens, strict=True) if length > 0]
+        if with_draft:
+            self._tokens_with_draft = _blend(self._tokens_with_draft, statistics.fmean(with_draft))
+
+    def _expected(self, load: _Load, guesses: int) -> float:
+        """Seconds that so many guesses take: known, or reckoned from the nearest fewer that are known."""
+        if known := load.anticipating.get(guesses):
+            return statistics.median(known)
+        fewer = [count for count in load.anticipating if count < guesses]
+        if not fewer:
+            return 0.0 if guesses <= _FIRST_GUESSES_PER_ROW else float("inf")
+        nearest = max(fewer)
+        return float(statistics.median(load.anticipating[nearest]) * _GROWTH ** ((guesses // nearest).bit_length() - 1))
+
+    def _load(self, num_rows: int) -> _Load:
+        """The load of so many rows, to a power of two."""
+        return self._loads.setdefault(1 << max(0, num_rows - 1).bit_length(), _Load())
+
+
+def _blend(old: float, new: float) -> float:
+    return new if not old else _MEMORY * old + (1 - _MEMORY) * new
