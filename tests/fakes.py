@@ -69,11 +69,14 @@ class FakeEngine:
             outputs.append(self._feed(row, tokens, range(length - count, length))[-1])
         return torch.stack(outputs)
 
-    def prepare_steps(
-        self, rows: torch.Tensor, positions: torch.Tensor, context: int
-    ) -> list[tuple[list[int], list[int]]]:
-        assert int(positions.max()) < context
-        return [(rows.tolist(), positions[:, step].tolist()) for step in range(positions.shape[1])]
+    def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+        """The rows themselves: there are no blocks."""
+        self._context = context
+        return rows.unsqueeze(1)
+
+    def prepare_steps(self, tables: torch.Tensor, positions: torch.Tensor) -> list[tuple[list[int], list[int]]]:
+        assert int(positions.max()) < self._context
+        return [(tables[:, 0].tolist(), positions[:, step].tolist()) for step in range(positions.shape[1])]
 
     def decode(self, step: tuple[list[int], list[int]], tokens: torch.Tensor) -> torch.Tensor:
         self.forwards += 1

@@ -178,8 +178,8 @@ class RoundPlan:
             drafts: 2, more after rounds that it sat out, 0 where it sits this one out or does not follow the row.
         max_context: upper bound of any row's length after this round, in tokens, for shapes of attention.
         num_guesses: verdicts of this round, over all rows, for which draft ranks of their own draft ahead, at most.
-        redraft_from: rows whose verdicts were not guessed from which on such draft ranks draft again for all of them, and
-            the target waits for it; fewer take a plain step.
+        redraft_from: where the verdicts of so many rows or more were not guessed, such draft ranks draft for them while
+            the target waits; fewer rows take a plain step.
     """
 
     round_index: int

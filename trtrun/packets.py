@@ -1,7 +1,7 @@
 """Byte layouts of what target ranks and draft ranks of their own tell each other in a round.
 
-A packet says what it carries: its round, and for each row how many tokens are valid. So the receiver can tell an old one
-from the one that it waits for, and none of it has to be worked out from the plan. Layouts are arrays of int64, no
+A packet says what it carries: its round, and for each row how many tokens are valid. So the receiver can tell an old
+one from the one that it waits for, and none of it has to be worked out from the plan. Layouts are arrays of int64, no
 pickles. It knows the nouns of `core` and nothing of MPI: `parallel.mailbox` carries the bytes.
 """
 

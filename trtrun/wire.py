@@ -78,7 +78,8 @@ def encode_plan(plan: RoundPlan) -> bytes:
     header = np.zeros(1, dtype=_PLAN_HEADER)
     header[0] = (
         plan.round_index, len(plan.dropped_rows), len(plan.admissions), len(plan.block_updates), len(plan.prefill),
-        len(plan.decode_rows), plan.max_context, plan.num_guesses, plan.redraft_from, len(integer_pool), len(float_pool),
+        len(plan.decode_rows), plan.max_context, plan.num_guesses, plan.redraft_from, len(integer_pool),
+        len(float_pool),
     )  # fmt: skip
     return header.tobytes() + admissions.tobytes() + integer_pool.tobytes() + float_pool.tobytes()
 

@@ -45,7 +45,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"kernels"}),
         frozenset({"sampling", "kvcache"}),
         frozenset({"topology", "detokenizer"}),
-        frozenset({"wire", "telemetry", "outputs", "text", "registry", "config", "section_check"}),
+        frozenset({"wire", "packets", "telemetry", "outputs", "text", "registry", "config", "section_check"}),
         frozenset({"drafting_methods"}),
         frozenset({"core", "yaml_source", "threads", "tensors", "device_lists", "launch_config"}),
         frozenset({"sampling_params"}),
@@ -54,7 +54,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "parallel": (
         frozenset({"groups", "link", "probe", "watchdog"}),
-        frozenset({"transports", "control"}),
+        frozenset({"transports", "control", "mailbox"}),
         frozenset({"communicator", "sharding", "topology", "waiting", "mpi_rank", "abort", "json_gather"}),
         frozenset({"errors"}),
     ),

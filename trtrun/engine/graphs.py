@@ -4,6 +4,8 @@ On a GPU a small forward takes longer to launch, kernel by kernel from Python, t
 same number of queries each is captured once for every bucket of rows and of context, and replayed from then on: its
 inputs are copied into tensors of fixed place, its logits into one buffer that all graphs share.
 
+Where a row's next token is the likeliest one, a chain of such steps with their choices is one graph, too.
+
 It knows a function from tokens, positions and block tables to logits. It does not know models, plans or which ranks the
 function talks to; collectives inside it must be capturable (`Communicator.is_capturable`).
 """
@@ -11,7 +13,7 @@ function talks to; collectives inside it must be capturable (`Communicator.is_ca
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,19 +33,21 @@ FEWEST_BLOCKS = 4
 
 @dataclass(frozen=True)
 class _Shape:
+    """What graphs are told apart by. `num_ranked` is 0 for a forward, whose result is logits."""
+
     rows: int
     queries: int
     blocks: int
-    last_only: bool
+    last_only: bool = True
+    num_ranked: int = 0
 
 
 @dataclass(frozen=True)
 class _Captured:
-    """One graph and the tensors that it reads."""
+    """One graph, the tensors that it reads, and the one that it writes."""
 
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    block_tables: torch.Tensor
+    inputs: tuple[torch.Tensor, ...]
+    output: torch.Tensor
     replay: Callable[[], None]
 
 
@@ -132,49 +136,98 @@ class ForwardGraphs:
             [R * Q, vocab], or [R, vocab] with `last_only`, float32: valid until the next call.
         """
         rows, queries = tokens.shape
-        bucket = min(1 << (rows - 1).bit_length(), self._max_rows)
-        shape = _Shape(bucket, queries, block_tables.shape[1], last_only)
+        shape = _Shape(self._bucket(rows), queries, block_tables.shape[1], last_only)
+
+        def work(tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
+            return self._forward(tokens, positions, block_tables, last_only)
+
+        output = self._logits[: shape.rows if last_only else shape.rows * queries]
+        self._replay(shape, (tokens, positions, block_tables), work, output)
+        return self._logits[: rows if last_only else rows * queries]
+
+    def run_chain(
+        self, first: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, vocab_size: int, num_ranked: int
+    ) -> torch.Tensor:
+        """Feed a token, take the likeliest that follows, feed that, and so on: one launch for all steps.
+
+        Args:
+            first: [R] int64 on the device: the first tokens.
+            positions: [R, steps] int64: where each step's token stands; -1 is padding.
+            block_tables: [R, `context_blocks`] int64.
+            vocab_size: ids to choose from: the first ones.
+            num_ranked: how many of the likeliest tokens to tell.
+
+        Returns:
+            [R, steps, num_ranked] int64: after each step the likeliest tokens, best first; valid until the next call.
+        """
+        rows, steps = positions.shape
+        shape = _Shape(self._bucket(rows), steps, block_tables.shape[1], num_ranked=num_ranked)
+
+        def work(first: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
+            token, ranked = first, []
+            for step in range(steps):
+                logits = self._forward(token.unsqueeze(1), positions[:, step : step + 1], block_tables, True)
+                ranked.append(logits[:, :vocab_size].topk(num_ranked, dim=-1).indices)
+                token = ranked[-1][:, 0]
+            return torch.stack(ranked, dim=1)
+
+        output = first.new_empty((shape.rows, steps, num_ranked))
+        return self._replay(shape, (first, positions, block_tables), work, output)[:rows]
+
+    def _bucket(self, rows: int) -> int:
+        return min(1 << (rows - 1).bit_length(), self._max_rows)
+
+    def _replay(
+        self,
+        shape: _Shape,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        work: Callable[..., torch.Tensor],
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run the graph of `shape` on tokens, positions and block tables; make it first, with `output`, if need be."""
         captured = self._graphs.get(shape)
         if captured is None:
-            self._graphs[shape] = self._make(shape, tokens, positions, block_tables)
+            captured = self._graphs[shape] = self._make(shape, inputs, work, output)
             # Now and not before: capturing has waited for the device, so that none of the others is still running.
             if len(self._graphs) > self._most_graphs:
                 self._graphs.popitem(last=False)
         else:
             self._graphs.move_to_end(shape)
-            _fill(captured, tokens, positions, block_tables)
+            _fill(captured.inputs, inputs)
             captured.replay()
-        return self._logits[: rows if last_only else rows * queries]
+        return captured.output
 
     def _make(
-        self, shape: _Shape, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor
+        self,
+        shape: _Shape,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        work: Callable[..., torch.Tensor],
+        output: torch.Tensor,
     ) -> _Captured:
-        """Run the forward as it is, which also warms it up, and capture it for the next time."""
-        fixed = {
-            "tokens": tokens.new_zeros((shape.rows, shape.queries)),
-            "positions": positions.new_full((shape.rows, shape.queries), -1),
-            "block_tables": block_tables.new_zeros((shape.rows, shape.blocks)),
-        }
-        count = shape.rows if shape.last_only else shape.rows * shape.queries
+        """Run the work as it is, which also warms it up, and capture it for the next time."""
+        tokens, positions, block_tables = inputs
+        fixed = (
+            tokens.new_zeros((shape.rows, *tokens.shape[1:])),
+            positions.new_full((shape.rows, *positions.shape[1:]), -1),
+            block_tables.new_zeros((shape.rows, shape.blocks)),
+        )
 
-        def work() -> None:
-            self._logits[:count].copy_(
-                self._forward(fixed["tokens"], fixed["positions"], fixed["block_tables"], shape.last_only)
-            )
+        def run() -> None:
+            output.copy_(work(*fixed))
 
-        _fill(_Captured(**fixed, replay=work), tokens, positions, block_tables)
-        work()
-        return _Captured(**fixed, replay=self._capture(work))
+        _fill(fixed, inputs)
+        run()
+        return _Captured(fixed, output, self._capture(run))
 
 
-def _fill(captured: _Captured, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor) -> None:
-    """Copy a forward's input to where the graph reads it; rows that the bucket adds are padding."""
-    rows = tokens.shape[0]
-    captured.tokens[:rows].copy_(tokens)
-    captured.positions[:rows].copy_(positions)
-    captured.block_tables[:rows].copy_(block_tables)
-    if rows < captured.positions.shape[0]:
-        captured.positions[rows:].fill_(-1)
+def _fill(fixed: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+    """Copy tokens, positions and block tables to where a graph reads them; rows that the bucket adds are padding."""
+    rows = inputs[0].shape[0]
+    for place, tensor in zip(fixed, inputs, strict=True):
+        place[:rows].copy_(tensor)
+    positions = fixed[1]
+    if rows < positions.shape[0]:
+        positions[rows:].fill_(-1)
 
 
 def capture_for(device: torch.device) -> Capture | None:

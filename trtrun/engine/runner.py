@@ -187,6 +187,19 @@ class Engine:
         return self._model.logits(self._forward(ForwardBatch(tokens, positions, step)))
 
     @torch.inference_mode()
+    def rank_steps(
+        self, first: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, vocab_size: int, num_ranked: int
+    ) -> torch.Tensor | None:
+        """Several steps of rows that always take the likeliest token; see `ForwardGraphs.run_chain`.
+
+        Returns:
+            [rows, steps, num_ranked] int64, valid until the next call; None where there are no graphs.
+        """
+        if self._graphs is None:
+            return None
+        return self._graphs.run_chain(first, positions, tables, vocab_size, num_ranked)
+
+    @torch.inference_mode()
     def verify_forward(self, plan: RoundPlan, draft_tokens: torch.Tensor, draft_lens: torch.Tensor) -> torch.Tensor:
         """One forward over draft_len + 1 positions of every decode row, and over every prefill chunk.
 

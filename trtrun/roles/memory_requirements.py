@@ -16,8 +16,8 @@ from trtrun.speculation.ahead.drafter import GuessSpace
 
 MOST_GUESSES = 128
 MOST_GUESSES_WITH_PROBABILITIES = 32
-"""Drafts that are made ahead in a round: a step of so many rows takes hardly longer than a step of one while the weights
-dominate. With use_logits each keeps distributions over the whole vocabulary."""
+"""Drafts that are made ahead in a round: a step of so many rows takes hardly longer than a step of one while the
+weights dominate. With use_logits each keeps distributions over the whole vocabulary."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

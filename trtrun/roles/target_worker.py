@@ -2,8 +2,8 @@
 
 The target looks for the draft's packet and does not depend on it: what is not there in time is not verified, and the
 rows take a plain step. No communicator that it waits in has a draft rank in it, but for draft_probs, which are fetched
-once a packet says that they are there. It runs the functions of `speculation.cycle` that belong to it, and does not know
-where plans come from (engine_ranks.py), how drafts are made, nor how the engine was made (startup.py).
+once a packet says that they are there. It runs the functions of `speculation.cycle` that belong to it. It does not
+know where plans come from (engine_ranks.py), how drafts are made, nor how the engine was made (startup.py).
 """
 
 from __future__ import annotations

@@ -164,6 +164,14 @@ class AheadEngine(Protocol[Step]):
         """Feed one token a row, tokens [rows]; [rows, vocab] float32."""
         ...
 
+    def rank_steps(
+        self, first: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, vocab_size: int, num_ranked: int
+    ) -> torch.Tensor | None:
+        """All steps of rows that take the likeliest of the first `vocab_size` ids, as one piece of work, from tokens
+        `first` [rows] at positions [rows, steps]: [rows, steps, num_ranked] int64, the likeliest after each, valid
+        until the next call. None where steps have to be run one by one."""
+        ...
+
     def copy_tokens(self, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
         """Copy keys and values at `offset` of blocks `source` to the same place of blocks `target`; all [n] int64."""
         ...

@@ -86,6 +86,12 @@ class Chains(Generic[Step]):
         ]
         state = engine.rows
         has_history = state.sampling.needs_history(rows)
+        if count and not has_history and not state.sampling.sampled_indices(rows):
+            where = device_integers(positions, engine.device)
+            best = engine.rank_steps(first, where, tables, self._vocab_size, self._num_ranked)
+            if best is not None:
+                best = best.clone()
+                return Chosen(best[:, :, 0], best, None)
         index = self._index(rows)
         steps = engine.prepare_steps(tables, device_integers(positions, engine.device)) if count else ()
         token, chosen = first, []

@@ -1,12 +1,13 @@
 """Drafts with a model on devices of its own, ahead of the verdicts: the device side of drafting ahead.
 
-In a round it proposes what it has foreseen, or drafts again, and then drafts for the likely verdicts of the round while
-the target verifies. A guess is a row of its own to the engine: it shares the blocks of the real row's front, has a copy
-of the last, partly filled one, and writes into blocks that only the draft's store has. When a guess comes true, its keys
-and values are copied to the row's own blocks.
+In a round it proposes what it has foreseen, or drafts again, and then drafts for the likely verdicts of the round
+while the target verifies. A guess is a row of its own to the engine: it shares the blocks of the real row's front, has
+a copy of the last, partly filled one, and writes into blocks that only the draft's store has. When a guess comes true,
+its keys and values are copied to the row's own blocks.
 
-Source: Speculative Speculative Decoding (arXiv:2603.03251); here a row that was guessed wrong holds up no other. It
-knows an engine by protocol, the rows' sampling parameters and verdicts. It does not know the target, messages or clocks.
+Source: Speculative Speculative Decoding (arXiv:2603.03251); here a row that was guessed wrong need not hold up others.
+It knows an engine by protocol, the rows' sampling parameters and verdicts. It does not know the target, messages or
+clocks.
 """
 
 from __future__ import annotations

@@ -18,8 +18,12 @@ _NUM_SAMPLES = 9
 _SHARE_OF_VERIFYING = 0.9
 """Of the time of a verification, what drafting ahead may take."""
 
-_GROWTH = 1.6
-"""How much longer twice as many guesses are expected to take until that was tried."""
+_NEARLY_FREE = 1.1
+"""How much longer than the fewest guesses more may take though they end after the verification: where steps cost the
+same for any number of guesses, fewer would end no sooner."""
+
+_FEWEST_SAMPLES = 3
+"""Before that a number of guesses is still being tried: the first time, kernels are made."""
 
 _FIRST_GUESSES_PER_ROW = 4
 _MEMORY = 0.9
@@ -42,6 +46,14 @@ class _Load:
     verifying: deque[float] = field(default_factory=_samples)
     anticipating: dict[int, deque[float]] = field(default_factory=dict)
     redrafting: deque[float] = field(default_factory=_samples)
+
+    def known_anticipating(self) -> dict[int, float]:
+        """Seconds by guesses, where there are samples enough; the longest one is left out."""
+        return {
+            count: statistics.median(sorted(samples)[:-1])
+            for count, samples in self.anticipating.items()
+            if len(samples) >= _FEWEST_SAMPLES
+        }
 
 
 class AheadPolicy:
@@ -66,10 +78,20 @@ class AheadPolicy:
         first = min(self._most, max(1, num_rows) * _FIRST_GUESSES_PER_ROW)
         if not load.verifying:
             return first
+        known = load.known_anticipating()
         limit = statistics.median(load.verifying) * _SHARE_OF_VERIFYING
-        best = 1
-        while best < self._most and self._expected(load, 2 * best) <= limit:
+        if known:
+            limit = max(limit, _NEARLY_FREE * known[min(known)])
+        fitting = [count for count, seconds in known.items() if seconds <= limit]
+        too_many = min((count for count, seconds in known.items() if seconds > limit), default=2 * self._most)
+        best = max([*fitting, *([] if fitting else [1])])
+        # One step up is tried as long as nothing says that it takes too long; where nothing fits, one down.
+        if not known:
+            best = 1 << (first - 1).bit_length()
+        elif fitting and 2 * best < too_many:
             best *= 2
+        elif not fitting:
+            best = max(1, too_many // 2)
         return min(self._most, max(best, num_rows))
 
     def redraft_from(self, num_rows: int) -> int:
@@ -112,16 +134,6 @@ class AheadPolicy:
         with_draft = [count for count, length in zip(num_tokens, draft_lens, strict=True) if length > 0]
         if with_draft:
             self._tokens_with_draft = _blend(self._tokens_with_draft, statistics.fmean(with_draft))
-
-    def _expected(self, load: _Load, guesses: int) -> float:
-        """Seconds that so many guesses take: known, or reckoned from the nearest fewer that are known."""
-        if known := load.anticipating.get(guesses):
-            return statistics.median(known)
-        fewer = [count for count in load.anticipating if count < guesses]
-        if not fewer:
-            return 0.0 if guesses <= _FIRST_GUESSES_PER_ROW else float("inf")
-        nearest = max(fewer)
-        return float(statistics.median(load.anticipating[nearest]) * _GROWTH ** ((guesses // nearest).bit_length() - 1))
 
     def _load(self, num_rows: int) -> _Load:
         """The load of so many rows, to a power of two."""
