@@ -27,7 +27,7 @@ from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.outputs import CompletionDelta, RequestId, StartReport
 from trtrun.prompts import Prompt, PromptReader
 from trtrun.roles.job import StartedJob, open_job
-from trtrun.roles.memory_requirements import guess_space
+from trtrun.roles.memory_requirements import guess_steps
 from trtrun.roles.orchestrator import Orchestrator, RowGain
 from trtrun.roles.startup import target_context
 from trtrun.sampling_params import SamplingParams
@@ -343,4 +343,4 @@ def _ahead_policy(config: RuntimeConfig) -> AheadPolicy | None:
     """What decides how much is drafted ahead; None where nothing is."""
     if not config.drafts_ahead:
         return None
-    return AheadPolicy(guess_space(config, 0).most_guesses, always_redrafts=config.speculation.use_logits)
+    return AheadPolicy(guess_steps(config), always_redrafts=config.speculation.use_logits)

@@ -16,7 +16,7 @@ from checkpoints import make_checkpoint, make_draft
 from pipelines import Reference, make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
-from trtrun.engine.graphs import FEWEST_BLOCKS, ForwardGraphs
+from trtrun.engine.graphs import ForwardGraphs
 from trtrun.roles import startup
 
 LENGTHS = (1, 2, 17, 33, 64, 90)
@@ -144,7 +144,8 @@ def test_contexts_fall_into_few_widths() -> None:
         max_blocks=100,
         vocab_size=1,
         device=torch.device("cpu"),
+        fewest_blocks=4,
     )
     widths = [graphs.context_blocks(blocks) for blocks in range(1, 101)]
-    assert sorted(set(widths)) == [FEWEST_BLOCKS, 8, 16, 32, 64, 100]
+    assert sorted(set(widths)) == [4, 8, 16, 32, 64, 100]
     assert all(width >= blocks for blocks, width in enumerate(widths, start=1))

@@ -27,8 +27,8 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 MOST_GRAPHS = 64
 """Graphs kept of one engine. Each holds its nodes on the device and a share of the pool; rounds repeat a few shapes."""
 
-FEWEST_BLOCKS = 4
-"""Contexts of up to this many blocks share a graph."""
+SHARED_CONTEXT = 256
+"""Contexts of up to so many tokens share a graph: attention does not split them, however wide the table."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class ForwardGraphs:
         vocab_size: int,
         device: torch.device,
         most_graphs: int = MOST_GRAPHS,
+        fewest_blocks: int = 1,
     ) -> None:
         """Capture `forward` on demand.
 
@@ -98,7 +99,9 @@ class ForwardGraphs:
             vocab_size: width of the logits.
             device: where everything lives.
             most_graphs: how many to keep.
+            fewest_blocks: up to which contexts share a graph.
         """
+        self._fewest_blocks = fewest_blocks
         self._forward = forward
         self._capture = capture
         self._max_rows = max_rows
@@ -119,7 +122,7 @@ class ForwardGraphs:
 
     def context_blocks(self, blocks: int) -> int:
         """The width of block tables to hand in for contexts of up to `blocks` blocks."""
-        return min(max(FEWEST_BLOCKS, 1 << max(0, blocks - 1).bit_length()), self._max_blocks)
+        return min(max(self._fewest_blocks, 1 << max(0, blocks - 1).bit_length()), self._max_blocks)
 
     def run(
         self, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, last_only: bool

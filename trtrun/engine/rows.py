@@ -26,6 +26,7 @@ class RowState:
         block_tables: [max_rows, max_blocks] int64; 0 where no block is assigned.
         sampling: the rows' sampling parameters.
         max_draft_len: most tokens drafted in a round.
+        num_guesses: rows at the end that are for guesses.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class RowState:
     ) -> None:
         """Make `max_rows` rows, and behind them `num_guesses` more for guesses of a draft engine."""
         max_rows += num_guesses
+        self.num_guesses = num_guesses
         slack = max_draft_len + 2
         self.max_draft_len = max_draft_len
         self.device = device

@@ -13,7 +13,7 @@ import torch
 
 from trtrun.core import PrefillChunk, RoundPlan
 from trtrun.engine.batch import BatchBuilder, ForwardBatch
-from trtrun.engine.graphs import Capture, ForwardGraphs
+from trtrun.engine.graphs import SHARED_CONTEXT, Capture, ForwardGraphs
 from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
@@ -74,6 +74,7 @@ class Engine:
             max_blocks=max_blocks,
             vocab_size=self.vocab_size,
             device=self.device,
+            fewest_blocks=-(-SHARED_CONTEXT // self.rows.block_size),
         )
 
     @property

@@ -57,6 +57,16 @@ def guess_space(config: RuntimeConfig, num_blocks: int) -> GuessSpace:
     )
 
 
+def guess_steps(config: RuntimeConfig) -> list[int]:
+    """Numbers of guesses that a round may have: few on GPUs, where each is a graph and most cost the same."""
+    most = guess_space(config, 0).most_guesses
+    factor = 4 if config.target.devices[0].rpartition("/")[2].startswith("cuda") else 2
+    steps = [most]
+    while steps[-1] >= 4 * factor:
+        steps.append(steps[-1] // factor)
+    return sorted(steps) if most else []
+
+
 def round_shape(config: RuntimeConfig, context: int) -> RoundShape:
     """The largest round that `config` allows, with rows of `context` tokens."""
     stored = config.kv_cache.max_tokens

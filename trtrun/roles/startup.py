@@ -49,6 +49,7 @@ from trtrun.roles.largest_round import Rehearsal, measure_largest_round
 from trtrun.roles.memory_requirements import (
     engine_working_bytes,
     guess_space,
+    guess_steps,
     kv_bytes_per_block,
     most_useful_blocks,
     quantization_of,
@@ -284,8 +285,10 @@ class RankStartup:
                 activity=activity,
                 phases=phases,
             )
+        drafter = self._make_ahead_drafter(engines["draft"], num_blocks)
+        drafter.warm_up(guess_steps(self._config))
         return DraftWorker(
-            drafter=self._make_ahead_drafter(engines["draft"], num_blocks),
+            drafter=drafter,
             peers=groups.workers,
             target_peer=workers.index(topology.target_leader),
             mail=groups.mail,

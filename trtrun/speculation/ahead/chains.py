@@ -48,6 +48,15 @@ class Chains(Generic[Step]):
         self._num_ranked = min(NUM_RANKED, vocab_size)
         self._use_logits = use_logits
 
+    def warm_up(self, count: int, steps: int) -> None:
+        """Run `steps` steps of `count` rows that write nowhere."""
+        engine = self._engine
+        nowhere = torch.full((count, steps), -1, dtype=torch.int64, device=engine.device)
+        tables = torch.zeros_like(engine.tables(self._index([0]), 1)).expand(count, -1)
+        first = torch.zeros(count, dtype=torch.int64, device=engine.device)
+        if engine.rank_steps(first, nowhere, tables, self._vocab_size, self._num_ranked) is None:
+            engine.decode(engine.prepare_steps(tables, nowhere)[0], first)
+
     def feed(self, rows: list[int], tokens: Sequence[Sequence[int]], ends: Sequence[int]) -> Chosen:
         """Feed each row tokens that end before position `ends`, and choose what follows them: chains of one step.
 

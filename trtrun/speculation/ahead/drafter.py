@@ -111,6 +111,14 @@ class AheadDrafter(Generic[Step]):
         """The draft engine."""
         return self._engine
 
+    @torch.inference_mode()
+    def warm_up(self, guess_steps: Sequence[int]) -> None:
+        """First use of what rounds with so many guesses run, and of a fresh draft of one row. It writes to the null
+        block alone."""
+        for count, steps in ((1, self._draft_len - 1), *((count, self._draft_len) for count in guess_steps)):
+            if steps:
+                self._chains.warm_up(count, steps)
+
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in admissions, drops and blocks."""
         self._engine.begin_round(plan)

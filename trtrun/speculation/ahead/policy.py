@@ -7,8 +7,10 @@ tokens than the wait costs? It knows numbers of rows, seconds and counts. It doe
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 NEVER = 1 << 30
@@ -39,7 +41,7 @@ class _Load:
 
     Attributes:
         verifying: of verifications.
-        anticipating: of drafting ahead, by the power of two of guesses.
+        anticipating: of drafting ahead, by the number of guesses that was chosen.
         redrafting: of fresh drafts, for each row and as a whole.
     """
 
@@ -59,13 +61,15 @@ class _Load:
 class AheadPolicy:
     """The orchestrator's, for one job."""
 
-    def __init__(self, most_guesses: int, *, always_redrafts: bool) -> None:
+    def __init__(self, steps: Sequence[int], *, always_redrafts: bool) -> None:
         """Start without knowledge.
 
         Args:
-            most_guesses: of a round; 0 where nothing is drafted ahead.
+            steps: numbers of guesses to choose from, ascending; none where nothing is drafted ahead.
             always_redrafts: whether rows that miss are always drafted again.
         """
+        most_guesses = max(steps, default=0)
+        self._steps = tuple(steps)
         self._most = most_guesses
         self._always = always_redrafts or not most_guesses
         self._loads: dict[int, _Load] = {}
@@ -74,25 +78,23 @@ class AheadPolicy:
 
     def num_guesses(self, num_rows: int) -> int:
         """Verdicts to guess in a round in which `num_rows` rows decode."""
+        if not self._steps:
+            return 0
         load = self._load(num_rows)
-        first = min(self._most, max(1, num_rows) * _FIRST_GUESSES_PER_ROW)
-        if not load.verifying:
-            return first
         known = load.known_anticipating()
+        enough = [step for step in self._steps if step >= num_rows] or [self._most]
+        first = next((step for step in enough if step >= num_rows * _FIRST_GUESSES_PER_ROW), enough[-1])
+        if not known or not load.verifying:
+            return first
         limit = statistics.median(load.verifying) * _SHARE_OF_VERIFYING
-        if known:
-            limit = max(limit, _NEARLY_FREE * known[min(known)])
-        fitting = [count for count, seconds in known.items() if seconds <= limit]
-        too_many = min((count for count, seconds in known.items() if seconds > limit), default=2 * self._most)
-        best = max([*fitting, *([] if fitting else [1])])
-        # One step up is tried as long as nothing says that it takes too long; where nothing fits, one down.
-        if not known:
-            best = 1 << (first - 1).bit_length()
-        elif fitting and 2 * best < too_many:
-            best *= 2
-        elif not fitting:
-            best = max(1, too_many // 2)
-        return min(self._most, max(best, num_rows))
+        limit = max(limit, _NEARLY_FREE * known[min(known)])
+        fitting = [step for step in enough if known.get(step, math.inf) <= limit]
+        too_many = min((step for step, seconds in known.items() if seconds > limit), default=math.inf)
+        # What nothing is known of is tried, one step at a time: up as long as all is well, down where it is not.
+        untried = [step for step in enough if step not in known and step < too_many]
+        if not fitting:
+            return max(untried, default=enough[0])
+        return next((step for step in untried if step > fitting[-1]), fitting[-1])
 
     def redraft_from(self, num_rows: int) -> int:
         """Rows without a draft from which on a fresh one is worth its wait."""
@@ -110,8 +112,8 @@ class AheadPolicy:
         """Take in the draft leader's report of a round with `num_rows` decode rows; times are seconds."""
         load = self._load(num_rows)
         if num_guesses and anticipating > 0:
-            bucket = 1 << (num_guesses - 1).bit_length()
-            load.anticipating.setdefault(bucket, _samples()).append(anticipating)
+            step = next((step for step in self._steps if step >= num_guesses), self._most)
+            load.anticipating.setdefault(step, _samples()).append(anticipating)
         if num_redrafted and drafting > 0:
             load.redrafting.append(drafting)
 
