@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trtrun.sampling.likeliest import likeliest
+
 RowForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 """(tokens [R, Q], positions [R, Q], block_tables [R, blocks], last_only) → logits [R * Q or R, vocab] float32."""
 
@@ -170,7 +172,7 @@ class ForwardGraphs:
             token, ranked = first, []
             for step in range(steps):
                 logits = self._forward(token.unsqueeze(1), positions[:, step : step + 1], block_tables, True)
-                ranked.append(logits[:, :vocab_size].topk(num_ranked, dim=-1).indices)
+                ranked.append(likeliest(logits[:, :vocab_size], num_ranked))
                 token = ranked[-1][:, 0]
             return torch.stack(ranked, dim=1)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trtrun.core import RowAdmission, VerdictLogprobs
 from trtrun.sampling import filters, penalties
+from trtrun.sampling.likeliest import likeliest
 from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream, gumbel, gumbel_argmax
 from trtrun.sampling.row_steps import RowSteps
@@ -293,7 +294,7 @@ class RowSampling:
                 self.seeds([rows[place] for place in sampled]), lengths[index], Stream.TARGET, processed.shape[-1]
             )
             processed = processed.index_copy(0, index, processed.index_select(0, index) + noise)
-        return processed.topk(min(count, processed.shape[-1]), dim=-1).indices
+        return likeliest(processed, count)
 
     @staticmethod
     def probabilities(processed: Tensor) -> Tensor:

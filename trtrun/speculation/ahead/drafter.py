@@ -104,6 +104,7 @@ class AheadDrafter(Generic[Step]):
         self._guesses = Guesses()
         self._computed: _Computed | None = None
         self._hits: dict[int, int] = {}
+        self._moves: list[tuple[int, int, int]] = []
         self._probs: dict[int, Tensor] = {}
 
     @property
@@ -164,7 +165,7 @@ class AheadDrafter(Generic[Step]):
 
     @torch.inference_mode()
     def anticipate(self, plan: RoundPlan, *, guesses: bool = True) -> int:
-        """Feed the prompts of the round, and draft for its likely verdicts. Nothing here waits for the device.
+        """Feed the prompts of the round, and draft for its likely verdicts, until all of it is known on the host.
 
         Args:
             plan: the round's plan.
@@ -174,6 +175,7 @@ class AheadDrafter(Generic[Step]):
             How many verdicts were guessed.
         """
         most = min(plan.num_guesses, self._space.most_guesses) if guesses else 0
+        self._move()
         self._guesses, self._computed = Guesses(), None
         chunks = [chunk for chunk in plan.prefill if chunk.followed and chunk.row in self._paths]
         self._engine.prefill(chunks)
@@ -190,12 +192,12 @@ class AheadDrafter(Generic[Step]):
         guessed = [row for row in rows if self._paths[row].end + steps + 1 < self._engine.most_positions]
         if most and guessed:
             self._guess(guessed, most, steps)
+        self._read_guesses()  # now, so that the next draft is known as soon as the verdict is
         return len(self._guesses.listed)
 
     @torch.inference_mode()
     def learn(self, plan: RoundPlan, verdict: HostVerdict) -> None:
         """Take in what the target decided for the plan's sampled rows, and look for it among the guesses."""
-        self._read_guesses()
         rows, device = plan.sampled_rows, self._engine.device
         if not rows:
             return
@@ -241,7 +243,7 @@ class AheadDrafter(Generic[Step]):
 
     def _take_hits(self, asked: dict[int, int]) -> None:
         """Drafts of guesses that came true become the rows' own, cut to what the plan asks for, as others are."""
-        moved: list[tuple[int, int, int]] = []
+        moved: list[tuple[int, int, int]] = []  # row, guess and position
         for row, most in asked.items():
             path = self._paths[row]
             if (index := self._hits.get(row)) is not None:
@@ -253,11 +255,13 @@ class AheadDrafter(Generic[Step]):
             elif len(path.draft) > most:
                 path.extend(path.draft[:most], path.ranked[:most])
         self._hits.clear()
-        if moved:
-            self._move(moved)
+        self._moves = moved
 
-    def _move(self, moved: list[tuple[int, int, int]]) -> None:
-        """Copy keys and values of guesses to their rows' blocks: row, guess and position of each."""
+    def _move(self) -> None:
+        """Copy keys and values of guesses that came true to their rows' blocks."""
+        moved, self._moves = self._moves, []
+        if not moved:
+            return
         engine, size = self._engine, self._engine.block_size
         columns = []
         for row, index, position in moved:
@@ -269,6 +273,7 @@ class AheadDrafter(Generic[Step]):
 
     def _draft_now(self, missing: dict[int, int]) -> None:
         """Draft for rows that have no draft, up to `missing` tokens each."""
+        self._move()
         rows, engine, longest = list(missing), self._engine, max(missing.values())
         paths = [self._paths[row] for row in rows]
         starts = [path.length for path in paths]
