@@ -65,6 +65,13 @@ def test_it_learns_to_spin_for_as_long_as_a_wait_usually_takes(time: Time, lengt
     assert time.naps and length < spun <= min(1.5 * 1.2 * length, LONGEST_SPIN_S) + (QUICK_TRIES + 4) * TRY_S
 
 
+def test_it_spins_through_waits_of_many_lengths(time: Time) -> None:
+    waiter = make(time, may_spin=True)
+    for index in range(60):
+        time.wait(waiter, 2e-3 * (1 + index % 5))
+        assert index < 32 or not time.naps
+
+
 def test_a_spin_is_bounded(time: Time) -> None:
     waiter = make(time, may_spin=True)
     for _ in range(40):
@@ -121,6 +128,15 @@ def test_what_comes_at_the_usual_moment_is_seen_soon_and_with_few_naps(time: Tim
     lates = [time.wait(waiter, length * (1 + (index % 5 - 2) / 200)) for index in range(40)]
     assert max(lates[10:]) < max(length / 256, 80e-6)
     assert len(time.naps) <= naps * 0.8
+
+
+@pytest.mark.parametrize("other", [5e-3, 30.0])
+def test_a_few_other_waits_change_nothing_of_the_usual_moment(time: Time, other: float) -> None:
+    waiter = make(time, may_spin=False)
+    for _ in range(10):
+        lates = [time.wait(waiter, (30 + index / 7) * 1e-3) for index in range(7 if other < 1 else 1)]
+        time.wait(waiter, other)
+    assert max(lates) < 30e-3 / 256
 
 
 def test_long_naps_do_not_make_waits_seem_longer_and_longer(time: Time) -> None:
