@@ -5,18 +5,22 @@ from __future__ import annotations
 import pytest
 
 from parallel import waiting
-from parallel.waiting import LONGEST_NAP_S, LONGEST_SPIN_S, QUICK_TRIES, Waiter, wait_until
+from parallel.waiting import LONGEST_NAP_S, LONGEST_SPIN_S, QUICK_TRIES, WAITS_WITHOUT_CORE, Waiter, wait_until
 
 TRY_S = 2e-6
 
 
 class Time:
-    """A clock that a try moves on by 2 µs and a sleep by its length and 10 µs; it keeps the sleeps of the last wait."""
+    """A clock that a try moves on by 2 µs and a sleep by its length and 10 µs; it keeps the sleeps of the last wait.
+
+    The first try after `lost_at` takes a millisecond.
+    """
 
     def __init__(self) -> None:
         self.now = 100.0
         self.naps: list[float] = []
         self.num_tries = 0
+        self.lost_at = float("inf")
 
     def clock(self) -> float:
         return self.now
@@ -35,6 +39,9 @@ class Time:
         def is_there() -> bool:
             self.num_tries += 1
             self.now += TRY_S
+            if self.now >= self.lost_at:
+                self.now += 1e-3  # somebody else ran on this core
+                self.lost_at = float("inf")
             return self.now >= due
 
         assert waiter.wait(is_there, timeout) == (self.now >= due)
@@ -70,6 +77,21 @@ def test_it_spins_through_waits_of_many_lengths(time: Time) -> None:
     for index in range(60):
         time.wait(waiter, 2e-3 * (1 + index % 5))
         assert index < 32 or not time.naps
+
+
+def test_a_core_that_is_lost_is_not_spun_for(time: Time) -> None:
+    waiter = make(time, may_spin=True)
+    for _ in range(40):
+        time.wait(waiter, 5e-3)
+    assert not time.naps
+    time.lost_at = time.now + 1e-3
+    time.wait(waiter, 5e-3)
+    assert time.naps  # in this wait
+    for _ in range(WAITS_WITHOUT_CORE):
+        time.wait(waiter, 5e-3)
+        assert time.naps and time.num_tries <= len(time.naps) + QUICK_TRIES + 1
+    time.wait(waiter, 5e-3)
+    assert not time.naps  # it is tried again
 
 
 def test_a_spin_is_bounded(time: Time) -> None:
