@@ -1,8 +1,8 @@
 """The control plane: plans from the orchestrator to every worker, reports back, start-up exchanges, and the way out.
 
 It carries bytes on the host, over MPI, and never looks inside a plan or a report. Sending never blocks: buffers are
-kept until MPI has sent them. Waiting sleeps (`parallel.waiting`). In a job of one process the same calls go through
-queues, and MPI is not started.
+kept until MPI has sent them. Waiting spins for as long as a message usually takes, where it may, and then sleeps
+(`parallel.waiting`). In a job of one process the same calls go through queues, and MPI is not started.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from parallel import abort
 from parallel.errors import ControlPlaneError
 from parallel.topology import Topology
-from parallel.waiting import wait_until
+from parallel.waiting import Waiter, wait_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -28,6 +28,8 @@ TAG_REPORT = 16
 MOST_KINDS = 1024
 
 Payload = bytes | bytearray | memoryview
+Wait = Callable[[Callable[[], bool], float | None], bool]
+"""How to wait: `wait_until`, or `wait` of a Waiter."""
 
 
 class Report(NamedTuple):
@@ -46,12 +48,13 @@ class ControlPlane:
         is_shut_down: at a worker, whether the orchestrator has ended the job.
     """
 
-    def __init__(self, world_comm: MPI.Intracomm | None, topology: Topology) -> None:
+    def __init__(self, world_comm: MPI.Intracomm | None, topology: Topology, may_spin: bool = False) -> None:
         """Join the control plane. Collective.
 
         Args:
             world_comm: all ranks of the job; duplicated, so that its tags are free for others. None for one process.
             topology: who sits where.
+            may_spin: whether this rank has a core to itself while it waits for a plan or a report (see Waiter).
 
         Raises:
             TopologyError: the world has another size than the topology.
@@ -60,6 +63,8 @@ class ControlPlane:
         self.rank = world_comm.Get_rank() if world_comm else 0
         self.is_shut_down = False
         self._topology = topology
+        # Plans at a worker, reports at the orchestrator; start-up teaches it nothing.
+        self._waiter = Waiter(may_spin)
         self._transport: _Mpi | _Local = _Mpi(world_comm.Dup()) if world_comm else _Local()
 
     # Plans: orchestrator → workers.
@@ -76,7 +81,7 @@ class ControlPlane:
             self._transport.send(rank, TAG_PLAN, kept)
 
     def receive(self, timeout: float | None = None) -> bytes | None:
-        """Wait, asleep, for the next plan. At a worker.
+        """Wait for the next plan; asleep once that takes longer than usual. At a worker.
 
         Args:
             timeout: seconds; None waits for ever.
@@ -86,7 +91,9 @@ class ControlPlane:
         """
         if self.is_shut_down:
             return None
-        message = self._transport.take(self._topology.orchestrator_rank, (TAG_PLAN, TAG_SHUTDOWN), timeout)
+        message = self._transport.take(
+            self._topology.orchestrator_rank, (TAG_PLAN, TAG_SHUTDOWN), timeout, self._waiter.wait
+        )
         if message is None:
             return None
         if message.tag not in (TAG_PLAN, TAG_SHUTDOWN):
@@ -121,7 +128,7 @@ class ControlPlane:
         self._transport.send(self._topology.orchestrator_rank, TAG_REPORT + kind, bytes(payload))
 
     def collect(self, timeout: float | None = None, until: Callable[[], bool] | None = None) -> Report | None:
-        """Wait, asleep, for any worker's next report. At the orchestrator.
+        """Wait for any worker's next report; asleep once that takes longer than usual. At the orchestrator.
 
         Args:
             timeout: seconds; None waits for ever.
@@ -131,7 +138,7 @@ class ControlPlane:
             The report; None when the timeout passed, or `until` ended the wait.
         """
         self._only_orchestrator("collect")
-        message = self._transport.take(None, None, timeout, until)
+        message = self._transport.take(None, None, timeout, self._waiter.wait, until)
         if message is None:
             return None
         if message.tag < TAG_REPORT:
@@ -158,7 +165,7 @@ class ControlPlane:
             return None
         values = [json.loads(json.dumps(value))]
         for rank in range(1, self._topology.world_size):
-            message = self._transport.take(rank, (TAG_START,), timeout)
+            message = self._transport.take(rank, (TAG_START,), timeout, wait_until)
             if message is None:
                 raise ControlPlaneError(f"{self._topology.describe(rank)} did not start within {timeout} s")
             values.append(json.loads(message.payload))
@@ -167,7 +174,7 @@ class ControlPlane:
     def broadcast_start(self, value: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return rank 0's `value` (a small dict that JSON can hold) on every rank. Collective; waiting ranks sleep."""
         if self.rank != 0:
-            message = self._transport.take(0, (TAG_START,), None)
+            message = self._transport.take(0, (TAG_START,), None, wait_until)
             assert message is not None  # without a timeout take() returns only with a message
             return dict(json.loads(message.payload))
         payload = json.dumps(value).encode()
@@ -222,6 +229,7 @@ class _Local:
         source: int | None,
         tags: tuple[int, ...] | None,
         timeout: float | None,
+        wait: Wait,
         until: Callable[[], bool] | None = None,
     ) -> _Message | None:
         # Plans and reports share the queue, and None means reports. Nobody else can send while this process waits.
@@ -247,7 +255,7 @@ class _Local:
 
 
 class _Mpi:
-    """Messages between ranks: non-blocking sends, and probes that sleep between tries."""
+    """Messages between ranks: non-blocking sends, and probes while waiting."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         from mpi4py import MPI
@@ -265,9 +273,10 @@ class _Mpi:
         source: int | None,
         tags: tuple[int, ...] | None,
         timeout: float | None,
+        wait: Wait,
         until: Callable[[], bool] | None = None,
     ) -> _Message | None:
-        """Wait for a message of `source` (None: of any rank) with one of `tags` (None: any tag)."""
+        """Wait by `wait` for a message of `source` (None: of any rank) with one of `tags` (None: any tag)."""
         status = self._mpi.Status()
         rank = self._mpi.ANY_SOURCE if source is None else source
         # More than one tag: whatever the source sends next, so that the order of its messages holds.
@@ -280,7 +289,7 @@ class _Mpi:
                 matched.append(message)
             return message is not None
 
-        wait_until(probe if until is None else lambda: probe() or until(), timeout)
+        wait(probe if until is None else lambda: probe() or until(), timeout)
         if not matched:
             return None
         self._drop_sent()

@@ -46,13 +46,16 @@ class Groups:
             self.mail.close()
 
 
-def open_groups(world_comm: MPI.Intracomm | None, topology: Topology, device: torch.device) -> Groups:
+def open_groups(
+    world_comm: MPI.Intracomm | None, topology: Topology, device: torch.device, may_spin: bool = False
+) -> Groups:
     """Open and warm up this rank's groups. Collective over the world.
 
     Args:
         world_comm: all ranks of the job; None for a job of one process.
         topology: who sits where.
         device: where this rank's tensors live; without meaning on an orchestrator that has no device.
+        may_spin: whether this rank has a core to itself while it waits for a peer (see parallel.waiting.Waiter).
 
     Raises:
         TopologyError: the world has another size than the topology.
@@ -71,7 +74,7 @@ def open_groups(world_comm: MPI.Intracomm | None, topology: Topology, device: to
         if not member:
             return None
         assert isinstance(group, MPI.Intracomm)  # the stubs of mpi4py promise a Comm only
-        communicator = open_communicator(device, group, name)
+        communicator = open_communicator(device, group, name, may_spin)
         group.Free()
         return communicator
 
@@ -79,5 +82,5 @@ def open_groups(world_comm: MPI.Intracomm | None, topology: Topology, device: to
         draft=open_group(topology.draft_ranks, "draft"),
         target=open_group(topology.target_ranks, "target"),
         workers=open_group(topology.worker_ranks, "workers"),
-        mail=MpiMailbox(world_comm.Dup()) if world_comm is not None else None,
+        mail=MpiMailbox(world_comm.Dup(), may_spin) if world_comm is not None else None,
     )

@@ -10,11 +10,11 @@ It carries bytes under a tag and never looks inside. It knows ranks of the world
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from parallel.waiting import wait_until
+from parallel.waiting import Waiter, wait_until
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -61,13 +61,19 @@ class Mailbox(Protocol):
 class MpiMailbox:
     """A mailbox over MPI; see the protocol."""
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        """Take over `comm`, a duplicate of the world that nobody else uses; `close` frees it."""
+    def __init__(self, comm: MPI.Intracomm, may_spin: bool = False) -> None:
+        """Take over `comm`, a duplicate of the world that nobody else uses; `close` frees it.
+
+        Args:
+            comm: the world's ranks.
+            may_spin: whether waiting may keep a core busy for as long as a message usually takes.
+        """
         from mpi4py import MPI
 
         self._mpi = MPI
         self._comm = comm
         self._status = MPI.Status()
+        self._waiters: defaultdict[tuple[int, int], Waiter] = defaultdict(lambda: Waiter(may_spin))
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
 
     def post(self, rank: int, tag: int, payload: bytes) -> None:
@@ -97,7 +103,7 @@ class MpiMailbox:
                 found.append(message)
             return message is not None or (until is not None and until())
 
-        wait_until(look, timeout)
+        self._waiters[rank, tag].wait(look, timeout)
         return found[0] if found else None
 
     def close(self) -> None:

@@ -9,6 +9,11 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from parallel.topology import Topology
+
+CORES_OF_CUDA_SLOT = 2
+"""Its process's main thread and a thread of the driver or of NCCL; torch's other threads have nothing to do there."""
+
 
 def count_cores() -> int:
     """CPU cores that this process may use: its affinity mask, and the quota of its cgroup (version 2) where set."""
@@ -38,3 +43,20 @@ def threads_per_slot(threads: int | None, num_slots: int, environment: Mapping[s
     if given.isdecimal() and int(given) > 0:
         return int(given)
     return max(1, count_cores() // max(1, num_slots))
+
+
+def has_free_cores(topology: Topology, host: str, threads: int, cores: int | None = None) -> bool:
+    """Whether every thread of a host's ranks has a core, so that a rank may spin while it waits and slows nobody.
+
+    Args:
+        topology: who sits where.
+        host: in the topology's words.
+        threads: of each slot that computes on the CPU. A CUDA slot counts as two cores, the orchestrator as one.
+        cores: default `count_cores`. A process that is bound to one core has no more than that.
+    """
+    cuda = [slot.device.startswith("cuda") for slot in topology.slots_of_host(host)]
+    needed = sum(CORES_OF_CUDA_SLOT if is_cuda else threads for is_cuda in cuda)
+    # Of one slot in all, the process is the orchestrator, too.
+    if topology.slot(topology.orchestrator_rank) is None and topology.host(topology.orchestrator_rank) == host:
+        needed += 1
+    return needed <= (count_cores() if cores is None else cores)

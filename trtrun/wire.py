@@ -1,28 +1,60 @@
 """Byte layouts of what crosses the control plane every round: plans out, reports back.
 
-Fixed numpy layouts, no pickles: a message is a few headers of numbers followed by arrays whose lengths the headers
-give. It knows the nouns of `core` and nothing of MPI: `parallel.control` carries the bytes.
+Fixed layouts, no pickles: a message is a header of numbers, numpy records where rows are admitted, and arrays whose
+lengths the header gives. Most rounds admit nobody and prefill nothing; their plan costs a few microseconds at either
+end, while engines wait for it. It knows the nouns of `core` and nothing of MPI: `parallel.control` carries the bytes.
 """
 
 from __future__ import annotations
 
+import math
+import struct
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trtrun.core import PrefillChunk, RoundPlan, RowAdmission, TokenLogprobs
 from trtrun.sampling_params import SamplingParams
 
-_PLAN_HEADER = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "round_index", "dropped", "admissions", "updates", "prefill", "decode", "max_context",
-            "num_guesses", "redraft_from", "integers", "floats",
-        )
-    ]
-)  # fmt: skip
+
+class _PlanHeader(NamedTuple):
+    """The numbers in front of a plan: int64, little-endian. Those after round_index up to decode, and
+    the last two, count what follows."""
+
+    round_index: int
+    dropped: int
+    admissions: int
+    updates: int
+    prefill: int
+    decode: int
+    max_context: int
+    num_guesses: int
+    redraft_from: int
+    integers: int
+    floats: int
+
+
+class _ReportHeader(NamedTuple):
+    """The numbers in front of a report: int64 and float64 (seconds), little-endian."""
+
+    round_index: int
+    is_verdict: int
+    rows: int
+    width: int
+    logprob_rows: int
+    logprob_width: int
+    num_guesses: int
+    num_redrafted: int
+    drafting: float
+    transferring: float
+    verifying: float
+    anticipating: float
+
+
+# Not numpy records: taking their fields one by one is what a short message would cost most.
+_PLAN_HEADER = struct.Struct("<11q")
+_REPORT_HEADER = struct.Struct("<8q4d")
 _ADMISSION = np.dtype(
     [
         (name, np.int64)
@@ -40,23 +72,6 @@ _ADMISSION = np.dtype(
 )  # fmt: skip
 _INTEGERS = ("top_k", "max_tokens", "min_tokens", "seed")
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_TIMES = ("drafting", "transferring", "verifying", "anticipating")
-_REPORT_HEADER = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "round_index",
-            "is_verdict",
-            "rows",
-            "width",
-            "logprob_rows",
-            "logprob_width",
-            "num_guesses",
-            "num_redrafted",
-        )
-    ]
-    + [(name, np.float64) for name in _TIMES]
-)
 
 
 def encode_plan(plan: RoundPlan) -> bytes:
@@ -70,18 +85,27 @@ def encode_plan(plan: RoundPlan) -> bytes:
         plan.catch_up.astype(np.int64),
     ]
     floats: list[np.ndarray] = []
-    admissions = np.zeros(len(plan.admissions), dtype=_ADMISSION)
-    for record, admission in zip(admissions, plan.admissions, strict=True):
-        _encode_admission(record, admission, integers, floats)
-    integer_pool = np.concatenate(integers)
-    float_pool = np.concatenate(floats) if floats else np.empty(0)
-    header = np.zeros(1, dtype=_PLAN_HEADER)
-    header[0] = (
-        plan.round_index, len(plan.dropped_rows), len(plan.admissions), len(plan.block_updates), len(plan.prefill),
-        len(plan.decode_rows), plan.max_context, plan.num_guesses, plan.redraft_from, len(integer_pool),
-        len(float_pool),
-    )  # fmt: skip
-    return header.tobytes() + admissions.tobytes() + integer_pool.tobytes() + float_pool.tobytes()
+    records = b""
+    if plan.admissions:
+        admissions = np.zeros(len(plan.admissions), dtype=_ADMISSION)
+        for record, admission in zip(admissions, plan.admissions, strict=True):
+            _encode_admission(record, admission, integers, floats)
+        records = admissions.tobytes()
+    header = _PlanHeader(
+        round_index=plan.round_index,
+        dropped=len(plan.dropped_rows),
+        admissions=len(plan.admissions),
+        updates=len(plan.block_updates),
+        prefill=len(plan.prefill),
+        decode=len(plan.decode_rows),
+        max_context=plan.max_context,
+        num_guesses=plan.num_guesses,
+        redraft_from=plan.redraft_from,
+        integers=sum(map(len, integers)),
+        floats=sum(map(len, floats)),
+    )
+    pools = (array.tobytes() for array in (*integers, *floats))
+    return b"".join((_PLAN_HEADER.pack(*header), records, *pools))
 
 
 def _encode_admission(
@@ -119,35 +143,34 @@ class _Pool:
 
 def decode_plan(payload: bytes) -> RoundPlan:
     """The plan that `encode_plan` wrote."""
-    header = np.frombuffer(payload, dtype=_PLAN_HEADER, count=1)[0]
-    at = _PLAN_HEADER.itemsize
-    records = np.frombuffer(payload, dtype=_ADMISSION, count=int(header["admissions"]), offset=at)
-    at += records.nbytes
-    integers = _Pool(np.frombuffer(payload, dtype=np.int64, count=int(header["integers"]), offset=at))
-    floats = _Pool(
-        np.frombuffer(payload, dtype=np.float64, count=int(header["floats"]), offset=at + 8 * int(header["integers"]))
-    )
-    dropped = tuple(integers.take(int(header["dropped"])).tolist())
-    updates = integers.take(3 * int(header["updates"])).reshape(-1, 3).astype(np.int32)
-    chunks = integers.take(5 * int(header["prefill"])).reshape(-1, 5).tolist()
-    decode_rows = integers.take(int(header["decode"])).astype(np.int32)
-    draft_lens = integers.take(int(header["decode"])).astype(np.int32)
-    catch_up = integers.take(int(header["decode"])).astype(np.int32)
+    header = _PlanHeader(*_PLAN_HEADER.unpack_from(payload))
+    at = _PLAN_HEADER.size + header.admissions * _ADMISSION.itemsize
+    integers = _Pool(np.frombuffer(payload, dtype=np.int64, count=header.integers, offset=at))
+    dropped = tuple(integers.take(header.dropped).tolist())
+    updates = integers.take(3 * header.updates).reshape(-1, 3).astype(np.int32)
+    chunks = integers.take(5 * header.prefill).reshape(-1, 5).tolist()
+    decode = integers.take(3 * header.decode).reshape(3, -1).astype(np.int32)
+    admissions: tuple[RowAdmission, ...] = ()
+    if header.admissions:
+        records = np.frombuffer(payload, dtype=_ADMISSION, count=header.admissions, offset=_PLAN_HEADER.size)
+        at += 8 * header.integers
+        floats = _Pool(np.frombuffer(payload, dtype=np.float64, count=header.floats, offset=at))
+        admissions = tuple(_decode_admission(record, integers, floats) for record in records)
     return RoundPlan(
-        round_index=int(header["round_index"]),
+        round_index=header.round_index,
         dropped_rows=dropped,
-        admissions=tuple(_decode_admission(record, integers, floats) for record in records),
+        admissions=admissions,
         block_updates=updates,
         prefill=tuple(
             PrefillChunk(row, start, length, bool(last), bool(followed))
             for row, start, length, last, followed in chunks
         ),
-        decode_rows=decode_rows,
-        draft_lens=draft_lens,
-        catch_up=catch_up,
-        max_context=int(header["max_context"]),
-        num_guesses=int(header["num_guesses"]),
-        redraft_from=int(header["redraft_from"]),
+        decode_rows=decode[0],
+        draft_lens=decode[1],
+        catch_up=decode[2],
+        max_context=header.max_context,
+        num_guesses=header.num_guesses,
+        redraft_from=header.redraft_from,
     )
 
 
@@ -252,17 +275,25 @@ class ReportArrays:
 
     def encode(self) -> bytes:
         """The bytes of the report."""
-        header = np.zeros(1, dtype=_REPORT_HEADER)
         rows, width = self.tokens.shape
         logprob_rows, _, logprob_width = self.logprob_ids.shape
-        header[0] = (
-            self.round_index, self.num_tokens is not None, rows, width, logprob_rows, logprob_width,
-            self.num_guesses, self.num_redrafted,
-            self.times.drafting, self.times.transferring, self.times.verifying, self.times.anticipating,
-        )  # fmt: skip
+        header = _ReportHeader(
+            round_index=self.round_index,
+            is_verdict=self.num_tokens is not None,
+            rows=rows,
+            width=width,
+            logprob_rows=logprob_rows,
+            logprob_width=logprob_width,
+            num_guesses=self.num_guesses,
+            num_redrafted=self.num_redrafted,
+            drafting=self.times.drafting,
+            transferring=self.times.transferring,
+            verifying=self.times.verifying,
+            anticipating=self.times.anticipating,
+        )
         counts = _no_rows(1) if self.num_tokens is None else self.num_tokens
+        parts = [_REPORT_HEADER.pack(*header)]
         foreseen = self.foreseen if len(self.foreseen) == len(counts) else np.zeros(len(counts), dtype=np.int64)
-        parts = [header.tobytes()]
         for array in (counts, self.draft_lens, foreseen, self.tokens, self.logprob_ids):
             parts.append(np.ascontiguousarray(array, dtype=np.int64).tobytes())
         parts.append(np.ascontiguousarray(self.logprob_values, dtype=np.float32).tobytes())
@@ -271,7 +302,7 @@ class ReportArrays:
     def unpack(self) -> RoundReport:
         """The report as the orchestrator reads it."""
         num_tokens = [] if self.num_tokens is None else self.num_tokens.tolist()
-        both = zip(self.logprob_ids, self.logprob_values, strict=True)
+        both = zip(self.logprob_ids, self.logprob_values, strict=True) if len(self.logprob_ids) else ()
         return RoundReport(
             round_index=self.round_index,
             times=self.times,
@@ -288,25 +319,29 @@ class ReportArrays:
 
 def decode_report(payload: bytes) -> RoundReport:
     """The report whose bytes `ReportArrays.encode` gave."""
-    header = np.frombuffer(payload, dtype=_REPORT_HEADER, count=1)[0]
-    rows, width = int(header["rows"]), int(header["width"])
-    shape = (int(header["logprob_rows"]), width, int(header["logprob_width"]))
-    sizes = (rows, rows, rows, rows * width, shape[0] * shape[1] * shape[2])
-    pool = _Pool(np.frombuffer(payload, dtype=np.int64, count=sum(sizes), offset=_REPORT_HEADER.itemsize))
+    header = _ReportHeader(*_REPORT_HEADER.unpack_from(payload))
+    rows, width = header.rows, header.width
+    shape = (header.logprob_rows, width, header.logprob_width)
+    num_logprobs = math.prod(shape)
+    count = rows * (3 + width) + num_logprobs
+    pool = _Pool(np.frombuffer(payload, dtype=np.int64, count=count, offset=_REPORT_HEADER.size))
     num_tokens, draft_lens, foreseen = (pool.take(rows) for _ in range(3))
-    tokens, ids = pool.take(sizes[3]).reshape(rows, width), pool.take(sizes[4]).reshape(shape)
-    values = np.frombuffer(payload, dtype=np.float32, count=sizes[4], offset=_REPORT_HEADER.itemsize + 8 * sum(sizes))
+    tokens = pool.take(rows * width).reshape(rows, width)
+    logprobs: dict[str, np.ndarray] = {}
+    if header.logprob_rows:
+        at = _REPORT_HEADER.size + 8 * count
+        values = np.frombuffer(payload, dtype=np.float32, count=num_logprobs, offset=at)
+        logprobs = {"logprob_ids": pool.take(num_logprobs).reshape(shape), "logprob_values": values.reshape(shape)}
     return ReportArrays(
-        round_index=int(header["round_index"]),
-        times=RoundTimes(*(float(header[name]) for name in _TIMES)),
-        num_tokens=num_tokens if header["is_verdict"] else None,
+        round_index=header.round_index,
+        times=RoundTimes(header.drafting, header.transferring, header.verifying, header.anticipating),
+        num_tokens=num_tokens if header.is_verdict else None,
         draft_lens=draft_lens,
         tokens=tokens,
-        logprob_ids=ids,
-        logprob_values=values.reshape(shape),
         foreseen=foreseen,
-        num_guesses=int(header["num_guesses"]),
-        num_redrafted=int(header["num_redrafted"]),
+        num_guesses=header.num_guesses,
+        num_redrafted=header.num_redrafted,
+        **logprobs,
     ).unpack()
 
 

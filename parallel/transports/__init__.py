@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def open_communicator(device: torch.device, mpi_comm: MPI.Intracomm | None, name: str) -> Communicator:
+def open_communicator(
+    device: torch.device, mpi_comm: MPI.Intracomm | None, name: str, may_spin: bool = False
+) -> Communicator:
     """Open the best transport for a group of ranks and use every operation once. Collective over `mpi_comm`.
 
     A group of one is solo. NCCL serves a group whose ranks all have CUDA devices that NCCL can use, no two the same;
@@ -30,6 +32,7 @@ def open_communicator(device: torch.device, mpi_comm: MPI.Intracomm | None, name
         device: where this rank's tensors live.
         mpi_comm: the group's ranks; it is duplicated, the caller keeps it. None for a group of one.
         name: for messages, such as "target".
+        may_spin: whether this rank has a core to itself while it waits for a peer (see parallel.waiting.Waiter).
     """
     communicator: Communicator
     if mpi_comm is None or mpi_comm.Get_size() == 1:
@@ -39,8 +42,10 @@ def open_communicator(device: torch.device, mpi_comm: MPI.Intracomm | None, name
         from parallel.transports.mpi import MpiCommunicator
         from parallel.transports.nccl import NcclCommunicator
 
-        kind = NcclCommunicator if _nccl_serves(device, mpi_comm) else MpiCommunicator
-        communicator = kind(mpi_comm.Dup(), name, device)
+        if _nccl_serves(device, mpi_comm):
+            communicator = NcclCommunicator(mpi_comm.Dup(), name, device)
+        else:
+            communicator = MpiCommunicator(mpi_comm.Dup(), name, device, may_spin)
     communicator.warm_up()
     return communicator
 

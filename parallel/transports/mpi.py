@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from parallel.communicator import check_dtype, check_peer, check_root, check_tensor, use_every_operation
 from parallel.errors import CommunicatorError
-from parallel.waiting import wait_until
+from parallel.waiting import Waiter, wait_until
 
 TAG = 1
 # From this size on, a group of three or more reduces slices and gathers the sums: fewer bytes, two steps.
@@ -50,18 +50,22 @@ class MpiCommunicator:
     """A Communicator over MPI; see the protocol for shapes and errors.
 
     Collectives block inside MPI, since their peers are at the same point of the same forward. `send` and `recv` sleep
-    while they wait, since their peer may be anywhere.
+    while they wait, since their peer may be anywhere; `recv` only after the time that a peer's message usually takes,
+    where this rank may spin.
     """
 
     is_capturable = False
 
-    def __init__(self, comm: MPI.Intracomm, name: str = "mpi", device: torch.device | None = None) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, name: str = "mpi", device: torch.device | None = None, may_spin: bool = False
+    ) -> None:
         """Take over `comm`: nobody else may use it, and `close` frees it.
 
         Args:
             comm: an MPI communicator made for this group alone (Dup, Split or Create_group).
             name: for messages.
             device: where the tensors live: the CPU (default) or a CUDA device.
+            may_spin: whether this rank has a core to itself while it waits in `recv` (see Waiter).
         """
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
@@ -69,6 +73,7 @@ class MpiCommunicator:
         self.device = device or torch.device("cpu")
         self._comm = comm
         self._staged = self.device.type != "cpu"
+        self._waiters = [Waiter(may_spin) for _ in range(self.size)]
         self._gathered: dict[tuple[torch.Size, torch.dtype], _Gathered] = {}
         self._memory = torch.empty(0, dtype=torch.uint8)
 
@@ -120,7 +125,7 @@ class MpiCommunicator:
             wait_until(self._comm.Isend((_memory(host), MPI.BYTE), destination, TAG).Test)
 
     def recv(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Receive from `source` into `tensor`; sleeps until the message is there."""
+        """Receive from `source` into `tensor`; sleeps where the message takes longer than usual."""
         check_peer(self, source)
         check_tensor(self, tensor)
         direct = not self._staged and tensor.is_contiguous()
@@ -130,7 +135,7 @@ class MpiCommunicator:
             return tensor
         status = MPI.Status()
         request = self._comm.Irecv((_memory(host), MPI.BYTE), source, TAG)
-        wait_until(lambda: request.Test(status))
+        self._waiters[source].wait(lambda: request.Test(status))
         if status.Get_count(MPI.BYTE) != nbytes:
             raise CommunicatorError(
                 f"{self.name}: rank {source} sent {status.Get_count(MPI.BYTE)} bytes where {nbytes} were due "

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from mpi4py import MPI
 from topologies import HERE
 
+from parallel import control as control_module
 from parallel.control import ControlPlane
 from parallel.errors import ControlPlaneError, TopologyError
 from parallel.topology import Topology
+from parallel.waiting import Waiter
 
 pytestmark = pytest.mark.mpi
 
@@ -95,6 +97,36 @@ def test_the_orchestrator_does_not_wait_for_workers_to_receive(control: ControlP
             assert control.receive() == plan
         assert control.receive() == b"go"
         control.report(b"done")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("may_spin", [False, True])
+def test_each_end_learns_how_long_messages_take_but_not_from_start_up(
+    world: MPI.Intracomm, topology: Topology, monkeypatch: pytest.MonkeyPatch, may_spin: bool
+) -> None:
+    waits: list[bool] = []
+
+    class Spy(Waiter):
+        def __init__(self, may_spin: bool) -> None:
+            super().__init__(may_spin)
+            self.is_allowed = may_spin
+
+        def wait(self, test: Callable[[], bool], timeout: float | None = None) -> bool:
+            waits.append(self.is_allowed)
+            return super().wait(test, timeout)
+
+    monkeypatch.setattr(control_module, "Waiter", Spy)
+    plane = ControlPlane(world, topology, may_spin)
+    plane.warm_up()
+    assert not waits
+    if plane.rank == 0:
+        plane.publish(b"plan")
+        assert all(plane.collect() for _ in topology.worker_ranks)
+    else:
+        plane.receive()
+        plane.report(b"report")
+    assert waits == [may_spin] * (len(topology.worker_ranks) if plane.rank == 0 else 1)
+    plane.close()
 
 
 def test_start_up_values_are_gathered_in_rank_order_and_broadcast(control: ControlPlane, topology: Topology) -> None:

@@ -18,7 +18,10 @@ from mpi4py import MPI
 from pipelines import Reference, configuration, interrupt_call, noisy_copy, prompt_of, tokens_of, useless_draft
 
 import trtrun.llm_engine
+from parallel import control
 from parallel.groups import Groups
+from parallel.transports import mpi as transports_mpi
+from parallel.waiting import Waiter
 from trtrun import LLM, SamplingParams, open_llm
 from trtrun.config import RuntimeConfig
 from trtrun.errors import PlacementError, TrtrunError
@@ -251,6 +254,29 @@ def test_a_waiting_job_is_quiet(folder: Path, name: str) -> None:
     if shares is not None:
         print(f"shares of a core while idle: {[round(share, 3) for share in shares]}")
         assert max(shares[1:]) < 0.3, shares
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("has_cores", [False, True])
+@pytest.mark.parametrize("name", list(HERE)[:1])
+def test_ranks_spin_only_on_cores_of_their_own(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, has_cores: bool
+) -> None:
+    allowed: list[bool] = []
+
+    class Spy(Waiter):
+        def __init__(self, may_spin: bool) -> None:
+            allowed.append(may_spin)
+            super().__init__(may_spin)
+
+    for module in (control, transports_mpi):
+        monkeypatch.setattr(module, "Waiter", Spy)
+    monkeypatch.setattr(job, "has_free_cores", lambda *_: has_cores)
+    found = run_job(job_configuration(folder, HERE[name]), lambda llm: llm.generate(prompts()[:1])[0])
+    # One for plans or reports; at workers one for each peer of the link.
+    peers = 0 if MPI.COMM_WORLD.rank == 0 else MPI.COMM_WORLD.size - 1
+    assert allowed[0] == has_cores and set(allowed) == {has_cores} and len(allowed) >= 1 + peers
+    assert (found is not None) == (MPI.COMM_WORLD.rank == 0)
 
 
 @pytest.mark.mpi(min_size=3)

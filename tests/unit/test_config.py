@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from parallel.topology import Topology
 from trtrun.config import RuntimeConfig, load_config, make_config
 from trtrun.errors import ConfigError
-from trtrun.threads import threads_per_slot
+from trtrun.threads import count_cores, has_free_cores, threads_per_slot
 
 
 @pytest.fixture
@@ -187,3 +188,24 @@ def test_threads_come_from_the_file_then_the_environment_then_the_cores() -> Non
     assert threads_per_slot(None, 2, {"OMP_NUM_THREADS": "junk"}) >= 1
     assert threads_per_slot(None, 10**6, {}) == 1
     assert 1 <= threads_per_slot(None, 1, {}) <= (os.cpu_count() or 1)
+
+
+@pytest.mark.parametrize(
+    ("draft", "target", "threads", "host", "needed"),
+    [
+        (["cpu:0"], ["cpu:1"], 1, "", 3),
+        (["cpu:0"], ["cpu:1", "cpu:2"], 3, "", 10),
+        ([], ["cpu:0"], 4, "", 4),
+        (["cuda:0"], ["cuda:1"], 8, "", 5),
+        (["cpu:0"], ["cuda:0"], 8, "", 11),
+        (["a/cpu:0", "a/cpu:1"], ["b/cpu:0"], 2, "a", 4),
+        (["a/cpu:0", "a/cpu:1"], ["b/cpu:0"], 2, "b", 3),
+    ],
+)
+def test_a_rank_may_spin_where_each_thread_of_its_host_has_a_core(
+    draft: list[str], target: list[str], threads: int, host: str, needed: int
+) -> None:
+    topology = Topology.from_devices(draft, target)
+    assert has_free_cores(topology, host, threads, needed)
+    assert not has_free_cores(topology, host, threads, needed - 1)
+    assert has_free_cores(topology, host, threads) == (needed <= count_cores())

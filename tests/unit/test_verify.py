@@ -13,7 +13,7 @@ from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.sampling_params import SamplingParams
 from trtrun.speculation.verify import accept_by_probability, accept_by_token, verify
-from trtrun.wire import RoundReport, RoundTimes, decode_report
+from trtrun.wire import RoundReport, decode_report
 
 VOCAB = 12
 
@@ -243,7 +243,7 @@ def report_of(verdict: Verdict) -> RoundReport:
     """What the orchestrator is told."""
     nothing = np.zeros(0, dtype=np.int32)
     plan = RoundPlan(0, (), (), np.zeros((0, 3), dtype=np.int32), (), nothing, nothing, nothing, 0)
-    return decode_report(read_verdict(plan, verdict, RoundTimes).encode())
+    return decode_report(read_verdict(plan, verdict).encode())
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled", "probability"])

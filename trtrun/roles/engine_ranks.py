@@ -34,7 +34,7 @@ class EngineRanks(Protocol):
         ...
 
     def collect(self) -> RoundReport:
-        """Wait, asleep, for the next report; verdicts come in the order of the plans.
+        """Wait for the next report; verdicts come in the order of the plans.
 
         Raises:
             RankFailedError: a rank failed.

@@ -33,7 +33,7 @@ class RankFailures:
             raise self._error
 
     def collect(self, control: ControlPlane) -> Report:
-        """Wait, asleep, for the next report of any worker.
+        """Wait for the next report of any worker.
 
         Raises:
             RankFailedError: a rank failed.

@@ -32,7 +32,7 @@ from trtrun.roles.failures import RankFailures
 from trtrun.roles.rendezvous import start_orchestrator, start_worker
 from trtrun.roles.startup import Progress, RankStartup, device_of
 from trtrun.roles.worker import Worker
-from trtrun.threads import threads_per_slot
+from trtrun.threads import has_free_cores, threads_per_slot
 from trtrun.topology import make_topology
 
 if TYPE_CHECKING:
@@ -80,15 +80,17 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> StartedJob | N
         topology.check_world(world.size)
     except TopologyError as error:
         raise PlacementError(str(error)) from None
-    neighbours = topology.slots_of_host(topology.host(world.rank))
-    torch.set_num_threads(threads_per_slot(config.threads, len(neighbours)))
+    host = topology.host(world.rank)
+    threads = threads_per_slot(config.threads, len(topology.slots_of_host(host)))
+    torch.set_num_threads(threads)
     if topology.world_size == 1:
         return _open_solo(config, topology, progress)
+    may_spin = has_free_cores(topology, host, threads)
     if world.rank == topology.orchestrator_rank:
-        return _open_orchestrator(config, topology, world, progress)
-    control = ControlPlane(world, topology)
+        return _open_orchestrator(config, topology, world, progress, may_spin)
+    control = ControlPlane(world, topology, may_spin)
     try:
-        _run_worker(config, topology, control, world)
+        _run_worker(config, topology, control, world, may_spin)
     except Exception as error:
         # Rank 0 is not told, or has let this rank go: there is no other way to end the job.
         control.abort(_cause(error))
@@ -106,7 +108,7 @@ def _open_solo(config: RuntimeConfig, topology: Topology, progress: Progress | N
 
 
 def _open_orchestrator(
-    config: RuntimeConfig, topology: Topology, world: MPI.Intracomm, progress: Progress | None
+    config: RuntimeConfig, topology: Topology, world: MPI.Intracomm, progress: Progress | None, may_spin: bool
 ) -> StartedJob:
     """Rank 0 without a device: start the others, under a deadline from here on."""
     abort.stand_by()
@@ -117,7 +119,7 @@ def _open_orchestrator(
     overdue = f"the job has not started within {seconds:g} s (launch.start_seconds)"
     heartbeat = HeartbeatServer(topology, activity, limit, seconds, overdue)
     try:
-        control = ControlPlane(world, topology)
+        control = ControlPlane(world, topology, may_spin)
         invite_workers(control, topology, heartbeat)
         activity.start(Phase.CONNECTING)
         open_groups(world, topology, torch.device("cpu"))
@@ -135,14 +137,16 @@ def _open_orchestrator(
     return StartedJob(MpiRanks(control, activity, failures), blocks, StartReport((_orchestrator_report(), *reports)))
 
 
-def _run_worker(config: RuntimeConfig, topology: Topology, control: ControlPlane, world: MPI.Intracomm) -> None:
+def _run_worker(
+    config: RuntimeConfig, topology: Topology, control: ControlPlane, world: MPI.Intracomm, may_spin: bool
+) -> None:
     """A rank with a device: start its engines, and run rounds until the orchestrator lets it end."""
     activity = Activity()
     heartbeat = join_heartbeat(control, topology, activity, config.launch.heartbeat_seconds)
     slot = topology.slot(world.rank)
     assert slot is not None
     activity.start(Phase.CONNECTING)
-    groups = open_groups(world, topology, device_of(slot))
+    groups = open_groups(world, topology, device_of(slot), may_spin)
     verify_groups(groups, topology, world.rank)
     control.warm_up()
     try:
