@@ -1,7 +1,8 @@
 """Byte layouts of what crosses the control plane every round: plans out, reports back.
 
 Fixed numpy layouts, no pickles: a message is a few headers of numbers followed by arrays whose lengths the headers
-give. It knows the nouns of `core` and nothing of MPI: `parallel.control` carries the bytes.
+give. A plan begins with its round, 0 or more; what begins with a negative number is no plan (roles/tracing.py). It
+knows the nouns of `core` and nothing of MPI: `parallel.control` carries the bytes.
 """
 
 from __future__ import annotations

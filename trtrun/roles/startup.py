@@ -253,6 +253,7 @@ class RankStartup:
             leads_draft=leads_draft,
             leads_target=leads_target,
             use_logits=self._config.speculation.use_logits,
+            device=self._device,
             activity=self._activity,
             phases=phase_clock(self._device) if leads_draft or leads_target else HostPhases(),
         )
