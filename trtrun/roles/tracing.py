@@ -137,7 +137,7 @@ def clock_offset(asked: float, reading: float, answered: float) -> ClockOffset:
     """How a clock stands to rank 0's, from one reading of it.
 
     The reading was taken at some time between the two of rank 0's clock, so the middle is off by half of the round trip
-    at most. Where an offset of nothing is within that, the clocks are taken for one, as they are on one Linux host:
+    at most. Where the reading itself lies between the two, the clocks are taken for one, as they are on one Linux host:
     then the order of what happened there is exact.
 
     Args:
@@ -145,5 +145,5 @@ def clock_offset(asked: float, reading: float, answered: float) -> ClockOffset:
         reading: the rank's clock.
         answered: rank 0's clock when the answer was there.
     """
-    seconds, error = (asked + answered) / 2 - reading, (answered - asked) / 2
-    return ClockOffset(0.0 if abs(seconds) <= error else seconds, error)
+    is_one = asked <= reading <= answered
+    return ClockOffset(0.0 if is_one else (asked + answered) / 2 - reading, (answered - asked) / 2)
