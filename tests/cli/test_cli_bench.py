@@ -188,6 +188,8 @@ def test_a_trace_of_one_process_has_its_two_roles_and_can_be_drawn(
     assert [names[place] for place in rows] == ["timed runs", "orchestrator", "draft+target"]
     assert len(summary["runs"]) == 4
     (case,) = json.loads(done.stdout)["results"]
+    assert_row_is_whole(rows[0, 1], {})
+    assert_row_is_whole(rows[0, 2], {})
     both = [len({e["args"]["round"] for e in rows[0, 2] if e["args"]["run"] in runs}) for runs in ((0, 2), (1, 3))]
     assert both == [case[mode]["num_rounds"] for mode in ("plain", "speculative")]
     waiting = {e["args"]["round"]: ends(e) for e in rows[0, 1] if e["name"] == "waiting"}

@@ -14,11 +14,15 @@ from hypothesis import strategies as st
 from pipelines import make_llm, prompt_of, useless_draft
 from traces import assert_rounds_follow, assert_whole
 
+from parallel.control import Report
+from parallel.watchdog.activity import Activity
 from trtrun import SamplingParams
+from trtrun.roles.engine_ranks import MpiRanks
 from trtrun.roles.phase_clock import HostPhases
 from trtrun.roles.phase_spans import DeviceSpans, HostSpans
 from trtrun.roles.tracing import Answer, PhaseTracer, RankTracer, Request, clock_offset, encode_request
 from trtrun.spans import ENGINES, ORCHESTRATOR, ClockOffset, IdleTime, Span, SpanLog, read_spans
+from trtrun.wire import ReportArrays, RoundTimes
 
 BOOTED = 5000.0
 """Seconds of the host's clock when that of the fake GPU is at 0."""
@@ -236,6 +240,40 @@ def test_time_is_idle_between_spans_and_in_those_that_wait() -> None:
     idle.add_run(spans, {"waiting"})
     assert (idle.elapsed, idle.idle, idle.num_rounds) == pytest.approx((20.0, 5.5, 4))
     assert idle.share == pytest.approx(0.275)
+
+
+class Messages:
+    """The control plane and the failures of ranks in one: what arrives is `coming`, in order."""
+
+    num_workers = 2
+
+    def __init__(self) -> None:
+        self.coming: list[Report] = []
+        self.published: list[bytes] = []
+
+    def publish(self, payload: bytes) -> None:
+        self.published.append(payload)
+
+    def collect(self, control: Messages) -> Report:
+        return self.coming.pop(0)
+
+    def check(self) -> None:
+        pass
+
+
+def test_a_report_that_comes_late_is_no_answer_and_is_not_lost() -> None:
+    messages = Messages()
+    ranks = MpiRanks(messages, Activity(), messages)
+    late = ReportArrays(6, RoundTimes(drafting=0.5))
+    log = SpanLog(9)
+    log.add("drafting", 6, 1.0, 2.0)
+    messages.coming = [
+        Report(2, SpanLog(9).encode(), 1), Report(1, late.encode(), 0), Report(1, log.encode(), 1),
+    ]  # fmt: skip
+    assert [(spans.rank, len(spans.spans)) for spans in ranks.take_trace()] == [(1, 1), (2, 0)]
+    report = ranks.collect()
+    assert (report.round_index, report.times.drafting, report.is_verdict) == (6, 0.5, False)
+    assert messages.published == [encode_request(Request.TAKE)] and messages.coming == []
 
 
 @pytest.mark.parametrize("plans_ahead", [0, 1])
