@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,6 +150,28 @@ def test_events_are_used_again_where_nobody_takes_the_times() -> None:
     assert gpu.made <= made + 3
     assert_whole(log.spans, [0, 1, 2])
     assert log.num_dropped_rounds == 47
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_spans_of_a_real_gpu_lie_between_their_launch_and_their_end_on_the_host() -> None:
+    log = SpanLog(100)
+    clock, seen = DeviceSpans(log), []
+    matrix = torch.ones((2048, 2048), device="cuda")
+    for round_index in range(20):
+        launched = time.perf_counter()
+        clock.start(round_index)
+        for phase in ("drafting", "verifying"):
+            matrix = matrix @ matrix / 2048
+            clock.end(phase)
+        torch.cuda.synchronize()
+        seen.append((launched, time.perf_counter()))
+    clock.finish()
+    assert_whole(log.spans, range(20))
+    assert sum(clock.take().values()) == pytest.approx(sum(span.end - span.start for span in log.spans))
+    slack = 1e-3  # the reference is read to some microseconds
+    for span in log.spans:
+        launched, ended = seen[span.round_index]
+        assert launched - slack < span.start < span.end < ended + slack
 
 
 seconds = st.floats(0, 1)

@@ -56,7 +56,7 @@ class DeviceSpans(DevicePhases):
 
     Events tell times from each other, so one of them, the reference, is waited for, next to a reading of the host's
     clock. The times of all others follow from it. They come in float32 milliseconds: to the microsecond for 8 s behind
-    the reference, to 8 µs after a minute; and the two clocks drift apart. So each run has a reference of its own.
+    the reference, to 4 µs after a minute; and the two clocks drift apart. So each run has a reference of its own.
     """
 
     def __init__(
