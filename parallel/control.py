@@ -67,6 +67,11 @@ class ControlPlane:
         self._waiter = Waiter(may_spin)
         self._transport: _Mpi | _Local = _Mpi(world_comm.Dup()) if world_comm else _Local()
 
+    @property
+    def num_workers(self) -> int:
+        """How many ranks take plans."""
+        return len(self._topology.worker_ranks)
+
     # Plans: orchestrator → workers.
 
     def publish(self, payload: Payload) -> None:

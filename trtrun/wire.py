@@ -2,7 +2,8 @@
 
 Fixed layouts, no pickles: a message is a header of numbers, numpy records where rows are admitted, and arrays whose
 lengths the header gives. Most rounds admit nobody and prefill nothing; their plan costs a few microseconds at either
-end, while engines wait for it. It knows the nouns of `core` and nothing of MPI: `parallel.control` carries the bytes.
+end, while engines wait for it. A plan begins with its round, 0 or more; what begins with a negative number is no plan
+(roles/tracing.py). It knows the nouns of `core` and nothing of MPI: `parallel.control` carries the bytes.
 """
 
 from __future__ import annotations

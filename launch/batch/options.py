@@ -68,6 +68,7 @@ class BenchOptions:
         peer: "transformers", or None.
         seed: of the random prompts; None draws one.
         as_json: print the JSON line only.
+        trace: file for a trace of the timed runs' rounds, or None.
     """
 
     rows: Sequence[int] = (1, 4, 16)
@@ -77,3 +78,4 @@ class BenchOptions:
     peer: str | None = None
     seed: int | None = None
     as_json: bool = False
+    trace: str | None = None

@@ -24,7 +24,9 @@ from rich.table import Table
 
 from launch.batch.options import BenchOptions
 from launch.batch.run import load_llm
+from launch.bench.trace import BenchTrace, check_trace
 from launch.check.preflight import check_job
+from launch.exit_codes import FailedError
 from launch.mpi.job import Job, finish_mpi
 from launch.mpi.mpirun import build_environment
 from launch.terminal import output_console
@@ -89,6 +91,8 @@ def check_bench(job: Job, options: BenchOptions) -> None:
     """Raise a TrtrunError for anything that the user got wrong, before ranks start."""
     if options.peer is not None and importlib.util.find_spec(options.peer) is None:
         raise ConfigError(f"--peer {options.peer}: it is not installed: pip install '{options.peer}'")
+    if options.trace is not None:
+        check_trace(options.trace)
     check_job(job.config, job.topology)
     context = target_context(job.config, read_model_config(job.config.target.model))
     needed = options.prompt_tokens + options.max_tokens
@@ -102,23 +106,31 @@ def check_bench(job: Job, options: BenchOptions) -> None:
 def play_bench(job: Job, options: BenchOptions) -> int:
     """This rank's part of a benchmark; rank 0 prints a table and, last, one JSON object."""
     seed = options.seed if options.seed is not None else int.from_bytes(os.urandom(4), "little")
-    results, identical, ranks = _measure(job, options, seed)
+    modes = (PLAIN, SPECULATIVE) if job.config.is_speculative else (PLAIN,)
+    trace = BenchTrace(options.trace, job.topology, len(modes) * len(options.rows) * options.repeats)
+    results, identical, ranks = _measure(job, options, seed, modes, trace)
     gc.collect()  # the peer gets the memory
     peer = _run_peer(job, options, results) if options.peer is not None else {}
     report = _make_report(job, options, seed, results, peer, identical)
+    for entry in report["results"]:
+        for mode in modes:
+            entry[mode] |= trace.figures(mode, entry["rows"])
     report["kernels"] = sorted({rank.kernels for rank in ranks if rank.kernels})
     if not options.as_json:
         _print_table(report)
     print(json.dumps(report), flush=True)
+    try:
+        trace.write()
+    except OSError as error:
+        raise FailedError(f"the trace {trace.path} cannot be written: {error.strerror}") from None
     return 0
 
 
 def _measure(
-    job: Job, options: BenchOptions, seed: int
+    job: Job, options: BenchOptions, seed: int, modes: Sequence[str], trace: BenchTrace
 ) -> tuple[dict[int, dict[str, Case]], bool | None, tuple[RankReport, ...]]:
     """Cases by number of rows and mode, whether speculation gave plain decoding's tokens on the same prompts, ranks."""
     generator = random.Random(seed)
-    modes = (PLAIN, SPECULATIVE) if job.config.is_speculative else (PLAIN,)
     identical: bool | None = None
     with load_llm(job.config) as llm:
         vocabulary = read_model_config(job.config.target.model).vocab_size
@@ -131,7 +143,9 @@ def _measure(
             for _ in range(options.repeats):
                 for mode in modes:
                     llm.set_speculation(mode == SPECULATIVE)
-                    _run_once(llm, cases[mode], _draw(generator, vocabulary, rows, options), options.max_tokens)
+                    prompts = _draw(generator, vocabulary, rows, options)
+                    with trace.run(llm, mode, rows):
+                        _run_once(llm, cases[mode], prompts, options.max_tokens)
         if SPECULATIVE in modes:
             identical = _is_identical(llm, _draw(generator, vocabulary, 1, options), options.max_tokens)
         ranks = llm.report.ranks

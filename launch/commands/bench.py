@@ -19,9 +19,10 @@ from launch.commands.common import load, with_config
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Medians are over these.")
 @click.option("--peer", type=click.Choice(["transformers"]), help="Measure this on the same weights and prompts too.")
 @click.option("--seed", type=click.IntRange(0), help="Of the random prompts.  [default: drawn, and printed]")
+@click.option("--trace", metavar="F", help="Write a trace of the timed runs' rounds to this file, for Perfetto.")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON line only.")
 def bench(
-    config_path: Path, overrides: tuple[str, ...], speculation: str | None, rows: str, as_json: bool, **numbers: Any
+    config_path: Path, overrides: tuple[str, ...], speculation: str | None, rows: str, as_json: bool, **others: Any
 ) -> int:
     """Measure plain and speculative decoding in one run, on fresh random prompts; the last line is JSON."""
     from launch.batch.options import BenchOptions
@@ -31,7 +32,7 @@ def bench(
     if not counts or len(counts) != len(rows.split(",")):
         raise click.BadParameter("write numbers with commas between, such as 1,4,16", param_hint="'--rows'")
     job = Job(load(config_path, overrides, speculation), sys.argv[1:])
-    options = BenchOptions(rows=counts, as_json=as_json, **numbers)
+    options = BenchOptions(rows=counts, as_json=as_json, **others)
 
     def check() -> None:
         from launch.bench.bench import check_bench

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
-from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run
+from commands import FOUR_RANKS, ONE_PROCESS, ROOT, Configs, Run
 
 from trtrun.kernels.cpu.machine import has_bfloat16_kernels
 from trtrun.telemetry import ROUND_PARTS
@@ -98,6 +102,129 @@ def test_bench_refuses_nonsense(config: Configs, trtrun: Run, arguments: tuple[s
     done = trtrun("bench", "--config", config(ONE_PROCESS), *arguments)
     assert done.returncode == 2
     assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def read_trace(path: Path) -> tuple[dict[str, Any], dict[tuple[int, int], list[dict[str, Any]]], dict[Any, str]]:
+    """A trace's summary, its complete events by row (process, thread), and the rows' names, processes' too."""
+    trace = json.loads(path.read_text(encoding="utf-8"))
+    assert trace["displayTimeUnit"] == "ms"
+    spans = sorted((e for e in trace["traceEvents"] if e["ph"] == "X"), key=lambda e: (e["pid"], e["tid"]))
+    rows = {place: list(events) for place, events in groupby(spans, lambda e: (e["pid"], e["tid"]))}
+    names: dict[Any, str] = {}
+    for event in trace["traceEvents"]:
+        assert event["ph"] in ("X", "M") and isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        if event["name"] == "process_name":
+            names[event["pid"]] = event["args"]["name"]
+        if event["name"] == "thread_name":
+            names[event["pid"], event["tid"]] = event["args"]["name"]
+    assert set(rows) == {place for place in names if isinstance(place, tuple)}
+    return trace["otherData"], rows, names
+
+
+def ends(event: dict[str, Any]) -> tuple[int, int]:
+    """Start and end of an event in whole nanoseconds."""
+    return round(1e3 * event["ts"]), round(1e3 * (event["ts"] + event["dur"]))
+
+
+def assert_row_is_whole(events: list[dict[str, Any]], num_rounds: dict[int, int]) -> None:
+    """A row's events are in order and do not overlap, and cover as many rounds of each run as the run had."""
+    assert all(0 <= start <= end for start, end in map(ends, events))
+    assert all(ends(before)[1] <= ends(after)[0] + 1 for before, after in pairwise(events))
+    for run, count in num_rounds.items():
+        assert len({e["args"]["round"] for e in events if e["args"]["run"] == run}) == count
+
+
+def test_bench_traces_the_rounds_of_all_ranks(config: Configs, trtrun: Run, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    done = trtrun(
+        *("bench", "--config", config(FOUR_RANKS), "--rows", "2", "--repeats", 1, "--max-tokens", 12, "--json"),
+        *("--trace", file),
+    )
+    assert done.returncode == 0, done.stderr
+    (entry,) = json.loads(done.stdout)["results"]
+    summary, rows, names = read_trace(file)
+    assert [names[rank] for rank in range(4)] == [
+        "orchestrator rank 0 (host)", "draft rank 1 (cpu:0)", "target rank 2 (cpu:1)", "target rank 3 (cpu:2)"
+    ]  # fmt: skip
+    assert [event["name"] for event in rows.pop((0, 0))] == ["run 0: plain, 2 rows", "run 1: speculative, 2 rows"]
+    assert [names[place] for place in rows] == ["orchestrator", "draft", "target", "target"]
+    num_rounds = {run: entry[mode]["num_rounds"] for run, mode in enumerate(("plain", "speculative"))}
+    for events in rows.values():
+        assert_row_is_whole(events, num_rounds)
+    orchestrator, draft, target, _ = rows.values()
+    assert {event["name"] for event in orchestrator} == {"planning", "waiting", "committing"}
+    assert {event["name"] for event in draft} == {"drafting", "transferring", "waiting"}
+    assert {event["name"] for event in target} == {"drafting", "transferring", "verifying"}
+    planned, heard, verified = (
+        {event["args"]["round"]: ends(event) for event in events if event["name"] == name}
+        for events, name in ((orchestrator, "planning"), (draft, "waiting"), (target, "verifying"))
+    )
+    for number, (start, end) in verified.items():
+        assert planned[number][0] <= start, "a round is planned before it is verified"
+        assert start <= heard[number][1], "the draft hears a verdict after its verification has begun"
+        assert number + 1 not in planned or end <= planned[number + 1][0], "no plan is sent ahead"
+    shares = {(idle["mode"], idle["rank"]): idle["idle_share"] for idle in summary["idle"]}
+    assert len(shares) == 8 and all(0 < share < 1 for share in shares.values())
+    for mode in ("plain", "speculative"):
+        assert entry[mode]["target_idle_share"] == shares[mode, 2]
+    assert summary["num_dropped_rounds"] == 0
+    assert {(clock["rank"], clock["offset_us"]) for clock in summary["clocks"]} == {(1, 0.0), (2, 0.0), (3, 0.0)}
+
+
+def test_a_trace_of_one_process_has_its_two_roles_and_can_be_drawn(
+    config: Configs, trtrun: Run, tmp_path: Path
+) -> None:
+    file, drawing = tmp_path / "trace.json", tmp_path / "rounds.svg"
+    file.write_text("an older file")
+    done = trtrun(
+        *("bench", "--config", config(ONE_PROCESS), "--rows", "1", "--repeats", 2, "--max-tokens", 24, "--json"),
+        *("--trace", file),
+    )
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir() if "trace" in path.name] == ["trace.json"]
+    summary, rows, names = read_trace(file)
+    assert names[0] == "orchestrator+draft+target rank 0 (cpu:0)"
+    assert [names[place] for place in rows] == ["timed runs", "orchestrator", "draft+target"]
+    assert len(summary["runs"]) == 4
+    (case,) = json.loads(done.stdout)["results"]
+    assert_row_is_whole(rows[0, 1], {})
+    assert_row_is_whole(rows[0, 2], {})
+    both = [len({e["args"]["round"] for e in rows[0, 2] if e["args"]["run"] in runs}) for runs in ((0, 2), (1, 3))]
+    assert both == [case[mode]["num_rounds"] for mode in ("plain", "speculative")]
+    waiting = {e["args"]["round"]: ends(e) for e in rows[0, 1] if e["name"] == "waiting"}
+    for event in rows[0, 2]:
+        start, end = waiting[event["args"]["round"]]
+        assert start <= ends(event)[0] and ends(event)[1] <= end, "one process does a round when it waits for it"
+
+    words = [sys.executable, str(ROOT / "scripts" / "draw_trace.py"), str(file), str(drawing), "--run", "0"]
+    done = subprocess.run([*words, "--rounds", "3"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    said = [title.text or "" for title in ElementTree.parse(drawing).iter("{http://www.w3.org/2000/svg}title")]
+    assert said[0] == summary["runs"][0]
+    first = rows[0, 2][0]["args"]["round"] + 3
+    verified = [title.split(", ")[1] for title in said if title.startswith("verifying")]
+    assert verified == [f"round {number}" for number in range(first, first + 3)]
+    done = subprocess.run([*words, "--first", "999"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "so none with number 999" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("missing/trace.json", "missing does not exist"),
+        (".", "it is a directory"),
+        ("/dev/null", "a trace needs a file"),
+        ("-", "a trace needs a file"),
+    ],
+)
+def test_bench_refuses_a_trace_that_cannot_be_written_before_it_runs(
+    config: Configs, trtrun: Run, tmp_path: Path, path: str, said: str
+) -> None:
+    where = path if path == "-" else tmp_path / path
+    done = trtrun("bench", "--config", config(FOUR_RANKS), "--trace", where)
+    assert done.returncode == 2
+    assert done.stdout == "" and said in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

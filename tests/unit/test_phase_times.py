@@ -60,7 +60,7 @@ class Mark:
 
 
 def play_round(clock: DevicePhases) -> None:
-    clock.start()
+    clock.start(0)
     clock.end("drafting")
     clock.end("verifying")
 
@@ -98,7 +98,7 @@ def test_a_round_that_was_cut_short_does_no_harm() -> None:
     """An interrupt in the middle of a round leaves its events behind."""
     device = Device()
     clock = DevicePhases(device.mark, lambda: None)
-    clock.start()
+    clock.start(0)
     clock.end("drafting")
     play_round(clock)
     device.run(1.0, marks=1)
@@ -111,10 +111,10 @@ def test_a_round_that_was_cut_short_does_no_harm() -> None:
 def test_the_host_is_timed_by_the_clock() -> None:
     ticks: Iterator[float] = iter([1.0, 1.5, 3.5, 10.0, 10.25])
     clock = HostPhases(lambda: next(ticks))
-    clock.start()
+    clock.start(0)
     clock.end("drafting")
     clock.end("verifying")
-    clock.start()
+    clock.start(0)
     clock.end("drafting")
     assert clock.take() == {"drafting": 0.75, "verifying": 2.0}
     assert clock.take() == {}

@@ -37,6 +37,7 @@ class DraftWorker:
         target_leader: world rank.
         rank: this one.
         use_logits: whether draft_probs travel for sampled rows.
+        device: of its engine.
         activity: where the process says what it is doing.
         phases: times the phases of rounds; only the leader takes its times.
     """
@@ -49,6 +50,7 @@ class DraftWorker:
     target_leader: int
     rank: int
     use_logits: bool
+    device: torch.device
     activity: Activity = field(default_factory=Activity)
     phases: PhaseClock = field(default_factory=HostPhases)
 
@@ -60,7 +62,7 @@ class DraftWorker:
     @torch.inference_mode()
     def run_round(self, plan: RoundPlan) -> ReportArrays | None:
         """Run one round; returns the leader's report, None elsewhere."""
-        self.phases.start()
+        self.phases.start(plan.round_index)
         self.activity.enter(plan.round_index, Phase.DRAFTING)
         self.drafter.begin_round(plan)
         early = self.mail.take(self.target_leader, VERDICT_TAG) if plan.sampled_rows else None

@@ -11,15 +11,20 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
-from parallel.control import ControlPlane
+from parallel.control import ControlPlane, Report
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core import RoundPlan
 from trtrun.errors import RankFailedError
 from trtrun.roles.draft_worker import DraftWorker
 from trtrun.roles.failures import RankFailures
 from trtrun.roles.target_worker import TargetWorker
+from trtrun.roles.tracing import Answer, PhaseTracer, RankTracer
 from trtrun.roles.worker import Worker
+from trtrun.spans import ENGINES, RankSpans
 from trtrun.wire import RoundReport, decode_plan, decode_report, encode_plan
+
+_ROUND_REPORT, _TRACE_ANSWER = 0, 1
+"""Kinds of reports on the control plane."""
 
 
 class EngineRanks(Protocol):
@@ -57,6 +62,22 @@ class EngineRanks(Protocol):
         """
         ...
 
+    def start_trace(self, most_rounds: int) -> None:
+        """Log the phases of the next `most_rounds` rounds on every rank. Between rounds: no plan is out.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
+        ...
+
+    def take_trace(self) -> list[RankSpans]:
+        """End the log of every rank, and return them in rank order, by this process's clock. Between rounds.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
+        ...
+
     def close(self) -> None:
         """Let the engine ranks end; after a failure they end with this process."""
         ...
@@ -67,6 +88,7 @@ class SoloRanks:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._tracer = PhaseTracer(worker)
         self._plans: deque[RoundPlan] = deque()
 
     def publish(self, plan: RoundPlan) -> None:
@@ -89,6 +111,15 @@ class SoloRanks:
         self._plans.clear()
         self._worker.reset()
 
+    def start_trace(self, most_rounds: int) -> None:
+        """See EngineRanks."""
+        self._tracer.start(most_rounds)
+
+    def take_trace(self) -> list[RankSpans]:
+        """See EngineRanks; there is one clock."""
+        log = self._tracer.take()
+        return [RankSpans(0, ENGINES, log.spans, log.num_dropped_rounds)]
+
     def close(self) -> None:
         """See EngineRanks."""
         self._plans.clear()
@@ -107,6 +138,9 @@ class MpiRanks:
         self._control = control
         self._activity = activity
         self._failures = failures
+        self._tracer = RankTracer(self._ask)
+        # A draft leader's report of the last round before a trace may come after the first request.
+        self._set_aside: deque[Report] = deque()
         self._published = -1
         self._num_due = 0
         self._is_stepping = False
@@ -122,7 +156,8 @@ class MpiRanks:
         """See EngineRanks."""
         self._activity.enter(self._published, Phase.AWAITING_REPORT)
         try:
-            report = decode_report(self._failures.collect(self._control).payload)
+            received = self._set_aside.popleft() if self._set_aside else self._failures.collect(self._control)
+            report = decode_report(received.payload)
             self._num_due -= report.is_verdict
             return report
         finally:
@@ -145,9 +180,34 @@ class MpiRanks:
         while self._num_due:
             self.collect()
 
+    def start_trace(self, most_rounds: int) -> None:
+        """See EngineRanks."""
+        self._tracer.start(most_rounds)
+
+    def take_trace(self) -> list[RankSpans]:
+        """See EngineRanks."""
+        return self._tracer.take()
+
     def close(self) -> None:
         """See EngineRanks."""
         self._failures.close(self._control)
+
+    def _ask(self, request: bytes) -> Iterator[Answer]:
+        """Send a request to every worker, and yield the answers of all as they come."""
+        self._failures.check()
+        self._activity.enter(self._published, Phase.AWAITING_REPORT)
+        try:
+            self._control.publish(request)
+            due = self._control.num_workers
+            while due:
+                report = self._failures.collect(self._control)
+                if report.kind == _ROUND_REPORT:
+                    self._set_aside.append(report)
+                    continue
+                due -= 1
+                yield Answer(report.rank, report.payload)
+        finally:
+            self._leave()
 
     def _leave(self) -> None:
         if self._is_stepping:
@@ -161,12 +221,17 @@ AnyWorker = Worker | DraftWorker | TargetWorker
 
 
 def serve(control: ControlPlane, worker: AnyWorker) -> None:
-    """A worker rank's life after start-up: run plans in order until the orchestrator lets it end."""
+    """A worker rank's life after start-up: run plans in order, and be traced, until the orchestrator lets it end."""
+    tracer = PhaseTracer(worker)
     while True:
         worker.activity.rest()
         payload = control.receive(timeout=None)
         if payload is None:
             return
+        answer = tracer.answer(payload)
+        if answer is not None:
+            control.report(answer, kind=_TRACE_ANSWER)
+            continue
         report = worker.run_round(decode_plan(payload))
         if report is not None:
-            control.report(report.encode())
+            control.report(report.encode(), kind=_ROUND_REPORT)

@@ -15,6 +15,7 @@ from trtrun.core import RoundPlan, TokenLogprobs
 from trtrun.roles.engine_ranks import EngineRanks
 from trtrun.scheduling.completion import RowResult
 from trtrun.scheduling.scheduler import Scheduler
+from trtrun.spans import ORCHESTRATOR, RankSpans, SpanLog
 from trtrun.speculation.ahead.policy import AheadPolicy
 from trtrun.speculation.cycle import commit_round
 from trtrun.speculation.pacing import Pacer
@@ -66,6 +67,8 @@ class Orchestrator:
         self._clock = clock
         self._plans_ahead = scheduler.limits.plans_ahead
         self._last_verdict = 0.0
+        self._committed = 0
+        self._log: SpanLog | None = None
         self._published: deque[_PublishedPlan] = deque()
         self._row_wants_logprobs: dict[int, bool] = {}
 
@@ -82,7 +85,7 @@ class Orchestrator:
         """
         with self._ranks.stepping():
             started = self._clock()
-            self._publish_plans()
+            self._publish_plans(started)
             planned = self._clock()
             self.totals.orchestrating += planned - started
             if not self._published:
@@ -90,18 +93,22 @@ class Orchestrator:
             report = self._collect()
             received = self._clock()
             self.totals.waiting += received - planned
+            self._trace("waiting", self._published[0].plan.round_index, planned, received)
             gains = self._commit(self._published.popleft(), report, received)
             self.add_committing(self._clock() - received)
             if self._plans_ahead:  # the ranks go on while the text of this round is made
                 started = self._clock()
-                self._publish_plans()
+                self._publish_plans(started)
                 self.totals.orchestrating += self._clock() - started
             return gains
 
     def add_committing(self, seconds: float) -> None:
-        """Count the time that something took between a verdict and the tokens and texts of its rows."""
+        """Count the time that something took, until now, between a verdict and the tokens and texts of its rows."""
         self.totals.committing += seconds
         self.totals.orchestrating += seconds
+        if self._log is not None:
+            ended = self._clock()
+            self._trace("committing", self._committed, ended - seconds, ended)
 
     def drain(self) -> None:
         """Take in the verdicts of plans that are still out, once no completion is left; nothing while one is."""
@@ -119,14 +126,41 @@ class Orchestrator:
         self.scheduler.reset()
         self._ranks.reset()
 
+    def start_trace(self, most_rounds: int) -> None:
+        """Log what this rank and every engine rank does in the next `most_rounds` rounds. No plan may be out.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
+        self._log = SpanLog(most_rounds)
+        self._ranks.start_trace(most_rounds)
+
+    def take_trace(self) -> list[RankSpans]:
+        """End the logs and return them: this rank's as orchestrator, then those of the engine ranks in rank order, all
+        by this process's clock. No plan may be out.
+
+        Raises:
+            RankFailedError: a rank failed.
+        """
+        log, self._log = self._log or SpanLog(0), None
+        own = RankSpans(0, ORCHESTRATOR, log.spans, log.num_dropped_rounds)
+        return [own, *self._ranks.take_trace()]
+
     def close(self) -> None:
         """Let the engine ranks end."""
         self._ranks.close()
 
-    def _publish_plans(self) -> None:
+    def _trace(self, name: str, round_index: int, start: float, end: float) -> None:
+        if self._log is not None:
+            self._log.add(name, round_index, start, end)
+
+    def _publish_plans(self, started: float) -> None:
         while len(self._published) <= self._plans_ahead and (plan := self._schedule()) is not None:
             self._ranks.publish(plan)
-            self._published.append(_PublishedPlan(plan, self._places_with_logprobs(plan), self._clock()))
+            published = self._clock()
+            self._published.append(_PublishedPlan(plan, self._places_with_logprobs(plan), published))
+            self._trace("planning", plan.round_index, started, published)
+            started = published
 
     def _schedule(self) -> RoundPlan | None:
         num_decoding = self.scheduler.num_decoding
@@ -173,6 +207,7 @@ class Orchestrator:
     def _commit(self, published: _PublishedPlan, report: RoundReport, received: float) -> list[RowGain]:
         seconds = received - max(self._last_verdict, published.published)
         self._last_verdict = received
+        self._committed = published.plan.round_index
         self.totals.num_rounds += 1
         logprobs = dict(zip(published.logprob_places, report.logprobs, strict=True))
         num_rows = len(published.plan.decode_rows)

@@ -3,16 +3,16 @@
 Kernels on a GPU run after the calls that launch them have returned, so the clock would tell the time of launching.
 Events are recorded at the borders of the phases instead and read once they are behind: on the target leader after the
 one copy to the host of the round, on a draft leader with a device of its own with a later report. Nothing ever waits
-for an event. It knows names of phases and no round.
+for an event. It knows names of phases and numbers of rounds, and nothing of what either means.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -20,7 +20,7 @@ import torch
 class PhaseClock(Protocol):
     """Times the phases of one round after the other."""
 
-    def start(self) -> None:
+    def start(self, round_index: int) -> None:
         """A round begins, and with it its first phase."""
         ...
 
@@ -42,7 +42,7 @@ class HostPhases:
         self._last = 0.0
         self._seconds: dict[str, float] = {}
 
-    def start(self) -> None:
+    def start(self, round_index: int) -> None:
         """See PhaseClock."""
         self._last = self._clock()
 
@@ -73,14 +73,27 @@ class Event(Protocol):
         """Milliseconds from this mark to a later one; both are passed."""
         ...
 
+    def synchronize(self) -> None:
+        """Wait until the device has passed the mark."""
+        ...
 
-def _timing_event() -> Event:
+
+def timing_event() -> Event:
+    """A new event of the current GPU that can tell times."""
     event: Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     return event
 
 
-def _current_stream() -> object:
+def current_stream() -> object:
+    """The stream of the current GPU to which calls launch now."""
     return torch.cuda.current_stream()
+
+
+class RoundBorders(NamedTuple):
+    """The events of one round: the first where it began, then each with the phase that ended there."""
+
+    round_index: int
+    borders: list[tuple[str, Event]]
 
 
 class DevicePhases:
@@ -90,34 +103,39 @@ class DevicePhases:
     """
 
     def __init__(
-        self, make_event: Callable[[], Event] = _timing_event, find_stream: Callable[[], object] = _current_stream
+        self, make_event: Callable[[], Event] = timing_event, find_stream: Callable[[], object] = current_stream
     ) -> None:
         """Time with the events of `make_event` on the stream of `find_stream`."""
         self._make_event = make_event
         self._find_stream = find_stream
         self._stream: object = None
         self._spare: list[Event] = []
-        # Rounds whose times are not taken yet, the oldest first: borders, each with the phase that ends there.
-        self._rounds: deque[list[tuple[str, Event]]] = deque()
+        # Rounds whose times are not taken yet, the oldest first.
+        self._rounds: deque[RoundBorders] = deque()
 
-    def start(self) -> None:
+    def start(self, round_index: int) -> None:
         """See PhaseClock."""
         self._stream = self._find_stream()
-        self._rounds.append([("", self._record())])
+        self._rounds.append(RoundBorders(round_index, [("", self._record())]))
 
     def end(self, phase: str) -> None:
         """See PhaseClock."""
-        self._rounds[-1].append((phase, self._record()))
+        self._rounds[-1].borders.append((phase, self._record()))
 
     def take(self) -> dict[str, float]:
         """See PhaseClock."""
         seconds: dict[str, float] = {}
-        while self._rounds and self._rounds[0][-1][1].query():
-            borders = self._rounds.popleft()
-            for (_, before), (phase, after) in pairwise(borders):
+        for passed in self._passed():
+            for (_, before), (phase, after) in pairwise(passed.borders):
                 seconds[phase] = seconds.get(phase, 0.0) + before.elapsed_time(after) / 1000
-            self._spare += [event for _, event in borders]
         return seconds
+
+    def _passed(self) -> Iterator[RoundBorders]:
+        """Rounds that the device has done, the oldest first, each once; their events are used again."""
+        while self._rounds and self._rounds[0].borders[-1][1].query():
+            passed = self._rounds.popleft()
+            yield passed
+            self._spare += [event for _, event in passed.borders]
 
     def _record(self) -> Event:
         event = self._spare.pop() if self._spare else self._make_event()

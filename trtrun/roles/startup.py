@@ -282,6 +282,7 @@ class RankStartup:
                 target_ranks=topology.target_ranks,
                 rank=self._rank,
                 use_logits=use_logits,
+                device=self._device,
                 activity=activity,
                 phases=phases,
             )
@@ -296,6 +297,7 @@ class RankStartup:
             target_leader=topology.target_leader,
             rank=self._rank,
             use_logits=use_logits,
+            device=self._device,
             activity=activity,
             phases=phases,
         )
@@ -318,6 +320,7 @@ class RankStartup:
             leads_draft=leads_draft,
             leads_target=leads_target,
             use_logits=self._config.speculation.use_logits,
+            device=self._device,
             activity=self._activity,
             phases=phase_clock(self._device) if leads_draft or leads_target else HostPhases(),
         )

@@ -65,6 +65,7 @@ class TargetWorker:
         target_ranks: of the target engine, the leader first.
         rank: this one.
         use_logits: acceptance mode of sampled rows.
+        device: of its engine.
         activity: where the process says what it is doing.
         phases: times the phases of rounds; only the leader takes its times.
     """
@@ -78,6 +79,7 @@ class TargetWorker:
     target_ranks: tuple[int, ...]
     rank: int
     use_logits: bool
+    device: torch.device
     activity: Activity = field(default_factory=Activity)
     phases: PhaseClock = field(default_factory=HostPhases)
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
@@ -90,7 +92,7 @@ class TargetWorker:
     @torch.inference_mode()
     def run_round(self, plan: RoundPlan) -> ReportArrays | None:
         """Run one round; returns the leader's report, None elsewhere."""
-        self.phases.start()
+        self.phases.start(plan.round_index)
         self.activity.enter(plan.round_index, Phase.AWAITING_DRAFT)
         by_probability = begin_round(plan, None, self.target, use_logits=self.use_logits)
         arrived = self._await_draft(plan) if plan.draft_len else None

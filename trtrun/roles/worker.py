@@ -34,6 +34,7 @@ class Worker:
         leads_draft: whether it is the first of the ranks that draft.
         leads_target: whether its target rank is the target leader.
         use_logits: acceptance mode of sampled rows.
+        device: of its engines.
         activity: where the process says what it is doing.
         phases: times the phases of rounds; only leaders take its times.
     """
@@ -45,13 +46,14 @@ class Worker:
     leads_draft: bool
     leads_target: bool
     use_logits: bool
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     activity: Activity = field(default_factory=Activity)
     phases: PhaseClock = field(default_factory=HostPhases)
 
     @torch.inference_mode()
     def run_round(self, plan: RoundPlan) -> ReportArrays | None:
         """Run one round; returns the report of a leader, None elsewhere."""
-        self.phases.start()
+        self.phases.start(plan.round_index)
         self.activity.enter(plan.round_index, Phase.DRAFTING)
         by_probability = begin_round(plan, self.drafter, self.target, use_logits=self.use_logits)
         draft = draft_round(self.drafter, plan, by_probability) if self.drafter is not None else None
@@ -73,7 +75,7 @@ class Worker:
             verdict = verify_round(self.target, self.link, plan, received, by_probability, leads=self.leads_target)
         if self.drafter is not None:
             learn_verdict(self.drafter, self.link, plan, verdict)
-        self.phases.end("verifying")
+        self.phases.end("verifying" if self.target is not None else "waiting")
         self.activity.enter(plan.round_index, Phase.REPORTING)
         if self.leads_target:
             report = read_verdict(plan, verdict)
