@@ -85,23 +85,22 @@ class RowState:
         self.token_ids[rows.unsqueeze(1), columns] = tokens.to(torch.int32)
         self.lengths[rows] = lengths + num_tokens
 
-    def share_tokens(
-        self, rows: Sequence[int], own: Sequence[int], lengths: Sequence[int], drafts: Sequence[Sequence[int]]
-    ) -> None:
-        """Give the rows `own` the tokens of others, and some behind them.
+    def share_tokens(self, rows: Sequence[int], own: Sequence[int]) -> None:
+        """Give each of the rows `own` the tokens of the row beside it in `rows`."""
+        self.token_ids[device_integers(own, self.device)] = self.token_ids[device_integers(rows, self.device)]
+
+    def write_tokens(self, rows: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        """Write tokens that the host knows.
 
         Args:
-            rows: whose tokens.
-            own: rows that get them.
-            lengths: of `rows`, in tokens.
-            drafts: tokens to put behind these, a list for each row.
+            rows: that get them.
+            starts: of each row, the position of its first.
+            tokens: of each row.
         """
-        source, target = device_integers(rows, self.device), device_integers(own, self.device)
-        self.token_ids[target] = self.token_ids[source]
         places = [
-            (row, length + step, token)
-            for row, length, draft in zip(own, lengths, drafts, strict=True)
-            for step, token in enumerate(draft)
+            (row, start + step, token)
+            for row, start, of_row in zip(rows, starts, tokens, strict=True)
+            for step, token in enumerate(of_row)
         ]
         if places:
             at, column, token = device_integers(places, self.device).unbind(1)

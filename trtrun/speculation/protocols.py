@@ -104,10 +104,12 @@ class AheadRows(Rows, Protocol):
         """[rows, blocks] int64."""
         ...
 
-    def share_tokens(
-        self, rows: Sequence[int], own: Sequence[int], lengths: Sequence[int], drafts: Sequence[Sequence[int]]
-    ) -> None:
-        """Copy the token ids of `rows` to the rows `own`, with some tokens from each one's length on."""
+    def share_tokens(self, rows: Sequence[int], own: Sequence[int]) -> None:
+        """Give each of the rows `own` the token ids of the row beside it in `rows`."""
+        ...
+
+    def write_tokens(self, rows: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]) -> None:
+        """Write tokens that the host knows, from each row's position in `starts` on."""
         ...
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from trtrun.sampling.random import Stream
 from trtrun.speculation.ahead.fan_out import MOST_RANKS
 from trtrun.speculation.protocols import AheadEngine, Step
-from trtrun.tensors import device_integers
+from trtrun.tensors import device_integers, kept_integers
 
 NUM_RANKED = MOST_RANKS + 1
 """Tokens that are ranked at a place: the one that the draft chooses, and candidates beside it."""
@@ -135,4 +135,4 @@ class Chains(Generic[Step]):
         return tokens, ranked, sampling.probabilities(processed[self._index(sampled), 0])
 
     def _index(self, rows: Sequence[int]) -> Tensor:
-        return device_integers(list(rows), self._engine.device)
+        return kept_integers(rows, self._engine.device)

@@ -25,7 +25,7 @@ from trtrun.speculation.ahead.chains import Chains, Chosen
 from trtrun.speculation.ahead.fan_out import FanOut
 from trtrun.speculation.ahead.paths import Guess, Guesses, RowPath
 from trtrun.speculation.protocols import AheadEngine, Step
-from trtrun.tensors import device_integers
+from trtrun.tensors import device_integers, kept_integers
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,8 @@ class AheadDrafter(Generic[Step]):
         self._draft_len = draft_len
         self._use_logits = use_logits
         self._space = space
+        blocks = [list(space.blocks(index)) for index in range(space.most_guesses)]
+        self._scratch = device_integers(blocks, engine.device)
         self._fan_out = FanOut(draft_len)
         self._paths: dict[int, RowPath] = {}
         self._last_prompt_tokens: dict[int, int] = {}
@@ -198,20 +200,24 @@ class AheadDrafter(Generic[Step]):
     @torch.inference_mode()
     def learn(self, plan: RoundPlan, verdict: HostVerdict) -> None:
         """Take in what the target decided for the plan's sampled rows, and look for it among the guesses."""
-        rows, device = plan.sampled_rows, self._engine.device
-        if not rows:
-            return
-        width = max(map(len, verdict.tokens))
-        padded = [[*tokens, *[-1] * (width - len(tokens))] for tokens in verdict.tokens]
-        gained = [max(0, len(tokens)) for tokens in verdict.tokens]
-        self._engine.rows.advance(
-            device_integers(rows, device), device_integers(gained, device), device_integers(padded, device)
-        )
+        self._write_history(plan.sampled_rows, verdict.tokens)
         self._hits.clear()
-        for row, tokens in zip(rows, verdict.tokens, strict=True):
+        for row, tokens in zip(plan.sampled_rows, verdict.tokens, strict=True):
             path = self._paths.get(row)
             if path is not None and tokens:
                 self._learn_row(row, path, len(tokens) - 1, tokens[-1])
+
+    def _write_history(self, rows: Sequence[int], gained: Sequence[Sequence[int]]) -> None:
+        """Put what rows gained behind their tokens on the device, where their penalties or bans look at them."""
+        sampling = self._engine.rows.sampling
+        known = [
+            (row, self._paths[row].length, tokens)
+            for row, tokens in zip(rows, gained, strict=True)
+            if row in self._paths and tokens and sampling.needs_history([row])
+        ]
+        if known:
+            own, lengths, tokens_of = zip(*known, strict=True)
+            self._engine.rows.write_tokens(own, lengths, tokens_of)
 
     def close(self) -> None:
         """Give back what must not outlive the communicators."""
@@ -248,7 +254,8 @@ class AheadDrafter(Generic[Step]):
             path = self._paths[row]
             if (index := self._hits.get(row)) is not None:
                 guesses, start = self._guesses, path.length - 1
-                path.extend(guesses.drafts[index][:most], guesses.ranked[index][:most])
+                draft = guesses.drafts[index][:most]
+                path.extend(draft, _without_chosen(draft, guesses.ranked[index]))
                 moved += [(row, index, start + step) for step in range(len(path.draft))]
                 if guesses.probs[index] is not None:
                     self._probs[row] = guesses.probs[index]
@@ -278,12 +285,12 @@ class AheadDrafter(Generic[Step]):
         paths = [self._paths[row] for row in rows]
         starts = [path.length for path in paths]
         fed = self._chains.feed(rows, [path.take_unfed() for path in paths], starts)
-        tables = engine.tables(device_integers(rows, engine.device), max(starts) + longest)
+        tables = engine.tables(kept_integers(rows, engine.device), max(starts) + longest)
         chosen = self._chains.step(rows, tables, fed.tokens[:, 0], starts, [most - 1 for most in missing.values()])
         tokens = torch.cat((fed.tokens, chosen.tokens), dim=1).tolist()
         ranked = torch.cat((fed.ranked, chosen.ranked), dim=1).tolist()
         for path, most, of_row, candidates in zip(paths, missing.values(), tokens, ranked, strict=True):
-            path.extend(of_row[:most], _without_chosen(of_row, candidates)[:most])
+            path.extend(of_row[:most], _without_chosen(of_row[:most], candidates))
         if fed.probs is not None:
             parts = (fed.probs,) if chosen.probs is None else (fed.probs, chosen.probs)
             self._keep_probs(rows, torch.cat(parts, dim=1))
@@ -309,7 +316,7 @@ class AheadDrafter(Generic[Step]):
         )
         real, column, token, fed, at_rank = described.unbind(1)
         first = torch.where(token < 0, computed.after[fed, at_rank], token)
-        scratch = device_integers([list(self._space.blocks(index)) for index in range(len(listed))], engine.device)
+        scratch = self._scratch[: len(listed)]
         engine.copy_blocks(engine.rows.block_tables[real, column], scratch[:, 0])
         tables = _with_scratch(engine.tables(real, max(starts) + steps), column, scratch)
         self._share(listed, own_rows)
@@ -323,8 +330,9 @@ class AheadDrafter(Generic[Step]):
         state = self._engine.rows
         state.sampling.share(rows, own_rows)
         if state.sampling.needs_history(rows):
+            state.share_tokens(rows, own_rows)
             drafts = [self._paths[guess.row].draft[: guess.num_accepted] for guess in listed]
-            state.share_tokens(rows, own_rows, [self._paths[row].length for row in rows], drafts)
+            state.write_tokens(own_rows, [self._paths[row].length for row in rows], drafts)
 
     def _list_guesses(self, rows: list[int], most: int) -> tuple[list[Guess], list[int], list[int]]:
         """The guesses of a round; of each the token, -1 where only the device knows it, and its rank there."""
@@ -355,11 +363,7 @@ class AheadDrafter(Generic[Step]):
         chosen = computed.chosen
         tokens = torch.cat((computed.first.unsqueeze(1), chosen.tokens), dim=1).tolist()
         ranked = chosen.ranked.tolist()
-        self._guesses.settle(
-            [of_guess[0] for of_guess in tokens],
-            [of_guess[1:] for of_guess in tokens],
-            [_without_chosen(of_guess[1:], every) for of_guess, every in zip(tokens, ranked, strict=True)],
-        )
+        self._guesses.settle([of_guess[0] for of_guess in tokens], [of_guess[1:] for of_guess in tokens], ranked)
         if chosen.probs is not None:
             own_rows = self._space.rows(len(tokens))
             for place, index in enumerate(self._engine.rows.sampling.sampled_indices(own_rows)):
@@ -367,8 +371,8 @@ class AheadDrafter(Generic[Step]):
 
 
 def _without_chosen(tokens: Sequence[int], ranked: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Of each place the candidates beside the token that was chosen there."""
-    return [[one for one in every if one != token] for token, every in zip(tokens, ranked, strict=True)]
+    """Of each place of a draft the candidates beside its token; `ranked` may have more places."""
+    return [[one for one in every if one != token] for token, every in zip(tokens, ranked, strict=False)]
 
 
 def _with_scratch(tables: Tensor, column: Tensor, scratch: Tensor) -> Tensor:

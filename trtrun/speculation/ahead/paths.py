@@ -102,7 +102,7 @@ class Guesses:
     Attributes:
         listed: in the order in which they were computed.
         drafts: of each guess, the draft behind its token.
-        ranked: of each guess, the candidates at each place of that draft; see RowPath.
+        ranked: of each guess, the likeliest tokens at each place of that draft, its own among them.
         probs: of each guess, [steps, vocab] float32 on the device where it has draft_probs, else None.
     """
 
