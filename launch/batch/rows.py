@@ -223,6 +223,7 @@ def refused_row(prompt: PromptRow, error: str) -> dict[str, object]:
         "num_draft_tokens": 0,
         "num_accepted_draft_tokens": 0,
         "mean_acceptance_length": 0.0,
+        "draft_hit_rate": None,
         "time_to_first_token_s": None,
         "time_s": None,
         "error": cut_text(error, MOST_OF_AN_ERROR),
@@ -240,6 +241,7 @@ def _completion_fields(completion: CompletionOutput) -> dict[str, object]:
         "num_draft_tokens": statistics.num_draft_tokens,
         "num_accepted_draft_tokens": statistics.num_accepted_draft_tokens,
         "mean_acceptance_length": round(statistics.mean_acceptance_length, 4),
+        "draft_hit_rate": None if (rate := statistics.foresight.hit_rate) is None else round(rate, 4),
         "time_to_first_token_s": _seconds(statistics.arrival, statistics.first_token),
         "time_s": _seconds(statistics.arrival, statistics.finished),
     }

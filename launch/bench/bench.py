@@ -12,24 +12,24 @@ import importlib.util
 import json
 import os
 import random
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
 
 from launch.batch.options import BenchOptions
 from launch.batch.run import load_llm
+from launch.bench.case import Case, Prompts
 from launch.bench.trace import BenchTrace, check_trace
 from launch.check.preflight import check_job
 from launch.exit_codes import FailedError
 from launch.mpi.job import Job, finish_mpi
 from launch.mpi.mpirun import build_environment
 from launch.terminal import output_console
+from trtrun.core import ForesightStatistics
 from trtrun.errors import ConfigError, InvalidRequestError
 from trtrun.llm import LLM
 from trtrun.models.config import read_model_config
@@ -45,46 +45,6 @@ FIRST_TOKEN_ID = 3
 """Random prompts keep clear of the ids that most tokenizers give to special tokens."""
 
 WARM_UP_TOKENS = 8
-
-Prompts = list[list[int]]
-
-
-@dataclass
-class Case:
-    """All timed runs of one mode with one number of rows."""
-
-    prompts: list[Prompts] = field(default_factory=list)
-    tokens_per_s: list[float] = field(default_factory=list)
-    first_token_s: list[float] = field(default_factory=list)
-    output_token_s: list[float] = field(default_factory=list)
-    num_rounds: int = 0
-    num_row_rounds: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
-    elapsed_s: float = 0.0
-    parts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ROUND_PARTS, 0.0))
-
-    def as_dict(self) -> dict[str, object]:
-        """Medians over the runs, and what a round took on average: the parts of `round_ms` add up to `round_wall_ms`,
-        which is all the time of the timed runs, prompts and outputs too, shared out over their rounds."""
-        rounds = max(1, self.num_rounds)
-        return {
-            "tokens_per_s": round(statistics.median(self.tokens_per_s), 2),
-            "tokens_per_s_runs": [round(value, 2) for value in self.tokens_per_s],
-            "time_to_first_token_ms": round(1e3 * statistics.median(self.first_token_s), 3),
-            "time_per_output_token_ms": round(1e3 * statistics.median(self.output_token_s), 3),
-            "mean_acceptance_length": round(self.mean_acceptance_length, 3),
-            "num_rounds": self.num_rounds,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
-            "round_wall_ms": round(1e3 * self.elapsed_s / rounds, 6),
-            "round_ms": {name: round(1e3 * seconds / rounds, 6) for name, seconds in self.parts_s.items()},
-        }
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Accepted + 1, averaged over the rounds of all rows."""
-        return 1 + self.num_accepted_draft_tokens / self.num_row_rounds if self.num_row_rounds else 0.0
 
 
 def check_bench(job: Job, options: BenchOptions) -> None:
@@ -191,6 +151,9 @@ def _run_once(llm: LLM, case: Case, prompts: Prompts, max_tokens: int) -> None:
     case.num_rounds += totals["num_rounds"]
     case.num_draft_tokens += totals["num_draft_tokens"]
     case.num_accepted_draft_tokens += totals["num_accepted_draft_tokens"]
+    case.num_guesses += totals["num_guesses"]
+    case.foresight.add(ForesightStatistics(**totals["foresight"]))
+    case.anticipating_s += totals["anticipating_s"]
     case.elapsed_s += elapsed
     for name, seconds in round_parts(totals, elapsed).items():
         case.parts_s[name] += seconds
