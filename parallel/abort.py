@@ -35,7 +35,7 @@ STDERR = 2
 
 _lock = threading.Lock()
 _is_ending = False
-_exit_status = 0
+_exit_status: int | None = None
 _is_standing_by = False
 
 
@@ -91,7 +91,10 @@ def stand_by() -> None:
 
 
 def abort_at_exit(status: int = STATUS) -> None:
-    """Let the end of this process, whenever it comes, end every rank of the MPI world, with this status."""
+    """Let the end of this process, whenever it comes, end every rank of the MPI world, with this status.
+
+    0 is for a job that is done but for ranks that never end by themselves.
+    """
     global _exit_status
     _exit_status = status
     stand_by()
@@ -99,11 +102,11 @@ def abort_at_exit(status: int = STATUS) -> None:
 
 def aborts_at_exit() -> bool:
     """Whether the end of this process will be that of every rank; MPI's own end would hang."""
-    return _exit_status != 0
+    return _exit_status is not None
 
 
 def _abort_if_failed() -> None:
-    if _exit_status:
+    if _exit_status is not None:
         begin_ending()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError, AttributeError):

@@ -17,16 +17,19 @@ from parallel import abort
 from parallel.control import ControlPlane
 from parallel.errors import TopologyError
 from parallel.groups import open_groups
+from parallel.lost_ranks import is_lost_peer, outlives_ranks
 from parallel.mpi_rank import find_mpi_rank
 from parallel.probe import verify_groups
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Phase
+from parallel.watchdog.blame import CLOSED_SECONDS
 from parallel.watchdog.heartbeat import invite_workers, join_heartbeat
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.config import RuntimeConfig
 from trtrun.errors import PlacementError
 from trtrun.kvcache.sizing import check_device
 from trtrun.outputs import RankReport, StartReport
+from trtrun.roles.draft_loss import expendable_ranks
 from trtrun.roles.engine_ranks import EngineRanks, MpiRanks, SoloRanks, serve
 from trtrun.roles.failures import RankFailures
 from trtrun.roles.rendezvous import start_orchestrator, start_worker
@@ -94,6 +97,11 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> StartedJob | N
     return None
 
 
+def _expendable(config: RuntimeConfig, topology: Topology) -> tuple[int, ...]:
+    """World ranks that this job, as it was started, goes on without."""
+    return expendable_ranks(config, topology) if outlives_ranks() else ()
+
+
 def _open_solo(config: RuntimeConfig, topology: Topology, progress: Progress | None) -> StartedJob:
     check_device(topology.slots[0].device)
     groups = open_groups(None, topology, device_of(topology.slots[0]))
@@ -113,7 +121,7 @@ def _open_orchestrator(
     # Before anything collective: a rank that never comes must not keep this one from saying so.
     seconds = config.launch.start_seconds
     overdue = f"the job has not started within {seconds:g} s (launch.start_seconds)"
-    heartbeat = HeartbeatServer(topology, activity, limit, seconds, overdue)
+    heartbeat = HeartbeatServer(topology, activity, limit, seconds, overdue, _expendable(config, topology))
     try:
         control = ControlPlane(world, topology)
         invite_workers(control, topology, heartbeat)
@@ -121,7 +129,7 @@ def _open_orchestrator(
         open_groups(world, topology, torch.device("cpu"))
         control.warm_up()
         activity.start(Phase.LOADED)
-        failures = RankFailures(heartbeat)
+        failures = RankFailures(heartbeat, control)
         blocks, reports = start_orchestrator(control, topology, failures, progress)
     except BaseException:
         if heartbeat.has_failed():
@@ -136,7 +144,8 @@ def _open_orchestrator(
 def _run_worker(config: RuntimeConfig, topology: Topology, control: ControlPlane, world: MPI.Intracomm) -> None:
     """A rank with a device: start its engines, and run rounds until the orchestrator lets it end."""
     activity = Activity()
-    heartbeat = join_heartbeat(control, topology, activity, config.launch.heartbeat_seconds)
+    expendable = _expendable(config, topology)
+    heartbeat = join_heartbeat(control, topology, activity, config.launch.heartbeat_seconds, expendable)
     slot = topology.slot(world.rank)
     assert slot is not None
     activity.start(Phase.CONNECTING)
@@ -149,10 +158,12 @@ def _run_worker(config: RuntimeConfig, topology: Topology, control: ControlPlane
             heartbeat.beat()
             serve(control, worker)
             worker.close()  # NCCL's communicators wait for graphs that hold their operations
-            groups.close()
+            if not heartbeat.lost_ranks:  # else MPI may not agree to it; the end of the process does
+                groups.close()
     except Exception as error:
         logger.error("this rank failed", exc_info=True, extra={"file_only": True})
-        heartbeat.fail(_cause(error))
+        # Where another rank is gone, that one is at fault, and the heartbeat is about to say so.
+        heartbeat.fail(_cause(error), grace=2 * CLOSED_SECONDS if is_lost_peer(error) else 0.0)
         raise
     heartbeat.close()
 
