@@ -194,7 +194,7 @@ def print_error(line: str) -> None:
 
 def finish_mpi() -> None:
     """End MPI on rank 0 once the ranks are let go: they wait for it, and their waiting burns cores."""
-    if abort.aborts_at_exit():
+    if abort.passes_by_mpi():
         return
     module = sys.modules.get("mpi4py.MPI")
     if module is not None and module.Is_initialized() and not module.Is_finalized():

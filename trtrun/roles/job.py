@@ -86,6 +86,8 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> StartedJob | N
     torch.set_num_threads(threads_per_slot(config.threads, len(neighbours)))
     if topology.world_size == 1:
         return _open_solo(config, topology, progress)
+    if _expendable(config, topology):
+        abort.leave_at_exit()
     if world.rank == topology.orchestrator_rank:
         return _open_orchestrator(config, topology, world, progress)
     control = ControlPlane(world, topology)

@@ -129,6 +129,8 @@ def work(control: ControlPlane, expendable: tuple[int, ...]) -> None:
 def main() -> None:
     """This rank's whole life."""
     expendable = TOPOLOGY.draft_ranks if outlives_ranks() else ()
+    if expendable:
+        abort.leave_at_exit()
     if ROLE != "orchestrator":
         work(ControlPlane(WORLD, TOPOLOGY), expendable)
         return
