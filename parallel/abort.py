@@ -6,8 +6,8 @@ its threads stop running; there is one such timer in a process, which is why bot
 
 A job in which a rank has failed cannot end as MPI ends, which waits for all ranks: `abort_at_exit` lets the normal end
 of a process, when its program is over, be the end of every rank. Nor can one that may lose ranks and go on: a rank that
-dies while others are in MPI's end leaves them there. `leave_at_exit` lets each process end by itself. This module does not know who is at fault, nor what the
-line says.
+dies while others are in MPI's end leaves them there. `leave_at_exit` lets each process end by itself. This module does
+not know who is at fault, nor what the line says.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def abort_at_exit(status: int = STATUS) -> None:
 def leave_at_exit() -> None:
     """Let the end of this process pass by MPI's own end, which may wait for ever for ranks that are gone.
 
-    The exit status is then 0, also after `sys.exit` with another one, which nobody can ask for: whoever wants that calls
-    `abort_at_exit`, which comes before this. Where an exception ended the program it is 1, and every rank's.
+    The exit status is then 0, also after `sys.exit` with another one, which nobody can ask for: `abort_at_exit` comes
+    before this, for those who want one. Where an exception ended the program it is 1, and every rank's.
     """
     global _leaves_alone
     _leaves_alone = True

@@ -7,6 +7,8 @@ and lines that begin with the name of one of its programs. This is what becomes 
 - What only repeats that a rank has ended the job is dropped, and so is PMIx's error that a peer is gone.
 - That others lost their connection to a rank, and Hydra's own errors, wait for the end of the job: they are dropped
   where a line has named the rank or host, and shown as they are where none has.
+- What an mpirun that goes on without ranks tells of itself is taken out (rank_ends.py); the end of a rank that the job
+  cannot do without becomes one line.
 - Any other box, and every line of a rank, passes unchanged. So do rare lines that harm nobody: warnings of UCX, PMIx
   and ssh, and Hydra's "exit string" on stdout.
 
@@ -17,8 +19,11 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from launch.mpi.rank_ends import RankEnd, RankEnds
 
 EDGE_LENGTH = 60
 LONGEST_BOX_LINES = 40
@@ -41,6 +46,7 @@ _REPEATED_LINE = re.compile(
     r"Abort\(\d+\) on node \d+ \(rank \d+ in comm \d+\): application called MPI_Abort"
     r"|(?:\[[^\s\]]+:\d+\] )?(?:Delaying for \d+ seconds? before aborting|PMIX ERROR: PMIX_ERR_UNREACH in file"
     r"|Set MCA parameter \"\w+help_aggregate\""
+    r"|Abort is in progress\.\.\.hit ctrl-c again"
     r"|\d+ more process(?:es)? ha(?:s|ve) sent help message help-)"
 )
 _WAITING_BOX = re.compile(r"MPI communication peer process has unexpectedly disconnected")
@@ -60,6 +66,7 @@ class OutputFilter:
         killed: (rank, signal number) of ranks that ended by a signal, as mpirun noticed them; a rank that is not known
             is -1.
         lost_hosts: hosts that mpirun lost the connection to.
+        ends: how ranks end, where mpirun goes on without them; None where it ends the job for them.
     """
 
     describe: Callable[[int], str]
@@ -67,6 +74,8 @@ class OutputFilter:
     said_something: bool = False
     killed: list[tuple[int, int]] = field(default_factory=list)
     lost_hosts: list[str] = field(default_factory=list)
+    ends: RankEnds | None = None
+    _num_ends_told: int = 0
     _news: str = ""
     _waiting: str = ""
     _is_in_closed: bool = False
@@ -81,6 +90,13 @@ class OutputFilter:
     def has_failed(self) -> bool:
         """Whether a rank has said that it ends the job, or mpirun that it has lost a host."""
         return self._has_told_failure or bool(self.lost_hosts)
+
+    @property
+    def needed_end(self) -> RankEnd | None:
+        """The first bad end of a rank that the job cannot do without, and that mpirun does not end the job for."""
+        if self.ends is None or self.ends.is_aborted or not self.ends.needed:
+            return None
+        return self.ends.needed[0]
 
     def feed(self, text: str) -> str:
         """Take a piece of stderr, which may end anywhere; return what may be shown now."""
@@ -102,7 +118,9 @@ class OutputFilter:
     def finish(self) -> str:
         """Return all that is held back: the job has ended."""
         text = self.flush()
-        is_explained = self.killed or self.has_failed or self.is_expected
+        is_explained = (
+            self.killed or (self.ends is not None and self.ends.forgiven) or self.has_failed or self.is_expected
+        )
         return text if is_explained else text + self._say(self._waiting)
 
     def _say(self, text: str) -> str:
@@ -126,6 +144,12 @@ class OutputFilter:
         return "" if _REPEATED_BOX.search(body) else None
 
     def _take_line(self, line: str) -> bool:
+        if self.ends is not None and self.ends.take(line):
+            for end in self.ends.needed[self._num_ends_told :]:
+                self._num_ends_told += 1
+                if not end.status and not self.is_expected:
+                    self._news += self._tell_killed(end.rank, end.process, socket.gethostname(), end.signal)
+            return True
         self._has_told_failure = self._has_told_failure or _FAILURE.match(line) is not None
         error = _MPI_ERROR.match(line)
         self._is_in_closed = error is not None and (self._is_in_closed or error["closed"] is not None)
@@ -143,9 +167,11 @@ class OutputFilter:
         return ""
 
     def _tell_killed(self, rank: int, process: int, host: str, number: int) -> str:
-        self.killed.append((rank, number))
+        self.killed.append((rank, number or signal.SIGKILL))
         name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
         who = self.describe(rank) if rank >= 0 else "a rank"
+        if not number:  # of another host, of which mpirun tells no more
+            return f"trtrun: {who} was killed by a signal\n"
         where = f"process {process} on {host}" if process else f"on {host}"  # Open MPI 4 and Hydra do not tell it
         return f"trtrun: {who} was killed by signal {number} ({name}), {where}\n"
 

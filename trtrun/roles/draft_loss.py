@@ -5,6 +5,7 @@ It knows the configuration and who sits where. How a loss is noticed is the hear
 
 from __future__ import annotations
 
+from parallel.lost_ranks import outlives_ranks
 from parallel.topology import Topology
 from trtrun.config import RuntimeConfig
 
@@ -25,6 +26,11 @@ def find_obstacle(config: RuntimeConfig, topology: Topology) -> str | None:
 def expendable_ranks(config: RuntimeConfig, topology: Topology) -> tuple[int, ...]:
     """World ranks that the job can do without where its MPI outlives ranks: those of the draft, or none."""
     return () if find_obstacle(config, topology) else topology.draft_ranks
+
+
+def losable_ranks(config: RuntimeConfig, topology: Topology) -> tuple[int, ...]:
+    """World ranks that this job, as it was started, goes on without. On a rank of it."""
+    return expendable_ranks(config, topology) if outlives_ranks() else ()
 
 
 def _goes_on_alone(config: RuntimeConfig) -> bool:

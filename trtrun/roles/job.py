@@ -17,7 +17,7 @@ from parallel import abort
 from parallel.control import ControlPlane
 from parallel.errors import TopologyError
 from parallel.groups import open_groups
-from parallel.lost_ranks import is_lost_peer, outlives_ranks
+from parallel.lost_ranks import is_lost_peer
 from parallel.mpi_rank import find_mpi_rank
 from parallel.probe import verify_groups
 from parallel.topology import Topology
@@ -29,7 +29,7 @@ from trtrun.config import RuntimeConfig
 from trtrun.errors import PlacementError
 from trtrun.kvcache.sizing import check_device
 from trtrun.outputs import RankReport, StartReport
-from trtrun.roles.draft_loss import expendable_ranks
+from trtrun.roles.draft_loss import losable_ranks
 from trtrun.roles.engine_ranks import EngineRanks, MpiRanks, SoloRanks, serve
 from trtrun.roles.failures import RankFailures
 from trtrun.roles.rendezvous import start_orchestrator, start_worker
@@ -86,7 +86,7 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> StartedJob | N
     torch.set_num_threads(threads_per_slot(config.threads, len(neighbours)))
     if topology.world_size == 1:
         return _open_solo(config, topology, progress)
-    if _expendable(config, topology):
+    if losable_ranks(config, topology):
         abort.leave_at_exit()
     if world.rank == topology.orchestrator_rank:
         return _open_orchestrator(config, topology, world, progress)
@@ -97,11 +97,6 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> StartedJob | N
         # Rank 0 is not told, or has let this rank go: there is no other way to end the job.
         control.abort(_cause(error))
     return None
-
-
-def _expendable(config: RuntimeConfig, topology: Topology) -> tuple[int, ...]:
-    """World ranks that this job, as it was started, goes on without."""
-    return expendable_ranks(config, topology) if outlives_ranks() else ()
 
 
 def _open_solo(config: RuntimeConfig, topology: Topology, progress: Progress | None) -> StartedJob:
@@ -123,7 +118,7 @@ def _open_orchestrator(
     # Before anything collective: a rank that never comes must not keep this one from saying so.
     seconds = config.launch.start_seconds
     overdue = f"the job has not started within {seconds:g} s (launch.start_seconds)"
-    heartbeat = HeartbeatServer(topology, activity, limit, seconds, overdue, _expendable(config, topology))
+    heartbeat = HeartbeatServer(topology, activity, limit, seconds, overdue, losable_ranks(config, topology))
     try:
         control = ControlPlane(world, topology)
         invite_workers(control, topology, heartbeat)
@@ -146,7 +141,7 @@ def _open_orchestrator(
 def _run_worker(config: RuntimeConfig, topology: Topology, control: ControlPlane, world: MPI.Intracomm) -> None:
     """A rank with a device: start its engines, and run rounds until the orchestrator lets it end."""
     activity = Activity()
-    expendable = _expendable(config, topology)
+    expendable = losable_ranks(config, topology)
     heartbeat = join_heartbeat(control, topology, activity, config.launch.heartbeat_seconds, expendable)
     slot = topology.slot(world.rank)
     assert slot is not None

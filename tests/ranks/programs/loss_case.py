@@ -15,6 +15,7 @@ import time
 import numpy
 from mpi4py import MPI
 
+from launch.mpi.start_progress import DONE, StartProgress
 from parallel import abort
 from parallel.control import ControlPlane
 from parallel.lost_ranks import is_lost_peer, outlives_ranks
@@ -141,6 +142,7 @@ def main() -> None:
     invite_workers(control, TOPOLOGY, heartbeat)
     WORLD.Split(MPI.UNDEFINED, 0)
     heartbeat.finish_start()
+    StartProgress().tell_expendable(expendable)
     orchestrate(control, RankFailures(heartbeat, control), activity)
 
 
@@ -148,4 +150,5 @@ PIDS = WORLD.allgather(os.getpid())
 if WORLD.rank == 0:
     print("pids", *PIDS, flush=True)
 PACKETS = WORLD.Dup()
+StartProgress().tell(DONE, "the start")
 main()
