@@ -59,6 +59,7 @@ class Case:
     num_row_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    draft_losses: int = 0
     elapsed_s: float = 0.0
     parts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ROUND_PARTS, 0.0))
 
@@ -75,6 +76,7 @@ class Case:
             "num_rounds": self.num_rounds,
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
+            "draft_losses": self.draft_losses,
             "round_wall_ms": round(1e3 * self.elapsed_s / rounds, 6),
             "round_ms": {name: round(1e3 * seconds / rounds, 6) for name, seconds in self.parts_s.items()},
         }
@@ -177,6 +179,7 @@ def _run_once(llm: LLM, case: Case, prompts: Prompts, max_tokens: int) -> None:
     case.num_rounds += totals["num_rounds"]
     case.num_draft_tokens += totals["num_draft_tokens"]
     case.num_accepted_draft_tokens += totals["num_accepted_draft_tokens"]
+    case.draft_losses = totals["draft_losses"]
     case.elapsed_s += elapsed
     for name, seconds in round_parts(totals, elapsed).items():
         case.parts_s[name] += seconds

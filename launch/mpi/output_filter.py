@@ -45,6 +45,7 @@ _REPEATED_BOX = re.compile(
 _REPEATED_LINE = re.compile(
     r"Abort\(\d+\) on node \d+ \(rank \d+ in comm \d+\): application called MPI_Abort"
     r"|(?:\[[^\s\]]+:\d+\] )?(?:Delaying for \d+ seconds? before aborting|PMIX ERROR: PMIX_ERR_UNREACH in file"
+    r"|pmix_ptl_base: send_msg: write failed: "
     r"|Set MCA parameter \"\w+help_aggregate\""
     r"|Abort is in progress\.\.\.hit ctrl-c again"
     r"|\d+ more process(?:es)? ha(?:s|ve) sent help message help-)"

@@ -81,7 +81,7 @@ class Loss:
 
     Attributes:
         ranks: world ranks.
-        line: names the one that was lost first, and the cause, as in `Failure`.
+        line: names the one that was lost first, and the cause: "draft rank 1 (cpu:0) is lost: silent for 60 s, …".
     """
 
     ranks: tuple[int, ...]
@@ -243,7 +243,7 @@ class HeartbeatServer:
             return False
         self._workers.lose(self._expendable)
         self._kill_due = time.monotonic() + END_SECONDS
-        self._loss = Loss(self._expendable, f"{self._topology.describe(found.ranks[0])} failed: {found.cause}")
+        self._loss = Loss(self._expendable, f"{self._topology.describe(found.ranks[0])} is lost: {found.cause}")
         return True
 
     def _judge_start(self) -> None:

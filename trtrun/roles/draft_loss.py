@@ -33,6 +33,20 @@ def losable_ranks(config: RuntimeConfig, topology: Topology) -> tuple[int, ...]:
     return expendable_ranks(config, topology) if outlives_ranks() else ()
 
 
+def describe_draft_loss(config: RuntimeConfig, topology: Topology) -> tuple[str, str] | None:
+    """What the loss of a draft rank does to this job, as it was started. On a rank of it.
+
+    Returns:
+        "continue" or "end", and the reason for an end; None where there is no draft rank.
+    """
+    if not topology.draft_ranks:
+        return None
+    obstacle = find_obstacle(config, topology)
+    if obstacle is None and not outlives_ranks():
+        obstacle = "its MPI ends with any rank; Open MPI 5 with ULFM would go on"
+    return ("end", obstacle) if obstacle else ("continue", "")
+
+
 def _goes_on_alone(config: RuntimeConfig) -> bool:
     """Whether the target ranks of this job go on with plain steps where no draft comes."""
     return False

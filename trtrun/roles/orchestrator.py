@@ -94,6 +94,11 @@ class Orchestrator:
                 self.totals.orchestrating += self._clock() - started
             return gains
 
+    @property
+    def draft_is_lost(self) -> bool:
+        """Whether the draft engine is gone for good: no row will be drafted any more."""
+        return self.totals.draft_losses > 0
+
     def add_committing(self, seconds: float) -> None:
         """Count the time that something took between a verdict and the tokens and texts of its rows."""
         self.totals.committing += seconds
@@ -143,6 +148,8 @@ class Orchestrator:
         """The next verdict; reports of the draft leader on the way only add their times."""
         while True:
             report = self._ranks.collect()
+            if self._ranks.draft_is_lost:
+                self.totals.draft_losses = 1
             times = report.times
             self.totals.add_phases(times.drafting, times.transferring, times.verifying, report.is_verdict)
             if report.is_verdict:

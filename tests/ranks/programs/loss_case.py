@@ -1,7 +1,14 @@
 """A job whose draft ranks may be lost, without models: an orchestrator, draft ranks, and two target ranks at the end.
 
 LOSS_DRAFTS: number of draft ranks. LOSS_ROUNDS: rounds behind the loss, or in all where LOSS_EXPECTED is 0.
-LOSS_LIMIT: seconds of the heartbeat. LOSS_FAILS: seconds after which the first draft rank raises an exception.
+LOSS_LIMIT: seconds of the heartbeat. LOSS_TELL: the round in which rank 0 says that it runs. LOSS_KIND: what goes wrong
+by itself in the first draft rank, or for the last in the first target rank:
+
+- none: nothing.
+- raises: an exception after LOSS_TELL rounds.
+- starts: it is killed before it joins the heartbeat.
+- elsewhere: nothing, but it gives itself out for a process of another host.
+- exits: the target rank exits with status 3 after LOSS_TELL rounds.
 
 Every round rank 0 sends a plan; target ranks sum, look for the draft's packet, and their leader reports; the draft
 ranks sum and send a packet. Rank 0 prints what it saw at the end.
@@ -10,11 +17,13 @@ ranks sum and send a packet. Rank 0 prints what it saw at the end.
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import numpy
 from mpi4py import MPI
 
+import parallel.watchdog.heartbeat
 from launch.mpi.start_progress import DONE, StartProgress
 from parallel import abort
 from parallel.control import ControlPlane
@@ -30,7 +39,8 @@ DRAFTS = int(os.environ.get("LOSS_DRAFTS", "1"))
 ROUNDS = int(os.environ.get("LOSS_ROUNDS", "200"))
 EXPECTED = int(os.environ.get("LOSS_EXPECTED", "1"))
 LIMIT = float(os.environ.get("LOSS_LIMIT", "60"))
-FAILS = float(os.environ.get("LOSS_FAILS", "inf"))
+TELL = int(os.environ.get("LOSS_TELL", "100"))
+KIND = os.environ.get("LOSS_KIND", "none")
 PACKET_SECONDS = 0.002
 TAG = 7
 
@@ -55,7 +65,7 @@ def orchestrate(control: ControlPlane, failures: RankFailures, activity: Activit
         longest, reported = max(longest, now - reported), now
         drafted += report.payload[4]
         left -= not EXPECTED or bool(failures.lost_ranks)
-        if number == 100:
+        if number == TELL:
             print("running", flush=True)
     activity.rest()
     print(f"lost {sorted(failures.lost_ranks)} drafted {drafted} longest {longest:.3f}", flush=True)
@@ -69,6 +79,8 @@ def verify(control: ControlPlane, heartbeat: HeartbeatClient, activity: Activity
     while (plan := control.receive()) is not None:
         number = int.from_bytes(plan, "little")
         activity.enter(number, Phase.VERIFYING)
+        if KIND == "exits" and group.rank == 0 and number > TELL:
+            os._exit(3)
         for _ in range(4):
             group.Allreduce(own, sums)
             assert sums[0] == group.size
@@ -98,10 +110,9 @@ def draft(control: ControlPlane, activity: Activity, group: MPI.Intracomm) -> No
     """A draft rank: a sum in every round, and a packet to each target rank."""
     sums, own = numpy.zeros(1024), numpy.ones(1024)
     sending: list[MPI.Request] = []
-    started = time.monotonic()
     while (plan := control.receive()) is not None:
         activity.enter(int.from_bytes(plan, "little"), Phase.DRAFTING)
-        if time.monotonic() - started > FAILS and group.rank == 0:
+        if KIND == "raises" and group.rank == 0 and int.from_bytes(plan, "little") > TELL:
             raise ValueError("the draft's device is on fire")
         for _ in range(4):
             group.Allreduce(own, sums)
@@ -114,6 +125,10 @@ def draft(control: ControlPlane, activity: Activity, group: MPI.Intracomm) -> No
 def work(control: ControlPlane, expendable: tuple[int, ...]) -> None:
     """A rank with a device, to the end."""
     activity = Activity()
+    if WORLD.rank == TOPOLOGY.draft_leader and KIND == "starts":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if WORLD.rank == TOPOLOGY.draft_leader and KIND == "elsewhere":
+        parallel.watchdog.heartbeat.own_process = lambda: {"place": "another host", "number": os.getpid()}
     heartbeat = join_heartbeat(control, TOPOLOGY, activity, LIMIT, expendable)
     group = WORLD.Split(TOPOLOGY.draft_ranks.count(WORLD.rank), WORLD.rank)
     try:

@@ -1,4 +1,4 @@
-"""The parent of a job of `loss_case.py`, with the flags and the filter of `trtrun run`. LOSS_DRAFTS: its draft ranks."""
+"""The parent of a job of `loss_case.py` with LOSS_DRAFTS draft ranks: flags and filter are those of `trtrun run`."""
 
 from __future__ import annotations
 
