@@ -76,7 +76,6 @@ class OutputFilter:
     killed: list[tuple[int, int]] = field(default_factory=list)
     lost_hosts: list[str] = field(default_factory=list)
     ends: RankEnds | None = None
-    _num_ends_told: int = 0
     _news: str = ""
     _waiting: str = ""
     _is_in_closed: bool = False
@@ -93,11 +92,9 @@ class OutputFilter:
         return self._has_told_failure or bool(self.lost_hosts)
 
     @property
-    def needed_end(self) -> RankEnd | None:
-        """The first bad end of a rank that the job cannot do without, and that mpirun does not end the job for."""
-        if self.ends is None or self.ends.is_aborted or not self.ends.needed:
-            return None
-        return self.ends.needed[0]
+    def fatal_end(self) -> RankEnd | None:
+        """The end of a rank that the job is over with, where mpirun does not see to that."""
+        return self.ends.fatal if self.ends is not None else None
 
     def feed(self, text: str) -> str:
         """Take a piece of stderr, which may end anywhere; return what may be shown now."""
@@ -146,10 +143,9 @@ class OutputFilter:
 
     def _take_line(self, line: str) -> bool:
         if self.ends is not None and self.ends.take(line):
-            for end in self.ends.needed[self._num_ends_told :]:
-                self._num_ends_told += 1
-                if not end.status and not self.is_expected:
-                    self._news += self._tell_killed(end.rank, end.process, socket.gethostname(), end.signal)
+            end = self.fatal_end
+            if end is not None and end.is_kill and not self.killed and not self.is_expected:
+                self._news += self._tell_killed(end.rank, end.process, socket.gethostname(), end.signal)
             return True
         self._has_told_failure = self._has_told_failure or _FAILURE.match(line) is not None
         error = _MPI_ERROR.match(line)

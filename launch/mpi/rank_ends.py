@@ -19,7 +19,7 @@ _GONE = re.compile(rf"odls:\S+ child process {_PROCESS} pid (?P<process>\d+) ter
 _SIGNALLED = re.compile(rf"odls:\S+ child process {_PROCESS} terminated with signal (?P<signal>.+)")
 _KILLED = re.compile(rf"errmgr:\S+ proc {_PROCESS} aborted by signal")
 _FAILED = re.compile(rf"errmgr:\S+ proc {_PROCESS} exited with non-zero status (?P<status>\d+)")
-_ABORTED = re.compile(rf"errmgr:\S+ proc {_PROCESS} called abort")
+_ABORTED = re.compile(rf"errmgr:\S+ proc {_PROCESS} called abort with exit code (?P<status>-?\d+)")
 _NUMBERS = {signal.strsignal(number): int(number) for number in signal.valid_signals()}
 
 
@@ -32,12 +32,20 @@ class RankEnd:
         process: its number on mpirun's own host; 0 where that is not known.
         signal: number of the signal that killed it; 0 where it is not known, as on other hosts.
         status: its exit status; 0 where a signal ended it.
+        is_abort: whether the rank has asked mpirun to end the job with this status. mpirun then ends some of the others,
+            or none.
     """
 
     rank: int
     process: int = 0
     signal: int = 0
     status: int = 0
+    is_abort: bool = False
+
+    @property
+    def is_kill(self) -> bool:
+        """Whether a signal ended it."""
+        return not self.is_abort and not self.status
 
 
 @dataclass
@@ -46,15 +54,13 @@ class RankEnds:
 
     Attributes:
         expendable: ranks that the job goes on without.
-        needed: ends of others, in their order: the job is over.
+        fatal: the first end that the job is over with; what comes after it only follows from it.
         forgiven: ends of expendable ranks.
-        is_aborted: whether a rank has asked mpirun to end the job, which it does.
     """
 
     expendable: frozenset[int] = frozenset()
-    needed: list[RankEnd] = field(default_factory=list)
+    fatal: RankEnd | None = None
     forgiven: list[RankEnd] = field(default_factory=list)
-    is_aborted: bool = False
     _processes: dict[int, int] = field(default_factory=dict)
     _signals: dict[int, int] = field(default_factory=dict)
 
@@ -72,9 +78,12 @@ class RankEnds:
         elif failed := _FAILED.search(line):
             rank = int(failed["rank"])
             self._end(RankEnd(rank, self._processes.get(rank, 0), status=int(failed["status"])))
-        elif _ABORTED.search(line):
-            self.is_aborted = True
+        elif aborted := _ABORTED.search(line):
+            self._end(RankEnd(int(aborted["rank"]), status=int(aborted["status"]) % 256, is_abort=True))
         return True
 
     def _end(self, end: RankEnd) -> None:
-        (self.forgiven if end.rank in self.expendable else self.needed).append(end)
+        if end.rank in self.expendable and not end.is_abort:
+            self.forgiven.append(end)
+        elif self.fatal is None:
+            self.fatal = end

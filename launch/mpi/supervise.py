@@ -22,6 +22,7 @@ from launch.exit_codes import ExitCode, status_of_signal
 from launch.mpi.drain import CONTROL_VARIABLE, DRAIN_SIGNALS, write_order
 from launch.mpi.output_filter import OutputFilter
 from launch.mpi.parent_death import ending_with_parent
+from launch.mpi.rank_ends import RankEnds
 from launch.mpi.start_progress import VARIABLE as STEPS_VARIABLE
 from launch.mpi.start_progress import StartWatch
 
@@ -178,10 +179,8 @@ def _tell_end(status: int, output: OutputFilter, orders: _Orders, is_overdue: bo
         return ExitCode.DRAINED
     if output.killed:
         return status_of_signal(output.killed[0][1])
-    if (end := output.needed_end) is not None:
-        status = end.status
-    elif output.ends is not None and status in {end.status for end in output.ends.forgiven} - {0}:
-        status = 0 if not output.ends.is_aborted else status
+    if output.ends is not None:
+        status = _status_by_ends(status, output.ends)
     if output.has_failed and (is_overdue or status == 0):  # an mpirun that loses a host ends with 0
         return ExitCode.FAILED
     if status < 0:
@@ -190,6 +189,13 @@ def _tell_end(status: int, output: OutputFilter, orders: _Orders, is_overdue: bo
     if status and not output.said_something:
         _show(f"trtrun: a rank ended with exit code {status} and said nothing\n")
     return status
+
+
+def _status_by_ends(status: int, ends: RankEnds) -> int:
+    """The exit status of a job whose mpirun goes on without ranks, and has this one itself."""
+    if ends.fatal is not None:
+        return ends.fatal.status
+    return 0 if status in {end.status for end in ends.forgiven} else status
 
 
 def _pump(
@@ -218,7 +224,7 @@ def _pump(
             if steps is not None and (stuck := steps.give_up()):
                 _end_rest(process, output, "".join(f"trtrun: {line}\n" for line in stuck))
                 return
-            if output.needed_end is not None:
+            if output.fatal_end is not None:
                 grace = 0.0 if output.killed else ENDED_GRACE_SECONDS
                 ended_deadline = min(ended_deadline, time.monotonic() + grace)
             if time.monotonic() >= ended_deadline:

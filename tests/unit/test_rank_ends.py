@@ -51,7 +51,7 @@ def test_a_killed_rank_that_the_job_needs_is_named_once_and_ends_it(step: int) -
         "a rank's own line\ntrtrun: target rank 2 (cpu:1) was killed by signal 9 (SIGKILL), process "
     )
     assert shown.count("\n") == 2 and "process 28212 on " in shown
-    assert output.needed_end == RankEnd(2, 28212, 9)
+    assert output.fatal_end == RankEnd(2, 28212, 9)
     assert output.killed == [(2, 9)]
 
 
@@ -65,17 +65,23 @@ def test_of_a_rank_on_another_host_the_signal_is_not_known() -> None:
 def test_the_end_of_an_expendable_rank_is_no_news(text: str) -> None:
     output = make(2)
     assert feed(output, text + OTHERS, 10**6) == ""
-    assert output.needed_end is None and output.killed == [] and not output.said_something
+    assert output.fatal_end is None and output.killed == [] and not output.said_something
     assert output.ends is not None and [end.rank for end in output.ends.forgiven] == [2]
 
 
-def test_an_exit_status_is_the_jobs_unless_the_rank_has_ended_the_job_itself() -> None:
+def test_the_first_end_is_the_jobs_and_the_others_follow_from_it() -> None:
     output = make(1)
-    assert feed(output, EXITED, 10**6) == ""
-    assert output.needed_end == RankEnd(2, 28212, status=3)
-    output = make(1)
-    assert feed(output, ABORTED, 10**6) == ""
-    assert output.needed_end is None
+    assert feed(output, EXITED + KILLED, 10**6) == ""
+    assert output.fatal_end == RankEnd(2, 28212, status=3)
+    assert output.killed == []
+
+
+@pytest.mark.parametrize("expendable", [1, 2])
+def test_a_rank_that_aborts_ends_the_job_whoever_it_is(expendable: int) -> None:
+    output = make(expendable)
+    assert feed(output, ABORTED + KILLED, 10**6) == ""
+    assert output.fatal_end == RankEnd(2, status=5, is_abort=True)
+    assert output.killed == []
 
 
 def test_other_lines_in_brackets_pass() -> None:
