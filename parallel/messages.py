@@ -164,7 +164,7 @@ class MpiMessages:
             if not is_lost_peer(error):
                 raise
             if rank == self._mpi.ANY_SOURCE:
-                self._comm.Ack_failed()  # else no message of any rank would be found any more
+                self._comm.Ack_failed()  # else every probe that finds nothing would raise this again
             return None
         return Message(source, tag, bytes(buffer))
 

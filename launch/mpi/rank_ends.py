@@ -32,8 +32,8 @@ class RankEnd:
         process: its number on mpirun's own host; 0 where that is not known.
         signal: number of the signal that killed it; 0 where it is not known, as on other hosts.
         status: its exit status; 0 where a signal ended it.
-        is_abort: whether the rank has asked mpirun to end the job with this status. mpirun then ends some of the others,
-            or none.
+        is_abort: whether the rank has asked mpirun to end the job with this status; it then ends some of the others, or
+            none.
     """
 
     rank: int

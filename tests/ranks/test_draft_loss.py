@@ -154,6 +154,14 @@ def test_a_stopped_draft_rank_is_given_up_and_ended(start_job: StartJob, drafts:
     assert_went_on(job, list(range(1, drafts + 1)), 1, r"silent for 1 s, last seen [^;\n]+")
 
 
+def test_a_stopped_draft_rank_of_this_host_is_killed_while_the_job_goes_on(start_job: StartJob) -> None:
+    job = start_job(limit=1, rounds=10**9)
+    job.wait_for("running")
+    job.signal(1, signal.SIGSTOP)
+    await_end(job.ranks[1])
+    assert job.process.poll() is None and all(map(is_alive, (job.ranks[0], *job.ranks[2:])))
+
+
 def test_an_exception_in_a_draft_rank_costs_drafts_only(start_job: StartJob) -> None:
     job = start_job(drafts=2, kind="raises")
     assert_went_on(job, [1, 2], 1, "ValueError: the draft's device is on fire")
@@ -176,6 +184,15 @@ def test_a_stopped_draft_rank_out_of_reach_does_not_hold_up_the_end(start_job: S
     job.wait_for("running")
     job.signal(1, signal.SIGSTOP)
     assert_went_on(job, [1], 1, r"silent for 1 s, last seen [^;\n]+")
+
+
+def test_no_rank_waits_in_the_end_for_one_that_may_die_there(start_job: StartJob) -> None:
+    job = start_job(expected=0, kind="lingers")
+    for rank in (0, 2, 3):
+        await_end(job.ranks[rank])
+    job.signal(1, signal.SIGKILL)
+    assert job.finish() == (0, "")
+    assert "all is well" in job.output
 
 
 @pytest.mark.parametrize("words", ["lost []", "all is well"])

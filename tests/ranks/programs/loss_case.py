@@ -8,6 +8,7 @@ by itself in the first draft rank, or for the last in the first target rank:
 - raises: an exception after LOSS_TELL rounds.
 - starts: it is killed before it joins the heartbeat.
 - elsewhere: nothing, but it gives itself out for a process of another host.
+- lingers: it does not end when the job does.
 - exits: the target rank exits with status 3 after LOSS_TELL rounds.
 
 Every round rank 0 sends a plan; target ranks sum, look for the draft's packet, and their leader reports; the draft
@@ -140,6 +141,8 @@ def work(control: ControlPlane, expendable: tuple[int, ...]) -> None:
         heartbeat.fail(f"{type(error).__name__}: {error}", grace=10.0 if is_lost_peer(error) else 0.0)
         raise
     heartbeat.close()
+    if ROLE == "draft" and KIND == "lingers":
+        signal.pause()
 
 
 def main() -> None:
