@@ -5,8 +5,9 @@ lock. So a timer of C code is set before anything is tried. The same timer can i
 its threads stop running; there is one such timer in a process, which is why both are here.
 
 A job in which a rank has failed cannot end as MPI ends, which waits for all ranks: `abort_at_exit` lets the normal end
-of a process, when its program is over, be the end of every rank. It does not know who is at fault, nor what the line
-says.
+of a process, when its program is over, be the end of every rank. Nor can one that may lose ranks and go on: a rank that
+dies while others are in MPI's end leaves them there. `leave_at_exit` lets each process end by itself. This module does
+not know who is at fault, nor what the line says.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ STDERR = 2
 
 _lock = threading.Lock()
 _is_ending = False
-_exit_status = 0
+_exit_status: int | None = None
+_leaves_alone = False
 _is_standing_by = False
 
 
@@ -83,32 +85,53 @@ def end_world(status: int = STATUS) -> NoReturn:
 
 
 def stand_by() -> None:
-    """Be ready for `abort_at_exit`: what is registered with `atexit` after this has its turn before all ranks end."""
+    """Be ready for `abort_at_exit` and `leave_at_exit`: what `atexit` gets later has its turn before."""
     global _is_standing_by
     if not _is_standing_by:
         _is_standing_by = True
-        atexit.register(_abort_if_failed)
+        atexit.register(_end_without_mpi)
 
 
 def abort_at_exit(status: int = STATUS) -> None:
-    """Let the end of this process, whenever it comes, end every rank of the MPI world, with this status."""
+    """Let the end of this process, whenever it comes, end every rank of the MPI world, with this status.
+
+    0 is for a job that is done but for ranks that never end by themselves.
+    """
     global _exit_status
     _exit_status = status
     stand_by()
 
 
-def aborts_at_exit() -> bool:
-    """Whether the end of this process will be that of every rank; MPI's own end would hang."""
-    return _exit_status != 0
+def leave_at_exit() -> None:
+    """Let the end of this process pass by MPI's own end, which may wait for ever for ranks that are gone.
+
+    The exit status is then 0, also after `sys.exit` with another one, which nobody can ask for: `abort_at_exit` comes
+    before this, for those who want one. Where an exception ended the program it is 1, and every rank's.
+    """
+    global _leaves_alone
+    _leaves_alone = True
+    stand_by()
 
 
-def _abort_if_failed() -> None:
-    if _exit_status:
+def passes_by_mpi() -> bool:
+    """Whether this process will end without MPI's own end, which would hang."""
+    return _exit_status is not None or _leaves_alone
+
+
+def _end_without_mpi() -> None:
+    if not passes_by_mpi():
+        return
+    status = _exit_status
+    if status is None and getattr(sys, "last_value", None) is not None:
+        status = STATUS
+    if status is not None:
         begin_ending()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError, AttributeError):
-                stream.flush()
-        end_world(_exit_status)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    if status is not None:
+        end_world(status)
+    os._exit(0)
 
 
 def ending_on_error(work: Callable[[], None]) -> Callable[[], None]:

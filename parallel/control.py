@@ -3,17 +3,20 @@
 It carries bytes on the host, over MPI, and never looks inside a plan or a report. Sending never blocks: buffers are
 kept until MPI has sent them. Waiting spins for as long as a message usually takes, where it may, and then sleeps
 (`parallel.waiting`). In a job of one process the same calls go through queues, and MPI is not started.
+
+Where MPI outlives its ranks (`parallel.lost_ranks`), a rank that is gone is one whose messages do not come: the
+heartbeat says who it is, and `forget` leaves it out from then on.
 """
 
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from parallel import abort
 from parallel.errors import ControlPlaneError
+from parallel.messages import LocalMessages, MpiMessages
 from parallel.topology import Topology
 from parallel.waiting import Waiter, wait_until
 
@@ -28,8 +31,6 @@ TAG_REPORT = 16
 MOST_KINDS = 1024
 
 Payload = bytes | bytearray | memoryview
-Wait = Callable[[Callable[[], bool], float | None], bool]
-"""How to wait: `wait_until`, or `wait` of a Waiter."""
 
 
 class Report(NamedTuple):
@@ -65,12 +66,14 @@ class ControlPlane:
         self._topology = topology
         # Plans at a worker, reports at the orchestrator; start-up teaches it nothing.
         self._waiter = Waiter(may_spin)
-        self._transport: _Mpi | _Local = _Mpi(world_comm.Dup()) if world_comm else _Local()
+        self._workers = topology.worker_ranks
+        self._transport: MpiMessages | LocalMessages
+        self._transport = MpiMessages(world_comm.Dup()) if world_comm else LocalMessages(TAG_REPORT)
 
     @property
     def num_workers(self) -> int:
         """How many ranks take plans."""
-        return len(self._topology.worker_ranks)
+        return len(self._workers)
 
     # Plans: orchestrator → workers.
 
@@ -82,7 +85,7 @@ class ControlPlane:
         """
         self._only_orchestrator("publish")
         kept = bytes(payload)
-        for rank in self._topology.worker_ranks:
+        for rank in self._workers:
             self._transport.send(rank, TAG_PLAN, kept)
 
     def receive(self, timeout: float | None = None) -> bytes | None:
@@ -113,9 +116,19 @@ class ControlPlane:
             until: ends the wait when it returns true, as where a worker takes no messages any more.
         """
         self._only_orchestrator("shut_down")
-        for rank in self._topology.worker_ranks:
+        for rank in self._workers:
             self._transport.send(rank, TAG_SHUTDOWN, b"")
         self._transport.flush(until)
+
+    def forget(self, ranks: Iterable[int]) -> None:
+        """Go on without some workers, which are lost: nothing is sent to them, taken from them or waited for.
+
+        Args:
+            ranks: world ranks of workers; those that are forgotten already stay so.
+        """
+        lost = frozenset(ranks)
+        self._workers = tuple(rank for rank in self._workers if rank not in lost)
+        self._transport.forget(lost)
 
     # Reports: workers → orchestrator.
 
@@ -212,115 +225,3 @@ class ControlPlane:
     def _only_orchestrator(self, what: str) -> None:
         if self.rank != self._topology.orchestrator_rank:
             raise ControlPlaneError(f"{what} is the orchestrator's: rank {self.rank} called it")
-
-
-class _Message(NamedTuple):
-    source: int
-    tag: int
-    payload: bytes
-
-
-class _Local:
-    """Messages of a process to itself."""
-
-    def __init__(self) -> None:
-        self._queue: deque[_Message] = deque()
-
-    def send(self, rank: int, tag: int, payload: bytes) -> None:
-        self._queue.append(_Message(rank, tag, payload))
-
-    def take(
-        self,
-        source: int | None,
-        tags: tuple[int, ...] | None,
-        timeout: float | None,
-        wait: Wait,
-        until: Callable[[], bool] | None = None,
-    ) -> _Message | None:
-        # Plans and reports share the queue, and None means reports. Nobody else can send while this process waits.
-        for index, message in enumerate(self._queue):
-            if message.tag in tags if tags is not None else message.tag >= TAG_REPORT:
-                del self._queue[index]
-                return message
-        if timeout is None:
-            raise ControlPlaneError("a process alone waits for a message that it has not sent itself")
-        return None
-
-    def flush(self, until: Callable[[], bool] | None = None) -> None:
-        pass
-
-    def close(self) -> None:
-        self._queue.clear()
-
-    def begin_abort(self) -> None:
-        pass
-
-    def abort(self) -> NoReturn:
-        raise SystemExit(1)
-
-
-class _Mpi:
-    """Messages between ranks: non-blocking sends, and probes while waiting."""
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        from mpi4py import MPI
-
-        self._mpi = MPI
-        self._comm = comm
-        self._sending: deque[tuple[MPI.Request, bytes]] = deque()
-
-    def send(self, rank: int, tag: int, payload: bytes) -> None:
-        self._sending.append((self._comm.Isend((payload, self._mpi.BYTE), rank, tag), payload))
-        self._drop_sent()
-
-    def take(
-        self,
-        source: int | None,
-        tags: tuple[int, ...] | None,
-        timeout: float | None,
-        wait: Wait,
-        until: Callable[[], bool] | None = None,
-    ) -> _Message | None:
-        """Wait by `wait` for a message of `source` (None: of any rank) with one of `tags` (None: any tag)."""
-        status = self._mpi.Status()
-        rank = self._mpi.ANY_SOURCE if source is None else source
-        # More than one tag: whatever the source sends next, so that the order of its messages holds.
-        tag = tags[0] if tags is not None and len(tags) == 1 else self._mpi.ANY_TAG
-        matched: list[MPI.Message] = []
-
-        def probe() -> bool:
-            message = self._comm.Improbe(rank, tag, status)
-            if message is not None:
-                matched.append(message)
-            return message is not None
-
-        wait(probe if until is None else lambda: probe() or until(), timeout)
-        if not matched:
-            return None
-        self._drop_sent()
-        buffer = bytearray(status.Get_count(self._mpi.BYTE))
-        source, tag = status.Get_source(), status.Get_tag()
-        # A large message may still be on its way: sleep for that, too.
-        wait_until(matched[0].Irecv((buffer, self._mpi.BYTE)).Test)
-        return _Message(source, tag, bytes(buffer))
-
-    def flush(self, until: Callable[[], bool] | None = None) -> None:
-        def is_sent() -> bool:
-            self._drop_sent()
-            return not self._sending or (until is not None and until())
-
-        wait_until(is_sent)
-
-    def close(self) -> None:
-        if self._comm != self._mpi.COMM_NULL:
-            self._comm.Free()
-
-    def begin_abort(self) -> None:
-        abort.begin_ending()
-
-    def abort(self) -> NoReturn:
-        abort.end_world()
-
-    def _drop_sent(self) -> None:
-        while self._sending and self._sending[0][0].Test():
-            self._sending.popleft()

@@ -5,7 +5,8 @@ host of the receiver needs to know anyway. As messages they can be looked for: a
 goes on without it, which no collective and no receive on a device allows. They also arrive where NCCL's kernels would
 have to wait for a turn on the device.
 
-It carries bytes under a tag and never looks inside. It knows ranks of the world, and no role.
+Where MPI outlives its ranks (`parallel.lost_ranks`), a rank that is gone is one whose messages do not come. It carries
+bytes under a tag and never looks inside. It knows ranks of the world, and no role.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from parallel.lost_ranks import is_lost_peer
 from parallel.waiting import Waiter, wait_until
 
 if TYPE_CHECKING:
@@ -72,24 +74,35 @@ class MpiMailbox:
 
         self._mpi = MPI
         self._comm = comm
+        # A rank that is gone is to be an error of the call that needs it, not the end of this process.
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._status = MPI.Status()
         self._waiters: defaultdict[tuple[int, int], Waiter] = defaultdict(lambda: Waiter(may_spin))
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
 
     def post(self, rank: int, tag: int, payload: bytes) -> None:
         """See Mailbox."""
-        self._sending.append((self._comm.Isend((payload, self._mpi.BYTE), rank, tag), payload))
+        try:
+            self._sending.append((self._comm.Isend((payload, self._mpi.BYTE), rank, tag), payload))
+        except self._mpi.Exception as error:
+            if not is_lost_peer(error):
+                raise
         self._drop_sent()
 
     def take(self, rank: int, tag: int) -> bytes | None:
         """See Mailbox."""
-        message = self._comm.Improbe(rank, tag, self._status)
-        if message is None:
+        try:
+            message = self._comm.Improbe(rank, tag, self._status)
+            if message is None:
+                return None
+            buffer = bytearray(self._status.Get_count(self._mpi.BYTE))
+            # The sender's part of a message that is too long to be sent at once is under way.
+            wait_until(message.Irecv((buffer, self._mpi.BYTE)).Test)
+            return bytes(buffer)
+        except self._mpi.Exception as error:
+            if not is_lost_peer(error):
+                raise
             return None
-        buffer = bytearray(self._status.Get_count(self._mpi.BYTE))
-        # The sender's part of a message that is too long to be sent at once is under way.
-        wait_until(message.Irecv((buffer, self._mpi.BYTE)).Test)
-        return bytes(buffer)
 
     def wait(
         self, rank: int, tag: int, timeout: float | None = None, until: Callable[[], bool] | None = None
@@ -118,5 +131,14 @@ class MpiMailbox:
             self._comm.Free()
 
     def _drop_sent(self) -> None:
-        while self._sending and self._sending[0][0].Test():
+        while self._sending and self._is_over(self._sending[0][0]):
             self._sending.popleft()
+
+    def _is_over(self, request: MPI.Request) -> bool:
+        """Whether a message is sent, or will never be."""
+        try:
+            return request.Test()
+        except self._mpi.Exception as error:
+            if not is_lost_peer(error):
+                raise
+            return True

@@ -113,6 +113,8 @@ class LaunchSection(Section):
         start_seconds: from the first rank's start to the first round: rendezvous, weights, warm-up.
         check_seconds: for `trtrun check`, and for the short check before every run.
         heartbeat_seconds: a rank that is silent, or that stands still in a round, for longer ends the job.
+        on_draft_loss: whether the job goes on without drafts when it loses a draft rank, where the draft has devices of
+            its own and MPI can do that, or ends.
         drain_seconds: how long rows in flight may go on after a signal to end.
         log_directory: one log file for each rank goes there.
         slurm: for batch jobs; the launch package reads and checks it (`launch.slurm.section`).
@@ -127,6 +129,7 @@ class LaunchSection(Section):
     start_seconds: Seconds = 600.0
     check_seconds: Seconds = 60.0
     heartbeat_seconds: Seconds = 60.0
+    on_draft_loss: Literal["continue", "end"] = "continue"
     drain_seconds: Seconds = 30.0
     log_directory: FilePath | None = None
     slurm: dict[str, Any] = Field(default_factory=dict)

@@ -225,7 +225,7 @@ class LLMEngine:
 
     def reset_statistics(self) -> None:
         """Start the totals again at zero."""
-        self.orchestrator.totals = RunStatistics()
+        self.orchestrator.totals = RunStatistics(draft_losses=self.orchestrator.totals.draft_losses)
 
     def set_speculation(self, enabled: bool) -> None:
         """Switch between drafting and the target alone, while no request runs. Without a draft it stays off."""

@@ -36,6 +36,7 @@ class RunStatistics:
         num_draft_tokens: draft tokens verified.
         num_accepted_draft_tokens: of these, kept by the target.
         acceptance_histogram: how many row rounds kept 0, 1, … draft tokens.
+        draft_losses: how often the draft engine was lost: 0, or 1 once the target goes on alone. A reset keeps it.
         drafting, transferring, verifying: time in each phase of the rounds, as its leader saw it. Where another process
             drafts, the target leader's `transferring` contains its wait for the draft.
         drafting_elsewhere: of `drafting`, what a process other than the target leader's did.
@@ -56,6 +57,7 @@ class RunStatistics:
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
+    draft_losses: int = 0
     drafting: float = 0.0
     drafting_elsewhere: float = 0.0
     transferring: float = 0.0
@@ -106,6 +108,7 @@ class RunStatistics:
             "acceptance_histogram": list(self.acceptance_histogram),
             "num_guesses": self.num_guesses,
             "foresight": asdict(self.foresight),
+            "draft_losses": self.draft_losses,
         } | {f"{name}_s": round(getattr(self, name), 6) for name in _TIMES}
 
 

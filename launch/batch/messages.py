@@ -59,6 +59,8 @@ def summarize(num_rows: int, refused: int, elapsed: float, statistics: Mapping[s
     if statistics["num_draft_tokens"]:
         line += f", mean acceptance length {statistics['mean_acceptance_length']:.2f}"
     line += f", {statistics['num_rounds']} rounds"
+    if statistics["draft_losses"]:
+        line += ", without drafts from the loss of the draft on"
     return line + (f", {refused} refused" if refused else "")
 
 

@@ -24,12 +24,15 @@ from launch.check.rank_check import check_before_run
 from launch.exit_codes import ExitCode, FailedError
 from launch.mpi.drain import Drain, EndedAtStart
 from launch.mpi.job import Job, finish_mpi, is_reporting_rank
+from launch.mpi.start_progress import StartProgress
 from launch.terminal import Bar
 from parallel.errors import ParallelError
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.config import RuntimeConfig
 from trtrun.errors import ConfigError, TrtrunError
 from trtrun.llm import LLM
+from trtrun.roles.draft_loss import losable_ranks
+from trtrun.topology import make_topology
 
 ROWS_LOOKED_AT = 1000
 """Rows in which a text is looked for where there is no tokenizer; later ones are refused alone."""
@@ -133,6 +136,7 @@ def load_llm(config: RuntimeConfig) -> LLM:
         llm = LLM.open(config, bar.update)
     if llm is None:
         raise SystemExit(ExitCode.DONE)
+    StartProgress().tell_expendable(losable_ranks(config, make_topology(config)))
     return llm
 
 

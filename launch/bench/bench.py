@@ -154,6 +154,7 @@ def _run_once(llm: LLM, case: Case, prompts: Prompts, max_tokens: int) -> None:
     case.num_guesses += totals["num_guesses"]
     case.foresight.add(ForesightStatistics(**totals["foresight"]))
     case.anticipating_s += totals["anticipating_s"]
+    case.draft_losses = totals["draft_losses"]
     case.elapsed_s += elapsed
     for name, seconds in round_parts(totals, elapsed).items():
         case.parts_s[name] += seconds

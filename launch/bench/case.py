@@ -26,6 +26,7 @@ class Case:
     num_row_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    draft_losses: int = 0
     num_guesses: int = 0
     foresight: ForesightStatistics = field(default_factory=ForesightStatistics)
     anticipating_s: float = 0.0
@@ -45,6 +46,7 @@ class Case:
             "num_rounds": self.num_rounds,
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
+            "draft_losses": self.draft_losses,
             "round_wall_ms": round(1e3 * self.elapsed_s / rounds, 6),
             "round_ms": {name: round(1e3 * seconds / rounds, 6) for name, seconds in self.parts_s.items()},
         } | ({"drafting_ahead": self._foresight_figures()} if self.num_guesses else {})

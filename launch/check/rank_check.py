@@ -26,6 +26,7 @@ from parallel.errors import ControlPlaneError
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.config import RuntimeConfig
 from trtrun.errors import RankFailedError
+from trtrun.roles.draft_loss import describe_draft_loss
 from trtrun.topology import make_topology
 
 LAUNCH_SECONDS = 8.0
@@ -116,7 +117,8 @@ def lead_check(config: RuntimeConfig) -> CheckReport:
             raise SetupError(problems)
         reports = list(_lead_steps(session))
         session.order({"step": "end", "ok": True})
-        return CheckReport.make(topology, ranks, reports, time.monotonic() - STARTED)
+        draft_loss = describe_draft_loss(config, topology)
+        return CheckReport.make(topology, ranks, reports, time.monotonic() - STARTED, draft_loss)
 
 
 def follow_check(config: RuntimeConfig) -> None:

@@ -63,6 +63,8 @@ class CheckReport:
         roles, devices: of every rank, in the same order.
         links: all that were tried.
         seconds: from the start of rank 0's process to the end of the check.
+        draft_loss: what the loss of a draft rank does to the job, "continue" or "end", and the reason for an end; None
+            where there is no draft rank.
     """
 
     ranks: tuple[RankInventory, ...]
@@ -70,10 +72,16 @@ class CheckReport:
     devices: tuple[str, ...]
     links: tuple[LinkReport, ...]
     seconds: float
+    draft_loss: tuple[str, str] | None = None
 
     @classmethod
     def make(
-        cls, topology: Topology, inventories: Sequence[RankInventory], links: Sequence[LinkReport], seconds: float
+        cls,
+        topology: Topology,
+        inventories: Sequence[RankInventory],
+        links: Sequence[LinkReport],
+        seconds: float,
+        draft_loss: tuple[str, str] | None = None,
     ) -> CheckReport:
         """Put together what was found."""
         slots = [topology.slot(rank.rank) for rank in inventories]
@@ -83,6 +91,7 @@ class CheckReport:
             devices=tuple(slot.device if slot is not None else "host" for slot in slots),
             links=tuple(links),
             seconds=seconds,
+            draft_loss=draft_loss,
         )
 
     @property
@@ -116,6 +125,9 @@ def print_report(report: CheckReport) -> None:
     console.print(links)
     same = ": the same on all ranks" if len(report.ranks) > 1 else ""
     print(", ".join(f"{name} {version}" for name, version in report.versions.items()) + same)
+    if report.draft_loss is not None:
+        what, why = report.draft_loss
+        print(f"a lost draft rank {f'ends the job: {why}' if what == 'end' else 'costs drafts only: the job goes on'}")
     hosts = len({rank.host for rank in report.ranks})
     state = "failed" if report.failures else "ready"
     number = f"{len(report.ranks)} ranks" if len(report.ranks) > 1 else "1 process"
@@ -136,6 +148,7 @@ def report_json(report: CheckReport | None, problems: Sequence[str] = ()) -> str
                 {**rank.to_dict(), "role": role, "device": device}
                 for rank, role, device in zip(report.ranks, report.roles, report.devices, strict=True)
             ],
+            "on_draft_loss": report.draft_loss[0] if report.draft_loss is not None else None,
             "links": [asdict(link) for link in report.links],
             "problems": list(report.failures),
         }

@@ -17,6 +17,7 @@ class When(Enum):
     ALWAYS = "always"
     ROOT = "root"
     SEVERAL_HOSTS = "several hosts"
+    MAY_LOSE_RANKS = "ranks that it can do without"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Flavour:
         library_files: file names of the library.
         settings: for root, oversubscription, binding, waiting, and connections that break.
         variables: names and values that the ranks' environment needs, where the user has not set them.
+        tells: names and values for the environment of an mpirun that goes on without ranks, so that it tells its parent
+            how they end (see rank_ends.py).
         define: an environment variable for the ranks, from `{name}` and `{value}`.
         forward: environment variables of mpirun's own for ranks of other hosts, once for each `{name}`, or once for all
             `{names}`. Values do not stand there.
@@ -77,6 +80,12 @@ class Flavour:
     ssh_variable: str = ""
     agents: tuple[str, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
+    tells: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def outlives_ranks(self) -> bool:
+        """Whether its mpirun can go on when a rank ends."""
+        return any(setting.when is When.MAY_LOSE_RANKS for setting in self.settings)
 
 
 def _when_hosts(option: str, prefix: str) -> tuple[Setting, ...]:
@@ -119,6 +128,8 @@ OPENMPI = Flavour(
             variables=("OMPI_MCA_mpi_yield_when_idle",),
             options=("mpi_yield_when_idle",),
         ),
+        # Else it ends the job with the first rank that dies.
+        Setting(("--with-ft", "ulfm"), variables=("OMPI_MCA_mpi_ft_enable",), when=When.MAY_LOSE_RANKS),
         *_when_hosts("--prtemca", "PRTE_MCA_"),
     ),
     define=("-x", "{name}={value}"),
@@ -127,6 +138,7 @@ OPENMPI = Flavour(
     ssh=("--prtemca", "plm_ssh_args", "{arguments}"),
     ssh_variable="PRTE_MCA_plm_ssh_args",
     agents=("PRTE_MCA_plm_ssh_agent", "PRTE_MCA_plm", "plm_ssh_agent", "plm"),
+    tells=(("PRTE_MCA_errmgr_base_verbose", "5"), ("PRTE_MCA_odls_base_verbose", "5")),
 )
 
 OPENMPI4 = Flavour(

@@ -24,7 +24,9 @@ from launch.mpi.mpirun import (
     show_command,
     ssh_arguments,
 )
+from launch.mpi.output_filter import OutputFilter
 from launch.mpi.parent_death import end_with_parent
+from launch.mpi.rank_ends import RankEnds
 from launch.mpi.stale_folders import remove_stale_folders
 from launch.mpi.start_progress import STARTED, StartWatch, say_hello
 from launch.mpi.start_progress import VARIABLE as STEPS_VARIABLE
@@ -35,6 +37,7 @@ from parallel.mpi_rank import MpiRank, find_mpi_rank
 from parallel.topology import Topology
 from trtrun.config import RuntimeConfig
 from trtrun.errors import PlacementError
+from trtrun.roles.draft_loss import expendable_ranks
 from trtrun.threads import threads_per_slot
 from trtrun.topology import make_topology
 
@@ -92,7 +95,8 @@ class Job:
         placed = is_placed(self.topology)
         choice = choose_flavour(section.mpi, {**environment, **section.environment})
         by_ssh = placed and uses_ssh(choice.flavour, section, environment)
-        return Launch(self.topology, section, environment, choice, placed, by_ssh)
+        may_lose = choice.library.outlives_ranks and bool(expendable_ranks(self.config, self.topology))
+        return Launch(self.topology, section, environment, choice, placed, by_ssh, may_lose)
 
     def _build(self, launch: Launch) -> list[str]:
         """The command of mpirun."""
@@ -114,7 +118,10 @@ class Job:
             check_hosts(hosts, ssh_arguments(launch), {**forwarded, **launch.choice.environment})
         drain_seconds = section.drain_seconds if self.drains else None
         remove_stale_folders(environment)
-        return supervise(command, environment, self.topology.describe, drain_seconds, self._watch_steps())
+        if launch.may_lose_ranks:
+            environment |= launch.choice.flavour.tells
+        output = OutputFilter(self.topology.describe, ends=RankEnds() if launch.may_lose_ranks else None)
+        return supervise(command, environment, output, drain_seconds, self._watch_steps())
 
     def enter(self, check: Callable[[], None]) -> int | None:
         """Find this process's part in the job, and play it if it is only to start and watch mpirun.
@@ -194,7 +201,7 @@ def print_error(line: str) -> None:
 
 def finish_mpi() -> None:
     """End MPI on rank 0 once the ranks are let go: they wait for it, and their waiting burns cores."""
-    if abort.aborts_at_exit():
+    if abort.passes_by_mpi():
         return
     module = sys.modules.get("mpi4py.MPI")
     if module is not None and module.Is_initialized() and not module.Is_finalized():

@@ -32,11 +32,13 @@ class Library:
         version: first line of its own description.
         path: of its file; empty where that is not known.
         flavour: what is known of its mpirun; None where it is no library of the table.
+        outlives_ranks: whether it was built to go on when a rank dies.
     """
 
     version: str
     path: str
     flavour: Flavour | None
+    outlives_ranks: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Choice:
 
 
 _PROBE = """
-import json, mpi4py
+import ctypes, json, mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI
 try:
@@ -63,7 +65,9 @@ try:
         files = {line.split(maxsplit=5)[5].strip() for line in maps if "/libmpi" in line}
 except OSError:
     files = set()
-print(json.dumps({"version": MPI.Get_library_version(), "paths": sorted(files)}))
+symbols = ctypes.CDLL(None)
+revokes = any(hasattr(library, "MPIX_Comm_revoke") for library in [symbols, *map(ctypes.CDLL, sorted(files))])
+print(json.dumps({"version": MPI.Get_library_version(), "paths": sorted(files), "revokes": revokes}))
 """
 
 
@@ -164,4 +168,6 @@ def _ask_library(python: str, environment: tuple[tuple[str, str], ...]) -> Libra
     version = str(answer["version"])
     flavour = next((flavour for flavour in FLAVOURS.values() if flavour.library.search(version)), None)
     paths = [path for path in answer["paths"] if re.match(r"libmpi(ch)?\.so", os.path.basename(path))]
-    return Library(" ".join(version.splitlines()[0].split()).partition(", package")[0], "".join(paths[:1]), flavour)
+    outlives = flavour is not None and flavour.outlives_ranks and bool(answer["revokes"])
+    title = " ".join(version.splitlines()[0].split()).partition(", package")[0]
+    return Library(title, "".join(paths[:1]), flavour, outlives)

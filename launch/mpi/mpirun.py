@@ -105,6 +105,7 @@ class Launch:
         choice: of the MPI library.
         is_placed: whether mpirun has to be told each rank's host; else all ranks are on its own.
         uses_ssh: whether mpirun reaches other hosts by ssh.
+        may_lose_ranks: whether the job is to go on without some ranks, and its MPI can.
     """
 
     topology: Topology
@@ -113,6 +114,7 @@ class Launch:
     choice: Choice
     is_placed: bool = False
     uses_ssh: bool = False
+    may_lose_ranks: bool = False
 
 
 def build_command(launch: Launch, program: Sequence[str], threads: int | None) -> list[str]:
@@ -174,6 +176,8 @@ def _applies(setting: Setting, launch: Launch) -> bool:
     if setting.when is When.ROOT and os.geteuid() != 0:
         return False
     if setting.when is When.SEVERAL_HOSTS and not launch.is_placed:
+        return False
+    if setting.when is When.MAY_LOSE_RANKS and not launch.may_lose_ranks:
         return False
     given = {word.partition("=")[0] for word in launch.section.mpirun_arguments}
     options = setting.options or setting.arguments[:1]

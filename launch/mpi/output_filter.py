@@ -8,6 +8,8 @@ and lines that begin with the name of one of its programs. This is what becomes 
 - That others lost their connection to a rank, and Hydra's own errors, wait for the end of the job: they are dropped
   where a line has named the rank or host, and shown as they are where none has.
 - That a rank did not reach rank 0 waits, too: it is no news where rank 0 has ended because it was asked to.
+- What an mpirun that goes on without ranks tells of itself is taken out (rank_ends.py); the end of a rank that the job
+  cannot do without becomes one line.
 - Any other box, and every line of a rank, passes unchanged. So do rare lines that harm nobody: warnings of UCX, PMIx
   and ssh, and Hydra's "exit string" on stdout.
 
@@ -18,8 +20,11 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from launch.mpi.rank_ends import RankEnd, RankEnds
 
 EDGE_LENGTH = 60
 LONGEST_BOX_LINES = 40
@@ -41,7 +46,9 @@ _REPEATED_BOX = re.compile(
 _REPEATED_LINE = re.compile(
     r"Abort\(\d+\) on node \d+ \(rank \d+ in comm \d+\): application called MPI_Abort"
     r"|(?:\[[^\s\]]+:\d+\] )?(?:Delaying for \d+ seconds? before aborting|PMIX ERROR: PMIX_ERR_UNREACH in file"
+    r"|pmix_ptl_base: send_msg: write failed: "
     r"|Set MCA parameter \"\w+help_aggregate\""
+    r"|Abort is in progress\.\.\.hit ctrl-c again"
     r"|\d+ more process(?:es)? ha(?:s|ve) sent help message help-)"
 )
 _WAITING_BOX = re.compile(r"MPI communication peer process has unexpectedly disconnected")
@@ -62,6 +69,7 @@ class OutputFilter:
         killed: (rank, signal number) of ranks that ended by a signal, as mpirun noticed them; a rank that is not known
             is -1.
         lost_hosts: hosts that mpirun lost the connection to.
+        ends: how ranks end, where mpirun goes on without them; None where it ends the job for them.
     """
 
     describe: Callable[[int], str]
@@ -69,6 +77,7 @@ class OutputFilter:
     said_something: bool = False
     killed: list[tuple[int, int]] = field(default_factory=list)
     lost_hosts: list[str] = field(default_factory=list)
+    ends: RankEnds | None = None
     _news: str = ""
     _waiting: str = ""
     _left_alone: str = ""
@@ -84,6 +93,11 @@ class OutputFilter:
     def has_failed(self) -> bool:
         """Whether a rank has said that it ends the job, or mpirun that it has lost a host."""
         return self._has_told_failure or bool(self.lost_hosts) or bool(self._left_alone)
+
+    @property
+    def fatal_end(self) -> RankEnd | None:
+        """The end of a rank that the job is over with, where mpirun does not see to that."""
+        return self.ends.fatal if self.ends is not None else None
 
     def feed(self, text: str) -> str:
         """Take a piece of stderr, which may end anywhere; return what may be shown now."""
@@ -107,7 +121,7 @@ class OutputFilter:
         text = self.flush()
         if self.is_expected:
             return text
-        if not self.killed and not self.has_failed:
+        if not (self.killed or (self.ends is not None and self.ends.forgiven) or self.has_failed):
             text += self._waiting
         return self._say(text + self._left_alone)
 
@@ -134,6 +148,10 @@ class OutputFilter:
     def _take_line(self, line: str) -> bool:
         if _LEFT_ALONE.match(line):
             self._left_alone += line + "\n"
+        if self.ends is not None and self.ends.take(line):
+            end = self.fatal_end
+            if end is not None and end.is_kill and not self.killed and not self.is_expected:
+                self._news += self._tell_killed(end.rank, end.process, socket.gethostname(), end.signal)
             return True
         self._has_told_failure = self._has_told_failure or _FAILURE.match(line) is not None
         error = _MPI_ERROR.match(line)
@@ -152,9 +170,11 @@ class OutputFilter:
         return ""
 
     def _tell_killed(self, rank: int, process: int, host: str, number: int) -> str:
-        self.killed.append((rank, number))
+        self.killed.append((rank, number or signal.SIGKILL))
         name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
         who = self.describe(rank) if rank >= 0 else "a rank"
+        if not number:  # of another host, of which mpirun tells no more
+            return f"trtrun: {who} was killed by a signal\n"
         where = f"process {process} on {host}" if process else f"on {host}"  # Open MPI 4 and Hydra do not tell it
         return f"trtrun: {who} was killed by signal {number} ({name}), {where}\n"
 

@@ -17,7 +17,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -85,6 +85,11 @@ class StartProgress:
         while not self._is_over.wait(BEAT_SECONDS):
             _write(self._mark)
 
+    def tell_expendable(self, ranks: Collection[int]) -> None:
+        """Say which ranks the job goes on without from now on: their end is no news for the parent. On rank 0."""
+        if ranks:
+            self.tell(EXPENDABLE, " ".join(map(str, sorted(ranks))))
+
 
 def say_hello() -> None:
     """A rank's first mark, before anything that can hang. It keeps the way to the parent open for later ones."""
@@ -94,6 +99,9 @@ def say_hello() -> None:
 
 DONE = 1_000_000
 """Number of the step of a rank that has no more to tell."""
+
+EXPENDABLE = DONE + 1
+"""No step: the mark's text has the ranks that the job goes on without."""
 
 
 @cache
@@ -130,6 +138,7 @@ class StartWatch:
         started: when the time began, on `clock`; None for now.
         clock: seconds; for tests.
         is_given_up: whether time was over before every rank was done.
+        expendable: ranks that the job goes on without, once it is up.
     """
 
     describe: Callable[[int], str]
@@ -139,6 +148,7 @@ class StartWatch:
     started: float | None = None
     clock: Callable[[], float] = time.monotonic
     is_given_up: bool = False
+    expendable: frozenset[int] = frozenset()
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _held: str = ""
 
@@ -174,6 +184,9 @@ class StartWatch:
 
     def _hear(self, mark: re.Match[str]) -> str:
         rank, number, process, host, step = mark.groups()
+        if int(number) == EXPENDABLE:
+            self.expendable = frozenset(int(word) for word in step.split() if word.isdecimal())
+            return ""
         self._ranks[int(rank)] = _Rank(int(number), step, host, int(process), self.clock())
         return ""
 

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -22,6 +22,7 @@ from launch.exit_codes import ExitCode, status_of_signal
 from launch.mpi.drain import CONTROL_VARIABLE, DRAIN_SIGNALS, write_order
 from launch.mpi.output_filter import OutputFilter
 from launch.mpi.parent_death import ending_with_parent
+from launch.mpi.rank_ends import RankEnds
 from launch.mpi.start_progress import VARIABLE as STEPS_VARIABLE
 from launch.mpi.start_progress import StartWatch
 
@@ -34,6 +35,9 @@ DRAIN_GRACE_SECONDS = 20.0
 FAILED_GRACE_SECONDS = 10.0
 """How long the job may go on once a rank has said that it ends it: mpirun waits for ever for a host that is cut off."""
 
+ENDED_GRACE_SECONDS = 0.5
+"""The same for a job in which a rank that it needs has ended, and mpirun ends nobody else: time for its last words."""
+
 STUCK_GRACE_SECONDS = 2.0
 """The same for a job in which a rank is stuck."""
 
@@ -44,7 +48,7 @@ PAUSE_SECONDS = 0.25
 def supervise(
     command: Sequence[str],
     environment: Mapping[str, str],
-    describe: Callable[[int], str],
+    output: OutputFilter,
     drain_seconds: float | None = None,
     steps: StartWatch | None = None,
 ) -> int:
@@ -57,12 +61,12 @@ def supervise(
     Args:
         command: mpirun and its arguments.
         environment: of mpirun and the ranks.
-        describe: names a rank in messages.
+        output: what becomes of the ranks' and mpirun's words. Where mpirun goes on without ranks that end, it knows
+            which of them end the job all the same.
         drain_seconds: how long a drain may take; None for a job that cannot drain.
         steps: names the ranks that are stuck on their way to work, and for them the job ends; None where ranks tell no
             steps.
     """
-    output = OutputFilter(describe)
     values = {name: value for name, value in environment.items() if name not in (CONTROL_VARIABLE, STEPS_VARIABLE)}
     if steps is not None:
         values[STEPS_VARIABLE] = "1"
@@ -176,6 +180,8 @@ def _tell_end(status: int, output: OutputFilter, orders: _Orders, is_overdue: bo
         return ExitCode.DRAINED
     if output.killed:
         return status_of_signal(output.killed[0][1])
+    if output.ends is not None:
+        status = _status_by_ends(status, output.ends)
     if output.has_failed and (is_overdue or status == 0):  # an mpirun that loses a host ends with 0
         return ExitCode.FAILED
     if status < 0:
@@ -184,6 +190,13 @@ def _tell_end(status: int, output: OutputFilter, orders: _Orders, is_overdue: bo
     if status and not output.said_something:
         _show(f"trtrun: a rank ended with exit code {status} and said nothing\n")
     return status
+
+
+def _status_by_ends(status: int, ends: RankEnds) -> int:
+    """The exit status of a job whose mpirun goes on without ranks, and has this one itself."""
+    if ends.fatal is not None:
+        return ends.fatal.status
+    return 0 if status in {end.status for end in ends.forgiven} else status
 
 
 def _pump(
@@ -195,7 +208,7 @@ def _pump(
         BrokenPipeError: nobody reads this process's standard output any more.
     """
     assert process.stdout is not None and process.stderr is not None
-    failed_deadline = float("inf")
+    failed_deadline = ended_deadline = float("inf")
 
     def is_overdue() -> bool:
         nonlocal failed_deadline
@@ -210,11 +223,13 @@ def _pump(
             if is_overdue():
                 return
             if steps is not None and (stuck := steps.give_up()):
-                _show(output.flush() + "".join(f"trtrun: {line}\n" for line in stuck))
-                output.is_expected = True
-                process.terminate()
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=STUCK_GRACE_SECONDS)
+                _end_rest(process, output, "".join(f"trtrun: {line}\n" for line in stuck))
+                return
+            if output.fatal_end is not None:
+                grace = 0.0 if output.killed else ENDED_GRACE_SECONDS
+                ended_deadline = min(ended_deadline, time.monotonic() + grace)
+            if time.monotonic() >= ended_deadline:
+                _end_rest(process, output)
                 return
             ready = selector.select(timeout=PAUSE_SECONDS)
             for key, _ in ready:
@@ -224,8 +239,7 @@ def _pump(
                 elif key.fileobj is process.stdout:
                     _pass_on(output.feed_output(data))
                 else:
-                    text = data.decode(errors="replace")
-                    _show(output.feed(text if steps is None else steps.feed(text)))
+                    _show(_filter(data.decode(errors="replace"), output, steps))
             output.is_expected = orders.ended_by is not None
             if not ready:
                 _pass_on(output.flush_output())
@@ -235,6 +249,24 @@ def _pump(
     while process.poll() is None and not is_overdue():
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=PAUSE_SECONDS)
+
+
+def _filter(text: str, output: OutputFilter, steps: StartWatch | None) -> str:
+    """What of a piece of stderr is for the user."""
+    if steps is not None:
+        text = steps.feed(text)
+        if output.ends is not None:
+            output.ends.expendable = steps.expendable
+    return output.feed(text)
+
+
+def _end_rest(process: subprocess.Popen[bytes], output: OutputFilter, news: str = "") -> None:
+    """End a job that does not end by itself, after some last news."""
+    _show(output.flush() + news)
+    output.is_expected = True
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=STUCK_GRACE_SECONDS)
 
 
 def _kill_session(session: int) -> bool:

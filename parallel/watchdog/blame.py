@@ -21,6 +21,11 @@ CLOSED_SECONDS = 5.0
 """How long a connection may be gone before it counts: MPI's launcher is quicker in naming a rank that was killed."""
 
 
+LOST_SECONDS = 0.2
+"""The same for a rank that the job can do without: no launcher names it. A job that is being ended as a whole, its
+ranks one after the other, takes no longer, so that the first of them is no news."""
+
+
 SILENT_SECONDS = 3.0
 """How long a rank that tells its progress twice a second may be silent on its way to work."""
 
@@ -120,6 +125,36 @@ def examine(
     if is_lost:
         return _find_lost_message(own, present, limit)
     return StacksWanted() if stacks is None else _find_late(own, present, busy, limit, stacks)
+
+
+def find_lost(states: Sequence[RankState], limit: float) -> Accusation | None:
+    """Accuse the first of the ranks that the job can do without to be lost.
+
+    Nobody waits for them, so each is judged by itself.
+
+    Args:
+        states: of these ranks alone.
+        limit: seconds that one may be silent, or stand still in a round. One that waits for a verdict does not.
+
+    Returns:
+        None while none is lost.
+    """
+    for state in states:
+        if state.has_left:
+            continue
+        if state.closed_seconds is not None:
+            if state.closed_seconds > LOST_SECONDS:
+                return Accusation((state.rank,), f"its connection broke, {_last_seen(state)}")
+        elif state.silent_seconds > limit:
+            return Accusation((state.rank,), f"silent for {limit:g} s, {_last_seen(state)}")
+        elif state.doing is not None and _stands_still(state.doing, limit):
+            return Accusation((state.rank,), f"stands still {state.doing.words} for longer than {limit:g} s")
+    return None
+
+
+def _stands_still(doing: Doing, limit: float) -> bool:
+    works = doing.phase.is_in_round and doing.phase is not Phase.AWAITING_VERDICT
+    return works and doing.still_seconds > limit
 
 
 def find_broken(states: Sequence[RankState]) -> Accusation | None:

@@ -9,7 +9,7 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from parallel.watchdog.activity import Activity, Doing
 from parallel.watchdog.blame import RankState
 from parallel.watchdog.message_socket import ANSWER_SECONDS, FEW_BYTES, MOST_BYTES, Challenge, MessageSocket, prove
+from parallel.watchdog.processes import kill_process
 from parallel.watchdog.stacks import Stack
 
 FEWEST_STRANGERS = 64
@@ -46,6 +47,8 @@ class _Worker:
     failure: str | None = None
     stack: Stack | None = None
     answered: int = -1
+    process: object = None
+    is_lost: bool = False
 
 
 class WorkerConnections:
@@ -90,11 +93,16 @@ class WorkerConnections:
 
     @property
     def all_are_gone(self) -> bool:
-        """Whether nobody is connected."""
-        return all(worker.connection is None for worker in self._workers.values())
+        """Whether nobody is connected, apart from lost workers."""
+        return all(worker.connection is None for worker in self._workers.values() if not worker.is_lost)
+
+    @property
+    def lost_are_gone(self) -> bool:
+        """Whether every lost worker's end is known: its connection is closed from its side."""
+        return all(worker.connection is None for worker in self._workers.values() if worker.is_lost)
 
     def states(self) -> list[RankState]:
-        """What is known of each worker now."""
+        """What is known now of each worker that is not lost."""
         now = time.monotonic()
         return [
             RankState(
@@ -105,12 +113,27 @@ class WorkerConnections:
                 worker.has_left,
             )
             for rank, worker in self._workers.items()
+            if not worker.is_lost
         ]
 
     def first_failure(self) -> tuple[int, str] | None:
-        """A worker that has told of its failure, and the cause; None while there is none."""
-        failed = ((rank, worker.failure) for rank, worker in self._workers.items() if worker.failure is not None)
-        return next(failed, None)
+        """A worker that has told of its failure and is not lost, and the cause; None while there is none."""
+        told = ((rank, worker.failure) for rank, worker in self._workers.items() if not worker.is_lost)
+        return next(((rank, failure) for rank, failure in told if failure is not None), None)
+
+    def lose(self, ranks: Collection[int]) -> None:
+        """Count some workers no more, and tell all of them so: the lost ones end, those that wait for them stop."""
+        for rank in ranks:
+            self._workers[rank].is_lost = True
+        for worker in self._workers.values():
+            if worker.connection is not None:
+                worker.connection.messages.send({"lost": sorted(ranks)})
+
+    def kill_lost(self) -> None:
+        """Kill the lost workers of this host that have not ended by themselves."""
+        for worker in self._workers.values():
+            if worker.is_lost and worker.connection is not None:
+                kill_process(worker.process)
 
     def forgive(self) -> None:
         """Count silence from now on."""
@@ -147,7 +170,8 @@ class WorkerConnections:
         """
         asked = []
         for worker in self._workers.values():
-            if worker.connection is not None and worker.answered != self._question and not worker.has_left:
+            left = worker.has_left or worker.is_lost
+            if worker.connection is not None and worker.answered != self._question and not left:
                 worker.connection.messages.send({"question": self._question})
                 asked.append(worker)
         now = time.monotonic()
@@ -215,6 +239,7 @@ class WorkerConnections:
         self._strangers -= 1
         connection.messages.most_bytes = MOST_BYTES
         connection.rank, worker.connection, worker.closed, worker.heard = rank, connection, None, time.monotonic()
+        worker.process = message.get("process")
         connection.messages.send({"proof": prove(self.token, "server", message.get("nonce"))})
         return True
 

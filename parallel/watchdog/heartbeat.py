@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ from parallel.watchdog.activity import Activity, Doing
 from parallel.watchdog.blame import CLOSED_SECONDS
 from parallel.watchdog.heartbeat_server import PATIENCE_BEATS, HeartbeatServer, beat_seconds, dump_seconds
 from parallel.watchdog.message_socket import MessageSocket, connect, own_addresses, wait_for
+from parallel.watchdog.processes import own_process
 from parallel.watchdog.stacks import main_stack, named
 
 logger = logging.getLogger(__name__)
@@ -43,10 +45,18 @@ LISTEN_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Names:
-    """How messages of one worker name it and rank 0."""
+    """How messages of one worker name it and rank 0.
+
+    Attributes:
+        own, orchestrator: as in "draft rank 1 (cpu:0)".
+        rank: the worker's own.
+        is_expendable: whether the job goes on without it.
+    """
 
     own: str
     orchestrator: str
+    rank: int = -1
+    is_expendable: bool = False
 
 
 def invite_workers(control: ControlPlane, topology: Topology, server: HeartbeatServer) -> None:
@@ -75,7 +85,11 @@ def invite_workers(control: ControlPlane, topology: Topology, server: HeartbeatS
 
 
 def join_heartbeat(
-    control: ControlPlane, topology: Topology, activity: Activity, heartbeat_seconds: float
+    control: ControlPlane,
+    topology: Topology,
+    activity: Activity,
+    heartbeat_seconds: float,
+    expendable: Collection[int] = (),
 ) -> HeartbeatClient:
     """Connect to rank 0. On every worker, while rank 0 invites them.
 
@@ -84,6 +98,7 @@ def join_heartbeat(
         topology: who sits where.
         activity: of this process.
         heartbeat_seconds: most seconds of silence.
+        expendable: world ranks that the job goes on without; the same as rank 0's server has.
 
     Raises:
         HeartbeatError: rank 0 cannot be reached; the message names both hosts.
@@ -92,7 +107,7 @@ def join_heartbeat(
     control.gather_start({"host": own_host})
     access = control.broadcast_start()
     try:
-        introduction = {"rank": control.rank}
+        introduction = {"rank": control.rank, "process": own_process()}
         messages = connect(access["addresses"], int(access["port"]), str(access["token"]), introduction)
     except HeartbeatError as error:
         if own_host in access["hosts"][1 : control.rank]:
@@ -101,8 +116,11 @@ def join_heartbeat(
             f"host {own_host} has no TCP connection to rank 0 on host {access['hosts'][0]} ({error}); "
             f"a firewall between the two must let TCP connections through"
         ) from None
-    names = Names(topology.describe(control.rank), topology.describe(0))
-    leads = control.rank == min(rank for rank in topology.worker_ranks if rank != 0)
+    rank = control.rank
+    names = Names(topology.describe(rank), topology.describe(0), rank, rank in expendable)
+    # One that may be lost is no witness of the end of rank 0.
+    witnesses = [rank for rank in topology.worker_ranks if rank != 0 and rank not in expendable]
+    leads = rank == min(witnesses, default=rank)
     return HeartbeatClient(messages, activity, heartbeat_seconds, names, leads, float(access["start_seconds"]))
 
 
@@ -137,23 +155,34 @@ class HeartbeatClient:
         self._beat = beat_seconds(limit)
         self._orchestrator = Doing()
         self._failure: str | None = None
+        self._lost_ranks: frozenset[int] = frozenset()
         self._closing = threading.Event()
         self._waker, self._wakes = socket.socketpair()
         beat = named(self._run, f"heartbeat of {names.own}")
         self._thread = threading.Thread(target=abort.ending_on_error(beat), name="heartbeat", daemon=True)
         self._thread.start()
 
+    @property
+    def lost_ranks(self) -> frozenset[int]:
+        """World ranks that the job has lost and goes on without, as rank 0 told. For those who wait for them: cheap."""
+        return self._lost_ranks
+
     def beat(self) -> None:
         """Tell rank 0 now, not with the next beat, what the main thread does."""
         with suppress(OSError):
             self._waker.send(b"x")
 
-    def fail(self, cause: str) -> None:
+    def fail(self, cause: str, grace: float = 0.0) -> None:
         """Tell rank 0 that this rank has failed, and wait, asleep, for the end.
+
+        Args:
+            cause: one line.
+            grace: seconds in which the end may come without a word, because another rank is at fault.
 
         Rank 0 ends this process when its own program is over; where rank 0 is gone, the thread does. Returns only where
         rank 0 lets its workers go all the same.
         """
+        self._thread.join(timeout=grace)
         self._failure = cause[:LONGEST_CAUSE]
         self.beat()
         self._thread.join()
@@ -202,6 +231,10 @@ class HeartbeatClient:
         elif "doing" in message:
             with suppress(TypeError, ValueError):
                 self._orchestrator = Doing.from_dict(message["doing"])
+        elif "lost" in message:
+            self._lost_ranks = frozenset(message["lost"])
+            if self._names.rank in self._lost_ranks:
+                self._end_in_silence("rank 0 has given this rank up, and goes on without it")
         return "goodbye" in message
 
     def _judge(self, silent_seconds: float) -> None:
@@ -216,10 +249,17 @@ class HeartbeatClient:
 
     def _end(self, cause: str) -> NoReturn:
         """Name rank 0 and end this process; its launcher ends the others. MPI's own abort may need rank 0's host."""
+        if self._names.is_expendable:
+            self._end_in_silence(f"rank 0: {cause}")
         abort.begin_ending()
         seen = f"last seen {self._orchestrator.words}, as told by {self._names.own}"
         abort.say(f"trtrun: {self._names.orchestrator} failed: {cause}, {seen}\n")
         os._exit(abort.STATUS)
+
+    def _end_in_silence(self, cause: str) -> NoReturn:
+        """End this process alone. With any other status its launcher would take that for the job's."""
+        logger.warning("this rank ends: %s", cause, extra={"file_only": True})
+        os._exit(0)
 
     def _write_stacks_if_stuck(self, now: float) -> None:
         seconds = dump_seconds(self._limit)

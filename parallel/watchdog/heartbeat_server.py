@@ -5,6 +5,9 @@ before anything is exchanged and watches the start against a deadline; from then
 or stand still, and it hears from workers that have failed. What it finds the main thread takes, to end the job in its
 own way; where that does not come to take it, the thread ends the job itself. Who is at fault is decided in `blame`;
 the workers' end is in `heartbeat`.
+
+Of ranks that the job can do without, such a finding is a loss instead: the main thread can ask for it, all other ranks
+are told, and the lost ranks are ended. They are lost together, because they wait for each other.
 """
 
 from __future__ import annotations
@@ -17,7 +20,16 @@ from dataclasses import dataclass
 from parallel import abort
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity
-from parallel.watchdog.blame import Accusation, StacksWanted, examine, find_broken, late_starters
+from parallel.watchdog.blame import (
+    LOST_SECONDS,
+    Accusation,
+    RankState,
+    StacksWanted,
+    examine,
+    find_broken,
+    find_lost,
+    late_starters,
+)
 from parallel.watchdog.connections import WorkerConnections
 from parallel.watchdog.message_socket import listen
 from parallel.watchdog.stacks import main_stack, named, show_stacks
@@ -30,6 +42,9 @@ STACK_SECONDS = 2.0
 TAKE_SECONDS = 3.0
 """How long the main thread may take to see a failure before the thread ends the job. A program that has the word
 between two calls may take as long as it likes."""
+
+END_SECONDS = 1.0
+"""How long a lost rank has to end by itself."""
 
 LEAVING_SECONDS = 10.0
 GOODBYE_SECONDS = 1.0
@@ -60,6 +75,19 @@ class Failure:
     stacks: str = ""
 
 
+@dataclass(frozen=True)
+class Loss:
+    """Ranks that the job goes on without.
+
+    Attributes:
+        ranks: world ranks.
+        line: names the one that was lost first, and the cause: "draft rank 1 (cpu:0) is lost: silent for 60 s, …".
+    """
+
+    ranks: tuple[int, ...]
+    line: str
+
+
 class HeartbeatServer:
     """The watch over all workers, and over rank 0's own main thread."""
 
@@ -70,6 +98,7 @@ class HeartbeatServer:
         heartbeat_seconds: float,
         start_seconds: float,
         overdue: str,
+        expendable: Sequence[int] = (),
     ) -> None:
         """Begin to watch the start.
 
@@ -79,6 +108,8 @@ class HeartbeatServer:
             heartbeat_seconds: most seconds of silence, or in one round, once all are up.
             start_seconds: most seconds from now until `finish_start`, or `close`.
             overdue: what a start that takes longer is told with.
+            expendable: world ranks that the job can do without once all are up. The first that is lost takes the others
+                along.
         """
         self._topology = topology
         self._activity = activity
@@ -97,6 +128,9 @@ class HeartbeatServer:
         self._failure: Failure | None = None
         self._is_taken = False
         self._take_due = 0.0
+        self._expendable = tuple(expendable)
+        self._loss: Loss | None = None
+        self._kill_due = float("inf")
         self._workers = WorkerConnections([rank for rank in topology.worker_ranks if rank != 0], activity)
         watch = named(self._watch, f"heartbeat of {topology.describe(0)}")
         threading.Thread(target=abort.ending_on_error(watch), name="heartbeat", daemon=True).start()
@@ -129,6 +163,16 @@ class HeartbeatServer:
         """Whether a failure has been found. Cheap: for those who wait."""
         return self._failure is not None
 
+    @property
+    def loss(self) -> Loss | None:
+        """The ranks that the job has lost and goes on without; None while all are there. Cheap."""
+        return self._loss
+
+    @property
+    def lost_are_gone(self) -> bool:
+        """Whether the processes of all lost ranks have ended, as far as is known: the end of MPI waits for others."""
+        return self._loss is None or self._workers.lost_are_gone
+
     def take_failure(self) -> Failure | None:
         """The failure, if there is one: the caller sees to the end of the job, and the thread does not."""
         self._is_taken = self._failure is not None
@@ -156,7 +200,7 @@ class HeartbeatServer:
             if now >= dump_due:
                 abort.write_stacks_after(dump_seconds(self._limit))
                 dump_due = now + self._beat
-            self._workers.serve(self._beat / TURNS_IN_BEAT)
+            self._workers.serve(self._turn_seconds())
             now = time.monotonic()
             # Who could not listen must not judge: this process was stopped, or its threads could not run.
             if now - turned > self._patience or self._is_up.is_set() != was_up:
@@ -165,6 +209,8 @@ class HeartbeatServer:
             turned = now
             if self._failure is not None:
                 self._await_taking(self._failure)
+            elif was_up and self._judge_expendable():
+                continue
             elif (told := self._workers.first_failure()) is not None:
                 self._find(Failure(f"{self._topology.describe(told[0])} failed: {told[1]}"))
             elif was_up:
@@ -172,6 +218,33 @@ class HeartbeatServer:
             else:
                 self._judge_start()
         self._leave()
+
+    def _turn_seconds(self) -> float:
+        """How long to wait for news: a closed connection of an expendable rank is to be judged soon."""
+        waits = self._expendable and self._loss is None and self._is_up.is_set()
+        if waits and any(state.closed_seconds is not None for state in self._workers.states()):
+            return LOST_SECONDS / 4
+        return self._beat / TURNS_IN_BEAT
+
+    def _judge_expendable(self) -> bool:
+        """Look after the ranks that the job can do without; returns whether they are lost just now."""
+        if self._loss is not None:
+            if time.monotonic() >= self._kill_due:
+                self._kill_due = float("inf")
+                self._workers.kill_lost()
+            return False
+        told = self._workers.first_failure()
+        if told is not None and told[0] in self._expendable:
+            found: Accusation | None = Accusation((told[0],), told[1])
+        else:
+            states = [state for state in self._workers.states() if state.rank in self._expendable]
+            found = find_lost(states, self._limit)
+        if found is None:
+            return False
+        self._workers.lose(self._expendable)
+        self._kill_due = time.monotonic() + END_SECONDS
+        self._loss = Loss(self._expendable, f"{self._topology.describe(found.ranks[0])} is lost: {found.cause}")
+        return True
 
     def _judge_start(self) -> None:
         states = self._workers.states()
@@ -183,14 +256,18 @@ class HeartbeatServer:
             self._accuse(broken)
 
     def _judge(self) -> None:
-        finding = examine(self._activity.look(), self._workers.states(), self._limit, self._patience)
+        finding = examine(self._activity.look(), self._needed(), self._limit, self._patience)
         if isinstance(finding, StacksWanted):
             self._workers.new_question()
             stacks = self._workers.gather_stacks(STACK_SECONDS, self._stack_patience)
             # Meanwhile the round may have ended, or a rank may have fallen silent.
-            finding = examine(self._activity.look(), self._workers.states(), self._limit, self._patience, stacks)
+            finding = examine(self._activity.look(), self._needed(), self._limit, self._patience, stacks)
         if isinstance(finding, Accusation):
             self._accuse(finding)
+
+    def _needed(self) -> list[RankState]:
+        """What is known of the ranks that the job cannot do without."""
+        return [state for state in self._workers.states() if state.rank not in self._expendable]
 
     def _accuse(self, accusation: Accusation) -> None:
         rank, *others = accusation.ranks
@@ -227,10 +304,14 @@ class HeartbeatServer:
     def _leave(self) -> None:
         """Say goodbye, and stay until all are gone: a socket closed with a beat unread would take the goodbye along."""
         abort.cancel_stacks()
+        if self._loss is not None:
+            self._workers.kill_lost()
         self._workers.say_goodbye()
         self._said_goodbye.set()
-        deadline = time.monotonic() + LEAVING_SECONDS
-        while not self._workers.all_are_gone and time.monotonic() < deadline:
-            self._workers.serve(self._beat)
+        now = time.monotonic()
+        deadline, lost_deadline = now + LEAVING_SECONDS, now + GOODBYE_SECONDS / 2
+        while (not self._workers.all_are_gone and now < deadline) or (not self.lost_are_gone and now < lost_deadline):
+            self._workers.serve(min(self._beat, GOODBYE_SECONDS / 4))
+            now = time.monotonic()
         self._workers.close()
         self._is_over.set()

@@ -20,7 +20,8 @@ MOST_FRAMES = 20
 MOST_CHARACTERS = 100_000
 _PACKAGE = Path(__file__).resolve().parents[1]
 WAITING_FILES = frozenset(
-    str(_PACKAGE / name) for name in ("communicator.py", "control.py", "groups.py", "link.py", "waiting.py")
+    str(_PACKAGE / name)
+    for name in ("communicator.py", "control.py", "groups.py", "link.py", "messages.py", "waiting.py")
 )
 WAITING_FOLDER = str(_PACKAGE / "transports")
 

@@ -129,6 +129,38 @@ def test_each_end_learns_how_long_messages_take_but_not_from_start_up(
     plane.close()
 
 
+@pytest.mark.mpi(min_size=3)
+def test_a_forgotten_worker_is_sent_nothing_taken_nothing_from_and_not_waited_for(
+    control: ControlPlane, topology: Topology, world: MPI.Intracomm
+) -> None:
+    lost, large = topology.worker_ranks[-1], payload(8_000_000, 0)
+    if control.rank == 0:
+        control.publish(large)  # of this the lost rank takes nothing as long as it is waited for
+        world.Barrier()
+        control.forget([lost])
+        control.publish(b"go")
+        control.shut_down()
+        reports = [control.collect() for _ in topology.worker_ranks[1:]]
+        assert lost not in {report.rank for report in reports if report}
+        assert control.collect(timeout=0) is None
+        world.Barrier()
+        return
+    if control.rank == lost:
+        control.report(b"before it was forgotten")
+        world.Barrier()
+        world.Barrier()
+        assert control.receive() == large
+        assert control.receive(timeout=0.1) is None
+        assert not control.is_shut_down
+        return
+    assert control.receive() == large
+    world.Barrier()
+    assert control.receive() == b"go"
+    assert control.receive() is None
+    control.report(b"done")
+    world.Barrier()
+
+
 def test_start_up_values_are_gathered_in_rank_order_and_broadcast(control: ControlPlane, topology: Topology) -> None:
     gathered = control.gather_start({"rank": control.rank, "host": "h" * 20_000})
     if control.rank == 0:

@@ -9,11 +9,13 @@ import pytest
 from parallel.watchdog.activity import NO_ROUND, Doing, Phase
 from parallel.watchdog.blame import (
     CLOSED_SECONDS,
+    LOST_SECONDS,
     Accusation,
     RankState,
     StacksWanted,
     examine,
     find_broken,
+    find_lost,
     late_starters,
 )
 from parallel.watchdog.stacks import Stack
@@ -173,3 +175,24 @@ def test_a_check_waits_for_ranks_that_are_in_a_step() -> None:
         (2, "in the step 'verdict'"),
         (3, "in the step 'verdict', silent for 9 s"),
     ]
+
+
+def test_a_rank_that_the_job_can_do_without_is_judged_by_itself() -> None:
+    well = in_round(1, Phase.DRAFTING, 59)
+    for lost, cause in (
+        (in_round(2, Phase.DRAFTING), "stands still in round 17 (drafting) for longer than 60 s"),
+        (idle(2, silent_seconds=61), "silent for 60 s, last seen idle after round 17"),
+        (idle(2, closed_seconds=LOST_SECONDS + 0.01), "its connection broke, last seen idle after round 17"),
+        (RankState(2, None, silent_seconds=61), "silent for 60 s, never heard of"),
+    ):
+        assert find_lost([well, lost], LIMIT) == Accusation((2,), cause)
+
+
+def test_a_draft_rank_that_waits_leaves_or_has_just_gone_is_not_lost() -> None:
+    states = [
+        in_round(1, Phase.AWAITING_VERDICT, 9999),
+        idle(2, 9999),
+        idle(3, closed_seconds=LOST_SECONDS / 2),
+        idle(4, has_left=True, closed_seconds=9999),
+    ]
+    assert find_lost(states, LIMIT) is None

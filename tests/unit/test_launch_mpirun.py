@@ -257,3 +257,15 @@ def test_a_shell_that_srun_has_started_is_no_rank() -> None:
 def test_the_configurations_variables_come_before_the_users() -> None:
     result = build_environment({"NCCL_DEBUG": "INFO", "HOME": "/home/user"}, {"NCCL_DEBUG": "WARN"})
     assert (result["NCCL_DEBUG"], result["HOME"]) == ("WARN", "/home/user")
+
+
+@pytest.mark.usefixtures("any_mpirun")
+@pytest.mark.parametrize("name", list(FLAVOURS))
+def test_only_a_job_that_may_lose_ranks_is_started_to_go_on_without_them(name: str) -> None:
+    def words(may_lose_ranks: bool, **environment: str) -> list[str]:
+        starting = Launch(TWO_HOSTS, LaunchSection(), environment, MPI[name], may_lose_ranks=may_lose_ranks)
+        return build_command(starting, ["program"], None)
+
+    assert "ulfm" not in words(may_lose_ranks=False)
+    assert ("ulfm" in words(may_lose_ranks=True)) == (name == "openmpi")
+    assert "ulfm" not in words(may_lose_ranks=True, OMPI_MCA_mpi_ft_enable="0")  # the user has decided

@@ -17,11 +17,12 @@ from launch.mpi.supervise import _Orders
 PARENT = """
 import os, sys
 import launch.mpi.supervise
+from launch.mpi.output_filter import OutputFilter
 from launch.mpi.supervise import supervise
 launch.mpi.supervise.DRAIN_GRACE_SECONDS = 0.1
 drain_seconds = float(sys.argv[2]) if sys.argv[2] else None
 command = [sys.executable, "-c", sys.argv[1]]
-sys.exit(supervise(command, os.environ, lambda rank: f"draft rank {rank} (cpu:0)", drain_seconds))
+sys.exit(supervise(command, os.environ, OutputFilter(lambda rank: f"draft rank {rank} (cpu:0)"), drain_seconds))
 """
 
 # Says where its orders come from, then what they are; ends when one that it knows has come.

@@ -55,7 +55,10 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "parallel": (
         frozenset({"groups", "link", "probe", "watchdog"}),
         frozenset({"transports", "control", "mailbox"}),
-        frozenset({"communicator", "sharding", "topology", "waiting", "mpi_rank", "abort", "json_gather"}),
+        frozenset({"messages"}),
+        frozenset(
+            {"communicator", "sharding", "topology", "waiting", "mpi_rank", "abort", "json_gather", "lost_ranks"}
+        ),
         frozenset({"errors"}),
     ),
 }

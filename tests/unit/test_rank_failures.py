@@ -127,6 +127,8 @@ def test_where_all_is_well_closing_lets_the_workers_go(server: HeartbeatServer, 
 
 def test_stacks_are_notes_of_the_exception(ends: list[int]) -> None:
     class Found:
+        loss = None
+
         def take_failure(self) -> Any:
             from parallel.watchdog.heartbeat_server import Failure
 

@@ -30,6 +30,11 @@ _ROUND_REPORT, _TRACE_ANSWER = 0, 1
 class EngineRanks(Protocol):
     """All engine ranks, as the orchestrator sees them."""
 
+    @property
+    def draft_is_lost(self) -> bool:
+        """Whether the draft engine is gone for good, and the target goes on alone. Cheap."""
+        ...
+
     def publish(self, plan: RoundPlan) -> None:
         """Send a plan to every engine rank, without waiting.
 
@@ -91,6 +96,11 @@ class SoloRanks:
         self._tracer = PhaseTracer(worker)
         self._plans: deque[RoundPlan] = deque()
 
+    @property
+    def draft_is_lost(self) -> bool:
+        """See EngineRanks; a process alone loses nothing."""
+        return False
+
     def publish(self, plan: RoundPlan) -> None:
         """See EngineRanks."""
         self._plans.append(plan)
@@ -144,6 +154,11 @@ class MpiRanks:
         self._published = -1
         self._num_due = 0
         self._is_stepping = False
+
+    @property
+    def draft_is_lost(self) -> bool:
+        """See EngineRanks; known from the next publish or collect on."""
+        return bool(self._failures.lost_ranks)
 
     def publish(self, plan: RoundPlan) -> None:
         """See EngineRanks."""

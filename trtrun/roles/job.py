@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,16 +18,19 @@ from parallel import abort
 from parallel.control import ControlPlane
 from parallel.errors import TopologyError
 from parallel.groups import open_groups
+from parallel.lost_ranks import is_lost_peer
 from parallel.mpi_rank import find_mpi_rank
 from parallel.probe import verify_groups
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Phase
-from parallel.watchdog.heartbeat import invite_workers, join_heartbeat
+from parallel.watchdog.blame import CLOSED_SECONDS
+from parallel.watchdog.heartbeat import HeartbeatClient, invite_workers, join_heartbeat
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun.config import RuntimeConfig
 from trtrun.errors import PlacementError
 from trtrun.kvcache.sizing import check_device
 from trtrun.outputs import RankReport, StartReport
+from trtrun.roles.draft_loss import losable_ranks
 from trtrun.roles.engine_ranks import EngineRanks, MpiRanks, SoloRanks, serve
 from trtrun.roles.failures import RankFailures
 from trtrun.roles.rendezvous import start_orchestrator, start_worker
@@ -86,6 +90,8 @@ def open_job(config: RuntimeConfig, progress: Progress | None) -> StartedJob | N
     if topology.world_size == 1:
         return _open_solo(config, topology, progress)
     may_spin = has_free_cores(topology, host, threads)
+    if losable_ranks(config, topology):
+        abort.leave_at_exit()
     if world.rank == topology.orchestrator_rank:
         return _open_orchestrator(config, topology, world, progress, may_spin)
     control = ControlPlane(world, topology, may_spin)
@@ -117,7 +123,7 @@ def _open_orchestrator(
     # Before anything collective: a rank that never comes must not keep this one from saying so.
     seconds = config.launch.start_seconds
     overdue = f"the job has not started within {seconds:g} s (launch.start_seconds)"
-    heartbeat = HeartbeatServer(topology, activity, limit, seconds, overdue)
+    heartbeat = HeartbeatServer(topology, activity, limit, seconds, overdue, losable_ranks(config, topology))
     try:
         control = ControlPlane(world, topology, may_spin)
         invite_workers(control, topology, heartbeat)
@@ -125,7 +131,7 @@ def _open_orchestrator(
         open_groups(world, topology, torch.device("cpu"))
         control.warm_up()
         activity.start(Phase.LOADED)
-        failures = RankFailures(heartbeat)
+        failures = RankFailures(heartbeat, control)
         blocks, reports = start_orchestrator(control, topology, failures, progress)
     except BaseException:
         if heartbeat.has_failed():
@@ -142,7 +148,8 @@ def _run_worker(
 ) -> None:
     """A rank with a device: start its engines, and run rounds until the orchestrator lets it end."""
     activity = Activity()
-    heartbeat = join_heartbeat(control, topology, activity, config.launch.heartbeat_seconds)
+    expendable = losable_ranks(config, topology)
+    heartbeat = join_heartbeat(control, topology, activity, config.launch.heartbeat_seconds, expendable)
     slot = topology.slot(world.rank)
     assert slot is not None
     activity.start(Phase.CONNECTING)
@@ -150,17 +157,25 @@ def _run_worker(
     verify_groups(groups, topology, world.rank)
     control.warm_up()
     try:
-        worker = start_worker(control, lambda: RankStartup(config, topology, world.rank, groups, activity))
+        is_lost = partial(_is_lost, heartbeat, topology)
+        worker = start_worker(control, lambda: RankStartup(config, topology, world.rank, groups, activity, is_lost))
         if worker is not None:
             heartbeat.beat()
             serve(control, worker)
             worker.close()  # NCCL's communicators wait for graphs that hold their operations
-            groups.close()
+            if not heartbeat.lost_ranks:  # else MPI may not agree to it; the end of the process does
+                groups.close()
     except Exception as error:
         logger.error("this rank failed", exc_info=True, extra={"file_only": True})
-        heartbeat.fail(_cause(error))
+        # Where another rank is gone, that one is at fault, and the heartbeat is about to say so.
+        heartbeat.fail(_cause(error), grace=2 * CLOSED_SECONDS if is_lost_peer(error) else 0.0)
         raise
     heartbeat.close()
+
+
+def _is_lost(heartbeat: HeartbeatClient, topology: Topology) -> bool:
+    """Whether the draft engine is lost, as far as this rank was told."""
+    return bool(heartbeat.lost_ranks.intersection(topology.draft_ranks))
 
 
 def _cause(error: Exception) -> str:

@@ -102,6 +102,11 @@ class Orchestrator:
                 self.totals.orchestrating += self._clock() - started
             return gains
 
+    @property
+    def draft_is_lost(self) -> bool:
+        """Whether the draft engine is gone for good: no row will be drafted any more."""
+        return self.totals.draft_losses > 0
+
     def add_committing(self, seconds: float) -> None:
         """Count the time that something took, until now, between a verdict and the tokens and texts of its rows."""
         self.totals.committing += seconds
@@ -165,6 +170,8 @@ class Orchestrator:
     def _schedule(self) -> RoundPlan | None:
         num_decoding = self.scheduler.num_decoding
         draft_len = self._pacer.choose(num_decoding) if self._pacer is not None and num_decoding else None
+        if self.draft_is_lost:
+            draft_len = 0  # the target alone: no packet is looked for
         plan = self.scheduler.schedule(draft_len)
         if plan is None or self._ahead is None:
             return plan
@@ -186,6 +193,8 @@ class Orchestrator:
         """The next verdict; reports of the draft leader on the way only add their times."""
         while True:
             report = self._ranks.collect()
+            if self._ranks.draft_is_lost:
+                self.totals.draft_losses = 1
             times = report.times
             self.totals.add_phases(times.drafting, times.transferring, times.verifying, report.is_verdict)
             if report.is_verdict:

@@ -98,11 +98,18 @@ class RankStartup:
     """Brings one rank's engines up, in two steps: `load`, then `finish` with the number of blocks for all ranks."""
 
     def __init__(
-        self, config: RuntimeConfig, topology: Topology, rank: int, groups: Groups, activity: Activity | None = None
+        self,
+        config: RuntimeConfig,
+        topology: Topology,
+        rank: int,
+        groups: Groups,
+        activity: Activity | None = None,
+        draft_is_lost: Callable[[], bool] = lambda: False,
     ) -> None:
         slot = topology.slot(rank)
         assert slot is not None, "only ranks with a device start engines"
         self._activity = activity or Activity()
+        self._draft_is_lost = draft_is_lost
         self._config = config
         self._topology = topology
         self._rank = rank
@@ -283,6 +290,7 @@ class RankStartup:
                 rank=self._rank,
                 use_logits=use_logits,
                 device=self._device,
+                draft_is_lost=self._draft_is_lost,
                 activity=activity,
                 phases=phases,
             )

@@ -9,6 +9,7 @@ know where plans come from (engine_ranks.py), how drafts are made, nor how the e
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -66,6 +67,7 @@ class TargetWorker:
         rank: this one.
         use_logits: acceptance mode of sampled rows.
         device: of its engine.
+        draft_is_lost: whether no packet will come any more.
         activity: where the process says what it is doing.
         phases: times the phases of rounds; only the leader takes its times.
     """
@@ -80,6 +82,7 @@ class TargetWorker:
     rank: int
     use_logits: bool
     device: torch.device
+    draft_is_lost: Callable[[], bool]
     activity: Activity = field(default_factory=Activity)
     phases: PhaseClock = field(default_factory=HostPhases)
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
@@ -124,7 +127,7 @@ class TargetWorker:
 
     def _look_for_packet(self, round_index: int) -> bytes | None:
         while True:
-            packet = self.mail.wait(self.draft_ranks[0], DRAFT_TAG, self._patience)
+            packet = self.mail.wait(self.draft_ranks[0], DRAFT_TAG, self._patience, self.draft_is_lost)
             if packet is None or round_of(packet) == round_index:
                 return packet
             # One of a round that the target did not wait for any longer.
@@ -162,7 +165,7 @@ class TargetWorker:
             return
         tokens = [row[:count] for row, count in zip(report.tokens.tolist(), report.num_tokens.tolist(), strict=True)]
         payload = encode_verdict(HostVerdict(plan.round_index, tokens))
-        for rank in self.draft_ranks:
+        for rank in self.draft_ranks if not self.draft_is_lost() else ():
             self.mail.post(rank, VERDICT_TAG, payload)
 
     def _with_times(self, report: ReportArrays, arrived: HostDraft | None) -> ReportArrays:

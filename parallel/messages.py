@@ -1,0 +1,210 @@
+"""How the control plane's messages travel: over MPI without blocking, or through a queue inside one process.
+
+A message is bytes with a tag; what tags mean is `control`'s business. Where MPI outlives its ranks, a rank that is gone
+is one whose messages do not come: no call here fails for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+from parallel import abort
+from parallel.errors import ControlPlaneError
+from parallel.lost_ranks import is_lost_peer
+from parallel.waiting import wait_until
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+Wait = Callable[[Callable[[], bool], float | None], bool]
+"""How to wait: `parallel.waiting.wait_until`, or `wait` of a Waiter."""
+
+
+class Message(NamedTuple):
+    """A message that came: the rank that sent it, its tag and its bytes."""
+
+    source: int
+    tag: int
+    payload: bytes
+
+
+class LocalMessages:
+    """Messages of a process to itself; the same interface as `MpiMessages`."""
+
+    def __init__(self, first_report_tag: int) -> None:
+        """Begin with none. This tag and those above it are what `take` means by any."""
+        self._first_report_tag = first_report_tag
+        self._queue: deque[Message] = deque()
+
+    def send(self, rank: int, tag: int, payload: bytes) -> None:
+        """See MpiMessages."""
+        self._queue.append(Message(rank, tag, payload))
+
+    def take(
+        self,
+        source: int | None,
+        tags: tuple[int, ...] | None,
+        timeout: float | None,
+        wait: Wait,
+        until: Callable[[], bool] | None = None,
+    ) -> Message | None:
+        """See MpiMessages."""
+        # Plans and reports share the queue, and None means reports. Nobody else can send while this process waits.
+        for index, message in enumerate(self._queue):
+            if message.tag in tags if tags is not None else message.tag >= self._first_report_tag:
+                del self._queue[index]
+                return message
+        if timeout is None:
+            raise ControlPlaneError("a process alone waits for a message that it has not sent itself")
+        return None
+
+    def forget(self, ranks: frozenset[int]) -> None:
+        """See MpiMessages: nothing to do."""
+
+    def flush(self, until: Callable[[], bool] | None = None) -> None:
+        """See MpiMessages: nothing to do."""
+
+    def close(self) -> None:
+        """See MpiMessages."""
+        self._queue.clear()
+
+    def begin_abort(self) -> None:
+        """See MpiMessages: nothing to do."""
+
+    def abort(self) -> NoReturn:
+        """End this process."""
+        raise SystemExit(1)
+
+
+class _Sending(NamedTuple):
+    """A message on its way. MPI reads the payload until the request is complete."""
+
+    rank: int
+    request: MPI.Request
+    payload: bytes
+
+    def is_over(self) -> bool:
+        """Whether it is sent, or will never be."""
+        try:
+            return self.request.Test()
+        except Exception as error:
+            if is_lost_peer(error):
+                return True
+            raise
+
+
+class MpiMessages:
+    """Messages between ranks: non-blocking sends, and probes that sleep between tries."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self._comm = comm
+        # A rank that is gone is to be an error of the call that needs it, not the end of this process.
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self._sending: deque[_Sending] = deque()
+        self._forgotten: frozenset[int] = frozenset()
+        self._given_up: list[_Sending] = []
+
+    def send(self, rank: int, tag: int, payload: bytes) -> None:
+        """Send without waiting. To a rank that is gone nothing is sent."""
+        try:
+            self._sending.append(_Sending(rank, self._comm.Isend((payload, self._mpi.BYTE), rank, tag), payload))
+        except self._mpi.Exception as error:
+            if not is_lost_peer(error):
+                raise
+        self._drop_sent()
+
+    def take(
+        self,
+        source: int | None,
+        tags: tuple[int, ...] | None,
+        timeout: float | None,
+        wait: Wait,
+        until: Callable[[], bool] | None = None,
+    ) -> Message | None:
+        """Wait for a message.
+
+        Args:
+            source: rank that sends it; None for any rank.
+            tags: of the message; None for any tag. With more than one, the source's next message whatever its tag.
+            timeout: seconds; None waits for ever.
+            wait: how to wait: `wait_until`, or `wait` of a Waiter.
+            until: ends the wait when it returns true.
+
+        Returns:
+            None when the wait ended without one.
+        """
+        rank = self._mpi.ANY_SOURCE if source is None else source
+        # More than one tag: whatever the source sends next, so that the order of its messages holds.
+        tag = tags[0] if tags is not None and len(tags) == 1 else self._mpi.ANY_TAG
+        taken: list[Message] = []
+
+        def take_one() -> bool:
+            message = self._receive(rank, tag)
+            if message is not None and message.source not in self._forgotten:
+                taken.append(message)
+            return bool(taken)
+
+        wait(take_one if until is None else lambda: take_one() or until(), timeout)
+        if not taken:
+            return None
+        self._drop_sent()
+        return taken[0]
+
+    def _receive(self, rank: int, tag: int) -> Message | None:
+        """The next message, if one is there; of a rank that is gone none is."""
+        status = self._mpi.Status()
+        try:
+            message = self._comm.Improbe(rank, tag, status)
+            if message is None:
+                return None
+            buffer = bytearray(status.Get_count(self._mpi.BYTE))
+            source, tag = status.Get_source(), status.Get_tag()
+            # A large message may still be on its way: sleep for that, too.
+            wait_until(message.Irecv((buffer, self._mpi.BYTE)).Test)
+        except self._mpi.Exception as error:
+            if not is_lost_peer(error):
+                raise
+            if rank == self._mpi.ANY_SOURCE:
+                self._comm.Ack_failed()  # else every probe that finds nothing would raise this again
+            return None
+        return Message(source, tag, bytes(buffer))
+
+    def forget(self, ranks: frozenset[int]) -> None:
+        """Take nothing from these ranks any more, and do not wait for what is on its way to them."""
+        self._forgotten |= ranks
+        # MPI may still read from the buffers of what is not sent: they stay, and nobody asks for them again.
+        self._given_up += [sending for sending in self._sending if sending.rank in ranks]
+        self._sending = deque(sending for sending in self._sending if sending.rank not in ranks)
+
+    def flush(self, until: Callable[[], bool] | None = None) -> None:
+        """Wait, asleep, until all messages are sent, or `until` returns true."""
+
+        def is_sent() -> bool:
+            self._drop_sent()
+            return not self._sending or (until is not None and until())
+
+        wait_until(is_sent)
+
+    def close(self) -> None:
+        """Free the communicator. Collective."""
+        # With ranks that are gone MPI may not agree to free it; the end of the process does.
+        if self._comm != self._mpi.COMM_NULL and not self._forgotten:
+            self._comm.Free()
+
+    def begin_abort(self) -> None:
+        """From here on this process ends soon."""
+        abort.begin_ending()
+
+    def abort(self) -> NoReturn:
+        """End every rank."""
+        abort.end_world()
+
+    def _drop_sent(self) -> None:
+        while self._sending and self._sending[0].is_over():
+            self._sending.popleft()
