@@ -105,7 +105,7 @@ class Orchestrator:
     @property
     def draft_is_lost(self) -> bool:
         """Whether the draft engine is gone for good: no row will be drafted any more."""
-        return self.totals.draft_losses > 0
+        return self._ranks.draft_is_lost
 
     def add_committing(self, seconds: float) -> None:
         """Count the time that something took, until now, between a verdict and the tokens and texts of its rows."""
