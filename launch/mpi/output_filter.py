@@ -148,6 +148,7 @@ class OutputFilter:
     def _take_line(self, line: str) -> bool:
         if _LEFT_ALONE.match(line):
             self._left_alone += line + "\n"
+            return True
         if self.ends is not None and self.ends.take(line):
             end = self.fatal_end
             if end is not None and end.is_kill and not self.killed and not self.is_expected:

@@ -253,6 +253,7 @@ def test_an_output_row_holds_the_figures() -> None:
         "num_draft_tokens": 4,
         "num_accepted_draft_tokens": 2,
         "mean_acceptance_length": 3.0,
+        "draft_hit_rate": None,
         "time_to_first_token_s": 0.5,
         "time_s": 2.0,
         "error": None,

@@ -23,6 +23,7 @@ from trtrun import LLM, SamplingParams
 from trtrun.core import RoundPlan
 from trtrun.errors import ConfigError
 from trtrun.roles.engine_ranks import EngineRanks
+from trtrun.spans import RankSpans
 from trtrun.speculation.pacing import Pacer
 from trtrun.wire import RoundReport
 
@@ -178,6 +179,19 @@ class TimedRanks:
         plan = self._due.popleft()
         self._now += self._machine.cost(len(plan.decode_rows), plan.draft_len) / 1e3
         return report
+
+    @property
+    def draft_is_lost(self) -> bool:
+        return self._ranks.draft_is_lost
+
+    def reset(self) -> None:
+        self._ranks.reset()
+
+    def start_trace(self, most_rounds: int) -> None:
+        self._ranks.start_trace(most_rounds)
+
+    def take_trace(self) -> list[RankSpans]:
+        return self._ranks.take_trace()
 
     def stepping(self) -> AbstractContextManager[None]:
         return self._ranks.stepping()

@@ -134,8 +134,8 @@ def largest_rounds(shape: RoundShape) -> list[RoundPlan]:
 
 
 def small_round(shape: RoundShape) -> RoundPlan:
-    """A round of all rows with short contexts: other graphs than the largest round's, and none of its memory."""
-    return _plan(shape, range(shape.max_rows), (), 2)
+    """A round of half the rows with short contexts: other graphs than the largest round's, and none of its memory."""
+    return _plan(shape, range(max(1, shape.max_rows // 2)), (), 2)
 
 
 def _plan(shape: RoundShape, decoding: range, chunks: Sequence[PrefillChunk], length: int) -> RoundPlan:
