@@ -49,7 +49,7 @@ class Case:
             "draft_losses": self.draft_losses,
             "round_wall_ms": round(1e3 * self.elapsed_s / rounds, 6),
             "round_ms": {name: round(1e3 * seconds / rounds, 6) for name, seconds in self.parts_s.items()},
-        } | ({"drafting_ahead": self._foresight_figures()} if self.num_guesses else {})
+        } | ({"drafting_ahead": self._foresight_figures()} if self.foresight.due_by_place else {})
 
     def _foresight_figures(self) -> dict[str, object]:
         """How drafting ahead went; a place is the number of draft tokens that the round before had accepted."""
