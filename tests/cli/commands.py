@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}
 FOUR_RANKS = {"target": ["cpu:1", "cpu:2"], "draft": ["cpu:0"]}
 FAULTS = ROOT / "tests" / "cli" / "faults"
-FIXED = ("--set", "speculation.pacing=fixed")
+FIXED = ("--set", "speculation.pacing=fixed", "--set", "speculation.ahead=off")
 """For runs of the shipped pair whose rows are compared: how much is drafted does not follow from times."""
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -32,8 +32,8 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == os.environ["FAILING_RANK"]:
         import launch.batch.run
         launch.batch.run.play_run = fail
     else:
-        from trtrun.roles.worker import Worker
-        Worker.run_round = fail
+        from trtrun.roles.target_worker import TargetWorker
+        TargetWorker.run_round = fail
 main()
 """
 

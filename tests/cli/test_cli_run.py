@@ -21,6 +21,7 @@ COLUMNS = [
     "num_draft_tokens",
     "num_accepted_draft_tokens",
     "mean_acceptance_length",
+    "draft_hit_rate",
     "time_to_first_token_s",
     "time_s",
     "error",

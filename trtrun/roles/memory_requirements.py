@@ -12,7 +12,7 @@ from trtrun.engine.working_memory import RoundShape, working_bytes
 from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
 from trtrun.models.config import ModelConfig
-from trtrun.speculation.ahead.drafter import GuessSpace
+from trtrun.speculation.ahead.guess_space import GuessSpace
 
 MOST_GUESSES = 128
 MOST_GUESSES_WITH_PROBABILITIES = 32

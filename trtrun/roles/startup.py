@@ -10,18 +10,15 @@ import resource
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from parallel.communicator import Communicator
 from parallel.errors import ParallelError
 from parallel.groups import Groups
-from parallel.link import Link
-from parallel.topology import Role, Slot, Topology
+from parallel.topology import Slot, Topology
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.config import ModelSection, RuntimeConfig
-from trtrun.drafting_methods import METHODS
 from trtrun.engine.graphs import capture_for
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
@@ -43,24 +40,18 @@ from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.models.loading import LoadReport, load_model, shard_bytes
 from trtrun.outputs import RankReport
-from trtrun.roles.draft_worker import DraftWorker
 from trtrun.roles.engine_ranks import AnyWorker
 from trtrun.roles.largest_round import Rehearsal, measure_largest_round
 from trtrun.roles.memory_requirements import (
     engine_working_bytes,
     guess_space,
-    guess_steps,
     kv_bytes_per_block,
     most_useful_blocks,
     quantization_of,
     resolve_dtype,
     round_shape,
 )
-from trtrun.roles.phase_clock import HostPhases, phase_clock
-from trtrun.roles.target_worker import TargetWorker
-from trtrun.roles.worker import Worker
-from trtrun.speculation.ahead.drafter import AheadDrafter
-from trtrun.speculation.drafters import DRAFTERS, Drafter, Workplace
+from trtrun.roles.workplace import RankWorkplace
 
 Progress = Callable[[int, int], None]
 """Bytes of weights that are in place so far and in the end, on this rank."""
@@ -116,7 +107,6 @@ class RankStartup:
         self._slot = slot
         self._groups = groups
         self._device = device_of(slot)
-        self._placement = METHODS[config.speculation.method].placement
         self._target_config = read_model_config(config.target.model)
         self._draft_config = read_model_config(config.draft.model) if config.draft is not None else None
         self._context = target_context(config, self._target_config)
@@ -231,29 +221,15 @@ class RankStartup:
     def _rehearsal(self, shape: RoundShape) -> Rehearsal:
         """This rank's engines over stores of the null block alone."""
         engines = {role: self._make_engine(role, loaded, 1) for role, loaded in self._engines.items()}
+        workplace = self._workplace(engines, 1)
         return Rehearsal(
-            drafter=self._make_drafter(engines),
-            ahead=self._make_ahead_drafter(engines["draft"], 1) if self._drafts_apart(engines) else None,
+            drafter=workplace.make_drafter(),
+            ahead=workplace.make_ahead_drafter() if workplace.drafts_apart else None,
             draft=engines.get("draft"),
             target=engines.get("target"),
             leads_target=self._rank == self._topology.target_leader,
             shape=shape,
         )
-
-    def _drafts_apart(self, engines: Mapping[str, Engine]) -> bool:
-        """Whether this rank drafts on a device that no target rank has."""
-        return self._config.drafts_apart and "draft" in engines
-
-    def _make_drafter(self, engines: Mapping[str, Engine]) -> Drafter | None:
-        """The method's drafter, where this rank is one of those that draft beside target ranks."""
-        if self._drafts_apart(engines) or self._placement not in self._topology.roles(self._rank):
-            return None
-        section, vocab_size = self._config.speculation, self._target_config.vocab_size
-        return DRAFTERS.get(section.method)(Workplace(section, engines.get("draft"), engines.get("target"), vocab_size))
-
-    def _drafting_leader(self) -> int | None:
-        """The first of the ranks that draft; None where none do."""
-        return self._topology.target_leader if self._placement is Role.TARGET else self._topology.draft_leader
 
     def finish(self, num_blocks: int) -> tuple[AnyWorker, RankReport]:
         """Allocate the KV stores, run every kernel once, and put the engines to work."""
@@ -262,75 +238,22 @@ class RankStartup:
         self._activity.start(Phase.WARMING_UP)
         for engine in engines.values():
             warm_up(engine, self._config.draft_len, self._config.scheduler.max_num_tokens)
-        worker = (
-            self._make_ahead_worker(engines, num_blocks) if self._config.drafts_apart else self._make_worker(engines)
-        )
+        worker = self._workplace(engines, num_blocks).make_worker()
         self._activity.rest()
         return worker, self._report(num_blocks)
 
-    def _make_ahead_worker(self, engines: Mapping[str, Engine], num_blocks: int) -> DraftWorker | TargetWorker:
-        """The worker of a rank that holds one of two engines without a device in common."""
-        topology, groups = self._topology, self._groups
-        assert groups.mail is not None and groups.workers is not None
-        leads = self._rank in (topology.draft_leader, topology.target_leader)
-        phases = phase_clock(self._device) if leads else HostPhases()
-        use_logits, activity = self._config.speculation.use_logits, self._activity
-        workers = topology.worker_ranks
-        assert topology.draft_leader is not None
-        if "target" in engines:
-            assert groups.target is not None
-            return TargetWorker(
-                target=engines["target"],
-                group=groups.target,
-                peers=groups.workers,
-                draft_peer=workers.index(topology.draft_leader),
-                mail=groups.mail,
-                draft_ranks=topology.draft_ranks,
-                target_ranks=topology.target_ranks,
-                rank=self._rank,
-                use_logits=use_logits,
-                device=self._device,
-                draft_is_lost=self._draft_is_lost,
-                activity=activity,
-                phases=phases,
-            )
-        drafter = self._make_ahead_drafter(engines["draft"], num_blocks)
-        drafter.warm_up(guess_steps(self._config))
-        return DraftWorker(
-            drafter=drafter,
-            peers=groups.workers,
-            target_peer=workers.index(topology.target_leader),
-            mail=groups.mail,
-            draft_ranks=topology.draft_ranks,
-            target_leader=topology.target_leader,
+    def _workplace(self, engines: Mapping[str, Engine], num_blocks: int) -> RankWorkplace:
+        return RankWorkplace(
+            config=self._config,
+            topology=self._topology,
             rank=self._rank,
-            use_logits=use_logits,
+            groups=self._groups,
             device=self._device,
-            activity=activity,
-            phases=phases,
-        )
-
-    def _make_ahead_drafter(self, engine: Engine, num_blocks: int) -> AheadDrafter[Any]:
-        config = self._config
-        space = guess_space(config, num_blocks)
-        use_logits = config.speculation.use_logits
-        return AheadDrafter(engine, self._target_config.vocab_size, config.draft_len, use_logits, space)
-
-    def _make_worker(self, engines: Mapping[str, Engine]) -> Worker:
-        """The worker of a rank whose engines' ranks share devices, or of a job without a draft engine."""
-        leads_draft = self._rank == self._drafting_leader()
-        leads_target = self._rank == self._topology.target_leader
-        return Worker(
-            link=Link(self._topology, self._rank, self._groups.workers),
-            drafter=self._make_drafter(engines),
-            target=engines.get("target"),
-            drafts_in_place=self._placement is Role.TARGET,
-            leads_draft=leads_draft,
-            leads_target=leads_target,
-            use_logits=self._config.speculation.use_logits,
-            device=self._device,
+            engines=engines,
+            num_blocks=num_blocks,
+            target_vocab_size=self._target_config.vocab_size,
             activity=self._activity,
-            phases=phase_clock(self._device) if leads_draft or leads_target else HostPhases(),
+            draft_is_lost=self._draft_is_lost,
         )
 
     def _parts(self) -> list[tuple[str, ModelSection, ModelConfig, Communicator]]:

@@ -23,40 +23,10 @@ from torch.nn import functional
 from trtrun.core import HostDraft, HostVerdict, RoundPlan
 from trtrun.speculation.ahead.chains import Chains, Chosen
 from trtrun.speculation.ahead.fan_out import FanOut
+from trtrun.speculation.ahead.guess_space import GuessSpace
 from trtrun.speculation.ahead.paths import Guess, Guesses, RowPath
 from trtrun.speculation.protocols import AheadEngine, Step
 from trtrun.tensors import device_integers, kept_integers
-
-
-@dataclass(frozen=True)
-class GuessSpace:
-    """What of an engine belongs to guesses.
-
-    Attributes:
-        most_guesses: of a round.
-        first_row: the first of as many rows of the engine.
-        first_block: the first of as many times `blocks_per_guess` blocks of its store.
-        blocks_per_guess: for the rest of the last block that a row shares, and a draft behind it.
-    """
-
-    most_guesses: int
-    first_row: int
-    first_block: int
-    blocks_per_guess: int
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of all guesses."""
-        return self.most_guesses * self.blocks_per_guess
-
-    def rows(self, count: int) -> list[int]:
-        """The first `count` rows."""
-        return list(range(self.first_row, self.first_row + count))
-
-    def blocks(self, index: int) -> range:
-        """The blocks of one guess."""
-        first = self.first_block + index * self.blocks_per_guess
-        return range(first, first + self.blocks_per_guess)
 
 
 @dataclass(frozen=True)
