@@ -1,4 +1,4 @@
-"""Drafting ahead by hand in one process: plans of a real scheduler, verdicts of a script, and a drafter without guesses.
+"""Drafting ahead by hand in one process: plans of a scheduler, verdicts of a script, and a drafter without guesses.
 
 `AheadRounds` drives an `AheadDrafter` on a tiny float32 engine through rounds whose verdicts are drawn at random: they
 come true as guessed, or not, accept all of a draft, some or none of it, or find that it came too late. After every
@@ -138,7 +138,7 @@ class AheadRounds:
                 num_blocks,
                 enable_block_reuse=True,
                 plans_ahead=plans_ahead,
-            )  # fmt: skip
+            )
         )
         self.vocab_size = model.config.vocab_size
         self.seen: Counter[str] = Counter()

@@ -38,7 +38,7 @@ def add_requests(rounds: AheadRounds, kinds: list[dict[str, Any]], count: int, m
     """Prompts of many lengths, every third of which begins like the one before."""
     prompt: list[int] = []
     for number in range(count):
-        prompt = prompt[:-2] + [number] if number % 3 == 2 else prompt_of(3 + 7 * (number % 4), seed=number)
+        prompt = [*prompt[:-2], number] if number % 3 == 2 else prompt_of(3 + 7 * (number % 4), seed=number)
         rounds.add(prompt, max_tokens=most, **kinds[number % len(kinds)])
 
 

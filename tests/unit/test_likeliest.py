@@ -10,6 +10,7 @@ import torch
 from trtrun.sampling.likeliest import _PIECE, _by_pieces, likeliest
 
 Finder = Callable[[torch.Tensor, int], torch.Tensor]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 WIDTHS = [64 * _PIECE, 64 * _PIECE + 1, 80 * _PIECE - 1, 100 * _PIECE + 77]
 
 
@@ -54,9 +55,7 @@ def test_equal_numbers_and_forbidden_tokens(find: Finder) -> None:
     assert int(find(forbidden, 9).max()) < forbidden.shape[1]
 
 
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
-)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("width", [1, 3, 199, 20_000, 151_936])
 def test_any_width_and_more_than_there_are(device: str, width: int) -> None:
     numbers = torch.randn(2, width, generator=torch.Generator().manual_seed(width)).to(device)
