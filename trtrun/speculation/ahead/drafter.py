@@ -192,7 +192,8 @@ class AheadDrafter(Generic[Step]):
         self._write_history(rows, [path.draft for path in paths])
         after = self._chains.feed(rows, [path.take_unfed() for path in paths], [path.end for path in paths])
         self._computed = _Computed(rows, after.ranked[:, 0])
-        steps = plan.draft_len or self._draft_len
+        # With draft_probs the tokens of a seed depend on a draft's length, so it must be a fresh draft's.
+        steps = self._draft_len if self._use_logits else plan.draft_len or self._draft_len
         guessed = [row for row in rows if self._paths[row].end + steps + 1 < self._engine.most_positions]
         if most and guessed:
             self._guess(guessed, most, steps)
