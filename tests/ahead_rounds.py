@@ -235,6 +235,7 @@ class AheadRounds:
             self.seen["foreseen"] += foreseen
             self.seen["cut"] += foreseen and len(draft) == most < drafter._draft_len
             empty += not draft
+            assert not self.use_logits or len(draft) == most, "the tokens of a seed depend on the draft's length"
             self._compare(draft, drafter._paths[row].ranked, ranked)
             if distributions is not None and probs is not None:
                 torch.testing.assert_close(probs[place, : len(draft)], distributions[: len(draft)])
