@@ -149,3 +149,76 @@ def test_contexts_fall_into_few_widths() -> None:
     widths = [graphs.context_blocks(blocks) for blocks in range(1, 101)]
     assert sorted(set(widths)) == [4, 8, 16, 32, 64, 100]
     assert all(width >= blocks for blocks, width in enumerate(widths, start=1))
+
+
+def chains(max_rows: int = 6) -> tuple[ForwardGraphs, list[Callable[[], None]], dict[tuple[int, int], int]]:
+    """Graphs of a forward that keeps each token in its block and draws logits from the row's context there; what was
+    captured; and the store by block and place."""
+    captured: list[Callable[[], None]] = []
+    store: dict[tuple[int, int], int] = {}
+
+    def forward(tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, last_only: bool) -> torch.Tensor:
+        logits = torch.zeros((len(tokens), 40))
+        for row, (token, position) in enumerate(zip(tokens[:, -1].tolist(), positions[:, -1].tolist(), strict=True)):
+            if position >= 0:
+                store[int(tables[row, position // 4]), position % 4] = token
+                context = [store[int(tables[row, place // 4]), place % 4] for place in range(position + 1)]
+                logits[row] = torch.rand(40, generator=torch.Generator().manual_seed(hash(tuple(context)) % 10**9))
+        return logits
+
+    def capture(work: Callable[[], None]) -> Callable[[], None]:
+        captured.append(work)
+        return work
+
+    graphs = ForwardGraphs(
+        forward, capture, max_rows=max_rows, logits_per_row=1, max_blocks=9, vocab_size=40, device=torch.device("cpu")
+    )
+    return graphs, captured, store
+
+
+@pytest.mark.parametrize("vocab_size", [40, 23])
+def test_a_chain_is_its_steps_one_by_one(vocab_size: int) -> None:
+    """Rows that stop before the others, and buckets with rows that nobody asked for, which keep nothing."""
+    graphs, captured, store = chains()
+    generator = torch.Generator().manual_seed(3)
+    for rows, steps, short in ((4, 3, 0), (3, 3, 1), (1, 3, 0), (6, 2, 2), (5, 2, 0), (3, 3, 0)):
+        tables = torch.arange(1, rows * 4 + 1).view(rows, 4)
+        store.clear()
+        starts = torch.randint(0, 8, (rows, 1), generator=generator)
+        for row in range(rows):
+            store |= {(row * 4 + 1 + place // 4, place % 4): place for place in range(int(starts[row]))}
+        first = torch.randint(0, 40, (rows,), generator=generator)
+        positions = starts + torch.arange(steps)
+        positions[:short, steps - 1 :] = -1
+        before = dict(store)
+        found = graphs.run_chain(first, positions, tables, vocab_size, 5).clone()
+        after = dict(store)
+        store.clear()
+        store |= before
+        token = first
+        for step in range(steps):
+            logits = graphs.run(token.unsqueeze(1), positions[:, step : step + 1], tables, True)[:, :vocab_size]
+            expected = logits.topk(5, dim=-1).indices
+            there = positions[:, step] >= 0
+            assert torch.equal(found[there, step], expected[there]), (rows, step)
+            token = expected[:, 0]
+        assert found.shape == (rows, steps, 5)
+        assert after == store
+    # Chains of 4, 1 and 6 rows, beside forwards of 4, 1 and 6 rows.
+    assert graphs.num_graphs == len(captured) == 6
+
+
+def test_chains_are_told_apart_by_steps_and_candidates_and_do_not_disturb_each_other() -> None:
+    graphs, captured, _ = chains()
+    tables = torch.arange(1, 9).view(2, 4)
+    first, start = torch.tensor([5, 6]), torch.tensor([[0], [0]])
+
+    def run(steps: int, num_ranked: int) -> torch.Tensor:
+        return graphs.run_chain(first, start + torch.arange(steps), tables, 40, num_ranked)
+
+    long, few = run(4, 3), run(4, 2)
+    kept = long.clone()
+    short = run(2, 3)
+    assert len(captured) == graphs.num_graphs == 3
+    assert torch.equal(long, kept) and torch.equal(short, long[:, :2]) and torch.equal(few, long[:, :, :2])
+    assert torch.equal(run(4, 3), kept) and len(captured) == 3

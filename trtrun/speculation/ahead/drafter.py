@@ -131,7 +131,7 @@ class AheadDrafter(Generic[Step]):
         for place, index in enumerate(probability_rows):
             of_row = self._probs.get(int(plan.decode_rows[index]))
             if of_row is not None:
-                count = min(plan.draft_len, of_row.shape[0])
+                count = len(self._paths[int(plan.decode_rows[index])].draft)
                 probs[place, :count, : self._vocab_size] = of_row[:count]
         return probs
 
@@ -149,6 +149,7 @@ class AheadDrafter(Generic[Step]):
         most = min(plan.num_guesses, self._space.most_guesses) if guesses else 0
         self._move()
         self._guesses, self._computed = Guesses(), None
+        self._hits.clear()  # they point into the guesses of the round before
         chunks = [chunk for chunk in plan.prefill if chunk.followed and chunk.row in self._paths]
         self._engine.prefill(chunks)
         ended = [chunk.row for chunk in chunks if chunk.is_last]
@@ -158,9 +159,11 @@ class AheadDrafter(Generic[Step]):
         if not rows:
             return 0
         paths = [self._paths[row] for row in rows]
+        self._write_history(rows, [path.draft for path in paths])
         after = self._chains.feed(rows, [path.take_unfed() for path in paths], [path.end for path in paths])
         self._computed = _Computed(rows, after.ranked[:, 0])
-        steps = plan.draft_len or self._draft_len
+        # With draft_probs the tokens of a seed depend on a draft's length, so it must be a fresh draft's.
+        steps = self._draft_len if self._use_logits else plan.draft_len or self._draft_len
         guessed = [row for row in rows if self._paths[row].end + steps + 1 < self._engine.most_positions]
         if most and guessed:
             self._guess(guessed, most, steps)
@@ -178,7 +181,8 @@ class AheadDrafter(Generic[Step]):
                 self._learn_row(row, path, len(tokens) - 1, tokens[-1])
 
     def _write_history(self, rows: Sequence[int], gained: Sequence[Sequence[int]]) -> None:
-        """Put what rows gained behind their tokens on the device, where their penalties or bans look at them."""
+        """Put what rows gained, or may gain, behind their tokens on the device, where their penalties or bans look at
+        them."""
         sampling = self._engine.rows.sampling
         known = [
             (row, self._paths[row].length, tokens)
@@ -301,8 +305,6 @@ class AheadDrafter(Generic[Step]):
         state.sampling.share(rows, own_rows)
         if state.sampling.needs_history(rows):
             state.share_tokens(rows, own_rows)
-            drafts = [self._paths[guess.row].draft[: guess.num_accepted] for guess in listed]
-            state.write_tokens(own_rows, [self._paths[row].length for row in rows], drafts)
 
     def _list_guesses(self, rows: list[int], most: int) -> tuple[list[Guess], list[int], list[int]]:
         """The guesses of a round; of each the token, -1 where only the device knows it, and its rank there."""

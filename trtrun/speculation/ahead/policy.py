@@ -87,6 +87,9 @@ class AheadPolicy:
         if not known or not load.verifying:
             return first
         limit = statistics.median(load.verifying) * _SHARE_OF_VERIFYING
+        fewer = [step for step in enough if step < min(known)]
+        if fewer and known[min(known)] > limit:
+            return fewer[-1]
         limit = max(limit, _NEARLY_FREE * known[min(known)])
         fitting = [step for step in enough if known.get(step, math.inf) <= limit]
         too_many = min((step for step, seconds in known.items() if seconds > limit), default=math.inf)

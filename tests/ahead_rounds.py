@@ -1,0 +1,293 @@
+"""Drafting ahead by hand in one process: plans of a scheduler, verdicts of a script, and a drafter without guesses.
+
+`AheadRounds` drives an `AheadDrafter` on a tiny float32 engine through rounds whose verdicts are drawn at random: they
+come true as guessed, or not, accept all of a draft, some or none of it, or find that it came too late. After every
+proposal each row's draft is compared with what an engine drafts that has just been given the row's tokens: it keeps
+nothing from round to round, so it cannot have wrong keys, values, tokens or counts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from parallel.transports.solo import SoloCommunicator
+from trtrun.core import HostVerdict, PrefillChunk, Request, RoundPlan, RowAdmission
+from trtrun.engine.rows import RowState
+from trtrun.engine.runner import Engine
+from trtrun.kvcache.store import KVStore
+from trtrun.models.decoder import CausalLM
+from trtrun.models.loading import load_model
+from trtrun.sampling_params import SamplingParams
+from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.scheduling.scheduler import Scheduler
+from trtrun.speculation.ahead.drafter import AheadDrafter, GuessSpace
+from trtrun.speculation.ahead.policy import NEVER
+
+CPU = torch.device("cpu")
+MAX_ROWS = 4
+NO_UPDATES = np.zeros((0, 3), np.int32)
+Draft = tuple[list[int], list[list[int]], torch.Tensor | None]
+"""Tokens, the candidates of each place without its token, and the distributions [tokens, vocab]."""
+
+
+def load(path: Path) -> CausalLM:
+    """A checkpoint's model in float32."""
+    return load_model(path, SoloCommunicator(), CPU, torch.float32)[0]
+
+
+def make_drafter(
+    model: CausalLM, block_size: int, num_blocks: int, max_seq_len: int, draft_len: int, use_logits: bool, guesses: int
+) -> AheadDrafter[Any]:
+    """A drafter on an engine with a store of its own: `num_blocks` blocks, and behind them those of the guesses."""
+    first, vocab = num_blocks, model.config.vocab_size
+    # A guess may begin at the last place of a block and writes draft_len tokens.
+    space = GuessSpace(guesses, MAX_ROWS, first, -(-(block_size - 1 + draft_len) // block_size))
+    shape = (model.config.num_layers, first + space.num_blocks, model.kv_heads, block_size, model.config.head_dim)
+    store = KVStore(*shape, torch.float32, CPU)
+    rows = RowState(MAX_ROWS, max_seq_len, block_size, draft_len, vocab, CPU, guesses)
+    return AheadDrafter(Engine(model, store, rows), vocab, draft_len, use_logits, space)
+
+
+def plan_of(round_index: int = 0, rows: Sequence[int] = (), lens: Sequence[int] = (), **values: Any) -> RoundPlan:
+    """A plan that drafts for `rows`; `values` are further fields."""
+    fields: dict[str, Any] = {
+        "round_index": round_index,
+        "dropped_rows": (),
+        "admissions": (),
+        "block_updates": NO_UPDATES,
+        "prefill": (),
+        "decode_rows": np.array(rows, np.int32),
+        "draft_lens": np.array(lens, np.int32),
+        "catch_up": np.array([2] * len(rows), np.int32),
+        "max_context": 1 << 20,
+    }
+    return RoundPlan(**{**fields, **values})
+
+
+class FreshDrafts:
+    """Drafts of rows that are admitted, fed and drafted for at once, and then forgotten."""
+
+    def __init__(self, model: CausalLM, max_seq_len: int, draft_len: int, use_logits: bool) -> None:
+        self._draft_len, self._blocks = draft_len, -(-(max_seq_len + draft_len + 2) // 16)
+        num_blocks = 1 + MAX_ROWS * self._blocks
+        self._drafter = make_drafter(model, 16, num_blocks, max_seq_len, draft_len, use_logits, 0)
+
+    def drafts(self, admissions: dict[int, RowAdmission], tokens: dict[int, list[int]]) -> dict[int, Draft]:
+        """A draft of `draft_len` tokens for each row of `tokens`, whose parameters are in `admissions`."""
+        rows, drafter = list(tokens), self._drafter
+        admitted = [
+            replace(admissions[row], tokens=np.array(tokens[row], np.int32), num_cached_tokens=0) for row in rows
+        ]
+        chunks = [PrefillChunk(row, 0, len(tokens[row]), True, True) for row in rows]
+        blocks = [(row, column, 1 + row * self._blocks + column) for row in rows for column in range(self._blocks)]
+        updates = np.array(blocks, np.int32)
+        begun = plan_of(admissions=tuple(admitted), prefill=tuple(chunks), block_updates=updates)
+        drafter.begin_round(begun)
+        drafter.anticipate(begun)
+        plan = plan_of(1, rows, [self._draft_len] * len(rows))
+        drafter.begin_round(plan)
+        drafter.propose(plan)
+        paths = drafter._paths
+        return {row: (paths[row].draft, paths[row].ranked, drafter._probs.get(row)) for row in rows}
+
+
+class AheadRounds:
+    """A scheduler, a drafter that guesses, and a script for the target.
+
+    Attributes:
+        seen: how often each thing happened.
+        different: places whose candidates were not the fresh draft's, in order.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        seed: int = 0,
+        block_size: int = 4,
+        draft_len: int = 3,
+        use_logits: bool = False,
+        guesses: int = 24,
+        max_seq_len: int = 90,
+        draft_context: int = 90,
+        num_tokens: int = 400,
+        max_num_tokens: int = 40,
+        plans_ahead: int = 1,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.most_guesses, self.use_logits, self.plans_ahead = guesses, use_logits, plans_ahead
+        num_blocks = 1 + num_tokens // block_size
+        self.drafter = make_drafter(model, block_size, num_blocks, max_seq_len, draft_len, use_logits, guesses)
+        self.fresh = FreshDrafts(model, max_seq_len, draft_len + 1, use_logits)
+        self.scheduler = Scheduler(
+            SchedulerLimits(
+                MAX_ROWS,
+                max_num_tokens,
+                max_seq_len,
+                draft_context,
+                draft_len,
+                block_size,
+                num_blocks,
+                enable_block_reuse=True,
+                plans_ahead=plans_ahead,
+            )
+        )
+        self.vocab_size = model.config.vocab_size
+        self.seen: Counter[str] = Counter()
+        self.different: list[tuple[list[int], list[int]]] = []
+        self._admissions: dict[int, RowAdmission] = {}
+        self._tokens: dict[int, list[int]] = {}
+        self._guessed: dict[int, bool] = {}
+        self._number = 0
+
+    def add(self, prompt: Sequence[int], stop_ids: tuple[int, ...] = (), bad: Any = (), **sampling: Any) -> None:
+        """Ask for a completion."""
+        self._number += 1
+        parameters = SamplingParams(seed=100 + self._number, **sampling)
+        self.scheduler.add(Request(self._number, tuple(prompt), parameters, stop_ids, bad))
+
+    def cancel(self) -> None:
+        """End one of the requests, whatever it is at."""
+        begun = [number for number in range(1, self._number + 1) if self.scheduler.has_begun(number)]
+        self.seen["cancelled"] += bool(begun) and self.scheduler.cancel(self.random.choice(begun))
+
+    def run(self, most_rounds: int = 10_000, *, cancels: float = 0.0, always: bool = False) -> None:
+        """Take rounds until nothing is left to do; `always` guesses and drafts again in every round."""
+        waiting: list[RoundPlan] = []
+        for _ in range(most_rounds):
+            while len(waiting) <= self.plans_ahead and (plan := self._schedule(always)) is not None:
+                waiting.append(plan)
+            if not waiting:
+                return
+            self._round(waiting.pop(0), is_late=not always and not self.use_logits and self.random.random() < 0.08)
+            if self.random.random() < cancels:
+                self.cancel()
+
+    def _schedule(self, always: bool) -> RoundPlan | None:
+        draft_len = None if always else self.random.choice((None, None, None, None, None, 0, 1))
+        plan = self.scheduler.schedule(draft_len)
+        if plan is None:
+            return None
+        if always:
+            return replace(plan, num_guesses=self.most_guesses)
+        guesses = self.random.choice((0, 2, 7, self.most_guesses, self.most_guesses))
+        return replace(plan, num_guesses=guesses, redraft_from=self.random.choice((1, 1, 2, NEVER)))
+
+    def _round(self, plan: RoundPlan, is_late: bool) -> None:
+        drafter = self.drafter
+        drafter.begin_round(plan)
+        for row in plan.dropped_rows:
+            self._guessed.pop(row, None)
+        for admission in plan.admissions:
+            self.seen["preempted"] += len(admission.tokens) > admission.num_prompt_tokens
+            self.seen["cached"] += admission.num_cached_tokens > 0
+            self._admissions[admission.row], self._tokens[admission.row] = admission, admission.tokens.tolist()
+            self._guessed.pop(admission.row, None)
+        rows, lens = plan.decode_rows.tolist(), plan.draft_lens.tolist()
+        asked = {row: most for row, most in zip(rows, lens, strict=True) if most > 0 and row in drafter._paths}
+        fresh = self.fresh.drafts(self._admissions, {row: self._tokens[row] for row in asked}) if asked else {}
+        drafts: list[list[int]] = [[] for _ in rows]
+        if plan.draft_len and not is_late:
+            drafts = self._propose(plan, asked, fresh)
+        num_guesses = drafter.anticipate(plan, guesses=not is_late)
+        assert num_guesses <= min(plan.num_guesses, self.most_guesses)
+        self._check_guesses(asked if num_guesses else {}, fresh)
+        self.seen["late"] += is_late
+        self._guessed.clear()
+        if plan.sampled_rows:
+            drafts += [[] for _ in plan.sampled_rows[len(rows) :]]
+            verdicts = [self._decide(row, draft) for row, draft in zip(plan.sampled_rows, drafts, strict=True)]
+            tokens = [of_row for of_row, _ in verdicts]
+            drafter.learn(plan, HostVerdict(plan.round_index, tokens))
+            for row, of_row in zip(plan.sampled_rows, tokens, strict=True):
+                self._tokens[row] += of_row
+            verified = [count for _, count in verdicts]
+            self.scheduler.commit(plan, [len(of_row) for of_row in tokens], tokens, verified)
+        else:
+            self.scheduler.commit(plan, [], [], [])
+
+    def _propose(self, plan: RoundPlan, asked: dict[int, int], fresh: dict[int, Draft]) -> list[list[int]]:
+        """The drafts, each of which is the fresh one, as far as it goes."""
+        drafter = self.drafter
+        going_on = {row: bool(drafter._paths[row].draft) for row in asked}
+        host = drafter.propose(plan)
+        assert host.round_index == plan.round_index
+        rows = plan.decode_rows.tolist()
+        probs = drafter.draft_probs(plan, [index for index, row in enumerate(rows) if row in asked])
+        places = iter(range(len(asked)))
+        empty = 0
+        for row, draft, foreseen in zip(rows, host.tokens, host.foreseen, strict=True):
+            if row not in asked:
+                assert not draft and not foreseen
+                continue
+            place, most = next(places), asked[row]
+            expected, ranked, distributions = fresh[row]
+            assert draft == expected[: len(draft)] and len(draft) <= most, (row, draft, expected)
+            assert foreseen == (self._guessed.get(row, False) or going_on[row])
+            self.seen["foreseen"] += foreseen
+            self.seen["cut"] += foreseen and len(draft) == most < drafter._draft_len
+            empty += not draft
+            assert not self.use_logits or len(draft) == most, "the tokens of a seed depend on the draft's length"
+            self._compare(draft, drafter._paths[row].ranked, ranked)
+            if distributions is not None and probs is not None:
+                torch.testing.assert_close(probs[place, : len(draft)], distributions[: len(draft)])
+                assert not probs[place, len(draft) :].any()
+        missed = len(asked) - sum(host.foreseen)
+        redrafted = missed > 0 and (self.use_logits or missed >= plan.redraft_from)
+        assert empty == (0 if redrafted else missed)
+        self.seen["redrafted"] += redrafted
+        return host.tokens
+
+    def _compare(self, draft: list[int], found: list[list[int]], expected: list[list[int]]) -> None:
+        """Candidates beside the tokens of a draft."""
+        for place, token in enumerate(draft):
+            assert token not in found[place]
+            if found[place] != expected[place]:
+                self.different.append((found[place], expected[place]))
+
+    def _check_guesses(self, asked: dict[int, int], fresh: dict[int, Draft]) -> None:
+        """A guess is no token that the draft has there; behind a whole draft the candidates are the fresh draft's."""
+        for row, num_accepted, token in self.drafter._guesses._places:
+            draft = self.drafter._paths[row].draft
+            assert draft[num_accepted : num_accepted + 1] != [token]
+        for row in asked:
+            path = self.drafter._paths[row]
+            place = len(path.draft)
+            tokens, ranked, _ = fresh[row]
+            if not self.use_logits and path.ranked[place] != [tokens[place], *ranked[place]]:
+                self.different.append((path.ranked[place], [tokens[place], *ranked[place]]))
+            self.seen["places"] += place + 1
+
+    def _decide(self, row: int, draft: list[int]) -> tuple[list[int], int]:
+        """A verdict on a row's draft: the tokens gained, and how many were verified."""
+        chance, verified = self.random.random(), len(draft)
+        if draft and not self.use_logits and chance < 0.12:
+            verified = self.random.randrange(len(draft))  # not all of it arrived
+        guessed = [
+            (count, token)
+            for of_row, count, token in self.drafter._guesses._places
+            if of_row == row and count <= verified
+        ]
+        if verified < len(draft) and chance < 0.08:
+            count, token = verified, draft[verified]
+            self.seen["goes on"] += 1
+        elif guessed and chance < 0.75:
+            count = self.random.choice(sorted({count for count, _ in guessed}))
+            token = self.random.choice([token for of_place, token in guessed if of_place == count])
+        else:
+            count, token = self.random.randrange(verified + 1), self.random.randrange(self.vocab_size)
+            if draft[count : count + 1] == [token]:
+                token = (token + 1) % self.vocab_size
+        goes_on = draft[count : count + 1] == [token]
+        self._guessed[row] = not goes_on and (count, token) in guessed
+        self.seen["hit all" if count == len(draft) else "hit some" if count else "hit none"] += self._guessed[row]
+        self.seen["missed"] += not goes_on and not self._guessed[row]
+        return [*draft[:count], token], verified

@@ -1,0 +1,160 @@
+"""How much is drafted ahead and when a fresh draft is worth its wait, on a machine whose costs are written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from trtrun.speculation.ahead.policy import NEVER, AheadPolicy
+
+STEPS = (4, 8, 16, 32, 64, 128)
+
+
+def run_rounds(
+    policy: AheadPolicy, rows: int, seconds: Callable[[int], float], verifying: float = 0.1, rounds: int = 60
+) -> list[int]:
+    """Rounds in which guesses take `seconds`; returns how many the policy wanted in each."""
+    chosen = []
+    for _ in range(rounds):
+        count = policy.num_guesses(rows)
+        chosen.append(count)
+        policy.record_draft(rows, count, seconds(count), 0, 0.0)
+        policy.record_round(rows, verifying, 1.1 * verifying, [3] * rows, [4] * rows)
+    return chosen
+
+
+def test_without_steps_nothing_is_guessed_and_all_is_drafted_again() -> None:
+    policy = AheadPolicy((), always_redrafts=False)
+    assert policy.num_guesses(3) == 0
+    policy.record_draft(3, 0, 0.0, 2, 5.0)
+    policy.record_round(3, 0.1, 0.1, [1, 1, 1], [0, 0, 0])
+    assert policy.redraft_from(3) == 1
+
+
+@pytest.mark.parametrize(("rows", "first"), [(1, 4), (2, 8), (4, 16), (5, 32), (16, 64), (32, 128), (500, 128)])
+def test_before_anything_is_known_each_row_gets_a_few(rows: int, first: int) -> None:
+    assert AheadPolicy(STEPS, always_redrafts=False).num_guesses(rows) == first
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("most", [8, 16, 64])
+def test_as_many_as_fit_in_nine_tenths_of_a_verification(rows: int, most: int) -> None:
+    """Time that grows with the guesses, and `most` of them take 0.88 of the verification."""
+    chosen = run_rounds(AheadPolicy(STEPS, always_redrafts=False), rows, lambda count: 0.088 * count / most)
+    assert set(chosen[-20:]) == {most}, chosen
+
+
+def test_all_of_them_where_time_hardly_grows() -> None:
+    chosen = run_rounds(AheadPolicy(STEPS, always_redrafts=False), 1, lambda count: 0.05 + count * 1e-5)
+    assert chosen[-1] == 128
+    assert chosen == sorted(chosen), "up, one step at a time"
+    assert sorted(set(chosen)) == list(STEPS)
+
+
+def test_what_is_nearly_free_is_kept_though_it_ends_after_the_verification() -> None:
+    """Fewer would end no sooner: steps cost the same for any number of guesses up to 32."""
+    chosen = run_rounds(AheadPolicy(STEPS, always_redrafts=False), 1, lambda count: 0.2 if count <= 32 else 0.5)
+    assert set(chosen[-20:]) == {32}, chosen
+
+
+def test_it_steps_back_to_what_ends_in_time() -> None:
+    chosen = run_rounds(AheadPolicy(STEPS, always_redrafts=False), 4, lambda count: 0.03 * count)
+    assert chosen[0] == 16 and set(chosen[-20:]) == {4}, chosen
+    assert chosen == sorted(chosen, reverse=True)
+
+
+def test_it_follows_the_machine() -> None:
+    """Verifications become longer, then shorter again; the newest samples decide."""
+    policy = AheadPolicy(STEPS, always_redrafts=False)
+    seconds = (lambda count: 0.002 * count).__call__
+    found = [run_rounds(policy, 2, seconds, verifying)[-1] for verifying in (0.02, 0.2, 0.04, 0.2)]
+    assert found == [8, 64, 16, 64]
+
+
+def test_one_slow_round_changes_nothing() -> None:
+    """A kernel is made, or something else runs."""
+    policy = AheadPolicy(STEPS, always_redrafts=False)
+    before = run_rounds(policy, 1, lambda count: 0.001 * count)[-1]
+    policy.record_draft(1, before, 3.0, 0, 0.0)
+    policy.record_round(1, 0.0001, 0.1, [3], [4])
+    assert policy.num_guesses(1) == before
+
+
+def test_first_rounds_that_make_kernels_do_not_count_alone() -> None:
+    slow = set(STEPS)
+
+    def seconds(count: int) -> float:
+        first = count in slow
+        slow.discard(count)
+        return 5.0 if first else 0.0005 * count
+
+    assert run_rounds(AheadPolicy(STEPS, always_redrafts=False), 1, seconds)[-1] == 128
+
+
+def test_each_load_has_times_of_its_own() -> None:
+    policy = AheadPolicy(STEPS, always_redrafts=False)
+    run_rounds(policy, 1, lambda count: 0.0005 * count)
+    run_rounds(policy, 16, lambda count: 0.005 * count)
+    assert (policy.num_guesses(1), policy.num_guesses(16)) == (128, 16)
+    assert policy.num_guesses(9) == policy.num_guesses(16), "loads go by powers of two"
+    assert policy.num_guesses(4) == 16, "nothing is known of four rows"
+
+
+def taught_redrafting(drafting: float, tokens: int, *, rows: int = 8, always: bool = False) -> AheadPolicy:
+    """Fresh drafts take `drafting` seconds; rounds take 0.1 and give `tokens` to each row that has a draft."""
+    policy = AheadPolicy(STEPS, always_redrafts=always)
+    for _ in range(60):
+        policy.record_draft(rows, 32, 0.05, 1, drafting)
+        policy.record_round(rows, 0.1, 0.1, [tokens] * rows, [4] * rows)
+    return policy
+
+
+def test_without_knowledge_rows_that_missed_are_drafted_for() -> None:
+    policy = AheadPolicy(STEPS, always_redrafts=False)
+    assert policy.redraft_from(8) == 1
+    policy.record_round(8, 0.1, 0.1, [1] * 8, [0] * 8)
+    assert policy.redraft_from(8) == 1
+    policy.record_draft(8, 32, 0.05, 1, 1000.0)
+    assert policy.redraft_from(8) == NEVER
+    assert policy.redraft_from(1) == 1, "nothing is known of one row"
+
+
+def test_always_is_always() -> None:
+    assert taught_redrafting(1000.0, 1, always=True).redraft_from(8) == 1
+
+
+def test_never_where_a_fresh_draft_costs_more_than_it_gains() -> None:
+    """It gains each row 2 tokens; in the time that it takes all rows would gain 24, or 12."""
+    assert taught_redrafting(0.1, 3).redraft_from(8) == NEVER
+    assert taught_redrafting(0.05, 3).redraft_from(8) in (6, 7)
+    assert taught_redrafting(0.1, 1).redraft_from(8) == NEVER, "drafts that are never accepted gain nothing"
+
+
+def test_from_as_many_rows_as_gain_what_the_wait_costs() -> None:
+    answers = [taught_redrafting(drafting, 3).redraft_from(8) for drafting in (0.001, 0.01, 0.02, 0.03, 0.04)]
+    assert answers == sorted(answers)
+    for drafting, answer in zip((0.001, 0.01, 0.02, 0.03, 0.04), answers, strict=True):
+        lost, gained = drafting * 240, 2
+        assert 1 <= answer <= 8 and answer * gained >= lost
+        assert answer <= max(1, lost / gained + 1)
+
+
+def test_rounds_without_drafts_say_nothing_of_what_drafts_gain() -> None:
+    policy = taught_redrafting(0.04, 3)
+    before = policy.redraft_from(8)
+    for _ in range(3):
+        policy.record_round(8, 0.1, 0.1, [3] * 4 + [3] * 4, [0] * 8)
+    assert policy.redraft_from(8) == before
+    for _ in range(50):  # drafts are accepted less
+        policy.record_round(8, 0.1, 0.1, [2] * 4 + [4] * 4, [4] * 4 + [0] * 4)
+    assert policy.redraft_from(8) > before
+
+
+def test_reports_without_times_are_left_out() -> None:
+    policy = AheadPolicy(STEPS, always_redrafts=False)
+    for _ in range(5):
+        policy.record_draft(2, 0, 0.0, 0, 0.0)
+        policy.record_draft(2, 8, 0.0, 1, 0.0)
+        policy.record_round(2, 0.0, 0.0, [], [])
+    assert policy.num_guesses(2) == 8 and policy.redraft_from(2) == 1
