@@ -6,6 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+DRAFTING_FIGURES = frozenset(
+    {"num_rounds", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_hit_rate"}
+)
+
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a JSON lines file."""
@@ -13,10 +17,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Output rows without the figures that no two runs share.
-
-    How much was drafted stays: runs that are compared set `speculation.pacing` to `fixed`, as it follows from
-    times otherwise.
-    """
-    kept = [{name: value for name, value in row.items() if not name.endswith("_s")} for row in rows]
+    """Output rows without the figures that no two runs share: times, and with them how much was drafted in time."""
+    kept = [
+        {name: value for name, value in row.items() if not name.endswith("_s") and name not in DRAFTING_FIGURES}
+        for row in rows
+    ]
     return [row | {"completions": without_times(row["completions"])} if "completions" in row else row for row in kept]
