@@ -94,7 +94,8 @@ def supervise(
             process.wait()
     with suppress(BrokenPipeError):
         _pass_on(output.flush_output())
-    output.is_expected |= orders.drained_by is not None and process.returncode == ExitCode.DRAINED
+    statuses = {process.returncode, output.fatal_end.status if output.fatal_end is not None else None}
+    output.is_expected |= orders.drained_by is not None and ExitCode.DRAINED in statuses
     _show(output.finish())
     if steps is not None and steps.is_given_up:
         return ExitCode.FAILED

@@ -24,6 +24,8 @@ from commands import (
     with_fault,
     write_rows,
 )
+from drains import wait_until
+from output_rows import read_rows, without_times
 
 Start = Callable[..., "subprocess.Popen[str]"]
 NAMES = ["orchestrator rank 0 (host)", "draft rank 1 (cpu:0)", "target rank 2 (cpu:1)", "target rank 3 (cpu:2)"]
@@ -40,7 +42,7 @@ def start_endless(config: Configs, start_trtrun: Start) -> tuple[subprocess.Pope
     return process, ranks
 
 
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("rank", [0, 2, 3])
 def test_a_killed_rank_is_named_and_takes_the_job_along(config: Configs, start_trtrun: Start, rank: int) -> None:
     process, ranks = start_endless(config, start_trtrun)
     os.kill(ranks[rank], signal.SIGKILL)
@@ -50,6 +52,28 @@ def test_a_killed_rank_is_named_and_takes_the_job_along(config: Configs, start_t
     assert len(lines) == 1, errors
     assert lines[0].startswith(f"trtrun: {NAMES[rank]} was killed by signal 9 (SIGKILL)")
     assert not any(is_alive(child) for child in ranks.values())
+
+
+def test_a_killed_draft_rank_costs_drafts_and_no_token(
+    config: Configs, start_trtrun: Start, trtrun: Run, tmp_path: Path
+) -> None:
+    rows = [
+        {"prompt": f"def f{number}(", "max_tokens": 60, "temperature": number % 2, "seed": 1} for number in range(40)
+    ]
+    prompts = write_rows(tmp_path / "prompts.jsonl", rows)
+    file, outputs = config(FOUR_RANKS), (tmp_path / "undisturbed.jsonl", tmp_path / "killed.jsonl")
+    words = ("run", "--config", file, "--prompts", prompts, "--ignore-eos", "--output")
+    assert trtrun(*words, outputs[0]).returncode == 0
+    process = start_trtrun(*words, outputs[1])
+    working = outputs[1].with_name("killed.jsonl.partial")
+    wait_until(lambda: working.exists() and working.stat().st_size > 0, process, "a finished row")
+    os.kill(ranks_below(process.pid)[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    (line,) = [line for line in errors.splitlines() if "lost" in line]
+    assert f"{NAMES[1]} is lost" in line and line.endswith("the job goes on without drafts")
+    undisturbed, killed = (without_times(read_rows(path)) for path in outputs)
+    assert killed == undisturbed
 
 
 @pytest.mark.parametrize("rank", [2, 3])

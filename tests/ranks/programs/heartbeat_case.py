@@ -33,7 +33,7 @@ from trtrun.models.decoder import CausalLM, DecoderLayer
 from trtrun.models.weight_reader import WeightReader
 from trtrun.roles import startup
 from trtrun.scheduling.scheduler import Scheduler
-from trtrun.speculation.drafters.draft_model import DraftModelDrafter
+from trtrun.speculation.ahead.drafter import AheadDrafter
 
 RANK, KIND = int(os.environ["HEARTBEAT_RANK"]), os.environ["HEARTBEAT_KIND"]
 LIMIT = float(os.environ["HEARTBEAT_LIMIT"])
@@ -122,9 +122,7 @@ def stand_still() -> None:
         change(DecoderLayer, "forward", lambda call: time.monotonic() > began() + 1, stuck_in_python)
     elif KIND in ("python", "native", "slow"):
         what = {"python": stuck_in_python, "native": stuck_in_native_code, "slow": be_slow}[KIND]
-        owner, name = {0: (Scheduler, "schedule"), 1: (DraftModelDrafter, "propose")}.get(
-            RANK, (Engine, "verify_forward")
-        )
+        owner, name = {0: (Scheduler, "schedule"), 1: (AheadDrafter, "propose")}.get(RANK, (Engine, "verify_forward"))
         if KIND == "slow":
             change(owner, name, lambda call: call % 3 == 0 and 3 < call <= 3 * SLOW_ROUNDS + 3, what)
         else:

@@ -22,7 +22,7 @@ from trtrun import LLM, SamplingParams, open_llm
 from trtrun.engine.runner import Engine
 from trtrun.errors import RankFailedError
 from trtrun.scheduling.scheduler import Scheduler
-from trtrun.speculation.drafters.draft_model import DraftModelDrafter
+from trtrun.speculation.ahead.drafter import AheadDrafter
 
 FAILS, STYLE = os.environ["JOB_FAILS"], os.environ.get("JOB_STYLE", "with")
 ROUNDS = 4
@@ -81,7 +81,7 @@ PROCESSES = WORLD.allgather(os.getpid())
 failing = {"draft": 1, "target leader": 2, "target follower": 3, "orchestrator": 0}.get(FAILS)
 if failing == WORLD.rank:
     if FAILS == "draft":
-        fail_later(DraftModelDrafter, "propose")
+        fail_later(AheadDrafter, "propose")
     elif FAILS == "orchestrator":
         fail_later(Scheduler, "schedule")
     else:
