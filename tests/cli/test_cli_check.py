@@ -261,7 +261,7 @@ LATE = "trtrun: the check did not end within 30 s (launch.check_seconds): "
         ),
     ],
 )
-@pytest.mark.parametrize("by_own_mpirun", [False, True])
+@pytest.mark.parametrize("by_own_mpirun", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_rank_that_stops_in_the_middle_is_named_with_its_step(
     config: Configs, trtrun: Run, fault: str, said: str, by_own_mpirun: bool
 ) -> None:

@@ -93,7 +93,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str
     return rows
 
 
-@pytest.mark.parametrize("starter", STARTERS)
+@pytest.mark.parametrize(
+    "starter",
+    [pytest.param(name, marks=() if name == "one process" else pytest.mark.long) for name in STARTERS],
+)
 def test_a_run_drained_again_and_again_ends_with_the_rows_of_an_undisturbed_one(
     trtrun: Run,
     start_trtrun: Start,

@@ -31,7 +31,7 @@ from output_rows import read_rows, without_times
 
 from launch.mpi.flavours import FLAVOURS
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
 PATIENCE = 120
 PROMPTS = [{"prompt": prompt, "max_tokens": 10} for prompt in ("def main(", "x", "import os\n")]
 Rows = list[dict[str, Any]]

@@ -112,7 +112,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 
 @pytest.mark.parametrize(
     ("starter", "victims"),
-    [("trtrun", ["rank 0", "the command", "mpirun"]), ("mpirun", ["target rank 2", "mpirun"])],
+    [
+        pytest.param("trtrun", ["rank 0", "the command", "mpirun"], marks=pytest.mark.long),
+        ("mpirun", ["target rank 2", "mpirun"]),
+    ],
 )
 def test_killed_again_and_again_a_run_ends_with_the_rows_of_an_undisturbed_one(
     trtrun: Run, tmp_path: Path, undisturbed: list[dict[str, Any]], starter: str, victims: list[str]
