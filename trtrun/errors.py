@@ -61,13 +61,16 @@ MOST_SHOWN = 300
 
 def shorten(value: object, most: int = 100) -> str:
     """A value for a message: its repr in one line, cut where it is longer than `most` characters."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return _one_line(repr(value), most)
 
 
 def one_line(error: Exception, most: int = 200) -> str:
     """What an error of a library says, for a message: in one line, cut where it is longer than `most` characters."""
-    text = " ".join(str(error).split())
+    return _one_line(str(error), most)
+
+
+def _one_line(text: str, most: int) -> str:
+    text = " ".join(text.split())
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 

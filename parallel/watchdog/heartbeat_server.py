@@ -56,6 +56,10 @@ def beat_seconds(limit: float) -> float:
     return min(1.0, limit / 8)
 
 
+WRITING_SECONDS = 0.25
+"""What C code takes to write a process's stacks, at most."""
+
+
 def dump_seconds(limit: float) -> float:
     """Seconds without a beat after which C code writes a process's stacks: once its silence is noticed, but before the
     job ends for it."""
@@ -119,7 +123,7 @@ class HeartbeatServer:
         self._beat = beat_seconds(heartbeat_seconds)
         self._patience = PATIENCE_BEATS * self._beat
         # A silent rank has time to write its own stacks.
-        self._stack_patience = dump_seconds(self._limit) + 0.25
+        self._stack_patience = dump_seconds(self._limit) + WRITING_SECONDS
         self._started = time.monotonic()
         self._is_up = threading.Event()
         self._closing = threading.Event()

@@ -29,7 +29,6 @@ def parts_of(folder: Path, count: int) -> list[Path]:
     return [folder / f"out.part-{number}-of-{count}.jsonl" for number in range(1, count + 1)]
 
 
-@pytest.mark.long
 def test_parts_merged_are_one_run(trtrun: Run, tmp_path: Path) -> None:
     prompts = write_rows(tmp_path / "prompts.jsonl", list(ROWS))
     source = ("--prompts", prompts, *OPTIONS)

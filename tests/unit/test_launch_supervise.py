@@ -156,6 +156,21 @@ def test_a_job_that_does_not_drain_in_time_is_killed_and_counts_as_drained() -> 
     assert not is_alive(child)
 
 
+@pytest.mark.parametrize("status", [3, 1])
+def test_a_rank_that_does_not_reach_rank_0_is_told_of_unless_the_job_has_drained(status: int) -> None:
+    line = (
+        "trtrun: draft rank 1 (cpu:0) failed: HeartbeatError: host vm has no TCP connection to rank 0 on host vm (x)\n"
+    )
+    code = f"import sys\nsys.stderr.write({line!r})\n{DRAINING.replace('sys.exit(3)', f'sys.exit({status})')}"
+    process = start(code, drain_seconds=60)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "stdin\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert (line in errors) == (status != 3)
+
+
 @pytest.mark.parametrize(("drain_seconds", "status"), [(60.0, 3), (None, -signal.SIGTERM)])
 def test_a_signal_that_comes_before_the_job_is_started_reaches_it(drain_seconds: float | None, status: int) -> None:
     orders = _Orders(drain_seconds)

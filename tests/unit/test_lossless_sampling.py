@@ -221,10 +221,10 @@ def test_the_small_distribution_is_worth_testing(exact: torch.Tensor) -> None:
     [
         ("noisy", True, 2, "none"),
         ("noisy", False, 2, "none"),
-        pytest.param("useless", True, 2, "none", marks=pytest.mark.long),
-        pytest.param("noisy", True, 1, "none", marks=pytest.mark.long),
+        ("useless", True, 2, "none"),
+        ("noisy", True, 1, "none"),
         (None, False, 1, "none"),
-        pytest.param("noisy", True, 2, "int8", marks=pytest.mark.long),
+        ("noisy", True, 2, "int8"),
     ],
 )
 def test_sampled_output_of_the_pipeline_follows_the_target(
