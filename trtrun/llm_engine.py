@@ -343,4 +343,4 @@ def _ahead_policy(config: RuntimeConfig) -> AheadPolicy | None:
     """What decides how much is drafted ahead; None where nothing is."""
     if not config.drafts_ahead:
         return None
-    return AheadPolicy(guess_steps(config), always_redrafts=config.speculation.use_logits)
+    return AheadPolicy(guess_steps(config), config.speculation.draft_len, always_redrafts=config.speculation.use_logits)

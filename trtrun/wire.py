@@ -47,6 +47,7 @@ class _ReportHeader(NamedTuple):
     logprob_width: int
     num_guesses: int
     num_redrafted: int
+    hit_chances: int
     drafting: float
     transferring: float
     verifying: float
@@ -55,7 +56,7 @@ class _ReportHeader(NamedTuple):
 
 # Not numpy records: taking their fields one by one is what a short message would cost most.
 _PLAN_HEADER = struct.Struct("<11q")
-_REPORT_HEADER = struct.Struct("<8q4d")
+_REPORT_HEADER = struct.Struct("<9q4d")
 _ADMISSION = np.dtype(
     [
         (name, np.int64)
@@ -230,6 +231,7 @@ class RoundReport:
         foreseen: one a sampled row: whether its draft was made before the verdict that it follows.
         num_guesses: drafts that a draft leader of its own made ahead.
         num_redrafted: rows that it drafted for while the target waited.
+        hit_chances: how likely a verdict is among one row's guesses, by their number from 1 on; empty in most rounds.
     """
 
     round_index: int
@@ -242,6 +244,7 @@ class RoundReport:
     foreseen: list[bool] = field(default_factory=list)
     num_guesses: int = 0
     num_redrafted: int = 0
+    hit_chances: list[float] = field(default_factory=list)
 
 
 def _no_rows(dimensions: int) -> np.ndarray:
@@ -273,6 +276,7 @@ class ReportArrays:
     foreseen: np.ndarray = field(default_factory=lambda: _no_rows(1))
     num_guesses: int = 0
     num_redrafted: int = 0
+    hit_chances: np.ndarray = field(default_factory=lambda: _no_rows(1))
 
     def encode(self) -> bytes:
         """The bytes of the report."""
@@ -287,6 +291,7 @@ class ReportArrays:
             logprob_width=logprob_width,
             num_guesses=self.num_guesses,
             num_redrafted=self.num_redrafted,
+            hit_chances=len(self.hit_chances),
             drafting=self.times.drafting,
             transferring=self.times.transferring,
             verifying=self.times.verifying,
@@ -297,7 +302,8 @@ class ReportArrays:
         foreseen = self.foreseen if len(self.foreseen) == len(counts) else np.zeros(len(counts), dtype=np.int64)
         for array in (counts, self.draft_lens, foreseen, self.tokens, self.logprob_ids):
             parts.append(np.ascontiguousarray(array, dtype=np.int64).tobytes())
-        parts.append(np.ascontiguousarray(self.logprob_values, dtype=np.float32).tobytes())
+        for array in (self.logprob_values, self.hit_chances):
+            parts.append(np.ascontiguousarray(array, dtype=np.float32).tobytes())
         return b"".join(parts)
 
     def unpack(self) -> RoundReport:
@@ -315,6 +321,7 @@ class ReportArrays:
             foreseen=[bool(value) for value in self.foreseen] or [False] * len(num_tokens),
             num_guesses=self.num_guesses,
             num_redrafted=self.num_redrafted,
+            hit_chances=self.hit_chances.tolist(),
         )
 
 
@@ -329,10 +336,10 @@ def decode_report(payload: bytes) -> RoundReport:
     num_tokens, draft_lens, foreseen = (pool.take(rows) for _ in range(3))
     tokens = pool.take(rows * width).reshape(rows, width)
     logprobs: dict[str, np.ndarray] = {}
+    values = np.frombuffer(payload, dtype=np.float32, offset=_REPORT_HEADER.size + 8 * count)
     if header.logprob_rows:
-        at = _REPORT_HEADER.size + 8 * count
-        values = np.frombuffer(payload, dtype=np.float32, count=num_logprobs, offset=at)
-        logprobs = {"logprob_ids": pool.take(num_logprobs).reshape(shape), "logprob_values": values.reshape(shape)}
+        of_logprobs = values[:num_logprobs].reshape(shape)
+        logprobs = {"logprob_ids": pool.take(num_logprobs).reshape(shape), "logprob_values": of_logprobs}
     return ReportArrays(
         round_index=header.round_index,
         times=RoundTimes(header.drafting, header.transferring, header.verifying, header.anticipating),
@@ -342,6 +349,7 @@ def decode_report(payload: bytes) -> RoundReport:
         foreseen=foreseen,
         num_guesses=header.num_guesses,
         num_redrafted=header.num_redrafted,
+        hit_chances=values[len(values) - header.hit_chances :],
         **logprobs,
     ).unpack()
 

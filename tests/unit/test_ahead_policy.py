@@ -25,7 +25,7 @@ def run_rounds(
 
 
 def test_without_steps_nothing_is_guessed_and_all_is_drafted_again() -> None:
-    policy = AheadPolicy((), always_redrafts=False)
+    policy = AheadPolicy((), 5, always_redrafts=False)
     assert policy.num_guesses(3) == 0
     policy.record_draft(3, 0, 0.0, 2, 5.0)
     policy.record_round(3, 0.1, 0.1, [1, 1, 1], [0, 0, 0])
@@ -34,47 +34,64 @@ def test_without_steps_nothing_is_guessed_and_all_is_drafted_again() -> None:
 
 @pytest.mark.parametrize(("rows", "first"), [(1, 4), (2, 8), (4, 16), (5, 32), (16, 64), (32, 128), (500, 128)])
 def test_before_anything_is_known_each_row_gets_a_few(rows: int, first: int) -> None:
-    assert AheadPolicy(STEPS, always_redrafts=False).num_guesses(rows) == first
+    assert AheadPolicy(STEPS, 5, always_redrafts=False).num_guesses(rows) == first
+
+
+def test_a_round_of_prompts_alone_is_like_one_of_a_row() -> None:
+    policy = AheadPolicy(STEPS, 5, always_redrafts=False)
+    assert policy.num_guesses(0) == 4
+    run_rounds(policy, 1, lambda count: 0.0005 * count)
+    assert policy.num_guesses(0) == 64
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
-@pytest.mark.parametrize("most", [8, 16, 64])
+@pytest.mark.parametrize("most", [8, 16, 32])
 def test_as_many_as_fit_in_nine_tenths_of_a_verification(rows: int, most: int) -> None:
-    """Time that grows with the guesses, and `most` of them take 0.88 of the verification."""
-    chosen = run_rounds(AheadPolicy(STEPS, always_redrafts=False), rows, lambda count: 0.088 * count / most)
+    """`most` of them take 0.88 of the verification, twice as many far more than they could gain."""
+    policy = AheadPolicy(STEPS, 5, always_redrafts=False)
+    chosen = run_rounds(policy, rows, lambda count: 0.088 if count <= most else 1.0)
     assert set(chosen[-20:]) == {most}, chosen
 
 
-def test_all_of_them_where_time_hardly_grows() -> None:
-    chosen = run_rounds(AheadPolicy(STEPS, always_redrafts=False), 1, lambda count: 0.05 + count * 1e-5)
-    assert chosen[-1] == 128
-    assert chosen == sorted(chosen), "up, one step at a time"
-    assert sorted(set(chosen)) == list(STEPS)
+def test_as_many_as_may_be_right_where_time_hardly_grows() -> None:
+    """A row has eight candidates at each of six places, so 64 are not better than 48, and 128 not than 64."""
+    chosen = run_rounds(AheadPolicy(STEPS, 5, always_redrafts=False), 1, lambda count: 0.05 + count * 1e-5)
+    assert chosen[-1] == 64
+    assert sorted(set(chosen)) == [4, 8, 16, 32, 64], "up, one step at a time"
+    assert chosen == sorted(chosen)
 
 
-def test_what_is_nearly_free_is_kept_though_it_ends_after_the_verification() -> None:
-    """Fewer would end no sooner: steps cost the same for any number of guesses up to 32."""
-    chosen = run_rounds(AheadPolicy(STEPS, always_redrafts=False), 1, lambda count: 0.2 if count <= 32 else 0.5)
-    assert set(chosen[-20:]) == {32}, chosen
+@pytest.mark.parametrize(("seconds", "best"), [(0.2, 32), (0.21, 32), (0.6, 8)])
+def test_what_comes_after_the_verification_must_gain_more_than_it_costs(seconds: float, best: int) -> None:
+    """8 guesses take twice as long as a verification, and are right in one round of two."""
+    policy = AheadPolicy((8, 32), 5, always_redrafts=False)
+    chances = [0.5] * 8 + [0.9] * 40
+    for _ in range(40):
+        count = policy.num_guesses(1)
+        policy.record_draft(1, count, 0.2 if count == 8 else seconds, 0, 0.0, chances)
+        policy.record_round(1, 0.1, 0.2, [5], [4])
+    assert policy.num_guesses(1) == best
 
 
-def test_it_steps_back_to_what_ends_in_time() -> None:
-    chosen = run_rounds(AheadPolicy(STEPS, always_redrafts=False), 4, lambda count: 0.03 * count)
+def test_it_steps_back_to_what_gains_most() -> None:
+    """Time grows with the guesses: sixteen take nearly five verifications."""
+    chosen = run_rounds(AheadPolicy(STEPS, 5, always_redrafts=False), 4, lambda count: 0.03 * count)
     assert chosen[0] == 16 and set(chosen[-20:]) == {4}, chosen
     assert chosen == sorted(chosen, reverse=True)
 
 
 def test_it_follows_the_machine() -> None:
     """Verifications become longer, then shorter again; the newest samples decide."""
-    policy = AheadPolicy(STEPS, always_redrafts=False)
+    policy = AheadPolicy(STEPS, 5, always_redrafts=False)
     seconds = (lambda count: 0.002 * count).__call__
     found = [run_rounds(policy, 2, seconds, verifying)[-1] for verifying in (0.02, 0.2, 0.04, 0.2)]
+
     assert found == [8, 64, 16, 64]
 
 
 def test_one_slow_round_changes_nothing() -> None:
     """A kernel is made, or something else runs."""
-    policy = AheadPolicy(STEPS, always_redrafts=False)
+    policy = AheadPolicy(STEPS, 5, always_redrafts=False)
     before = run_rounds(policy, 1, lambda count: 0.001 * count)[-1]
     policy.record_draft(1, before, 3.0, 0, 0.0)
     policy.record_round(1, 0.0001, 0.1, [3], [4])
@@ -89,21 +106,21 @@ def test_first_rounds_that_make_kernels_do_not_count_alone() -> None:
         slow.discard(count)
         return 5.0 if first else 0.0005 * count
 
-    assert run_rounds(AheadPolicy(STEPS, always_redrafts=False), 1, seconds)[-1] == 128
+    assert run_rounds(AheadPolicy(STEPS, 5, always_redrafts=False), 1, seconds)[-1] == 64
 
 
 def test_each_load_has_times_of_its_own() -> None:
-    policy = AheadPolicy(STEPS, always_redrafts=False)
+    policy = AheadPolicy(STEPS, 5, always_redrafts=False)
     run_rounds(policy, 1, lambda count: 0.0005 * count)
     run_rounds(policy, 16, lambda count: 0.005 * count)
-    assert (policy.num_guesses(1), policy.num_guesses(16)) == (128, 16)
+    assert (policy.num_guesses(1), policy.num_guesses(16)) == (64, 16)
     assert policy.num_guesses(9) == policy.num_guesses(16), "loads go by powers of two"
     assert policy.num_guesses(4) == 16, "nothing is known of four rows"
 
 
 def taught_redrafting(drafting: float, tokens: int, *, rows: int = 8, always: bool = False) -> AheadPolicy:
     """Fresh drafts take `drafting` seconds; rounds take 0.1 and give `tokens` to each row that has a draft."""
-    policy = AheadPolicy(STEPS, always_redrafts=always)
+    policy = AheadPolicy(STEPS, 5, always_redrafts=always)
     for _ in range(60):
         policy.record_draft(rows, 32, 0.05, 1, drafting)
         policy.record_round(rows, 0.1, 0.1, [tokens] * rows, [4] * rows)
@@ -111,7 +128,7 @@ def taught_redrafting(drafting: float, tokens: int, *, rows: int = 8, always: bo
 
 
 def test_without_knowledge_rows_that_missed_are_drafted_for() -> None:
-    policy = AheadPolicy(STEPS, always_redrafts=False)
+    policy = AheadPolicy(STEPS, 5, always_redrafts=False)
     assert policy.redraft_from(8) == 1
     policy.record_round(8, 0.1, 0.1, [1] * 8, [0] * 8)
     assert policy.redraft_from(8) == 1
@@ -152,7 +169,7 @@ def test_rounds_without_drafts_say_nothing_of_what_drafts_gain() -> None:
 
 
 def test_reports_without_times_are_left_out() -> None:
-    policy = AheadPolicy(STEPS, always_redrafts=False)
+    policy = AheadPolicy(STEPS, 5, always_redrafts=False)
     for _ in range(5):
         policy.record_draft(2, 0, 0.0, 0, 0.0)
         policy.record_draft(2, 8, 0.0, 1, 0.0)

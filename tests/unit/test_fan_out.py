@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
-from trtrun.speculation.ahead.fan_out import MOST_RANKS, FanOut, hit_chance
+from trtrun.speculation.ahead.fan_out import MOST_RANKS, FanOut
 
 DRAFT_LEN = 5
+
+
+def hit_chance(fan_out: FanOut, drafted: int, counts: Sequence[int]) -> float:
+    """How likely a verdict on a draft of `drafted` tokens is among guesses of these counts."""
+    return sum(
+        chance * sum(fan_out._share(place == drafted, rank) for rank in range(counts[place]))
+        for place, chance in enumerate(fan_out.chances(drafted))
+    )
 
 
 def taught(*verdicts: tuple[int, int, int | None], times: int = 300) -> FanOut:
@@ -61,6 +70,15 @@ def test_a_larger_budget_keeps_what_a_smaller_one_had() -> None:
             counts = fan_out.allocate(4, budget)
             assert sorted(new - old for new, old in zip(counts, before, strict=True)) == [0, 0, 0, 0, 1], budget
             before = counts
+
+
+@pytest.mark.parametrize("name", list(MIXTURES))
+def test_the_chances_told_are_those_of_what_is_guessed(name: str) -> None:
+    fan_out = MIXTURES[name]
+    chances = fan_out.hit_chances(4)
+    assert len(chances) == 5 * MOST_RANKS
+    for budget, chance in enumerate(chances, 1):
+        assert hit_chance(fan_out, 4, fan_out.allocate(4, budget)) == pytest.approx(chance)
 
 
 def test_guesses_go_where_verdicts_end() -> None:

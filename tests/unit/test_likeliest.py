@@ -1,62 +1,64 @@
-"""The largest numbers of a row: the same as a full sort's, by pieces too."""
+"""The largest numbers of a row: the same as a full sort's, on the CPU and by the kernel on a GPU."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import pytest
 import torch
 
-from trtrun.sampling.likeliest import _PIECE, _by_pieces, likeliest
+from trtrun.sampling.likeliest import likeliest
 
-Finder = Callable[[torch.Tensor, int], torch.Tensor]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
-WIDTHS = [64 * _PIECE, 64 * _PIECE + 1, 80 * _PIECE - 1, 100 * _PIECE + 77]
+PIECE = 2048
+"""Numbers that one program of the kernel reads."""
+
+pytestmark = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
 
 
-def assert_largest(find: Finder, numbers: torch.Tensor, count: int) -> None:
+def assert_largest(numbers: torch.Tensor, count: int) -> None:
     """Positions of the largest numbers, each once, the largest first."""
-    found = find(numbers, count)
+    found = likeliest(numbers, count)
     assert found.dtype == torch.int64 and found.shape == (len(numbers), min(count, numbers.shape[1]))
     expected = numbers.sort(dim=-1, descending=True).values[:, :count]
     assert torch.equal(numbers.gather(1, found), expected)
     assert all(len(set(row)) == len(row) for row in found.tolist())
 
 
-@pytest.mark.parametrize("find", [likeliest, _by_pieces])
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("count", [1, 2, 9, 64])
-def test_they_are_those_of_a_sort(find: Finder, width: int, count: int) -> None:
-    assert_largest(find, torch.randn(5, width, generator=torch.Generator().manual_seed(width + count)), count)
+def random_rows(rows: int, width: int) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(width))
 
 
-@pytest.mark.parametrize("find", [likeliest, _by_pieces])
-def test_all_may_stand_in_one_piece_or_at_the_end_of_the_last(find: Finder) -> None:
-    width = 70 * _PIECE + 5
-    numbers = torch.randn(3, width, generator=torch.Generator().manual_seed(1))
-    numbers[0, 3 * _PIECE : 4 * _PIECE] += 100
+@pytest.mark.parametrize("width", [1, 3, 199, PIECE, PIECE + 1, 8 * PIECE - 1, 20_000, 151_936])
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_they_are_those_of_a_sort(device: str, width: int, count: int) -> None:
+    assert_largest(random_rows(5, width).to(device), count)
+
+
+def test_the_first_columns_of_wider_rows(device: str) -> None:
+    """A draft's padding is never chosen."""
+    numbers = random_rows(3, 3 * PIECE).to(device)
+    numbers[:, 5000:] += 100
+    assert_largest(numbers[:, :5000], 9)
+
+
+def test_all_may_stand_in_one_piece_or_at_the_end_of_the_last(device: str) -> None:
+    width = 7 * PIECE + 5
+    numbers = random_rows(3, width).to(device)
+    numbers[0, 3 * PIECE : 4 * PIECE] += 100
     numbers[1, -5:] += 100
-    numbers[2, _PIECE - 1 :: _PIECE] += 100
-    assert_largest(find, numbers, 9)
-    assert find(numbers, 1)[1] >= width - 5
+    numbers[2, PIECE - 1 :: PIECE] += 100
+    assert_largest(numbers, 9)
+    assert likeliest(numbers, 1)[1] >= width - 5
 
 
-@pytest.mark.parametrize("find", [likeliest, _by_pieces])
-def test_equal_numbers_and_forbidden_tokens(find: Finder) -> None:
-    """Padding of the last piece is never found, even where little else is left."""
-    generator = torch.Generator().manual_seed(2)
-    numbers = torch.randint(0, 3, (4, 66 * _PIECE + 3), generator=generator).float()
-    assert_largest(find, numbers, 20)
-    forbidden = torch.full((2, 66 * _PIECE + 3), float("-inf"))
-    forbidden[0, [5, 66 * _PIECE + 2]] = torch.tensor([1.0, 2.0])
+def test_equal_numbers_and_forbidden_tokens(device: str) -> None:
+    """Nothing beyond a row's end is found, even where little is left."""
+    width = 6 * PIECE + 3
+    numbers = torch.randint(0, 3, (4, width), generator=torch.Generator().manual_seed(2)).float().to(device)
+    assert_largest(numbers, 20)
+    forbidden = torch.full((2, width), float("-inf"), device=device)
+    forbidden[0, [5, width - 1]] = torch.tensor([1.0, 2.0], device=device)
     forbidden[1, 17] = -4.0
-    assert find(forbidden, 2)[0].tolist() == [66 * _PIECE + 2, 5]
-    assert find(forbidden, 1)[1].tolist() == [17]
-    assert int(find(forbidden, 9).max()) < forbidden.shape[1]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("width", [1, 3, 199, 20_000, 151_936])
-def test_any_width_and_more_than_there_are(device: str, width: int) -> None:
-    numbers = torch.randn(2, width, generator=torch.Generator().manual_seed(width)).to(device)
-    assert_largest(likeliest, numbers, 9)
+    assert likeliest(forbidden, 2)[0].tolist() == [width - 1, 5]
+    assert likeliest(forbidden, 1)[1].tolist() == [17]
+    assert int(likeliest(forbidden, 9).max()) < width

@@ -8,9 +8,10 @@ computes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from parallel.communicator import Communicator
@@ -23,6 +24,9 @@ from trtrun.roles.phase_clock import HostPhases, PhaseClock
 from trtrun.speculation.ahead.drafter import AheadDrafter
 from trtrun.speculation.cycle import anticipate_round, learn_host_verdict, probability_rows, propose_round
 from trtrun.wire import ReportArrays, RoundTimes
+
+_ROUNDS_BETWEEN_CHANCES = 8
+"""How often the leader tells how likely guesses are: chances move with some fifty verdicts."""
 
 
 @dataclass
@@ -81,7 +85,10 @@ class DraftWorker:
             return None
         seconds = self.phases.take()
         times = RoundTimes(drafting=seconds.get("drafting", 0.0), anticipating=seconds.get("anticipating", 0.0))
-        return ReportArrays(plan.round_index, times, num_guesses=num_guesses, num_redrafted=_count_redrafted(draft))
+        report = ReportArrays(plan.round_index, times, num_guesses=num_guesses, num_redrafted=_count_redrafted(draft))
+        if num_guesses and plan.round_index % _ROUNDS_BETWEEN_CHANCES == 0:
+            report = replace(report, hit_chances=np.asarray(self.drafter.hit_chances(), dtype=np.float32))
+        return report
 
     def reset(self) -> None:
         """Nothing to forget that a later plan does not drop."""

@@ -211,6 +211,7 @@ class Orchestrator:
                 report.times.anticipating,
                 report.num_redrafted,
                 report.times.drafting,
+                report.hit_chances,
             )
 
     def _commit(self, published: _PublishedPlan, report: RoundReport, received: float) -> list[RowGain]:

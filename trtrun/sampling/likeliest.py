@@ -1,16 +1,13 @@
-"""The few largest of many numbers, row by row, in a way that suits a GPU.
+"""The few largest of many numbers, row by row: torch's own search on the CPU, a kernel that reads them once on CUDA.
 
-torch.topk reads a vocabulary several times over with few blocks. The largest of a piece is found in one pass, and what
-is among the largest of all lies in one of the pieces with the largest peaks. It knows numbers alone.
+It knows numbers alone.
 """
 
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
-_PIECE = 256
-_FEWEST_PIECES = 64
+from trtrun.kernels.triton.support import triton_works
 
 
 def likeliest(numbers: torch.Tensor, count: int) -> torch.Tensor:
@@ -24,21 +21,9 @@ def likeliest(numbers: torch.Tensor, count: int) -> torch.Tensor:
         [rows, count] int64. Among equal numbers any one may come first; where fewer are above -inf, what follows them
         may come twice.
     """
-    width = numbers.shape[1]
-    count = min(count, width)
-    if numbers.device.type == "cpu" or width < _PIECE * max(_FEWEST_PIECES, count):
-        return numbers.topk(count, dim=-1).indices
-    return _by_pieces(numbers, count)
+    count = min(count, numbers.shape[1])
+    if triton_works(numbers.device.type):
+        from trtrun.kernels.triton import likeliest as kernels
 
-
-def _by_pieces(numbers: torch.Tensor, count: int) -> torch.Tensor:
-    """`likeliest` of rows that have `count` pieces or more."""
-    rows, width = numbers.shape
-    padding = -width % _PIECE
-    whole = functional.pad(numbers, (0, padding), value=float("-inf")) if padding else numbers
-    pieces = whole.reshape(rows, -1, _PIECE)
-    highest = pieces.amax(dim=-1).topk(count, dim=-1).indices
-    chosen = pieces.gather(1, highest.unsqueeze(-1).expand(-1, -1, _PIECE)).reshape(rows, -1)
-    best = chosen.topk(count, dim=-1).indices
-    # Where little is above -inf, padding is among the best: it must not give a place that the row does not have.
-    return (highest.gather(1, best // _PIECE) * _PIECE + best % _PIECE).clamp(max=width - 1)
+        return kernels.likeliest(numbers, count)
+    return numbers.topk(count, dim=-1).indices

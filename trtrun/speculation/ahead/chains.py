@@ -72,7 +72,13 @@ class Chains(Generic[Step]):
             padding = width - len(of_row)
             packed.append([*[0] * padding, *of_row, *[-1] * padding, *range(end - len(of_row), end)])
         both = device_integers(packed, engine.device)
-        logits = engine.feed(both[:, :width], both[:, width:], engine.tables(self._index(rows), max(ends)))
+        tables = engine.tables(self._index(rows), max(ends))
+        if width == 1 and self._is_plain(rows):
+            best = engine.rank_steps(both[:, 0], both[:, 1:], tables, self._vocab_size, self._num_ranked)
+            if best is not None:
+                best = best.clone()
+                return Chosen(best[:, :, 0], best, None)
+        logits = engine.feed(both[:, :width], both[:, width:], tables)
         tokens_, ranked, probs = self._choose(logits, rows, ends)
         return Chosen(tokens_.unsqueeze(1), ranked.unsqueeze(1), probs.unsqueeze(1) if probs is not None else None)
 
@@ -95,7 +101,7 @@ class Chains(Generic[Step]):
         ]
         state = engine.rows
         has_history = state.sampling.needs_history(rows)
-        if count and not has_history and not state.sampling.sampled_indices(rows):
+        if count and self._is_plain(rows):
             where = device_integers(positions, engine.device)
             best = engine.rank_steps(first, where, tables, self._vocab_size, self._num_ranked)
             if best is not None:
@@ -133,6 +139,11 @@ class Chains(Generic[Step]):
             return ranked[:, 0], ranked, None
         tokens = sampling.choose(processed, rows, where, Stream.DRAFT)[:, 0]
         return tokens, ranked, sampling.probabilities(processed[self._index(sampled), 0])
+
+    def _is_plain(self, rows: list[int]) -> bool:
+        """Whether all of `rows` take the likeliest token of what the model gives."""
+        sampling = self._engine.rows.sampling
+        return not sampling.needs_history(rows) and not sampling.sampled_indices(rows)
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         return kept_integers(rows, self._engine.device)

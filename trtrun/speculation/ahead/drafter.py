@@ -193,6 +193,10 @@ class AheadDrafter(Generic[Step]):
             own, lengths, tokens_of = zip(*known, strict=True)
             self._engine.rows.write_tokens(own, lengths, tokens_of)
 
+    def hit_chances(self) -> list[float]:
+        """How likely a verdict on a whole draft is among one row's guesses, by their number from 1 on."""
+        return self._fan_out.hit_chances(self._draft_len)
+
     def close(self) -> None:
         """Give back what must not outlive the communicators."""
         self._engine.close()

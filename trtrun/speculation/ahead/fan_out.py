@@ -13,7 +13,8 @@ same verdicts, so all answer alike.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator
+from itertools import accumulate, islice
 
 MOST_RANKS = 8
 """Candidates that are kept of each place."""
@@ -76,25 +77,27 @@ class FanOut:
 
         A place's candidates are taken in order: its second is worth a guess after its first is.
         """
-        chances = self.chances(drafted)
         counts = [0] * (drafted + 1)
-        heap = [(-chance * self._share(place == drafted, 0), place) for place, chance in enumerate(chances)]
-        heapq.heapify(heap)
-        for _ in range(min(budget, (drafted + 1) * MOST_RANKS)):
-            _, place = heapq.heappop(heap)
+        for place, _ in islice(self._in_order(drafted), budget):
             counts[place] += 1
-            if counts[place] < MOST_RANKS:
-                worth = chances[place] * self._share(place == drafted, counts[place])
-                heapq.heappush(heap, (-worth, place))
         return counts
+
+    def hit_chances(self, drafted: int) -> list[float]:
+        """How likely a verdict on a draft of `drafted` tokens is among the guesses of a budget of 1, 2, … as far as
+        there are candidates."""
+        return list(accumulate(chance for _, chance in self._in_order(drafted)))
+
+    def _in_order(self, drafted: int) -> Iterator[tuple[int, float]]:
+        """Guesses in the order in which they are worth making: each one's place and chance."""
+        chances = self.chances(drafted)
+        heap = [(-chance * self._share(place == drafted, 0), place, 0) for place, chance in enumerate(chances)]
+        heapq.heapify(heap)
+        while heap:
+            chance, place, rank = heapq.heappop(heap)
+            yield place, -chance
+            if rank + 1 < MOST_RANKS:
+                worth = chances[place] * self._share(place == drafted, rank + 1)
+                heapq.heappush(heap, (-worth, place, rank + 1))
 
     def _share(self, whole: bool, rank: int) -> float:
         return self._ranks[whole][rank] / self._seen[whole]
-
-
-def hit_chance(fan_out: FanOut, drafted: int, counts: Sequence[int]) -> float:
-    """How likely a verdict on a draft of `drafted` tokens is among guesses of these counts."""
-    return sum(
-        chance * sum(fan_out._share(place == drafted, rank) for rank in range(counts[place]))
-        for place, chance in enumerate(fan_out.chances(drafted))
-    )

@@ -1,28 +1,26 @@
 """How much is drafted ahead in a round, and when a fresh draft is worth waiting for: from what rounds took so far.
 
-Two questions, both answered by measured times. How many verdicts may be guessed so that the draft ranks are done before
-the target is? And how many rows must have missed until a fresh draft for them, which all rows wait for, gains more
-tokens than the wait costs? It knows numbers of rows, seconds and counts. It does not know rows, ranks or clocks.
+Two questions, both answered in tokens a second by measured times. How many verdicts to guess: more are right more
+often, but the target waits where the draft ranks are done after it. And how many rows must have missed until a fresh draft for
+them, which all rows wait for, gains more tokens than the wait costs. It knows numbers of rows, seconds and counts. It
+does not know rows, ranks or clocks.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from trtrun.speculation.ahead.fan_out import FanOut
 
 NEVER = 1 << 30
 """More rows than any round has."""
 
 _NUM_SAMPLES = 9
 _SHARE_OF_VERIFYING = 0.9
-"""Of the time of a verification, what drafting ahead may take."""
-
-_NEARLY_FREE = 1.1
-"""How much longer than the fewest guesses more may take though they end after the verification: where steps cost the
-same for any number of guesses, fewer would end no sooner."""
+"""Of the time of a verification, what drafting ahead may take before the target waits: verdict and draft travel."""
 
 _FEWEST_SAMPLES = 3
 """Before that a number of guesses is still being tried: the first time, kernels are made."""
@@ -61,11 +59,12 @@ class _Load:
 class AheadPolicy:
     """The orchestrator's, for one job."""
 
-    def __init__(self, steps: Sequence[int], *, always_redrafts: bool) -> None:
+    def __init__(self, steps: Sequence[int], draft_len: int, *, always_redrafts: bool) -> None:
         """Start without knowledge.
 
         Args:
             steps: numbers of guesses to choose from, ascending; none where nothing is drafted ahead.
+            draft_len: tokens of a draft, at most.
             always_redrafts: whether rows that miss are always drafted again.
         """
         most_guesses = max(steps, default=0)
@@ -75,29 +74,35 @@ class AheadPolicy:
         self._loads: dict[int, _Load] = {}
         self._tokens_per_second = 0.0
         self._tokens_with_draft = 0.0
+        self._hit_chances: Sequence[float] = FanOut(draft_len).hit_chances(draft_len)
 
     def num_guesses(self, num_rows: int) -> int:
-        """Verdicts to guess in a round in which `num_rows` rows decode."""
+        """Verdicts to guess in a round in which `num_rows` rows decode; prompts may end in one without any."""
         if not self._steps:
             return 0
+        num_rows = max(1, num_rows)
         load = self._load(num_rows)
         known = load.known_anticipating()
         enough = [step for step in self._steps if step >= num_rows] or [self._most]
         first = next((step for step in enough if step >= num_rows * _FIRST_GUESSES_PER_ROW), enough[-1])
         if not known or not load.verifying:
             return first
-        limit = statistics.median(load.verifying) * _SHARE_OF_VERIFYING
-        fewer = [step for step in enough if step < min(known)]
-        if fewer and known[min(known)] > limit:
-            return fewer[-1]
-        limit = max(limit, _NEARLY_FREE * known[min(known)])
-        fitting = [step for step in enough if known.get(step, math.inf) <= limit]
-        too_many = min((step for step, seconds in known.items() if seconds > limit), default=math.inf)
-        # What nothing is known of is tried, one step at a time: up as long as all is well, down where it is not.
-        untried = [step for step in enough if step not in known and step < too_many]
-        if not fitting:
-            return max(untried, default=enough[0])
-        return next((step for step in untried if step > fitting[-1]), fitting[-1])
+        # What nothing is known of is tried where it might be best, one step at a time.
+        near = {at + beside for at, step in enumerate(enough) if step in known for beside in (-1, 0, 1)}
+        verifying = statistics.median(load.verifying)
+        rates = {}
+        for at in sorted(near & set(range(len(enough)))):
+            seconds = max((known[step] for step in enough[: at + 1] if step in known), default=0.0)
+            rates[enough[at]] = self._gain(enough[at], num_rows) / max(verifying, seconds / _SHARE_OF_VERIFYING)
+        return max(rates, key=rates.__getitem__, default=first)
+
+    def _gain(self, num_guesses: int, num_rows: int) -> float:
+        """Tokens that a row gains in a round, where so many guesses are made for all rows."""
+        if num_guesses < num_rows:
+            chance = self._hit_chances[0] * num_guesses / num_rows
+        else:
+            chance = self._hit_chances[min(num_guesses // num_rows, len(self._hit_chances)) - 1]
+        return 1 + chance * max(0.01, self._tokens_with_draft - 1)
 
     def redraft_from(self, num_rows: int) -> int:
         """Rows without a draft from which on a fresh one is worth its wait."""
@@ -110,9 +115,18 @@ class AheadPolicy:
         return NEVER if needed > num_rows else max(1, round(needed + 0.5))
 
     def record_draft(
-        self, num_rows: int, num_guesses: int, anticipating: float, num_redrafted: int, drafting: float
+        self,
+        num_rows: int,
+        num_guesses: int,
+        anticipating: float,
+        num_redrafted: int,
+        drafting: float,
+        hit_chances: Sequence[float] = (),
     ) -> None:
-        """Take in the draft leader's report of a round with `num_rows` decode rows; times are seconds."""
+        """Take in the draft leader's report of a round with `num_rows` decode rows; times are seconds, and
+        `hit_chances` what `FanOut.hit_chances` gives of a whole draft, where they are told."""
+        if hit_chances:
+            self._hit_chances = hit_chances
         load = self._load(num_rows)
         if num_guesses and anticipating > 0:
             step = next((step for step in self._steps if step >= num_guesses), self._most)
