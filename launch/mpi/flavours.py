@@ -25,7 +25,7 @@ class Setting:
     """Arguments of mpirun that trtrun gives unless the user has decided the same thing.
 
     Attributes:
-        arguments: words; `{probes}` tries, `{interval}` seconds apart, take launch.heartbeat_seconds.
+        arguments: words; `{probes}` tries, `{interval}` seconds apart, end a little after launch.heartbeat_seconds.
         variables: of the environment, by which the user decides it instead.
         options: of launch.mpirun_arguments, by which the user decides it instead. Without them the first argument.
         when: the jobs that need it.
@@ -91,8 +91,8 @@ class Flavour:
 def _when_hosts(option: str, prefix: str) -> tuple[Setting, ...]:
     """Open MPI's settings for jobs on several hosts; its versions differ in who takes them.
 
-    Its daemons notice after 300 s that a connection is cut, and not at all once they have something to send. Noticed as
-    soon as the heartbeat does, they end on both sides.
+    Its daemons notice after 300 s that a connection is cut, and not at all once they have something to send. Noticing
+    it a little after the heartbeat has, which can say more, they end on both sides.
 
     When a rank is killed, the ranks that were connected to it abort, and mpirun takes the first of those for the cause.
     A rank that aborts after a second leaves the daemon of the killed one the time to say so.

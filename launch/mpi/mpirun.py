@@ -43,6 +43,9 @@ FORWARDED = re.compile(
 KEPT_BACK = re.compile(r"CUDA_VISIBLE_DEVICES|.*(TOKEN|SECRET|PASSWORD|CREDENTIAL|API_?KEY).*")
 """Of these, what does not: what another host has its own of, and secrets, which ranks have no use for."""
 
+_HEARTBEAT_FIRST_SECONDS = 3
+"""How much later than the heartbeat mpirun notices that a host is cut off: the heartbeat names its ranks."""
+
 
 def find_mpirun(flavour: Flavour, library: Library, configured: Path | None = None) -> str:
     """Return the mpirun that belongs to the MPI library.
@@ -136,7 +139,7 @@ def build_command(launch: Launch, program: Sequence[str], threads: int | None) -
     flavour, needed = launch.choice.flavour, launch.choice.environment
     command = [find_mpirun(flavour, launch.choice.library, section.mpirun)]
     interval = max(1, math.ceil(section.heartbeat_seconds / 100))
-    probes = max(1, round(section.heartbeat_seconds / interval))
+    probes = max(1, round((section.heartbeat_seconds + _HEARTBEAT_FIRST_SECONDS) / interval))
     for setting in flavour.settings:
         if _applies(setting, launch):
             command += _fill(setting.arguments, interval=interval, probes=probes)

@@ -4,7 +4,8 @@ Open MPI's come in boxes: a line of dashes, some text, a line of dashes. Hydra's
 and lines that begin with the name of one of its programs. This is what becomes of them:
 
 - A box that tells of a killed rank or a lost host becomes one line.
-- What only repeats that a rank has ended the job is dropped, and so is PMIx's error that a peer is gone.
+- What only repeats that a rank has ended the job is dropped, and so is PMIx's error that a peer is gone, and
+  libevent's that a connection was closed already.
 - That others lost their connection to a rank, and Hydra's own errors, wait for the end of the job: they are dropped
   where a line has named the rank or host, and shown as they are where none has.
 - That a rank did not reach rank 0 waits, too: it is no news where rank 0 has ended because it was asked to.
@@ -50,6 +51,7 @@ _REPEATED_LINE = re.compile(
     r"|Set MCA parameter \"\w+help_aggregate\""
     r"|Abort is in progress\.\.\.hit ctrl-c again"
     r"|\d+ more process(?:es)? ha(?:s|ve) sent help message help-)"
+    r"|\[warn\] Epoll (?:ADD|MOD|DEL)\(\d+\) on fd \d+ failed"
 )
 _WAITING_BOX = re.compile(r"MPI communication peer process has unexpectedly disconnected")
 _WAITING_LINE = re.compile(r"\[(?:mpiexec|proxy:\d+(?::\d+)?)@[^\s\]]+\] ")

@@ -26,6 +26,9 @@ from launch.mpi.rank_ends import RankEnds
 from launch.mpi.start_progress import VARIABLE as STEPS_VARIABLE
 from launch.mpi.start_progress import StartWatch
 
+_OF_LOST_HOST = (0, 255)
+"""With what mpirun ends when a host is cut off: of itself, or because ssh has given the connection up."""
+
 GRACE_SECONDS = 5.0
 """How long mpirun may take to end its ranks after a signal, before all are killed."""
 
@@ -183,7 +186,7 @@ def _tell_end(status: int, output: OutputFilter, orders: _Orders, is_overdue: bo
         return status_of_signal(output.killed[0][1])
     if output.ends is not None:
         status = _status_by_ends(status, output.ends)
-    if output.has_failed and (is_overdue or status == 0):  # an mpirun that loses a host ends with 0
+    if output.has_failed and (is_overdue or status in _OF_LOST_HOST):
         return ExitCode.FAILED
     if status < 0:
         _show(f"trtrun: mpirun was killed by signal {-status}; all ranks are stopped\n")

@@ -74,9 +74,9 @@ def test_a_host_that_is_cut_off_is_named(two_hosts: Site, start_job: Start) -> N
         wait_for(lambda: not ranks_on(two_hosts, "south"), 60, lambda: str(ranks_on(two_hosts, "south")))
     finally:
         south.connect()
-    assert status == 1
+    assert status == 1, (seconds, errors)
     (line,) = own_lines(errors)
     assert "south" in line
-    assert f"silent for {HEARTBEAT_SECONDS} s" in line
+    assert f"silent for {HEARTBEAT_SECONDS} s" in line, (seconds, errors)
     assert seconds >= HEARTBEAT_SECONDS - 1
     two_hosts.expect_nothing_left(seconds=180)

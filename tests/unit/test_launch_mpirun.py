@@ -183,9 +183,9 @@ def test_what_goes_along_to_other_hosts() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("openmpi", ["--prtemca", "plm_ssh_args", "-F f -oServerAliveInterval=1 -oServerAliveCountMax=62"]),
-        ("openmpi4", ["--mca", "plm_rsh_args", "-F f -oServerAliveInterval=1 -oServerAliveCountMax=62"]),
-        ("mpich", ["env", "HYDRA_LAUNCHER_EXTRA_ARGS=-F f -oServerAliveInterval=1 -oServerAliveCountMax=62", "mpirun"]),
+        ("openmpi", ["--prtemca", "plm_ssh_args", "-F f -oServerAliveInterval=1 -oServerAliveCountMax=65"]),
+        ("openmpi4", ["--mca", "plm_rsh_args", "-F f -oServerAliveInterval=1 -oServerAliveCountMax=65"]),
+        ("mpich", ["env", "HYDRA_LAUNCHER_EXTRA_ARGS=-F f -oServerAliveInterval=1 -oServerAliveCountMax=65", "mpirun"]),
     ],
 )
 def test_arguments_of_ssh_are_handed_on(name: str, expected: list[str]) -> None:
@@ -200,7 +200,7 @@ def test_arguments_of_ssh_are_handed_on(name: str, expected: list[str]) -> None:
 
 @pytest.mark.usefixtures("any_mpirun")
 def test_connections_are_watched_as_long_as_the_heartbeat_waits() -> None:
-    for seconds, interval, probes in ((60, "1", "60"), (600, "6", "100"), (0.5, "1", "1")):
+    for seconds, interval, probes in ((60, "1", "63"), (600, "6", "100"), (0.5, "1", "4")):
         words = placed("openmpi", heartbeat_seconds=seconds)
         found = {words[place + 1]: words[place + 2] for place, word in enumerate(words) if word == "--prtemca"}
         assert found["oob_tcp_keepalive_time"] == found["oob_tcp_keepalive_intvl"] == interval
@@ -214,7 +214,7 @@ def test_connections_are_watched_as_long_as_the_heartbeat_waits() -> None:
         (["--bind-to", "core"], "--bind-to none"),
         (["--map-by", "slot"], "--oversubscribe"),
         (["--mca", "mpi_yield_when_idle", "0"], "mpi_yield_when_idle 1"),
-        (["--prtemca", "oob_tcp_keepalive_probes", "3"], "oob_tcp_keepalive_probes 60"),
+        (["--prtemca", "oob_tcp_keepalive_probes", "3"], "oob_tcp_keepalive_probes 63"),
     ],
 )
 def test_arguments_of_mpirun_by_the_user_take_the_place_of_trtruns(arguments: list[str], part: str) -> None:

@@ -171,6 +171,14 @@ def test_a_rank_that_does_not_reach_rank_0_is_told_of_unless_the_job_has_drained
     assert (line in errors) == (status != 3)
 
 
+@pytest.mark.parametrize(("found", "status"), [(0, 1), (255, 1), (2, 2)])
+def test_a_job_that_lost_a_host_has_failed_whatever_mpirun_makes_of_it(found: int, status: int) -> None:
+    line = "trtrun: draft rank 1 (south cpu:0) failed: silent for 5 s\n"
+    process = start(f"import sys; sys.stderr.write({line!r}); sys.exit({found})")
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (status, line)
+
+
 @pytest.mark.parametrize(("drain_seconds", "status"), [(60.0, 3), (None, -signal.SIGTERM)])
 def test_a_signal_that_comes_before_the_job_is_started_reaches_it(drain_seconds: float | None, status: int) -> None:
     orders = _Orders(drain_seconds)

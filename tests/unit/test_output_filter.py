@@ -106,6 +106,8 @@ REPEATED = (
     "[north:01181] 2 more processes have sent help message help-mpi-btl-tcp.txt / peer hung up\n"
     "[north:21391] PMIX ERROR: PMIX_ERR_UNREACH in file /openpmix/src/ptl_base_connection_hdlr.c at line 121\n"
     "[north:01380] pmix_ptl_base: send_msg: write failed: Connection reset by peer (104) [sd = 28]\n"
+    "[warn] Epoll MOD(4) on fd 22 failed. Old events were 6; read change was 2 (del); write change was 0 (none); "
+    "close change was 0 (none): Bad file descriptor\n"
     '[north:01181] Set MCA parameter "orte_base_help_aggregate" to 0 to see all help / error messages\n'
     "Abort(1) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 1) - process 1\n"
 )
