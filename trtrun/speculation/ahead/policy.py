@@ -1,9 +1,9 @@
 """How much is drafted ahead in a round, and when a fresh draft is worth waiting for: from what rounds took so far.
 
 Two questions, both answered in tokens a second by measured times. How many verdicts to guess: more are right more
-often, but the target waits where the draft ranks are done after it. And how many rows must have missed until a fresh draft for
-them, which all rows wait for, gains more tokens than the wait costs. It knows numbers of rows, seconds and counts. It
-does not know rows, ranks or clocks.
+often, but the target waits where the draft ranks are done after it. And how many rows must have missed until a fresh
+draft for them, which all rows wait for, gains more tokens than the wait costs. It knows numbers of rows, seconds and
+counts. It does not know rows, ranks or clocks.
 """
 
 from __future__ import annotations
