@@ -6,12 +6,13 @@ There are three views of a job. The parent of mpirun sees how far each rank has 
 Ranks of one job wait for each other, so one that hangs makes all others stand still. As long as one of them gets on,
 the round is slow and not stuck: they are judged together, by the time since any of them last got on. A rank that does
 not answer comes before one that answers; among those that answer, one that waits for another rank is not at fault as
-long as one is found that does not. It knows no socket, no process and no clock.
+long as one is found that does not. Ranks for which no other waits are judged apart. It knows no socket, no process and
+no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from parallel.watchdog.activity import Doing, Phase
@@ -93,6 +94,7 @@ def examine(
     limit: float,
     patience: float,
     stacks: Mapping[int, Stack] | None = None,
+    unawaited: Collection[int] = (),
 ) -> Accusation | StacksWanted | None:
     """Judge a running job.
 
@@ -102,6 +104,7 @@ def examine(
         limit: seconds that a rank may be silent, or that all ranks in a round may stand still.
         patience: seconds of silence, some beats long, after which a rank may turn out to be silent.
         stacks: of the ranks that answered, where they were asked; else None.
+        unawaited: ranks without which rounds go on, so that one may stand still beside them.
 
     Returns:
         None while all is well, or may yet turn out to be.
@@ -117,7 +120,10 @@ def examine(
         return Accusation((0,), f"stands still {own.words} for longer than {limit:g} s")
     busy = [state for state in present if state.doing is not None and state.doing.phase.is_in_round]
     stands_still = bool(busy) and all(state.doing is not None and state.doing.still_seconds > limit for state in busy)
-    is_lost = not busy and _all_wait(own, present, limit)
+    if not stands_still:
+        busy = [s for s in busy if s.rank in unawaited and s.doing is not None and _stands_still(s.doing, limit)]
+        stands_still = bool(busy)
+    is_lost = not stands_still and _all_wait(own, present, limit)
     if not stands_still and not is_lost:
         return None
     if any(state.silent_seconds > patience or state.closed_seconds is not None for state in present):

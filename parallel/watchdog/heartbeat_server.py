@@ -23,7 +23,6 @@ from parallel.watchdog.activity import Activity
 from parallel.watchdog.blame import (
     LOST_SECONDS,
     Accusation,
-    RankState,
     StacksWanted,
     examine,
     find_broken,
@@ -32,7 +31,7 @@ from parallel.watchdog.blame import (
 )
 from parallel.watchdog.connections import WorkerConnections
 from parallel.watchdog.message_socket import listen
-from parallel.watchdog.stacks import main_stack, named, show_stacks
+from parallel.watchdog.stacks import Stack, main_stack, named, show_stacks
 
 TURNS_IN_BEAT = 2
 PATIENCE_BEATS = 4
@@ -103,6 +102,7 @@ class HeartbeatServer:
         start_seconds: float,
         overdue: str,
         expendable: Sequence[int] = (),
+        unawaited: Sequence[int] = (),
     ) -> None:
         """Begin to watch the start.
 
@@ -114,6 +114,7 @@ class HeartbeatServer:
             overdue: what a start that takes longer is told with.
             expendable: world ranks that the job can do without once all are up. The first that is lost takes the others
                 along.
+            unawaited: world ranks without which rounds go on.
         """
         self._topology = topology
         self._activity = activity
@@ -133,6 +134,7 @@ class HeartbeatServer:
         self._is_taken = False
         self._take_due = 0.0
         self._expendable = tuple(expendable)
+        self._unawaited = frozenset(unawaited)
         self._loss: Loss | None = None
         self._kill_due = float("inf")
         self._workers = WorkerConnections([rank for rank in topology.worker_ranks if rank != 0], activity)
@@ -260,18 +262,19 @@ class HeartbeatServer:
             self._accuse(broken)
 
     def _judge(self) -> None:
-        finding = examine(self._activity.look(), self._needed(), self._limit, self._patience)
+        finding = self._examine(None)
         if isinstance(finding, StacksWanted):
             self._workers.new_question()
             stacks = self._workers.gather_stacks(STACK_SECONDS, self._stack_patience)
             # Meanwhile the round may have ended, or a rank may have fallen silent.
-            finding = examine(self._activity.look(), self._needed(), self._limit, self._patience, stacks)
+            finding = self._examine(stacks)
         if isinstance(finding, Accusation):
             self._accuse(finding)
 
-    def _needed(self) -> list[RankState]:
-        """What is known of the ranks that the job cannot do without."""
-        return [state for state in self._workers.states() if state.rank not in self._expendable]
+    def _examine(self, stacks: dict[int, Stack] | None) -> Accusation | StacksWanted | None:
+        """Judge the ranks that the job cannot do without."""
+        needed = [state for state in self._workers.states() if state.rank not in self._expendable]
+        return examine(self._activity.look(), needed, self._limit, self._patience, stacks, self._unawaited)
 
     def _accuse(self, accusation: Accusation) -> None:
         rank, *others = accusation.ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import pytest
 
@@ -35,8 +35,10 @@ def idle(rank: int, seconds: float = 0.0, index: int = 17, **more: float) -> Ran
     return RankState(rank, Doing(Phase.IDLE, index, seconds, seconds), **more)
 
 
-def judge(own: Doing, *states: RankState, stacks: Mapping[int, Stack] | None = None) -> object:
-    return examine(own, states, LIMIT, PATIENCE, stacks)
+def judge(
+    own: Doing, *states: RankState, stacks: Mapping[int, Stack] | None = None, unawaited: Collection[int] = ()
+) -> object:
+    return examine(own, states, LIMIT, PATIENCE, stacks, unawaited)
 
 
 def test_nobody_is_late_within_the_limit() -> None:
@@ -49,6 +51,18 @@ def test_who_waits_for_a_plan_or_for_its_user_is_never_late() -> None:
     own = Doing(Phase.IDLE, 17, 9999, 9999)
     assert judge(own, idle(1, 9999), idle(2, 9999)) is None
     assert judge(own, RankState(1, Doing(Phase.IDLE, NO_ROUND, 9999, 9999))) is None
+
+
+def test_a_rank_without_which_rounds_go_on_may_stand_still_beside_them() -> None:
+    own = Doing(Phase.AWAITING_REPORT, 90, 0.1, 0.1)
+    moving = [in_round(rank, seconds=0.1, index=90) for rank in (3, 4)]
+    late = [in_round(1, Phase.DRAFTING), in_round(2, Phase.DRAFTING)]
+    assert judge(own, *late, *moving) is None, "the others may be waiting for it"
+    assert judge(own, *late, *moving, unawaited=(1, 2)) == StacksWanted()
+    found = judge(own, *late, *moving, stacks={1: WAITS, 2: WORKS}, unawaited=(1, 2))
+    assert found == Accusation((2,), "stands still in round 17 (drafting) for longer than 60 s")
+    late = [in_round(1, Phase.AWAITING_VERDICT), in_round(2, Phase.ANTICIPATING, seconds=59)]
+    assert judge(own, *late, *moving, unawaited=(1, 2)) is None, "it waits, or has not stood still for long"
 
 
 def test_a_silent_rank_is_at_fault_however_late_the_others_are() -> None:

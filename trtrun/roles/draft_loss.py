@@ -28,6 +28,11 @@ def expendable_ranks(config: RuntimeConfig, topology: Topology) -> tuple[int, ..
     return () if find_obstacle(config, topology) else topology.draft_ranks
 
 
+def unawaited_ranks(config: RuntimeConfig, topology: Topology) -> tuple[int, ...]:
+    """World ranks without which rounds go on, lost or not: those of a draft that the target does not wait for."""
+    return topology.draft_ranks if _goes_on_alone(config) else ()
+
+
 def losable_ranks(config: RuntimeConfig, topology: Topology) -> tuple[int, ...]:
     """World ranks that this job, as it was started, goes on without. On a rank of it."""
     return expendable_ranks(config, topology) if outlives_ranks() else ()

@@ -30,7 +30,7 @@ from trtrun.config import RuntimeConfig
 from trtrun.errors import PlacementError
 from trtrun.kvcache.sizing import check_device
 from trtrun.outputs import RankReport, StartReport
-from trtrun.roles.draft_loss import losable_ranks
+from trtrun.roles.draft_loss import losable_ranks, unawaited_ranks
 from trtrun.roles.engine_ranks import EngineRanks, MpiRanks, SoloRanks, serve
 from trtrun.roles.failures import RankFailures
 from trtrun.roles.rendezvous import start_orchestrator, start_worker
@@ -123,7 +123,8 @@ def _open_orchestrator(
     # Before anything collective: a rank that never comes must not keep this one from saying so.
     seconds = config.launch.start_seconds
     overdue = f"the job has not started within {seconds:g} s (launch.start_seconds)"
-    heartbeat = HeartbeatServer(topology, activity, limit, seconds, overdue, losable_ranks(config, topology))
+    apart = losable_ranks(config, topology), unawaited_ranks(config, topology)
+    heartbeat = HeartbeatServer(topology, activity, limit, seconds, overdue, *apart)
     try:
         control = ControlPlane(world, topology, may_spin)
         invite_workers(control, topology, heartbeat)
