@@ -1,7 +1,7 @@
 """How much is drafted ahead in a round, and when a fresh draft is worth waiting for: from what rounds took so far.
 
 Two questions, both answered in tokens a second by measured times. How many verdicts to guess: more are right more
-often, but the target waits where the draft ranks are done after it. And how many rows must have missed until a fresh
+often, but the target lasting where the draft ranks are done after it. And how many rows must have missed until a fresh
 draft for them, which all rows wait for, gains more tokens than the wait costs. It knows numbers of rows, seconds and
 counts. It does not know rows, ranks or clocks.
 """
@@ -20,10 +20,14 @@ NEVER = 1 << 30
 
 _NUM_SAMPLES = 9
 _SHARE_OF_VERIFYING = 0.9
-"""Of the time of a verification, what drafting ahead may take before the target waits: verdict and draft travel."""
+"""Of the time of a verification, what drafting ahead may take before the target lasting: verdict and draft travel."""
 
-_FEWEST_SAMPLES = 3
+_FEWEST_SAMPLES = 4
 """Before that a number of guesses is still being tried: the first time, kernels are made."""
+
+_ROUNDS_TO_RETRY = 100
+"""After so many rounds a number of guesses that could be better is tried once more: something else may have run when it
+was slow. After as many times more as it was slower."""
 
 _FIRST_GUESSES_PER_ROW = 4
 _MEMORY = 0.9
@@ -38,11 +42,15 @@ class _Load:
     """What is known of rounds with about the same number of rows. Times are seconds.
 
     Attributes:
+        rounds: how many numbers of guesses were asked for.
+        last_tried: of each number of guesses, in which of these rounds.
         verifying: of verifications.
         anticipating: of drafting ahead, by the number of guesses that was chosen.
         redrafting: of fresh drafts, for each row and as a whole.
     """
 
+    rounds: int = 0
+    last_tried: dict[int, int] = field(default_factory=dict)
     verifying: deque[float] = field(default_factory=_samples)
     anticipating: dict[int, deque[float]] = field(default_factory=dict)
     redrafting: deque[float] = field(default_factory=_samples)
@@ -80,8 +88,14 @@ class AheadPolicy:
         """Verdicts to guess in a round in which `num_rows` rows decode; prompts may end in one without any."""
         if not self._steps:
             return 0
-        num_rows = max(1, num_rows)
-        load = self._load(num_rows)
+        load = self._load(max(1, num_rows))
+        chosen = self._choose(load, max(1, num_rows))
+        load.rounds += 1
+        load.last_tried[chosen] = load.rounds
+        return chosen
+
+    def _choose(self, load: _Load, num_rows: int) -> int:
+        """The number of guesses that gives most tokens a second, as far as is known."""
         known = load.known_anticipating()
         enough = [step for step in self._steps if step >= num_rows] or [self._most]
         first = next((step for step in enough if step >= num_rows * _FIRST_GUESSES_PER_ROW), enough[-1])
@@ -90,11 +104,19 @@ class AheadPolicy:
         # What nothing is known of is tried where it might be best, one step at a time.
         near = {at + beside for at, step in enumerate(enough) if step in known for beside in (-1, 0, 1)}
         verifying = statistics.median(load.verifying)
-        rates = {}
+        rates, lasting = {}, {}
         for at in sorted(near & set(range(len(enough)))):
-            seconds = max((known[step] for step in enough[: at + 1] if step in known), default=0.0)
-            rates[enough[at]] = self._gain(enough[at], num_rows) / max(verifying, seconds / _SHARE_OF_VERIFYING)
-        return max(rates, key=rates.__getitem__, default=first)
+            step, gain = enough[at], self._gain(enough[at], num_rows)
+            seconds = known.get(step, max((known[less] for less in enough[:at] if less in known), default=0.0))
+            lasting[step] = max(verifying, seconds / _SHARE_OF_VERIFYING)
+            rates[step] = gain / lasting[step]
+        best = max(rates, key=rates.__getitem__, default=first)
+        for step, rate in rates.items():
+            could_be_better = rate * lasting[step] / verifying > rates[best]
+            due = load.last_tried.get(step, load.rounds) + _ROUNDS_TO_RETRY * lasting[step] / lasting[best]
+            if could_be_better and load.rounds >= due:
+                return step
+        return best
 
     def _gain(self, num_guesses: int, num_rows: int) -> float:
         """Tokens that a row gains in a round, where so many guesses are made for all rows."""
