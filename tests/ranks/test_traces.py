@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from functools import partial
@@ -103,7 +104,6 @@ def assert_causes_come_first(trace: list[RankSpans], plans: list[RoundPlan], is_
     leader = 1 if is_shared else 2
     planning, waiting = ({s.round_index: s for s in trace[0].spans if s.name == n} for n in ("planning", "waiting"))
     drafting, verifying = spans_named(trace, 1, "drafting"), spans_named(trace, leader, "verifying")
-    heard = spans_named(trace, 1, "waiting")
     # Where clocks were compared they may be off; on one clock causes come first, and that is all.
     off = {part.rank: part.clock.error if part.clock.seconds else 0.0 for part in trace}
     num_drafted = 0
@@ -114,6 +114,8 @@ def assert_causes_come_first(trace: list[RankSpans], plans: list[RoundPlan], is_
         if plan.draft_len:
             num_drafted += 1
             assert drafting[number].end <= verifying[number].start + off[1] + off[leader]
-        if not is_shared and plan.sampled_rows:
-            assert verifying[number].start <= heard[number].end + off[1] + off[leader]
+    for plan, following in itertools.pairwise(plans):
+        if not is_shared and plan.sampled_rows:  # the draft rank has heard the verdict before its next round
+            begun = verifying[plan.round_index].start
+            assert begun <= drafting[following.round_index].start + off[1] + off[leader]
     assert num_drafted > 3
