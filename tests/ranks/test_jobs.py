@@ -293,8 +293,9 @@ def test_workers_close_their_groups_at_the_end_behind_their_graphs(
 
         monkeypatch.setattr(owner, "close", close)
     run_job(job_configuration(folder, HERE[name]), lambda llm: llm.generate(prompts()[:1]))
-    workers = {0: [], 1: ["DraftWorker"]}.get(MPI.COMM_WORLD.rank, ["TargetWorker"])
-    assert closed == [*workers, *["Groups"][: len(workers)]]
+    ranks = [[], *[["DraftWorker"]] * len(HERE[name][0]), *[["TargetWorker"]] * len(HERE[name][1])]
+    worker = ranks[MPI.COMM_WORLD.rank]
+    assert closed == [*worker, *["Groups"][: len(worker)]]
 
 
 @pytest.mark.mpi(min_size=2)
