@@ -57,7 +57,7 @@ def test_a_killed_rank_is_named_and_takes_the_job_along(config: Configs, start_t
 def test_a_killed_draft_rank_costs_drafts_and_no_token(
     config: Configs, start_trtrun: Start, trtrun: Run, tmp_path: Path
 ) -> None:
-    rows = [{"prompt": f"def f{place}(", "max_tokens": 60, "temperature": place % 2, "seed": 1} for place in range(40)]
+    rows = [{"prompt": f"def f{place}(", "max_tokens": 40, "temperature": place % 2, "seed": 1} for place in range(30)]
     prompts = write_rows(tmp_path / "prompts.jsonl", rows)
     file, outputs = config(FOUR_RANKS), (tmp_path / "undisturbed.jsonl", tmp_path / "killed.jsonl")
     words = ("run", "--config", file, "--prompts", prompts, "--ignore-eos", "--output")
