@@ -255,9 +255,10 @@ LATE = "trtrun: the check did not end within 30 s (launch.check_seconds): "
             rf"{re.escape('draft rank 1 (cpu:0)')}: in the step 'draft tokens, rank 1 to rank 2', silent for \d+ s; "
             rf"{re.escape('target rank 2 (cpu:1)')}: in the step 'draft tokens, rank 1 to rank 2'",
         ),
-        (
+        pytest.param(
             "3 sleep",
             rf"{re.escape('target rank 3 (cpu:2)')}: in the step 'reading the models' configurations'",
+            marks=pytest.mark.long,
         ),
     ],
 )

@@ -181,7 +181,10 @@ def test_rows_that_take_too_long_are_left_and_warnings_do_not_hurry(
 
 
 @pytest.mark.parametrize("devices", [ONE_PROCESS, FOUR_RANKS], ids=["one-process", "four-ranks"])
-@pytest.mark.parametrize(("first", "second"), [("SIGTERM", "SIGINT"), ("SIGINT", "SIGTERM"), ("SIGUSR1", "SIGTERM")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("SIGTERM", "SIGINT"), pytest.param("SIGINT", "SIGTERM", marks=pytest.mark.long), ("SIGUSR1", "SIGTERM")],
+)
 def test_a_second_signal_ends_at_once(
     config: Configs, start_trtrun: Start, tmp_path: Path, devices: dict[str, list[str]], first: str, second: str
 ) -> None:
@@ -198,7 +201,13 @@ def test_a_second_signal_ends_at_once(
     assert not any(is_alive(rank) for rank in ranks.values())
 
 
-@pytest.mark.parametrize(("rows", "status"), [([], DONE), ([{"promt": "bad"}], ROWS_REFUSED)], ids=["good", "refused"])
+@pytest.mark.parametrize(
+    ("rows", "status"),
+    [
+        pytest.param([], DONE, id="good", marks=pytest.mark.long),
+        pytest.param([{"promt": "bad"}], ROWS_REFUSED, id="refused"),
+    ],
+)
 def test_a_drain_that_finds_time_enough_ends_as_ever(
     config: Configs, start_trtrun: Start, tmp_path: Path, rows: list[Any], status: int
 ) -> None:

@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import FIXED, FOUR_RANKS, ONE_PROCESS, ROOT, Configs, Run, error_line, write_rows
+from commands import FIXED, FOUR_RANKS, ONE_PROCESS, Configs, Run, error_line, write_rows
 from output_rows import read_rows, without_times
 
-PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"
 pytestmark = pytest.mark.timeout(600)  # several runs in each test, and machines may be busy
 ROWS = [
     {"prompt": "def main(", "max_tokens": 12},
@@ -29,10 +28,10 @@ def parts_of(folder: Path, count: int) -> list[Path]:
     return [folder / f"out.part-{number}-of-{count}.jsonl" for number in range(1, count + 1)]
 
 
-def test_parts_merged_are_one_run(trtrun: Run, tmp_path: Path) -> None:
+def test_parts_merged_are_one_run(config: Configs, trtrun: Run, tmp_path: Path) -> None:
     prompts = write_rows(tmp_path / "prompts.jsonl", list(ROWS))
     source = ("--prompts", prompts, *OPTIONS)
-    run = ("run", "--config", PAIR, *FIXED, *source)
+    run = ("run", "--config", config(ONE_PROCESS), *FIXED, *source)
     assert trtrun(*run, "--output", tmp_path / "whole.jsonl").returncode == 4
     parts, output = parts_of(tmp_path, 3), tmp_path / "out.jsonl"
     done = [trtrun(*run, "--part", f"{number}/3", "--output", part) for number, part in enumerate(parts, start=1)]

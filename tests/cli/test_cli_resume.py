@@ -114,7 +114,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     ("starter", "victims"),
     [
         pytest.param("trtrun", ["rank 0", "the command", "mpirun"], marks=pytest.mark.long),
-        ("mpirun", ["target rank 2", "mpirun"]),
+        pytest.param("mpirun", ["target rank 2", "mpirun"], marks=pytest.mark.long),
     ],
 )
 def test_killed_again_and_again_a_run_ends_with_the_rows_of_an_undisturbed_one(
@@ -155,7 +155,7 @@ def poisoned(pair: Path, folder: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("starter", ["one process", "trtrun", "mpirun"])
+@pytest.mark.parametrize("starter", ["one process", "trtrun", pytest.param("mpirun", marks=pytest.mark.long)])
 def test_with_nothing_left_no_model_is_loaded(
     pair: Path, config: Configs, trtrun: Run, tmp_path: Path, starter: str
 ) -> None:

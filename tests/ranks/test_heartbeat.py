@@ -136,7 +136,7 @@ def test_an_orchestrator_whose_threads_cannot_run_is_named_by_a_worker(
     assert "in stuck_in_native_code\n" in done.stderr
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1, pytest.param(2, marks=pytest.mark.long)])
 def test_rounds_that_are_slow_but_end_within_the_limit_go_on(
     run_ranks: RunRanks, models: dict[str, str], rank: int
 ) -> None:
@@ -146,7 +146,7 @@ def test_rounds_that_are_slow_but_end_within_the_limit_go_on(
     assert own_lines(done.stderr) == []
 
 
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_round_of_several_times_the_limit_goes_on_while_layers_get_done(
     run_ranks: RunRanks, models: dict[str, str], rank: int
 ) -> None:
@@ -180,8 +180,8 @@ def test_a_program_may_take_its_time_between_calls(run_ranks: RunRanks, models: 
     ("kind", "rank", "words"),
     [
         ("loading", 3, r"target rank 3 \(cpu:2\): weights \d+ %"),
-        ("warming", 1, r"draft rank 1 \(cpu:0\): warming up"),
-        ("missing", 2, r"target rank 2 \(cpu:1\): not heard of"),
+        pytest.param("warming", 1, r"draft rank 1 \(cpu:0\): warming up", marks=pytest.mark.long),
+        pytest.param("missing", 2, r"target rank 2 \(cpu:1\): not heard of", marks=pytest.mark.long),
     ],
 )
 def test_a_start_that_takes_too_long_ends_with_where_each_late_rank_is(
