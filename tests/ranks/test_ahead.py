@@ -163,6 +163,24 @@ def test_guesses_change_no_text(
         assert drafted == accepted == totals["num_guesses"] == 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES[:1])
+def test_a_draft_that_is_the_target_is_never_rejected(folder: Path, name: str, dtype: str) -> None:
+    """Of a guess that came true, keys and values are kept as a fresh draft's are, however blocks are laid out."""
+    if len(HERE[name][1]) > 1:
+        pytest.skip("shards of a target round otherwise than a draft on one rank")
+
+    def use(llm: LLM) -> dict[str, Any]:
+        llm.generate(prompts(), SamplingParams(max_tokens=80, ignore_eos=True))
+        return llm.statistics()
+
+    blocks = {"max_tokens": 1024, "block_size": 16}
+    totals = run_job(job_configuration(folder, HERE[name], "target", kv_cache=blocks, dtype=dtype), use)
+    if totals is not None:
+        assert sum(totals["foresight"]["foreseen_by_place"]) > 50
+        assert totals["num_accepted_draft_tokens"] == totals["num_draft_tokens"] > 200
+
+
 @pytest.mark.parametrize(("name", "bend"), cases([as_it_is, no_patience]))
 def test_rows_are_preempted_and_outgrow_the_drafts_context(
     folder: Path, expected: dict[str, Any], name: str, bend: Bend, monkeypatch: Patch

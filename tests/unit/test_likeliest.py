@@ -41,6 +41,16 @@ def test_the_first_columns_of_wider_rows(device: str) -> None:
     assert_largest(numbers[:, :5000], 9)
 
 
+def test_of_equal_largest_numbers_the_first_comes_first(device: str) -> None:
+    numbers = random_rows(4, 3 * PIECE).to(device)
+    for row, places in enumerate(([7, 2 * PIECE], [PIECE + 1, PIECE + 2], [5, PIECE, 2 * PIECE, 2 * PIECE + 1], [9])):
+        numbers[row, places] = 100.0
+    assert likeliest(numbers, 9)[:, 0].tolist() == [7, PIECE + 1, 5, 9]
+    assert_largest(numbers, 9)
+    numbers[:] = 1.0
+    assert likeliest(numbers, 2)[:, 0].tolist() == [0] * 4
+
+
 def test_all_may_stand_in_one_piece_or_at_the_end_of_the_last(device: str) -> None:
     width = 7 * PIECE + 5
     numbers = random_rows(3, width).to(device)

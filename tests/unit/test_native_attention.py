@@ -127,6 +127,19 @@ def test_rows_at_different_places_and_padding() -> None:
     assert bool(found.isfinite().all())
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_copied_token_is_that_token_and_no_other(shape: tuple[int, int, int, int]) -> None:
+    """The first tokens of row 0's first block go to row 1's, which then is as if row 1 had written them."""
+    copied, written, count = Case(*shape), Case(*shape), 11
+    copied.run(*(([row], span(0, LENGTH)) for row in range(ROWS)))
+    source, target = (copied.tables[row, :1].expand(count) for row in range(2))
+    copied.attention.copy_tokens(copied.store.data, source, target, torch.randperm(count))
+    for tensor in (written.key, written.value):
+        tensor[1, :count] = tensor[0, :count]
+    written.run(*(([row], span(0, LENGTH)) for row in range(ROWS)))
+    assert torch.equal(copied.store.data, written.store.data)
+
+
 def test_nothing_is_written_but_new_tokens() -> None:
     case = Case(*SHAPES[0])
     untouched = 1000.0

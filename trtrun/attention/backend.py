@@ -47,6 +47,19 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    def copy_tokens(
+        self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
+    ) -> None:
+        """Copy all layers' keys and values of single tokens.
+
+        Args:
+            store: of all layers, [layers, 2, blocks, kv_heads, block, head].
+            source: [n] int64 blocks.
+            target: [n] int64 blocks, each with its offset at most once.
+            offset: [n] int64: places in a block, the same in both.
+        """
+        ...
+
 
 class HostAttention:
     """Attention on the CPU: trtrun's own kernel where it takes the head and the block size, else gathered contexts."""
@@ -69,8 +82,17 @@ class HostAttention:
         window: int | None,
     ) -> torch.Tensor:
         """See AttentionBackend. One store must always meet the same kernel: they lay its tiles out differently."""
-        backend = self._gather if self._native is None or not takes_blocks(store_layer.shape[3]) else self._native
+        backend = self._choose(store_layer.shape[3])
         return backend.forward(query, key, value, store_layer, batch, scale, window)
+
+    def copy_tokens(
+        self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
+    ) -> None:
+        """See AttentionBackend."""
+        self._choose(store.shape[4]).copy_tokens(store, source, target, offset)
+
+    def _choose(self, block_size: int) -> AttentionBackend:
+        return self._gather if self._native is None or not takes_blocks(block_size) else self._native
 
 
 def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from trtrun.kernels.row_buckets import bucket_rows
 from trtrun.kvcache.segments import AttentionBatch, ContextGroup
+from trtrun.kvcache.store import copy_plain_tokens
 
 _SCORE_ELEMENTS = 1024 * 1024
 """Most attention scores held at a time (float32): long prefill chunks are computed in tiles of queries. Four times as
@@ -25,6 +26,12 @@ class GatherAttention:
     In bfloat16 on the CPU its result for a query is bit-equal whatever the number of queries, of rows and of masked
     keys behind it, which `F.scaled_dot_product_attention` does not offer; lossless greedy decoding rests on that.
     """
+
+    def copy_tokens(
+        self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
+    ) -> None:
+        """See AttentionBackend."""
+        copy_plain_tokens(store, source, target, offset)
 
     def forward(
         self,

@@ -89,7 +89,7 @@ class Engine:
 
     def copy_tokens(self, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
         """Copy keys and values at `offset` of blocks `source` to the same place of blocks `target`; all [n] int64."""
-        self._store.copy_tokens(source, target, offset)
+        self._model.copy_tokens(self._store, source, target, offset)
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values of blocks `source` to blocks `target`, both [n] int64."""

@@ -21,8 +21,9 @@ class KVStore:
     """Keys and values of all layers: one tensor [layers, 2, blocks, kv_heads, block, head].
 
     A [block, head] tile of one head is contiguous, so attention gathers a row's context with one index_select of whole
-    tiles. The tensor is made of zeros, never of uninitialised memory: masked positions are multiplied by a
-    probability of 0, which must not meet a NaN. On the CPU the pages are committed when they are first written.
+    tiles. How tokens lie inside a tile is the attention backend's business. The tensor is made of zeros, never of
+    uninitialised memory: masked positions are multiplied by a probability of 0, which must not meet a NaN. On the CPU
+    the pages are committed when they are first written.
     """
 
     def __init__(
@@ -76,16 +77,6 @@ class KVStore:
         """
         self.data.index_fill_(2, torch.tensor([NULL_BLOCK, *blocks], device=self.data.device), 0)
 
-    def copy_tokens(self, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
-        """Copy all layers' keys and values of single tokens.
-
-        Args:
-            source: [n] int64 blocks.
-            target: [n] int64 blocks, each with its offset at most once.
-            offset: [n] int64: places in a block, the same in both.
-        """
-        self.data[:, :, target, :, offset] = self.data[:, :, source, :, offset]
-
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy all layers' keys and values of whole blocks.
 
@@ -103,6 +94,18 @@ class KVStore:
     def layer(self, index: int) -> torch.Tensor:
         """Keys, then values of one layer: a view [2, blocks, kv_heads, block, head]."""
         return self._layers[index]
+
+
+def copy_plain_tokens(data: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
+    """Copy all layers' keys and values of single tokens, where a tile has one token behind the other.
+
+    Args:
+        data: of a KVStore.
+        source: [n] int64 blocks.
+        target: [n] int64 blocks, each with its offset at most once.
+        offset: [n] int64: places in a block, the same in both.
+    """
+    data[:, :, target, :, offset] = data[:, :, source, :, offset]
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

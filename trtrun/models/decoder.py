@@ -147,6 +147,10 @@ class CausalLM:
         assert delta is not None, "a model has a layer at least"
         return self._final_norm.add(hidden, delta)
 
+    def copy_tokens(self, store: KVStore, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
+        """Copy all layers' keys and values of single tokens; see `AttentionBackend.copy_tokens`."""
+        self._layers[0].attention.copy_tokens(store.data, source, target, offset)
+
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden] of `forward` → [n, vocab_size] float32, on the ranks that read them (`VocabularyHead`)."""

@@ -18,12 +18,17 @@ def likeliest(numbers: torch.Tensor, count: int) -> torch.Tensor:
         count: how many; all of a row that is shorter.
 
     Returns:
-        [rows, count] int64. Among equal numbers any one may come first; where fewer are above -inf, what follows them
-        may come twice.
+        [rows, count] int64. Of the largest the first one comes first, as `torch.argmax` has it: in bfloat16 the largest
+        logit is often there twice. Elsewhere equal numbers have no order, and where fewer are above -inf, what
+        follows them may come twice.
     """
     count = min(count, numbers.shape[1])
     if triton_works(numbers.device.type):
         from trtrun.kernels.triton import likeliest as kernels
 
         return kernels.likeliest(numbers, count)
-    return numbers.topk(count, dim=-1).indices
+    found = numbers.topk(count, dim=-1).indices
+    first = numbers.argmax(dim=-1, keepdim=True)
+    found = torch.where(found == first, found[:, :1], found)
+    found[:, :1] = first
+    return found

@@ -89,6 +89,19 @@ class NativeAttention:
             self._kernel(ctypes.addressof(arguments), threads)
         return output
 
+    def copy_tokens(
+        self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
+    ) -> None:
+        """See `AttentionBackend`: a token's numbers lie scattered over its tile."""
+        layers, _, blocks, kv_heads, block_size, head = store.shape
+        shape = (layers, 2, blocks, kv_heads, block_size // TILE_TOKENS)
+        keys = store.view(*shape, head // 2, TILE_TOKENS, 2)[:, 0]
+        values = store.view(*shape, TILE_TOKENS // 2, head, 2)[:, 1]
+        tile, token = offset // TILE_TOKENS, offset % TILE_TOKENS
+        pair, half = token // 2, token % 2
+        keys[:, target, :, tile, :, token] = keys[:, source, :, tile, :, token]
+        values[:, target, :, tile, pair, :, half] = values[:, source, :, tile, pair, :, half]
+
     def _reserve(self, size: int) -> int:
         """The address of `size` bytes, kept for the next call."""
         if self._scratch.numel() < size:

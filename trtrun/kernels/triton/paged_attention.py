@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
+from trtrun.kvcache.store import copy_plain_tokens
 
 _SPLIT_TOKENS = 256
 """Keys that one program works through where a context is split."""
@@ -144,6 +145,12 @@ def _combine_kernel(
 
 class PagedAttention:
     """An AttentionBackend that copies no context: each program follows the block table."""
+
+    def copy_tokens(
+        self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
+    ) -> None:
+        """See AttentionBackend."""
+        copy_plain_tokens(store, source, target, offset)
 
     def forward(
         self,
