@@ -255,14 +255,14 @@ LATE = "trtrun: the check did not end within 30 s (launch.check_seconds): "
             rf"{re.escape('draft rank 1 (cpu:0)')}: in the step 'draft tokens, rank 1 to rank 2', silent for \d+ s; "
             rf"{re.escape('target rank 2 (cpu:1)')}: in the step 'draft tokens, rank 1 to rank 2'",
         ),
-        pytest.param(
+        (
             "3 sleep",
             rf"{re.escape('target rank 3 (cpu:2)')}: in the step 'reading the models' configurations'",
-            marks=pytest.mark.long,
         ),
     ],
 )
-@pytest.mark.parametrize("by_own_mpirun", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("by_own_mpirun", [False, True])
+@pytest.mark.long
 def test_a_rank_that_stops_in_the_middle_is_named_with_its_step(
     config: Configs, trtrun: Run, fault: str, said: str, by_own_mpirun: bool
 ) -> None:

@@ -42,7 +42,7 @@ def start_endless(config: Configs, start_trtrun: Start) -> tuple[subprocess.Pope
     return process, ranks
 
 
-@pytest.mark.parametrize("rank", [0, 2, 3])
+@pytest.mark.parametrize("rank", [0, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_killed_rank_is_named_and_takes_the_job_along(config: Configs, start_trtrun: Start, rank: int) -> None:
     process, ranks = start_endless(config, start_trtrun)
     os.kill(ranks[rank], signal.SIGKILL)
@@ -74,7 +74,7 @@ def test_a_killed_draft_rank_costs_drafts_and_no_token(
     assert killed == undisturbed
 
 
-@pytest.mark.parametrize("rank", [2, 3])
+@pytest.mark.parametrize("rank", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_an_exception_on_a_rank_is_one_line_and_status_1(config: Configs, trtrun: Run, rank: int) -> None:
     file = config(FOUR_RANKS, kv_cache={"max_tokens": 60000})
     words = ("run", "--config", file, "--prompt", "def main(", "--max-tokens", 50000, "--ignore-eos")
@@ -96,7 +96,7 @@ def test_a_rank_that_stands_still_is_one_line_status_1_and_the_ranks_stacks(conf
     assert done.stderr.count("trtrun: ") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_signal_to_the_command_ends_all_ranks(config: Configs, start_trtrun: Start, number: signal.Signals) -> None:
     process, ranks = start_endless(config, start_trtrun)
     process.send_signal(number)

@@ -80,7 +80,7 @@ def seconds_since(stdout: str, ended: float) -> float:
 
 @pytest.mark.parametrize(
     ("rank", "phase", "plans_ahead"),
-    [(1, "drafting", 0), (2, "verifying", 1), (3, "verifying", 0)],
+    [(1, "drafting", 0), (2, "verifying", 1), pytest.param(3, "verifying", 0, marks=pytest.mark.long)],
 )
 def test_a_worker_that_stands_still_in_python_is_named_and_not_the_ranks_that_wait_for_it(
     run_ranks: RunRanks, models: dict[str, str], rank: int, phase: str, plans_ahead: int
