@@ -43,6 +43,8 @@ def configuration(
         "speculation": {
             "method": "none" if draft is None else "draft_target",
             "pacing": "fixed",
+            # Whatever cores there are.
+            **({"ahead": "on"} if draft is not None and not {*devices[0]} & {*devices[1]} else {}),
             **sections.pop("speculation", {}),
         },
         "kv_cache": {"max_tokens": 8192, **sections.pop("kv_cache", {})},

@@ -62,8 +62,8 @@ class DraftModelSection(SpeculationSection):
     """Options of `draft_target`.
 
     Attributes:
-        ahead: whether draft ranks draft for the likely verdicts of a round while the target verifies it. `auto` does so
-            where draft and target share no device, and where they share one it cannot be on.
+        ahead: whether draft ranks draft for the likely verdicts of a round while the target verifies it. `on`
+            where they share no device; `auto` there unless CPU ranks outnumber the cores.
     """
 
     ahead: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = "auto"

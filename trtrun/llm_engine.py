@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from trtrun.config import RuntimeConfig
 from trtrun.core import FinishReason, Request, TokenLogprobs
 from trtrun.detokenizer import CompletionText, IncrementalDetokenizer
+from trtrun.drafting_methods import DraftModelSection
 from trtrun.errors import InvalidRequestError, RankFailedError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.outputs import CompletionDelta, RequestId, StartReport
@@ -38,6 +39,7 @@ from trtrun.speculation.ahead.policy import AheadPolicy
 from trtrun.speculation.pacing import Pacer
 from trtrun.telemetry import RunStatistics
 from trtrun.text import Tokenizer, read_shared_tokenizer
+from trtrun.threads import outnumber_cores
 
 T = TypeVar("T")
 
@@ -340,7 +342,15 @@ def _asked_logprobs(
 
 
 def _ahead_policy(config: RuntimeConfig) -> AheadPolicy | None:
-    """What decides how much is drafted ahead; None where nothing is."""
+    """What decides how much is drafted ahead; None where nothing is.
+
+    CPU ranks that share cores would slow the verification that they draft beside, so nothing is guessed there unless
+    the user has said so.
+    """
     if not config.drafts_ahead:
         return None
-    return AheadPolicy(guess_steps(config), config.speculation.draft_len, always_redrafts=config.speculation.use_logits)
+    assert config.draft is not None and isinstance(config.speculation, DraftModelSection)
+    devices = sorted({*config.draft.devices, *config.target.devices})
+    waits = config.speculation.ahead == "auto" and outnumber_cores(devices, config.threads)
+    steps = [] if waits else guess_steps(config)
+    return AheadPolicy(steps, config.speculation.draft_len, always_redrafts=config.speculation.use_logits)

@@ -6,7 +6,8 @@ It reads the machine and the environment; it sets nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from parallel.topology import Topology
@@ -60,3 +61,17 @@ def has_free_cores(topology: Topology, host: str, threads: int, cores: int | Non
     if topology.slot(topology.orchestrator_rank) is None and topology.host(topology.orchestrator_rank) == host:
         needed += 1
     return needed <= (count_cores() if cores is None else cores)
+
+
+def outnumber_cores(devices: Sequence[str], threads: int | None, cores: int | None = None) -> bool:
+    """Whether the CPU slots of a host have more threads than cores, so that ranks that work at once slow each other.
+
+    Every host is taken for one like this: nobody has asked the others when it matters.
+
+    Args:
+        devices: of all slots, such as "cpu:0" or "node1/cpu:0", each once.
+        threads: of a slot that computes on the CPU; None for one.
+        cores: default `count_cores`.
+    """
+    hosts = Counter(device.rpartition("/")[0] for device in devices if device.rpartition("/")[2].startswith("cpu"))
+    return max(hosts.values(), default=0) * (threads or 1) > (count_cores() if cores is None else cores)

@@ -11,7 +11,7 @@ import pytest
 from parallel.topology import Topology
 from trtrun.config import RuntimeConfig, load_config, make_config
 from trtrun.errors import ConfigError
-from trtrun.threads import count_cores, has_free_cores, threads_per_slot
+from trtrun.threads import count_cores, has_free_cores, outnumber_cores, threads_per_slot
 
 
 @pytest.fixture
@@ -209,3 +209,12 @@ def test_a_rank_may_spin_where_each_thread_of_its_host_has_a_core(
     assert has_free_cores(topology, host, threads, needed)
     assert not has_free_cores(topology, host, threads, needed - 1)
     assert has_free_cores(topology, host, threads) == (needed <= count_cores())
+
+
+def test_cpu_ranks_outnumber_cores_on_the_host_that_has_most_of_them() -> None:
+    assert not outnumber_cores(["cpu:0", "cpu:1"], None, cores=2)
+    assert outnumber_cores(["cpu:0", "cpu:1", "cpu:2"], None, cores=2)
+    assert outnumber_cores(["cpu:0", "cpu:1"], 2, cores=2)
+    assert not outnumber_cores(["north/cpu:0", "south/cpu:0", "south/cpu:1"], 1, cores=2)
+    assert outnumber_cores(["north/cpu:0", "south/cpu:0", "south/cpu:1"], 1, cores=1)
+    assert not outnumber_cores(["cuda:0", "cuda:1", "cpu:0"], None, cores=1)
