@@ -139,7 +139,7 @@ def build_command(launch: Launch, program: Sequence[str], threads: int | None) -
     flavour, needed = launch.choice.flavour, launch.choice.environment
     command = [find_mpirun(flavour, launch.choice.library, section.mpirun)]
     interval = max(1, math.ceil(section.heartbeat_seconds / 100))
-    probes = max(1, round((section.heartbeat_seconds + _HEARTBEAT_FIRST_SECONDS) / interval))
+    probes = round((section.heartbeat_seconds + _HEARTBEAT_FIRST_SECONDS) / interval)
     for setting in flavour.settings:
         if _applies(setting, launch):
             command += _fill(setting.arguments, interval=interval, probes=probes)

@@ -26,9 +26,6 @@ from launch.mpi.rank_ends import RankEnds
 from launch.mpi.start_progress import VARIABLE as STEPS_VARIABLE
 from launch.mpi.start_progress import StartWatch
 
-_OF_LOST_HOST = (0, 255)
-"""With what mpirun ends when a host is cut off: of itself, or because ssh has given the connection up."""
-
 GRACE_SECONDS = 5.0
 """How long mpirun may take to end its ranks after a signal, before all are killed."""
 
@@ -46,6 +43,9 @@ STUCK_GRACE_SECONDS = 2.0
 
 PAUSE_SECONDS = 0.25
 """Text held back as a possible box of mpirun's is shown after this long without more of it."""
+
+LOST_HOST_STATUSES = (0, 255)
+"""With what mpirun ends when a host is cut off: of itself, or because ssh has given the connection up."""
 
 
 def supervise(
@@ -186,7 +186,7 @@ def _tell_end(status: int, output: OutputFilter, orders: _Orders, is_overdue: bo
         return status_of_signal(output.killed[0][1])
     if output.ends is not None:
         status = _status_by_ends(status, output.ends)
-    if output.has_failed and (is_overdue or status in _OF_LOST_HOST):
+    if output.has_failed and (is_overdue or status in LOST_HOST_STATUSES):
         return ExitCode.FAILED
     if status < 0:
         _show(f"trtrun: mpirun was killed by signal {-status}; all ranks are stopped\n")

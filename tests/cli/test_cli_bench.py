@@ -139,7 +139,7 @@ def test_bench_traces_the_rounds_of_all_ranks(config: Configs, trtrun: Run, tmp_
     file = tmp_path / "trace.json"
     done = trtrun(
         *("bench", "--config", config(FOUR_RANKS), "--rows", "2", "--repeats", 1, "--max-tokens", 12, "--json"),
-        *("--trace", file),
+        *("--trace", file, "--set", "speculation.ahead=on"),
     )
     assert done.returncode == 0, done.stderr
     (entry,) = json.loads(done.stdout)["results"]
@@ -165,7 +165,9 @@ def test_bench_traces_the_rounds_of_all_ranks(config: Configs, trtrun: Run, tmp_
         assert number + 1 not in drafted or start <= drafted[number + 1][0], "a verdict is heard before the next draft"
         assert number + 2 not in planned or end <= planned[number + 2][0], "one plan is sent ahead"
     shares = {(idle["mode"], idle["rank"]): idle["idle_share"] for idle in summary["idle"]}
-    assert len(shares) == 8 and all(0 < share <= 1 for share in shares.values())
+    assert len(shares) == 8
+    assert 0.5 < shares.pop(("plain", 1)) <= 1, "nothing is drafted there"
+    assert all(0 < share < 1 for share in shares.values()), shares
     for mode in ("plain", "speculative"):
         assert entry[mode]["target_idle_share"] == shares[mode, 2]
     assert summary["num_dropped_rounds"] == 0

@@ -25,7 +25,7 @@ from commands import (
     write_rows,
 )
 from drains import wait_until
-from output_rows import read_rows, without_times
+from output_rows import read_rows, without_drafting
 
 Start = Callable[..., "subprocess.Popen[str]"]
 NAMES = ["orchestrator rank 0 (host)", "draft rank 1 (cpu:0)", "target rank 2 (cpu:1)", "target rank 3 (cpu:2)"]
@@ -60,7 +60,8 @@ def test_a_killed_draft_rank_costs_drafts_and_no_token(
     rows = [{"prompt": f"def f{place}(", "max_tokens": 40, "temperature": place % 2, "seed": 1} for place in range(30)]
     prompts = write_rows(tmp_path / "prompts.jsonl", rows)
     file, outputs = config(FOUR_RANKS), (tmp_path / "undisturbed.jsonl", tmp_path / "killed.jsonl")
-    words = ("run", "--config", file, "--prompts", prompts, "--ignore-eos", "--output")
+    ahead = ("--set", "speculation.ahead=on")
+    words = ("run", "--config", file, *ahead, "--prompts", prompts, "--ignore-eos", "--output")
     assert trtrun(*words, outputs[0]).returncode == 0
     process = start_trtrun(*words, outputs[1])
     working = outputs[1].with_name("killed.jsonl.partial")
@@ -70,7 +71,7 @@ def test_a_killed_draft_rank_costs_drafts_and_no_token(
     assert process.returncode == 0, errors
     (line,) = [line for line in errors.splitlines() if "lost" in line]
     assert f"{NAMES[1]} is lost" in line and line.endswith("the job goes on without drafts")
-    undisturbed, killed = (without_times(read_rows(path)) for path in outputs)
+    undisturbed, killed = (without_drafting(read_rows(path)) for path in outputs)
     assert killed == undisturbed
 
 

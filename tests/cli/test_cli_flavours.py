@@ -27,7 +27,7 @@ from commands import (
     write_rows,
 )
 from mpi_libraries import find_mpi
-from output_rows import read_rows, without_times
+from output_rows import read_rows, without_drafting
 
 from launch.mpi.flavours import FLAVOURS
 
@@ -53,7 +53,7 @@ def reference(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Rows:
         env=command_environment(), cwd=ROOT, timeout=PATIENCE, check=False,
     )  # fmt: skip
     assert done.returncode == 0
-    return without_times(read_rows(folder / "rows.jsonl"))
+    return without_drafting(read_rows(folder / "rows.jsonl"))
 
 
 @pytest.mark.parametrize("name", list(FLAVOURS))
@@ -64,7 +64,7 @@ def test_every_library_computes_the_same_rows(
     file, output = config(FOUR_RANKS, launch={"mpi": name}), tmp_path / "rows.jsonl"
     done = trtrun(*("run", "--config", file, "--prompts", prompts, "--output", output), env=variables, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
-    assert without_times(read_rows(output)) == reference
+    assert without_drafting(read_rows(output)) == reference
     assert [line.split(",")[0] for line in done.stderr.splitlines()] == ["trtrun: 3 prompts"]
 
 
@@ -83,7 +83,7 @@ def test_the_printed_command_runs_as_it_stands(
         env=command_environment(variables), cwd=ROOT, timeout=PATIENCE, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert without_times(read_rows(output)) == reference
+    assert without_drafting(read_rows(output)) == reference
 
 
 @pytest.mark.parametrize("name", list(FLAVOURS))

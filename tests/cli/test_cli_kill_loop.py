@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from commands import FIXED, ROOT, Run, command_environment, command_words, is_alive, ranks_below, write_rows
 from drains import PATIENCE, wait_until, written_indexes
-from output_rows import read_rows, without_times
+from output_rows import read_rows, without_drafting
 
 PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"
 KILLS = 20
@@ -137,4 +137,4 @@ def test_twenty_kills_at_random_moments_lose_no_row_and_repeat_none(trtrun: Run,
     assert undisturbed.returncode == 0, undisturbed.stderr
     rows = read_rows(output)
     assert [row["index"] for row in rows] == list(range(len(PROMPTS)))
-    assert without_times(rows) == without_times(read_rows(tmp_path / "undisturbed.jsonl"))
+    assert without_drafting(rows) == without_drafting(read_rows(tmp_path / "undisturbed.jsonl"))

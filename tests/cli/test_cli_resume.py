@@ -28,7 +28,7 @@ from commands import (
     ranks_below,
     write_rows,
 )
-from output_rows import read_rows, without_times
+from output_rows import read_rows, without_drafting
 
 PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"
 TEXTS = [
@@ -140,7 +140,7 @@ def test_killed_again_and_again_a_run_ends_with_the_rows_of_an_undisturbed_one(
     assert f"; {kept} rows were done before" in done.stderr
     rows = read_rows(output)
     assert [row["index"] for row in rows] == list(range(len(PROMPTS)))
-    assert without_times(rows) == without_times(undisturbed)
+    assert without_drafting(rows) == without_drafting(undisturbed)
     assert not working.exists()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import output_rows
 from network import Host, Network, wait_for
-from output_rows import without_times
+from output_rows import without_drafting
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 150.0
@@ -181,7 +181,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of an output without what differs from run to run."""
-    return without_times(output_rows.read_rows(path))
+    return without_drafting(output_rows.read_rows(path))
 
 
 def copy_to(host: Host, source: Path, target: Path) -> None:

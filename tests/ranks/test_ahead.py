@@ -16,8 +16,9 @@ from mpi4py import MPI
 from pipelines import Reference, noisy_copy, prompt_of, tokens_of
 from test_jobs import COUNT, HERE, alone, job_configuration, prompts, run_job, sampling
 
-from trtrun import LLM, SamplingParams
+from trtrun import LLM, SamplingParams, llm_engine
 from trtrun.roles import target_worker
+from trtrun.speculation.ahead.fan_out import FanOut
 from trtrun.speculation.ahead.paths import Guesses
 from trtrun.speculation.ahead.policy import NEVER, AheadPolicy
 
@@ -161,6 +162,29 @@ def test_guesses_change_no_text(
         assert foreseen(found) > 20 and accepted < 0.8 * drafted
     if bend is nothing_is_drafted:
         assert drafted == accepted == totals["num_guesses"] == 0
+
+
+@pytest.mark.parametrize(
+    ("ahead", "outnumber", "guesses"), [("auto", True, False), ("auto", False, True), ("on", True, True)]
+)
+@pytest.mark.parametrize("name", NAMES[:1])
+def test_auto_guesses_where_ranks_have_cores(
+    folder: Path, name: str, ahead: str, outnumber: bool, guesses: bool, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(llm_engine, "outnumber_cores", lambda *_: outnumber)
+
+    def use(llm: LLM) -> tuple[dict[str, Any], bool]:
+        llm.generate(prompts(), SamplingParams(max_tokens=COUNT))
+        policy = llm.engine.orchestrator._ahead
+        assert policy is not None
+        return llm.statistics(), list(policy._hit_chances) != FanOut(3).hit_chances(3)
+
+    speculation = {"draft_len": 3, "ahead": ahead}
+    found = run_job(job_configuration(folder, HERE[name], speculation=speculation), use)
+    if found is not None:
+        totals, has_been_told = found
+        assert (totals["num_guesses"] > 0) == has_been_told == guesses, "chances come from the draft's leader"
+        assert totals["num_accepted_draft_tokens"] > 20
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import output_rows
 from cluster import Cluster
-from output_rows import without_times
+from output_rows import without_drafting
 
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -34,7 +34,7 @@ def make_prompts(count: int, max_tokens: int) -> Rows:
 
 def read_rows(path: Path) -> Rows:
     """Output rows without what differs from run to run."""
-    return without_times(output_rows.read_rows(path))
+    return without_drafting(output_rows.read_rows(path))
 
 
 def count_lines(path: Path) -> int:

@@ -199,7 +199,7 @@ def test_arguments_of_ssh_are_handed_on(name: str, expected: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("any_mpirun")
-def test_connections_are_watched_as_long_as_the_heartbeat_waits() -> None:
+def test_connections_are_watched_a_little_longer_than_the_heartbeat_waits() -> None:
     for seconds, interval, probes in ((60, "1", "63"), (600, "6", "100"), (0.5, "1", "4")):
         words = placed("openmpi", heartbeat_seconds=seconds)
         found = {words[place + 1]: words[place + 2] for place, word in enumerate(words) if word == "--prtemca"}

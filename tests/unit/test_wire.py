@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,6 +114,21 @@ def test_a_report_without_a_verdict_says_so() -> None:
     report = decode_report(ReportArrays(7, RoundTimes(drafting=1.0)).encode())
     assert not report.is_verdict
     assert (report.num_tokens, report.draft_lens, report.tokens, report.logprobs) == ([], [], [], [])
+
+
+@pytest.mark.parametrize("has_verdict", [True, False])
+def test_chances_of_hits_come_back_behind_whatever_else_there_is(has_verdict: bool) -> None:
+    chances = np.array([0.5, 0.75, 0.875], dtype=np.float32)
+    report = ReportArrays(7, RoundTimes(), hit_chances=chances)
+    if has_verdict:
+        ones = np.ones((1, 1), dtype=np.int64)
+        values = np.full((1, 1, 2), -1.5, dtype=np.float32)
+        report = ReportArrays(
+            7, RoundTimes(), ones[0], ones[0], ones, np.ones((1, 1, 2), dtype=np.int64), values, hit_chances=chances
+        )
+    found = decode_report(report.encode())
+    assert found.hit_chances == [0.5, 0.75, 0.875]
+    assert [entry.logprob for row in found.logprobs for entry in row] == ([-1.5] if has_verdict else [])
 
 
 def test_an_empty_verdict_is_a_verdict() -> None:

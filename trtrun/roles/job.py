@@ -123,8 +123,15 @@ def _open_orchestrator(
     # Before anything collective: a rank that never comes must not keep this one from saying so.
     seconds = config.launch.start_seconds
     overdue = f"the job has not started within {seconds:g} s (launch.start_seconds)"
-    apart = losable_ranks(config, topology), unawaited_ranks(config, topology)
-    heartbeat = HeartbeatServer(topology, activity, limit, seconds, overdue, *apart)
+    heartbeat = HeartbeatServer(
+        topology,
+        activity,
+        limit,
+        seconds,
+        overdue,
+        expendable=losable_ranks(config, topology),
+        unawaited=unawaited_ranks(config, topology),
+    )
     try:
         control = ControlPlane(world, topology, may_spin)
         invite_workers(control, topology, heartbeat)

@@ -104,6 +104,7 @@ class TargetWorker:
         self.activity.enter(plan.round_index, Phase.VERIFYING)
         verdict = verify_round(self.target, GroupVerdicts(self.group), plan, draft, by_probability, leads=self.leads)
         if not self.leads:
+            self.phases.end("verifying")
             return None
         report = read_verdict(plan, verdict)
         self._tell_draft_ranks(plan, report)

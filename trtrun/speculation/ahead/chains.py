@@ -73,11 +73,8 @@ class Chains(Generic[Step]):
             packed.append([*[0] * padding, *of_row, *[-1] * padding, *range(end - len(of_row), end)])
         both = device_integers(packed, engine.device)
         tables = engine.tables(self._index(rows), max(ends))
-        if width == 1 and self._is_plain(rows):
-            best = engine.rank_steps(both[:, 0], both[:, 1:], tables, self._vocab_size, self._num_ranked)
-            if best is not None:
-                best = best.clone()
-                return Chosen(best[:, :, 0], best, None)
+        if width == 1 and (chosen := self._take_likeliest(rows, both[:, 0], both[:, 1:], tables)) is not None:
+            return chosen
         logits = engine.feed(both[:, :width], both[:, width:], tables)
         tokens_, ranked, probs = self._choose(logits, rows, ends)
         return Chosen(tokens_.unsqueeze(1), ranked.unsqueeze(1), probs.unsqueeze(1) if probs is not None else None)
@@ -95,20 +92,18 @@ class Chains(Generic[Step]):
             lens: steps of each row, at least 0; what is chosen behind a row's last step has no meaning.
         """
         engine, count = self._engine, max(lens)
+        if not count:
+            return Chosen(first.new_empty((len(rows), 0)), first.new_empty((len(rows), 0, self._num_ranked)), None)
         positions = [
             [start + step if step < length else -1 for step in range(count)]
             for start, length in zip(starts, lens, strict=True)
         ]
-        state = engine.rows
+        where = device_integers(positions, engine.device)
+        if (likeliest := self._take_likeliest(rows, first, where, tables)) is not None:
+            return likeliest
+        state, index = engine.rows, self._index(rows)
         has_history = state.sampling.needs_history(rows)
-        if count and self._is_plain(rows):
-            where = device_integers(positions, engine.device)
-            best = engine.rank_steps(first, where, tables, self._vocab_size, self._num_ranked)
-            if best is not None:
-                best = best.clone()
-                return Chosen(best[:, :, 0], best, None)
-        index = self._index(rows)
-        steps = engine.prepare_steps(tables, device_integers(positions, engine.device)) if count else ()
+        steps = engine.prepare_steps(tables, where)
         token, chosen = first, []
         for number in range(count):
             if has_history:
@@ -117,8 +112,6 @@ class Chains(Generic[Step]):
             logits = engine.decode(steps[number], token)
             chosen.append(self._choose(logits, rows, [start + number + 1 for start in starts]))
             token = chosen[-1][0]
-        if not chosen:
-            return Chosen(first.new_empty((len(rows), 0)), first.new_empty((len(rows), 0, self._num_ranked)), None)
         tokens, ranked, probs = zip(*chosen, strict=True)
         kept = [one for one in probs if one is not None]
         return Chosen(torch.stack(tokens, 1), torch.stack(ranked, 1), torch.stack(kept, 1) if kept else None)
@@ -140,10 +133,17 @@ class Chains(Generic[Step]):
         tokens = sampling.choose(processed, rows, where, Stream.DRAFT)[:, 0]
         return tokens, ranked, sampling.probabilities(processed[self._index(sampled), 0])
 
-    def _is_plain(self, rows: list[int]) -> bool:
-        """Whether all of `rows` take the likeliest token of what the model gives."""
+    def _take_likeliest(self, rows: list[int], first: Tensor, positions: Tensor, tables: Tensor) -> Chosen | None:
+        """A chain as one piece of work, where all of `rows` take the likeliest token of what the model gives and the
+        engine can do that; else None."""
         sampling = self._engine.rows.sampling
-        return not sampling.needs_history(rows) and not sampling.sampled_indices(rows)
+        if sampling.needs_history(rows) or sampling.sampled_indices(rows):
+            return None
+        ranked = self._engine.rank_steps(first, positions, tables, self._vocab_size, self._num_ranked)
+        if ranked is None:
+            return None
+        ranked = ranked.clone()
+        return Chosen(ranked[:, :, 0], ranked, None)
 
     def _index(self, rows: Sequence[int]) -> Tensor:
         return kept_integers(rows, self._engine.device)

@@ -1,7 +1,7 @@
 """How much is drafted ahead in a round, and when a fresh draft is worth waiting for: from what rounds took so far.
 
 Two questions, both answered in tokens a second by measured times. How many verdicts to guess: more are right more
-often, but the target lasting where the draft ranks are done after it. And how many rows must have missed until a fresh
+often, but the target waits where the draft ranks are done after it. And how many rows must have missed until a fresh
 draft for them, which all rows wait for, gains more tokens than the wait costs. It knows numbers of rows, seconds and
 counts. It does not know rows, ranks or clocks.
 """
@@ -20,7 +20,7 @@ NEVER = 1 << 30
 
 _NUM_SAMPLES = 9
 _SHARE_OF_VERIFYING = 0.9
-"""Of the time of a verification, what drafting ahead may take before the target lasting: verdict and draft travel."""
+"""Of the time of a verification, what drafting ahead may take before the target waits: verdict and draft travel."""
 
 _FEWEST_SAMPLES = 4
 """Before that a number of guesses is still being tried: the first time, kernels are made."""
@@ -104,16 +104,16 @@ class AheadPolicy:
         # What nothing is known of is tried where it might be best, one step at a time.
         near = {at + beside for at, step in enumerate(enough) if step in known for beside in (-1, 0, 1)}
         verifying = statistics.median(load.verifying)
-        rates, lasting = {}, {}
+        seconds_of, rates = {}, {}
         for at in sorted(near & set(range(len(enough)))):
-            step, gain = enough[at], self._gain(enough[at], num_rows)
+            step = enough[at]
             seconds = known.get(step, max((known[less] for less in enough[:at] if less in known), default=0.0))
-            lasting[step] = max(verifying, seconds / _SHARE_OF_VERIFYING)
-            rates[step] = gain / lasting[step]
+            seconds_of[step] = max(verifying, seconds / _SHARE_OF_VERIFYING)
+            rates[step] = self._gain(step, num_rows) / seconds_of[step]
         best = max(rates, key=rates.__getitem__, default=first)
-        for step, rate in rates.items():
-            could_be_better = rate * lasting[step] / verifying > rates[best]
-            due = load.last_tried.get(step, load.rounds) + _ROUNDS_TO_RETRY * lasting[step] / lasting[best]
+        for step, seconds in seconds_of.items():
+            could_be_better = self._gain(step, num_rows) / verifying > rates[best]
+            due = load.last_tried.get(step, load.rounds) + _ROUNDS_TO_RETRY * seconds / seconds_of[best]
             if could_be_better and load.rounds >= due:
                 return step
         return best
