@@ -43,6 +43,8 @@ setup(
             "hypothesis>=6.100",
             "ruff>=0.11",
             "mypy>=1.15",
+            # Its interpreter runs the kernels of GPUs where there is none.
+            'triton>=3.6,<4; platform_system == "Linux" and platform_machine == "x86_64"',
             "types-PyYAML",
         ],
     },

@@ -9,8 +9,9 @@ fixed number of small products, about --round-ms long), and each reports. Ways t
     learn    a Waiter that may not, as they wait elsewhere
     nap      naps of 1/64 of the time waited, from 50 µs on, with the system's slack: nothing is learned
 
-"plan" and "report" are from the call that sends to the return of the call that receives, in µs; "coding" is what the
-bytes of both take; "round" is all that a round takes beside the computing. "computing" says whether the waiting slows
+"plan" and "report" are from the call that sends to the return of the call that receives, in µs; "coding here" is what
+rank 0 takes to write plans and read reports, "coding there" what a worker takes to write a report; "round" is all that
+a round takes beside the computing. "computing" says whether the waiting slows
 the workers; "idle" is the CPU share of a worker that waits for seconds after the rounds. Figures are medians, with the
 first and the last decile. The last line is JSON.
 """
@@ -32,7 +33,10 @@ from parallel.topology import Slot, Topology
 from parallel.waiting import LONGEST_NAP_S, NAP_SHARE, QUICK_TRIES, Waiter
 from trtrun.core import RoundPlan
 from trtrun.threads import count_cores
-from trtrun.wire import ReportArrays, RoundTimes, decode_plan, decode_report, encode_plan
+from trtrun.wire.plans import decode_plan, encode_plan
+from trtrun.wire.reports import ReportArrays, RoundTimes, decode_report
+
+FIGURES = ("plan", "report", "coding here", "coding there", "round", "computing")
 
 TURN = 10
 """Rounds of one way before the next has its turn; the first two of a turn do not count."""
@@ -108,7 +112,8 @@ def lead_turn(control: ControlPlane, workers: int, rows: int, figures: dict[str,
             if index >= 2:
                 # The worker's times: when it had the plan, when it sent the report; both clocks are the host's.
                 figures["plan"].append((times.drafting - sent) * 1e6)
-                figures["report"].append((received - times.transferring) * 1e6)
+                figures["report"].append((received - times.transferring - times.anticipating) * 1e6)
+                figures["coding there"].append(times.anticipating * 1e6)
                 figures["computing"].append(times.verifying * 1e6)
         if index >= 2:
             figures["coding here"].append((sent - begun + decoded - received) * 1e6)
@@ -118,6 +123,7 @@ def lead_turn(control: ControlPlane, workers: int, rows: int, figures: dict[str,
 def follow_turn(control: ControlPlane, work: Work, count: int, rows: int) -> None:
     """A worker's part of one turn."""
     tokens = np.zeros((rows, 6), dtype=np.int64)
+    coding = 0.0  # of the report before: a report cannot say how long its own bytes took
     for _ in range(TURN):
         payload = control.receive()
         received = time.perf_counter()
@@ -126,16 +132,11 @@ def follow_turn(control: ControlPlane, work: Work, count: int, rows: int) -> Non
         started = time.perf_counter()
         work.run(count)
         ended = time.perf_counter()
-        # The time of sending must be in the report, so that coding it counts as part of the message.
-        control.report(
-            ReportArrays(
-                plan.round_index,
-                RoundTimes(received, time.perf_counter(), ended - started),
-                tokens[:, 0],
-                tokens[:, 0],
-                tokens,
-            ).encode()
-        )
+        begun = time.perf_counter()
+        times = RoundTimes(received, begun, ended - started, coding)
+        report = ReportArrays(plan.round_index, times, tokens[:, 0], tokens[:, 0], tokens).encode()
+        coding = time.perf_counter() - begun
+        control.report(report)
 
 
 def idle_share(world: MPI.Intracomm, control: ControlPlane, seconds: float) -> float:
@@ -193,7 +194,8 @@ def main() -> int:
     for length in options.round_ms:
         waiters = {way: make() for way, make in WAYS.items()}
         figures: dict[str, dict[str, list[float]]] = {
-            way: {name: [] for name in ("plan", "report", "coding here", "round", "computing")} for way in WAYS
+            way: {name: [] for name in ("plan", "report", "coding here", "coding there", "round", "computing")}
+            for way in WAYS
         }
         count = world.bcast(work.count_for(length / 1e3) if world.rank == 1 else None, root=1)
         for _ in range(-(-options.rounds // (TURN - 2))):

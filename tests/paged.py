@@ -90,19 +90,21 @@ class PagedModel:
         block_size: int = 4,
         num_blocks: int = 200,
         quantization: str = "none",
+        device: torch.device = CPU,
     ) -> None:
+        self._device = device
         self._group = LockStepGroup(tp_size)
 
         def load(rank: int) -> tuple[CausalLM, LoadReport]:
             communicator = LockStepCommunicator(self._group, rank) if tp_size > 1 else SoloCommunicator()
-            return load_model(path, communicator, CPU, dtype, quantization=quantization)
+            return load_model(path, communicator, device, dtype, quantization=quantization)
 
         loaded = self._group.run(load)
         self.models = [model for model, _ in loaded]
         self.reports = [report for _, report in loaded]
         config = self.models[0].config
         self.stores = [
-            KVStore(config.num_layers, num_blocks, model.kv_heads, block_size, config.head_dim, dtype, CPU)
+            KVStore(config.num_layers, num_blocks, model.kv_heads, block_size, config.head_dim, dtype, device)
             for model in self.models
         ]
         self.block_size = block_size
@@ -125,8 +127,8 @@ class PagedModel:
             queries = len(rows[0][2])
             tables = [self._table(row, start + queries) for row, start, _ in rows]
             width = max(len(table) for table in tables) + spare_blocks
-            padded = torch.tensor([table + [0] * (width - len(table)) for table in tables])
-            places = torch.stack([torch.arange(start, start + queries) for _, start, _ in rows])
+            padded = torch.tensor([table + [0] * (width - len(table)) for table in tables], device=self._device)
+            places = torch.stack([torch.arange(start, start + queries, device=self._device) for _, start, _ in rows])
             segments.append(AttentionSegment(len(tokens), len(rows), queries, padded, places))
             tokens.extend(token for _, _, ids in rows for token in ids)
             positions.append(places.reshape(-1))
@@ -134,7 +136,9 @@ class PagedModel:
         def body(rank: int) -> torch.Tensor:
             model = self.models[rank]
             batch_on_rank = AttentionBatch(segments, self.block_size)
-            hidden = model.forward(torch.tensor(tokens), torch.cat(positions), batch_on_rank, self.stores[rank])
+            hidden = model.forward(
+                torch.tensor(tokens, device=self._device), torch.cat(positions), batch_on_rank, self.stores[rank]
+            )
             return model.logits(hidden)
 
         logits = self._group.run(body)

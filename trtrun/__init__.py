@@ -21,6 +21,8 @@ _SETTINGS = {
     "THP_MEM_ALLOC_ENABLE": "1",
     # With AMX, oneDNN's bfloat16 results depend on the number of rows, so that verification would not be exact.
     "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",
+    # So do those of cuBLAS on GPUs, and cuBLASLt can be asked not to (trtrun.kernels.cublas).
+    "TORCH_BLAS_PREFER_CUBLASLT": "1",
 }
 _ours = [name for name in _SETTINGS if name not in os.environ]
 os.environ.update({name: _SETTINGS[name] for name in _ours})

@@ -1,7 +1,7 @@
 """The nouns that travel between layers and ranks: Request, RoundPlan, Draft, Verdict.
 
-Plain data with validation. This module knows no model, no rank and no transport; `wire.py` gives the plan its byte
-layout, `scheduling` makes plans, `engine` turns them into tensors, `speculation` makes drafts and verdicts.
+Plain data with validation. This module knows no model, no rank and no transport; `wire/plans.py` gives the plan its
+byte layout, `scheduling` makes plans, `engine` turns them into tensors, `speculation` makes drafts and verdicts.
 """
 
 from __future__ import annotations

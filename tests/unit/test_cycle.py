@@ -26,7 +26,7 @@ from trtrun.speculation.cycle import (
 )
 from trtrun.speculation.drafters.draft_model import DraftModelDrafter
 from trtrun.speculation.pacing import Pacer
-from trtrun.wire import RoundReport, RoundTimes
+from trtrun.wire.reports import RoundReport, RoundTimes
 
 VOCAB = 31
 

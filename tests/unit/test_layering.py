@@ -45,7 +45,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"kernels"}),
         frozenset({"kvcache"}),
         frozenset({"topology", "detokenizer"}),
-        frozenset({"wire", "packets", "spans", "telemetry", "outputs", "text", "registry", "config", "section_check"}),
+        frozenset({"wire", "spans", "telemetry", "outputs", "text", "registry", "config", "section_check"}),
         frozenset({"drafting_methods"}),
         frozenset({"core", "yaml_source", "threads", "tensors", "device_lists", "launch_config"}),
         frozenset({"sampling_params"}),

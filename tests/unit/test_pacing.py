@@ -25,7 +25,7 @@ from trtrun.errors import ConfigError
 from trtrun.roles.engine_ranks import EngineRanks
 from trtrun.spans import RankSpans
 from trtrun.speculation.pacing import Pacer
-from trtrun.wire import RoundReport
+from trtrun.wire.reports import RoundReport
 
 MOST = 5
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from trtrun.core import HostDraft, HostVerdict
-from trtrun.packets import decode_draft, decode_verdict, encode_draft, encode_verdict, round_of
+from trtrun.wire.packets import decode_draft, decode_verdict, encode_draft, encode_verdict, round_of
 
 ROWS: list[list[list[int]]] = [
     [],

@@ -23,7 +23,7 @@ from trtrun.roles.phase_clock import HostPhases
 from trtrun.roles.phase_spans import DeviceSpans, HostSpans
 from trtrun.roles.tracing import Answer, PhaseTracer, RankTracer, Request, clock_offset, encode_request
 from trtrun.spans import ENGINES, ORCHESTRATOR, ClockOffset, IdleTime, Span, SpanLog, read_spans
-from trtrun.wire import ReportArrays, RoundTimes
+from trtrun.wire.reports import ReportArrays, RoundTimes
 
 BOOTED = 5000.0
 """Seconds of the host's clock when that of the fake GPU is at 0."""

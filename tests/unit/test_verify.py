@@ -13,7 +13,7 @@ from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.sampling_params import SamplingParams
 from trtrun.speculation.verify import accept_by_probability, accept_by_token, verify
-from trtrun.wire import RoundReport, decode_report
+from trtrun.wire.reports import RoundReport, decode_report
 
 VOCAB = 12
 

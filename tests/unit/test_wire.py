@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from trtrun.core import PrefillChunk, RoundPlan, RowAdmission
 from trtrun.sampling_params import SamplingParams
-from trtrun.wire import ReportArrays, RoundTimes, decode_plan, decode_report, encode_plan
+from trtrun.wire.plans import decode_plan, encode_plan
+from trtrun.wire.reports import ReportArrays, RoundTimes, decode_report
 
 TOKEN = st.integers(0, 2**31 - 1)
 ROW = st.integers(0, 4095)

@@ -31,6 +31,10 @@ class RMSNorm:
         """x [tokens, size], or [tokens, heads, size] for one weight per head → the same shape and dtype."""
         if self._native:
             return normalise(x, self.weight, self._eps)
+        if self._fused:
+            from trtrun.kernels.triton.fused import add_and_normalise
+
+            return add_and_normalise(x.reshape(-1, x.shape[-1]), None, self.weight, self._eps).view(x.shape)
         # F.rms_norm computes in float32 and rounds to x's dtype; the weight comes after the rounding, as in the
         # models' own code, so it is not handed to F.rms_norm.
         return functional.rms_norm(x, self._shape, None, self._eps).mul_(self.weight)

@@ -19,11 +19,11 @@ from parallel.errors import LinkError
 from parallel.mailbox import Mailbox
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core import HostDraft, HostVerdict, RoundPlan
-from trtrun.packets import DRAFT_TAG, LATE_TAG, VERDICT_TAG, decode_verdict, encode_draft
 from trtrun.roles.phase_clock import HostPhases, PhaseClock
 from trtrun.speculation.ahead.drafter import AheadDrafter
 from trtrun.speculation.cycle import anticipate_round, learn_host_verdict, probability_rows, propose_round
-from trtrun.wire import ReportArrays, RoundTimes
+from trtrun.wire.packets import DRAFT_TAG, LATE_TAG, VERDICT_TAG, decode_verdict, encode_draft
+from trtrun.wire.reports import ReportArrays, RoundTimes
 
 _ROUNDS_BETWEEN_CHANCES = 8
 """How often the leader tells how likely guesses are: chances move with some fifty verdicts."""

@@ -21,7 +21,8 @@ from trtrun.roles.target_worker import TargetWorker
 from trtrun.roles.tracing import Answer, PhaseTracer, RankTracer
 from trtrun.roles.worker import Worker
 from trtrun.spans import ENGINES, RankSpans
-from trtrun.wire import RoundReport, decode_plan, decode_report, encode_plan
+from trtrun.wire.plans import decode_plan, encode_plan
+from trtrun.wire.reports import RoundReport, decode_report
 
 _ROUND_REPORT, _TRACE_ANSWER = 0, 1
 """Kinds of reports on the control plane."""

@@ -20,7 +20,7 @@ from trtrun.speculation.ahead.policy import AheadPolicy
 from trtrun.speculation.cycle import commit_round
 from trtrun.speculation.pacing import Pacer
 from trtrun.telemetry import RunStatistics
-from trtrun.wire import RoundReport
+from trtrun.wire.reports import RoundReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,12 @@ from parallel.mailbox import Mailbox
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core import Draft, HostDraft, HostVerdict, RoundPlan
 from trtrun.engine.runner import Engine
-from trtrun.packets import DRAFT_TAG, VERDICT_TAG, decode_draft, encode_verdict, round_of
 from trtrun.roles.phase_clock import HostPhases, PhaseClock
 from trtrun.roles.verdict_report import read_verdict
 from trtrun.speculation.cycle import begin_round, verify_round
 from trtrun.tensors import device_integers
-from trtrun.wire import ReportArrays, RoundTimes
+from trtrun.wire.packets import DRAFT_TAG, VERDICT_TAG, decode_draft, encode_verdict, round_of
+from trtrun.wire.reports import ReportArrays, RoundTimes
 
 SHORTEST_PATIENCE = 0.1
 """Seconds that a packet is waited for at least: first rounds on a GPU compile kernels."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trtrun.core import RoundPlan, Verdict
-from trtrun.wire import ReportArrays, RoundTimes
+from trtrun.wire.reports import ReportArrays, RoundTimes
 
 
 def read_verdict(plan: RoundPlan, verdict: Verdict | None) -> ReportArrays:

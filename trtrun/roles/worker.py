@@ -19,7 +19,7 @@ from trtrun.roles.phase_clock import HostPhases, PhaseClock
 from trtrun.roles.verdict_report import read_verdict
 from trtrun.speculation.cycle import begin_round, draft_round, learn_verdict, transfer, verify_round
 from trtrun.speculation.drafter import Drafter
-from trtrun.wire import ReportArrays, RoundTimes
+from trtrun.wire.reports import ReportArrays, RoundTimes
 
 
 @dataclass

@@ -41,7 +41,7 @@ from trtrun.speculation.pacing import Pacer
 from trtrun.speculation.protocols import DraftLink, TargetEngine, VerdictLink
 from trtrun.speculation.verify import verify
 from trtrun.tensors import kept_integers
-from trtrun.wire import RoundReport
+from trtrun.wire.reports import RoundReport
 
 
 def begin_round(

@@ -16,16 +16,20 @@ import triton.language as tl
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import copy_plain_tokens
 
-_SPLIT_TOKENS = 256
-"""Keys that one program works through where a context is split."""
-
-_MOST_SPLITS = 64
+_SHARE = 256
+"""Keys of a share. Each is summed by itself, and the shares one after the other, whoever computes them: so a query has
+the same bits in a round, in a prompt and in any company."""
 
 PARTIAL_BYTES = 64 << 20
-"""Partial results of split contexts that exist at once: 64 rows of 6 queries, 32 heads and 16k tokens have 400 MB."""
+"""Results of shares that exist at once: 64 rows of 6 queries, 32 heads and 16k tokens have 400 MB."""
+
+_MOST_SPLIT = 64
+"""Queries of a KV head, heads counted, of which the shares have programs of their own."""
 
 _KEYS = 64
 """Keys of one step of a program."""
+
+_LARGEST_TILE, _WARPS = 64, 4
 
 _VARYING = ["queries", "position_row", "position_query", "table_row"]
 """Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them."""
@@ -53,94 +57,152 @@ def _write_kernel(
     tl.store(store + value_offset + target, fresh, mask=inside)
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "blocks", "splits"])
-def _attend_kernel(
-    query, store, value_offset, tables, positions, output, partial_sum, partial_peak, partial_output, scale,
-    query_token, query_head, position_row, position_query, table_row,
-    queries, kv_heads, group, blocks, window, splits,
+@triton.jit
+def _power(exponent):
+    """2 to a whole number, exactly: 0 for -inf and what float32 has no normal number for."""
+    whole = tl.maximum(exponent, -127.0).to(tl.int32)
+    return ((whole + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _merge(peak, total, more_peak, more_total):
+    """Peak and total of what came before and of one more share, and the factors of the two. Peaks are whole numbers, so
+    that the factors are powers of two, and nothing is rounded but the sums themselves."""
+    higher = tl.maximum(peak, more_peak)
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    fade, factor = _power(peak - safe), _power(more_peak - safe)
+    return higher, total * fade + more_total * factor, fade, factor
+
+
+@triton.jit
+def _sum_weights(weights):
+    """Sums of [queries, keys] numbers of 0 to 1, in steps of 2^-22: of whole numbers, whose order does not count."""
+    # Beside 3 a float32 has just that step, and its bits count up with it.
+    whole = (weights + 3.0).to(tl.int32, bitcast=True) - 0x40400000
+    return tl.sum(whole, axis=1).to(tl.float32) * (1.0 / (1 << 22))
+
+
+@triton.jit
+def _attend_share(
+    rotated, store, value_offset, table, own, share, oldest, last, scale, kv_head, kv_heads, window,
     BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
-    TILE: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one row and KV head over one share of the row's context."""
-    row, kv_head = tl.program_id(0), tl.program_id(1)
-    tile, split = tl.program_id(2) // splits, tl.program_id(2) % splits
-    place = tile * TILE + tl.arange(0, TILE)
-    index, head = place // group, kv_head * group + place % group
-    real = index < queries
-    own = tl.load(positions + row * position_row + index * position_query, mask=real, other=0)
-    own = tl.maximum(own, 0)  # padding sees key 0 alone
-    token = row * queries + index
+    """Queries [TILE, HEAD_PADDED] over one share of keys: their peaks, the sums of their weights, and of values."""
     element = tl.arange(0, HEAD_PADDED)
     inside = element < HEAD
-    mask = real[:, None] & inside[None, :]
-    rotated = tl.load(
-        query + token[:, None] * query_token + head[:, None] * query_head + element[None, :], mask=mask, other=0.0
-    )
-
-    # Shares are multiples of KEYS: as many for every program as the table's width asks for, known to the host.
-    share = tl.cdiv(tl.cdiv(blocks * BLOCK_SIZE, splits), KEYS) * KEYS
-    start = split * share
-    stop = tl.minimum(start + share, tl.max(own) + 1)
-    oldest = tl.min(tl.where(real, own, tl.max(own))) - window + 1
-    start = tl.maximum(start, tl.maximum(oldest, 0) // KEYS * KEYS)
-
     peak = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
     gathered = tl.zeros([TILE, HEAD_PADDED], tl.float32)
+    start = tl.maximum(share * SHARE, oldest // KEYS * KEYS)
+    stop = tl.minimum(share * SHARE + SHARE, last + 1)
     for first in range(start, stop, KEYS):
         at = first + tl.arange(0, KEYS)
         known = at < stop
-        block = tl.load(tables + row * table_row + at // BLOCK_SIZE, mask=known, other=0)
+        block = tl.load(table + at // BLOCK_SIZE, mask=known, other=0)
         base = ((block * kv_heads + kv_head) * BLOCK_SIZE + at % BLOCK_SIZE) * HEAD
         keys = tl.load(store + base[None, :] + element[:, None], mask=known[None, :] & inside[:, None], other=0.0)
         # exp2 is the faster one: the factor of scale is log2(e).
         scores = tl.dot(rotated, keys, input_precision=PRECISION) * (scale * 1.4426950408889634)
         seen = (at[None, :] <= own[:, None]) & (at[None, :] > own[:, None] - window) & known[None, :]
         scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, axis=1))
+        higher = tl.maximum(peak, tl.ceil(tl.max(scores, axis=1)))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - safe[:, None])
-        fade = tl.exp2(peak - safe)
+        fade = _power(peak - safe)
         values = tl.load(
             store + value_offset + base[:, None] + element[None, :], mask=known[:, None] & inside[None, :], other=0.0
         )
-        total = total * fade + tl.sum(weights, axis=1)
-        gathered = gathered * fade[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+        total = total * fade + _sum_weights(weights)
+        gathered = tl.dot(weights.to(values.dtype), values, gathered * fade[:, None], input_precision=PRECISION)
         peak = higher
+    return peak, total, gathered
 
-    heads = kv_heads * group
-    result = token * heads + head
+
+@triton.jit(do_not_specialize=[*_VARYING, "shares"])
+def _attend_kernel(
+    query, store, value_offset, tables, positions, output, partial_sum, partial_peak, partial_output, scale,
+    query_token, query_head, position_row, position_query, table_row,
+    queries, kv_heads, group, window, shares,
+    BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
+    TILE: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of queries of one row and KV head over one share of the row's context, or all of them."""
+    row, kv_head = tl.program_id(0), tl.program_id(1)
+    place = tl.arange(0, TILE) + (0 if IS_SPLIT else tl.program_id(2) * TILE)
+    index, head = place // group, kv_head * group + place % group
+    real = index < queries
+    own = tl.load(positions + row * position_row + index * position_query, mask=real, other=0)
+    own = tl.maximum(own, 0)  # padding sees key 0 alone
+    last = tl.max(own)
+    oldest = tl.maximum(tl.min(tl.where(real, own, last)) - window + 1, 0)
+    share = tl.program_id(2) if IS_SPLIT else oldest // SHARE
+    stop = last // SHARE + 1
+    if share >= stop or (share + 1) * SHARE <= oldest:
+        return
+    token = row * queries + index
+    element = tl.arange(0, HEAD_PADDED)
+    mask = real[:, None] & (element < HEAD)[None, :]
+    rotated = tl.load(
+        query + token[:, None] * query_token + head[:, None] * query_head + element[None, :], mask=mask, other=0.0
+    )
+    table = tables + row * table_row
+    peak, total, gathered = _attend_share(
+        rotated, store, value_offset, table, own, share, oldest, last, scale, kv_head, kv_heads, window,
+        BLOCK_SIZE, HEAD, HEAD_PADDED, TILE, SHARE, KEYS, PRECISION,
+    )  # fmt: skip
+    result = token * (kv_heads * group) + head
     if IS_SPLIT:
-        slot = result * splits + split
+        slot = result.to(tl.int64) * shares + share
         tl.store(partial_peak + slot, peak, mask=real)
         tl.store(partial_sum + slot, total, mask=real)
         tl.store(partial_output + slot[:, None] * HEAD + element[None, :], gathered, mask=mask)
     else:
+        for later in range(share + 1, stop):
+            more_peak, more_total, more = _attend_share(
+                rotated, store, value_offset, table, own, later, oldest, last, scale, kv_head, kv_heads, window,
+                BLOCK_SIZE, HEAD, HEAD_PADDED, TILE, SHARE, KEYS, PRECISION,
+            )  # fmt: skip
+            peak, total, fade, factor = _merge(peak, total, more_peak, more_total)
+            gathered = gathered * fade[:, None] + more * factor[:, None]
         gathered = gathered / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(output + result[:, None] * HEAD + element[None, :], gathered.to(output.dtype.element_ty), mask=mask)
+        at = output + result[:, None] * HEAD + element[None, :]
+        tl.store(at, gathered.to(output.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["position_row", "position_query", "queries", "heads", "shares", "window"])
 def _combine_kernel(
-    partial_sum, partial_peak, partial_output, output, splits,
-    HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr, MOST_SPLITS: tl.constexpr,
+    partial_sum, partial_peak, partial_output, positions, output,
+    position_row, position_query, queries, heads, shares, window,
+    SHARE: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: its shares weighted by their sums."""
-    slot = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, MOST_SPLITS)
-    real = split < splits
+    """One head of one token: its shares, one after the other."""
+    result = tl.program_id(0)
+    token = result // heads
+    own = tl.maximum(tl.load(positions + token // queries * position_row + token % queries * position_query), 0)
     element = tl.arange(0, HEAD_PADDED)
     inside = element < HEAD
-    peaks = tl.load(partial_peak + slot * splits + split, mask=real, other=float("-inf"))
-    factors = tl.exp2(peaks - tl.max(peaks, axis=0))
-    total = tl.sum(factors * tl.load(partial_sum + slot * splits + split, mask=real, other=0.0), axis=0)
-    parts = tl.load(
-        partial_output + (slot * splits + split)[:, None] * HEAD + element[None, :],
-        mask=real[:, None] & inside[None, :],
-        other=0.0,
-    )
-    combined = tl.sum(parts * factors[:, None], axis=0) / total
-    tl.store(output + slot * HEAD + element, combined.to(output.dtype.element_ty), mask=inside)
+    lane = tl.arange(0, AT_ONCE)
+    peak, total = float("-inf"), 0.0
+    gathered = tl.zeros([HEAD_PADDED], tl.float32)
+    first, stop = tl.maximum(own - window + 1, 0) // SHARE, own // SHARE + 1
+    for at in range(first, stop, AT_ONCE):
+        # Some are read at once; then they are taken one after the other.
+        known = at + lane < stop
+        slot = result.to(tl.int64) * shares + at + lane
+        peaks = tl.load(partial_peak + slot, mask=known, other=float("-inf"))
+        totals = tl.load(partial_sum + slot, mask=known, other=0.0)
+        parts = tl.load(
+            partial_output + slot[:, None] * HEAD + element[None, :], mask=known[:, None] & inside[None, :], other=0.0
+        )
+        for share in tl.static_range(AT_ONCE):
+            own_peak = tl.max(tl.where(lane == share, peaks, float("-inf")), axis=0)
+            own_total = tl.sum(tl.where(lane == share, totals, 0.0), axis=0)
+            own_part = tl.sum(tl.where(lane[:, None] == share, parts, 0.0), axis=0)
+            peak, total, fade, factor = _merge(peak, total, own_peak, own_total)
+            gathered = gathered * fade + own_part * factor
+    gathered = gathered / tl.where(total == 0.0, 1.0, total)
+    tl.store(output + result.to(tl.int64) * HEAD + element, gathered.to(output.dtype.element_ty), mask=inside)
 
 
 class PagedAttention:
@@ -195,14 +257,12 @@ class PagedAttention:
         query, output = query[segment.start : segment.stop], output[segment.start : segment.stop]
         heads, kv_heads = query.shape[1], store_layer.shape[2]
         block_size, head_dim = store_layer.shape[3:]
-        context = segment.block_tables.shape[1] * block_size
-        is_split = segment.queries * (heads // kv_heads) <= 64
-        # From the table's width alone: how a row's context is split must not depend on its company.
-        splits = min(_MOST_SPLITS, -(-context // _SPLIT_TOKENS)) if is_split else 1
-        for rows in _split_rows(segment, heads * (head_dim + 2) * 4 * splits if splits > 1 else 0):
+        shares = -(-segment.block_tables.shape[1] * block_size // _SHARE)
+        is_split = shares > 1 and segment.queries * (heads // kv_heads) <= _MOST_SPLIT
+        for rows in _split_rows(segment, heads * (head_dim + 2) * 4 * shares if is_split else 0):
             tokens = slice(rows.start * segment.queries, rows.stop * segment.queries)
             tables, positions = segment.block_tables[rows], segment.positions[rows]
-            _attend_rows(query[tokens], store_layer, tables, positions, scale, window, splits, output[tokens])
+            _attend_rows(query[tokens], store_layer, tables, positions, scale, window, shares, is_split, output[tokens])
 
 
 def _split_rows(segment: AttentionSegment, partial_bytes: int) -> list[slice]:
@@ -218,7 +278,8 @@ def _attend_rows(
     positions: torch.Tensor,
     scale: float,
     window: int | None,
-    splits: int,
+    shares: int,
+    is_split: bool,
     output: torch.Tensor,
 ) -> None:
     """Attend for some rows: query and output [rows * queries, heads, head], tables [rows, blocks], positions
@@ -227,25 +288,27 @@ def _attend_rows(
     rows, queries = positions.shape
     tokens, heads, _ = query.shape
     group = heads // kv_heads
-    tile = min(64, max(16, _padded(queries * group)))
+    tile = min(_LARGEST_TILE, max(16, _padded(queries * group)))
     tiles = -(-queries * group // tile)
-    split_heads = tokens * heads * splits if splits > 1 else 0
-    sums, peaks = query.new_empty((2, split_heads), dtype=torch.float32)
-    partial = query.new_empty((split_heads, head_dim), dtype=torch.float32)
-    _attend_kernel[(rows, kv_heads, tiles * splits)](
+    slots = tokens * heads * shares if is_split else 0
+    sums, peaks = query.new_empty((2, slots), dtype=torch.float32)
+    partial = query.new_empty((slots, head_dim), dtype=torch.float32)
+    reach = 1 << 30 if window is None else window
+    _attend_kernel[(rows, kv_heads, shares if is_split else tiles)](
         query, store_layer, num_blocks * kv_heads * block_size * head_dim,
         tables, positions, output, sums, peaks, partial, scale,
         query.stride(0), query.stride(1),
         positions.stride(0), positions.stride(1), tables.stride(0),
-        queries, kv_heads, group, tables.shape[1], 1 << 30 if window is None else window, splits,
-        BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=max(16, _padded(head_dim)), TILE=tile, KEYS=_KEYS,
-        IS_SPLIT=splits > 1, PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
-        num_warps=4, num_stages=2,
+        queries, kv_heads, group, reach, shares,
+        BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=max(16, _padded(head_dim)), TILE=tile, SHARE=_SHARE,
+        KEYS=_KEYS, IS_SPLIT=is_split, PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
+        num_warps=_WARPS if tile == _LARGEST_TILE and not is_split else 4, num_stages=2,
     )  # fmt: skip
-    if splits > 1:
+    if is_split:
         _combine_kernel[(tokens * heads,)](
-            sums, peaks, partial, output, splits,
-            HEAD=head_dim, HEAD_PADDED=_padded(head_dim), MOST_SPLITS=_MOST_SPLITS, num_warps=2,
+            sums, peaks, partial, positions, output,
+            positions.stride(0), positions.stride(1), queries, heads, shares, reach,
+            SHARE=_SHARE, HEAD=head_dim, HEAD_PADDED=_padded(head_dim), AT_ONCE=8, num_warps=1,
         )  # fmt: skip
 
 

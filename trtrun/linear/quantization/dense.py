@@ -5,6 +5,8 @@ Products, by device and dtype:
 - CPU, bfloat16, on processors with AVX-512 BF16: trtrun's own kernel (trtrun.kernels.cpu.matmul).
 - CPU, float32, and bfloat16 elsewhere: oneDNN with the weight packed once (trtrun.kernels.onednn_matmul).
 - CPU, float16, and builds of torch without oneDNN: `F.linear`.
+- CUDA, bfloat16 and float16, with Triton: a kernel and cuBLASLt that give a row the same bits in any company
+  (trtrun.kernels.triton.matmul).
 - anything else: `F.linear` (cuBLAS on CUDA).
 
 It knows one weight and its products. It does not know how these work.
@@ -18,6 +20,7 @@ from torch.nn import functional
 from trtrun.kernels.cpu.machine import has_bfloat16_kernels
 from trtrun.kernels.cpu.matmul import BlockedMatmul, can_block
 from trtrun.kernels.onednn_matmul import OneDnnMatmul, can_pack
+from trtrun.kernels.triton.support import triton_works
 from trtrun.linear.quantization.base import (
     QUANTIZATIONS,
     LinearTensors,
@@ -27,6 +30,8 @@ from trtrun.linear.quantization.base import (
     TensorSpec,
     WeightSource,
 )
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 class Dense:
@@ -50,6 +55,10 @@ class Dense:
     def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """See `Quantization`."""
         weight = tensors["weight"]
+        if weight.dtype in _HALF and triton_works(weight.device.type):
+            from trtrun.kernels.triton.matmul import TritonMatmul
+
+            return TritonMatmul(weight, bias)
         if not can_pack(weight.device, weight.dtype):
             return lambda x: functional.linear(x, weight, bias)
         if can_block(weight) and has_bfloat16_kernels():

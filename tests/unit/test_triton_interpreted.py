@@ -1,0 +1,110 @@
+"""Triton's kernels in its interpreter, where there is no GPU: right results, and the same bits in any company.
+
+The interpreter has no bfloat16. What the hardware's rounding does is seen on a GPU alone (test_cuda_bits.py).
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch.nn import functional
+
+from trtrun.attention.gather import GatherAttention
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
+pytest.importorskip("triton", reason="triton is not installed")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, kernels run on it")
+BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3}
+DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the norms; NaN anywhere gives NaN, which is below no bound."""
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "features", "inputs"), [(1, 70, 64), (17, 130, 200), (70, 64, 128), (0, 8, 64)])
+def test_the_product(rows: int, features: int, inputs: int, dtype: torch.dtype) -> None:
+    from trtrun.kernels.triton.matmul import chain_product
+
+    torch.manual_seed(features)
+    weight, x = torch.randn(features, inputs).to(dtype), torch.randn(rows, inputs).to(dtype)
+    found = chain_product(x, weight)
+    assert found.shape == (rows, features)
+    if rows:
+        assert difference(found, x.double() @ weight.double().T) < BOUNDS[dtype]
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("queries", "first", "window"),
+    [(1, 600, None), (5, 250, None), (5, 600, 300), (3, 1, 20), (70, 500, None), (70, 300, 100)],
+)
+def test_attention_is_right_and_the_same_alone(
+    queries: int, first: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """Over one share of keys and several, in a round, in a prompt, and with a wider block table."""
+    from trtrun.kernels.triton.paged_attention import PagedAttention
+
+    torch.manual_seed(first)
+    heads, kv_heads, head_dim, blocks = 4, 2, 24, -(-(first + queries) // 16)
+    store = torch.randn(2, blocks + 1, kv_heads, 16, head_dim).to(dtype)
+    tables = (torch.randperm(blocks) + 1).view(1, -1)
+    positions = first + torch.arange(queries).view(1, -1)
+    fused = torch.randn(queries, heads + 2 * kv_heads, head_dim).to(dtype)
+
+    def attend(backend: GatherAttention | PagedAttention, start: int, stop: int, tables: torch.Tensor) -> torch.Tensor:
+        query, key, value = fused[start:stop].split([heads, kv_heads, kv_heads], dim=1)
+        batch = AttentionBatch([AttentionSegment(0, 1, stop - start, tables, positions[:, start:stop])], 16)
+        return backend.forward(query, key, value, store, batch, head_dim**-0.5, window)
+
+    expected = attend(GatherAttention(), 0, queries, tables)
+    found = attend(PagedAttention(), 0, queries, tables)
+    assert difference(found, expected) < BOUNDS[dtype]
+    for start, stop in ((0, 1), (queries // 2, queries // 2 + 1), (max(0, queries - 6), queries)):
+        alone = attend(PagedAttention(), start, stop, functional.pad(tables, (0, 40)))
+        assert torch.equal(alone, found[start:stop]), (start, stop)
+
+
+@DTYPES
+def test_the_small_operations(dtype: torch.dtype) -> None:
+    from trtrun.kernels.triton.fused import add_and_normalise, rotate, silu_and_multiply
+
+    torch.manual_seed(0)
+    hidden, delta, weight = (torch.randn(shape).to(dtype) for shape in ((3, 96), (3, 96), (96,)))
+    total = hidden + delta
+    found = add_and_normalise(hidden, delta, weight, 1e-5)
+    assert torch.equal(hidden, total)
+    assert difference(found, functional.rms_norm(total.float(), (96,), None, 1e-5) * weight) < BOUNDS[dtype]
+    fused = torch.randn(3, 2 * 1100).to(dtype)
+    gated = functional.silu(fused[:, :1100].float()) * fused[:, 1100:].float()
+    assert difference(silu_and_multiply(fused), gated) < BOUNDS[dtype]
+    heads, cosine, sine = (torch.randn(shape).to(dtype) for shape in ((3, 2, 24), (3, 1, 24), (3, 1, 24)))
+    rotated = heads.float() * cosine + torch.roll(heads.float(), 12, 2) * sine
+    assert difference(rotate(heads, cosine, sine), rotated) < BOUNDS[dtype]
+
+
+def test_the_product_with_8_bits() -> None:
+    from trtrun.kernels.triton.int8_matmul import TritonInt8Matmul
+    from trtrun.linear.quantization.int8 import quantize
+
+    torch.manual_seed(1)
+    tensors, x = quantize(torch.randn(70, 130)), torch.randn(5, 130).to(torch.float16)
+    dense = tensors["codes"].double() * tensors["scale"].double().unsqueeze(1)
+    bias = torch.randn(70).to(torch.float16)
+    found = TritonInt8Matmul(tensors["codes"], tensors["scale"], bias)(x)
+    assert difference(found, x.double() @ dense.T + bias.double()) < BOUNDS[torch.float16]
+
+
+@pytest.mark.parametrize("width", [3, 2049, 5000])
+def test_the_likeliest(width: int) -> None:
+    from trtrun.kernels.triton.likeliest import likeliest
+
+    numbers = torch.randn(2, width, generator=torch.Generator().manual_seed(width))
+    numbers[1, 2] = numbers[1, 1] = 50.0
+    assert torch.equal(likeliest(numbers, 3), numbers.sort(dim=-1, descending=True, stable=True).indices[:, :3])

@@ -1,0 +1,191 @@
+"""The product with a dense weight of half precision on CUDA, whose rows have the same bits in any company.
+
+Each number of a result is one chain of sums over the inputs, in their order: nothing is split over programs, so neither
+the tile nor the number of rows can be seen in it. cuBLASLt without split sums computes the same chain, faster for many
+rows; where a check finds that it does not, or torch cannot ask it for that, the kernel here computes them, too.
+
+It knows tensors; it does not know when Triton can be used (see support.py).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional
+
+from trtrun.kernels.cublas import forbid_split_sums
+
+_FEWEST_ROWS, _WIDEST = 16, 64
+"""Rows of a tile."""
+
+_ROWS = (_FEWEST_ROWS, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+"""Numbers of rows that are tried; others go the way of the next larger one. Up to the first the kernel reads weights
+as fast as anything (measured on an H200)."""
+
+_MOST_TIMED_ROWS = 256
+_TIMED_CALLS = 8
+_SLOW_LIBRARY = 1.25
+"""How many times as long as the kernel it may take: what is tried lies in a cache, and a weight comes from memory."""
+
+_CHECK_BYTES = 256 << 20
+"""Most memory that comparing results may take: weights are loaded before the KV store gets what is left."""
+
+_ALIGNED = 8
+"""Numbers of half precision in 16 bytes."""
+
+_NARROW, _FEW_FEATURES, _MANY_FEATURES = 2048, 4096, 8192
+
+
+class Tile(NamedTuple):
+    """What one program computes at a time, and how: FEATURES x INPUTS of the weight."""
+
+    features: int
+    inputs: int
+    num_stages: int
+    num_warps: int = 4
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _product_kernel(
+    x, weight, y, rows, features, inputs, x_stride,
+    ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
+):  # fmt: skip
+    """The weight is the side of the matrix units that is 64 wide, so few rows waste nothing."""
+    feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    is_feature, is_row = feature < features, row < rows
+    # The last tile computes some features again instead of reading behind the weight.
+    start = tl.where(is_feature, feature, 0).to(tl.int64) * inputs
+    total = tl.zeros((FEATURES, ROWS), dtype=tl.float32)
+    for first in range(0, inputs, INPUTS):
+        number = first + tl.arange(0, INPUTS)
+        if IS_EVEN:
+            weights = tl.load(weight + start[:, None] + number[None, :], eviction_policy="evict_first")
+            values = tl.load(x + row[None, :] * x_stride + number[:, None], mask=is_row[None, :], other=0.0)
+        else:
+            known = number < inputs
+            weights = tl.load(
+                weight + start[:, None] + number[None, :], mask=known[None, :], other=0.0, eviction_policy="evict_first"
+            )
+            values = tl.load(
+                x + row[None, :] * x_stride + number[:, None], mask=is_row[None, :] & known[:, None], other=0.0
+            )
+        total = tl.dot(weights, values, total)
+    place = y + row[None, :].to(tl.int64) * features + feature[:, None]
+    tl.store(place, total.to(y.dtype.element_ty), mask=is_row[None, :] & is_feature[:, None])
+
+
+def chain_product(x: torch.Tensor, weight: torch.Tensor, tile: Tile | None = None) -> torch.Tensor:
+    """x [rows, in] @ weight [out, in].T → [rows, out], any number of rows, each contiguous and of half precision."""
+    rows = x.shape[0]
+    features, inputs = weight.shape
+    y = torch.empty((rows, features), dtype=x.dtype, device=x.device)
+    if rows:
+        width = min(_WIDEST, max(_FEWEST_ROWS, triton.next_power_of_2(rows)))
+        tile = tile or _tile(width, features)
+        _product_kernel[(triton.cdiv(features, tile.features), triton.cdiv(rows, width))](
+            x, weight, y, rows, features, inputs, x.stride(0),
+            ROWS=width, FEATURES=tile.features, INPUTS=tile.inputs, IS_EVEN=inputs % tile.inputs == 0,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return y
+
+
+def _tile(rows: int, features: int) -> Tile:
+    """What was fastest on an H200, or nearly, for so many rows: long runs of memory, and programs enough to keep every
+    multiprocessor reading."""
+    if features >= _MANY_FEATURES:
+        return Tile(64, 128, 4 if rows <= _FEWEST_ROWS else 3)
+    if rows <= _FEWEST_ROWS and features <= _FEW_FEATURES:
+        return Tile(16, 512, 4, 2) if features <= _NARROW else Tile(32, 256, 6)
+    return Tile(64, 128, 6)
+
+
+class TritonMatmul:
+    """The product with one weight on CUDA.
+
+    Args:
+        weight: [out, in] float16 or bfloat16, contiguous.
+        bias: [out] or None. It is added to the rounded product.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+        self._uses_library = _compare(weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, in] → [rows, out] in the same dtype."""
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        y = self._multiply(x)
+        return y if self._bias is None else y.add_(self._bias)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        rows, most = x.shape[0], _ROWS[len(self._uses_library) - 1]
+        if not self._uses_library[bisect_left(_ROWS, min(rows, most))]:
+            return chain_product(x, self._weight)
+        if rows <= most:
+            return functional.linear(x, self._weight)
+        # Nothing is known of more rows than were tried.
+        y = x.new_empty((rows, self._weight.shape[0]))
+        for first in range(0, rows, most):
+            torch.mm(x[first : first + most], self._weight.t(), out=y[first : first + most])
+        return y
+
+
+_compared: dict[tuple[torch.Size, torch.dtype, torch.device], tuple[bool, ...]] = {}
+
+
+def _compare(weight: torch.Tensor) -> tuple[bool, ...]:
+    """Whether cuBLASLt computes the product with weights of that shape, for each of `_ROWS` up to what there is memory
+    for: where it gives the chain's bits for all of them and is not the slower way. Tried once, with random rows."""
+    key = (weight.shape, weight.dtype, weight.device)
+    if key not in _compared:
+        _compared[key] = _try_library(weight)
+    return _compared[key]
+
+
+def _try_library(weight: torch.Tensor) -> tuple[bool, ...]:
+    features, inputs = weight.shape
+    most = _CHECK_BYTES // (weight.itemsize * (inputs + 2 * features))
+    counts = [count for count in _ROWS if count <= max(most, _ROWS[1])]
+    # Other shapes go to kernels of their own, which agreed for these numbers of rows and not for others (seen).
+    if features % _ALIGNED or inputs % _ALIGNED or not forbid_split_sums():
+        return (False,) * len(counts)
+    generator = torch.Generator(weight.device).manual_seed(0)
+    values = torch.randn((counts[-1], inputs), generator=generator, device=weight.device).to(weight.dtype)
+    # Up to the fewest rows the chain is faster in any case: the library reads some weights slowly unless it may split.
+    is_equal = all(
+        torch.equal(functional.linear(values[:count], weight), chain_product(values[:count], weight))
+        for count in counts[1:]
+    )
+    return (False, *(is_equal and _library_is_fast(values[:count], weight) for count in counts[1:]))
+
+
+def _library_is_fast(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether cuBLASLt is not a trap there: for some few numbers of rows, without split sums, it takes ten times as
+    long. Many rows are arithmetic, which it does best."""
+    if x.shape[0] > _MOST_TIMED_ROWS:
+        return True
+    library = _seconds(lambda: functional.linear(x, weight))
+    return library <= _SLOW_LIBRARY * _seconds(lambda: chain_product(x, weight))
+
+
+def _seconds(call: Callable[[], torch.Tensor]) -> float:
+    """What a call takes on the device, from a graph of some: launching one takes the host longer than that."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_TIMED_CALLS):
+            call()
+    graph.replay()
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    graph.replay()
+    after.record()
+    after.synchronize()
+    return float(before.elapsed_time(after)) / 1000 / _TIMED_CALLS

@@ -1,0 +1,1 @@
+"""Byte layouts of what ranks tell each other every round."""

@@ -1,0 +1,178 @@
+"""The byte layout of plans, which go out over the control plane every round.
+
+A fixed layout, no pickles: a header of numbers, numpy records where rows are admitted, and arrays whose lengths the
+header gives. Most rounds admit nobody and prefill nothing; their plan costs a few microseconds at either end, while
+engines wait for it. A plan begins with its round, 0 or more; what begins with a negative number is no plan
+(roles/tracing.py). It knows the nouns of `core` and nothing of MPI: `parallel.control` carries the bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trtrun.core import PrefillChunk, RoundPlan, RowAdmission
+from trtrun.sampling_params import SamplingParams
+
+
+class _PlanHeader(NamedTuple):
+    """The numbers in front of a plan: int64, little-endian. Those after round_index up to decode, and
+    the last two, count what follows."""
+
+    round_index: int
+    dropped: int
+    admissions: int
+    updates: int
+    prefill: int
+    decode: int
+    max_context: int
+    num_guesses: int
+    redraft_from: int
+    integers: int
+    floats: int
+
+
+# Not numpy records: taking their fields one by one is what a short message would cost most.
+_PLAN_HEADER = struct.Struct("<11q")
+_ADMISSION = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "row", "request_id", "num_tokens", "num_prompt_tokens", "num_cached_tokens", "followed",
+            "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "num_stop_ids", "num_biases", "num_bad_words",
+        )
+    ]
+    + [
+        (name, np.float64)
+        for name in (
+            "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        )
+    ]
+)  # fmt: skip
+_INTEGERS = ("top_k", "max_tokens", "min_tokens", "seed")
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def encode_plan(plan: RoundPlan) -> bytes:
+    """The bytes of a plan: header, admissions, one pool of int64 and one of float64."""
+    integers: list[np.ndarray] = [
+        np.asarray(plan.dropped_rows, dtype=np.int64),
+        plan.block_updates.astype(np.int64).reshape(-1),
+        np.array([(c.row, c.start, c.length, c.is_last, c.followed) for c in plan.prefill], dtype=np.int64).reshape(-1),
+        plan.decode_rows.astype(np.int64),
+        plan.draft_lens.astype(np.int64),
+        plan.catch_up.astype(np.int64),
+    ]
+    floats: list[np.ndarray] = []
+    records = b""
+    if plan.admissions:
+        admissions = np.zeros(len(plan.admissions), dtype=_ADMISSION)
+        for record, admission in zip(admissions, plan.admissions, strict=True):
+            _encode_admission(record, admission, integers, floats)
+        records = admissions.tobytes()
+    header = _PlanHeader(
+        round_index=plan.round_index,
+        dropped=len(plan.dropped_rows),
+        admissions=len(plan.admissions),
+        updates=len(plan.block_updates),
+        prefill=len(plan.prefill),
+        decode=len(plan.decode_rows),
+        max_context=plan.max_context,
+        num_guesses=plan.num_guesses,
+        redraft_from=plan.redraft_from,
+        integers=sum(map(len, integers)),
+        floats=sum(map(len, floats)),
+    )
+    pools = (array.tobytes() for array in (*integers, *floats))
+    return b"".join((_PLAN_HEADER.pack(*header), records, *pools))
+
+
+def _encode_admission(
+    record: np.void, admission: RowAdmission, integers: list[np.ndarray], floats: list[np.ndarray]
+) -> None:
+    sampling = admission.sampling
+    for name in ("row", "request_id", "num_prompt_tokens", "num_cached_tokens", "followed"):
+        record[name] = getattr(admission, name)
+    for name in _INTEGERS + _NUMBERS:
+        record[name] = getattr(sampling, name)
+    record["logprobs"] = -1 if sampling.logprobs is None else sampling.logprobs
+    record["num_tokens"] = len(admission.tokens)
+    record["num_stop_ids"] = len(admission.stop_ids)
+    record["num_biases"] = len(sampling.logit_bias)
+    record["num_bad_words"] = len(admission.bad_word_ids)
+    integers.append(admission.tokens.astype(np.int64))
+    integers.append(np.array(admission.stop_ids, dtype=np.int64))
+    integers.append(np.array(list(sampling.logit_bias), dtype=np.int64))
+    integers.append(np.array([len(word) for word in admission.bad_word_ids], dtype=np.int64))
+    integers.append(np.array([token for word in admission.bad_word_ids for token in word], dtype=np.int64))
+    floats.append(np.array(list(sampling.logit_bias.values()), dtype=np.float64))
+
+
+class _Pool:
+    """Takes arrays off the front of a pool, in the order in which they were put in."""
+
+    def __init__(self, pool: np.ndarray) -> None:
+        self._pool = pool
+        self._at = 0
+
+    def take(self, count: int) -> np.ndarray:
+        self._at += count
+        return self._pool[self._at - count : self._at]
+
+
+def decode_plan(payload: bytes) -> RoundPlan:
+    """The plan that `encode_plan` wrote."""
+    header = _PlanHeader(*_PLAN_HEADER.unpack_from(payload))
+    at = _PLAN_HEADER.size + header.admissions * _ADMISSION.itemsize
+    integers = _Pool(np.frombuffer(payload, dtype=np.int64, count=header.integers, offset=at))
+    dropped = tuple(integers.take(header.dropped).tolist())
+    updates = integers.take(3 * header.updates).reshape(-1, 3).astype(np.int32)
+    chunks = integers.take(5 * header.prefill).reshape(-1, 5).tolist()
+    decode = integers.take(3 * header.decode).reshape(3, -1).astype(np.int32)
+    admissions: tuple[RowAdmission, ...] = ()
+    if header.admissions:
+        records = np.frombuffer(payload, dtype=_ADMISSION, count=header.admissions, offset=_PLAN_HEADER.size)
+        at += 8 * header.integers
+        floats = _Pool(np.frombuffer(payload, dtype=np.float64, count=header.floats, offset=at))
+        admissions = tuple(_decode_admission(record, integers, floats) for record in records)
+    return RoundPlan(
+        round_index=header.round_index,
+        dropped_rows=dropped,
+        admissions=admissions,
+        block_updates=updates,
+        prefill=tuple(
+            PrefillChunk(row, start, length, bool(last), bool(followed))
+            for row, start, length, last, followed in chunks
+        ),
+        decode_rows=decode[0],
+        draft_lens=decode[1],
+        catch_up=decode[2],
+        max_context=header.max_context,
+        num_guesses=header.num_guesses,
+        redraft_from=header.redraft_from,
+    )
+
+
+def _decode_admission(record: np.void, integers: _Pool, floats: _Pool) -> RowAdmission:
+    tokens = integers.take(int(record["num_tokens"])).astype(np.int32)
+    stop_ids = tuple(integers.take(int(record["num_stop_ids"])).tolist())
+    bias_ids = integers.take(int(record["num_biases"])).tolist()
+    word_lengths = integers.take(int(record["num_bad_words"])).tolist()
+    words = tuple(tuple(integers.take(length).tolist()) for length in word_lengths)
+    values: dict[str, Any] = {name: int(record[name]) for name in _INTEGERS}
+    values |= {name: float(record[name]) for name in _NUMBERS}
+    values["logprobs"] = None if record["logprobs"] < 0 else int(record["logprobs"])
+    values["logit_bias"] = dict(zip(bias_ids, floats.take(len(bias_ids)).tolist(), strict=True))
+    return RowAdmission(
+        row=int(record["row"]),
+        request_id=int(record["request_id"]),
+        tokens=tokens,
+        num_prompt_tokens=int(record["num_prompt_tokens"]),
+        num_cached_tokens=int(record["num_cached_tokens"]),
+        followed=bool(record["followed"]),
+        sampling=SamplingParams(**values),
+        stop_ids=stop_ids,
+        bad_word_ids=words,
+    )
