@@ -21,7 +21,7 @@ from launch.commands.run import run
 from launch.commands.slurm import cancel, status, submit
 from launch.exit_codes import ExitCode, FailedError, describe_exit_codes, status_of_signal
 from launch.logs import FILE_ONLY
-from launch.mpi.start_progress import say_hello
+from launch.mpi.start_progress import StartProgress, say_hello
 from parallel import abort
 from parallel.errors import ParallelError
 from trtrun import __version__
@@ -112,6 +112,7 @@ def leave(status: int) -> NoReturn:
     but a user's `mpirun … trtrun run …` does not have it.
     """
     logger.info("ends with exit status %d", status)
+    StartProgress().tell_over(status)
     if status and "mpi4py.MPI" in sys.modules:
         abort.abort_at_exit(status)
     gc.freeze()  # else Python looks through all of torch again before it ends: a third of a second

@@ -37,7 +37,7 @@ from parallel.mpi_rank import MpiRank, find_mpi_rank
 from parallel.topology import Topology
 from trtrun.config import RuntimeConfig
 from trtrun.errors import PlacementError
-from trtrun.roles.draft_loss import expendable_ranks
+from trtrun.roles.draft_loss import expendable_hosts, expendable_ranks
 from trtrun.threads import threads_per_slot
 from trtrun.topology import make_topology
 
@@ -95,8 +95,10 @@ class Job:
         placed = is_placed(self.topology)
         choice = choose_flavour(section.mpi, {**environment, **section.environment})
         by_ssh = placed and uses_ssh(choice.flavour, section, environment)
-        may_lose = choice.library.outlives_ranks and bool(expendable_ranks(self.config, self.topology))
-        return Launch(self.topology, section, environment, choice, placed, by_ssh, may_lose)
+        outlives = choice.library.outlives_ranks
+        may_lose = outlives and bool(expendable_ranks(self.config, self.topology))
+        may_lose_hosts = outlives and bool(expendable_hosts(self.config, self.topology))
+        return Launch(self.topology, section, environment, choice, placed, by_ssh, may_lose, may_lose_hosts)
 
     def _build(self, launch: Launch) -> list[str]:
         """The command of mpirun."""

@@ -46,6 +46,10 @@ KEPT_BACK = re.compile(r"CUDA_VISIBLE_DEVICES|.*(TOKEN|SECRET|PASSWORD|CREDENTIA
 _HEARTBEAT_FIRST_SECONDS = 3
 """How much later than the heartbeat mpirun notices that a host is cut off: the heartbeat names its ranks."""
 
+_LOST_HOST_INTERVAL, _LOST_HOST_PROBES = 3600, 100
+"""Seconds between signs of life where a host may be lost: mpirun ends the job when it notices, and the heartbeat knows
+which hosts the job needs."""
+
 
 def find_mpirun(flavour: Flavour, library: Library, configured: Path | None = None) -> str:
     """Return the mpirun that belongs to the MPI library.
@@ -109,6 +113,7 @@ class Launch:
         is_placed: whether mpirun has to be told each rank's host; else all ranks are on its own.
         uses_ssh: whether mpirun reaches other hosts by ssh.
         may_lose_ranks: whether the job is to go on without some ranks, and its MPI can.
+        may_lose_hosts: whether some of these ranks have hosts of their own.
     """
 
     topology: Topology
@@ -118,6 +123,7 @@ class Launch:
     is_placed: bool = False
     uses_ssh: bool = False
     may_lose_ranks: bool = False
+    may_lose_hosts: bool = False
 
 
 def build_command(launch: Launch, program: Sequence[str], threads: int | None) -> list[str]:
@@ -138,8 +144,11 @@ def build_command(launch: Launch, program: Sequence[str], threads: int | None) -
     section = launch.section
     flavour, needed = launch.choice.flavour, launch.choice.environment
     command = [find_mpirun(flavour, launch.choice.library, section.mpirun)]
-    interval = max(1, math.ceil(section.heartbeat_seconds / 100))
-    probes = round((section.heartbeat_seconds + _HEARTBEAT_FIRST_SECONDS) / interval)
+    if launch.may_lose_hosts:
+        interval, probes = _LOST_HOST_INTERVAL, _LOST_HOST_PROBES
+    else:
+        interval = max(1, math.ceil(section.heartbeat_seconds / 100))
+        probes = round((section.heartbeat_seconds + _HEARTBEAT_FIRST_SECONDS) / interval)
     for setting in flavour.settings:
         if _applies(setting, launch):
             command += _fill(setting.arguments, interval=interval, probes=probes)

@@ -90,6 +90,11 @@ class StartProgress:
         if ranks:
             self.tell(EXPENDABLE, " ".join(map(str, sorted(ranks))))
 
+    def tell_over(self, status: int) -> None:
+        """Say that this rank ends now, and with what status. Of rank 0 it is the job's."""
+        if self._place is not None and self._place.rank == 0:
+            self.tell(OVER, str(status))
+
 
 def say_hello() -> None:
     """A rank's first mark, before anything that can hang. It keeps the way to the parent open for later ones."""
@@ -102,6 +107,9 @@ DONE = 1_000_000
 
 EXPENDABLE = DONE + 1
 """No step: the mark's text has the ranks that the job goes on without."""
+
+OVER = DONE + 2
+"""No step: the mark's text has the status with which rank 0 ends."""
 
 
 @cache
@@ -139,6 +147,7 @@ class StartWatch:
         clock: seconds; for tests.
         is_given_up: whether time was over before every rank was done.
         expendable: ranks that the job goes on without, once it is up.
+        status: with which rank 0 has ended; None until then.
     """
 
     describe: Callable[[int], str]
@@ -149,6 +158,7 @@ class StartWatch:
     clock: Callable[[], float] = time.monotonic
     is_given_up: bool = False
     expendable: frozenset[int] = frozenset()
+    status: int | None = None
     _ranks: dict[int, _Rank] = field(default_factory=dict)
     _held: str = ""
 
@@ -186,6 +196,9 @@ class StartWatch:
         rank, number, process, host, step = mark.groups()
         if int(number) == EXPENDABLE:
             self.expendable = frozenset(int(word) for word in step.split() if word.isdecimal())
+            return ""
+        if int(number) == OVER:
+            self.status = int(step) if step.isdecimal() else None
             return ""
         self._ranks[int(rank)] = _Rank(int(number), step, host, int(process), self.clock())
         return ""

@@ -38,6 +38,10 @@ FAILED_GRACE_SECONDS = 10.0
 ENDED_GRACE_SECONDS = 0.5
 """The same for a job in which a rank that it needs has ended, and mpirun ends nobody else: time for its last words."""
 
+OVER_GRACE_SECONDS = 5.0
+"""The same for a job that can do without some ranks, once rank 0 is done: mpirun waits for ever for a host of these
+that is cut off."""
+
 STUCK_GRACE_SECONDS = 2.0
 """The same for a job in which a rank is stuck."""
 
@@ -102,7 +106,10 @@ def supervise(
     _show(output.finish())
     if steps is not None and steps.is_given_up:
         return ExitCode.FAILED
-    return _tell_end(process.returncode, output, orders, is_overdue)
+    status = process.returncode
+    if output.ends is not None:
+        status = _status_by_ends(status, output.ends, steps.status if steps is not None else None)
+    return _tell_end(status, output, orders, is_overdue)
 
 
 class _Orders:
@@ -184,8 +191,6 @@ def _tell_end(status: int, output: OutputFilter, orders: _Orders, is_overdue: bo
         return ExitCode.DRAINED
     if output.killed:
         return status_of_signal(output.killed[0][1])
-    if output.ends is not None:
-        status = _status_by_ends(status, output.ends)
     if output.has_failed and (is_overdue or status in LOST_HOST_STATUSES):
         return ExitCode.FAILED
     if status < 0:
@@ -196,10 +201,12 @@ def _tell_end(status: int, output: OutputFilter, orders: _Orders, is_overdue: bo
     return status
 
 
-def _status_by_ends(status: int, ends: RankEnds) -> int:
-    """The exit status of a job whose mpirun goes on without ranks, and has this one itself."""
+def _status_by_ends(status: int, ends: RankEnds, told: int | None) -> int:
+    """The exit status of a job whose mpirun goes on without ranks, and has this one itself; `told` is rank 0's."""
     if ends.fatal is not None:
         return ends.fatal.status
+    if told is not None:  # mpirun may have been ended
+        return told
     return 0 if status in {end.status for end in ends.forgiven} else status
 
 
@@ -232,6 +239,8 @@ def _pump(
             if output.fatal_end is not None:
                 grace = 0.0 if output.killed else ENDED_GRACE_SECONDS
                 ended_deadline = min(ended_deadline, time.monotonic() + grace)
+            elif output.ends is not None and steps is not None and steps.status is not None:
+                ended_deadline = min(ended_deadline, time.monotonic() + OVER_GRACE_SECONDS)
             if time.monotonic() >= ended_deadline:
                 _end_rest(process, output)
                 return

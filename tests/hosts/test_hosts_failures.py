@@ -29,9 +29,11 @@ def test_a_killed_rank_is_named(two_hosts: Site, start_job: Start, rank: int) ->
     status, errors, _ = job.end()
     (line,) = own_lines(errors)
     assert status == 128 + signal.SIGKILL
-    names = {0: "orchestrator rank 0 (north)", 3: "target rank 3 (south cpu:0)"}
-    assert line.startswith(f"trtrun: {names[rank]} was killed by signal 9 (SIGKILL)")
-    assert line.endswith(f"on {host}")
+    if rank:  # an mpirun that goes on without ranks does not tell of other hosts by what signal
+        assert line == "trtrun: target rank 3 (south cpu:0) was killed by a signal"
+    else:
+        assert line.startswith("trtrun: orchestrator rank 0 (north) was killed by signal 9 (SIGKILL)")
+        assert line.endswith(f"on {host}")
     assert errors.splitlines() == [line]
     two_hosts.expect_nothing_left()
 

@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -68,8 +69,15 @@ class Job:
 
     def finish(self) -> tuple[int, str]:
         """Exit status and stderr, once the job has ended."""
-        output, errors = self.process.communicate(timeout=TIMEOUT)
-        self.output += output
+        assert self.process.stdout is not None
+        watch = threading.Timer(TIMEOUT, self.process.kill)
+        watch.start()
+        try:
+            # Not by communicate: it passes over lines that came with the one that `wait_for` has read.
+            self.output += self.process.stdout.read()
+            errors = self.process.communicate()[1]
+        finally:
+            watch.cancel()
         return self.process.returncode, errors
 
     def close(self) -> None:

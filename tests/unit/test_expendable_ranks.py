@@ -9,7 +9,13 @@ import pytest
 from parallel.lost_ranks import FAULT_TOLERANCE_VARIABLE, outlives_ranks
 from trtrun.config import make_config
 from trtrun.roles import draft_loss
-from trtrun.roles.draft_loss import describe_draft_loss, expendable_ranks, find_obstacle, losable_ranks
+from trtrun.roles.draft_loss import (
+    describe_draft_loss,
+    expendable_hosts,
+    expendable_ranks,
+    find_obstacle,
+    losable_ranks,
+)
 from trtrun.topology import make_topology
 
 APART: dict[str, Any] = {
@@ -43,6 +49,23 @@ def test_a_job_goes_on_unless_something_is_in_the_way(values: dict[str, Any], re
     assert expendable_ranks(config, topology) == losable_ranks(config, topology) == (() if reason else (1, 2))
     expected = None if values is ALONE else ("end", reason) if reason else ("continue", "")
     assert describe_draft_loss(config, topology) == expected
+
+
+@pytest.mark.usefixtures("_ahead")
+@pytest.mark.parametrize(
+    ("target", "draft", "hosts"),
+    [
+        ({"a": ["cpu:0"]}, {"b": ["cpu:0"]}, {"b"}),
+        ({"a": ["cpu:0"]}, {"b": ["cpu:0"], "c": ["cpu:0"]}, {"b", "c"}),
+        ({"a": ["cpu:0"], "b": ["cpu:0"]}, {"b": ["cpu:1"], "c": ["cpu:0"]}, {"c"}),
+        ({"a": ["cpu:0"], "b": ["cpu:0"]}, {"b": ["cpu:1"]}, set()),
+        ({"a": ["cpu:0"]}, {"a": ["cpu:1"]}, set()),
+    ],
+)
+def test_a_host_may_be_lost_that_has_draft_ranks_alone(target: Any, draft: Any, hosts: set[str]) -> None:
+    values = {name: {"model": f"asset:{name}", "devices": at} for name, at in (("target", target), ("draft", draft))}
+    config = make_config(values)
+    assert expendable_hosts(config, make_topology(config)) == hosts
 
 
 @pytest.mark.usefixtures("_ahead")

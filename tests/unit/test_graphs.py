@@ -16,6 +16,7 @@ from checkpoints import make_checkpoint, make_draft
 from pipelines import Reference, make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
+from trtrun.engine import graphs as engine_graphs
 from trtrun.engine.graphs import ForwardGraphs
 from trtrun.roles import startup
 
@@ -75,6 +76,34 @@ def test_sampling_through_graphs_is_the_target_alone(tmp_path: Path, captures: l
 
     assert run(draft=draft, speculation={"draft_len": 4}) == run()
     assert captures
+
+
+def test_short_prompts_go_through_graphs_and_long_ones_do_not(
+    tmp_path: Path, captures: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any lengths, some at a time, beside rows that decode, with blocks that are reused."""
+    monkeypatch.setattr(engine_graphs, "MOST_PROMPT_TOKENS", 64)
+    target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
+    draft = make_draft(tmp_path / "draft", target, 1)
+    reference = Reference(target)
+    shapes: list[tuple[int, ...]] = []
+    run = ForwardGraphs.run
+
+    def logged(self: ForwardGraphs, tokens: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        shapes.append(tuple(tokens.shape))
+        return run(self, tokens, *others, **named)
+
+    monkeypatch.setattr(ForwardGraphs, "run", logged)
+    prompts = [prompt_of(length, seed=length) for length in (5, 16, 17, 33, 64, 65, 100, 7, 9)]
+    prompts.append(prompts[3] + prompt_of(4, seed=1))
+    scheduler = {"max_batch_size": 4, "max_num_tokens": 80}
+    with make_llm(target, draft, speculation={"draft_len": 3}, scheduler=scheduler) as llm:
+        found = [tokens for (tokens,) in tokens_of(llm.generate(prompts, SamplingParams(max_tokens=12)))]
+        llm.check_idle()
+    assert found == [reference.greedy(prompt, 12) for prompt in prompts]
+    padded = {shape for shape in shapes if shape[1] > 4}
+    assert {shape[1] for shape in padded} == {16, 32, 64}
+    assert max(rows * width for rows, width in padded) == 64 and max(rows for rows, _ in padded) > 1
 
 
 def test_a_graph_serves_every_input_of_its_bucket() -> None:

@@ -208,6 +208,14 @@ def test_connections_are_watched_a_little_longer_than_the_heartbeat_waits() -> N
 
 
 @pytest.mark.usefixtures("any_mpirun")
+def test_connections_to_hosts_that_may_be_lost_are_left_alone() -> None:
+    starting = Launch(TWO_HOSTS, LaunchSection(), {}, MPI["openmpi"], True, True, may_lose_hosts=True)
+    text = show_command(build_command(starting, ["PROGRAM"], None))
+    assert "oob_tcp_keepalive_time 3600" in text and "oob_tcp_keepalive_probes 100" in text
+    assert "ServerAliveInterval=3600" in text
+
+
+@pytest.mark.usefixtures("any_mpirun")
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [

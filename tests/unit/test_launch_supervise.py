@@ -12,17 +12,24 @@ from pathlib import Path
 
 import pytest
 
+from launch.mpi.start_progress import OVER
 from launch.mpi.supervise import _Orders
 
 PARENT = """
 import os, sys
 import launch.mpi.supervise
 from launch.mpi.output_filter import OutputFilter
+from launch.mpi.rank_ends import RankEnds
+from launch.mpi.start_progress import StartWatch
 from launch.mpi.supervise import supervise
 launch.mpi.supervise.DRAIN_GRACE_SECONDS = 0.1
 drain_seconds = float(sys.argv[2]) if sys.argv[2] else None
 command = [sys.executable, "-c", sys.argv[1]]
-sys.exit(supervise(command, os.environ, OutputFilter(lambda rank: f"draft rank {rank} (cpu:0)"), drain_seconds))
+output, steps = OutputFilter(lambda rank: f"draft rank {rank} (cpu:0)"), None
+if "MAY_LOSE_RANKS" in os.environ:
+    launch.mpi.supervise.OVER_GRACE_SECONDS = 0.1
+    output.ends, steps = RankEnds(), StartWatch(output.describe, 2, 600.0, "the start")
+sys.exit(supervise(command, os.environ, output, drain_seconds, steps))
 """
 
 # Says where its orders come from, then what they are; ends when one that it knows has come.
@@ -90,6 +97,21 @@ def test_a_killed_rank_decides_the_status() -> None:
     errors = process.communicate(timeout=60)[1]
     assert errors == "trtrun: draft rank 1 (cpu:0) was killed by signal 9 (SIGKILL), process 5 on vm\n"
     assert process.returncode == 137
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_an_mpirun_that_waits_for_a_lost_host_is_ended_once_rank_0_is_done(status: int) -> None:
+    code = f"""
+        import sys, time
+        print("out", flush=True)
+        sys.stderr.write("\x1etrtrun 0 {OVER} 1 here {status}\\n")
+        sys.stderr.flush()
+        time.sleep(600)
+    """
+    process = start(code, MAY_LOSE_RANKS="1")
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (status, "out\n")
+    assert "killed" not in errors
 
 
 def test_what_mpirun_leaves_behind_is_killed() -> None:

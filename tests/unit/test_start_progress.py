@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.mpi.start_progress import DONE, StartWatch
+from launch.mpi.start_progress import DONE, EXPENDABLE, OVER, StartWatch
 from parallel.watchdog.blame import SILENT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,6 +53,13 @@ def test_marks_vanish_wherever_they_are_cut(watch: StartWatch) -> None:
         pieces = [text[start : start + size] for start in range(0, len(text), size)]
         assert "".join(watch.feed(piece) for piece in pieces) == "one\nloading [####]\rtwo\n"
     assert watch.find_stuck() == [0]
+
+
+def test_what_is_no_step_is_known_and_no_rank_is_ahead_by_it(watch: StartWatch) -> None:
+    hear_all(watch, 5, 5, 2)
+    assert watch.feed(mark(0, EXPENDABLE, "1 2") + mark(0, OVER, "3")) == ""
+    assert (watch.expendable, watch.status) == ({1, 2}, 3)
+    assert watch.find_stuck() == [2]
 
 
 def test_other_control_characters_pass(watch: StartWatch) -> None:
@@ -162,3 +169,15 @@ def test_a_rank_marks_its_steps_and_repeats_them_only_where_a_parent_reads() -> 
     assert text == start_mark + 3 * f"\x1etrtrun 1 3 {process.pid} {os.uname().nodename} reading  models\n"
     with start() as process:
         assert process.communicate(timeout=60)[1] == ""
+
+
+@pytest.mark.parametrize(("rank", "expected"), [("0", f" {OVER} "), ("1", "")])
+def test_rank_0_tells_with_what_status_it_ends(rank: str, expected: str) -> None:
+    code = "from launch.cli import leave; leave(4)"
+    environment = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": rank, "TRTRUN_STEPS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, text=True, timeout=60,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 4
+    assert expected in done.stderr and done.stderr.endswith(" 4\n" if expected else "")

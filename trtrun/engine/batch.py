@@ -6,6 +6,7 @@ knows rows and segments. It does not know models, sampling or who asked.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from trtrun.core import PrefillChunk
 from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
+from trtrun.tensors import device_integers
 
 
 @dataclass
@@ -28,6 +30,24 @@ class ForwardBatch:
     tokens: torch.Tensor
     positions: torch.Tensor
     attention: AttentionBatch
+
+
+def pad_chunks(rows: RowState, chunks: Sequence[PrefillChunk], width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chunks of prompts as rows with the same number of queries, so that the last query of each is its last token.
+
+    Args:
+        rows: the state of the rows.
+        chunks: at least one.
+        width: at least the length of each.
+
+    Returns:
+        tokens [chunks, width] int64, and positions [chunks, width] int64 with -1 for padding, which comes first.
+    """
+    values = [(chunk.row, chunk.start, chunk.start + chunk.length) for chunk in chunks]
+    row, start, stop = device_integers(values, rows.device).unsqueeze(2).unbind(1)
+    positions = stop - width + torch.arange(width, device=rows.device)
+    positions = torch.where(positions >= start, positions, -1)
+    return rows.token_ids[row, positions.clamp(min=0)].to(torch.int64), positions
 
 
 class BatchBuilder:

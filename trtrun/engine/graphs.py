@@ -29,6 +29,12 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 MOST_GRAPHS = 64
 """Graphs kept of one engine. Each holds its nodes on the device and a share of the pool; rounds repeat a few shapes."""
 
+MOST_PROMPT_TOKENS = 512
+"""Tokens of prompts, padding counted, that are computed through a graph. With more the device has enough to do while
+the host launches, and padding would cost more than launching."""
+
+_FEWEST_PROMPT_TOKENS = 16
+
 SHARED_CONTEXT = 256
 """Contexts of up to so many tokens share a graph: attention does not split them, however wide the table."""
 
@@ -125,6 +131,12 @@ class ForwardGraphs:
     def context_blocks(self, blocks: int) -> int:
         """The width of block tables to hand in for contexts of up to `blocks` blocks."""
         return min(max(self._fewest_blocks, 1 << max(0, blocks - 1).bit_length()), self._max_blocks)
+
+    def prompt_width(self, lengths: Sequence[int]) -> int | None:
+        """To how many tokens chunks of such lengths are padded for a graph; None where they are too many."""
+        width = max(_FEWEST_PROMPT_TOKENS, 1 << (max(lengths) - 1).bit_length())
+        fits = len(lengths) <= self._max_rows and self._bucket(len(lengths)) * width <= MOST_PROMPT_TOKENS
+        return width if fits else None
 
     def run(
         self, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, last_only: bool

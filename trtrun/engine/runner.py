@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from trtrun.core import PrefillChunk, RoundPlan
-from trtrun.engine.batch import BatchBuilder, ForwardBatch
+from trtrun.engine.batch import BatchBuilder, ForwardBatch, pad_chunks
 from trtrun.engine.graphs import SHARED_CONTEXT, Capture, ForwardGraphs
 from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
@@ -114,7 +114,9 @@ class Engine:
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
-        """Compute keys and values of the chunks, and no logits (the draft engine's prefill)."""
+        """Compute keys and values of the chunks (the draft engine's prefill)."""
+        if self._prefill_by_graph(chunks) is not None:
+            return
         builder = BatchBuilder(self.rows)
         for chunk in chunks:
             builder.add_prefill(chunk)
@@ -216,6 +218,8 @@ class Engine:
         builder = BatchBuilder(self.rows)
         queries = draft_tokens.shape[1] + 1
         picks = []
+        after_prompts = self._prefill_by_graph(plan.prefill)
+        chunks = plan.prefill if after_prompts is None else ()
         if len(plan.decode_rows):
             rows = kept_integers(plan.decode_rows.tolist(), self.device)
             newest = self.rows.lengths[rows] - 1
@@ -225,21 +229,47 @@ class Engine:
                 steps = torch.arange(queries, device=self.device)
                 positions = torch.where(steps <= draft_lens.clamp(min=0).unsqueeze(1), positions + steps, -1)
                 tokens = torch.cat((tokens, draft_tokens), dim=1)
-            if not plan.prefill:
+            if not chunks:
                 logits = self._run_rows(rows, tokens, positions, plan.max_context, last_only=False)
-                return logits.view(-1, queries, self.vocab_size)
+                logits = logits.view(-1, queries, self.vocab_size)
+                return logits if after_prompts is None else self._join(logits, after_prompts, plan, queries)
             start = builder.add_rows(rows, tokens, positions, plan.max_context)
             picks.append(torch.arange(start, builder.num_tokens, device=self.device))
-        for chunk in plan.prefill:
+        for chunk in chunks:
             builder.add_prefill(chunk)
             if chunk.is_last:
                 picks.append(torch.full((queries,), builder.num_tokens - 1, device=self.device))
+        nothing = torch.empty((0, queries, self.vocab_size), device=self.device)
         if not builder.num_tokens:
-            return torch.empty((0, queries, self.vocab_size), device=self.device)
+            return nothing if after_prompts is None else self._join(nothing, after_prompts, plan, queries)
         hidden = self._forward(builder.build())
         if not picks:
-            return torch.empty((0, queries, self.vocab_size), device=self.device)
+            return nothing
         return self._model.logits(hidden.index_select(0, torch.cat(picks))).view(-1, queries, self.vocab_size)
+
+    def _prefill_by_graph(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor | None:
+        """Compute chunks through a graph, where there are graphs and the chunks are short.
+
+        Returns:
+            [chunks, vocab] logits after the last token of each, not overwritten by later forwards; else None.
+        """
+        if self._graphs is None or not chunks:
+            return None
+        width = self._graphs.prompt_width([chunk.length for chunk in chunks])
+        if width is None:
+            return None
+        tokens, positions = pad_chunks(self.rows, chunks, width)
+        rows = kept_integers([chunk.row for chunk in chunks], self.device)
+        context = max(chunk.start + chunk.length for chunk in chunks)
+        return self._run_rows(rows, tokens, positions, context, last_only=True).clone()
+
+    def _join(self, logits: torch.Tensor, after_prompts: torch.Tensor, plan: RoundPlan, queries: int) -> torch.Tensor:
+        """Logits [decode_rows, queries, vocab], and behind them those of prompts that end in the round, repeated."""
+        ended = [index for index, chunk in enumerate(plan.prefill) if chunk.is_last]
+        if not ended:
+            return logits
+        last = after_prompts[kept_integers(ended, self.device)].unsqueeze(1)
+        return torch.cat((logits, last.expand(-1, queries, -1)))
 
     def _run_rows(
         self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, context: int, last_only: bool

@@ -28,6 +28,13 @@ def expendable_ranks(config: RuntimeConfig, topology: Topology) -> tuple[int, ..
     return () if find_obstacle(config, topology) else topology.draft_ranks
 
 
+def expendable_hosts(config: RuntimeConfig, topology: Topology) -> frozenset[str]:
+    """Hosts that the job can do without, too: those that have no other ranks than these."""
+    ranks = expendable_ranks(config, topology)
+    others = {topology.host(rank) for rank in range(topology.world_size) if rank not in ranks}
+    return frozenset(topology.host(rank) for rank in ranks) - others
+
+
 def unawaited_ranks(config: RuntimeConfig, topology: Topology) -> tuple[int, ...]:
     """World ranks without which rounds go on, lost or not: those of a draft that the target does not wait for."""
     return topology.draft_ranks if _goes_on_alone(config) else ()
