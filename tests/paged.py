@@ -16,7 +16,7 @@ from parallel.transports.solo import SoloCommunicator
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM
-from trtrun.models.loading import LoadReport, load_model
+from trtrun.models.loading import LoadFormat, LoadReport, load_model
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -91,13 +91,14 @@ class PagedModel:
         num_blocks: int = 200,
         quantization: str = "none",
         device: torch.device = CPU,
+        load_format: LoadFormat = "auto",
     ) -> None:
         self._device = device
         self._group = LockStepGroup(tp_size)
 
         def load(rank: int) -> tuple[CausalLM, LoadReport]:
             communicator = LockStepCommunicator(self._group, rank) if tp_size > 1 else SoloCommunicator()
-            return load_model(path, communicator, device, dtype, quantization=quantization)
+            return load_model(path, communicator, device, dtype, quantization=quantization, load_format=load_format)
 
         loaded = self._group.run(load)
         self.models = [model for model, _ in loaded]

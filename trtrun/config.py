@@ -47,11 +47,13 @@ class ModelSection(Section):
         model: directory in Hugging Face layout, or `asset:target` / `asset:draft` for the shipped pair.
         devices: "cuda:N" or "cpu:N", in tensor-parallel order; "HOST/cuda:N" where the job has named hosts.
         dtype: of weights, activations and KV; `auto` takes the checkpoint's.
+        load_format: `auto` reads safetensors; `dummy` makes weights up from config.json alone, for benchmarks.
     """
 
     model: FilePath
     devices: Annotated[tuple[str, ...], BeforeValidator(parse_devices)]
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
 
 
 class DraftSection(ModelSection):

@@ -33,12 +33,28 @@ class SpeculationSection(Section):
         pacing: `measured` drafts fewer tokens where the run's own times say that fewer pay more, as with many rows or
             a poor draft; `fixed` always drafts draft_len. With use_logits it is `fixed` in any case: the tokens of a
             seed depend on the draft there, and must not depend on times.
+        forced_acceptance: tokens that a row gains in a round on average, whatever the target thinks of the draft: for
+            `bench` with made-up weights. The texts are nobody's.
     """
 
     method: str = DEFAULT_METHOD
     draft_len: Annotated[int, Number, Field(ge=1, le=MAX_DRAFT_LEN)] = 4
     use_logits: bool = False
     pacing: Literal["measured", "fixed"] = "measured"
+    forced_acceptance: Annotated[float, Number, Field(ge=1, le=MAX_DRAFT_LEN + 1)] | None = None
+
+    @model_validator(mode="after")
+    def _check_forced_acceptance(self) -> SpeculationSection:
+        if self.forced_acceptance is None:
+            return self
+        if self.use_logits:
+            raise ValueError("forced_acceptance does not go with use_logits: leave one of them out")
+        if self.forced_acceptance > self.draft_len + 1:
+            raise ValueError(
+                f"forced_acceptance is {self.forced_acceptance:g}, but a round with a draft_len of {self.draft_len} "
+                f"gains {self.draft_len + 1} tokens at most"
+            )
+        return self
 
     @classmethod
     def known_keys(cls) -> list[str]:

@@ -223,7 +223,8 @@ class LLMEngine:
 
     def statistics(self) -> dict[str, Any]:
         """Totals since the start or the last reset, ready for JSON; times are seconds."""
-        return self.orchestrator.totals.as_dict()
+        forced = self.config.speculation.forced_acceptance
+        return self.orchestrator.totals.as_dict() | ({} if forced is None else {"forced_acceptance": forced})
 
     def reset_statistics(self) -> None:
         """Start the totals again at zero."""

@@ -81,6 +81,8 @@ def check_rows(options: RunOptions) -> CheckedRows:
 
 def check_models(job: Job, checked: CheckedRows) -> None:
     """Raise a TrtrunError for models that cannot run like this, or cannot run these rows."""
+    if job.config.speculation.forced_acceptance is not None:
+        raise ConfigError("speculation.forced_acceptance: texts would be nobody's; it is for trtrun bench alone")
     check_job(job.config, job.topology)
     if has_tokenizer(job.config):
         return

@@ -29,6 +29,7 @@ from launch.exit_codes import FailedError
 from launch.mpi.job import Job, finish_mpi
 from launch.mpi.mpirun import build_environment
 from launch.terminal import output_console
+from trtrun.config import RuntimeConfig
 from trtrun.core import ForesightStatistics
 from trtrun.errors import ConfigError, InvalidRequestError
 from trtrun.llm import LLM
@@ -51,6 +52,8 @@ def check_bench(job: Job, options: BenchOptions) -> None:
     """Raise a TrtrunError for anything that the user got wrong, before ranks start."""
     if options.peer is not None and importlib.util.find_spec(options.peer) is None:
         raise ConfigError(f"--peer {options.peer}: it is not installed: pip install '{options.peer}'")
+    if options.peer is not None and "dummy" in _load_formats(job.config).values():
+        raise ConfigError(f"--peer {options.peer} reads the models' weights, and load_format is dummy: leave one out")
     if options.trace is not None:
         check_trace(options.trace)
     check_job(job.config, job.topology)
@@ -106,7 +109,7 @@ def _measure(
                     prompts = _draw(generator, vocabulary, rows, options)
                     with trace.run(llm, mode, rows):
                         _run_once(llm, cases[mode], prompts, options.max_tokens)
-        if SPECULATIVE in modes:
+        if SPECULATIVE in modes and job.config.speculation.forced_acceptance is None:
             identical = _is_identical(llm, _draw(generator, vocabulary, 1, options), options.max_tokens)
         ranks = llm.report.ranks
     finish_mpi()
@@ -223,16 +226,24 @@ def _make_report(
         "draft": str(config.draft.model) if config.draft is not None else None,
         "draft_quantization": config.draft.quantization if config.draft is not None else None,
         "dtype": _dtype_name(config.target),
+        "load_format": _load_formats(config),
         "ranks": [job.topology.describe(rank) for rank in range(job.topology.world_size)],
         "total_threads": _total_threads(job),
         "method": config.speculation.method,
         "draft_len": config.draft_len,
+        "forced_acceptance": config.speculation.forced_acceptance,
         "prompt_tokens": options.prompt_tokens,
         "max_tokens": options.max_tokens,
         "repeats": options.repeats,
         "identical_to_plain": identical,
         "results": entries,
     }
+
+
+def _load_formats(config: RuntimeConfig) -> dict[str, str]:
+    """Where the weights of each model come from."""
+    sections = {"target": config.target, "draft": config.draft}
+    return {role: section.load_format for role, section in sections.items() if section is not None}
 
 
 def _ratios(entry: dict[str, Any], peer: dict[str, Any]) -> dict[str, float]:
@@ -272,6 +283,10 @@ def _print_table(report: dict[str, Any]) -> None:
                 str(entry["rows"]), name, f"{rate:.1f}", f"{1e3 / rate * entry['rows']:.2f}", "", length, ratio
             )
     output_console().print(table)
+    if report["forced_acceptance"] is not None:
+        output_console().print(
+            f"forced acceptance: {report['forced_acceptance']:g} tokens a round, not the target's verdict"
+        )
     output_console().print(_round_table(report))
     sys.stdout.flush()
 

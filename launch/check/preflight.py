@@ -93,9 +93,10 @@ def inspect_weights(
         is_held = any(host in hosts_to_come or is_local(host) for host in hosts)
         problem: CheckpointError | None = None
         try:
-            check_model_weights(
-                section.model, read_model_config(section.model), len(section.devices), quantization_of(section)
-            )
+            if section.load_format != "dummy":
+                check_model_weights(
+                    section.model, read_model_config(section.model), len(section.devices), quantization_of(section)
+                )
         except NoWeightsError as error:
             problem = NoWeightsError(f"{role}: {error}")
         except CheckpointError as error:

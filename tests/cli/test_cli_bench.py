@@ -239,3 +239,30 @@ def test_the_demo_shows_text_ranks_and_figures(trtrun: Run) -> None:
     assert report["identical"] is True
     assert report["speculative_rounds"] < report["plain_rounds"]
     assert report["mean_acceptance_length"] > 1.5
+
+
+def test_bench_of_a_model_without_weights(config: Configs, trtrun: Run, tmp_path: Path, pair: Path) -> None:
+    """Every result says that weights are made up and acceptance is forced; run refuses to write such texts."""
+    models = {}
+    for name in ("target", "draft"):
+        models[name] = tmp_path / name
+        models[name].mkdir()
+        values = json.loads((pair / name / "config.json").read_text())
+        (models[name] / "config.json").write_text(json.dumps(values | {"dtype": "bfloat16"}))
+    settings = [
+        f"{name}.{key}={value}" for name in models for key, value in (("model", models[name]), ("load_format", "dummy"))
+    ]
+    settings += ["speculation.forced_acceptance=3", "speculation.draft_len=4"]
+    words = [word for setting in settings for word in ("--set", setting)]
+    done = trtrun("bench", "--config", config(ONE_PROCESS), *words, "--rows", "2", "--repeats", 1, "--max-tokens", 24)
+    assert done.returncode == 0, done.stderr
+    assert "forced acceptance: 3 tokens a round" in done.stdout
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["load_format"] == {"target": "dummy", "draft": "dummy"}
+    assert (report["forced_acceptance"], report["identical_to_plain"]) == (3, None)
+    assert report["results"][0]["speculative"]["mean_acceptance_length"] > 2.5
+    refused = trtrun("run", "--config", config(ONE_PROCESS), *words, "--prompt", "x")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "speculation.forced_acceptance: texts would be nobody's" in refused.stderr
+    refused = trtrun("bench", "--config", config(ONE_PROCESS), *words, "--peer", "transformers")
+    assert refused.returncode == 2 and "--peer transformers reads the models' weights" in refused.stderr

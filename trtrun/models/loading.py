@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -22,9 +23,13 @@ from trtrun.linear.quantization import QUANTIZATIONS, Quantization
 from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM, DecoderLayer
+from trtrun.models.dummy_weights import DummyWeights
 from trtrun.models.shard_layout import ShardLayout
 from trtrun.models.weight_check import plain_weights
 from trtrun.models.weight_reader import Progress, WeightReader
+
+LoadFormat = Literal["auto", "dummy"]
+"""Where weights come from: the safetensors of the model's directory, or nowhere (see dummy_weights.py)."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ def load_model(
     batch_invariant: bool = True,
     quantization: str = "none",
     logits_reader: int | None = None,
+    load_format: LoadFormat = "auto",
 ) -> tuple[CausalLM, LoadReport]:
     """Load this rank's share of the model in `path`.
 
@@ -90,6 +96,7 @@ def load_model(
             Losslessness needs it of a target; a draft is faster without.
         quantization: how the weights of linear layers are held, by name; each is quantized as it is read.
         logits_reader: the only rank of the group that needs logits; None where all do.
+        load_format: `dummy` makes weights up, from config.json alone.
 
     Raises:
         CheckpointError: anything wrong with the directory, in one line.
@@ -99,7 +106,8 @@ def load_model(
     held = QUANTIZATIONS.get(quantization)
     size = shard_bytes(config, communicator.rank, communicator.size, dtype, device, quantization)
     layout = ShardLayout(config, communicator.rank, communicator.size)
-    reader = WeightReader(Checkpoint(path), layout, device, dtype, held, progress, batch_invariant)
+    files = DummyWeights(path, config.checkpoint_dtype, device) if load_format == "dummy" else Checkpoint(path)
+    reader = WeightReader(files, layout, device, dtype, held, progress, batch_invariant)
     # The order keeps the peak low: first the head, the largest weight that is packed out of a buffer, while little else
     # is resident; last the embedding, which needs no buffer.
     shared = _shares_tied_embedding(config, device, dtype, held)

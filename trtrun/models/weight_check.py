@@ -7,7 +7,9 @@ will work (`trtrun plan`, `check`, the start of `run`): they cannot differ. It r
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -18,7 +20,26 @@ from trtrun.models.config import ModelConfig
 from trtrun.models.shard_layout import ShardLayout, Weight
 
 
-def check_weights(checkpoint: Checkpoint, layout: ShardLayout, quantization: Quantization, dtype: torch.dtype) -> int:
+class WeightFiles(Protocol):
+    """What is used of a `Checkpoint`, or of what stands for one."""
+
+    path: Path
+    bytes_read: int
+
+    def check(self, name: str, shape: tuple[int, ...]) -> int:
+        """See Checkpoint."""
+        ...
+
+    def pieces(self, name: str, ranges: tuple[range, ...]) -> Iterator[tuple[int, torch.Tensor]]:
+        """See Checkpoint; pieces may be on the device that they are for."""
+        ...
+
+    def close(self) -> None:
+        """See Checkpoint."""
+        ...
+
+
+def check_weights(checkpoint: WeightFiles, layout: ShardLayout, quantization: Quantization, dtype: torch.dtype) -> int:
     """Check every tensor that a rank reads: that it is there, in its shape and in a dtype that is supported.
 
     Args:

@@ -16,9 +16,8 @@ from trtrun.errors import CheckpointError
 from trtrun.linear.layer import Linear
 from trtrun.linear.quantization import Quantization
 from trtrun.linear.quantization.base import TensorSlice
-from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.shard_layout import ShardLayout, Weight
-from trtrun.models.weight_check import check_weights
+from trtrun.models.weight_check import WeightFiles, check_weights
 
 Progress = Callable[[int, int], None]
 
@@ -27,7 +26,7 @@ class WeightReader:
     """Reads the weights of one rank.
 
     Args:
-        checkpoint: the files.
+        checkpoint: the files, or what stands for them.
         layout: what the rank holds of them.
         device: where weights go.
         dtype: of activations, and of every weight that is not quantized.
@@ -41,7 +40,7 @@ class WeightReader:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: WeightFiles,
         layout: ShardLayout,
         device: torch.device,
         dtype: torch.dtype,

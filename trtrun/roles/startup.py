@@ -177,6 +177,7 @@ class RankStartup:
                     quantization=quantization_of(section),
                     # The target's leader decides for all; draft ranks all choose, from the same logits.
                     logits_reader=0 if role == "target" else None,
+                    load_format=section.load_format,
                 )
             except CheckpointError as error:
                 raise CheckpointError(f"{role}: {error}") from None

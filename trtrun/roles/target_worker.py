@@ -70,6 +70,7 @@ class TargetWorker:
         draft_is_lost: whether no packet will come any more.
         activity: where the process says what it is doing.
         phases: times the phases of rounds; only the leader takes its times.
+        forced_acceptance: for benchmarks, see `speculation.verify`.
     """
 
     target: Engine
@@ -85,6 +86,7 @@ class TargetWorker:
     draft_is_lost: Callable[[], bool]
     activity: Activity = field(default_factory=Activity)
     phases: PhaseClock = field(default_factory=HostPhases)
+    forced_acceptance: float | None = None
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
 
     @property
@@ -102,7 +104,15 @@ class TargetWorker:
         draft, by_probability = self._take_draft(plan, arrived, by_probability)
         self.phases.end("transferring")
         self.activity.enter(plan.round_index, Phase.VERIFYING)
-        verdict = verify_round(self.target, GroupVerdicts(self.group), plan, draft, by_probability, leads=self.leads)
+        verdict = verify_round(
+            self.target,
+            GroupVerdicts(self.group),
+            plan,
+            draft,
+            by_probability,
+            leads=self.leads,
+            forced_acceptance=self.forced_acceptance,
+        )
         if not self.leads:
             self.phases.end("verifying")
             return None

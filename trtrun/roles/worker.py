@@ -37,6 +37,7 @@ class Worker:
         device: of its engines.
         activity: where the process says what it is doing.
         phases: times the phases of rounds; only leaders take its times.
+        forced_acceptance: for benchmarks, see `speculation.verify`.
     """
 
     link: Link
@@ -49,6 +50,7 @@ class Worker:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     activity: Activity = field(default_factory=Activity)
     phases: PhaseClock = field(default_factory=HostPhases)
+    forced_acceptance: float | None = None
 
     @torch.inference_mode()
     def run_round(self, plan: RoundPlan) -> ReportArrays | None:
@@ -72,7 +74,15 @@ class Worker:
         self.activity.enter(plan.round_index, Phase.VERIFYING if self.target is not None else Phase.AWAITING_VERDICT)
         verdict = None
         if self.target is not None:
-            verdict = verify_round(self.target, self.link, plan, received, by_probability, leads=self.leads_target)
+            verdict = verify_round(
+                self.target,
+                self.link,
+                plan,
+                received,
+                by_probability,
+                leads=self.leads_target,
+                forced_acceptance=self.forced_acceptance,
+            )
         if self.drafter is not None:
             learn_verdict(self.drafter, self.link, plan, verdict)
         self.phases.end("verifying" if self.target is not None else "waiting")

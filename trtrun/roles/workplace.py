@@ -108,6 +108,7 @@ class RankWorkplace:
             draft_is_lost=self.draft_is_lost,
             activity=self.activity,
             phases=self._phases(self.rank == topology.target_leader),
+            forced_acceptance=self.config.speculation.forced_acceptance,
         )
 
     def _make_draft_worker(self) -> DraftWorker:
@@ -146,4 +147,5 @@ class RankWorkplace:
             device=self.device,
             activity=self.activity,
             phases=self._phases(leads_draft or leads_target),
+            forced_acceptance=self.config.speculation.forced_acceptance,
         )

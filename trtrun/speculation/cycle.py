@@ -130,6 +130,7 @@ def verify_round(
     probability_rows: Sequence[int],
     *,
     leads: bool,
+    forced_acceptance: float | None = None,
 ) -> Verdict | None:
     """One target forward over every position in question, then the verdict, which goes straight to all engine ranks.
 
@@ -140,6 +141,7 @@ def verify_round(
         draft: from `transfer`, or from a packet; None when nothing was drafted.
         probability_rows: indices into `plan.decode_rows` of the rows accepted by draft_probs.
         leads: whether this rank is the target leader, which decides.
+        forced_acceptance: for benchmarks, see `accept_forced`.
 
     Returns:
         The verdict for `plan.sampled_rows`; None when the round samples nothing.
@@ -167,6 +169,7 @@ def verify_round(
             draft.draft_probs,
             probability_rows,
             plan.max_context,
+            forced_acceptance,
         )
         link.send_verdict(verdict.num_tokens, verdict.tokens)
     else:

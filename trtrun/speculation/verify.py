@@ -12,6 +12,7 @@ This module knows no engine, no model and no rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -56,6 +57,25 @@ def accept_by_token(target_tokens: Tensor, draft_tokens: Tensor, draft_lens: Ten
     num_accepted = _count_accepted(draft_tokens == target_tokens[:, :-1], draft_lens)
     last = target_tokens.gather(1, num_accepted[:, None])[:, 0]
     return _gained(draft_tokens, num_accepted, last)
+
+
+def accept_forced(
+    target_tokens: Tensor, draft_tokens: Tensor, draft_lens: Tensor, lengths: Tensor, acceptance: float
+) -> tuple[Tensor, Tensor]:
+    """Keep as many draft tokens as `acceptance` says, whatever the target chose: for benchmarks alone.
+
+    Args:
+        target_tokens, draft_tokens, draft_lens: as in accept_by_token.
+        lengths: [R] int64: tokens in each row, from which it follows which rounds gain one token more than others.
+        acceptance: tokens gained in a round on average, 1 or more; fewer where a draft is shorter.
+
+    Returns:
+        as accept_by_token.
+    """
+    whole = math.floor(acceptance)
+    more = uniforms(torch.zeros_like(lengths), lengths, Stream.ACCEPT) < acceptance - whole
+    num_accepted = torch.minimum(whole - 1 + more.to(torch.int64), draft_lens.clamp(min=0))
+    return _gained(draft_tokens, num_accepted, target_tokens.gather(1, num_accepted[:, None])[:, 0])
 
 
 def accept_by_probability(
@@ -123,6 +143,7 @@ def verify(
     draft_probs: Tensor | None = None,
     probability_rows: Sequence[int] = (),
     max_context: int | None = None,
+    forced_acceptance: float | None = None,
 ) -> Verdict:
     """Decide what each row gains from the target's logits at K + 1 positions.
 
@@ -137,6 +158,7 @@ def verify(
         draft_probs: [S, K, V] float32, device, beside probability_rows; None when there are none.
         probability_rows: S indices into `rows` of the rows accepted by probability; the others are accepted by token.
         max_context: upper bound of lengths, if the host knows one.
+        forced_acceptance: see accept_forced; not with probability_rows.
 
     Returns:
         Verdict: num_tokens [R], tokens [R, K + 1], draft_lens [R] as given, logprobs for the rows that asked, in the
@@ -150,7 +172,10 @@ def verify(
     processed = sampling.process(logits, rows, lengths, token_ids, draft_tokens, max_context)
     if not probability_rows:
         target_tokens = sampling.choose(processed, rows, lengths, Stream.TARGET)
-        num_tokens, tokens = accept_by_token(target_tokens, draft_tokens, draft_lens)
+        if forced_acceptance is None:
+            num_tokens, tokens = accept_by_token(target_tokens, draft_tokens, draft_lens)
+        else:
+            num_tokens, tokens = accept_forced(target_tokens, draft_tokens, draft_lens, lengths, forced_acceptance)
     else:
         shape = (len(probability_rows), draft_tokens.shape[1], logits.shape[-1])
         if draft_probs is None or tuple(draft_probs.shape) != shape:

@@ -1,0 +1,89 @@
+"""Made-up weights in place of a checkpoint's: for benchmarks of models whose weights are not at hand.
+
+Each tensor is made on the device from its name alone, so that every rank of a tensor-parallel group gets slices of the
+same model, and two models have the same tensors where names and shapes agree: a draft of a target's first layers. What
+later layers add becomes smaller, so that such a draft often chooses the target's token. It knows names and shapes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+_DEVIATION = 0.02
+"""Of the numbers of a matrix: what transformers initialises models with, unless their configuration says otherwise."""
+
+_FACTORS = {"embed_tokens.weight": 50.0, "lm_head.weight": 4.0, "q_proj.weight": 2.0, "k_proj.weight": 2.0}
+"""Of the deviation, by the ends of names: tokens differ, and attention tells them apart."""
+
+_OUTPUTS = re.compile(r"\.layers\.(\d+)\..*(?:o_proj|down_proj)\.weight$")
+_FIRST_OUTPUT, _LEAST_OUTPUT = 4.0, 0.03
+"""Factors of what the first layer adds, halved from layer to layer, and of what any layer adds."""
+
+_BLOCK_NUMBERS = 1 << 24
+"""About as many numbers of a matrix are made at a time, in whole rows."""
+
+
+class DummyWeights:
+    """Stands for a `Checkpoint`; see there.
+
+    Attributes:
+        path: of the model directory, which has a config.json.
+        bytes_read: bytes that were made so far.
+    """
+
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+        """Make weights of `dtype` on `device`."""
+        self.path = path
+        self.bytes_read = 0
+        self._dtype = dtype
+        self._device = device
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def check(self, name: str, shape: tuple[int, ...]) -> int:
+        """Whatever is asked for is there; returns bytes per element."""
+        self._shapes[name] = shape
+        return self._dtype.itemsize
+
+    def pieces(self, name: str, ranges: tuple[range, ...]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Make the slice `ranges` (one range per dimension) of tensor `name`, some rows at a time.
+
+        Yields:
+            (offset, piece): first row of the piece within the slice; a tensor on the device.
+        """
+        rows = ranges[0]
+        if len(ranges) == 1:
+            self.bytes_read += len(rows) * self._dtype.itemsize
+            value = 1.0 if name.endswith("norm.weight") else 0.0
+            yield 0, torch.full((len(rows),), value, dtype=self._dtype, device=self._device)
+            return
+        height, width = self._shapes[name]
+        step = max(1, _BLOCK_NUMBERS // width)
+        for block in range(rows.start // step, -(-rows.stop // step)):
+            first = block * step
+            made = self._make(name, block, (min(step, height - first), width))
+            start, stop = max(rows.start, first), min(rows.stop, first + step)
+            piece = made[start - first : stop - first, ranges[1].start : ranges[1].stop]
+            self.bytes_read += piece.numel() * self._dtype.itemsize
+            yield start - rows.start, piece
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _make(self, name: str, block: int, shape: tuple[int, int]) -> torch.Tensor:
+        digest = hashlib.blake2b(f"{name}/{block}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "big") >> 1
+        generator = torch.Generator(self._device).manual_seed(seed)
+        made = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return made.normal_(0, _DEVIATION * _factor(name), generator=generator)
+
+
+def _factor(name: str) -> float:
+    if output := _OUTPUTS.search(name):
+        return max(math.ldexp(_FIRST_OUTPUT, -int(output[1])), _LEAST_OUTPUT)
+    return next((factor for end, factor in _FACTORS.items() if name.endswith(end)), 1.0)
