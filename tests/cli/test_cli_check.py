@@ -194,7 +194,7 @@ def test_a_model_directory_that_is_missing_on_one_host(
     ], done.stderr
 
 
-@pytest.mark.parametrize("command", [("check",), ("run", "--prompt", "x")])
+@pytest.mark.parametrize("command", [("check",), pytest.param(("run", "--prompt", "x"), marks=pytest.mark.long)])
 def test_another_version_on_one_rank(config: Configs, trtrun: Run, command: tuple[str, ...]) -> None:
     done = trtrun(*command, "--config", config(FOUR_RANKS), env=with_fault("2 torch"))
     assert done.returncode == 2

@@ -29,6 +29,10 @@ from drains import PATIENCE, handles, rank_of, wait_for_end_of, wait_until, writ
 from output_rows import read_rows, without_drafting, without_times
 
 PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"
+ONE_AND_LONG_FOUR = [
+    pytest.param(ONE_PROCESS, id="one-process"),
+    pytest.param(FOUR_RANKS, id="four-ranks", marks=pytest.mark.long),
+]
 ONE_SLOT = ("--set", 'target.devices=["cpu:0"]')
 MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 DONE, DRAINED, ROWS_REFUSED = 0, 3, 4
@@ -165,7 +169,7 @@ def start_endless(
     return process, ranks_below(process.pid)
 
 
-@pytest.mark.parametrize("devices", [ONE_PROCESS, FOUR_RANKS], ids=["one-process", "four-ranks"])
+@pytest.mark.parametrize("devices", ONE_AND_LONG_FOUR)
 def test_rows_that_take_too_long_are_left_and_warnings_do_not_hurry(
     config: Configs, start_trtrun: Start, tmp_path: Path, devices: dict[str, list[str]]
 ) -> None:
@@ -184,7 +188,11 @@ def test_rows_that_take_too_long_are_left_and_warnings_do_not_hurry(
 @pytest.mark.parametrize("devices", [ONE_PROCESS, FOUR_RANKS], ids=["one-process", "four-ranks"])
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("SIGTERM", "SIGINT"), pytest.param("SIGINT", "SIGTERM", marks=pytest.mark.long), ("SIGUSR1", "SIGTERM")],
+    [
+        ("SIGTERM", "SIGINT"),
+        pytest.param("SIGINT", "SIGTERM", marks=pytest.mark.long),
+        pytest.param("SIGUSR1", "SIGTERM", marks=pytest.mark.long),
+    ],
 )
 def test_a_second_signal_ends_at_once(
     config: Configs, start_trtrun: Start, tmp_path: Path, devices: dict[str, list[str]], first: str, second: str
@@ -246,7 +254,7 @@ MOMENTS: dict[str, tuple[dict[str, list[str]], Moment]] = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGUSR1])
 def test_a_signal_before_anything_runs_ends_soon_and_loses_nothing(
     config: Configs, start_trtrun: Start, tmp_path: Path, moment: str, number: signal.Signals
 ) -> None:
@@ -283,7 +291,7 @@ def test_a_signal_to_a_users_own_mpirun_before_anything_runs(
 # Runs that keep no rows.
 
 
-@pytest.mark.parametrize("devices", [ONE_PROCESS, FOUR_RANKS], ids=["one-process", "four-ranks"])
+@pytest.mark.parametrize("devices", ONE_AND_LONG_FOUR)
 def test_without_an_output_file_a_warning_ends_the_job_at_once(
     config: Configs, start_trtrun: Start, devices: dict[str, list[str]]
 ) -> None:

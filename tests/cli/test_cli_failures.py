@@ -42,7 +42,7 @@ def start_endless(config: Configs, start_trtrun: Start) -> tuple[subprocess.Pope
     return process, ranks
 
 
-@pytest.mark.parametrize("rank", [0, 2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_killed_rank_is_named_and_takes_the_job_along(config: Configs, start_trtrun: Start, rank: int) -> None:
     process, ranks = start_endless(config, start_trtrun)
     os.kill(ranks[rank], signal.SIGKILL)

@@ -146,7 +146,9 @@ def test_a_bad_row_is_refused_alone(config: Configs, trtrun: Run, tmp_path: Path
         assert f"row {index} (line {index + 1 + (index > 3)}) refused: " in done.stderr
 
 
-@pytest.mark.parametrize("devices", [ONE_PROCESS, FOUR_RANKS], ids=["one-process", "four-ranks"])
+@pytest.mark.parametrize(
+    "devices", [ONE_PROCESS, pytest.param(FOUR_RANKS, marks=pytest.mark.long)], ids=["one-process", "four-ranks"]
+)
 def test_what_no_rank_could_carry_costs_its_row_alone(
     config: Configs, trtrun: Run, tmp_path: Path, devices: dict[str, list[str]]
 ) -> None:

@@ -80,7 +80,11 @@ def seconds_since(stdout: str, ended: float) -> float:
 
 @pytest.mark.parametrize(
     ("rank", "phase", "plans_ahead"),
-    [(1, "drafting", 0), (2, "verifying", 1), pytest.param(3, "verifying", 0, marks=pytest.mark.long)],
+    [
+        (1, "drafting", 0),
+        pytest.param(2, "verifying", 1, marks=pytest.mark.long),
+        pytest.param(3, "verifying", 0, marks=pytest.mark.long),
+    ],
 )
 def test_a_worker_that_stands_still_in_python_is_named_and_not_the_ranks_that_wait_for_it(
     run_ranks: RunRanks, models: dict[str, str], rank: int, phase: str, plans_ahead: int
@@ -273,7 +277,7 @@ def await_end(process: int, seconds: float) -> None:
         os.close(descriptor)
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_stopped_worker_is_named_with_its_last_round(start_job: StartJob, models: dict[str, str], rank: int) -> None:
     job = start_job(case(models, "endless", -1))
     job.wait_for("running")

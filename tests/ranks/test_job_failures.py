@@ -104,7 +104,9 @@ def test_a_program_that_never_closes_its_llm_ends_all_the_same(run_ranks: RunRan
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize(
+    "rank", [0, pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)]
+)
 def test_killing_any_rank_ends_the_job(run_ranks: RunRanks, models: dict[str, str], rank: int) -> None:
     done = run_ranks(4, PROGRAM, env={**models, "JOB_FAILS": f"kill {rank}"}, timeout=60)
     assert done.returncode != 0

@@ -221,8 +221,8 @@ def test_the_small_distribution_is_worth_testing(exact: torch.Tensor) -> None:
     [
         ("noisy", True, 2, "none"),
         ("noisy", False, 2, "none"),
-        ("useless", True, 2, "none"),
-        ("noisy", True, 1, "none"),
+        pytest.param("useless", True, 2, "none", marks=pytest.mark.long),
+        pytest.param("noisy", True, 1, "none", marks=pytest.mark.long),
         (None, False, 1, "none"),
         ("noisy", True, 2, "int8"),
     ],
