@@ -79,9 +79,9 @@ install_slurm() { # says why it cannot
 
 cores="$(env -u OMP_NUM_THREADS nproc)"
 processes="${TRTRUN_TEST_PROCESSES:-$((cores < 4 ? cores : 4))}"
-mark="not mpi"
-[[ "${TRTRUN_TEST_LONG:-}" != no ]] || mark+=" and not long"
-alone=("$python" -m pytest -n "$processes" --dist worksteal -m "$mark")
+long=""
+[[ "${TRTRUN_TEST_LONG:-}" != no ]] || long=" and not long"
+alone=("$python" -m pytest -n "$processes" --dist worksteal -m "not mpi$long")
 
 if [[ ${#paths[@]} -eq 0 ]]; then
     left_out=(--ignore=tests/slurm)
@@ -108,7 +108,7 @@ fi
 export PRTE_MCA_prte_local_tmpdir_base="$tallies/mpirun"
 for ranks in ${TRTRUN_TEST_RANKS:-1 2 3 4 5}; do
     phase "mpirun-$ranks" "$mpirun" --oversubscribe --bind-to none -n "$ranks" \
-        "$python" -m pytest --with-mpi -m mpi "${paths[@]}"
+        "$python" -m pytest --with-mpi -m "mpi$long" "${paths[@]}"
 done
 
 "$python" - "$status" "$tallies" "$slurm" <<'PY'

@@ -157,7 +157,7 @@ def test_every_placement_writes_what_transformers_and_one_process_write(
 
 
 @pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize("plans_ahead", [0, 1])
+@pytest.mark.parametrize("plans_ahead", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_prompt_lookup_on_all_target_ranks_writes_what_one_process_writes(
     tmp_path_factory: pytest.TempPathFactory, plans_ahead: int
 ) -> None:
@@ -207,7 +207,7 @@ def test_a_quantized_draft_shared_over_ranks_loses_nothing(
 
 
 @pytest.mark.parametrize("name", [name for name in HERE if HERE[name][0]])
-@pytest.mark.parametrize("draft", ["noisy", "useless"])
+@pytest.mark.parametrize("draft", ["noisy", pytest.param("useless", marks=pytest.mark.long)])
 def test_draft_probabilities_cross_ranks_and_give_what_one_process_gives(
     folder: Path, greedy: list[tuple[int, ...]], name: str, draft: str
 ) -> None:
