@@ -13,10 +13,11 @@ from typing import TypeVar
 import torch
 
 from parallel.transports.solo import SoloCommunicator
+from trtrun.config import LoadFormat
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM
-from trtrun.models.loading import LoadFormat, LoadReport, load_model
+from trtrun.models.loading import LoadReport, load_model
 
 T = TypeVar("T")
 CPU = torch.device("cpu")

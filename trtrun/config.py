@@ -40,6 +40,10 @@ MOST_BYTES = 1024 * 1024
 """Of a configuration file: something else was named by mistake."""
 
 
+LoadFormat = Literal["auto", "dummy"]
+"""Where weights come from: the safetensors of the model's directory, or nowhere (trtrun.models.dummy_weights)."""
+
+
 class ModelSection(Section):
     """One engine: which checkpoint, on which devices (one tensor-parallel rank each), in which dtype.
 
@@ -53,7 +57,7 @@ class ModelSection(Section):
     model: FilePath
     devices: Annotated[tuple[str, ...], BeforeValidator(parse_devices)]
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    load_format: Literal["auto", "dummy"] = "auto"
+    load_format: LoadFormat = "auto"
 
 
 class DraftSection(ModelSection):

@@ -146,8 +146,9 @@ def _read_model(section: ModelSection, is_held: bool) -> str:
     """
     path = Path(section.model)
     read_json(path, "config.json", required=True)
-    if is_held and section.load_format != "dummy":
-        check_model_weights(path, read_model_config(path), len(section.devices), quantization_of(section))
+    if is_held:
+        model, size = read_model_config(path), len(section.devices)
+        check_model_weights(path, model, size, quantization_of(section), section.load_format)
     return hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16]
 
 

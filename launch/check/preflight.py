@@ -93,10 +93,8 @@ def inspect_weights(
         is_held = any(host in hosts_to_come or is_local(host) for host in hosts)
         problem: CheckpointError | None = None
         try:
-            if section.load_format != "dummy":
-                check_model_weights(
-                    section.model, read_model_config(section.model), len(section.devices), quantization_of(section)
-                )
+            model, size = read_model_config(section.model), len(section.devices)
+            check_model_weights(section.model, model, size, quantization_of(section), section.load_format)
         except NoWeightsError as error:
             problem = NoWeightsError(f"{role}: {error}")
         except CheckpointError as error:

@@ -52,9 +52,10 @@ def test_the_largest_rounds_have_all_the_rows_and_tokens_there_may_be(
     settings = {**SETTINGS, "scheduler": {"max_batch_size": max_rows, "max_num_tokens": max_tokens, "max_seq_len": 64}}
     config = configuration(target, make_draft(tmp_path / "draft", target, 1), **settings)
     shape = round_shape(config, 64)
-    mixed, alone = largest_rounds(shape)
+    mixed, short, alone = largest_rounds(shape)
     assert sorted(chunk.length for chunk in mixed.prefill) == chunks
-    assert sorted(mixed.sampled_rows) == sorted(alone.sampled_rows) == list(range(max_rows))
+    assert [chunk.length for chunk in short.prefill] == [min(max_tokens, 59)]
+    assert all(sorted(plan.sampled_rows) == list(range(max_rows)) for plan in (mixed, short, alone))
     assert alone.prefill == () and set(alone.draft_lens.tolist()) == {4}
     assert alone.max_context <= 64 and small_round(shape).max_context < alone.max_context
 
@@ -110,7 +111,7 @@ class Counters:
 def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 1000 MiB: two large rounds take 30 + 30 and 5 + 5 beside the allocator; each graph more takes 1 MiB."""
+    """Of 1000 MiB: three large rounds take 30 each, and 5 each beside the allocator; each graph more takes 1 MiB."""
     monkeypatch.setattr(startup, "capture_for", lambda device: lambda work: work)
     settings = {**SETTINGS, "kv_cache": {"max_tokens": None, "block_size": 4, "free_memory_fraction": 1.0}}
     target = make_checkpoint(tmp_path / "target", seed=1)
@@ -121,15 +122,15 @@ def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
     def counted(rehearsal: Rehearsal, plan: RoundPlan) -> None:
         before = rehearsal.num_graphs
         play(rehearsal, plan)
-        is_small = len(played) == 2
+        is_small = len(played) == 3
         played.append(plan)
         captured = rehearsal.num_graphs - before
         counters.take(captured * MIB if is_small else 30 * MIB, 0 if is_small else 5 * MIB)
 
     monkeypatch.setattr(Rehearsal, "play", counted)
     blocks = loaded._count_beside_measured_round()
-    assert len(played) == 3
-    expected = (60 + 10 + graphs.MOST_GRAPHS) * MIB
+    assert len(played) == 4
+    expected = (90 + 15 + graphs.MOST_GRAPHS) * MIB
     assert loaded._working_bytes == expected
     demand = loaded._demand()
     most_useful = 4 * -(-65 // 4)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trtrun.engine.graphs import MOST_GRAPHS
+from trtrun.engine.graphs import MOST_GRAPHS, MOST_PROMPT_TOKENS
 from trtrun.kernels.cpu.machine import has_bfloat16_kernels
 from trtrun.models.config import ModelConfig
 from trtrun.models.shard_layout import ShardLayout
@@ -97,7 +97,8 @@ def working_bytes(
         largest = max(weight.num_elements for weight in layout.linear_weights())
         total += largest * dtype.itemsize + tokens * (2 * model.intermediate_size) * _FLOAT
     if graphs:
-        pool = _activation_bytes(max(verified, shape.max_rows * 2), shape, layout, model, tp_size, dtype) + head
+        captured = max(verified, shape.max_rows * 2, min(shape.max_tokens, MOST_PROMPT_TOKENS))
+        pool = _activation_bytes(captured, shape, layout, model, tp_size, dtype) + head
         total += logits + pool + logits + MOST_GRAPHS * _GRAPH_BYTES
     return total
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from parallel.communicator import Communicator
 from trtrun.attention.backend import AttentionBackend, attention_backend
+from trtrun.config import LoadFormat
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.mlp import GatedMLP, RowParallelLinear
 from trtrun.layers.norm import RMSNorm
@@ -27,9 +27,6 @@ from trtrun.models.dummy_weights import DummyWeights
 from trtrun.models.shard_layout import ShardLayout
 from trtrun.models.weight_check import plain_weights
 from trtrun.models.weight_reader import Progress, WeightReader
-
-LoadFormat = Literal["auto", "dummy"]
-"""Where weights come from: the safetensors of the model's directory, or nowhere (see dummy_weights.py)."""
 
 
 @dataclass(frozen=True)
@@ -92,8 +89,8 @@ def load_model(
         device: where the weights go.
         dtype: float32, float16 or bfloat16; weights in another dtype are converted.
         progress: called with (bytes read, bytes to read) of this rank.
-        batch_invariant: whether a token's result must not depend on what else is in the batch, in bfloat16 on the CPU.
-            Losslessness needs it of a target; a draft is faster without.
+        batch_invariant: whether a token's result must not depend on what else is in the batch: see
+            `Quantization.apply`. Losslessness needs it of a target; on CPUs a draft is faster without.
         quantization: how the weights of linear layers are held, by name; each is quantized as it is read.
         logits_reader: the only rank of the group that needs logits; None where all do.
         load_format: `dummy` makes weights up, from config.json alone.

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from trtrun.config import LoadFormat
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization
 from trtrun.linear.quantization.base import TensorSlice
 from trtrun.models.checkpoint import Checkpoint
@@ -62,14 +63,18 @@ def check_weights(checkpoint: WeightFiles, layout: ShardLayout, quantization: Qu
     )
 
 
-def check_model_weights(path: Path, config: ModelConfig, tp_size: int, quantization: str = "none") -> None:
-    """Open the files of a model and check its weights. All ranks of a group read slices of the same tensors, so that
-    what holds for one of them holds for all.
+def check_model_weights(
+    path: Path, config: ModelConfig, tp_size: int, quantization: str = "none", load_format: LoadFormat = "auto"
+) -> None:
+    """Open the files of a model and check its weights, unless they will be made up. All ranks of a group read slices of
+    the same tensors, so that what holds for one of them holds for all.
 
     Raises:
         NoWeightsError: the directory has no weights.
         CheckpointError: they are truncated, of another format, or not those that `config` calls for.
     """
+    if load_format == "dummy":
+        return
     held = QUANTIZATIONS.get(quantization)
     check_weights(Checkpoint(path), ShardLayout(config, 0, tp_size), held, config.checkpoint_dtype)
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from trtrun.core import Draft, PrefillChunk, RoundPlan, RowAdmission
-from trtrun.engine.graphs import MOST_GRAPHS
+from trtrun.engine.graphs import MOST_GRAPHS, MOST_PROMPT_TOKENS
 from trtrun.engine.runner import Engine
 from trtrun.engine.working_memory import RoundShape
 from trtrun.sampling_params import SamplingParams
@@ -121,7 +121,8 @@ class Rehearsal:
 
 
 def largest_rounds(shape: RoundShape) -> list[RoundPlan]:
-    """A round of prompts and rows together, of all the tokens that a round may have, and one of all rows alone."""
+    """A round of prompts and rows together, of all the tokens that a round may have, one of a prompt as long as graphs
+    take them, and one of all rows alone."""
     length = max(2, shape.max_seq_len - shape.draft_len - 1)
     chunks, left = [], shape.max_tokens
     for row in reversed(range(shape.max_rows)):
@@ -130,7 +131,13 @@ def largest_rounds(shape: RoundShape) -> list[RoundPlan]:
             chunks.append(PrefillChunk(row, length - count, count, is_last=True, followed=True))
             left -= count
     decoding = range(shape.max_rows - len(chunks))
-    return [_plan(shape, decoding, chunks, length), _plan(shape, range(shape.max_rows), (), length)]
+    last, short = shape.max_rows - 1, min(shape.max_tokens, length, MOST_PROMPT_TOKENS)
+    prompt = PrefillChunk(last, length - short, short, is_last=True, followed=True)
+    return [
+        _plan(shape, decoding, chunks, length),
+        _plan(shape, range(last), (prompt,), length),
+        _plan(shape, range(shape.max_rows), (), length),
+    ]
 
 
 def small_round(shape: RoundShape) -> RoundPlan:

@@ -179,7 +179,8 @@ def _library_is_fast(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def _seconds(call: Callable[[], torch.Tensor]) -> float:
     """What a call takes on the device, from a graph of some: launching one takes the host longer than that."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Other threads of the process (the heartbeat) must not end the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(_TIMED_CALLS):
             call()
     graph.replay()

@@ -23,13 +23,11 @@ the same bits in a round, in a prompt and in any company."""
 PARTIAL_BYTES = 64 << 20
 """Results of shares that exist at once: 64 rows of 6 queries, 32 heads and 16k tokens have 400 MB."""
 
-_MOST_SPLIT = 64
-"""Queries of a KV head, heads counted, of which the shares have programs of their own."""
+_LARGEST_TILE = 64
+"""Queries of a KV head, heads counted, of one program. Up to so many, the shares have programs of their own."""
 
 _KEYS = 64
 """Keys of one step of a program."""
-
-_LARGEST_TILE, _WARPS = 64, 4
 
 _VARYING = ["queries", "position_row", "position_query", "table_row"]
 """Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them."""
@@ -258,7 +256,7 @@ class PagedAttention:
         heads, kv_heads = query.shape[1], store_layer.shape[2]
         block_size, head_dim = store_layer.shape[3:]
         shares = -(-segment.block_tables.shape[1] * block_size // _SHARE)
-        is_split = shares > 1 and segment.queries * (heads // kv_heads) <= _MOST_SPLIT
+        is_split = shares > 1 and segment.queries * (heads // kv_heads) <= _LARGEST_TILE
         for rows in _split_rows(segment, heads * (head_dim + 2) * 4 * shares if is_split else 0):
             tokens = slice(rows.start * segment.queries, rows.stop * segment.queries)
             tables, positions = segment.block_tables[rows], segment.positions[rows]
@@ -302,7 +300,7 @@ def _attend_rows(
         queries, kv_heads, group, reach, shares,
         BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=max(16, _padded(head_dim)), TILE=tile, SHARE=_SHARE,
         KEYS=_KEYS, IS_SPLIT=is_split, PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
-        num_warps=_WARPS if tile == _LARGEST_TILE and not is_split else 4, num_stages=2,
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     if is_split:
         _combine_kernel[(tokens * heads,)](

@@ -141,8 +141,8 @@ class Quantization(Protocol):
         Args:
             tensors: from `load`.
             bias: [out] in the dtype of activations, or None.
-            batch_invariant: whether a row's result must be bit-equal whatever the number of rows, in bfloat16 on the
-                CPU.
+            batch_invariant: whether a row's result must be bit-equal whatever the number of rows: in bfloat16 on
+                the CPU, and in half precision on a GPU with Triton, where it is so in any case.
         """
         ...
 
