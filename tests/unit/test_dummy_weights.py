@@ -43,6 +43,16 @@ def test_ranks_share_one_model(tmp_path: Path, architecture: str, monkeypatch: p
     assert logits[0].std() > 1e-3 and not torch.equal(logits[0], logits[2])
 
 
+def test_no_block_of_a_matrix_repeats_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dummy_weights, "_BLOCK_NUMBERS", 64)
+    weights = dummy_weights.DummyWeights(tmp_path, torch.float32, torch.device("cpu"))
+    weights.check("model.layers.0.mlp.up_proj.weight", (20, 16))
+    pieces = list(weights.pieces("model.layers.0.mlp.up_proj.weight", (range(20), range(16))))
+    made = torch.cat([piece for _, piece in pieces])
+    assert [start for start, _ in pieces] == [0, 4, 8, 12, 16]
+    assert len(made.unique(dim=0)) == 20
+
+
 def test_a_model_without_weights_runs_and_is_exact(tmp_path: Path) -> None:
     target = config_alone(tmp_path / "target", num_hidden_layers=3)
     draft = config_alone(tmp_path / "draft", num_hidden_layers=2)
