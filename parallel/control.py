@@ -88,19 +88,21 @@ class ControlPlane:
         for rank in self._workers:
             self._transport.send(rank, TAG_PLAN, kept)
 
-    def receive(self, timeout: float | None = None) -> bytes | None:
+    def receive(self, timeout: float | None = None, until: Callable[[], bool] | None = None) -> bytes | None:
         """Wait for the next plan; asleep once that takes longer than usual. At a worker.
 
         Args:
             timeout: seconds; None waits for ever.
+            until: ends the wait when it returns true; asked as often as for a plan.
 
         Returns:
-            The plan; None when the timeout passed, or when the orchestrator shut the job down (`is_shut_down`).
+            The plan; None when the timeout passed or `until` ended the wait, or when the orchestrator shut the job down
+            (`is_shut_down`).
         """
         if self.is_shut_down:
             return None
         message = self._transport.take(
-            self._topology.orchestrator_rank, (TAG_PLAN, TAG_SHUTDOWN), timeout, self._waiter.wait
+            self._topology.orchestrator_rank, (TAG_PLAN, TAG_SHUTDOWN), timeout, self._waiter.wait, until
         )
         if message is None:
             return None

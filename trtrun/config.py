@@ -94,14 +94,14 @@ class SchedulerSection(Section):
         max_batch_size: rows that run at once.
         max_num_tokens: tokens of one forward pass, prompts and verification together.
         max_seq_len: prompt and output of one request; None takes the target's context.
-        plans_ahead: plans sent before the results of the round before are back, 0 or 1.
+        plans_ahead: plans sent before the results of the round before are back, 0 or 1; None: 1 on GPUs, else 0.
         max_waiting: most completions that may wait for a row; None for no limit.
     """
 
     max_batch_size: Annotated[int, Number, Field(ge=1, le=4096)] = 32
     max_num_tokens: Annotated[int, Number, Field(ge=1, le=MOST_TOKENS)] = 2048
     max_seq_len: Annotated[int, Number, Field(ge=2, le=MOST_TOKENS)] | None = None
-    plans_ahead: Annotated[int, Number, Field(ge=0, le=1)] = 0
+    plans_ahead: Annotated[int, Number, Field(ge=0, le=1)] | None = None
     max_waiting: Annotated[int, Number, Field(ge=1)] | None = None
 
 
@@ -207,8 +207,14 @@ class RuntimeConfig(Section):
 
     @property
     def plans_ahead(self) -> int:
-        """Plans sent before the results of the round before are back: always one where drafts are made ahead."""
-        return 1 if self.drafts_ahead else self.scheduler.plans_ahead
+        """Plans sent before the results of the round before are back: always one where drafts are made ahead.
+
+        A GPU would have nothing to do while the next round is planned; a CPU slot does the work of both itself.
+        """
+        if self.drafts_ahead:
+            return 1
+        usual = int(kind_of(self.target.devices[0]) == "cuda")
+        return usual if self.scheduler.plans_ahead is None else self.scheduler.plans_ahead
 
     @property
     def draft_devices(self) -> tuple[str, ...]:

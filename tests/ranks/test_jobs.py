@@ -24,12 +24,15 @@ from parallel.transports import mpi as transports_mpi
 from parallel.waiting import Waiter
 from trtrun import LLM, SamplingParams, open_llm
 from trtrun.config import RuntimeConfig
+from trtrun.core import RoundPlan
 from trtrun.errors import PlacementError, TrtrunError
 from trtrun.roles import job
 from trtrun.roles.draft_worker import DraftWorker
+from trtrun.roles.launched_round import DecidedRound, LaunchedRound
 from trtrun.roles.target_worker import TargetWorker
 from trtrun.roles.worker import Worker
 from trtrun.topology import make_topology
+from trtrun.wire.reports import ReportArrays
 
 pytestmark = pytest.mark.mpi
 
@@ -154,6 +157,45 @@ def test_every_placement_writes_what_transformers_and_one_process_write(
     workers = [rank for rank in report.ranks if rank.shard_bytes]
     assert len(workers) == max(1, SIZE - 1)
     assert all(rank.bytes_read == rank.shard_bytes for rank in workers if len(devices[1]) == 1 == len(devices[0]))
+
+
+@pytest.mark.parametrize("name", [name for name in HERE if SIZE > 1 and not {*HERE[name][0]}.isdisjoint(HERE[name][1])])
+def test_a_round_is_launched_behind_one_whose_verdict_is_not_here(
+    folder: Path, greedy: list[tuple[int, ...]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs: the target leader takes the next plan while the device works, and reports in order."""
+    launched: list[int] = []
+    most, tries = [0], [0]
+    launch, finish = Worker.launch_round, DecidedRound.finish
+
+    def log_launch(worker: Worker, plan: RoundPlan) -> LaunchedRound:
+        launched.append(plan.round_index)
+        most[0] = max(most[0], len(launched))
+        return launch(worker, plan)
+
+    def log_finish(decided: DecidedRound) -> ReportArrays:
+        report = finish(decided)
+        assert launched.pop(0) == report.round_index
+        tries[0] = 0
+        return report
+
+    monkeypatch.setattr(Worker, "launch_round", log_launch)
+    monkeypatch.setattr(DecidedRound, "finish", log_finish)
+
+    def is_done(decided: DecidedRound) -> bool:
+        """Once the next plan is here, or where none comes after some tries of the wait."""
+        tries[0] += 1
+        return len(launched) > 1 or tries[0] > 40
+
+    monkeypatch.setattr(DecidedRound, "is_done", is_done)
+    found = run_job(
+        job_configuration(folder, HERE[name]),
+        lambda llm: [tokens_of(llm.generate(prompts(), SamplingParams(max_tokens=COUNT))) for _ in range(2)],
+    )
+    if MPI.COMM_WORLD.rank == make_topology(job_configuration(folder, HERE[name])).target_leader:
+        assert most[0] == 2, "rounds of which no verdict was read"
+    if found is not None:
+        assert [tokens for (tokens,) in found[0]] == [tokens for (tokens,) in found[1]] == greedy
 
 
 @pytest.mark.mpi(min_size=3)

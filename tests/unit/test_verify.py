@@ -8,7 +8,7 @@ import torch
 from sampling_reference import admission
 
 from trtrun.core import RoundPlan, Verdict
-from trtrun.roles.verdict_report import read_verdict
+from trtrun.roles.verdict_report import VerdictCopy
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.sampling_params import SamplingParams
@@ -243,7 +243,7 @@ def report_of(verdict: Verdict) -> RoundReport:
     """What the orchestrator is told."""
     nothing = np.zeros(0, dtype=np.int32)
     plan = RoundPlan(0, (), (), np.zeros((0, 3), dtype=np.int32), (), nothing, nothing, nothing, 0)
-    return decode_report(read_verdict(plan, verdict).encode())
+    return decode_report(VerdictCopy(plan, verdict).wait().encode())
 
 
 @pytest.mark.parametrize("mode", ["greedy", "sampled", "probability"])

@@ -19,6 +19,7 @@ from parallel.errors import LinkError
 from parallel.mailbox import Mailbox
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core import HostDraft, HostVerdict, RoundPlan
+from trtrun.roles.launched_round import DoneRound, LaunchedRound
 from trtrun.roles.phase_clock import HostPhases, PhaseClock
 from trtrun.speculation.ahead.drafter import AheadDrafter
 from trtrun.speculation.cycle import anticipate_round, learn_host_verdict, probability_rows, propose_round
@@ -62,6 +63,10 @@ class DraftWorker:
     def leads(self) -> bool:
         """Whether it speaks for the draft engine."""
         return self.rank == self.draft_ranks[0]
+
+    def launch_round(self, plan: RoundPlan) -> LaunchedRound:
+        """Run one round to its end: the next draft follows from the verdict, which comes as a message of the host."""
+        return DoneRound(self.run_round(plan))
 
     @torch.inference_mode()
     def run_round(self, plan: RoundPlan) -> ReportArrays | None:

@@ -17,6 +17,7 @@ from trtrun.core import RoundPlan
 from trtrun.errors import RankFailedError
 from trtrun.roles.draft_worker import DraftWorker
 from trtrun.roles.failures import RankFailures
+from trtrun.roles.launched_round import LaunchedRound
 from trtrun.roles.target_worker import TargetWorker
 from trtrun.roles.tracing import Answer, PhaseTracer, RankTracer
 from trtrun.roles.worker import Worker
@@ -90,12 +91,20 @@ class EngineRanks(Protocol):
 
 
 class SoloRanks:
-    """One process with every role: a plan runs when its report is asked for."""
+    """One process with every role: a plan runs when its report is asked for, or on a GPU that of the plan before.
 
-    def __init__(self, worker: Worker) -> None:
+    Args:
+        worker: of this process.
+        launches_ahead: whether all plans that are there are launched before a report is waited for. It pays where a
+            launch returns before its work is done.
+    """
+
+    def __init__(self, worker: Worker, *, launches_ahead: bool = False) -> None:
         self._worker = worker
+        self._launches_ahead = launches_ahead
         self._tracer = PhaseTracer(worker)
         self._plans: deque[RoundPlan] = deque()
+        self._launched: deque[LaunchedRound] = deque()
 
     @property
     def draft_is_lost(self) -> bool:
@@ -108,7 +117,9 @@ class SoloRanks:
 
     def collect(self) -> RoundReport:
         """See EngineRanks."""
-        report = self._worker.run_round(self._plans.popleft())
+        while self._plans and (self._launches_ahead or not self._launched):
+            self._launched.append(self._worker.launch_round(self._plans.popleft()))
+        report = self._launched.popleft().finish()
         if report is None:
             raise RankFailedError("the single process of this job does not lead the target engine")
         return report.unpack()
@@ -120,6 +131,7 @@ class SoloRanks:
     def reset(self) -> None:
         """See EngineRanks."""
         self._plans.clear()
+        self._launched.clear()
         self._worker.reset()
 
     def start_trace(self, most_rounds: int) -> None:
@@ -239,15 +251,23 @@ AnyWorker = Worker | DraftWorker | TargetWorker
 def serve(control: ControlPlane, worker: AnyWorker) -> None:
     """A worker rank's life after start-up: run plans in order, and be traced, until the orchestrator lets it end."""
     tracer = PhaseTracer(worker)
+    launched: deque[LaunchedRound] = deque()
     while True:
-        worker.activity.rest()
-        payload = control.receive(timeout=None)
+        if launched and launched[0].is_done():
+            report = launched.popleft().finish()
+            if report is not None:
+                control.report(report.encode(), kind=_ROUND_REPORT)
+            continue
+        if not launched:
+            worker.activity.rest()
+        # A plan that comes while the device works is launched behind what it does.
+        payload = control.receive(until=launched[0].is_done if launched else None)
         if payload is None:
-            return
+            if control.is_shut_down:
+                return
+            continue
         answer = tracer.answer(payload)
         if answer is not None:
             control.report(answer, kind=_TRACE_ANSWER)
-            continue
-        report = worker.run_round(decode_plan(payload))
-        if report is not None:
-            control.report(report.encode(), kind=_ROUND_REPORT)
+        else:
+            launched.append(worker.launch_round(decode_plan(payload)))

@@ -110,7 +110,7 @@ def _open_solo(config: RuntimeConfig, topology: Topology, progress: Progress | N
     blocks = startup.load(progress or (lambda done, total: None))
     worker, report = startup.finish(blocks)
     assert isinstance(worker, Worker)  # one device holds both engines
-    return StartedJob(SoloRanks(worker), blocks, StartReport((report,)))
+    return StartedJob(SoloRanks(worker, launches_ahead=worker.device.type == "cuda"), blocks, StartReport((report,)))
 
 
 def _open_orchestrator(

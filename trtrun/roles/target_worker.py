@@ -20,8 +20,9 @@ from parallel.mailbox import Mailbox
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core import Draft, HostDraft, HostVerdict, RoundPlan
 from trtrun.engine.runner import Engine
+from trtrun.roles.launched_round import DoneRound, LaunchedRound
 from trtrun.roles.phase_clock import HostPhases, PhaseClock
-from trtrun.roles.verdict_report import read_verdict
+from trtrun.roles.verdict_report import VerdictCopy
 from trtrun.speculation.cycle import begin_round, verify_round
 from trtrun.tensors import device_integers
 from trtrun.wire.packets import DRAFT_TAG, VERDICT_TAG, decode_draft, encode_verdict, round_of
@@ -94,6 +95,10 @@ class TargetWorker:
         """Whether it decides."""
         return self.rank == self.target_ranks[0]
 
+    def launch_round(self, plan: RoundPlan) -> LaunchedRound:
+        """Run one round to its end: draft ranks wait for the verdict as a message of the host."""
+        return DoneRound(self.run_round(plan))
+
     @torch.inference_mode()
     def run_round(self, plan: RoundPlan) -> ReportArrays | None:
         """Run one round; returns the leader's report, None elsewhere."""
@@ -116,7 +121,7 @@ class TargetWorker:
         if not self.leads:
             self.phases.end("verifying")
             return None
-        report = read_verdict(plan, verdict)
+        report = VerdictCopy(plan, verdict).wait()
         self._tell_draft_ranks(plan, report)
         self.phases.end("verifying")
         self.activity.enter(plan.round_index, Phase.REPORTING)

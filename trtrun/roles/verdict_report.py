@@ -5,36 +5,77 @@ It knows the verdict's tensors and the report's layout. It does not know who rea
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from trtrun.core import RoundPlan, Verdict
+from trtrun.roles.phase_clock import Event, timing_event
 from trtrun.wire.reports import ReportArrays, RoundTimes
 
 
-def read_verdict(plan: RoundPlan, verdict: Verdict | None) -> ReportArrays:
-    """Wait for the verdict and make the report of it, without times.
+class VerdictCopy:
+    """A verdict that is copied to the host. Counts, lengths, tokens and the bits of their logits travel in one tensor.
 
-    Counts, lengths, tokens and the bits of their logits travel in one tensor. A row with a logit that is not finite
-    gains no token: looking for that here costs the device nothing.
-
-    Args:
-        plan: the round's.
-        verdict: the leader's own; None where the round samples nothing.
+    From a GPU the copy goes to pinned memory behind what the device has to do first, and nothing waits for it here.
     """
-    if verdict is None:
-        tokens = np.empty((0, 1), dtype=np.int64)
-        return ReportArrays(plan.round_index, RoundTimes(), tokens[:, 0], tokens[:, 0], tokens)
-    assert verdict.draft_lens is not None and verdict.chosen_logits is not None  # the leader's own
-    bits = verdict.chosen_logits.view(torch.int32).to(torch.int64)
-    columns = (verdict.num_tokens.unsqueeze(1), verdict.draft_lens.unsqueeze(1), verdict.tokens, bits)
-    packed = torch.cat(columns, dim=1).cpu().numpy()
-    width = verdict.tokens.shape[1]
-    num_tokens, tokens = packed[:, 0], packed[:, 2 : 2 + width]
-    chosen = np.isfinite(packed[:, 2 + width :].astype(np.int32).view(np.float32))
-    if not chosen.all():
-        num_tokens = np.where((chosen | (tokens < 0)).all(axis=1), num_tokens, 0)
-    report = (plan.round_index, RoundTimes(), num_tokens, np.maximum(packed[:, 1], 0), tokens)
-    if verdict.logprobs is None:
-        return ReportArrays(*report)
-    return ReportArrays(*report, verdict.logprobs.token_ids.cpu().numpy(), verdict.logprobs.values.cpu().numpy())
+
+    def __init__(self, plan: RoundPlan, verdict: Verdict | None) -> None:
+        """Begin to copy.
+
+        Args:
+            plan: the round's.
+            verdict: the leader's own; None where the round samples nothing.
+        """
+        self._round_index = plan.round_index
+        self._width = 1
+        self._event: Event | None = None
+        self._copies: list[torch.Tensor] = []
+        if verdict is None:
+            return
+        assert verdict.draft_lens is not None and verdict.chosen_logits is not None  # the leader's own
+        self._width = verdict.tokens.shape[1]
+        bits = verdict.chosen_logits.view(torch.int32).to(torch.int64)
+        columns = (verdict.num_tokens.unsqueeze(1), verdict.draft_lens.unsqueeze(1), verdict.tokens, bits)
+        sources = [torch.cat(columns, dim=1)]
+        if verdict.logprobs is not None:
+            sources += [verdict.logprobs.token_ids, verdict.logprobs.values]
+        self._copies = [_to_host(source) for source in sources]
+        if verdict.tokens.is_cuda:
+            self._event = timing_event()
+            self._event.record()
+
+    def is_here(self) -> bool:
+        """Whether `wait` would not wait."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> ReportArrays:
+        """Wait for the copy, and make the report of it, without times.
+
+        A row with a logit that is not finite gains no token: looking for that here costs the device nothing.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        if not self._copies:
+            tokens = np.empty((0, 1), dtype=np.int64)
+            return ReportArrays(self._round_index, RoundTimes(), tokens[:, 0], tokens[:, 0], tokens)
+        packed = self._copies[0].numpy()
+        width = self._width
+        num_tokens, tokens = packed[:, 0], packed[:, 2 : 2 + width]
+        chosen = np.isfinite(packed[:, 2 + width :].astype(np.int32).view(np.float32))
+        if not chosen.all():
+            num_tokens = np.where((chosen | (tokens < 0)).all(axis=1), num_tokens, 0)
+        draft_lens = np.maximum(packed[:, 1], 0)
+        report = ReportArrays(self._round_index, RoundTimes(), num_tokens, draft_lens, tokens)
+        if len(self._copies) == 1:
+            return report
+        _, ids, values = self._copies
+        return replace(report, logprob_ids=ids.numpy(), logprob_values=values.numpy())
+
+
+def _to_host(source: torch.Tensor) -> torch.Tensor:
+    """`source` itself on the CPU; else memory of the host that will have its contents."""
+    if source.is_cpu:
+        return source
+    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)

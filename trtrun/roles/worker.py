@@ -7,7 +7,7 @@ A process holds a draft rank, a target rank or, where both list its device, both
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,8 +15,9 @@ from parallel.link import Link
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core import RoundPlan
 from trtrun.engine.runner import Engine
+from trtrun.roles.launched_round import DecidedRound, DoneRound, LaunchedRound
 from trtrun.roles.phase_clock import HostPhases, PhaseClock
-from trtrun.roles.verdict_report import read_verdict
+from trtrun.roles.verdict_report import VerdictCopy
 from trtrun.speculation.cycle import begin_round, draft_round, learn_verdict, transfer, verify_round
 from trtrun.speculation.drafter import Drafter
 from trtrun.wire.reports import ReportArrays, RoundTimes
@@ -53,8 +54,8 @@ class Worker:
     forced_acceptance: float | None = None
 
     @torch.inference_mode()
-    def run_round(self, plan: RoundPlan) -> ReportArrays | None:
-        """Run one round; returns the report of a leader, None elsewhere."""
+    def launch_round(self, plan: RoundPlan) -> LaunchedRound:
+        """Run one round, but for what a GPU has still to do when this returns. Nothing here waits for a GPU."""
         self.phases.start(plan.round_index)
         self.activity.enter(plan.round_index, Phase.DRAFTING)
         by_probability = begin_round(plan, self.drafter, self.target, use_logits=self.use_logits)
@@ -88,9 +89,8 @@ class Worker:
         self.phases.end("verifying" if self.target is not None else "waiting")
         self.activity.enter(plan.round_index, Phase.REPORTING)
         if self.leads_target:
-            report = read_verdict(plan, verdict)
-            return replace(report, times=self._take_times())  # now, when the device has done all of the round
-        return ReportArrays(plan.round_index, self._take_times()) if self.leads_draft else None
+            return DecidedRound(VerdictCopy(plan, verdict), self._take_times)
+        return DoneRound(ReportArrays(plan.round_index, self._take_times()) if self.leads_draft else None)
 
     def _take_times(self) -> RoundTimes:
         """What the phases took that this process leads: on a GPU those of rounds that are known to be over."""
