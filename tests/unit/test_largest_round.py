@@ -52,10 +52,13 @@ def test_the_largest_rounds_have_all_the_rows_and_tokens_there_may_be(
     settings = {**SETTINGS, "scheduler": {"max_batch_size": max_rows, "max_num_tokens": max_tokens, "max_seq_len": 64}}
     config = configuration(target, make_draft(tmp_path / "draft", target, 1), **settings)
     shape = round_shape(config, 64)
-    mixed, short, alone = largest_rounds(shape)
+    mixed, padded, short, alone = largest_rounds(shape)
     assert sorted(chunk.length for chunk in mixed.prefill) == chunks
     assert [chunk.length for chunk in short.prefill] == [min(max_tokens, 59)]
-    assert all(sorted(plan.sampled_rows) == list(range(max_rows)) for plan in (mixed, short, alone))
+    assert all(sorted(plan.sampled_rows) == list(range(max_rows)) for plan in (mixed, padded, short, alone))
+    lengths = [min(chunk.length, 17) for chunk in padded.prefill]
+    assert len(lengths) == min(max_rows, -(-max_tokens // 17)) and lengths[:-1] == [17] * (len(lengths) - 1)
+    assert sum(chunk.length for chunk in padded.prefill) == min(max_tokens, 59 + 17 * (max_rows - 1))
     assert alone.prefill == () and set(alone.draft_lens.tolist()) == {4}
     assert alone.max_context <= 64 and small_round(shape).max_context < alone.max_context
 
@@ -111,7 +114,7 @@ class Counters:
 def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 1000 MiB: three large rounds take 30 each, and 5 each beside the allocator; each graph more takes 1 MiB."""
+    """Of 1000 MiB: four large rounds take 30 each, and 5 each beside the allocator; each graph more takes 1 MiB."""
     monkeypatch.setattr(startup, "capture_for", lambda device: lambda work: work)
     settings = {**SETTINGS, "kv_cache": {"max_tokens": None, "block_size": 4, "free_memory_fraction": 1.0}}
     target = make_checkpoint(tmp_path / "target", seed=1)
@@ -122,15 +125,15 @@ def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
     def counted(rehearsal: Rehearsal, plan: RoundPlan) -> None:
         before = rehearsal.num_graphs
         play(rehearsal, plan)
-        is_small = len(played) == 3
+        is_small = len(played) == 4
         played.append(plan)
         captured = rehearsal.num_graphs - before
         counters.take(captured * MIB if is_small else 30 * MIB, 0 if is_small else 5 * MIB)
 
     monkeypatch.setattr(Rehearsal, "play", counted)
     blocks = loaded._count_beside_measured_round()
-    assert len(played) == 4
-    expected = (90 + 15 + graphs.MOST_GRAPHS) * MIB
+    assert len(played) == 5
+    expected = (120 + 20 + graphs.MOST_GRAPHS) * MIB
     assert loaded._working_bytes == expected
     demand = loaded._demand()
     most_useful = 4 * -(-65 // 4)

@@ -19,7 +19,14 @@ from trtrun.kvcache.segments import AttentionBatch
 
 
 class AttentionBackend(Protocol):
-    """One way to write keys and values to the store and to attend over them."""
+    """One way to write keys and values to the store and to attend over them.
+
+    Attributes:
+        tile: queries, heads of a KV head counted, that are computed at a time, where prompts are best handed in as rows
+            of so many; None where each is best one row.
+    """
+
+    tile: int | None
 
     def forward(
         self,
@@ -63,6 +70,8 @@ class AttentionBackend(Protocol):
 
 class HostAttention:
     """Attention on the CPU: trtrun's own kernel where it takes the head and the block size, else gathered contexts."""
+
+    tile: int | None = None
 
     def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
         """For a model of `dtype` with heads of `head_dim` numbers."""

@@ -27,6 +27,8 @@ class GatherAttention:
     keys behind it, which `F.scaled_dot_product_attention` does not offer; lossless greedy decoding rests on that.
     """
 
+    tile: int | None = None
+
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from trtrun.core import PrefillChunk
+from trtrun.engine.prompt_tiles import PromptTile, fitted_tiles
 from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.tensors import device_integers
@@ -32,22 +33,24 @@ class ForwardBatch:
     attention: AttentionBatch
 
 
-def pad_chunks(rows: RowState, chunks: Sequence[PrefillChunk], width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chunks of prompts as rows with the same number of queries, so that the last query of each is its last token.
+def read_tiles(
+    rows: RowState, tiles: Sequence[PromptTile], width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rows, tokens and positions of tiles of prompts.
 
     Args:
         rows: the state of the rows.
-        chunks: at least one.
-        width: at least the length of each.
+        tiles: T of them, at least one.
+        width: queries of each.
 
     Returns:
-        tokens [chunks, width] int64, and positions [chunks, width] int64 with -1 for padding, which comes first.
+        rows [T] int64, tokens [T, width] int64, and positions [T, width] int64 with -1 for padding, which comes first.
     """
-    values = [(chunk.row, chunk.start, chunk.start + chunk.length) for chunk in chunks]
-    row, start, stop = device_integers(values, rows.device).unsqueeze(2).unbind(1)
-    positions = stop - width + torch.arange(width, device=rows.device)
+    values = device_integers([(tile.row, tile.start, tile.first) for tile in tiles], rows.device)
+    row, start, first = values.unsqueeze(2).unbind(1)
+    positions = first + torch.arange(width, device=rows.device)
     positions = torch.where(positions >= start, positions, -1)
-    return rows.token_ids[row, positions.clamp(min=0)].to(torch.int64), positions
+    return row[:, 0], rows.token_ids[row, positions.clamp(min=0)].to(torch.int64), positions
 
 
 class BatchBuilder:
@@ -90,6 +93,23 @@ class BatchBuilder:
         tokens = self._rows.token_ids[chunk.row, chunk.start : stop].to(torch.int64).unsqueeze(0)
         positions = torch.arange(chunk.start, stop, device=device).unsqueeze(0)
         return self.add_rows(rows, tokens, positions, stop)
+
+    def add_prompts(self, chunks: Sequence[PrefillChunk], tile_width: int | None) -> list[int]:
+        """Add prefill chunks: each as a segment of its own, or all as tiles of up to `tile_width` queries.
+
+        Returns:
+            The last token of each chunk.
+        """
+        if tile_width is None:
+            return [self.add_prefill(chunk) + chunk.length - 1 for chunk in chunks]
+        last = [0] * len(chunks)
+        context = max((chunk.start + chunk.length for chunk in chunks), default=0)
+        # The widest last: where a chunk has tiles of two widths, it ends in the wider one.
+        for width, tiles in sorted(fitted_tiles(chunks, tile_width).items()):
+            start = self.add_rows(*read_tiles(self._rows, tiles, width), context)
+            for index, tile in enumerate(tiles):
+                last[tile.chunk] = start + (index + 1) * width - 1
+        return last
 
     def build_steps(self) -> list[StepBatch]:
         """The attention of the single segment, position by position: one forward of R tokens for each."""

@@ -33,8 +33,6 @@ MOST_PROMPT_TOKENS = 512
 """Tokens of prompts, padding counted, that are computed through a graph. With more the device has enough to do while
 the host launches, and padding would cost more than launching."""
 
-_FEWEST_PROMPT_TOKENS = 16
-
 SHARED_CONTEXT = 256
 """Contexts of up to so many tokens share a graph: attention does not split them, however wide the table."""
 
@@ -93,6 +91,7 @@ class ForwardGraphs:
         max_blocks: int,
         vocab_size: int,
         device: torch.device,
+        most_tiles: int = 0,
         most_graphs: int = MOST_GRAPHS,
         fewest_blocks: int = 1,
     ) -> None:
@@ -106,6 +105,7 @@ class ForwardGraphs:
             max_blocks: width of the rows' block tables.
             vocab_size: width of the logits.
             device: where everything lives.
+            most_tiles: tiles of prompts of one forward.
             most_graphs: how many to keep.
             fewest_blocks: up to which contexts share a graph.
         """
@@ -114,7 +114,8 @@ class ForwardGraphs:
         self._capture = capture
         self._max_rows = max_rows
         self._max_blocks = max_blocks
-        self._logits = torch.empty((max_rows * logits_per_row, vocab_size), dtype=torch.float32, device=device)
+        most_logits = max(max_rows * logits_per_row, most_tiles)
+        self._logits = torch.empty((most_logits, vocab_size), dtype=torch.float32, device=device)
         self._most_graphs = most_graphs
         self._graphs: OrderedDict[_Shape, _Captured] = OrderedDict()
 
@@ -132,11 +133,9 @@ class ForwardGraphs:
         """The width of block tables to hand in for contexts of up to `blocks` blocks."""
         return min(max(self._fewest_blocks, 1 << max(0, blocks - 1).bit_length()), self._max_blocks)
 
-    def prompt_width(self, lengths: Sequence[int]) -> int | None:
-        """To how many tokens chunks of such lengths are padded for a graph; None where they are too many."""
-        width = max(_FEWEST_PROMPT_TOKENS, 1 << (max(lengths) - 1).bit_length())
-        fits = len(lengths) <= self._max_rows and self._bucket(len(lengths)) * width <= MOST_PROMPT_TOKENS
-        return width if fits else None
+    def takes_prompts(self, tiles: int, width: int) -> bool:
+        """Whether so many tiles of prompts, of `width` queries each, are computed through a graph."""
+        return self._bucket(tiles) * width <= MOST_PROMPT_TOKENS
 
     def run(
         self, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, last_only: bool
@@ -192,7 +191,9 @@ class ForwardGraphs:
         return self._replay(shape, (first, positions, block_tables), work, output)[:rows]
 
     def _bucket(self, rows: int) -> int:
-        return min(1 << (rows - 1).bit_length(), self._max_rows)
+        bucket = 1 << (rows - 1).bit_length()
+        # Tiles of prompts may be more than rows.
+        return bucket if rows > self._max_rows else min(bucket, self._max_rows)
 
     def _replay(
         self,

@@ -12,13 +12,17 @@ from dataclasses import dataclass
 import torch
 
 from trtrun.core import PrefillChunk, RoundPlan
-from trtrun.engine.batch import BatchBuilder, ForwardBatch, pad_chunks
-from trtrun.engine.graphs import SHARED_CONTEXT, Capture, ForwardGraphs
+from trtrun.engine.batch import BatchBuilder, ForwardBatch, read_tiles
+from trtrun.engine.graphs import MOST_PROMPT_TOKENS, SHARED_CONTEXT, Capture, ForwardGraphs
+from trtrun.engine.prompt_tiles import even_tiles, padded_width
 from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM
-from trtrun.tensors import kept_integers
+from trtrun.tensors import device_integers, kept_integers
+
+_NARROWEST_TILE = 16
+"""Queries of a tile of prompts in a graph, at least: few widths make few graphs."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Engine:
         self.vocab_size = model.config.vocab_size
         self.device = rows.device
         self._overflowed = False
+        self._prompt_width = model.prompt_width
         self._graphs = self._make_graphs(capture, logits_per_row) if capture is not None else None
 
     def _make_graphs(self, capture: Capture, logits_per_row: int) -> ForwardGraphs:
@@ -74,8 +79,14 @@ class Engine:
             max_blocks=max_blocks,
             vocab_size=self.vocab_size,
             device=self.device,
+            most_tiles=0 if self._prompt_width is None else -(-MOST_PROMPT_TOKENS // self._narrowest_tile),
             fewest_blocks=-(-SHARED_CONTEXT // self.rows.block_size),
         )
+
+    @property
+    def _narrowest_tile(self) -> int:
+        """`_NARROWEST_TILE`, or what the kernel takes where that is less."""
+        return min(_NARROWEST_TILE, self._prompt_width or _NARROWEST_TILE)
 
     @property
     def block_size(self) -> int:
@@ -118,8 +129,7 @@ class Engine:
         if self._prefill_by_graph(chunks) is not None:
             return
         builder = BatchBuilder(self.rows)
-        for chunk in chunks:
-            builder.add_prefill(chunk)
+        builder.add_prompts(chunks, self._prompt_width)
         if builder.num_tokens:
             self._forward(builder.build())
 
@@ -235,10 +245,10 @@ class Engine:
                 return logits if after_prompts is None else self._join(logits, after_prompts, plan, queries)
             start = builder.add_rows(rows, tokens, positions, plan.max_context)
             picks.append(torch.arange(start, builder.num_tokens, device=self.device))
-        for chunk in chunks:
-            builder.add_prefill(chunk)
-            if chunk.is_last:
-                picks.append(torch.full((queries,), builder.num_tokens - 1, device=self.device))
+        last = builder.add_prompts(chunks, self._prompt_width)
+        ended = [token for token, chunk in zip(last, chunks, strict=True) if chunk.is_last]
+        if ended:
+            picks.append(device_integers(ended, self.device).repeat_interleave(queries))
         nothing = torch.empty((0, queries, self.vocab_size), device=self.device)
         if not builder.num_tokens:
             return nothing if after_prompts is None else self._join(nothing, after_prompts, plan, queries)
@@ -253,22 +263,24 @@ class Engine:
         Returns:
             [chunks, vocab] logits after the last token of each, not overwritten by later forwards; else None.
         """
-        if self._graphs is None or not chunks:
+        if self._graphs is None or self._prompt_width is None or not chunks:
             return None
-        width = self._graphs.prompt_width([chunk.length for chunk in chunks])
-        if width is None:
+        longest = max(chunk.length for chunk in chunks)
+        width = max(self._narrowest_tile, padded_width(longest, self._prompt_width))
+        tiles = even_tiles(chunks, width)
+        if not self._graphs.takes_prompts(len(tiles), width):
             return None
-        tokens, positions = pad_chunks(self.rows, chunks, width)
-        rows = kept_integers([chunk.row for chunk in chunks], self.device)
         context = max(chunk.start + chunk.length for chunk in chunks)
-        return self._run_rows(rows, tokens, positions, context, last_only=True).clone()
+        logits = self._run_rows(*read_tiles(self.rows, tiles, width), context, last_only=True)
+        last = {tile.chunk: index for index, tile in enumerate(tiles)}
+        return logits[device_integers(list(last.values()), self.device)]
 
     def _join(self, logits: torch.Tensor, after_prompts: torch.Tensor, plan: RoundPlan, queries: int) -> torch.Tensor:
         """Logits [decode_rows, queries, vocab], and behind them those of prompts that end in the round, repeated."""
         ended = [index for index, chunk in enumerate(plan.prefill) if chunk.is_last]
         if not ended:
             return logits
-        last = after_prompts[kept_integers(ended, self.device)].unsqueeze(1)
+        last = after_prompts[device_integers(ended, self.device)].unsqueeze(1)
         return torch.cat((logits, last.expand(-1, queries, -1)))
 
     def _run_rows(

@@ -28,6 +28,9 @@ _PARTIAL_BYTES = 64 << 20
 _MOST_CATCH_UP = 8
 """Tokens that a draft engine feeds of each row after rounds that it sat out."""
 
+_MOST_PADDING = 63
+"""Of a prompt's chunk in tiles of 128 queries (engine/prompt_tiles.py)."""
+
 _FLOAT = 4
 _SAMPLING_TENSORS = 8
 """Tensors of float32 that penalties, filters, noise or acceptance hold of the logits that are worked on at a time."""
@@ -87,6 +90,8 @@ def working_bytes(
     tokens = max(shape.max_tokens, verified, shape.max_rows * (1 if verifies else _MOST_CATCH_UP))
     # Drafts of different lengths are padded to the longest, beyond what the scheduler counts.
     tokens += verified
+    if device_type == "cuda":
+        tokens += min(shape.max_tokens, shape.max_rows * _MOST_PADDING)
     logits = verified * model.vocab_size * _FLOAT
     head = _head_bytes(verified, layout, model, tp_size, dtype)
     total = _row_state_bytes(shape) + _rotary_bytes(shape, model, dtype)
@@ -97,7 +102,7 @@ def working_bytes(
         largest = max(weight.num_elements for weight in layout.linear_weights())
         total += largest * dtype.itemsize + tokens * (2 * model.intermediate_size) * _FLOAT
     if graphs:
-        captured = max(verified, shape.max_rows * 2, min(shape.max_tokens, MOST_PROMPT_TOKENS))
+        captured = max(verified, shape.max_rows * 2, MOST_PROMPT_TOKENS)
         pool = _activation_bytes(captured, shape, layout, model, tp_size, dtype) + head
         total += logits + pool + logits + MOST_GRAPHS * _GRAPH_BYTES
     return total

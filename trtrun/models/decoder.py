@@ -116,6 +116,12 @@ class CausalLM:
         self._rotary = rotary
         self.on_layer: Callable[[], None] | None = None
 
+    @property
+    def prompt_width(self) -> int | None:
+        """Queries of the rows that prompts are best cut into; None where each is best one row."""
+        layer = self._layers[0]
+        return None if layer.attention.tile is None else max(1, layer.attention.tile * layer.kv_heads // layer.heads)
+
     def reserve_positions(self, positions: int) -> None:
         """Make rotary tables for positions [0, positions) now; needed before a graph is captured, free otherwise."""
         self._rotary.reserve(positions)

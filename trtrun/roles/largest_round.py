@@ -24,6 +24,9 @@ from trtrun.speculation.ahead.drafter import AheadDrafter
 from trtrun.speculation.cycle import anticipate_round, begin_round, draft_round, propose_round, verify_round
 from trtrun.speculation.drafter import Drafter
 
+_MUCH_PADDING = 17
+"""Tokens of a prompt that becomes a tile of 32 queries (engine/prompt_tiles.py)."""
+
 _CATCH_UP = 8
 """Tokens that a draft engine feeds of a row at most (scheduling/planning.py)."""
 
@@ -121,23 +124,28 @@ class Rehearsal:
 
 
 def largest_rounds(shape: RoundShape) -> list[RoundPlan]:
-    """A round of prompts and rows together, of all the tokens that a round may have, one of a prompt as long as graphs
-    take them, and one of all rows alone."""
+    """Rounds of all the tokens that a round may have, in few prompts and in as many as take most padding, beside rows;
+    a round with a prompt as long as graphs take them; and one of all rows alone."""
     length = max(2, shape.max_seq_len - shape.draft_len - 1)
-    chunks, left = [], shape.max_tokens
+    kinds = [
+        _chunks(shape, length, shape.max_tokens, length),
+        _chunks(shape, length, shape.max_tokens, _MUCH_PADDING),
+        _chunks(shape, length, min(shape.max_tokens, length, MOST_PROMPT_TOKENS), length),
+        [],
+    ]
+    return [_plan(shape, range(shape.max_rows - len(chunks)), chunks, length) for chunks in kinds]
+
+
+def _chunks(shape: RoundShape, length: int, num_tokens: int, usual: int) -> list[PrefillChunk]:
+    """The ends of prompts of `length`, `num_tokens` in all where there are rows for them, `usual` each but for the one
+    of the first row, which gets the rest."""
+    chunks, left = [], num_tokens
     for row in reversed(range(shape.max_rows)):
-        if left:
-            count = min(left, length)
+        count = min(left, usual if row else length)
+        if count:
             chunks.append(PrefillChunk(row, length - count, count, is_last=True, followed=True))
             left -= count
-    decoding = range(shape.max_rows - len(chunks))
-    last, short = shape.max_rows - 1, min(shape.max_tokens, length, MOST_PROMPT_TOKENS)
-    prompt = PrefillChunk(last, length - short, short, is_last=True, followed=True)
-    return [
-        _plan(shape, decoding, chunks, length),
-        _plan(shape, range(last), (prompt,), length),
-        _plan(shape, range(shape.max_rows), (), length),
-    ]
+    return chunks
 
 
 def small_round(shape: RoundShape) -> RoundPlan:

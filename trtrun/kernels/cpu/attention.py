@@ -37,6 +37,8 @@ _NO_WINDOW = 1 << 30
 class NativeAttention:
     """Paged attention for heads of one size; see `AttentionBackend`."""
 
+    tile: int | None = None
+
     def __init__(self, head_dim: int) -> None:
         """Compile the kernel for heads of `head_dim` numbers."""
         self._kernel = _kernel(head_dim)

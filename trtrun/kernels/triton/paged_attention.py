@@ -23,11 +23,15 @@ the same bits in a round, in a prompt and in any company."""
 PARTIAL_BYTES = 64 << 20
 """Results of shares that exist at once: 64 rows of 6 queries, 32 heads and 16k tokens have 400 MB."""
 
-_LARGEST_TILE = 64
-"""Queries of a KV head, heads counted, of one program. Up to so many, the shares have programs of their own."""
+_MOST_SPLIT = 64
+"""Queries of a KV head, heads counted, of which the shares have programs of their own."""
 
-_KEYS = 64
+_LARGEST_TILE = 128
+"""Queries of a KV head, heads counted, of one program that goes through all shares."""
+
+_KEYS = 128
 """Keys of one step of a program."""
+
 
 _VARYING = ["queries", "position_row", "position_query", "table_row"]
 """Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them."""
@@ -73,48 +77,11 @@ def _merge(peak, total, more_peak, more_total):
 
 
 @triton.jit
-def _sum_weights(weights):
-    """Sums of [queries, keys] numbers of 0 to 1, in steps of 2^-22: of whole numbers, whose order does not count."""
-    # Beside 3 a float32 has just that step, and its bits count up with it.
-    whole = (weights + 3.0).to(tl.int32, bitcast=True) - 0x40400000
-    return tl.sum(whole, axis=1).to(tl.float32) * (1.0 / (1 << 22))
-
-
-@triton.jit
-def _attend_share(
-    rotated, store, value_offset, table, own, share, oldest, last, scale, kv_head, kv_heads, window,
-    BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
-    TILE: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Queries [TILE, HEAD_PADDED] over one share of keys: their peaks, the sums of their weights, and of values."""
-    element = tl.arange(0, HEAD_PADDED)
-    inside = element < HEAD
-    peak = tl.full([TILE], float("-inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
-    gathered = tl.zeros([TILE, HEAD_PADDED], tl.float32)
-    start = tl.maximum(share * SHARE, oldest // KEYS * KEYS)
-    stop = tl.minimum(share * SHARE + SHARE, last + 1)
-    for first in range(start, stop, KEYS):
-        at = first + tl.arange(0, KEYS)
-        known = at < stop
-        block = tl.load(table + at // BLOCK_SIZE, mask=known, other=0)
-        base = ((block * kv_heads + kv_head) * BLOCK_SIZE + at % BLOCK_SIZE) * HEAD
-        keys = tl.load(store + base[None, :] + element[:, None], mask=known[None, :] & inside[:, None], other=0.0)
-        # exp2 is the faster one: the factor of scale is log2(e).
-        scores = tl.dot(rotated, keys, input_precision=PRECISION) * (scale * 1.4426950408889634)
-        seen = (at[None, :] <= own[:, None]) & (at[None, :] > own[:, None] - window) & known[None, :]
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(peak, tl.ceil(tl.max(scores, axis=1)))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - safe[:, None])
-        fade = _power(peak - safe)
-        values = tl.load(
-            store + value_offset + base[:, None] + element[None, :], mask=known[:, None] & inside[None, :], other=0.0
-        )
-        total = total * fade + _sum_weights(weights)
-        gathered = tl.dot(weights.to(values.dtype), values, gathered * fade[:, None], input_precision=PRECISION)
-        peak = higher
-    return peak, total, gathered
+def _sum_weights(weights, KEYS: tl.constexpr):
+    """Sums of [queries, KEYS] numbers of 0 to 1, in steps of 2^-22: of whole numbers, whose order does not count."""
+    # Beside 3 a float32 has just that step, and its bits count up with it. A sum may go round; the difference does not.
+    whole = tl.sum((weights + 3.0).to(tl.int32, bitcast=True), axis=1) - (0x40400000 * KEYS & 0x7FFFFFFF)
+    return whole.to(tl.float32) * (1.0 / (1 << 22))
 
 
 @triton.jit(do_not_specialize=[*_VARYING, "shares"])
@@ -125,30 +92,65 @@ def _attend_kernel(
     BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
     TILE: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one row and KV head over one share of the row's context, or all of them."""
-    row, kv_head = tl.program_id(0), tl.program_id(1)
+    """One tile of queries of one row and KV head over one share of the row's context, or all of them, one by one."""
+    # The last tile of a prompt sees most keys: it begins first.
+    row = tl.program_id(0) if IS_SPLIT else tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
     place = tl.arange(0, TILE) + (0 if IS_SPLIT else tl.program_id(2) * TILE)
     index, head = place // group, kv_head * group + place % group
     real = index < queries
     own = tl.load(positions + row * position_row + index * position_query, mask=real, other=0)
     own = tl.maximum(own, 0)  # padding sees key 0 alone
     last = tl.max(own)
-    oldest = tl.maximum(tl.min(tl.where(real, own, last)) - window + 1, 0)
-    share = tl.program_id(2) if IS_SPLIT else oldest // SHARE
-    stop = last // SHARE + 1
-    if share >= stop or (share + 1) * SHARE <= oldest:
+    first_own = tl.min(tl.where(real, own, last))
+    oldest = tl.maximum(first_own - window + 1, 0)
+    start, stop = oldest // KEYS * KEYS, last + 1
+    share = tl.program_id(2)
+    if IS_SPLIT:
+        start, stop = tl.maximum(start, share * SHARE), tl.minimum(stop, share * SHARE + SHARE)
+    if start >= stop:
         return
     token = row * queries + index
     element = tl.arange(0, HEAD_PADDED)
-    mask = real[:, None] & (element < HEAD)[None, :]
+    inside = element < HEAD
+    mask = real[:, None] & inside[None, :]
     rotated = tl.load(
         query + token[:, None] * query_token + head[:, None] * query_head + element[None, :], mask=mask, other=0.0
     )
     table = tables + row * table_row
-    peak, total, gathered = _attend_share(
-        rotated, store, value_offset, table, own, share, oldest, last, scale, kv_head, kv_heads, window,
-        BLOCK_SIZE, HEAD, HEAD_PADDED, TILE, SHARE, KEYS, PRECISION,
-    )  # fmt: skip
+    peak = tl.full([TILE], float("-inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    gathered = tl.zeros([TILE, HEAD_PADDED], tl.float32)
+    all_peak, all_total, all_gathered = peak, total, gathered
+    for first in range(start, stop, KEYS):
+        if not IS_SPLIT:  # noqa: SIM102 (known when the kernel is compiled)
+            if (first % SHARE == 0) & (first > start):  # a share is done
+                all_peak, all_total, fade, factor = _merge(all_peak, all_total, peak, total)
+                all_gathered = all_gathered * fade[:, None] + gathered * factor[:, None]
+                peak = tl.full([TILE], float("-inf"), tl.float32)
+                total = tl.zeros([TILE], tl.float32)
+                gathered = tl.zeros([TILE, HEAD_PADDED], tl.float32)
+        at = first + tl.arange(0, KEYS)
+        known = at < stop
+        block = tl.load(table + at // BLOCK_SIZE, mask=known, other=0)
+        base = ((block * kv_heads + kv_head) * BLOCK_SIZE + at % BLOCK_SIZE) * HEAD
+        keys = tl.load(store + base[None, :] + element[:, None], mask=known[None, :] & inside[:, None], other=0.0)
+        scores = tl.dot(rotated, keys, input_precision=PRECISION)
+        if (first + KEYS > first_own + 1) | (first <= last - window):  # some query does not see some key
+            seen = (at[None, :] <= own[:, None]) & (at[None, :] > own[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        # exp2 is the faster one: the factor of scale is log2(e).
+        stretch = scale * 1.4426950408889634
+        higher = tl.maximum(peak, tl.ceil(tl.max(scores, axis=1) * stretch))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores * stretch - safe[:, None])
+        fade = _power(peak - safe)
+        values = tl.load(
+            store + value_offset + base[:, None] + element[None, :], mask=known[:, None] & inside[None, :], other=0.0
+        )
+        total = total * fade + _sum_weights(weights, KEYS)
+        gathered = tl.dot(weights.to(values.dtype), values, gathered * fade[:, None], input_precision=PRECISION)
+        peak = higher
     result = token * (kv_heads * group) + head
     if IS_SPLIT:
         slot = result.to(tl.int64) * shares + share
@@ -156,13 +158,8 @@ def _attend_kernel(
         tl.store(partial_sum + slot, total, mask=real)
         tl.store(partial_output + slot[:, None] * HEAD + element[None, :], gathered, mask=mask)
     else:
-        for later in range(share + 1, stop):
-            more_peak, more_total, more = _attend_share(
-                rotated, store, value_offset, table, own, later, oldest, last, scale, kv_head, kv_heads, window,
-                BLOCK_SIZE, HEAD, HEAD_PADDED, TILE, SHARE, KEYS, PRECISION,
-            )  # fmt: skip
-            peak, total, fade, factor = _merge(peak, total, more_peak, more_total)
-            gathered = gathered * fade[:, None] + more * factor[:, None]
+        _, total, fade, factor = _merge(all_peak, all_total, peak, total)
+        gathered = all_gathered * fade[:, None] + gathered * factor[:, None]
         gathered = gathered / tl.where(total == 0.0, 1.0, total)[:, None]
         at = output + result[:, None] * HEAD + element[None, :]
         tl.store(at, gathered.to(output.dtype.element_ty), mask=mask)
@@ -205,6 +202,8 @@ def _combine_kernel(
 
 class PagedAttention:
     """An AttentionBackend that copies no context: each program follows the block table."""
+
+    tile: int | None = _LARGEST_TILE
 
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
@@ -256,7 +255,7 @@ class PagedAttention:
         heads, kv_heads = query.shape[1], store_layer.shape[2]
         block_size, head_dim = store_layer.shape[3:]
         shares = -(-segment.block_tables.shape[1] * block_size // _SHARE)
-        is_split = shares > 1 and segment.queries * (heads // kv_heads) <= _LARGEST_TILE
+        is_split = shares > 1 and segment.queries * (heads // kv_heads) <= _MOST_SPLIT
         for rows in _split_rows(segment, heads * (head_dim + 2) * 4 * shares if is_split else 0):
             tokens = slice(rows.start * segment.queries, rows.stop * segment.queries)
             tables, positions = segment.block_tables[rows], segment.positions[rows]
@@ -286,7 +285,7 @@ def _attend_rows(
     rows, queries = positions.shape
     tokens, heads, _ = query.shape
     group = heads // kv_heads
-    tile = min(_LARGEST_TILE, max(16, _padded(queries * group)))
+    tile = min(_MOST_SPLIT if is_split else _LARGEST_TILE, max(16, _padded(queries * group)))
     tiles = -(-queries * group // tile)
     slots = tokens * heads * shares if is_split else 0
     sums, peaks = query.new_empty((2, slots), dtype=torch.float32)
@@ -300,7 +299,7 @@ def _attend_rows(
         queries, kv_heads, group, reach, shares,
         BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=max(16, _padded(head_dim)), TILE=tile, SHARE=_SHARE,
         KEYS=_KEYS, IS_SPLIT=is_split, PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
-        num_warps=4, num_stages=2,
+        num_warps=8 if tile == _LARGEST_TILE else 4, num_stages=2,
     )  # fmt: skip
     if is_split:
         _combine_kernel[(tokens * heads,)](
