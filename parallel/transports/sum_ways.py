@@ -102,13 +102,13 @@ class SumWays:
             device: this rank's CUDA device.
             beside: ways that are timed to compare with, and not chosen.
         """
-        own: dict[Way, dict[int, float]] = {}
+        own: dict[Way, dict[int, float]] = {way: {} for way in (*self._ways, *beside)}
         with torch.cuda.device(device):
-            for nbytes in MEASURED_BYTES:
+            for nbytes in reversed(MEASURED_BYTES):  # the long ones first: they wake a GPU that saved power
                 message = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device)
                 for way in dict.fromkeys((*self.candidates(nbytes), *beside)):
                     add = self._ways.get(way) or beside[way]
-                    own.setdefault(way, {})[nbytes] = _time(add, message, comm)
+                    own[way][nbytes] = _time(add, message, comm)
         return self.decide([_read(timed) for timed in all_gather_json(comm, own)])
 
 
