@@ -4,9 +4,9 @@
 // waits, and reads its own. Every number is a float32 sum in the order of the ranks, rounded once, whatever the size of
 // the message and whichever kernel made it.
 //
-// Given at compilation: RANKS, THREADS (of a block), SLOTS, GROUPS (8 bytes of a message each; of the largest
-// message of one_shot), CHUNK (bytes of a slice in a block's part of two_shot), and where the
-// parts of a buffer begin: ONE_SHOT_CALLS, TWO_SHOT_CALLS, FLAGS, ARRIVALS, INBOX, OUTBOX.
+// Given at compilation: RANKS, THREADS (of a block), SLOTS, GROUPS (8 bytes of a message each; of the largest message of
+// one_shot), CHUNK (bytes of a slice in a block's part of two_shot), and where the parts of a buffer begin:
+// ONE_SHOT_CALLS, TWO_SHOT_CALLS, FLAGS, ARRIVALS, INBOX, OUTBOX.
 //
 // Nothing here ends a wait. A rank may be late for minutes, where its host compiles or reads, and only the host knows
 // whether it still lives: a process that ends takes its kernels with it.
@@ -129,10 +129,10 @@ struct Others {
 // as a whole. So a word that has this call's mark has this call's data: there is nothing to order, no fence and no
 // flag. (The idea is that of NCCL's LL protocol.)
 //
-// Block b always works on the same groups, so it counts its calls alone. A word is written again SLOTS = 4 calls
+// Block b always works on the same groups, so it counts its calls alone. A word's place is written again SLOTS = 4 calls
 // later. By then it has been read: a rank that begins call n + 2 of a block has finished n + 1, for which it had words
-// that the others sent in their own call n + 1, so after their call n had ended. Two slots would do; the others are
-// free for clearing.
+// that the others sent in their own call n + 1, so after their call n, and with it all reading, had ended. Two slots
+// would do; the other two are free for clearing.
 
 struct Marked {
     u64 first, second;  // mark in the upper half, data in the lower

@@ -76,7 +76,9 @@ def test_the_order_of_the_ranks_shows_and_tiny_numbers_are_kept(communicator: Co
 def test_calls_of_all_sizes_follow_each_other_without_waiting(communicator: Communicator, calls: int) -> None:
     """What one call leaves behind must not reach another: nothing here waits for the device before the end."""
     device, size = communicator.device, communicator.size
-    counts = [*COUNTS[:10], 5, 1, 2049] if calls < 1000 else COUNTS
+    if device.type == "cpu":
+        calls = min(calls, 1000)  # each waits for its peers anyway
+    counts = COUNTS[:10] if calls < 1000 else COUNTS
     cases = [
         (sample(communicator.rank, (count,), dtype, salt).to(device), total(size, (count,), dtype, salt).to(device))
         for salt in range(2)
