@@ -24,7 +24,7 @@ from parallel.communicator import SumTiming, check_peer, check_root, check_tenso
 from parallel.errors import CommunicatorError
 from parallel.json_gather import all_gather_json
 from parallel.transports.nccl_sums import NcclSums
-from parallel.transports.peer_all_reduce import ALIGNMENT, MOST_RANKS, Layout, PeerAllReduce
+from parallel.transports.peer_all_reduce import MOST_RANKS, Layout, PeerAllReduce
 from parallel.transports.peer_memory import PeerMemory, open_peer_memory
 from parallel.transports.sum_ways import Add, SumWays, Way
 
@@ -131,7 +131,7 @@ class NcclCommunicator:
         ways: dict[Way, Add] = {}
         most = {Way.GATHERED: GATHERED_BYTES}
         if peers is not None:
-            ways |= {Way.ONE_SHOT: _aligned(peers.one_shot), Way.TWO_SHOT: _aligned(peers.two_shot)}
+            ways |= {Way.ONE_SHOT: peers.one_shot, Way.TWO_SHOT: peers.two_shot}
             most[Way.ONE_SHOT] = peers.one_shot_bytes
         if self.size <= 2:
             ways[Way.NCCL] = self._nccl_sums.plain
@@ -239,17 +239,3 @@ class NcclCommunicator:
     def _stream(self) -> int:
         """Return torch's current stream as a raw handle; the caller's tensors belong to it, so no event is needed."""
         return int(torch.cuda.current_stream(self.device).cuda_stream)
-
-
-def _aligned(add: Add) -> Add:
-    """`add` for a tensor at any address: one that does not begin where the kernels want it is copied there and back."""
-
-    def add_aligned(message: torch.Tensor) -> None:
-        if message.data_ptr() % ALIGNMENT == 0:
-            add(message)
-        else:
-            copy = message.clone()
-            add(copy)
-            message.copy_(copy)
-
-    return add_aligned

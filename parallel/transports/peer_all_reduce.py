@@ -26,7 +26,7 @@ from parallel.transports.peer_memory import PeerMemory
 
 MOST_RANKS = 8
 ALIGNMENT = 16
-"""Bytes that the address of a message is a multiple of."""
+"""Bytes of the vectors that the kernels read and write."""
 
 THREADS = 512
 BLOCKS = 64
@@ -142,22 +142,29 @@ class PeerAllReduce:
         """Enqueue the sum of a small message, in place.
 
         Args:
-            message: contiguous, not empty, float32, float16 or bfloat16, at a multiple of ALIGNMENT, of
-                `one_shot_bytes` at most; the same shape and dtype on all ranks.
+            message: contiguous, not empty, float32, float16 or bfloat16, of `one_shot_bytes` at most; the same shape
+                and dtype on all ranks.
         """
-        nbytes = message.numel() * message.element_size()
-        blocks = self._layout.one_shot_blocks(nbytes)
-        self._launch("one_shot", message, blocks, (message.data_ptr(), nbytes, self._rank))
+        blocks = self._layout.one_shot_blocks(_count_bytes(message))
+        self._enqueue("one_shot", message, blocks, (self._rank,))
 
     def two_shot(self, message: torch.Tensor) -> None:
         """Enqueue the sum of a message of any size, in place; the rest is as in `one_shot`."""
-        nbytes = message.numel() * message.element_size()
-        blocks, chunk = self._layout.two_shot_shape(nbytes)
-        self._launch("two_shot", message, blocks, (message.data_ptr(), nbytes, chunk, self._rank))
+        blocks, chunk = self._layout.two_shot_shape(_count_bytes(message))
+        self._enqueue("two_shot", message, blocks, (chunk, self._rank))
+
+    def _enqueue(self, name: str, message: torch.Tensor, blocks: int, arguments: tuple[int, ...]) -> None:
+        """Enqueue a kernel for a message at any address; where no vector begins there, for a copy of it."""
+        if message.data_ptr() % ALIGNMENT == 0:
+            self._launch(name, message, blocks, arguments)
+        else:
+            copy = message.clone()
+            self._launch(name, copy, blocks, arguments)
+            message.copy_(copy)
 
     def _launch(self, name: str, message: torch.Tensor, blocks: int, arguments: tuple[int, ...]) -> None:
         """Enqueue a kernel on torch's current stream; the driver copies the arguments."""
-        values = (*arguments, *self._addresses)
+        values = (message.data_ptr(), _count_bytes(message), *arguments, *self._addresses)
         array = (ctypes.c_int64 * len(values))(*values)
         first = ctypes.addressof(array)
         places = (ctypes.c_void_p * len(values))(*range(first, first + 8 * len(values), 8))
@@ -165,6 +172,10 @@ class PeerAllReduce:
         with torch.cuda.device(self._device):  # the driver wants its context to be the current one
             stream = torch.cuda.current_stream(self._device).cuda_stream
             self._driver.launchKernel(kernel, blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(places), 0)
+
+
+def _count_bytes(message: torch.Tensor) -> int:
+    return message.numel() * message.element_size()
 
 
 def _compile(layout: Layout, device: torch.device) -> tuple[Any, dict[tuple[str, torch.dtype], int]]:

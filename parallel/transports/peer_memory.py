@@ -8,12 +8,14 @@ from __future__ import annotations
 import importlib
 import socket
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from mpi4py import MPI
 
 from parallel.json_gather import all_gather_json
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 SEAL_BYTES = 8
 _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from parallel.transports import peer_all_reduce
-from parallel.transports.peer_all_reduce import MOST_RANKS, THREADS, Layout, PeerAllReduce, kernel_source
+from parallel.transports.peer_all_reduce import ALIGNMENT, MOST_RANKS, THREADS, Layout, PeerAllReduce, kernel_source
 
 
 class FakeDriver:
@@ -26,6 +26,9 @@ class FakeDriver:
         name = KERNELS[kernel]
         pointers = (ctypes.c_void_p * arguments_of(name)).from_address(places)
         values = [ctypes.c_int64.from_address(pointer).value for pointer in pointers]
+        if name[1] == torch.bfloat16 and values[1] == 6000:
+            ones = torch.ones(3000, dtype=torch.bfloat16)
+            ctypes.memmove(values[0], ones.data_ptr(), 6000)
         self.launched.append((name, shape, shared, stream, extra, values))
 
 
@@ -59,13 +62,17 @@ def test_kernels_get_their_arguments_in_order(ranks: int, monkeypatch: pytest.Mo
     message = torch.zeros(3001, dtype=torch.bfloat16)
     sums.one_shot(message)
     sums.two_shot(message.float())
+    sums.one_shot(message[1:])  # begins where no vector does
     addresses = [1000, *others, *[0] * (MOST_RANKS - ranks)]
-    one, two = driver.launched
+    one, two, copied = driver.launched
     assert one[:5] == (("one_shot", torch.bfloat16), [2, 1, 1, THREADS, 1, 1], 0, 77, 0)
     assert one[5] == [message.data_ptr(), 6002, 1, *addresses]
     blocks, chunk = layout.two_shot_shape(12004)
     assert two[:5] == (("two_shot", torch.float32), [blocks, 1, 1, THREADS, 1, 1], 0, 77, 0)
     assert two[5][1:] == [12004, chunk, 1, *addresses]
+    assert copied[5][0] % ALIGNMENT == 0 != message[1:].data_ptr() % ALIGNMENT
+    assert copied[5][1:] == [6000, 1, *addresses]
+    assert (message == 1).tolist() == [False, *[True] * 3000], "the copy's sums come back"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, MOST_RANKS])
