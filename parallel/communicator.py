@@ -14,6 +14,8 @@ Rules that hold for every transport:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -21,6 +23,21 @@ import torch
 from parallel.errors import CommunicatorError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.bool)
+
+
+@dataclass(frozen=True)
+class SumTiming:
+    """How long sums of one size take, and how they are made.
+
+    Attributes:
+        nbytes: of the message.
+        way: how messages of this size are summed.
+        microseconds: of every way that was timed, by name.
+    """
+
+    nbytes: int
+    way: str
+    microseconds: Mapping[str, float]
 
 
 @runtime_checkable
@@ -33,6 +50,7 @@ class Communicator(Protocol):
         name: for messages, such as "target".
         device: where the tensors of all calls live.
         is_capturable: whether a CUDA graph can hold its operations: they only enqueue, and never touch the host.
+        sum_timings: what `warm_up` measured to choose how sums are made; empty where there is no choice.
     """
 
     rank: int
@@ -40,11 +58,14 @@ class Communicator(Protocol):
     name: str
     device: torch.device
     is_capturable: bool
+    sum_timings: tuple[SumTiming, ...]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum `tensor` over the ranks, in place, and return it. The result is bit-identical on all ranks.
 
-        float16 and bfloat16 are summed in float32 and rounded once. The sum of bools is their logical or.
+        Elements are added up in the order of the ranks, whatever the size of the tensor: float16 and bfloat16 in
+        float32, rounded once. So an element's bits do not depend on what is summed beside it. The sum of bools is
+        their logical or.
         """
         ...
 

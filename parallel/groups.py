@@ -62,7 +62,7 @@ def open_groups(
     """
     topology.check_world(world_comm.Get_size() if world_comm else 1)
 
-    def open_group(ranks: Sequence[int], name: str) -> Communicator | None:
+    def open_group(ranks: Sequence[int], name: str, sums_often: bool = True) -> Communicator | None:
         if world_comm is None:
             return open_communicator(device, None, name) if ranks else None
         from mpi4py import MPI
@@ -74,13 +74,13 @@ def open_groups(
         if not member:
             return None
         assert isinstance(group, MPI.Intracomm)  # the stubs of mpi4py promise a Comm only
-        communicator = open_communicator(device, group, name, may_spin)
+        communicator = open_communicator(device, group, name, may_spin, sums_often)
         group.Free()
         return communicator
 
     return Groups(
         draft=open_group(topology.draft_ranks, "draft"),
         target=open_group(topology.target_ranks, "target"),
-        workers=open_group(topology.worker_ranks, "workers"),
+        workers=open_group(topology.worker_ranks, "workers", sums_often=False),
         mail=MpiMailbox(world_comm.Dup(), may_spin) if world_comm is not None else None,
     )

@@ -21,7 +21,7 @@ from launch.mpi.job import finish_mpi, is_reporting_rank, print_error
 from launch.mpi.start_progress import DONE, STARTED, StartProgress
 from launch.placement.links import GROUPS, Carries, Kind, RankLink, group_ranks, list_links, show_ranks
 from parallel import probe
-from parallel.communicator import Communicator
+from parallel.communicator import Communicator, SumTiming
 from parallel.errors import ControlPlaneError
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.config import RuntimeConfig
@@ -169,7 +169,10 @@ def _lead_steps(session: Session) -> Iterator[LinkReport]:
         if len(members) > 1:
             answers = session.run_step(f"{carries} of rank {show_ranks(members)}", members, step="group", name=name)
             tried = _merge(answers, {rank: f"{carries} at rank {rank}" for rank in members})
-            yield LinkReport.of_group([link for link in links if link.carries is carries], tried.faults, tried.timing)
+            # The ranks have agreed on them, so those of one are those of all.
+            sums = [SumTiming(**timing) for timing in answers[members[0]]["sums"]]
+            group_links = [link for link in links if link.carries is carries]
+            yield LinkReport.of_group(group_links, tried.faults, tried.timing, sums)
     for link in links:
         if link.carries in (Carries.DRAFT, Carries.DRAFT_PROBS, Carries.VERDICT):
             yield _try_pair(session, link, pairs)
@@ -242,7 +245,8 @@ def _follow(session: Session, order: dict[str, Any]) -> dict[str, Any]:
     if order["step"] == "group":
         group = groups.draft if order["name"] == "draft" else groups.target
         assert group is not None
-        return {"faults": probe.verify_group(group, probe.SIZES), "timing": asdict(probe.measure_all_reduce(group))}
+        faults, timing = probe.verify_group(group, probe.SIZES), asdict(probe.measure_all_reduce(group))
+        return {"faults": faults, "timing": timing, "sums": [asdict(sum_timing) for sum_timing in group.sum_timings]}
     (peer,) = (rank for rank in order["ranks"] if rank != session.rank)
     workers = groups.workers
     assert workers is not None

@@ -11,6 +11,7 @@ from rich.table import Table
 from launch.check.inventory import RankInventory
 from launch.placement.links import Carries, RankLink, show_ranks
 from launch.terminal import output_console
+from parallel.communicator import SumTiming
 from parallel.probe import Timing
 from parallel.topology import Topology
 from trtrun.kvcache.sizing import format_bytes
@@ -27,6 +28,7 @@ class LinkReport:
         faults: what came through wrong.
         timing: None where nothing was timed.
         is_tried: whether messages went over it; not inside one process.
+        sums: of a group that chooses how it sums: what it measured for each size of message.
     """
 
     carries: str
@@ -35,6 +37,7 @@ class LinkReport:
     faults: tuple[str, ...]
     timing: Timing | None
     is_tried: bool = True
+    sums: tuple[SumTiming, ...] = ()
 
     @classmethod
     def of(cls, link: RankLink, faults: Sequence[str], timing: Timing | None) -> LinkReport:
@@ -42,11 +45,13 @@ class LinkReport:
         return cls(link.carries, link.ranks, link.transport, tuple(faults), timing)
 
     @classmethod
-    def of_group(cls, links: Sequence[RankLink], faults: Sequence[str], timing: Timing) -> LinkReport:
+    def of_group(
+        cls, links: Sequence[RankLink], faults: Sequence[str], timing: Timing, sums: Sequence[SumTiming] = ()
+    ) -> LinkReport:
         """All links of one group, tried together."""
         ranks = tuple(sorted({rank for link in links for rank in link.ranks}))
         transports = " + ".join(dict.fromkeys(link.transport for link in links))
-        return cls(links[0].carries, ranks, transports, tuple(faults), timing)
+        return cls(links[0].carries, ranks, transports, tuple(faults), timing, sums=tuple(sums))
 
     @classmethod
     def untried(cls, link: RankLink) -> LinkReport:
@@ -123,6 +128,9 @@ def print_report(report: CheckReport) -> None:
     console = output_console()
     console.print(ranks)
     console.print(links)
+    for link in report.links:
+        if link.sums:
+            console.print(_sum_table(link))
     same = ": the same on all ranks" if len(report.ranks) > 1 else ""
     print(", ".join(f"{name} {version}" for name, version in report.versions.items()) + same)
     if report.draft_loss is not None:
@@ -160,6 +168,20 @@ def show_link(link: LinkReport) -> str:
     if len(link.ranks) != 2 or link.carries.endswith("all_reduce"):
         return show_ranks(link.ranks)
     return f"{link.ranks[0]}{'↔' if link.carries in (Carries.CONTROL, Carries.HEARTBEAT) else '→'}{link.ranks[1]}"
+
+
+def _sum_table(link: LinkReport) -> Table:
+    """How long each way of summing takes, a row for a size of message."""
+    ways = list(dict.fromkeys(way for timing in link.sums for way in timing.microseconds))
+    table = Table(title=None)
+    table.add_column(f"{link.carries}, µs", justify="right", no_wrap=True)
+    for way in ways:
+        table.add_column(way, justify="right")
+    table.add_column("used")
+    for timing in link.sums:
+        times = [f"{timing.microseconds[way]:.1f}" if way in timing.microseconds else "-" for way in ways]
+        table.add_row(f"{timing.nbytes >> 10} KiB", *times, timing.way)
+    return table
 
 
 def _show_timing(timing: Timing | None) -> tuple[str, str]:

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 def open_communicator(
-    device: torch.device, mpi_comm: MPI.Intracomm | None, name: str, may_spin: bool = False
+    device: torch.device,
+    mpi_comm: MPI.Intracomm | None,
+    name: str,
+    may_spin: bool = False,
+    sums_often: bool = True,
 ) -> Communicator:
     """Open the best transport for a group of ranks and use every operation once. Collective over `mpi_comm`.
 
@@ -33,6 +37,7 @@ def open_communicator(
         mpi_comm: the group's ranks; it is duplicated, the caller keeps it. None for a group of one.
         name: for messages, such as "target".
         may_spin: whether this rank has a core to itself while it waits for a peer (see parallel.waiting.Waiter).
+        sums_often: whether sums are worth some memory, and some time at the start to measure them.
     """
     communicator: Communicator
     if mpi_comm is None or mpi_comm.Get_size() == 1:
@@ -43,7 +48,7 @@ def open_communicator(
         from parallel.transports.nccl import NcclCommunicator
 
         if _nccl_serves(device, mpi_comm):
-            communicator = NcclCommunicator(mpi_comm.Dup(), name, device)
+            communicator = NcclCommunicator(mpi_comm.Dup(), name, device, sums_often)
         else:
             communicator = MpiCommunicator(mpi_comm.Dup(), name, device, may_spin)
     communicator.warm_up()

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from mpi4py import MPI
 
-from parallel.communicator import check_dtype, check_peer, check_root, check_tensor, use_every_operation
+from parallel.communicator import SumTiming, check_dtype, check_peer, check_root, check_tensor, use_every_operation
 from parallel.errors import CommunicatorError
+from parallel.transports.ordered_sum import add_up, needs_total, slice_bounds
 from parallel.waiting import Waiter, wait_until
 
 TAG = 1
@@ -29,7 +30,6 @@ MOST_BYTES = 2**31 - 1
 PIECE_BYTES = 4 * 1024 * 1024
 CACHED_SHAPES = 256
 ALIGNMENT = 64
-HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class MpiCommunicator:
     """
 
     is_capturable = False
+    sum_timings: tuple[SumTiming, ...] = ()
 
     def __init__(
         self, comm: MPI.Intracomm, name: str = "mpi", device: torch.device | None = None, may_spin: bool = False
@@ -169,7 +170,7 @@ class MpiCommunicator:
             return self._sum_sliced(host) if self.size > 2 else self._sum_pieces(host)
         if gathered.nbytes and self.size > 1:
             self._comm.Allgather((MPI.memory.fromaddress(host.data_ptr(), gathered.nbytes), MPI.BYTE), gathered.buffer)
-            _add_up(gathered.parts, gathered.total, host)
+            add_up(gathered.parts, gathered.total, host)
         return host
 
     def _make_gathered(self, host: torch.Tensor) -> _Gathered:
@@ -191,18 +192,18 @@ class MpiCommunicator:
         return gathered
 
     def _reserve(self, host: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Places for every rank's tensor, and for their sum where it needs one (`_needs_total`).
+        """Places for every rank's tensor, and for their sum where it needs one (`needs_total`).
 
         They are in the memory that all shapes share; it grows to the size of the largest.
         """
         count = host.numel() * self.size
         middle = -(-count * host.element_size() // ALIGNMENT) * ALIGNMENT
-        end = middle + (4 * host.numel() if _needs_total(host, self.size) else 0)
+        end = middle + (4 * host.numel() if needs_total(host.dtype, self.size) else 0)
         if end > self._memory.numel():
             self._gathered.clear()  # they are places in the old memory
             self._memory = torch.empty(1 << (end - 1).bit_length(), dtype=torch.uint8)
         buffer = self._memory[: count * host.element_size()].view(host.dtype).view(self.size, *host.shape)
-        if not _needs_total(host, self.size):
+        if not needs_total(host.dtype, self.size):
             return buffer, None
         return buffer, self._memory[middle:end].view(torch.float32).view(host.shape)
 
@@ -219,7 +220,7 @@ class MpiCommunicator:
         Bit-equal to gathering everything, with 2 (size - 1) / size of the tensor sent by each rank.
         """
         flat, width = host.view(-1), host.element_size()
-        bounds = [flat.numel() * rank // self.size for rank in range(self.size + 1)]
+        bounds = slice_bounds(flat.numel(), self.size)
         starts = [start * width for start in bounds[:-1]]
         counts = [stop * width - start for stop, start in zip(bounds[1:], starts, strict=True)]
         own = flat[bounds[self.rank] : bounds[self.rank + 1]]
@@ -228,8 +229,8 @@ class MpiCommunicator:
         shares = ([share] * self.size, [share * rank for rank in range(self.size)])
         whole = (_memory(flat), (counts, starts), MPI.BYTE)
         self._comm.Alltoallv(whole, (_memory(received), shares, MPI.BYTE))
-        total = torch.empty(own.shape, dtype=torch.float32) if _needs_total(own, self.size) else None
-        _add_up(tuple(received), total, own)
+        total = torch.empty(own.shape, dtype=torch.float32) if needs_total(own.dtype, self.size) else None
+        add_up(tuple(received), total, own)
         self._comm.Allgatherv(MPI.IN_PLACE, whole)
         return host
 
@@ -237,25 +238,6 @@ class MpiCommunicator:
         """Return `tensor` itself where MPI can read it in place, else a contiguous host copy of it."""
         check_tensor(self, tensor)
         return tensor.cpu().contiguous()
-
-
-def _add_up(parts: tuple[torch.Tensor, ...], total: torch.Tensor | None, result: torch.Tensor) -> None:
-    """Write the sum of `parts`, in their order, to `result`; through `total` (float32) where it is given."""
-    if total is None:
-        # Two half tensors need no `total`: torch adds them in float32 and rounds once.
-        torch.add(parts[0], parts[1], out=result)
-        for part in parts[2:]:
-            result.add_(part)
-    else:
-        total.copy_(parts[0])
-        for part in parts[1:]:
-            total.add_(part)
-        result.copy_(total)
-
-
-def _needs_total(tensor: torch.Tensor, size: int) -> bool:
-    """Whether tensors like this one are added up in float32 beside them: more than two of a half type."""
-    return size > 2 and tensor.dtype in HALF
 
 
 def _memory(host: torch.Tensor) -> MPI.memory:

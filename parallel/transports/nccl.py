@@ -2,23 +2,35 @@
 
 CuPy brings the binding; it is imported when the first communicator is made, so that this module imports on machines
 without CUDA. Calls enqueue and return: nothing here waits on the host, and the calls can be captured in a CUDA graph.
-NCCL sums half types with its own intermediate rounding and in an order of its own, the same on all ranks.
 
-It knows raw pointers and ranks; it knows no role and no model. MPI carries only the 128 bytes of the unique id.
+Floating-point sums are made in the order of the ranks: by kernels over peer memory where the group's GPUs reach each
+other (`peer_all_reduce`), else from what NCCL moves (`nccl_sums`). Which way is the fastest for a size is measured in
+`warm_up` (`sum_ways`).
+
+It knows raw pointers and ranks; it knows no role and no model. MPI carries what ranks tell each other at start: the 128
+bytes of the unique id, handles of memory and times.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
-from parallel.communicator import check_peer, check_root, check_tensor, use_every_operation
+from parallel.communicator import SumTiming, check_peer, check_root, check_tensor, use_every_operation
 from parallel.errors import CommunicatorError
+from parallel.json_gather import all_gather_json
+from parallel.transports.nccl_sums import NcclSums
+from parallel.transports.peer_all_reduce import MOST_RANKS, Layout, PeerAllReduce
+from parallel.transports.peer_memory import PeerMemory, open_peer_memory
+from parallel.transports.sum_ways import Add, SumWays, Way
 
 UNIQUE_ID_BYTES = 128
+GATHERED_BYTES = 256 << 10
+"""The largest message whose parts every rank gathers, where NCCL moves them: size times the memory."""
 CONSTANTS = {
     torch.float32: "NCCL_FLOAT32",
     torch.float16: "NCCL_FLOAT16",
@@ -28,6 +40,8 @@ CONSTANTS = {
     torch.uint8: "NCCL_UINT8",
     torch.bool: "NCCL_UINT8",  # NCCL has no bool: a byte of 0 or 1
 }
+
+logger = logging.getLogger(__name__)
 
 
 def why_not(device: torch.device) -> str | None:
@@ -48,13 +62,17 @@ class NcclCommunicator:
 
     is_capturable = True
 
-    def __init__(self, comm: MPI.Intracomm, name: str, device: torch.device) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, name: str, device: torch.device, sums_often: bool = True, peers: bool = True
+    ) -> None:
         """Make the NCCL communicator of the ranks of `comm`. Collective.
 
         Args:
             comm: an MPI communicator made for this group alone; `close` frees it.
             name: for messages.
             device: this rank's CUDA device; no other rank of the group uses it.
+            sums_often: whether sums are worth some memory, and some time at the start to measure them.
+            peers: whether GPUs may use each other's memory for sums, where they can.
 
         Raises:
             CommunicatorError: NCCL cannot be used here.
@@ -75,6 +93,11 @@ class NcclCommunicator:
         comm.Bcast((message, MPI.BYTE), 0)
         with torch.cuda.device(device):
             self._handle: Any = self._connect(bytes(message))
+        self.sum_timings: tuple[SumTiming, ...] = ()
+        self._sums_often = sums_often
+        self._nccl_sums = NcclSums(self._nccl, self._handle, self._types, self.rank, self.size)
+        self._memory: PeerMemory | None = None
+        self._ways = self._list_ways(self._open_peers() if sums_often and peers else None)
 
     def _connect(self, unique_id: bytes) -> Any:
         """Make CuPy's communicator. Collective."""
@@ -84,13 +107,46 @@ class NcclCommunicator:
             signed = tuple(byte - 256 if byte > 127 else byte for byte in unique_id)
             return self._nccl.NcclCommunicator(self.size, signed, self.rank)
 
+    def _open_peers(self) -> PeerAllReduce | None:
+        """Open the group's memory to each other; None on all ranks where that cannot be. Collective."""
+        if not 2 <= self.size <= MOST_RANKS:
+            return None
+        layout = Layout.of(self.size)
+        self._memory = open_peer_memory(self._comm, self.device, layout.nbytes)
+        if self._memory is None:
+            return None
+        try:
+            kernels = PeerAllReduce(self._memory, layout, self.rank, self.device)
+        except Exception as error:  # CuPy raises many kinds where there is no compiler
+            logger.info("%s: no sums over peer memory (%s: %s)", self.name, type(error).__name__, error)
+            kernels = None
+        if all(all_gather_json(self._comm, kernels is not None)):
+            return kernels
+        self._memory.close()
+        self._memory = None
+        return None
+
+    def _list_ways(self, peers: PeerAllReduce | None) -> SumWays:
+        """The ways that add in the order of the ranks."""
+        ways: dict[Way, Add] = {}
+        most = {Way.GATHERED: GATHERED_BYTES}
+        if peers is not None:
+            ways |= {Way.ONE_SHOT: peers.one_shot, Way.TWO_SHOT: peers.two_shot}
+            most[Way.ONE_SHOT] = peers.one_shot_bytes
+        if self.size <= 2:
+            ways[Way.NCCL] = self._nccl_sums.plain
+        else:
+            ways |= {Way.GATHERED: self._nccl_sums.gathered, Way.SLICED: self._nccl_sums.sliced}
+        return SumWays(ways, most)
+
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place."""
+        """Sum over the ranks in rank order, in place."""
         dense = self._dense(tensor)
         if dense.numel():
-            operation = self._nccl.NCCL_MAX if dense.dtype == torch.bool else self._nccl.NCCL_SUM
-            pointer, count, kind = self._describe(dense)
-            self._handle.allReduce(pointer, pointer, count, kind, operation, self._stream())
+            if dense.dtype.is_floating_point:
+                self._ways.add(dense)
+            else:
+                self._nccl_sums.plain(dense)
         return tensor if dense is tensor else tensor.copy_(dense)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -155,12 +211,18 @@ class NcclCommunicator:
         self._comm.Barrier()
 
     def warm_up(self) -> None:
-        """Use every operation once, with every peer."""
+        """Use every operation once, with every peer; then measure how sums are made best."""
         use_every_operation(self)
+        if self._sums_often and self.size > 1:
+            beside = {Way.NCCL: self._nccl_sums.plain}
+            self.sum_timings = self._ways.measure(self._comm, self.device, beside)
 
     def close(self) -> None:
-        """Wait for the device, then destroy the NCCL communicator and free the MPI one."""
+        """Wait for the device, then close the peers' memory, destroy the NCCL communicator and free the MPI one."""
         torch.cuda.synchronize(self.device)
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
         self._handle.destroy()
         if self._comm != MPI.COMM_NULL:
             self._comm.Free()

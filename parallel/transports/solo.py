@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import torch
 
-from parallel.communicator import check_peer, check_root, check_tensor, use_every_operation
+from parallel.communicator import SumTiming, check_peer, check_root, check_tensor, use_every_operation
 
 
 class SoloCommunicator:
     """A Communicator of one rank; see the protocol for shapes and errors."""
 
     is_capturable = True
+    sum_timings: tuple[SumTiming, ...] = ()
 
     def __init__(self, name: str = "solo", device: torch.device | None = None) -> None:
         """Make a group of this process alone, whose tensors live on `device` (default: the CPU)."""

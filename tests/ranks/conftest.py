@@ -19,6 +19,8 @@ import pytest
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from parallel.communicator import Communicator
+
 DEFAULT_TIMEOUT_S = 60.0
 
 
@@ -144,3 +146,28 @@ def world() -> Iterator[MPI.Intracomm]:
     comm = MPI.COMM_WORLD.Dup()
     yield comm
     comm.Free()
+
+
+@pytest.fixture(params=["solo", "mpi", "nccl", "nccl without peers"])
+def communicator(request: pytest.FixtureRequest, world: MPI.Intracomm) -> Iterator[Communicator]:
+    """Every kind of communicator over all ranks, warm."""
+    import torch
+
+    from parallel.transports.mpi import MpiCommunicator
+    from parallel.transports.nccl import NcclCommunicator, why_not
+    from parallel.transports.solo import SoloCommunicator
+
+    opened: Communicator
+    if request.param == "solo":
+        opened = SoloCommunicator()
+    elif request.param == "mpi":
+        opened = MpiCommunicator(world.Dup(), "test")
+    else:
+        device = torch.device("cuda", world.rank % max(1, torch.cuda.device_count()))
+        reason = why_not(device)
+        if reason:
+            pytest.skip(f"NCCL not tested here: {reason}")
+        opened = NcclCommunicator(world.Dup(), "test", device, peers=request.param == "nccl")
+    opened.warm_up()
+    yield opened
+    opened.close()

@@ -3,78 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
+from communicators import same_bits, sample, strided, total
 from mpi4py import MPI
 
 from parallel.communicator import DTYPES, Communicator
 from parallel.errors import CommunicatorError
 from parallel.transports import open_communicator
-from parallel.transports.mpi import PIECE_BYTES, SLICED_BYTES, MpiCommunicator
-from parallel.transports.nccl import NcclCommunicator, why_not
+from parallel.transports.mpi import PIECE_BYTES, MpiCommunicator
 from parallel.transports.solo import SoloCommunicator
 
 pytestmark = pytest.mark.mpi
 
 # The last has more than SLICED_BYTES in every dtype of two bytes and more, and does not divide by 3, 4 or 5.
 SHAPES = [(), (1,), (7,), (1, 256), (6, 1024), (0, 8), (3, 0), (211, 631)]
-HALF = (torch.float16, torch.bfloat16)
-
-
-@pytest.fixture(params=["solo", "mpi", "nccl"])
-def communicator(request: pytest.FixtureRequest, world: MPI.Intracomm) -> Iterator[Communicator]:
-    opened: Communicator
-    if request.param == "solo":
-        opened = SoloCommunicator()
-    elif request.param == "mpi":
-        opened = MpiCommunicator(world.Dup(), "test")
-    else:
-        device = torch.device("cuda", world.rank % max(1, torch.cuda.device_count()))
-        reason = why_not(device)
-        if reason:
-            pytest.skip(f"NCCL not tested here: {reason}")
-        opened = NcclCommunicator(world.Dup(), "test", device)
-    opened.warm_up()
-    yield opened
-    opened.close()
-
-
-def sample(rank: int, shape: tuple[int, ...], dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
-    """What rank `rank` holds: every rank can make every other's, so that results are known everywhere."""
-    generator = torch.Generator().manual_seed(1000 * salt + rank)
-    if dtype == torch.bool:
-        return torch.randint(0, 4, shape, generator=generator) == 0
-    if dtype.is_floating_point:
-        return torch.randn(shape, generator=generator).to(dtype)
-    return torch.randint(0, 50, shape, generator=generator, dtype=dtype)
-
-
-def total(size: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The sum over the ranks in rank order; for half types in float32, rounded once."""
-    parts = [sample(rank, shape, dtype) for rank in range(size)]
-    wide = torch.float32 if dtype in HALF else dtype
-    result = parts[0].to(wide)
-    for part in parts[1:]:
-        result = result + part.to(wide)
-    return result.to(dtype)
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    left, right = left.cpu(), right.cpu()
-    return left.shape == right.shape and left.dtype == right.dtype and torch.equal(_bits(left), _bits(right))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
-
-
-def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values with gaps between the elements."""
-    spread = torch.zeros((*tensor.shape, 2), dtype=tensor.dtype, device=tensor.device)
-    spread[..., 0] = tensor
-    return spread[..., 0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -85,25 +29,9 @@ def test_all_reduce_is_the_sum_in_place_and_equal_on_all_ranks(communicator: Com
             tensor = layout(sample(communicator.rank, shape, dtype).to(communicator.device))
             result = communicator.all_reduce(tensor)
             assert result is tensor
-            if isinstance(communicator, NcclCommunicator) and dtype.is_floating_point:
-                torch.testing.assert_close(result.cpu(), expected)  # NCCL adds in an order of its own
-            else:
-                assert same_bits(result, expected), (shape, dtype)
+            assert same_bits(result, expected), (shape, dtype)
             everywhere = communicator.all_gather(result)
             assert all(same_bits(one, result) for one in everywhere)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_sum_of_a_row_does_not_depend_on_the_rows_beside_it(communicator: Communicator, dtype: torch.dtype) -> None:
-    if isinstance(communicator, NcclCommunicator):
-        pytest.skip("NCCL chooses its order of summation by message size")
-    batch = sample(communicator.rank, (160, 1024), dtype)
-    assert batch.numel() * batch.element_size() >= SLICED_BYTES
-    alone = communicator.all_reduce(batch[5:6].clone())
-    few = communicator.all_reduce(batch[4:7].clone())
-    together = communicator.all_reduce(batch)
-    assert same_bits(together[5:6], alone)
-    assert same_bits(few[1:2], alone)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -1,0 +1,143 @@
+"""Which way a floating-point sum over GPUs goes, by its size: measured when a group is opened, the same on all ranks.
+
+All ways add in the order of the ranks and give the same bits, so the choice is about time alone.
+
+It knows ways as functions. It does not know what they do.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel.communicator import SumTiming
+from parallel.json_gather import all_gather_json
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+MEASURED_BYTES = tuple(kib << 10 for kib in (8, 16, 64, 256, 1024, 8192))
+"""Sizes of messages that are timed: from a row's hidden state to those of a prompt."""
+
+_CALLS = 8  # in a graph, so that launching from the host is not what is timed
+_REPLAYS = 5
+
+
+class Way(enum.StrEnum):
+    """How a sum is made."""
+
+    ONE_SHOT = "peer memory, one shot"
+    TWO_SHOT = "peer memory, two shots"
+    NCCL = "NCCL"
+    GATHERED = "NCCL all-gather, ordered sum"
+    SLICED = "NCCL slices, ordered sum"
+
+
+Add = Callable[[torch.Tensor], None]
+"""Enqueues the sum of a contiguous tensor over the ranks, in place."""
+
+Timed = Mapping[Way, Mapping[int, float]]
+"""Microseconds of a sum by way and bytes of the message."""
+
+
+class SumWays:
+    """The ways of one group, and the choice among them."""
+
+    def __init__(self, ways: Mapping[Way, Add], most_bytes: Mapping[Way, int]) -> None:
+        """Choose the first way that takes a message, until there are times.
+
+        Args:
+            ways: those that add in the order of the ranks, in the order in which to prefer them.
+            most_bytes: the largest message of those that do not take every size.
+        """
+        self._ways = ways
+        self._most_bytes = most_bytes
+        self._sizes: list[int] = []
+        self._chosen: list[Way] = []
+
+    def choose(self, nbytes: int) -> Way:
+        """The way of a message of so many bytes: that of the next larger size that was timed, or of the largest."""
+        if not self._sizes:
+            return self.candidates(nbytes)[0]
+        return self._chosen[min(bisect_left(self._sizes, nbytes), len(self._sizes) - 1)]
+
+    def add(self, message: torch.Tensor) -> None:
+        """Enqueue the sum of a contiguous tensor that is not empty, in place."""
+        self._ways[self.choose(message.numel() * message.element_size())](message)
+
+    def candidates(self, nbytes: int) -> list[Way]:
+        """The ways that take a message of so many bytes."""
+        return [way for way in self._ways if nbytes <= self._most_bytes.get(way, nbytes)]
+
+    def decide(self, everyones: Sequence[Timed]) -> tuple[SumTiming, ...]:
+        """Choose the way whose slowest rank is the fastest, for each size that was timed.
+
+        Args:
+            everyones: what each rank measured, the same list on all ranks.
+
+        Returns:
+            What was measured and chosen.
+        """
+        slowest = {
+            way: {nbytes: max(timed[way][nbytes] for timed in everyones) for nbytes in times}
+            for way, times in everyones[0].items()
+        }
+        sizes = sorted({nbytes for times in slowest.values() for nbytes in times})
+        chosen = [min(self.candidates(nbytes), key=lambda way: slowest[way][nbytes]) for nbytes in sizes]
+        self._sizes, self._chosen = sizes, chosen
+        return tuple(
+            SumTiming(nbytes, way, {name: times[nbytes] for name, times in slowest.items() if nbytes in times})
+            for nbytes, way in zip(sizes, chosen, strict=True)
+        )
+
+    def measure(self, comm: MPI.Intracomm, device: torch.device, beside: Mapping[Way, Add]) -> tuple[SumTiming, ...]:
+        """Time all ways on all sizes and choose. Collective over `comm`; takes some ten milliseconds.
+
+        Args:
+            comm: the group's ranks.
+            device: this rank's CUDA device.
+            beside: ways that are timed to compare with, and not chosen.
+        """
+        own: dict[Way, dict[int, float]] = {way: {} for way in (*self._ways, *beside)}
+        with torch.cuda.device(device):
+            for nbytes in reversed(MEASURED_BYTES):  # the long ones first: they wake a GPU that saved power
+                message = torch.zeros(nbytes // 2, dtype=torch.bfloat16, device=device)
+                for way in dict.fromkeys((*self.candidates(nbytes), *beside)):
+                    add = self._ways.get(way) or beside[way]
+                    own[way][nbytes] = _time(add, message, comm)
+        return self.decide([_read(timed) for timed in all_gather_json(comm, own)])
+
+
+def _read(timed: Mapping[str, Mapping[str, float]]) -> Timed:
+    """What a rank measured, as it came through JSON."""
+    return {Way(way): {int(nbytes): time for nbytes, time in times.items()} for way, times in timed.items()}
+
+
+def _time(add: Add, message: torch.Tensor, comm: MPI.Intracomm) -> float:
+    """Microseconds of a sum inside a CUDA graph, on the current device. Collective."""
+    add(message)  # what is allocated or connected at first use cannot be captured
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        # Other threads of the process (the heartbeat) must not end the capture.
+        graph.capture_begin(capture_error_mode="thread_local")
+        for _ in range(_CALLS):
+            add(message)
+        graph.capture_end()
+    taken = []
+    for _ in range(_REPLAYS):
+        started = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        comm.Barrier()
+        started.record()
+        graph.replay()
+        ended.record()
+        torch.cuda.synchronize()
+        taken.append(float(started.elapsed_time(ended)))
+    graph.reset()  # NCCL waits for ever for graphs that hold its operations when a communicator is destroyed
+    return round(min(taken) * 1e3 / _CALLS, 2)

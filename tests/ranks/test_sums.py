@@ -1,0 +1,191 @@
+"""Sums add in the order of the ranks, for every size, dtype, place and way: on every kind of communicator.
+
+Long variants have many calls; without them the tests see the same paths.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from communicators import add_in_order, same_bits, sample, strided, total
+from mpi4py import MPI
+
+from parallel.communicator import Communicator
+from parallel.transports import open_communicator
+from parallel.transports.nccl import NcclCommunicator, why_not
+from parallel.transports.peer_all_reduce import Layout, PeerAllReduce
+from parallel.transports.peer_memory import open_peer_memory
+from parallel.transports.sum_ways import MEASURED_BYTES, Way
+
+pytestmark = pytest.mark.mpi
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+# Around what a thread, a block and a way take; odd, so that the last words are not full.
+COUNTS = [1, 2, 3, 5, 8, 511, 2047, 2049, 4099, 32_769, 70_001, 131_071]
+LARGE = 1_500_001
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, contiguous, at an address that no vector of 16 bytes begins at."""
+    place = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:].view(tensor.shape)
+    return place.copy_(tensor)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_sums_of_any_size_and_place_are_in_the_order_of_the_ranks(
+    communicator: Communicator, dtype: torch.dtype
+) -> None:
+    for count in (*COUNTS, LARGE):
+        expected = total(communicator.size, (count,), dtype)
+        own = sample(communicator.rank, (count,), dtype).to(communicator.device)
+        for place in (torch.Tensor.contiguous, shifted, strided):
+            tensor = place(own.clone())
+            assert communicator.all_reduce(tensor) is tensor
+            assert same_bits(tensor, expected), (count, place.__name__)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_part_of_a_message_has_the_bits_that_it_has_in_the_whole(
+    communicator: Communicator, dtype: torch.dtype
+) -> None:
+    batch = sample(communicator.rank, (320, 1024), dtype).to(communicator.device)
+    together = communicator.all_reduce(batch.clone())
+    for rows in (1, 2, 3, 7, 48, 129, 319):
+        start = (rows * 37) % (320 - rows)
+        alone = communicator.all_reduce(batch[start : start + rows].clone())
+        assert same_bits(alone, together[start : start + rows]), rows
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_the_order_of_the_ranks_shows_and_tiny_numbers_are_kept(communicator: Communicator, dtype: torch.dtype) -> None:
+    """Large numbers that cancel make every other order another sum; the smallest ones are subnormal."""
+    limits = torch.finfo(dtype)
+    large = (limits.max / 16, -limits.max / 16, 1.0, limits.eps, 3.0, -1.0, limits.eps / 2, 7.0)
+    tiny = limits.smallest_normal / 8
+    parts = []
+    for rank in range(communicator.size):
+        turned = large[rank % 8 :] + large[: rank % 8]
+        parts.append(torch.tensor([*turned, tiny, -tiny, tiny * (rank + 1), -0.0] * 100, dtype=dtype))
+    expected = add_in_order(parts)
+    assert same_bits(communicator.all_reduce(parts[communicator.rank].to(communicator.device)), expected)
+
+
+@pytest.mark.parametrize("calls", [200, pytest.param(10_000, marks=pytest.mark.long)])
+def test_calls_of_all_sizes_follow_each_other_without_waiting(communicator: Communicator, calls: int) -> None:
+    """What one call leaves behind must not reach another: nothing here waits for the device before the end."""
+    device, size = communicator.device, communicator.size
+    if device.type == "cpu":
+        calls = min(calls, 1000)  # each waits for its peers anyway
+    counts = COUNTS[:10] if calls < 1000 else COUNTS
+    cases = [
+        (sample(communicator.rank, (count,), dtype, salt).to(device), total(size, (count,), dtype, salt).to(device))
+        for salt in range(2)
+        for count in counts
+        for dtype in FLOATS
+    ]
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    draw = random.Random(7)  # the same on all ranks
+    for _ in range(calls):
+        own, expected = draw.choice(cases)
+        wrong += (communicator.all_reduce(own.clone()) != expected).sum()
+    assert wrong.item() == 0
+
+
+def test_graphs_are_replayed_between_other_calls(communicator: Communicator) -> None:
+    if communicator.device.type != "cuda":
+        pytest.skip("CUDA graphs need a GPU")
+    device, size, rank = communicator.device, communicator.size, communicator.rank
+    counts = [5, 8192, 32_769, 262_144]
+    inputs = [torch.zeros(count, dtype=torch.bfloat16, device=device) for count in counts]
+    outputs = [torch.zeros_like(tensor) for tensor in inputs]
+
+    def work() -> None:
+        for tensor, output in zip(inputs, outputs, strict=True):
+            output.copy_(communicator.all_reduce(tensor.clone()))
+
+    with torch.cuda.device(device):
+        work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            work()
+        wrong = torch.zeros((), dtype=torch.int64, device=device)
+        own = [[sample(rank, (count,), torch.bfloat16, salt).to(device) for count in counts] for salt in range(4)]
+        due = [[total(size, (count,), torch.bfloat16, salt).to(device) for count in counts] for salt in range(4)]
+        for turn in range(100):
+            for tensor, new in zip(inputs, own[turn % 4], strict=True):
+                tensor.copy_(new)
+            graph.replay()
+            beside = communicator.all_reduce(own[(turn + 1) % 4][turn % 3].clone())
+            wrong += (beside != due[(turn + 1) % 4][turn % 3]).sum()
+            for output, expected in zip(outputs, due[turn % 4], strict=True):
+                wrong += (output != expected).sum()
+        assert wrong.item() == 0
+        graph.reset()
+
+
+def test_every_way_makes_the_same_sum(communicator: Communicator) -> None:
+    if not isinstance(communicator, NcclCommunicator):
+        pytest.skip("one way")
+    for dtype in FLOATS:
+        for count in (3, 4096, 30_001, LARGE):
+            expected = total(communicator.size, (count,), dtype)
+            for way in communicator._ways.candidates(count * dtype.itemsize):
+                message = sample(communicator.rank, (count,), dtype).to(communicator.device)
+                communicator._ways._ways[way](message)
+                assert same_bits(message, expected), (way, count)
+
+
+def test_times_are_known_alike_on_all_ranks(communicator: Communicator, world: MPI.Intracomm) -> None:
+    timings = communicator.sum_timings
+    if not isinstance(communicator, NcclCommunicator) or communicator.size == 1:
+        assert timings == ()
+        return
+    assert [timing.nbytes for timing in timings] == list(MEASURED_BYTES)
+    for timing in timings:
+        assert Way.NCCL in timing.microseconds
+        assert timing.way in timing.microseconds
+        assert timing.way == communicator._ways.choose(timing.nbytes)
+    assert all(other == timings for other in world.allgather(timings))
+
+
+def test_a_group_can_be_opened_again_and_again(world: MPI.Intracomm) -> None:
+    device = torch.device("cuda", world.rank % max(1, torch.cuda.device_count()))
+    if why_not(device):
+        device = torch.device("cpu")
+    free = []
+    for turn in range(6):
+        communicator = open_communicator(device, world, "again")
+        count = COUNTS[-1 - turn]
+        tensor = sample(communicator.rank, (count,), torch.bfloat16, turn).to(device)
+        assert same_bits(communicator.all_reduce(tensor), total(world.size, (count,), torch.bfloat16, turn))
+        communicator.close()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            free.append(torch.cuda.mem_get_info(device)[0])
+    assert not free or free[1] - free[-1] < Layout.of(max(2, world.size)).nbytes
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("first_call", [2**24 - 30, 2**31 - 30, 2**32 - 30], ids=hex)
+def test_numbers_of_calls_wrap(world: MPI.Intracomm, first_call: int) -> None:
+    device = torch.device("cuda", world.rank % max(1, torch.cuda.device_count()))
+    if why_not(device):
+        pytest.skip("needs GPUs")
+    layout = Layout.of(world.size)
+    memory = open_peer_memory(world, device, layout.nbytes)
+    if memory is None:
+        pytest.skip("the GPUs do not reach each other")
+    sums = PeerAllReduce(memory, layout, world.rank, device, first_call)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    for turn in range(100):
+        count = COUNTS[turn % 9]
+        expected = total(world.size, (count,), torch.float16, turn).to(device)
+        for add in (sums.one_shot, sums.two_shot):
+            message = sample(world.rank, (count,), torch.float16, turn).to(device)
+            add(message)
+            wrong += (message != expected).sum()
+    assert wrong.item() == 0
+    memory.close()
