@@ -147,7 +147,9 @@ def test_bench_traces_the_rounds_of_all_ranks(config: Configs, trtrun: Run, tmp_
     assert [names[rank] for rank in range(4)] == [
         "orchestrator rank 0 (host)", "draft rank 1 (cpu:0)", "target rank 2 (cpu:1)", "target rank 3 (cpu:2)"
     ]  # fmt: skip
-    assert [event["name"] for event in rows.pop((0, 0))] == ["run 0: plain, 2 rows", "run 1: speculative, 2 rows"]
+    assert [event["name"] for event in rows.pop((0, 0))] == [
+        "run 0: plain, 2 rows of 32 tokens", "run 1: speculative, 2 rows of 32 tokens"
+    ]  # fmt: skip
     assert [names[place] for place in rows] == ["orchestrator", "draft", "target", "target"]
     num_rounds = {run: entry[mode]["num_rounds"] for run, mode in enumerate(("plain", "speculative"))}
     for events in rows.values():
