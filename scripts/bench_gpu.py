@@ -115,10 +115,13 @@ def main() -> int:
             print(f"\nended by {error}", flush=True)
     if left_out:
         print(f"\nleft out, as the time was over: --parts {','.join(left_out)}", flush=True)
+    # The file has the figures of all jobs; a reader of the last line alone may take but so much of it.
+    known = ("part", "state", "seconds") if arguments.output else ("part", "state", "seconds", "jobs")
     seconds = round(time.monotonic() - started, 1)
     summary = {
         "gpus": options.num_devices, "devices": options.kind, "seconds": seconds, "left_out": left_out,
-        "stopped": stopped, "parts": records.parts,
+        "stopped": stopped, "output": str(arguments.output) if arguments.output else None,
+        "parts": [{name: part[name] for name in known} for part in records.parts],
     }  # fmt: skip
     print(json.dumps(summary), flush=True)
     return 1 if stopped or any(part["state"] != "done" for part in records.parts) else 0
