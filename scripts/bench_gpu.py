@@ -113,6 +113,8 @@ def main() -> int:
         except Stopped as error:
             stopped = True
             print(f"\nended by {error}", flush=True)
+    for table in bench.summaries.values():
+        print("\n" + table.markdown(), flush=True)
     if left_out:
         print(f"\nleft out, as the time was over: --parts {','.join(left_out)}", flush=True)
     # The file has the figures of all jobs; a reader of the last line alone may take but so much of it.

@@ -23,6 +23,7 @@ def print_tables(report: Mapping[str, Any], peer: PeerFigures | None) -> None:
     if report["forced_acceptance"] is not None:
         forced = report["forced_acceptance"]
         console.print(f"forced acceptance: {forced:g} tokens a round, not the target's verdict")
+    console.print(f"all ranks were ready after {report['start_s']:.1f} s")
     for entry in report["results"]:
         if "equal_rows" in entry:
             console.print(f"{_name(report, entry)}: {entry['equal_rows']} of {entry['rows']} texts equal plain ones")

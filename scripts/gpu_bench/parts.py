@@ -113,7 +113,7 @@ def play_card(bench: Workbench) -> None:
 def play_rows(bench: Workbench) -> None:
     """Plain and speculative decoding of few rows and many."""
     scale = bench.options.scale
-    report = bench.bench(bench.config("8b", ONE), [*scale.rows, scale.most_rows])
+    report = bench.bench(bench.config("8b", ONE, most_rows=scale.most_rows), [*scale.rows, scale.most_rows])
     _speed_table(bench, "8B-shaped pair, one device", report)
 
 
@@ -180,10 +180,11 @@ def play_vllm(bench: Workbench, placement: Placement) -> None:
     if options.vllm_python is None:
         raise ChildError("name the interpreter that has vLLM with --vllm-python")
     bench.write_weights(shapes.target, shapes.draft)
-    rows: list[object] = [*scale.rows]
+    rows, most = list[object](scale.rows), scale.rows[-1]
     if placement is ONE:
+        most = scale.most_rows
         rows += [scale.most_rows, *scale.long_prompts, *(f"{number}@{TEMPERATURE}" for number in scale.rows)]
-    config = bench.config("8b", placement, files=True)
+    config = bench.config("8b", placement, files=True, most_rows=most)
     peer = ("--peer", "vllm", "--peer-python", options.vllm_python, "--top-p", TOP_P)
     columns = (
         "rows",
@@ -223,7 +224,7 @@ def _add_peer_row(table: Table, entry: dict[str, Any], mode: str) -> None:
 def _speed_table(bench: Workbench, title: str, report: dict[str, Any]) -> None:
     """A line for each mode of each workload."""
     columns = ("rows", "mode", "tokens/s", "ratio to plain", "ms a token", "first token ms", "acceptance", "round ms")
-    table = bench.table(title, *columns, "drafting ms", "verifying ms", "target idle")
+    table = bench.table(title, *columns, "drafting ms", "verifying ms")
     for entry in report["results"]:
         for mode in ("plain", "speculative"):
             if mode in entry:
@@ -233,7 +234,6 @@ def _speed_table(bench: Workbench, title: str, report: dict[str, Any]) -> None:
                     case["time_per_output_token_ms"], case["time_to_first_token_ms"],
                     case["mean_acceptance_length"] if speculative else None, case["round_wall_ms"],
                     case["round_ms"]["drafting"] if speculative else None, case["round_ms"]["verifying"],
-                    case.get("target_idle_share"),
                 )  # fmt: skip
 
 

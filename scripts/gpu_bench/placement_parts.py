@@ -9,8 +9,8 @@ from gpu_bench.children import ChildError, last_words
 from gpu_bench.placements import Placement
 from gpu_bench.tables import Table, gibibytes
 from gpu_bench.workbench import Workbench
+from trtrun.telemetry import ROUND_PARTS
 
-PHASES = ("drafting", "transferring", "verifying", "planning", "committing", "messages", "between_rounds")
 SAMPLED = 0.8
 
 
@@ -26,41 +26,38 @@ def play_placement(bench: Workbench, pair: str, placement: Placement) -> None:
         title += f", forced acceptance {speculation['forced_acceptance']:g}"
     speeds = bench.table(title, *_SPEED_COLUMNS)
     memory = bench.table(f"{title}: start and memory", *_MEMORY_COLUMNS)
-    for ahead in ("off", "on") if placement.is_apart and placement.num_jobs == 1 else _last_way(placement):
+    rates: dict[int, dict[str, float]] = {}
+    for ahead in _ways(placement):
         configs = [bench.config(pair, placement, job, ahead=ahead, **speculation) for job in range(placement.num_jobs)]
         extra = [] if forced else ["--exact"]
-        reports = _traced(bench, configs, extra)
-        modes = {"speculative": "ahead" if ahead == "on" else "speculative"}
-        if ahead == "off" or placement.num_jobs > 1 or not placement.is_apart:
-            modes = {"plain": "plain", **modes}
-        _add_speeds(speeds, placement, reports, modes)
+        reports = bench.bench_together(configs, bench.options.scale.rows, *extra, traced=True)
+        # The second job's plain runs are the first one's again.
+        modes = {"plain": "plain"} if ahead == _ways(placement)[0] else {}
+        modes["speculative"] = "ahead" if ahead == "on" else "speculative"
+        _add_speeds(speeds, placement, reports, modes, rates)
         for report in reports:
-            _add_memory(memory, report, "ahead" if ahead == "on" else "off")
+            _add_memory(memory, report, ahead)
+    summary = bench.summary(f"{pair}-shaped pair, tokens/s", "placement", "rows", "devices", *_SUMMARY_COLUMNS)
+    for rows, found in rates.items():
+        best = max(found.values()) / placement.num_devices
+        summary.add(placement.about, rows, placement.num_devices, *map(found.get, _SUMMARY_COLUMNS[:-1]), best)
 
 
+def _ways(placement: Placement) -> tuple[str, ...]:
+    """Values of `speculation.ahead` that a placement is measured with; several jobs at once with the last alone."""
+    ways = ("off", "on") if placement.is_apart else ("off",)
+    return ways if placement.num_jobs == 1 else ways[-1:]
+
+
+_SUMMARY_COLUMNS = ("plain", "speculative", "ahead", "best per device")
 _SPEED_COLUMNS = (
     "rows", "mode", "tokens/s", "per device", "ratio to plain", "acceptance", "hit rate", "equal texts", "round ms",
-    *(f"{name.replace('_', ' ')} ms" for name in PHASES), "target idle",
+    *(f"{name.replace('_', ' ')} ms" for name in ROUND_PARTS), "target idle",
 )  # fmt: skip
 _MEMORY_COLUMNS = (
     "ahead", "start s", "rank", "device", "weights", "planned", "largest round", "planned at most", "KV store",
     "KV tokens", "used on device",
 )  # fmt: skip
-
-
-def _last_way(placement: Placement) -> tuple[str, ...]:
-    """The one way to draft of a placement that is measured in one way."""
-    return ("on",) if placement.is_apart else ("off",)
-
-
-def _traced(bench: Workbench, configs: Sequence[Any], extra: Sequence[str]) -> list[dict[str, Any]]:
-    """Jobs at the same time, with traces for the share of time idle."""
-    if len(configs) == 1:
-        trace = configs[0].with_suffix(".trace")
-        reports = [bench.bench(configs[0], bench.options.scale.rows, *extra, "--trace", trace)]
-        trace.unlink(missing_ok=True)  # tens of megabytes; the share of time idle is in the JSON
-        return reports
-    return bench.bench_together(configs, bench.options.scale.rows, *extra)
 
 
 def _add_speeds(table: Table, placement: Placement, reports: Sequence[dict[str, Any]], modes: dict[str, str]) -> None:
@@ -71,7 +68,8 @@ def _add_speeds(table: Table, placement: Placement, reports: Sequence[dict[str, 
         for mode, name in modes.items():
             case = first[mode]
             rate = sum(entry[mode]["tokens_per_s"] for entry in entries)
-            ahead = case.get("drafting_ahead", {})
+            rates.setdefault(first["rows"] * len(entries), {})[name] = rate
+            hit_rate = case.get("drafting_ahead", {}).get("hit_rate")
             equal = None
             if mode == "speculative" and "equal_rows" in first:
                 counts = [sum(entry[key] for entry in entries) for key in ("equal_rows", "rows")]
@@ -79,8 +77,9 @@ def _add_speeds(table: Table, placement: Placement, reports: Sequence[dict[str, 
             table.add(
                 first["rows"] if len(entries) == 1 else f"{len(entries)} x {first['rows']}", name, rate,
                 rate / placement.num_devices, rate / plain,
-                case["mean_acceptance_length"] if mode == "speculative" else None, ahead.get("hit_rate"), equal,
-                case["round_wall_ms"], *(case["round_ms"][phase] for phase in PHASES), case.get("target_idle_share"),
+                case["mean_acceptance_length"] if mode == "speculative" else None, hit_rate, equal,
+                case["round_wall_ms"], *(case["round_ms"][phase] for phase in ROUND_PARTS),
+                case.get("target_idle_share"),
             )  # fmt: skip
 
 
@@ -143,7 +142,7 @@ def play_exactness(bench: Workbench, placement: Placement) -> None:
     shapes = bench.options.scale.exact_rows
     rows = [f"{number}x{length}{mark}" for number, length, mark in _exact_workloads(shapes)]
     ahead = "on" if placement.is_apart else "off"
-    config = bench.config("8b", placement, ahead=ahead)
+    config = bench.config("8b", placement, most_rows=max(shapes), ahead=ahead)
     report = bench.bench(config, rows, "--exact", "--top-p", 0.95, "--repeats", 1)
     title = f"Texts equal to plain decoding's, 8B-shaped pair, {placement.about}"
     table = bench.table(title, "temperature", *(f"{number} rows" for number in shapes))

@@ -75,12 +75,6 @@ PLACEMENTS: dict[int, Sequence[Placement]] = {
 
 
 def find_apart(num_devices: int) -> Placement:
-    """The placement of that many devices whose draft ranks a job can lose.
-
-    Raises:
-        LookupError: it has none.
-    """
-    found = [place for place in PLACEMENTS[num_devices] if place.is_apart and place.num_jobs == 1]
-    if not found:
-        raise LookupError(f"no placement of {num_devices} devices has the draft apart")
-    return found[-1]
+    """The largest placement of a host of two devices or more whose draft ranks a job can lose."""
+    apart = [place for place in PLACEMENTS[num_devices] if place.is_apart and place.num_jobs == 1]
+    return max(apart, key=lambda place: place.num_devices)

@@ -92,6 +92,7 @@ class Workbench:
         keep: called with each job's figures as soon as they are there.
         tables: what the part has filled so far.
         reports: of `trtrun bench`, all of the part.
+        summaries: tables that several parts fill, by title; they are shown at the end.
         read_bytes_per_s: what a part before measured of the card, or 0.
     """
 
@@ -102,11 +103,16 @@ class Workbench:
     tables: list[Table] = field(default_factory=list)
     read_bytes_per_s: float = 0.0
     reports: list[dict[str, Any]] = field(default_factory=list)
+    summaries: dict[str, Table] = field(default_factory=dict)
 
     def table(self, title: str, *columns: str) -> Table:
         """Begin a table."""
         self.tables.append(Table(title, columns))
         return self.tables[-1]
+
+    def summary(self, title: str, *columns: str) -> Table:
+        """A table that several parts fill."""
+        return self.summaries.setdefault(title, Table(title, columns))
 
     def pair(self, name: str) -> Pair:
         """A pair of shapes; a tiny one on CPU slots."""
@@ -133,6 +139,7 @@ class Workbench:
         *,
         drafts: bool = True,
         files: bool = False,
+        most_rows: int = 0,
         **speculation: Any,
     ) -> Path:
         """Write the YAML file of a job.
@@ -143,12 +150,13 @@ class Workbench:
             job: which of the placement's jobs.
             drafts: whether there is a draft; else the target runs alone.
             files: read weights from files, which are there.
+            most_rows: that run at once, where they are more than the usual ones.
             speculation: changes of that section.
         """
         options, shapes = self.options, self.pair(pair)
         format_of_weights = {} if files else {"load_format": "dummy"}
         draft, target = placement.devices(options.kind, job)
-        most_rows = max(options.scale.most_rows, *options.scale.exact_rows)
+        most_rows = max(most_rows, *options.scale.rows)
         values: dict[str, Any] = {
             "target": {"model": str(self.model(shapes.target)), "devices": target, **format_of_weights},
             "scheduler": {"max_batch_size": most_rows, "max_num_tokens": 8192},
@@ -179,14 +187,17 @@ class Workbench:
         """
         return self.bench_together([config], rows, *extra)[0]
 
-    def bench_together(self, configs: Sequence[Path], rows: Sequence[object], *extra: object) -> list[dict[str, Any]]:
-        """Several jobs of `trtrun bench` at the same time."""
+    def bench_together(
+        self, configs: Sequence[Path], rows: Sequence[object], *extra: object, traced: bool = False
+    ) -> list[dict[str, Any]]:
+        """Several jobs of `trtrun bench` at the same time; traced, their JSON has shares of time idle."""
         scale, reports = self.options.scale, list[dict[str, Any]]()
         with ExitStack() as stack:
             children = []
             for config in configs:
                 words = ["bench", "--config", config, "--rows", ",".join(map(str, rows)), "--json"]
                 words += ["--max-tokens", scale.max_tokens, "--repeats", scale.repeats, "--seed", self.options.seed]
+                words += ["--trace", config.with_suffix(".trace")] if traced else []
                 children.append(stack.enter_context(self.start(*words, *extra)))
             for child in children:
                 ended = child.wait(self.deadline)
@@ -196,6 +207,8 @@ class Workbench:
                 self.keep({"command": child.words[len(TRTRUN) :], "seconds": round(ended.seconds, 2), "report": report})
                 if ended.status != 0:
                     raise ChildError(f"status {ended.status}: {last_words(ended.stderr)}")
+        for config in configs:
+            config.with_suffix(".trace").unlink(missing_ok=True)  # tens of megabytes each
         return reports
 
     @contextmanager
