@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -145,6 +146,7 @@ def run_part(part: Part, bench: Workbench, records: Records, until: float) -> No
     except Stopped:
         raise
     except Exception as error:  # a defect of one part costs no other
+        traceback.print_exc()
         state = f"failed: {type(error).__name__}: {error}"
     finally:
         seconds = time.monotonic() - begun

@@ -60,8 +60,17 @@ _MEMORY_COLUMNS = (
 )  # fmt: skip
 
 
-def _add_speeds(table: Table, placement: Placement, reports: Sequence[dict[str, Any]], modes: dict[str, str]) -> None:
-    """A line for each mode of each workload; of several jobs, the sum of tokens a second and the first one's rounds."""
+def _add_speeds(
+    table: Table,
+    placement: Placement,
+    reports: Sequence[dict[str, Any]],
+    modes: dict[str, str],
+    rates: dict[int, dict[str, float]],
+) -> None:
+    """A line for each mode of each workload; of several jobs, the sum of tokens a second and the first one's rounds.
+
+    Tokens a second are kept in `rates`, too, by rows and name of the mode.
+    """
     for entries in zip(*(report["results"] for report in reports), strict=True):
         first = entries[0]
         plain = sum(entry["plain"]["tokens_per_s"] for entry in entries)
