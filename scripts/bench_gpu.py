@@ -2,7 +2,7 @@
 
     python scripts/bench_gpu.py --gpus 1 --output one.jsonl
     python scripts/bench_gpu.py --gpus 1 --parts card,vllm --vllm-python /path/to/python
-    python scripts/bench_gpu.py --gpus 8 --parts 8b:draft1-target4,70b:draft1-target4
+    python scripts/bench_gpu.py --gpus 8 --parts 'card,check:*,8b:*'
     python scripts/bench_gpu.py --gpus 2 --devices cpu
 
 Models are shapes with made-up weights: "8b" (a Llama of 8B with a draft of its first 4 layers), "70b" (with a 1B-shaped
@@ -15,6 +15,7 @@ out is said at the end. With --output every job's figures are written as they co
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import json
 import signal
 import sys
@@ -115,7 +116,7 @@ def main() -> int:
             stopped = True
             print(f"\nended by {error}", flush=True)
     for table in bench.summaries.values():
-        print("\n" + table.markdown(), flush=True)
+        print(f"\n{table.markdown()}\n", flush=True)
     if left_out:
         print(f"\nleft out, as the time was over: --parts {','.join(left_out)}", flush=True)
     # The file has the figures of all jobs; a reader of the last line alone may take but so much of it.
@@ -158,13 +159,15 @@ def run_part(part: Part, bench: Workbench, records: Records, until: float) -> No
 
 
 def choose_parts(options: Options, names: str | None) -> list[Part]:
-    """The parts that are named, in the order of the table; the usual ones where none are."""
+    """The parts that are named, in the order of the table, * for any letters; the usual ones where none are."""
     known = list_parts(options)
     if names is None:
         return [part for part in known.values() if part.is_usual]
-    wanted = [name.strip() for name in names.split(",")]
-    for name in wanted:
-        if name not in known:
+    wanted: set[str] = set()
+    for name in (name.strip() for name in names.split(",")):
+        found = fnmatch.filter(known, name)
+        wanted.update(found)
+        if not found:
             elsewhere = [count for count in PLACEMENTS if name in list_parts(Options(options.kind, count))]
             hint = f" (it is a part of --gpus {elsewhere[0]})" if elsewhere else nearest(name, known)
             raise SystemExit(f"bench_gpu.py: --parts: unknown part '{name}'{hint}; --list shows them")
@@ -209,7 +212,7 @@ def parse_arguments() -> argparse.Namespace:
         "--gpus", type=int, choices=sorted(PLACEMENTS), default=1, help="devices of the host that are used"
     )
     parser.add_argument("--devices", choices=["cuda", "cpu"], default="cuda", help="cpu: tiny models on CPU slots")
-    parser.add_argument("--parts", metavar="A,B,…", help="parts to run (default: the usual ones)")
+    parser.add_argument("--parts", metavar="A,B,…", help="parts to run, such as card,8b:* (default: the usual ones)")
     parser.add_argument("--list", action="store_true", help="list all parts and end")
     parser.add_argument("--time-limit", type=float, default=530.0, metavar="SECONDS", help="for all (default: 530)")
     parser.add_argument(

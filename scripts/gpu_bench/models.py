@@ -1,7 +1,7 @@
-"""Model directories for benchmarks: the shapes of known models, with made-up weights or files of such.
+"""Model directories for benchmarks: the shapes of known models, as a config.json and a tokenizer.
 
-Without files a directory holds a config.json and a tokenizer, for `load_format: dummy`. Files hold the same numbers, as
-far as names go (see trtrun/models/dummy_weights.py), for programs that read weights. It knows shapes and files.
+That is enough for `load_format: dummy`; write_weights.py adds files with the same numbers, for programs that read
+weights. It knows shapes.
 """
 
 from __future__ import annotations
@@ -10,14 +10,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from trtrun.models.dummy_weights import DummyWeights
-
 MOST_POSITIONS = 16384
-LAYERS_A_FILE = 8
 
 
 @dataclass(frozen=True)
@@ -128,35 +123,3 @@ def write_model(folder: Path, name: str) -> Path:
     }
     (path / "config.json").write_text(json.dumps(values), encoding="utf-8")
     return path
-
-
-def write_weights(path: Path, shape: Shape, device: torch.device) -> int:
-    """Write the made-up weights of a shape as safetensors into its directory, some layers a file.
-
-    Returns:
-        Bytes written; 0 where the files are there.
-    """
-    index_file = path / "model.safetensors.index.json"
-    if index_file.exists():
-        return 0
-    source = DummyWeights(path, getattr(torch, shape.dtype), device)
-    places: dict[str, str] = {}
-    names = list(shape.tensors().items())
-    ends, layers = names[:3], names[3:]
-    step = LAYERS_A_FILE * len(layers) // shape.layers
-    parts = [ends, *(layers[start : start + step] for start in range(0, len(layers), step))]
-    for number, part in enumerate(parts):
-        file = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
-        tensors = {name: _make(source, name, size) for name, size in part}
-        save_file(tensors, path / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(tensors, file)
-    index = {"metadata": {"total_size": source.bytes_read}, "weight_map": places}
-    index_file.write_text(json.dumps(index), encoding="utf-8")
-    return source.bytes_read
-
-
-def _make(source: DummyWeights, name: str, size: tuple[int, ...]) -> torch.Tensor:
-    """A whole tensor on the host."""
-    source.check(name, size)
-    pieces = [piece.cpu() for _, piece in source.pieces(name, tuple(range(length) for length in size))]
-    return torch.cat(pieces)

@@ -187,18 +187,9 @@ def play_vllm(bench: Workbench, placement: Placement) -> None:
     config = bench.config("8b", placement, files=True, most_rows=most)
     peer = ("--peer", "vllm", "--peer-python", options.vllm_python, "--top-p", TOP_P)
     columns = (
-        "rows",
-        "mode",
-        "tokens/s",
-        "vLLM",
-        "ratio",
-        "first token ms",
-        "vLLM",
-        "acceptance",
-        "vLLM",
-        "round ms",
-        "vLLM",
-    )
+        "rows", "mode", "tokens/s", "vLLM", "ratio", "first token ms", "vLLM first token ms", "acceptance",
+        "vLLM acceptance", "round ms", "vLLM round ms",
+    )  # fmt: skip
     table = bench.table(f"8B-shaped pair beside vLLM: {placement.about}", *columns)
     try:
         bench.bench(config, rows, *peer)

@@ -9,9 +9,10 @@ from gpu_bench.children import ChildError, last_words
 from gpu_bench.placements import Placement
 from gpu_bench.tables import Table, gibibytes
 from gpu_bench.workbench import Workbench
-from trtrun.telemetry import ROUND_PARTS
 
 SAMPLED = 0.8
+PHASES = ("drafting", "transferring", "verifying", "planning", "committing", "messages", "between_rounds")
+"""Of a round, as `trtrun bench` names them."""
 
 
 def play_placement(bench: Workbench, pair: str, placement: Placement) -> None:
@@ -52,7 +53,7 @@ def _ways(placement: Placement) -> tuple[str, ...]:
 _SUMMARY_COLUMNS = ("plain", "speculative", "ahead", "best per device")
 _SPEED_COLUMNS = (
     "rows", "mode", "tokens/s", "per device", "ratio to plain", "acceptance", "hit rate", "equal texts", "round ms",
-    *(f"{name.replace('_', ' ')} ms" for name in ROUND_PARTS), "target idle",
+    *(f"{name.replace('_', ' ')} ms" for name in PHASES), "target idle",
 )  # fmt: skip
 _MEMORY_COLUMNS = (
     "ahead", "start s", "rank", "device", "weights", "planned", "largest round", "planned at most", "KV store",
@@ -87,7 +88,7 @@ def _add_speeds(
                 first["rows"] if len(entries) == 1 else f"{len(entries)} x {first['rows']}", name, rate,
                 rate / placement.num_devices, rate / plain,
                 case["mean_acceptance_length"] if mode == "speculative" else None, hit_rate, equal,
-                case["round_wall_ms"], *(case["round_ms"][phase] for phase in ROUND_PARTS),
+                case["round_wall_ms"], *(case["round_ms"][phase] for phase in PHASES),
                 case.get("target_idle_share"),
             )  # fmt: skip
 

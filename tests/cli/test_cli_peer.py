@@ -7,14 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run, is_alive
-from drains import wait_until
+from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run
+from drains import wait_for_end_of, wait_until
 
 FAKE = Path(__file__).parent / "fake_vllm"
 SHORT = ("--repeats", 1, "--max-tokens", 4, "--prompt-tokens", 6)
@@ -115,7 +114,4 @@ def test_a_vllm_that_runs_ends_with_its_processes_when_bench_is_ended(
     peers = [int(word) for word in children.read_text().split()]
     os.kill(process.pid, signal.SIGTERM)
     process.communicate(timeout=60)
-    deadline = time.monotonic() + 20
-    while any(map(is_alive, peers)):
-        assert time.monotonic() < deadline, "the peer outlives the benchmark"
-        time.sleep(0.02)
+    wait_for_end_of(peers)
