@@ -17,8 +17,10 @@ from drains import wait_for_end_of, wait_until
 from test_cli_peer import peer_python
 
 sys.path.append(str(ROOT / "scripts"))
+from gpu_bench.placement_parts import _add_sums
 from gpu_bench.placements import PLACEMENTS, find_apart
 from gpu_bench.tables import Table, show
+from gpu_bench.workbench import Options, Workbench
 
 WORDS = [sys.executable, str(ROOT / "scripts" / "bench_gpu.py")]
 CPU = ("--devices", "cpu", "--time-limit", 900)
@@ -104,6 +106,7 @@ def test_nonsense_is_refused(trtrun: Run, arguments: tuple[str, ...], said: str)
     assert done.stdout == "" and "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_signal_ends_what_runs_and_prints_what_there_is(
     start_trtrun: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
@@ -141,6 +144,20 @@ def test_tables_are_markdown() -> None:
     assert [show(number) for number in (123.456, 1.25, 7)] == ["123.5", "1.25", "7"]
     with pytest.raises(ValueError, match="Title: 1 cells for 2 columns"):
         table.add(1)
+
+
+def test_a_group_that_has_chosen_how_it_sums_has_a_table(tmp_path: Path) -> None:
+    bench = Workbench(Options("cuda", 2), tmp_path, deadline=0.0)
+    sums = [
+        {"nbytes": 8192, "microseconds": {"NCCL": 12.3, "one-shot": 6.2}, "way": "one-shot"},
+        {"nbytes": 1 << 20, "microseconds": {"NCCL": 20.9}, "way": "NCCL"},
+    ]
+    _add_sums(bench, PLACEMENTS[2][0], {"ranks": [1, 2], "sums": sums})
+    _add_sums(bench, PLACEMENTS[2][0], {"ranks": [1, 2]})
+    (table,) = bench.tables
+    assert (list(table.columns), table.rows) == (
+        ["KiB", "NCCL", "one-shot", "used"], [["8", "12.30", "6.20", "one-shot"], ["1024", "20.90", "", "NCCL"]]
+    )  # fmt: skip
 
 
 @pytest.mark.long
