@@ -84,6 +84,7 @@ class RankReport:
     """What one rank holds once it has started. Bytes; `kv_tokens` counts tokens that its KV store holds.
 
     `working_bytes` is what its largest round needs beside weights and KV: measured on GPUs, an upper bound on CPUs.
+    `device_used_bytes` is what its GPU's driver counts then, of all processes; 0 on CPUs.
     `kernels` says what its engines compute with: "triton", "avx512_bf16" (trtrun's own on the CPU) or "torch".
     """
 
@@ -97,6 +98,7 @@ class RankReport:
     kv_bytes: int = 0
     kv_tokens: int = 0
     peak_memory_bytes: int = 0
+    device_used_bytes: int = 0
     kernels: str = ""
 
 

@@ -57,25 +57,48 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
+class Workload:
+    """Prompts that `trtrun bench` runs together.
+
+    Attributes:
+        rows: number of prompts.
+        prompt_tokens: length of each.
+        temperature: 0 is greedy.
+    """
+
+    rows: int
+    prompt_tokens: int
+    temperature: float = 0.0
+
+    def __str__(self) -> str:
+        many = f"{self.rows} {'row' if self.rows == 1 else 'rows'} of {self.prompt_tokens} tokens"
+        return f"{many} at temperature {self.temperature:g}" if self.temperature else many
+
+
+@dataclass(frozen=True)
 class BenchOptions:
     """What `trtrun bench` was asked for.
 
     Attributes:
-        rows: numbers of prompts that run together.
+        workloads: each is measured in both modes.
         max_tokens: tokens to generate for each prompt.
-        prompt_tokens: length of each random prompt.
+        top_p: of workloads that sample.
         repeats: timed runs of each case; medians are reported.
-        peer: "transformers", or None.
-        seed: of the random prompts; None draws one.
+        exact: count the texts that speculation leaves as they are, for each workload.
+        peer: "transformers", "vllm" or None.
+        peer_python: the interpreter that has the peer; None for this one.
+        seed: of the random prompts and of sampling; None draws one.
         as_json: print the JSON line only.
         trace: file for a trace of the timed runs' rounds, or None.
     """
 
-    rows: Sequence[int] = (1, 4, 16)
+    workloads: Sequence[Workload]
     max_tokens: int = 64
-    prompt_tokens: int = 32
+    top_p: float = 1.0
     repeats: int = 3
+    exact: bool = False
     peer: str | None = None
+    peer_python: str | None = None
     seed: int | None = None
     as_json: bool = False
     trace: str | None = None

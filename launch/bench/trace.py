@@ -10,12 +10,12 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from launch.batch.journal import check_output, working_path
-from launch.batch.options import is_stream
+from launch.batch.options import Workload, is_stream
 from parallel.topology import Role, Topology
 from trtrun.errors import ConfigError
 from trtrun.llm import LLM
@@ -36,7 +36,7 @@ class TracedRun:
     """What every rank did in one timed run."""
 
     mode: str
-    rows: int
+    workload: Workload
     ranks: list[RankSpans]
 
 
@@ -66,7 +66,7 @@ class BenchTrace:
         self._runs: list[TracedRun] = []
 
     @contextmanager
-    def run(self, llm: LLM, mode: str, rows: int) -> Iterator[None]:
+    def run(self, llm: LLM, mode: str, workload: Workload) -> Iterator[None]:
         """Trace one timed run. Logs are started before it and collected after it."""
         if self.path is None:
             yield
@@ -74,11 +74,11 @@ class BenchTrace:
         orchestrator = llm.engine.orchestrator
         orchestrator.start_trace(self._most_rounds)
         yield
-        self._runs.append(TracedRun(mode, rows, orchestrator.take_trace()))
+        self._runs.append(TracedRun(mode, workload, orchestrator.take_trace()))
 
-    def figures(self, mode: str, rows: int) -> dict[str, float]:
+    def figures(self, mode: str, workload: Workload) -> dict[str, float]:
         """What the JSON of a case says beside its own: the target leader's share of time idle, 0 to 1."""
-        idle = self._idle_time(mode, rows, self._topology.target_leader, ENGINES)
+        idle = self._idle_time(mode, workload, self._topology.target_leader, ENGINES)
         return {"target_idle_share": round(idle.share, 4)} if idle.elapsed else {}
 
     def write(self) -> None:
@@ -104,11 +104,12 @@ class BenchTrace:
     def summary(self) -> dict[str, Any]:
         """How idle every rank was in every case, what was left out, and how far clocks may be off."""
         places = [(spans.rank, spans.part) for spans in self._runs[0].ranks] if self._runs else []
-        cases = dict.fromkeys((run.rows, run.mode) for run in self._runs)
+        cases = dict.fromkeys((run.workload, run.mode) for run in self._runs)
         idle = [
-            {"rows": rows, "mode": mode, "rank": rank, "part": part, "name": self._topology.describe(rank)}
-            | _idle_figures(self._idle_time(mode, rows, rank, part))
-            for rows, mode in cases
+            asdict(workload)
+            | {"mode": mode, "rank": rank, "part": part, "name": self._topology.describe(rank)}
+            | _idle_figures(self._idle_time(mode, workload, rank, part))
+            for workload, mode in cases
             for rank, part in places
         ]
         dropped = [max((spans.num_dropped_rounds for spans in run.ranks), default=0) for run in self._runs]
@@ -129,11 +130,11 @@ class BenchTrace:
             "clocks": clocks,
         }
 
-    def _idle_time(self, mode: str, rows: int, rank: int, part: str) -> IdleTime:
+    def _idle_time(self, mode: str, workload: Workload, rank: int, part: str) -> IdleTime:
         idle = IdleTime()
         waits = _waits(self._topology, rank)
         for run in self._runs:
-            if (run.mode, run.rows) == (mode, rows):
+            if (run.mode, run.workload) == (mode, workload):
                 for spans in run.ranks:
                     if (spans.rank, spans.part) == (rank, part):
                         idle.add_run(spans.spans, waits)
@@ -190,7 +191,7 @@ def _name_of(kind: str, rank: int, thread: int, arguments: dict[str, Any]) -> di
 
 
 def _label(number: int, run: TracedRun) -> str:
-    return f"run {number}: {run.mode}, {run.rows} {'row' if run.rows == 1 else 'rows'}"
+    return f"run {number}: {run.mode}, {run.workload}"
 
 
 def _waits(topology: Topology, rank: int) -> frozenset[str]:

@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 
 from launch.exit_codes import ExitCode, status_of_signal
@@ -23,6 +22,7 @@ from launch.mpi.drain import CONTROL_VARIABLE, DRAIN_SIGNALS, write_order
 from launch.mpi.output_filter import OutputFilter
 from launch.mpi.parent_death import ending_with_parent
 from launch.mpi.rank_ends import RankEnds
+from launch.mpi.sessions import clear_session, kill_session
 from launch.mpi.start_progress import VARIABLE as STEPS_VARIABLE
 from launch.mpi.start_progress import StartWatch
 
@@ -97,7 +97,7 @@ def supervise(
                 process.wait(timeout=GRACE_SECONDS)
         finally:
             is_overdue = process.poll() is None
-            _clear_session(process.pid)  # mpirun is gone, or the loop failed: no rank may stay
+            clear_session(process.pid)  # mpirun is gone, or the loop failed: no rank may stay
             process.wait()
     with suppress(BrokenPipeError):
         _pass_on(output.flush_output())
@@ -158,7 +158,7 @@ class _Orders:
         if self.ended_by is not None or (self.drained_by is not None and number in (signal.SIGINT, signal.SIGTERM)):
             self.ended_by = self.ended_by or number
             if self._process is not None:  # asked twice: no more grace
-                _kill_session(self._process.pid)
+                kill_session(self._process.pid)
         elif not can_drain:
             self.ended_by = number
             self._end()
@@ -280,35 +280,6 @@ def _end_rest(process: subprocess.Popen[bytes], output: OutputFilter, news: str 
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=STUCK_GRACE_SECONDS)
-
-
-def _kill_session(session: int) -> bool:
-    """Kill every process of a session: mpirun gives each rank a process group of its own, but the same session.
-
-    Returns:
-        Whether there was one.
-    """
-    found = False
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            # pid (name) state parent group session …; the name may hold spaces and parentheses.
-            fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[3]) == session and fields[0] != "Z":
-            found = True
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(int(entry.name), signal.SIGKILL)
-    return found
-
-
-def _clear_session(session: int) -> None:
-    """Kill every process of a session and see them gone: whoever starts the job again needs what they hold."""
-    deadline = time.monotonic() + GRACE_SECONDS
-    while _kill_session(session) and time.monotonic() < deadline:
-        time.sleep(0.01)
 
 
 def _pass_on(data: bytes) -> None:

@@ -54,6 +54,21 @@ def test_bench_beside_transformers(config: Configs, trtrun: Run) -> None:
     assert one["ratios"]["plain_over_peer_plain"] == pytest.approx(ratio, rel=0.01)
 
 
+def test_bench_counts_the_texts_of_each_workload_that_speculation_leaves_alone(config: Configs, trtrun: Run) -> None:
+    rows = ("--rows", "2,3x9@0.8,2", "--top-p", 0.9, "--prompt-tokens", 5, "--repeats", 1, "--max-tokens", 8)
+    done = trtrun("bench", "--config", config(ONE_PROCESS), *rows, "--exact")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    names = ("rows", "prompt_tokens", "temperature", "equal_rows")
+    assert [tuple(entry[name] for name in names) for entry in report["results"]] == [(2, 5, 0, 2), (3, 9, 0.8, 3)]
+    assert report["identical_to_plain"] is True and report["top_p"] == 0.9
+    assert "3x9@0.8: 3 of 3 texts equal plain ones" in done.stdout
+    (rank,) = report["memory"]
+    assert rank["shard_bytes"] == rank["planned_shard_bytes"] > 0
+    assert rank["kv_bytes"] > 0 and rank["device"] == "cpu:0"
+    assert report["start_s"] > 0
+
+
 def test_bench_of_prompt_lookup_compares_it_with_plain_decoding(config: Configs, trtrun: Run) -> None:
     options = ("--rows", "2", "--repeats", 1, "--max-tokens", 24, "--json", "--speculation", "ngram")
     file = config(ONE_PROCESS, speculation={"prompt_lookup_min": 1, "method": "ngram"})
@@ -95,7 +110,12 @@ def test_bench_says_what_bfloat16_was_computed_with(config: Configs, trtrun: Run
     [
         (("--rows", "1,x"), "write numbers with commas between"),
         (("--rows", "0"), "write numbers with commas between"),
+        (("--rows", "8x0"), "write numbers with commas between"),
+        (("--rows", "8@1e9"), "write numbers with commas between"),
         (("--max-tokens", "70000"), "but a request may have 65536"),
+        (("--rows", "1,1x70000"), "prompts of 70000 tokens and --max-tokens 64 make 70064"),
+        (("--exact", "--speculation", "none"), "--exact compares speculative with plain decoding"),
+        (("--exact", "--set", "speculation.forced_acceptance=2"), "they are nobody's"),
     ],
 )
 def test_bench_refuses_nonsense(config: Configs, trtrun: Run, arguments: tuple[str, ...], said: str) -> None:
@@ -147,7 +167,9 @@ def test_bench_traces_the_rounds_of_all_ranks(config: Configs, trtrun: Run, tmp_
     assert [names[rank] for rank in range(4)] == [
         "orchestrator rank 0 (host)", "draft rank 1 (cpu:0)", "target rank 2 (cpu:1)", "target rank 3 (cpu:2)"
     ]  # fmt: skip
-    assert [event["name"] for event in rows.pop((0, 0))] == ["run 0: plain, 2 rows", "run 1: speculative, 2 rows"]
+    assert [event["name"] for event in rows.pop((0, 0))] == [
+        "run 0: plain, 2 rows of 32 tokens", "run 1: speculative, 2 rows of 32 tokens"
+    ]  # fmt: skip
     assert [names[place] for place in rows] == ["orchestrator", "draft", "target", "target"]
     num_rounds = {run: entry[mode]["num_rounds"] for run, mode in enumerate(("plain", "speculative"))}
     for events in rows.values():

@@ -316,6 +316,7 @@ class RankStartup:
         loaded = [engine.report for engine in self._engines.values()]
         models = [engine.model for engine in self._engines.values()]
         block_size = self._config.kv_cache.block_size
+        free, total = torch.cuda.mem_get_info(self._device) if self._device.type == "cuda" else (0, 0)
         return RankReport(
             rank=self._rank,
             host=socket.gethostname(),
@@ -328,4 +329,5 @@ class RankStartup:
             kv_tokens=tokens_of_blocks(num_blocks, block_size),
             kernels="+".join(sorted({kernels_for(model.device, model.dtype) for model in models})),
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            device_used_bytes=total - free,
         )

@@ -1,7 +1,7 @@
-"""transformers on the same weights, prompts and threads: plain greedy, and assisted generation with a constant draft.
+"""transformers on the same weights, prompts and threads: plain, and assisted generation with a constant draft.
 
-Started by `bench` as `python -m launch.bench.transformers_peer`, with the task as JSON on stdin; prints the figures as
-JSON. It knows nothing of trtrun's engines, and is the only module that imports transformers.
+`bench` has the interpreter that has transformers run this file: `transformers_peer.py TASK.json ANSWER.json`. It
+imports transformers and nothing of trtrun.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import os
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing may be downloaded
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -24,13 +26,15 @@ class Peer:
     """Both models in transformers.
 
     Args:
-        task: what `bench` sent: directories, dtype, device, threads, draft_len, max_tokens.
+        task: what `bench` sent: directories, dtype, device, threads, draft_len, max_tokens, top_p.
     """
 
     def __init__(self, task: dict[str, Any]) -> None:
         torch.set_num_threads(task["threads"])
         self._device = torch.device(task["device"])
         self._max_tokens = int(task["max_tokens"])
+        self._top_p = float(task["top_p"])
+        self._sampling: dict[str, Any] = {}
         self._target = self._load(task["target"], task["dtype"])
         self._draft = self._load(task["draft"], task["dtype"]) if task["draft"] else None
         if self._draft is not None:
@@ -42,10 +46,12 @@ class Peer:
         self._target.register_forward_hook(self._count_forward)
 
     def measure(self, case: dict[str, Any]) -> dict[str, Any]:
-        """Medians for one number of rows. Assisted generation takes one row only: more rows have no figure for it."""
-        rows = int(case["rows"])
-        result: dict[str, Any] = {"rows": rows, **self._measure_mode("plain", case["plain"], assisted=False)}
-        if rows == 1 and self._draft is not None and "speculative" in case:
+        """Medians for one workload. Assisted generation takes one row only: more rows have no figure for it."""
+        self._sampling = {"do_sample": False}
+        if case["temperature"]:
+            self._sampling = {"do_sample": True, "temperature": case["temperature"], "top_p": self._top_p, "top_k": 0}
+        result = self._measure_mode("plain", case["plain"], assisted=False)
+        if case["rows"] == 1 and self._draft is not None and "speculative" in case:
             result |= self._measure_mode("assisted", case["speculative"], assisted=True)
         return result
 
@@ -67,17 +73,17 @@ class Peer:
         return figures
 
     def _generate(self, prompts: list[list[int]], max_tokens: int, assisted: bool) -> int:
-        """Complete prompts of one length greedily; returns the number of new tokens."""
+        """Complete prompts of one length; returns the number of new tokens."""
         tokens = torch.tensor(prompts, device=self._device)
         extra = {"assistant_model": self._draft} if assisted else {}
         with torch.inference_mode():
             output = self._target.generate(
                 tokens,
                 attention_mask=torch.ones_like(tokens),
-                do_sample=False,
                 max_new_tokens=max_tokens,
                 min_new_tokens=max_tokens,
                 pad_token_id=0,
+                **self._sampling,
                 **extra,
             )
         if self._device.type == "cuda":
@@ -93,12 +99,14 @@ class Peer:
 
 
 def main() -> None:
-    """Read the task from stdin, print the figures."""
+    """Read the task, write the answer."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    task = json.load(sys.stdin)
+    task_file, answer_file = (Path(argument) for argument in sys.argv[1:])
+    task = json.loads(task_file.read_text(encoding="utf-8"))
     peer = Peer(task)
-    print(json.dumps({"cases": [peer.measure(case) for case in task["cases"]]}))
+    answer = {"version": transformers.__version__, "cases": [peer.measure(case) for case in task["cases"]]}
+    answer_file.write_text(json.dumps(answer), encoding="utf-8")
 
 
 if __name__ == "__main__":

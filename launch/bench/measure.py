@@ -1,0 +1,181 @@
+"""The timed runs of a benchmark, on rank 0: prompts never seen before, clocks, and whether texts stay the same.
+
+Each workload takes turns between the two modes, so that a machine that slows down slows both. It knows the Python API.
+It does not know how figures are shown, and nothing of peers.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from launch.batch.options import BenchOptions, Workload
+from launch.batch.run import load_llm
+from launch.bench.case import Case, Prompts
+from launch.bench.trace import BenchTrace
+from launch.mpi.job import Job, finish_mpi
+from launch.mpi.start_progress import STARTED
+from trtrun.core import ForesightStatistics
+from trtrun.errors import InvalidRequestError
+from trtrun.llm import LLM
+from trtrun.models.config import read_model_config
+from trtrun.outputs import RankReport, RequestOutput
+from trtrun.sampling_params import SamplingParams
+from trtrun.telemetry import round_parts
+
+PLAIN = "plain"
+SPECULATIVE = "speculative"
+FIRST_TOKEN_ID = 3
+"""Random prompts keep clear of the ids that most tokenizers give to special tokens."""
+
+WARM_UP_TOKENS = 8
+
+
+@dataclass
+class Measured:
+    """What the runs gave.
+
+    Attributes:
+        cases: by workload and mode.
+        equal_rows: texts of each workload that are the same in both modes; only with `exact`.
+        identical: whether all texts that were compared are; None where none were.
+        ranks: what each rank holds.
+        start_s: seconds from the start of this process until all ranks were ready.
+    """
+
+    cases: dict[Workload, dict[str, Case]] = field(default_factory=dict)
+    equal_rows: dict[Workload, int] = field(default_factory=dict)
+    identical: bool | None = None
+    ranks: tuple[RankReport, ...] = ()
+    start_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts, [rows][tokens], and how each is sampled."""
+
+    prompts: Prompts
+    sampling: list[SamplingParams]
+
+
+class Draws:
+    """Random prompts; every call draws new ones, so that no prefix is ever in the KV store.
+
+    Args:
+        seed: of prompts and sampling.
+        vocabulary: tokens of the target.
+        options: of the benchmark.
+    """
+
+    def __init__(self, seed: int, vocabulary: int, options: BenchOptions) -> None:
+        self._generator = random.Random(seed)
+        self._tokens = range(min(FIRST_TOKEN_ID, vocabulary - 1), vocabulary)
+        self._options = options
+
+    def draw(self, workload: Workload, max_tokens: int | None = None, mixed: bool = False) -> Batch:
+        """A workload's prompts, completed to exactly `max_tokens`, the benchmark's own unless given. Mixed ones are of
+        different lengths, half of the workload's and more."""
+        most, rows = workload.prompt_tokens, range(workload.rows)
+        lengths = [self._generator.randint((most + 1) // 2, most) if mixed else most for _ in rows]
+        prompts = [self._generator.choices(self._tokens, k=length) for length in lengths]
+        sampling = [
+            SamplingParams(
+                max_tokens=max_tokens or self._options.max_tokens,
+                ignore_eos=True,
+                temperature=workload.temperature,
+                top_p=self._options.top_p if workload.temperature else 1.0,
+                seed=self._generator.getrandbits(48),
+            )
+            for _ in rows
+        ]
+        return Batch(prompts, sampling)
+
+
+def measure(job: Job, options: BenchOptions, seed: int, modes: Sequence[str], trace: BenchTrace) -> Measured:
+    """Load the models, run every workload in every mode, and let the ranks end. Worker ranks serve to the end here."""
+    result = Measured()
+    with load_llm(job.config) as llm:
+        result.start_s = time.monotonic() - STARTED
+        draws = Draws(seed, read_model_config(job.config.target.model).vocab_size, options)
+        for workload in options.workloads:
+            cases = result.cases[workload] = {mode: Case() for mode in modes}
+            for mode in modes:
+                llm.set_speculation(mode == SPECULATIVE)
+                _generate(llm, draws.draw(workload, min(WARM_UP_TOKENS, options.max_tokens)))
+            for _ in range(options.repeats):
+                for mode in modes:
+                    llm.set_speculation(mode == SPECULATIVE)
+                    batch = draws.draw(workload)
+                    with trace.run(llm, mode, workload):
+                        _run_once(llm, cases[mode], batch)
+        if SPECULATIVE in modes and job.config.speculation.forced_acceptance is None:
+            _compare(llm, draws, options, result)
+        result.ranks = llm.report.ranks
+    finish_mpi()
+    return result
+
+
+def _compare(llm: LLM, draws: Draws, options: BenchOptions, result: Measured) -> None:
+    """Complete the same prompts in both modes, untimed: all workloads' where texts are to be counted, else one row."""
+    if not options.exact:
+        first = options.workloads[0]
+        one = Workload(1, first.prompt_tokens, first.temperature)
+        result.identical = _count_equal(llm, draws.draw(one)) == 1
+        return
+    for workload in options.workloads:
+        result.equal_rows[workload] = _count_equal(llm, draws.draw(workload, mixed=True))
+    result.identical = all(workload.rows == equal for workload, equal in result.equal_rows.items())
+
+
+def _count_equal(llm: LLM, batch: Batch) -> int:
+    """Prompts for which both modes write the same tokens."""
+    tokens = []
+    for enabled in (False, True):
+        llm.set_speculation(enabled)
+        tokens.append(_generate(llm, batch))
+    return sum(plain == speculative for plain, speculative in zip(*tokens, strict=True))
+
+
+def _generate(llm: LLM, batch: Batch) -> list[tuple[int, ...]]:
+    """Complete prompts untimed; returns the tokens of each."""
+    return [output.completions[0].token_ids for output in _checked(llm.generate(batch.prompts, batch.sampling))]
+
+
+def _run_once(llm: LLM, case: Case, batch: Batch) -> None:
+    """One timed run, added to the case."""
+    llm.reset_statistics()
+    started = time.perf_counter()
+    outputs = llm.generate(batch.prompts, batch.sampling)
+    elapsed = time.perf_counter() - started
+    tokens = 0
+    for output in _checked(outputs):
+        times = output.completions[0].statistics
+        count = len(output.completions[0].token_ids)
+        tokens += count
+        if times.first_token is not None and times.finished is not None:
+            case.first_token_s.append(times.first_token - times.arrival)
+            case.output_token_s.append((times.finished - times.first_token) / max(1, count - 1))
+        case.num_row_rounds += times.num_rounds
+    totals = llm.statistics()
+    case.prompts.append(batch.prompts)
+    case.tokens_per_s.append(tokens / elapsed)
+    case.num_rounds += totals["num_rounds"]
+    case.num_draft_tokens += totals["num_draft_tokens"]
+    case.num_accepted_draft_tokens += totals["num_accepted_draft_tokens"]
+    case.num_guesses += totals["num_guesses"]
+    case.foresight.add(ForesightStatistics(**totals["foresight"]))
+    case.anticipating_s += totals["anticipating_s"]
+    case.draft_losses = totals["draft_losses"]
+    case.elapsed_s += elapsed
+    for name, seconds in round_parts(totals, elapsed).items():
+        case.parts_s[name] += seconds
+
+
+def _checked(outputs: Sequence[RequestOutput]) -> Sequence[RequestOutput]:
+    """The outputs, none of which was refused."""
+    for output in outputs:
+        if output.error is not None:
+            raise InvalidRequestError(output.error)
+    return outputs

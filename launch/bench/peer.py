@@ -1,0 +1,239 @@
+"""Another program on the same weights and prompts, in a process and an environment of its own.
+
+The interpreter that has the peer runs a small program of `peers` by its path, so that nothing of this environment is on
+its way. Task and figures are JSON files. It knows processes; it does not know the peers' APIs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch.batch.options import BenchOptions, Workload
+from launch.bench.case import Case
+from launch.exit_codes import FailedError
+from launch.mpi.job import Job
+from launch.mpi.mpirun import build_environment
+from launch.mpi.parent_death import ending_with_parent
+from launch.mpi.sessions import clear_session
+from launch.placement.allocation import is_local
+from trtrun.device_lists import host_of
+from trtrun.errors import ConfigError, TrtrunError, one_line
+from trtrun.models.config import read_model_config
+from trtrun.roles.memory_requirements import quantization_of, resolve_dtype
+
+PEER_SECONDS = 1800.0
+"""How long a peer may take for one mode, its start included."""
+
+LOOK_SECONDS = 60.0
+"""How long an interpreter may take to say whether it has the peer."""
+
+SHOWN_LINES = 20
+"""Of what a peer said before it failed."""
+
+_LOOK = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec(sys.argv[1]) else 3)"
+
+
+@dataclass(frozen=True)
+class PeerProgram:
+    """A program to compare with.
+
+    Attributes:
+        name: of its Python package, and on the command line.
+        speculative: what it calls drafting.
+        is_apart: whether each mode is a process of its own, as it loads the draft or does not.
+    """
+
+    name: str
+    speculative: str
+    is_apart: bool
+
+    @property
+    def path(self) -> Path:
+        """The program that its interpreter runs."""
+        return Path(__file__).resolve().parent / "peers" / f"{self.name}_peer.py"
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        PeerProgram("transformers", "assisted", is_apart=False),
+        PeerProgram("vllm", "speculative", is_apart=True),
+    )
+}
+
+
+@dataclass
+class PeerFigures:
+    """What a peer measured.
+
+    Attributes:
+        program: which.
+        version: its own words for it.
+        cases: figures by workload.
+        error: why some of them are missing, or None.
+    """
+
+    program: PeerProgram
+    version: str = ""
+    cases: dict[Workload, dict[str, Any]] = field(default_factory=dict)
+    error: TrtrunError | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, without the figures."""
+        error = str(self.error) if self.error is not None else None
+        return {"name": self.program.name, "version": self.version, "error": error}
+
+
+def check_peer(job: Job, options: BenchOptions) -> None:
+    """Raise ConfigError where the peer could not run, as far as it can be told without starting it."""
+    assert options.peer is not None
+    config = job.config
+    sections = [section for section in (config.target, config.draft) if section is not None]
+    if any(section.load_format == "dummy" for section in sections):
+        raise ConfigError(f"--peer {options.peer} reads the models' weights, and load_format is dummy: leave one out")
+    quantization = quantization_of(config.target)
+    if quantization != "none":
+        raise ConfigError(
+            f"--peer {options.peer} computes with the target's weights as they are, and target.quantization is "
+            f"{quantization}: leave one out"
+        )
+    hosts = {host_of(device) for device in config.target.devices}
+    if len(hosts) > 1 or not is_local(next(iter(hosts))):
+        raise ConfigError(f"--peer {options.peer} runs on rank 0's host, and the target is on {', '.join(hosts)}")
+    python = options.peer_python or sys.executable
+    try:
+        words = [python, "-c", _LOOK, options.peer]
+        looked = subprocess.run(words, env=_environment(job), capture_output=True, timeout=LOOK_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"no answer within {LOOK_SECONDS:g} s"
+        raise ConfigError(f"--peer-python {python} cannot be started: {reason}") from None
+    if looked.returncode != 0:
+        raise ConfigError(_missing(options.peer, python))
+
+
+def _missing(peer: str, python: str, reason: str = "") -> str:
+    """What to say where an interpreter does not have the peer."""
+    what = f"cannot be imported by {python}{reason and f' ({reason})'}"
+    return f"--peer {peer}: {peer} {what}: name an interpreter that has it with --peer-python, or pip install '{peer}'"
+
+
+def run_peer(job: Job, options: BenchOptions, results: Mapping[Workload, Mapping[str, Case]]) -> PeerFigures:
+    """Let the peer complete the prompts of all timed runs, after them. What goes wrong is in the figures' `error`."""
+    assert options.peer is not None
+    program = PEERS[options.peer]
+    figures = PeerFigures(program)
+    modes = list(next(iter(results.values())))
+    for part in [[mode] for mode in modes] if program.is_apart else [modes]:
+        try:
+            answer = _run_program(program, _task(job, options, part, results), job, options)
+        except TrtrunError as error:
+            figures.error = error
+            break
+        figures.version = str(answer["version"])
+        for workload, case in zip(results, answer["cases"], strict=True):
+            figures.cases.setdefault(workload, {}).update(case)
+    return figures
+
+
+def _task(
+    job: Job, options: BenchOptions, modes: Sequence[str], results: Mapping[Workload, Mapping[str, Case]]
+) -> dict[str, Any]:
+    """What the peer is asked to do."""
+    config = job.config
+    target = read_model_config(config.target.model)
+    return {
+        "target": str(config.target.model),
+        "draft": str(config.draft.model) if config.draft is not None else None,
+        "dtype": str(resolve_dtype(config.target, target)).removeprefix("torch."),
+        "device": "cuda" if "cuda:" in config.target.devices[0] else "cpu",
+        "tensor_parallel_size": len(config.target.devices),
+        "threads": _total_threads(job),
+        "draft_len": config.speculation.draft_len,
+        "context": target.max_position_embeddings,
+        "max_tokens": options.max_tokens,
+        "top_p": options.top_p,
+        "cases": [
+            {"rows": workload.rows, "temperature": workload.temperature} | {mode: cases[mode].prompts for mode in modes}
+            for workload, cases in results.items()
+        ],
+    }
+
+
+def _run_program(program: PeerProgram, task: dict[str, Any], job: Job, options: BenchOptions) -> dict[str, Any]:
+    """Start the peer's program, wait for it, and see all of its processes gone.
+
+    Raises:
+        ConfigError: the interpreter cannot import the peer.
+        FailedError: it failed or took too long; the notes are its last words.
+    """
+    python = options.peer_python or sys.executable
+    with tempfile.TemporaryDirectory(prefix="trtrun-peer-") as name:
+        folder = Path(name)
+        (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
+        words = [python, str(program.path), str(folder / "task.json"), str(folder / "answer.json")]
+        with (folder / "said").open("wb") as said:
+            process = subprocess.Popen(
+                ending_with_parent(words),
+                env=_environment(job),
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                process.wait(timeout=PEER_SECONDS)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                is_late = process.poll() is None
+                clear_session(process.pid)  # the peer may have processes of its own
+                process.wait()
+        answer = _read_answer(folder / "answer.json")
+        if "missing" in answer:
+            raise ConfigError(_missing(program.name, python, one_line(ImportError(answer["missing"]))))
+        if process.returncode != 0 or not answer:
+            lines = (folder / "said").read_text(encoding="utf-8", errors="replace").splitlines()
+            how = f"was not done after {PEER_SECONDS:g} s" if is_late else f"ended with status {process.returncode}"
+            error = FailedError(f"the peer {program.name} {how}; trtrun's own figures are complete")
+            for line in lines[-SHOWN_LINES:]:
+                error.add_note(line)
+            raise error
+        return answer
+
+
+def _read_answer(path: Path) -> dict[str, Any]:
+    """The peer's figures; none where it was ended before it wrote them."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
+def _environment(job: Job) -> dict[str, str]:
+    """The user's environment, with the job's threads and the target's GPUs; the peer runs as its users run it."""
+    environment = build_environment() | {"OMP_NUM_THREADS": str(_total_threads(job))}
+    for name in environment.pop("TRTRUN_SETTINGS", "").split(","):
+        environment.pop(name, None)
+    own = str(Path(__file__).resolve().parents[2])  # where trtrun is installed, other packages may be, too
+    paths = [path for path in environment.pop("PYTHONPATH", "").split(os.pathsep) if path and path != own]
+    if paths:
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    numbers = [int(device.rpartition("cuda:")[2]) for device in job.config.target.devices if "cuda:" in device]
+    if numbers:
+        visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(
+            visible[number] if visible else str(number) for number in numbers
+        )
+    return environment
+
+
+def _total_threads(job: Job) -> int:
+    return job.threads * len(job.topology.slots)

@@ -1,0 +1,125 @@
+"""Model directories for benchmarks: the shapes of known models, as a config.json and a tokenizer.
+
+That is enough for `load_format: dummy`; write_weights.py adds files with the same numbers, for programs that read
+weights. It knows shapes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+MOST_POSITIONS = 16384
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a Llama without biases and with an output head of its own."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int = 128256
+    dtype: str = "bfloat16"
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of a head."""
+        return self.hidden // self.heads
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes, the layers in order."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        layer = {
+            "self_attn.q_proj": (queries, self.hidden),
+            "self_attn.k_proj": (keys, self.hidden),
+            "self_attn.v_proj": (keys, self.hidden),
+            "self_attn.o_proj": (self.hidden, queries),
+            "mlp.gate_proj": (self.intermediate, self.hidden),
+            "mlp.up_proj": (self.intermediate, self.hidden),
+            "mlp.down_proj": (self.hidden, self.intermediate),
+            "input_layernorm": (self.hidden,),
+            "post_attention_layernorm": (self.hidden,),
+        }
+        ends: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocabulary, self.hidden),
+            "lm_head.weight": (self.vocabulary, self.hidden),
+            "model.norm.weight": (self.hidden,),
+        }
+        return ends | {
+            f"model.layers.{index}.{name}.weight": size for index in range(self.layers) for name, size in layer.items()
+        }
+
+    @property
+    def read_numbers(self) -> int:
+        """Numbers that a token of one row reads: all of the matrices but the embedding."""
+        sizes = self.tensors()
+        embedding = sizes.pop("model.embed_tokens.weight")
+        assert len(embedding) == 2
+        return sum(height * width for height, width in (size for size in sizes.values() if len(size) == 2))
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its draft, by the names of their shapes, and the draft_len that fits."""
+
+    target: str
+    draft: str
+    draft_len: int
+
+
+SHAPES = {
+    "8b": Shape(4096, 14336, 32, 32, 8),
+    "8b-draft": Shape(4096, 14336, 4, 32, 8),
+    "70b": Shape(8192, 28672, 80, 64, 8),
+    "1b": Shape(2048, 8192, 16, 32, 8),
+    "tiny": Shape(128, 256, 6, 8, 8, 1003, "float32"),
+    "tiny-draft": Shape(128, 256, 2, 8, 8, 1003, "float32"),
+}
+PAIRS = {
+    "8b": Pair("8b", "8b-draft", 5),
+    "70b": Pair("70b", "1b", 10),
+    "1b": Pair("1b", "1b", 5),
+    "tiny": Pair("tiny", "tiny-draft", 4),
+}
+"""A draft of the target's first layers often agrees with it; the 1B-shaped one never does."""
+
+
+def write_model(folder: Path, name: str) -> Path:
+    """The directory of a shape in `folder`, made unless it is there: config.json, and a tokenizer of a word a token."""
+    shape, path = SHAPES[name], folder / name
+    if (path / "config.json").exists():
+        return path
+    path.mkdir(parents=True, exist_ok=True)
+    words = {f"t{index}": index for index in range(shape.vocabulary)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(path / "tokenizer.json"))
+    values = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": MOST_POSITIONS,
+        "rope_theta": 500000.0,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": shape.dtype,
+    }
+    (path / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return path

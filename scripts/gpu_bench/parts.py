@@ -1,0 +1,236 @@
+"""The parts of the benchmark by name: what each measures, on how many devices, and about how long it takes.
+
+A part fills tables from `trtrun bench`'s JSON. It knows configurations and figures. It does not know when it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from gpu_bench.children import ChildError, run
+from gpu_bench.placement_parts import play_check, play_exactness, play_placement
+from gpu_bench.placements import PLACEMENTS, Placement
+from gpu_bench.rank_loss import play_killed_draft, play_killed_target, play_seed_command
+from gpu_bench.tables import Table
+from gpu_bench.workbench import Options, Workbench
+
+DESCRIBE_HOST = Path(__file__).resolve().parent / "describe_host.py"
+ONE = PLACEMENTS[1][0]
+TEMPERATURE, TOP_P = 0.8, 0.95
+WANTED_RATE = 181.74
+"""Tokens a second of a 70B target with a 1B draft that others have published."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part.
+
+    Attributes:
+        name: on the command line.
+        about: for people.
+        seconds: about how long it takes on GPUs.
+        play: does it.
+        is_usual: whether it runs where no parts are named.
+    """
+
+    name: str
+    about: str
+    seconds: float
+    play: Callable[[Workbench], None]
+    is_usual: bool = True
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which it is stopped."""
+        return 60 + 2 * self.seconds
+
+
+def list_parts(options: Options) -> dict[str, Part]:
+    """The parts of a host with so many devices, in the order in which they run."""
+    parts = [Part("card", "devices, versions, speed of reading", 10, play_card)]
+    parts += _one_device(options) if options.num_devices == 1 else _placements(options)
+    return {part.name: part for part in parts}
+
+
+def _one_device(options: Options) -> Iterator[Part]:
+    has_vllm = options.vllm_python is not None
+    large = 50 + 35 * len(options.acceptances)
+    yield Part("8b", "8B-shaped pair, plain and speculative", 55, play_rows)
+    yield Part("8b-long", "the same with long prompts", 45, play_long)
+    yield Part("8b-sampled", f"the same at temperature {TEMPERATURE}, beside greedy", 55, play_sampled)
+    yield Part("exactness", "texts equal to plain decoding's", 45, partial(play_exactness, placement=ONE))
+    yield Part("1b", "1B-shaped target, plain", 25, play_small)
+    yield Part("70b", "70B-shaped pair, plain and with forced acceptance", large, play_large)
+    yield Part("vllm", "8B-shaped pair beside vLLM", 330, partial(play_vllm, placement=ONE), has_vllm)
+
+
+def _placements(options: Options) -> Iterator[Part]:
+    places = PLACEMENTS[options.num_devices]
+    for place in places:
+        if place.num_jobs == 1:
+            yield Part(f"check:{place.name}", f"links of: {place.about}", 12, partial(play_check, placement=place))
+    for pair, seconds in (("8b", 45), ("70b", 80)):
+        for place in places:
+            jobs = 2 if place.is_apart and place.num_jobs == 1 else 1
+            play = partial(play_placement, pair=pair, placement=place)
+            yield Part(f"{pair}:{place.name}", f"{pair}-shaped pair: {place.about}", jobs * seconds, play)
+        if pair == "8b":
+            yield Part("kill-draft", "a draft rank is killed in the middle of a run", 70, play_killed_draft)
+            yield Part("kill-target", "a target rank is killed in the middle of a run", 30, play_killed_target)
+    for place in places:
+        if place.num_jobs == 1:
+            play = partial(play_exactness, placement=place)
+            usual = options.num_devices == 2
+            yield Part(f"exactness:{place.name}", f"texts equal to plain decoding's: {place.about}", 50, play, usual)
+    for place in places:
+        if not place.is_apart and len(place.draft) == 1:
+            play, usual = partial(play_vllm, placement=place), options.vllm_python is not None
+            yield Part(f"vllm:{place.name}", f"8b-shaped pair beside vLLM: {place.about}", 360, play, usual)
+    if options.num_devices == 8:
+        yield Part("seed-command", "scripts/run.py with draft and target on all eight", 75, play_seed_command)
+
+
+def play_card(bench: Workbench) -> None:
+    """Where the figures are from."""
+    host = bench.succeed(run([sys.executable, DESCRIBE_HOST], bench.folder, bench.deadline)).last_json()
+    bench.keep({"host": host})
+    bench.read_bytes_per_s = host.get("read_bytes_per_s", 0.0)
+    table = bench.table("Host", "what", "value")
+    devices = host["devices"]
+    table.add("devices", f"{len(devices)} x {devices[0]}" if devices else "CPU slots")
+    for name in ("driver", "cuda", "python", "date"):
+        table.add(name, host.get(name) or "-")
+    table.add("versions", ", ".join(f"{name} {version}" for name, version in host["versions"].items()))
+    if bench.read_bytes_per_s:
+        table.add("reads, TB/s", bench.read_bytes_per_s / 1e12)
+
+
+def play_rows(bench: Workbench) -> None:
+    """Plain and speculative decoding of few rows and many."""
+    scale = bench.options.scale
+    report = bench.bench(bench.config("8b", ONE, most_rows=scale.most_rows), [*scale.rows, scale.most_rows])
+    _speed_table(bench, "8B-shaped pair, one device", report)
+
+
+def play_long(bench: Workbench) -> None:
+    """Long prompts, with the time to the first token."""
+    report = bench.bench(bench.config("8b", ONE), bench.options.scale.long_prompts)
+    _speed_table(bench, "8B-shaped pair, long prompts", report)
+
+
+def play_sampled(bench: Workbench) -> None:
+    """Sampling beside greedy, in one job."""
+    rows = bench.options.scale.rows
+    sampled = [f"{number}@{TEMPERATURE}" for number in rows]
+    report = bench.bench(bench.config("8b", ONE), [*rows, *sampled], "--top-p", TOP_P)
+    entries = {(entry["rows"], bool(entry["temperature"])): entry for entry in report["results"]}
+    title = f"8B-shaped pair, temperature {TEMPERATURE}, top_p {TOP_P}, beside greedy (tokens/s)"
+    table = bench.table(title, "rows", "mode", "greedy", "sampled", "sampled ÷ greedy", "per round")
+    for number in rows:
+        for mode in ("plain", "speculative"):
+            greedy, other = entries[number, False][mode], entries[number, True][mode]
+            rates = (greedy["tokens_per_s"], other["tokens_per_s"])
+            rounds = greedy["round_wall_ms"] / other["round_wall_ms"]  # acceptance is another thing when sampling
+            table.add(number, mode, *rates, rates[1] / rates[0], rounds)
+
+
+def play_small(bench: Workbench) -> None:
+    """A small target alone: the share of the memory's speed that is left at 1 row."""
+    report = bench.bench(bench.config("1b", ONE, drafts=False), bench.options.scale.rows)
+    _speed_table(bench, "1B-shaped target, plain", report)
+    table = bench.table("1B-shaped target, one row", "ms a token", "reads, TB/s", "share of what the device reads")
+    step = report["results"][0]["plain"]["round_wall_ms"]
+    rate = 1e3 * bench.read_bytes("1b") / step
+    table.add(step, rate / 1e12, rate / bench.read_bytes_per_s if bench.read_bytes_per_s else None)
+
+
+def play_large(bench: Workbench) -> None:
+    """The large pair: plain, and what speculation gives by how many tokens a round gains."""
+    shapes, options = bench.pair("70b"), bench.options
+    title = (
+        f"70B-shaped target ({options.target_quantization}), 1B-shaped draft ({options.draft_quantization}), one row"
+    )
+    columns = ("tokens a round", "tokens/s", "round ms", "plain tokens/s", "plain step ms", "round ÷ plain step")
+    table = bench.table(f"{title}, draft_len {shapes.draft_len}", *columns)
+    rounds: list[float] = []
+    for acceptance in options.acceptances:
+        forced = min(acceptance, shapes.draft_len + 1)
+        (entry,) = bench.bench(bench.config("70b", ONE, forced_acceptance=forced), [1])["results"]
+        plain, speculative = entry["plain"], entry["speculative"]
+        # Between the first token and the last, so that the prompt's round is in neither.
+        step, length = plain["time_per_output_token_ms"], speculative["mean_acceptance_length"]
+        rounds.append(speculative["time_per_output_token_ms"] * length)
+        table.add(length, speculative["tokens_per_s"], rounds[-1], plain["tokens_per_s"], step, rounds[-1] / step)
+    # A round takes as long whatever is accepted: the rest of the curve follows from the rounds above.
+    mean = sum(rounds) / len(rounds)
+    curve = bench.table("The same reckoned from these rounds", "tokens a round", "tokens/s")
+    for length in range(1, shapes.draft_len + 2):
+        curve.add(length, 1e3 * length / mean)
+    curve.add(WANTED_RATE * mean / 1e3, WANTED_RATE)
+
+
+def play_vllm(bench: Workbench, placement: Placement) -> None:
+    """The same weights and prompts in vLLM, after the job's own runs."""
+    shapes, scale, options = bench.pair("8b"), bench.options.scale, bench.options
+    if options.vllm_python is None:
+        raise ChildError("name the interpreter that has vLLM with --vllm-python")
+    bench.write_weights(shapes.target, shapes.draft)
+    rows, most = list[object](scale.rows), scale.rows[-1]
+    if placement is ONE:
+        most = scale.most_rows
+        rows += [scale.most_rows, *scale.long_prompts, *(f"{number}@{TEMPERATURE}" for number in scale.rows)]
+    config = bench.config("8b", placement, files=True, most_rows=most)
+    peer = ("--peer", "vllm", "--peer-python", options.vllm_python, "--top-p", TOP_P)
+    columns = (
+        "rows", "mode", "tokens/s", "vLLM", "ratio", "first token ms", "vLLM first token ms", "acceptance",
+        "vLLM acceptance", "round ms", "vLLM round ms",
+    )  # fmt: skip
+    table = bench.table(f"8B-shaped pair beside vLLM: {placement.about}", *columns)
+    try:
+        bench.bench(config, rows, *peer)
+    finally:  # where vLLM fails, trtrun's own figures are there
+        for report in bench.reports:
+            for entry in report["results"]:
+                for mode in ("plain", "speculative"):
+                    _add_peer_row(table, entry, mode)
+
+
+def _add_peer_row(table: Table, entry: dict[str, Any], mode: str) -> None:
+    theirs = entry.get("vllm", {})
+    ours, rate = entry[mode], theirs.get(f"{mode}_tokens_per_s")
+    length = theirs.get(f"{mode}_mean_acceptance_length", 1.0)
+    table.add(
+        _workload(entry), mode, ours["tokens_per_s"], rate, ours["tokens_per_s"] / rate if rate else None,
+        ours["time_to_first_token_ms"], theirs.get(f"{mode}_time_to_first_token_ms"),
+        ours["mean_acceptance_length"] if mode == "speculative" else None, length if mode == "speculative" else None,
+        ours["round_wall_ms"], 1e3 * entry["rows"] * length / rate if rate else None,
+    )  # fmt: skip
+
+
+def _speed_table(bench: Workbench, title: str, report: dict[str, Any]) -> None:
+    """A line for each mode of each workload."""
+    columns = ("rows", "mode", "tokens/s", "ratio to plain", "ms a token", "first token ms", "acceptance", "round ms")
+    table = bench.table(title, *columns, "drafting ms", "verifying ms")
+    for entry in report["results"]:
+        for mode in ("plain", "speculative"):
+            if mode in entry:
+                case, speculative = entry[mode], mode == "speculative"
+                table.add(
+                    _workload(entry), mode, case["tokens_per_s"], case["tokens_per_s"] / entry["plain"]["tokens_per_s"],
+                    case["time_per_output_token_ms"], case["time_to_first_token_ms"],
+                    case["mean_acceptance_length"] if speculative else None, case["round_wall_ms"],
+                    case["round_ms"]["drafting"] if speculative else None, case["round_ms"]["verifying"],
+                )  # fmt: skip
+
+
+def _workload(entry: dict[str, Any]) -> str:
+    """ "8", "8 of 2000 tokens", "8 at 0.8"."""
+    name = str(entry["rows"])
+    if entry["prompt_tokens"] != 32:
+        name += f" of {entry['prompt_tokens']} tokens"
+    return name + (f" at {entry['temperature']:g}" if entry["temperature"] else "")

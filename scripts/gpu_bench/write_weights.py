@@ -1,0 +1,65 @@
+"""Writes made-up weights into model directories whose names are shapes: `write_weights.py DIRECTORY…`.
+
+They are those of `load_format: dummy` (trtrun/models/dummy_weights.py): the same for the same name. A program of its
+own, so that what it takes of a GPU is free again afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from safetensors.torch import save_file
+
+from gpu_bench.models import SHAPES, Shape
+from trtrun.models.dummy_weights import DummyWeights
+
+LAYERS_A_FILE = 8
+
+
+def write_weights(path: Path, shape: Shape, device: torch.device) -> int:
+    """Write the made-up weights of a shape as safetensors into its directory, some layers a file.
+
+    Returns:
+        Bytes written; 0 where the files are there.
+    """
+    index_file = path / "model.safetensors.index.json"
+    if index_file.exists():
+        return 0
+    source = DummyWeights(path, getattr(torch, shape.dtype), device)
+    places: dict[str, str] = {}
+    names = list(shape.tensors().items())
+    ends, layers = names[:3], names[3:]
+    step = LAYERS_A_FILE * len(layers) // shape.layers
+    parts = [ends, *(layers[start : start + step] for start in range(0, len(layers), step))]
+    for number, part in enumerate(parts):
+        file = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
+        tensors = {name: _make(source, name, size) for name, size in part}
+        save_file(tensors, path / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, file)
+    index = {"metadata": {"total_size": source.bytes_read}, "weight_map": places}
+    index_file.write_text(json.dumps(index), encoding="utf-8")
+    return source.bytes_read
+
+
+def _make(source: DummyWeights, name: str, size: tuple[int, ...]) -> torch.Tensor:
+    """A whole tensor on the host."""
+    source.check(name, size)
+    pieces = [piece.cpu() for _, piece in source.pieces(name, tuple(range(length) for length in size))]
+    return torch.cat(pieces)
+
+
+def main() -> None:
+    """Entry of the program."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    paths = [Path(word) for word in sys.argv[1:]]
+    print(json.dumps({path.name: write_weights(path, SHAPES[path.name], device) for path in paths}))
+
+
+if __name__ == "__main__":
+    main()

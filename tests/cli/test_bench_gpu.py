@@ -1,0 +1,194 @@
+"""scripts/bench_gpu.py with tiny models on CPU slots: parts, refusals, what fails, and what is left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import ROOT, Run, ranks_below
+from drains import wait_for_end_of, wait_until
+from test_cli_peer import peer_python
+
+sys.path.append(str(ROOT / "scripts"))
+from gpu_bench.placement_parts import _add_sums
+from gpu_bench.placements import PLACEMENTS, find_apart
+from gpu_bench.tables import Table, show
+from gpu_bench.workbench import Options, Workbench
+
+WORDS = [sys.executable, str(ROOT / "scripts" / "bench_gpu.py")]
+CPU = ("--devices", "cpu", "--time-limit", 900)
+GPUS = {count: ("--gpus", count, *CPU) for count in PLACEMENTS}
+
+
+def summary_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """The last line."""
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def states_of(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    return {part["part"]: part["state"] for part in summary_of(done)["parts"]}
+
+
+def rows_of(text: str, title: str) -> list[dict[str, str]]:
+    """The Markdown table under a title, a mapping a row."""
+    lines = text[text.index(f"**{title}") :].splitlines()[2:]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[: lines.index("")]]
+    return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
+
+
+def test_a_placement_has_its_speed_phases_memory_and_texts(trtrun: Run, tmp_path: Path) -> None:
+    output = tmp_path / "figures.jsonl"
+    part = "8b:target2-draft-beside"
+    done = trtrun(*GPUS[2], "--parts", part, "--output", output, words=WORDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert states_of(done) == {part: "done"}
+    title = "8b-shaped pair, target TP 2, draft beside its first rank"
+    speeds = rows_of(done.stdout, f"{title}**")
+    assert [(row["rows"], row["mode"]) for row in speeds] == [
+        (rows, mode) for rows in ("1", "2") for mode in ("plain", "speculative")
+    ]
+    assert [row["equal texts"] for row in speeds] == ["", "1 of 1", "", "2 of 2"]
+    for row in speeds:
+        assert float(row["tokens/s"]) == pytest.approx(2 * float(row["per device"]), rel=0.02)
+        assert 0 <= float(row["target idle"]) <= 1 and float(row["verifying ms"]) > 0
+    memory = rows_of(done.stdout, f"{title}: start and memory")
+    assert [row["rank"] for row in memory] == ["1 (draft+target)", "2 (target)"]
+    assert all(row["weights"] == row["planned"] for row in memory)
+    (summary,) = [row for row in rows_of(done.stdout, "8b-shaped pair, tokens/s") if row["rows"] == "2"]
+    assert summary["plain"] == speeds[2]["tokens/s"] and summary["ahead"] == ""
+    job, end = (json.loads(line) for line in output.read_text().splitlines())
+    assert job["part"] == end["part"] == part
+    assert job["report"]["results"][1]["speculative"]["tokens_per_s"] > 0
+    assert title in end["tables"][0]
+
+
+def test_texts_are_compared_greedy_and_sampled_and_a_failing_part_costs_no_other(trtrun: Run) -> None:
+    wrong = ("--draft-quantization", "int4", "--parts", "70b,exactness")
+    done = trtrun(*GPUS[1], *wrong, words=WORDS)
+    assert done.returncode == 1
+    states = states_of(done)
+    assert states["exactness"] == "done"
+    assert states["70b"].startswith("failed: no JSON in the last line; status 2: trtrun: ") and "int4" in states["70b"]
+    assert f"70b: {states['70b']}" in done.stdout, "told in its place"
+    rows = rows_of(done.stdout, "Texts equal to plain decoding's")
+    assert [list(row.values()) for row in rows] == [["0", "1 of 1", "2 of 2"], ["0.8", "1 of 1", "2 of 2"]]
+
+
+def test_what_would_not_be_done_in_time_is_left_out_and_named(trtrun: Run) -> None:
+    done = trtrun("--devices", "cpu", "--gpus", 4, "--time-limit", 18, "--parts", "card,kill-draft", words=WORDS)
+    summary = summary_of(done)
+    assert summary["left_out"][-1] == "kill-draft"
+    assert f"left out, as the time was over: --parts {','.join(summary['left_out'])}" in done.stdout
+    assert "kill-draft" not in states_of(done)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--parts", "exactnes"), "unknown part 'exactnes' (did you mean 'exactness'?)"),
+        (("--parts", "70*,x*"), "unknown part 'x*'"),
+        (("--parts", "8b:draft1-target4"), "unknown part '8b:draft1-target4' (it is a part of --gpus 8)"),
+        (("--acceptances", "0"), "is not a list of numbers from 1 on"),
+        (("--gpus", "3"), "invalid choice: 3"),
+        (("--output", "/missing/figures"), "--output /missing/figures cannot be written: No such file or directory"),
+    ],
+)
+def test_nonsense_is_refused(trtrun: Run, arguments: tuple[str, ...], said: str) -> None:
+    done = trtrun(*arguments, words=WORDS)
+    assert done.returncode != 0 and said in done.stderr
+    assert done.stdout == "" and "Traceback" not in done.stderr
+
+
+@pytest.mark.long
+def test_a_signal_ends_what_runs_and_prints_what_there_is(
+    start_trtrun: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    output = tmp_path / "figures.jsonl"
+    words = (*GPUS[2], "--parts", "card,check:draft1-target1", "--output", output)
+    process = start_trtrun(*words, words=WORDS)
+    wait_until(lambda: len(ranks_below(process.pid)) == 3, process, "the ranks", pause=0.05)
+    ranks = ranks_below(process.pid).values()
+    os.kill(process.pid, signal.SIGTERM)
+    printed, _ = process.communicate(timeout=60)
+    wait_for_end_of(ranks)
+    summary = json.loads(printed.splitlines()[-1])
+    assert summary["stopped"] and [part["state"] for part in summary["parts"]] == ["done", "stopped"]
+    assert process.returncode == 1
+    assert json.loads(output.read_text().splitlines()[0])["part"] == "card"
+
+
+def test_placements_fit_their_hosts() -> None:
+    for count, places in PLACEMENTS.items():
+        assert len({place.name for place in places}) == len(places)
+        for place in places:
+            used = [device for job in range(place.num_jobs) for role in place.devices("cpu", job) for device in role]
+            assert {int(device.removeprefix("cpu:")) for device in used} == set(range(place.num_devices))
+            assert place.num_devices <= count
+    assert {count: find_apart(count).name for count in (2, 4, 8)} == {
+        2: "draft1-target1", 4: "draft2-target2", 8: "draft4-target4"
+    }  # fmt: skip
+
+
+def test_tables_are_markdown() -> None:
+    table = Table("Title", ("a", "b"))
+    table.add(1234.5678, None)
+    table.add(True, "x|y")
+    assert table.markdown() == "**Title**\n\n| a | b |\n|---|---|\n| 1235 |  |\n| yes | x\\|y |"
+    assert [show(number) for number in (123.456, 1.25, 7)] == ["123.5", "1.25", "7"]
+    with pytest.raises(ValueError, match="Title: 1 cells for 2 columns"):
+        table.add(1)
+
+
+def test_a_group_that_has_chosen_how_it_sums_has_a_table(tmp_path: Path) -> None:
+    bench = Workbench(Options("cuda", 2), tmp_path, deadline=0.0)
+    sums = [
+        {"nbytes": 8192, "microseconds": {"NCCL": 12.3, "one-shot": 6.2}, "way": "one-shot"},
+        {"nbytes": 1 << 20, "microseconds": {"NCCL": 20.9}, "way": "NCCL"},
+    ]
+    _add_sums(bench, PLACEMENTS[2][0], {"ranks": [1, 2], "sums": sums})
+    _add_sums(bench, PLACEMENTS[2][0], {"ranks": [1, 2]})
+    (table,) = bench.tables
+    assert (list(table.columns), table.rows) == (
+        ["KiB", "NCCL", "one-shot", "used"], [["8", "12.30", "6.20", "one-shot"], ["1024", "20.90", "", "NCCL"]]
+    )  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_all_parts_of_two_devices(trtrun: Run, tmp_path: Path) -> None:
+    done = trtrun(*GPUS[2], "--vllm-python", peer_python(tmp_path), words=WORDS, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(states_of(done).values()) == {"done"}
+    (killed,) = rows_of(done.stdout, "A draft rank is killed")
+    assert (killed["exit status"], killed["equal texts"]) == ("0", "40 of 40")
+    (killed,) = rows_of(done.stdout, "A target rank is killed")
+    assert killed["exit status"] == "137" and "target rank 2 (cpu:1) was killed by signal 9" in killed["what it said"]
+    assert {row["mode"] for row in rows_of(done.stdout, "8b-shaped pair, draft and target on a device each**")} == {
+        "plain", "speculative", "ahead"
+    }  # fmt: skip
+    beside = rows_of(done.stdout, "8B-shaped pair beside vLLM")
+    assert [row["mode"] for row in beside] == ["plain", "speculative"] * 2
+    assert [row["vLLM acceptance"] for row in beside] == ["", "4.00"] * 2
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("count", "parts"),
+    [
+        (1, "8b,8b-long,8b-sampled,1b,70b"),
+        (4, "8b:two-draft1-target1,check:draft2-target2"),
+        (8, "8b:draft1-target4,seed-command"),
+    ],
+)
+def test_parts_of_other_hosts(trtrun: Run, count: int, parts: str) -> None:
+    done = trtrun(*GPUS[count], "--parts", parts, words=WORDS, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert states_of(done) == dict.fromkeys(parts.split(","), "done")

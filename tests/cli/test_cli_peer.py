@@ -1,0 +1,117 @@
+"""`trtrun bench --peer vllm`, with a package that stands for vLLM in the peer's interpreter alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run
+from drains import wait_for_end_of, wait_until
+
+FAKE = Path(__file__).parent / "fake_vllm"
+SHORT = ("--repeats", 1, "--max-tokens", 4, "--prompt-tokens", 6)
+
+
+def peer_python(folder: Path, fault: str = "") -> Path:
+    """An interpreter with a fake vLLM, in an environment of its own."""
+    file = folder / "python"
+    names = f"PYTHONPATH={FAKE} FAKE_VLLM={folder} FAKE_VLLM_FAULT={fault}"
+    file.write_text(f'#!/bin/sh\n{names} exec {sys.executable} "$@"\n')
+    file.chmod(0o755)
+    return file
+
+
+def read_calls(folder: Path, mode: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    values = json.loads((folder / mode).read_text())
+    return values["arguments"], values["calls"]
+
+
+def test_vllm_gets_the_same_weights_prompts_and_limits(config: Configs, trtrun: Run, tmp_path: Path) -> None:
+    file = config(FOUR_RANKS)
+    rows = ("--rows", "1,3x9@0.8", "--top-p", 0.9, "--repeats", 2, "--max-tokens", 5, "--prompt-tokens", 6)
+    done = trtrun("bench", "--config", file, *rows, "--peer", "vllm", "--peer-python", peer_python(tmp_path))
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["peer"] == {"name": "vllm", "version": "0.26.0+fake", "error": None}
+    for mode in ("plain", "speculative"):
+        arguments, calls = read_calls(tmp_path, mode)
+        assert arguments["model"] == report["target"] and arguments["dtype"] == report["dtype"]
+        assert (arguments["tensor_parallel_size"], arguments["max_num_seqs"]) == (2, 3)
+        assert arguments["max_model_len"] == 9 + 5 + 4 + 1
+        assert [[len(prompt) for prompt in call["prompts"]] for call in calls] == [[6]] * 3 + [[9] * 3] * 3
+        assert [(call["temperature"], call["top_p"]) for call in calls] == [(0, 1)] * 3 + [(0.8, 0.9)] * 3
+        assert calls[1]["prompts"] != calls[2]["prompts"], "each repeat has prompts of its own"
+    plain, _ = read_calls(tmp_path, "plain")
+    speculative, _ = read_calls(tmp_path, "speculative")
+    assert "speculative_config" not in plain
+    assert speculative["speculative_config"] == {
+        "method": "draft_model", "model": report["draft"], "num_speculative_tokens": 4, "draft_tensor_parallel_size": 2
+    }  # fmt: skip
+    for entry in report["results"]:
+        theirs = entry["vllm"]
+        assert theirs["speculative_mean_acceptance_length"] == 4
+        assert theirs["plain_time_to_first_token_ms"] == 250 and "plain_mean_acceptance_length" not in theirs
+        assert set(entry["ratios"]) == {
+            "speculative_over_plain", "plain_over_peer_plain", "speculative_over_peer_speculative"
+        }  # fmt: skip
+        ratio = entry["speculative"]["tokens_per_s"] / theirs["speculative_tokens_per_s"]
+        assert entry["ratios"]["speculative_over_peer_speculative"] == pytest.approx(ratio, abs=1e-3)
+    for line in ("vllm plain", "vllm speculative", "3x9@0.8"):
+        assert line in done.stdout
+
+
+def test_a_vllm_that_fails_costs_none_of_our_figures(config: Configs, trtrun: Run, tmp_path: Path) -> None:
+    words = ("bench", "--config", config(ONE_PROCESS), "--rows", "1", *SHORT, "--peer", "vllm", "--json")
+    done = trtrun(*words, "--peer-python", peer_python(tmp_path, "raise"))
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert report["results"][0]["speculative"]["tokens_per_s"] > 0
+    first, *rest = done.stderr.splitlines()
+    assert first == "trtrun: the peer vllm ended with status 1; trtrun's own figures are complete"
+    assert report["peer"]["error"] == first.removeprefix("trtrun: ")
+    assert rest[-1] == "RuntimeError: No available memory for the cache blocks."
+
+    done = trtrun(*words, "--peer-python", peer_python(tmp_path, "import"))
+    assert done.returncode == 2
+    assert json.loads(done.stdout)["results"]
+    (line,) = done.stderr.splitlines()
+    assert "libcudart.so.13: cannot open shared object file" in line and "--peer-python" in line
+
+
+def test_an_interpreter_without_vllm_is_refused_before_anything_runs(
+    config: Configs, trtrun: Run, tmp_path: Path
+) -> None:
+    words = ("bench", "--config", config(FOUR_RANKS))
+    cases = {
+        ("--peer", "vllm"): f"vllm cannot be imported by {sys.executable}: name an interpreter that has it",
+        ("--peer", "vllm", "--peer-python", tmp_path / "no"): "no cannot be started: No such file or directory",
+        ("--peer-python", sys.executable): "--peer-python names the interpreter of a peer: add --peer",
+        ("--peer", "vllm", "--set", "target.load_format=dummy"): "reads the models' weights, and load_format is dummy",
+    }
+    for arguments, said in cases.items():
+        done = trtrun(*words, *arguments)
+        assert (done.returncode, done.stdout) == (2, "")
+        (line,) = done.stderr.splitlines()
+        assert said in line
+
+
+def test_a_vllm_that_runs_ends_with_its_processes_when_bench_is_ended(
+    config: Configs, start_trtrun: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    python = peer_python(tmp_path, "stay")
+    process = start_trtrun(
+        "bench", "--config", config(FOUR_RANKS), "--rows", "1", *SHORT, "--peer", "vllm", "--peer-python", python
+    )
+    children = tmp_path / "child"
+    wait_until(lambda: children.exists() and children.read_text().count(" ") == 1, process, "the peer's child")
+    peers = [int(word) for word in children.read_text().split()]
+    os.kill(process.pid, signal.SIGTERM)
+    process.communicate(timeout=60)
+    wait_for_end_of(peers)
