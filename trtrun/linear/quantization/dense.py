@@ -37,6 +37,9 @@ _HALF = (torch.bfloat16, torch.float16)
 class Dense:
     """One tensor, "weight" [out, in]; see `Quantization`."""
 
+    takes_head = True
+    fits_targets = True
+
     def check(self, dtype: torch.dtype, device: torch.device) -> None:
         """Any dtype on any device."""
 
