@@ -18,9 +18,10 @@ from trtrun.kernels.cpu.fp8_matmul_code import fp8_matmul_module
 from trtrun.kernels.cpu.machine import compile_kernels
 from trtrun.kernels.cpu.matmul_code import KERNEL, STRETCH, TILE_ROWS, prefetch_for
 from trtrun.kernels.torch_fp8 import SMALLEST_SCALE, TorchFp8Matmul, round_activations, round_rows, widen
+from trtrun.kernels.triton.support import multiplies_fp8, triton_works
 from trtrun.linear.layer import Linear
 from trtrun.linear.quantization import QUANTIZATIONS, find_quantization
-from trtrun.linear.quantization.base import Tensors
+from trtrun.linear.quantization.base import Product, Tensors
 from trtrun.linear.quantization.fp8 import quantize
 from trtrun.models.config import read_model_config
 from trtrun.models.loading import shard_bytes
@@ -29,6 +30,7 @@ NAMES = ["fp8", "fp8_weight_only"]
 SHAPES = [(64, 2), (1, 8), (24, 60), (128, 1000), (1000, 688), (70, 2 * STRETCH + 2), (130, 6 * STRETCH + 10)]
 ROWS = [1, 2, 3, 4, 5, TILE_ROWS, TILE_ROWS + 1, 13, 70]
 EVERY_CODE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 FINITE = EVERY_CODE[~EVERY_CODE.float().isnan()]
 
 
@@ -44,9 +46,17 @@ def quantized(features: int, inputs: int) -> Tensors:
 
 
 def assert_product(
-    found: torch.Tensor, weight: Tensors, bias: torch.Tensor | None, x: torch.Tensor, rounds: bool
+    found: torch.Tensor,
+    weight: Tensors,
+    bias: torch.Tensor | None,
+    x: torch.Tensor,
+    rounds: bool,
+    exponent: int = -20,
 ) -> None:
-    """`found` is what float64 makes of codes, scales and bias, but for float32 sums, rounded to x's dtype."""
+    """`found` is what float64 makes of codes, scales and bias, but for float32 sums, rounded to x's dtype.
+
+    Sums may be wrong by 2**exponent of the sum of sizes.
+    """
     dense = weight["codes"].double() * weight["scale"].double().unsqueeze(1)
     values = x.double()
     if rounds:
@@ -58,7 +68,7 @@ def assert_product(
     assert found.dtype is x.dtype
     half_step = torch.finfo(x.dtype).eps / 2
     error = (found.double() - exact).abs()
-    assert bool((error <= exact.abs() * 2 * half_step + sizes * 2**-20).all()), (error / sizes).max()
+    assert bool((error <= exact.abs() * 2 * half_step + sizes * 2.0**exponent).all()), (error / sizes).max()
 
 
 def test_rounding_is_to_nearest_of_each_rows_own_scale() -> None:
@@ -256,6 +266,68 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     save_file(weights, path, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"tensor 'model.layers.1.mlp.down_proj.weight' holds NaN"):
         PagedModel(tmp_path, torch.bfloat16, quantization="fp8")
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("features", "inputs"), [(24, 60), (1000, 688), (5000, 64), (70, 2050), (2048, 2048)])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("make", ["best", "torch"])
+def test_products_on_a_gpu_are_right(
+    features: int, inputs: int, with_bias: bool, dtype: torch.dtype, name: str, make: str
+) -> None:
+    held = quantize(numbers(features, inputs, seed=1).to("cuda", dtype))
+    bias = numbers(features, seed=3).to("cuda", dtype) if with_bias else None
+    rounds = name == "fp8"
+    product: Product = TorchFp8Matmul(held["codes"], held["scale"], bias, rounds_activations=rounds)
+    if make == "best":
+        product = QUANTIZATIONS.get(name).apply(held, bias, batch_invariant=True)
+    for rows in (0, 1, 5, 16, 17, 64, 65, 200):
+        x = numbers(rows, inputs + 8, seed=4).to("cuda", dtype)[:, 8:]
+        found = product(x)
+        assert found.shape == (rows, features)
+        # Matrix units add up some products with fewer bits than float32 has.
+        assert_product(found, held, bias, x, rounds, exponent=-12 if make == "best" and rounds else -20)
+
+
+@on_gpu
+def test_a_gpu_rounds_activations_as_the_cpu_does() -> None:
+    x = numbers(300, 3000, seed=1) * (10.0 ** (torch.arange(300) % 9 - 5)).unsqueeze(1).bfloat16()
+    values, scale = round_activations(x)
+    found, own = round_activations(x.cuda())
+    assert torch.equal(found.cpu(), values) and torch.equal(own.cpu(), scale)
+    if triton_works("cuda") and multiplies_fp8(torch.device("cuda", 0)):
+        from trtrun.kernels.triton.fp8_matmul import round_activations as round_in_triton
+
+        codes, own = round_in_triton(x.cuda())
+        assert torch.equal(codes[:, :3000].float().cpu(), values) and torch.equal(own.cpu(), scale)
+
+
+@on_gpu
+def test_what_is_not_finite_spoils_its_own_row_alone_on_a_gpu() -> None:
+    held = quantize(numbers(70, 64, seed=1).cuda())
+    product = QUANTIZATIONS.get("fp8").apply(held, None, batch_invariant=True)
+    x = numbers(4, 64, seed=2).cuda()
+    expected = product(x)
+    x[1, 5], x[2, 5] = math.nan, math.inf
+    found = product(x)
+    assert torch.equal(found[::3], expected[::3])
+    assert bool(found[1:3].isnan().all())
+
+
+@on_gpu
+def test_products_are_captured_in_graphs() -> None:
+    held = quantize(numbers(300, 256, seed=1).cuda())
+    x = numbers(6, 256, seed=2).cuda()
+    product = QUANTIZATIONS.get("fp8").apply(held, None, batch_invariant=True)
+    product(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = product(x)
+    x.copy_(numbers(6, 256, seed=3))
+    graph.replay()
+    assert torch.equal(found, product(x))
 
 
 @pytest.mark.parametrize("name", NAMES)

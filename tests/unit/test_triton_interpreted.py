@@ -101,6 +101,42 @@ def test_the_product_with_8_bits() -> None:
     assert difference(found, x.double() @ dense.T + bias.double()) < BOUNDS[torch.float16]
 
 
+@DTYPES
+def test_activations_of_8_bits_are_rounded_as_on_other_devices(dtype: torch.dtype) -> None:
+    from trtrun.kernels.torch_fp8 import round_activations as round_in_torch
+    from trtrun.kernels.triton.fp8_matmul import round_activations
+
+    sizes = 10.0 ** (torch.arange(20) % 7 - 4)
+    x = torch.randn(20, 300, generator=torch.Generator().manual_seed(1)) * sizes.unsqueeze(1)
+    x[3] = 0
+    wide = x.to(dtype)
+    for inputs in (300, 64, 1):
+        codes, scale = round_activations(wide[:, :inputs])
+        expected, own = round_in_torch(wide[:, :inputs])
+        assert torch.equal(scale, own)
+        assert torch.equal(codes[:, :inputs].float(), expected)
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(("features", "inputs"), [(70, 130), (3, 64)])
+def test_the_product_with_e4m3(features: int, inputs: int, with_bias: bool, rounds: bool) -> None:
+    from trtrun.kernels.torch_fp8 import TorchFp8Matmul
+    from trtrun.kernels.triton.fp8_matmul import TritonFp8Matmul
+    from trtrun.linear.quantization.fp8 import quantize
+
+    torch.manual_seed(features)
+    weight, x = quantize(torch.randn(features, inputs)), torch.randn(70, inputs).to(torch.float16)
+    arguments = weight["codes"], weight["scale"], torch.randn(features).to(torch.float16) if with_bias else None
+    product = TritonFp8Matmul(*arguments, rounds_activations=rounds)
+    found = product(x)
+    assert difference(found, TorchFp8Matmul(*arguments, rounds_activations=rounds)(x)) < 1e-4
+    for rows in (0, 1, 6, 16, 17, 40, 65):
+        some = product(x[:rows])
+        # The interpreter's sums are numpy's, whose order shows where the numbers are not all codes.
+        assert torch.equal(some, found[:rows]) if rounds or not rows else difference(some, found[:rows]) < 1e-4
+
+
 @pytest.mark.parametrize("width", [3, 2049, 5000])
 def test_the_likeliest(width: int) -> None:
     from trtrun.kernels.triton.likeliest import likeliest

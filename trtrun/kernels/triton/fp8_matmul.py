@@ -13,6 +13,7 @@ It knows tensors; it does not know when Triton can be used (see support.py).
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,9 @@ _GROUP = 128
 
 _ALIGNED = 16
 """Codes of a row begin at a multiple of so many bytes, so that they are read in vectors."""
+
+_SPARE_BYTES = 2048
+"""Shared memory that a program needs beside its stages."""
 
 _FEWEST_ROWS, _FEW_ROWS, _SOME_ROWS = 16, 32, 64
 
@@ -51,7 +55,7 @@ def _round_kernel(
     inside = number < inputs
     value = tl.load(x + row * x_stride + number, mask=inside, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value), axis=0), LARGEST), SMALLEST)
-    value = tl.div_rn(value, scale)
+    value *= tl.div_rn(1.0, scale)
     # Beside 1.5 * 2^20 times its power of two a number of float32 keeps 3 bits of mantissa; below 2^-6 steps stay.
     exponent = tl.maximum(value.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
     magic = (exponent + 0x0A400000).to(tl.float32, bitcast=True)
@@ -115,6 +119,7 @@ def round_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         _round_kernel[(rows,)](
             x, codes, scales, inputs, x.stride(0), stride,
             PADDED=padded, LARGEST=LARGEST, SMALLEST=SMALLEST_SCALE, num_warps=min(32, max(4, padded // 1024)),
+            enable_fp_fusion=False,  # a product that is rounded together with what is added to it rounds elsewhere
         )  # fmt: skip
     return codes, scales
 
@@ -143,7 +148,7 @@ def chain_product(
     features, inputs = codes.shape
     y = torch.empty((rows, features), dtype=dtype, device=x.device)
     if rows:
-        tile = tile or _tile(rows, features, x_scale is not None)
+        tile = tile or _tile(rows, x_scale is not None, _shared_bytes(x.device))
         _product_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(features, tile.features))](
             x, scale if x_scale is None else x_scale, codes, scale, scale if bias is None else bias, y,
             rows, features, inputs, x.stride(0),
@@ -153,17 +158,30 @@ def chain_product(
     return y
 
 
-def _tile(rows: int, features: int, rounds: bool) -> Tile:
-    """Long runs of memory for few rows, and programs enough to keep every multiprocessor reading; squares for many,
+def _tile(rows: int, rounds: bool, shared_bytes: int) -> Tile:
+    """What is fast for so many rows, with as many stages as the multiprocessors have shared memory for.
+
+    Long runs of memory for few rows, and programs enough to keep every multiprocessor reading; squares for many,
     where arithmetic counts. Tiles are 64 features wide at least, what the matrix units take from four warps: narrower
     ones would be computed by other instructions, which may add up in another order."""
-    if rows <= _FEWEST_ROWS:
-        return Tile(_FEWEST_ROWS, 64, 256, 4) if rounds else Tile(_FEWEST_ROWS, 64, 128, 5)
     if rows <= _FEW_ROWS:
-        return Tile(_FEW_ROWS, 64, 256, 4) if rounds else Tile(_FEW_ROWS, 64, 128, 4)
-    if rows <= _SOME_ROWS:
-        return Tile(_SOME_ROWS, 64, 128, 4)
-    return Tile(128, 128, 128, 4, 8) if rounds else Tile(_SOME_ROWS, 128, 128, 3, 8)
+        width = _FEWEST_ROWS if rows <= _FEWEST_ROWS else _FEW_ROWS
+        tile = Tile(width, 64, 256, 4) if rounds else Tile(width, 64, 128, 4)
+    elif rows <= _SOME_ROWS:
+        tile = Tile(_SOME_ROWS, 64, 128, 4)
+    else:
+        tile = Tile(128, 128, 128, 4, 8) if rounds else Tile(_SOME_ROWS, 128, 128, 3, 8)
+    stage = (tile.features + tile.rows * (1 if rounds else 2)) * tile.inputs
+    return tile._replace(num_stages=max(1, min(tile.num_stages, (shared_bytes - _SPARE_BYTES) // stage)))
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have; as much as it likes where there is no GPU."""
+    if device.type != "cuda":
+        return 1 << 30
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 class TritonFp8Matmul:
