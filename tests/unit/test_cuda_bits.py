@@ -81,18 +81,19 @@ def test_a_row_of_a_product_with_8_bits_has_the_same_bits_in_any_company(
 @needs_fp8
 @pytest.mark.parametrize("rounds", [True, False], ids=["fp8", "weight only"])
 def test_tiles_of_a_product_with_8_bits_cannot_be_seen_in_it(rounds: bool) -> None:
-    from trtrun.kernels.triton.fp8_matmul import Tile, chain_product, round_activations
+    from trtrun.kernels.triton.fp8_matmul import Tile, chain_product
+    from trtrun.kernels.triton.fp8_rounding import round_activations
     from trtrun.linear.quantization.fp8 import quantize
 
     torch.manual_seed(1)
     held = quantize(torch.randn(1000, 4096, device="cuda").bfloat16())
     x = torch.randn(40, 4096, device="cuda").bfloat16()
-    values, scale = round_activations(x) if rounds else (x, None)
+    values = round_activations(x) if rounds else x
     tiles = [
         Tile(16, 64, 256, 3), Tile(16, 64, 128, 4), Tile(16, 128, 128, 3), Tile(32, 64, 256, 2), Tile(64, 64, 128, 3),
         Tile(64, 128, 128, 2, 8), Tile(128, 128, 128, 2, 8),
     ]  # fmt: skip
-    found = [chain_product(values, scale, held["codes"], held["scale"], None, x.dtype, tile) for tile in tiles]
+    found = [chain_product(values, held["codes"], held["scale"], None, tile) for tile in tiles]
     for tile, other in zip(tiles, found, strict=True):
         assert torch.equal(other, found[0]), tile
 
@@ -153,10 +154,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 @HALVES
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_do_not_depend_on_the_batch(tmp_path: Path, architecture: str, shape: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_logits_do_not_depend_on_the_batch(
+    tmp_path: Path, quantization: str, architecture: str, shape: str, dtype: torch.dtype
+) -> None:
     path = make_checkpoint(tmp_path, architecture, dtype=dtype, **SHAPES[shape])
     texts = {row: prompt_of(LENGTH, row) for row in range(70)}
-    model = PagedModel(path, dtype, block_size=16, num_blocks=800, device=torch.device("cuda"))
+    cuda = torch.device("cuda")
+    model = PagedModel(path, dtype, block_size=16, num_blocks=800, device=cuda, quantization=quantization)
     singles = torch.cat([model.forward([[(0, at, texts[0][at : at + 1])]]) for at in range(LENGTH)])
     for row, chunk in ((100, 2), (200, 6), (300, LENGTH)):
         parts = [model.forward([[(row, at, texts[0][at : at + chunk])]]) for at in range(0, LENGTH, chunk)]

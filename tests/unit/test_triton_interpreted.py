@@ -6,13 +6,18 @@ The interpreter has no bfloat16. What the hardware's rounding does is seen on a 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
+from paged import PagedModel
 from torch.nn import functional
 
 from trtrun.attention.gather import GatherAttention
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
+from trtrun.layers import mlp, norm
+from trtrun.linear.quantization import base, fp8
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
@@ -104,17 +109,60 @@ def test_the_product_with_8_bits() -> None:
 @DTYPES
 def test_activations_of_8_bits_are_rounded_as_on_other_devices(dtype: torch.dtype) -> None:
     from trtrun.kernels.torch_fp8 import round_activations as round_in_torch
-    from trtrun.kernels.triton.fp8_matmul import round_activations
+    from trtrun.kernels.triton.fp8_rounding import round_activations
 
     sizes = 10.0 ** (torch.arange(20) % 7 - 4)
     x = torch.randn(20, 300, generator=torch.Generator().manual_seed(1)) * sizes.unsqueeze(1)
     x[3] = 0
     wide = x.to(dtype)
     for inputs in (300, 64, 1):
-        codes, scale = round_activations(wide[:, :inputs])
+        codes, scale, kind = round_activations(wide[:, :inputs])
+        assert kind is dtype
         expected, own = round_in_torch(wide[:, :inputs])
         assert torch.equal(scale, own)
         assert torch.equal(codes[:, :inputs].float(), expected)
+
+
+@DTYPES
+def test_what_is_rounded_in_the_kernel_that_makes_it(dtype: torch.dtype) -> None:
+    """Is what that kernel makes, rounded."""
+    from trtrun.kernels.triton import fused
+    from trtrun.kernels.triton.fp8_rounding import round_activations
+
+    torch.manual_seed(0)
+    hidden, delta, weight = (torch.randn(shape).to(dtype) for shape in ((3, 100), (3, 100), (100,)))
+    for added in (None, delta):
+        own, other = hidden.clone(), hidden.clone()
+        expected = round_activations(fused.add_and_normalise(own, added, weight, 1e-5))
+        found = fused.add_and_normalise_rounded(other, added, weight, 1e-5)
+        assert torch.equal(own, other)
+        assert torch.equal(found.scale, expected.scale)
+        assert torch.equal(found.codes[:, :100].float(), expected.codes[:, :100].float())
+    gates = torch.randn(3, 2 * 1100).to(dtype)
+    expected, found = round_activations(fused.silu_and_multiply(gates)), fused.silu_and_multiply_rounded(gates)
+    assert torch.equal(found.scale, expected.scale)
+    assert torch.equal(found.codes[:, :1100].float(), expected.codes[:, :1100].float())
+
+
+def test_a_model_whose_norms_and_activations_round_is_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only what attention gathered is rounded by a kernel of its own."""
+    from trtrun.kernels.triton import fp8_matmul
+
+    path, batch = make_checkpoint(tmp_path), [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 3, 4, 100])]]
+    monkeypatch.setattr(base, "_DTYPES", {"cpu": (torch.float16,)})  # which the interpreter has
+    expected = PagedModel(path, torch.float16, quantization="fp8").forward(batch)
+    for module in (norm, mlp, fp8):
+        monkeypatch.setattr(module, "triton_works", lambda device_type: True)
+    monkeypatch.setattr(fp8, "multiplies_fp8", lambda device: True)
+    rounded, round_activations = [], fp8_matmul.round_activations
+    monkeypatch.setattr(
+        fp8_matmul, "round_activations", lambda x: (rounded.append(x.shape[0]), round_activations(x))[1]
+    )
+    model = PagedModel(path, torch.float16, quantization="fp8")
+    assert difference(model.forward(batch), expected) < BOUNDS[torch.float16]
+    assert rounded == [8] * model.models[0].config.num_layers
 
 
 @pytest.mark.parametrize("rounds", [True, False])

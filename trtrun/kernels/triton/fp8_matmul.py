@@ -1,6 +1,6 @@
 """The product with weights of 8 bits (E4M3) on CUDA, whose rows have the same bits in any company.
 
-Activations are rounded to E4M3 by one small kernel, each row by its own largest number, and the matrix units multiply
+Activations are rounded to E4M3, each row by its own largest number (fp8_rounding.py), and the matrix units multiply
 codes by codes; or they stay as they are, and weights are widened on the way. Each number of a result is one chain of
 sums over the inputs, in their order, in one kernel for any number of rows: nothing is split over programs, so neither
 the tile nor the number of rows can be seen in it.
@@ -20,13 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels.torch_fp8 import LARGEST, SMALLEST_SCALE
+from trtrun.kernels.rounded_rows import Activations, RoundedRows
+from trtrun.kernels.triton.fp8_rounding import round_activations
 
 _GROUP = 128
 """Inputs that are added up in the matrix units. Every tile has a multiple of them, so that all tiles group alike."""
-
-_ALIGNED = 16
-"""Codes of a row begin at a multiple of so many bytes, so that they are read in vectors."""
 
 _SPARE_BYTES = 2048
 """Shared memory that a program needs beside its stages."""
@@ -42,26 +40,6 @@ class Tile(NamedTuple):
     inputs: int
     num_stages: int
     num_warps: int = 4
-
-
-@triton.jit
-def _round_kernel(
-    x, codes, scales, inputs, x_stride, code_stride,
-    PADDED: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
-):  # fmt: skip
-    """One row. See trtrun.kernels.torch_fp8, which rounds alike."""
-    row = tl.program_id(0).to(tl.int64)
-    number = tl.arange(0, PADDED)
-    inside = number < inputs
-    value = tl.load(x + row * x_stride + number, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value), axis=0), LARGEST), SMALLEST)
-    value *= tl.div_rn(1.0, scale)
-    # Beside 1.5 * 2^20 times its power of two a number of float32 keeps 3 bits of mantissa; below 2^-6 steps stay.
-    exponent = tl.maximum(value.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
-    magic = (exponent + 0x0A400000).to(tl.float32, bitcast=True)
-    value = (value + magic) - magic
-    tl.store(codes + row * code_stride + number, value.to(codes.dtype.element_ty), mask=inside)
-    tl.store(scales + row, scale)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -108,50 +86,27 @@ def _product_kernel(
     tl.store(place, total.to(y.dtype.element_ty), mask=is_row[None, :] & is_feature[:, None])
 
 
-def round_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, in], whose rows have no gaps → codes [rows, at least in] E4M3 and scales [rows] float32."""
-    rows, inputs = x.shape
-    stride = triton.cdiv(inputs, _ALIGNED) * _ALIGNED
-    codes = torch.empty((rows, stride), dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((rows,), dtype=torch.float32, device=x.device)
-    if rows:
-        padded = triton.next_power_of_2(inputs)
-        _round_kernel[(rows,)](
-            x, codes, scales, inputs, x.stride(0), stride,
-            PADDED=padded, LARGEST=LARGEST, SMALLEST=SMALLEST_SCALE, num_warps=min(32, max(4, padded // 1024)),
-            enable_fp_fusion=False,  # a product that is rounded together with what is added to it rounds elsewhere
-        )  # fmt: skip
-    return codes, scales
-
-
 def chain_product(
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-    tile: Tile | None = None,
+    x: Activations, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None
 ) -> torch.Tensor:
-    """(x * x_scale) @ (codes * scale).T + bias → [rows, out] of `dtype`.
+    """x @ (codes * scale).T + bias → [rows, out] in x's dtype.
 
     Args:
-        x: [rows, at least in], E4M3 with `x_scale`, else of half precision; rows have no gaps.
-        x_scale: [rows] float32, or None.
+        x: [rows, in] of half precision, whose rows have no gaps; or rounded rows.
         codes: [out, in] E4M3, contiguous.
         scale: [out] float32.
         bias: [out] or None.
-        dtype: float16 or bfloat16.
         tile: None takes what is fast for so many rows.
     """
-    rows = x.shape[0]
+    values, x_scale = (x.codes, x.scale) if isinstance(x, RoundedRows) else (x, None)
+    rows = values.shape[0]
     features, inputs = codes.shape
-    y = torch.empty((rows, features), dtype=dtype, device=x.device)
+    y = torch.empty((rows, features), dtype=x.dtype, device=codes.device)
     if rows:
-        tile = tile or _tile(rows, x_scale is not None, _shared_bytes(x.device))
+        tile = tile or _tile(rows, x_scale is not None, _shared_bytes(codes.device))
         _product_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(features, tile.features))](
-            x, scale if x_scale is None else x_scale, codes, scale, scale if bias is None else bias, y,
-            rows, features, inputs, x.stride(0),
+            values, scale if x_scale is None else x_scale, codes, scale, scale if bias is None else bias, y,
+            rows, features, inputs, values.stride(0),
             ROWS=tile.rows, FEATURES=tile.features, INPUTS=tile.inputs, GROUP=_GROUP, IS_EVEN=inputs % tile.inputs == 0,
             ROUNDS=x_scale is not None, ADDS=bias is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
@@ -192,17 +147,22 @@ class TritonFp8Matmul:
         scale: [out] float32.
         bias: [out] or None.
         rounds_activations: whether each row of x is rounded to E4M3, too.
+
+    Attributes:
+        takes_rounded_rows: whether x may be RoundedRows.
     """
 
     def __init__(
         self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, rounds_activations: bool
     ) -> None:
         self._codes, self._scale, self._bias = codes, scale, bias
-        self._rounds_activations = rounds_activations
+        self.takes_rounded_rows = rounds_activations
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, in] float16 or bfloat16 → [rows, out] in the same dtype."""
-        if x.stride(1) != 1:
-            x = x.contiguous()
-        values, factor = round_activations(x) if self._rounds_activations else (x, None)
-        return chain_product(values, factor, self._codes, self._scale, self._bias, x.dtype)
+    def __call__(self, x: Activations) -> torch.Tensor:
+        """x [rows, in] float16 or bfloat16, or rounded rows of such → [rows, out] in the same dtype."""
+        if not isinstance(x, RoundedRows):
+            if x.stride(1) != 1:
+                x = x.contiguous()
+            if self.takes_rounded_rows:
+                x = round_activations(x)
+        return chain_product(x, self._codes, self._scale, self._bias)

@@ -22,7 +22,10 @@ Tensors = Mapping[str, torch.Tensor]
 """What a layer's weight is held in, by the names that `create` gives."""
 
 Product = Callable[[torch.Tensor], torch.Tensor]
-"""x [rows, in] → x @ weight.T + bias [rows, out], in x's dtype."""
+"""x [rows, in] → x @ weight.T + bias [rows, out], in x's dtype.
+
+One that rounds rows of x may have a `takes_rounded_rows` that is true: it takes RoundedRows (trtrun.kernels), too.
+"""
 
 
 class TensorSlice(Protocol):
