@@ -80,6 +80,10 @@ class Stored:
         }
         return LinearTensors(held, [part for pair in files for part in pair])
 
+    def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
+        """Nothing."""
+        return 0
+
     def load(self, source: WeightSource) -> Tensors:
         """As they lie in the file, joined along `out`."""
         files = self._files(source.weight)

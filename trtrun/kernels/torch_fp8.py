@@ -15,9 +15,9 @@ LARGEST = 448.0
 SMALLEST_SCALE = 2.0**-126
 """The smallest number of float32 with all its bits: rows of smaller numbers, and of zeros, have it for a scale."""
 
-_EXPONENT, _LEAST_EXPONENT = 0x7F800000, 121 << 23
+EXPONENT, LEAST_EXPONENT = 0x7F800000, 121 << 23
 """Of a float32: the bits of its exponent, and these bits of 2^-6, below which E4M3 has steps of one size."""
-_TO_STEP = (20 << 23) | 0x400000
+TO_STEP = (20 << 23) | 0x400000
 """Added to a power of two as bits: 1.5 times 2^20 times it, beside which a float32 has steps of an eighth of it."""
 
 _CODE_SHIFT, _CODE_MASK = 7, -0x4080
@@ -49,7 +49,7 @@ def round_activations(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x.float(), x.new_ones(x.shape[0], dtype=torch.float32)
     scale = row_scales(x)
     values = x.float() * scale.reciprocal().unsqueeze(1)
-    steps = values.view(torch.int32).bitwise_and(_EXPONENT).clamp_min_(_LEAST_EXPONENT).add_(_TO_STEP)
+    steps = values.view(torch.int32).bitwise_and(EXPONENT).clamp_min_(LEAST_EXPONENT).add_(TO_STEP)
     magic = steps.view(torch.float32)
     return values.add_(magic).sub_(magic), scale
 
@@ -81,6 +81,14 @@ class TorchFp8Matmul:
     ) -> None:
         self._codes, self._scale, self._bias = codes, scale, bias
         self._rounds_activations = rounds_activations
+
+    @staticmethod
+    def working_bytes(rows: int, inputs: int) -> int:
+        """Upper bound of what a product of `rows` rows needs beside its operands and its result."""
+        # x in float32, its codes' numbers, steps and float64; weights as they are widened, and as many sums.
+        return (
+            rows * inputs * 20 + (_NUMBERS_AT_A_TIME + inputs) * 16 + rows * _NUMBERS_AT_A_TIME // max(1, inputs) * 12
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] → [rows, out] in x's dtype."""

@@ -153,10 +153,6 @@ class ShardLayout:
         layers = [self.layer(index) for index in range(self._config.num_layers)]
         return [weight for layer in layers for weight in layer.values() if len(weight.shape) == 2]
 
-    def linear_weights(self) -> list[Weight]:
-        """The matrices [out, in] of the rank's linear layers, the head among them."""
-        return [self.head(), *self.layer_matrices()]
-
     def all_weights(self) -> list[Weight]:
         """Every weight that the rank holds."""
         weights = [self.embedding(), self.head(), self.final_norm()]

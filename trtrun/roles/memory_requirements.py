@@ -97,7 +97,7 @@ def engine_working_bytes(
         dtype,
         device.type,
         verifies=role == "target",
-        quantized=section.quantization != "none",
+        quantization=section.quantization,
         graphs=config.cuda_graphs and device.type == "cuda",
     )
 

@@ -147,6 +147,10 @@ class Quantization(Protocol):
         """The tensors of a layer with `weight`, for activations of `dtype`. Host arithmetic; nothing is allocated."""
         ...
 
+    def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
+        """Upper bound of what a product of `rows` rows needs beside its operands and its result, told from shapes."""
+        ...
+
     def load(self, source: WeightSource) -> Tensors:
         """The tensors that `create` tells, on the layer's device, filled from `source`.
 

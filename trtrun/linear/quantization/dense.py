@@ -51,6 +51,10 @@ class Dense:
         """See `Quantization`."""
         return LinearTensors({"weight": TensorSpec(weight.shape, dtype)}, weight.parts)
 
+    def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
+        """See `Quantization`. What oneDNN pads is little."""
+        return 0
+
     def load(self, source: WeightSource) -> Tensors:
         """See `Quantization`."""
         return {"weight": source.dense()}

@@ -37,6 +37,9 @@ from trtrun.linear.quantization.base import (
     check_half_precision,
 )
 
+_ROW_BYTES = 32
+"""Beside the codes of a rounded row: its scale, and what aligns them."""
+
 _NUMBERS_AT_A_TIME = 1 << 20
 """Numbers whose float32 copies exist at once: 4 MiB each."""
 
@@ -71,6 +74,13 @@ class Fp8:
             "scale": TensorSpec(weight.shape[:1], torch.float32),
         }
         return LinearTensors(held, weight.parts)
+
+    def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
+        """See `Quantization`: rounded activations on GPUs; on CPUs what rounding takes, or torch's operations."""
+        inputs = weight.shape[1]
+        if device_type == "cuda":
+            return rows * (inputs + _ROW_BYTES)
+        return TorchFp8Matmul.working_bytes(rows, inputs)
 
     def load(self, source: WeightSource) -> Tensors:
         """See `Quantization`."""

@@ -60,6 +60,11 @@ class Int8:
         }
         return LinearTensors(held, weight.parts)
 
+    def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
+        """See `Quantization`: the whole weight widened, and sums in float32."""
+        features, inputs = weight.shape
+        return features * inputs * dtype.itemsize + rows * features * 4
+
     def load(self, source: WeightSource) -> Tensors:
         """See `Quantization`."""
         return quantize(source.dense())
