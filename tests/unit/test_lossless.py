@@ -233,17 +233,17 @@ def bfloat16_pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
 @pytest.mark.parametrize(
     ("target_quantization", "quantization", "draft_len", "max_tokens"),
     [
-        ("fp8", "fp8", 4, 8192),
-        ("fp8", "none", 7, 360),
-        ("fp8_weight_only", "fp8_weight_only", 5, 360),
+        ("fp8", "fp8", 5, 360),
         ("none", "fp8", 3, 8192),
+        pytest.param("fp8", "none", 7, 8192, marks=pytest.mark.long),
+        pytest.param("fp8_weight_only", "fp8_weight_only", 4, 8192, marks=pytest.mark.long),
     ],
 )
 def test_lossless_greedy_of_a_rounded_target_is_bit_equal_to_the_same_target_alone(
     bfloat16_pair: Bfloat16Pair, target_quantization: str, quantization: str, draft_len: int, max_tokens: int
 ) -> None:
     """The rounded target is another model than the one of the files, and its plain text is what counts."""
-    prompts = bfloat16_pair.prompts[:12]
+    prompts = bfloat16_pair.prompts[:8]
     with make_llm(
         bfloat16_pair.target,
         bfloat16_pair.draft,
@@ -260,7 +260,7 @@ def test_lossless_greedy_of_a_rounded_target_is_bit_equal_to_the_same_target_alo
         alone = run_alone(llm, prompts, [BFLOAT16_SAMPLING] * len(prompts))
         llm.check_idle()
     assert tokens_of(outputs) == alone
-    assert (alone == bfloat16_pair.expected[:12]) == (target_quantization == "none")
+    assert (alone == bfloat16_pair.expected[:8]) == (target_quantization == "none")
 
 
 @pytest.mark.parametrize(
