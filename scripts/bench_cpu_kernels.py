@@ -3,8 +3,8 @@
     python scripts/bench_cpu_kernels.py [--threads 2] [--hidden 1024] [--rows 1,6,32] [--context 128]
 
 Weights are streamed from memory, as in decoding: each product goes through so many of them that no cache holds them.
-All take turns within each repeat; times are medians. "int8" is the own product with weights of 8 bits, of which half as
-many bytes come out of memory. The last line is JSON.
+All take turns within each repeat; times are medians. "int8" and "fp8" are the own products with weights of 8 bits, of
+which half as many bytes come out of memory. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import torch
 
 from trtrun.attention.gather import GatherAttention
 from trtrun.kernels.cpu.attention import NativeAttention
+from trtrun.kernels.cpu.fp8_matmul import BlockedFp8Matmul
 from trtrun.kernels.cpu.int8_matmul import BlockedInt8Matmul
 from trtrun.kernels.cpu.machine import has_bfloat16_kernels
 from trtrun.kernels.cpu.matmul import BlockedMatmul
 from trtrun.kernels.onednn_matmul import OneDnnMatmul
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
-from trtrun.linear.quantization.int8 import quantize
+from trtrun.linear.quantization import fp8, int8
 
 STREAMED_BYTES = 400_000_000
 """Of bfloat16 weights, and half of it in 8 bits: several times what a cache holds."""
@@ -48,13 +49,16 @@ def time_products(features: int, inputs: int, rows: list[int], repeats: int) -> 
     """One entry for each number of rows: microseconds a product and gigabytes of weight a second."""
     count = max(2, STREAMED_BYTES // (features * inputs * 2))
     weights = [torch.randn(features, inputs).bfloat16() for _ in range(count)]
-    quantized = [quantize(weight) for weight in weights]
+    integers, codes = [int8.quantize(weight) for weight in weights], [fp8.quantize(weight) for weight in weights]
     products: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {
         "own": [BlockedMatmul(weight, None) for weight in weights],
-        "int8": [BlockedInt8Matmul(tensors["codes"], tensors["scale"], None) for tensors in quantized],
+        "int8": [BlockedInt8Matmul(tensors["codes"], tensors["scale"], None) for tensors in integers],
+        "fp8": [
+            BlockedFp8Matmul(tensors["codes"], tensors["scale"], None, rounds_activations=True) for tensors in codes
+        ],
         "onednn": [OneDnnMatmul(weight, None, batch_invariant=True) for weight in weights],
     }
-    del weights, quantized
+    del weights, integers, codes
     entries: list[dict[str, object]] = []
     for number in rows:
         x = torch.randn(number, inputs).bfloat16()
@@ -63,7 +67,9 @@ def time_products(features: int, inputs: int, rows: list[int], repeats: int) -> 
         entry: dict[str, object] = {"features": features, "inputs": inputs, "rows": number}
         for name, value in seconds.items():
             entry[f"{name}_us"] = round(value * 1e6, 1)
-            entry[f"{name}_gb_per_s"] = round(features * inputs * (1 if name == "int8" else 2) / value / 1e9, 1)
+            entry[f"{name}_gb_per_s"] = round(
+                features * inputs * (1 if name in ("int8", "fp8") else 2) / value / 1e9, 1
+            )
         entries.append(entry)
         print(
             f"product {features} x {inputs}, {number} rows: "

@@ -30,11 +30,13 @@ def configuration(
     devices: tuple[Sequence[str], Sequence[str]] = (("cpu:0",), ("cpu:0",)),
     dtype: str = "auto",
     quantization: str = "none",
+    target_quantization: str = "none",
     **sections: dict[str, Any],
 ) -> RuntimeConfig:
     """A configuration; `devices` are the draft's and the target's, `sections` what YAML would say otherwise.
 
-    A draft with `quantization` computes in bfloat16, whatever the `dtype` of the target.
+    A draft with `quantization` computes in bfloat16, whatever the `dtype` of the target, and so does a target with
+    `target_quantization`.
     draft_len does not depend on times unless `speculation` says so: tests count what was drafted.
     """
     values: dict[str, Any] = {
@@ -50,6 +52,8 @@ def configuration(
         "kv_cache": {"max_tokens": 8192, **sections.pop("kv_cache", {})},
         **sections,
     }
+    if target_quantization != "none":
+        values["target"] |= {"quantization": target_quantization, "dtype": "bfloat16"}
     if draft is not None:
         values["draft"] = {"model": str(draft), "devices": list(devices[0]), "dtype": dtype}
         if quantization != "none":

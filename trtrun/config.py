@@ -52,21 +52,14 @@ class ModelSection(Section):
         devices: "cuda:N" or "cpu:N", in tensor-parallel order; "HOST/cuda:N" where the job has named hosts.
         dtype: of weights, activations and KV; `auto` takes the checkpoint's.
         load_format: `auto` reads safetensors; `dummy` makes weights up from config.json alone, for benchmarks.
+        quantization: how weights are held: `none` as they are; rounded by `fp8`, `fp8_weight_only`, and a draft's by
+            `int8`. Rounding a draft costs acceptance, never greedy output; a rounded target is the model that speaks.
     """
 
     model: FilePath
     devices: Annotated[tuple[str, ...], BeforeValidator(parse_devices)]
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     load_format: LoadFormat = "auto"
-
-
-class DraftSection(ModelSection):
-    """The draft engine. Unlike the target's, its weights may be rounded: that costs acceptance, never greedy output.
-
-    Attributes:
-        quantization: how its weights are held: `none` as they are, `int8` in half the bytes of bfloat16.
-    """
-
     quantization: str = "none"
 
 
@@ -118,7 +111,7 @@ class RuntimeConfig(Section):
     """
 
     target: ModelSection
-    draft: DraftSection | None = None
+    draft: ModelSection | None = None
     tokenizer: FilePath | None = None
     speculation: Annotated[SpeculationSection, BeforeValidator(read_speculation)] = DraftModelSection()
     kv_cache: KVCacheSection = KVCacheSection()
@@ -322,19 +315,21 @@ def make_one_device_config(
     dtype: str,
     draft_quantization: str,
     device: str,
+    target_quantization: str = "none",
 ) -> RuntimeConfig:
     """The configuration of both models on one device.
 
     Args:
         target, draft: directories; a draft of None runs the target alone.
-        draft_len, use_logits, dtype, draft_quantization: as in the YAML file.
+        draft_len, use_logits, dtype, draft_quantization, target_quantization: as in the YAML file.
         device: such as "cuda:0".
 
     Raises:
         TrtrunError: no target, or something in it is wrong.
     """
     values: dict[str, Any] = {
-        "target": {"model": str(target) if target is not None else "", "devices": [device], "dtype": dtype},
+        "target": {"model": str(target) if target is not None else "", "devices": [device], "dtype": dtype,
+                   "quantization": target_quantization},
         "speculation": {"method": "none" if draft is None else "draft_target", "draft_len": draft_len,
                         "use_logits": use_logits},
     }  # fmt: skip

@@ -59,6 +59,7 @@ class LLM:
         use_logits: bool = False,
         dtype: str = "auto",
         draft_quantization: str = "none",
+        target_quantization: str = "none",
         device: str | None = None,
         on_load_progress: Callable[[int, int], None] | None = None,
     ) -> None:
@@ -71,7 +72,8 @@ class LLM:
             draft_len: tokens drafted in one round.
             use_logits: accept sampled tokens by draft_probs instead of by equality.
             dtype: 'auto', 'bfloat16', 'float16' or 'float32', for both models.
-            draft_quantization: 'none', or 'int8' for a draft of half the bytes of bfloat16.
+            draft_quantization: 'none', or 'int8', 'fp8' or 'fp8_weight_only' for half the bytes of bfloat16.
+            target_quantization: 'none', 'fp8' or 'fp8_weight_only'.
             device: one slot for both models, such as 'cuda:0'; None takes the first GPU, else the CPU.
             on_load_progress: called with the bytes of weights that are in place and that will be, over all ranks.
 
@@ -82,7 +84,9 @@ class LLM:
         """
         if config is None:
             device = device or ("cuda:0" if torch.cuda.is_available() else "cpu:0")
-            config = make_one_device_config(target, draft, draft_len, use_logits, dtype, draft_quantization, device)
+            config = make_one_device_config(
+                target, draft, draft_len, use_logits, dtype, draft_quantization, device, target_quantization
+            )
         engine = LLMEngine.open(config, on_load_progress)
         if engine is None:
             raise PlacementError(

@@ -96,6 +96,7 @@ def _make_report(
         "seed": seed,
         "target": str(config.target.model),
         "draft": str(config.draft.model) if config.draft is not None else None,
+        "target_quantization": config.target.quantization,
         "draft_quantization": config.draft.quantization if config.draft is not None else None,
         "dtype": str(resolve_dtype(config.target, read_model_config(config.target.model))).removeprefix("torch."),
         "load_format": _load_formats(config),

@@ -27,7 +27,7 @@ from launch.placement.allocation import is_local
 from trtrun.device_lists import host_of
 from trtrun.errors import ConfigError, TrtrunError, one_line
 from trtrun.models.config import read_model_config
-from trtrun.roles.memory_requirements import quantization_of, resolve_dtype
+from trtrun.roles.memory_requirements import resolve_dtype
 
 PEER_SECONDS = 1800.0
 """How long a peer may take for one mode, its start included."""
@@ -99,7 +99,7 @@ def check_peer(job: Job, options: BenchOptions) -> None:
     sections = [section for section in (config.target, config.draft) if section is not None]
     if any(section.load_format == "dummy" for section in sections):
         raise ConfigError(f"--peer {options.peer} reads the models' weights, and load_format is dummy: leave one out")
-    quantization = quantization_of(config.target)
+    quantization = config.target.quantization
     if quantization != "none":
         raise ConfigError(
             f"--peer {options.peer} computes with the target's weights as they are, and target.quantization is "

@@ -32,7 +32,6 @@ from trtrun.kvcache.sizing import free_bytes_of_slot, tokens_of_blocks
 from trtrun.models.checkpoint import read_json
 from trtrun.models.config import read_model_config
 from trtrun.models.weight_check import check_model_weights
-from trtrun.roles.memory_requirements import quantization_of
 
 PACKAGES = ("launch", "trtrun", "parallel")
 NCCL = "NCCL"
@@ -148,7 +147,7 @@ def _read_model(section: ModelSection, is_held: bool) -> str:
     read_json(path, "config.json", required=True)
     if is_held:
         model, size = read_model_config(path), len(section.devices)
-        check_model_weights(path, model, size, quantization_of(section), section.load_format)
+        check_model_weights(path, model, size, section.quantization, section.load_format)
     return hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16]
 
 

@@ -17,11 +17,12 @@ from parallel.topology import Topology
 from trtrun.config import ModelSection, RuntimeConfig
 from trtrun.device_lists import kind_of
 from trtrun.errors import CheckpointError, ConfigError
+from trtrun.linear.quantization import find_quantization
 from trtrun.models.checkpoint import NoWeightsError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.loading import shard_bytes
 from trtrun.models.weight_check import check_model_weights
-from trtrun.roles.memory_requirements import quantization_of, resolve_dtype
+from trtrun.roles.memory_requirements import resolve_dtype
 from trtrun.roles.startup import target_context
 from trtrun.text import check_same_tokenizer, read_tokenizer
 
@@ -94,7 +95,7 @@ def inspect_weights(
         problem: CheckpointError | None = None
         try:
             model, size = read_model_config(section.model), len(section.devices)
-            check_model_weights(section.model, model, size, quantization_of(section), section.load_format)
+            check_model_weights(section.model, model, size, section.quantization, section.load_format)
         except NoWeightsError as error:
             problem = NoWeightsError(f"{role}: {error}")
         except CheckpointError as error:
@@ -175,8 +176,9 @@ def _check_model(role: str, section: ModelSection) -> ModelConfig:
     try:
         config = read_model_config(section.model)
         dtype = resolve_dtype(section, config)
+        find_quantization(section.quantization, for_target=role == "target")
         for rank in range(len(section.devices)):
-            shard_bytes(config, rank, len(section.devices), dtype, device, quantization_of(section))
+            shard_bytes(config, rank, len(section.devices), dtype, device, section.quantization)
     except (CheckpointError, ConfigError, ParallelError) as error:
         raise CheckpointError(f"{role}: {error}") from None
     return config

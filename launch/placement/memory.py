@@ -20,7 +20,6 @@ from trtrun.roles.memory_requirements import (
     engine_working_bytes,
     kv_bytes_per_block,
     most_useful_blocks,
-    quantization_of,
     resolve_dtype,
 )
 from trtrun.roles.startup import device_of, target_context
@@ -43,7 +42,7 @@ class ModelShards:
         """Bytes of one rank's weights; 0 where `index` is None, on a rank that does not hold the engine."""
         if index is None:
             return 0
-        return shard_bytes(self.model, index, self.tp_size, self.dtype, device, quantization_of(self.section))
+        return shard_bytes(self.model, index, self.tp_size, self.dtype, device, self.section.quantization)
 
     def block_bytes(self, index: int | None, block_size: int) -> int:
         """Bytes of one KV block on one rank; 0 where `index` is None."""

@@ -95,14 +95,15 @@ def test_bench_over_ranks_draws_a_seed_and_prints_json_alone(config: Configs, tr
 
 
 def test_bench_says_what_bfloat16_was_computed_with(config: Configs, trtrun: Run) -> None:
-    words = ("--set", "target.dtype=bfloat16", "--set", "draft.dtype=bfloat16", "--set", "draft.quantization=int8")
+    values = ("target.dtype=bfloat16", "draft.dtype=bfloat16", "draft.quantization=int8", "target.quantization=fp8")
+    words = [word for value in values for word in ("--set", value)]
     done = trtrun(
         "bench", "--config", config(ONE_PROCESS), *words, "--rows", "1", "--repeats", 1, "--max-tokens", 4, "--json"
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["kernels"] == ["avx512_bf16" if has_bfloat16_kernels() else "torch"]
-    assert report["draft_quantization"] == "int8"
+    assert (report["target_quantization"], report["draft_quantization"]) == ("fp8", "int8")
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,11 @@ from commands import (
         (("--prompt", "x", "--output", "nowhere/rows.jsonl"), "does not exist"),
         (("--prompt", "x", "--set", "scheduler.max_seq_len=999999"), "scheduler.max_seq_len is 999999"),
         (("--prompt", "x", "--set", "draft.quantization=int4"), "draft: unknown quantization 'int4' (did you mean"),
+        (
+            ("--prompt", "x", "--set", "target.quantization=fp9"),
+            "target: unknown quantization 'fp9' (did you mean 'fp8'",
+        ),
+        (("--prompt", "x", "--set", "target.quantization=int8"), "target: quantization int8 is for drafts alone"),
         (("--prompt", "x", "--set", "draft.quantization=int8"), "draft: quantization int8 computes in bfloat16, not"),
     ],
 )

@@ -51,7 +51,14 @@ def test_one_process_needs_no_mpirun(config: Configs, trtrun: Run) -> None:
     assert "mpirun" not in plan["command"]
 
 
-@pytest.mark.parametrize("overrides", [[], ["draft.quantization=int8", "draft.dtype=bfloat16"]])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["draft.quantization=int8", "draft.dtype=bfloat16"],
+        [f"{name}.{item}" for name in ("target", "draft") for item in ("quantization=fp8", "dtype=bfloat16")],
+    ],
+)
 def test_the_engines_do_what_the_plan_says(config: Configs, trtrun: Run, overrides: list[str]) -> None:
     file = config(
         ONE_PROCESS, scheduler={"max_batch_size": 2, "max_seq_len": 100}, kv_cache={"free_memory_fraction": 0.1}

@@ -15,7 +15,16 @@ from typing import Any, TypeVar
 import pytest
 from checkpoints import make_checkpoint
 from mpi4py import MPI
-from pipelines import Reference, configuration, interrupt_call, noisy_copy, prompt_of, tokens_of, useless_draft
+from pipelines import (
+    Reference,
+    configuration,
+    interrupt_call,
+    noisy_copy,
+    prompt_of,
+    run_alone,
+    tokens_of,
+    useless_draft,
+)
 
 import trtrun.llm_engine
 from parallel import control
@@ -246,6 +255,21 @@ def test_a_quantized_draft_shared_over_ranks_loses_nothing(
         texts, statistics = found
         assert [tokens for (tokens,) in texts] == greedy
         assert statistics["num_accepted_draft_tokens"] > 20
+
+
+@pytest.mark.parametrize("name", [name for name in HERE if name in ("a+ab", "1+2")])
+def test_a_rounded_target_shared_over_ranks_writes_its_plain_texts(folder: Path, name: str) -> None:
+    def use(llm: LLM) -> Any:
+        speculative = tokens_of(llm.generate(prompts(), SamplingParams(max_tokens=COUNT)))
+        accepted = llm.statistics()["num_accepted_draft_tokens"]
+        llm.set_speculation(False)
+        return speculative, accepted, run_alone(llm, prompts(), [SamplingParams(max_tokens=COUNT)] * len(LENGTHS))
+
+    found = run_job(job_configuration(folder, HERE[name], quantization="fp8", target_quantization="fp8"), use)
+    if found is not None:
+        speculative, accepted, plain = found
+        assert speculative == plain
+        assert accepted > 20
 
 
 @pytest.mark.parametrize("name", [name for name in HERE if HERE[name][0]])

@@ -7,7 +7,7 @@ import pytest
 from trtrun.attention import backend
 from trtrun.kernels.cpu import fused
 from trtrun.kernels.cpu.machine import has_bfloat16_kernels
-from trtrun.linear.quantization import dense, int8
+from trtrun.linear.quantization import dense, fp8, int8
 
 needs_kernels = pytest.mark.skipif(
     not has_bfloat16_kernels(), reason="the kernels need AVX-512 BF16, libgomp and llvmlite"
@@ -16,5 +16,5 @@ needs_kernels = pytest.mark.skipif(
 
 def leave_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let models that are loaded from now on run on torch's operations, as on processors without the kernels."""
-    for module in (backend, dense, int8, fused):
+    for module in (backend, dense, fp8, int8, fused):
         monkeypatch.setattr(module, "has_bfloat16_kernels", lambda: False)

@@ -12,10 +12,10 @@ import pytest
 import torch
 from checkpoints import ARCHITECTURES, make_checkpoint
 from paged import PagedModel
-from pipelines import make_llm, noisy_copy, prompt_of, run_alone, tokens_of
+from pipelines import configuration, noisy_copy, prompt_of, run_alone, tokens_of
 from torch.nn import functional
 
-from trtrun import SamplingParams
+from trtrun import LLM, SamplingParams
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -46,6 +46,56 @@ def test_a_row_of_a_product_has_the_same_bits_in_any_company(
         assert torch.equal(product(x[:rows]), whole[:rows]), f"{rows} rows"
         assert torch.equal(product(x[-rows:]), whole[-rows:]), f"the last {rows} rows"
     assert product(x[:0]).shape == (0, features)
+
+
+needs_fp8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="no matrix units for E4M3"
+)
+
+
+@needs_fp8
+@HALVES
+@pytest.mark.parametrize("rounds", [True, False], ids=["fp8", "weight only"])
+@pytest.mark.parametrize(
+    ("features", "inputs"), [(6144, 4096), (4096, 14336), (8192, 28672), (2048, 8192), (1000, 700), (3, 64), (70, 33)]
+)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+def test_a_row_of_a_product_with_8_bits_has_the_same_bits_in_any_company(
+    features: int, inputs: int, has_bias: bool, rounds: bool, dtype: torch.dtype
+) -> None:
+    from trtrun.kernels.triton.fp8_matmul import TritonFp8Matmul
+    from trtrun.linear.quantization.fp8 import quantize
+
+    torch.manual_seed(features)
+    held = quantize((torch.randn(features, inputs, device="cuda") / inputs**0.5).to(dtype))
+    bias = torch.randn(features, device="cuda").to(dtype) if has_bias else None
+    x = torch.randn(1100, inputs, device="cuda").to(dtype)
+    product = TritonFp8Matmul(held["codes"], held["scale"], bias, rounds_activations=rounds)
+    whole = product(x)
+    for rows in (1, 2, 5, 6, 11, 16, 17, 24, 31, 32, 33, 48, 64, 65, 66, 96, 128, 129, 192, 300, 1000):
+        assert torch.equal(product(x[:rows]), whole[:rows]), f"{rows} rows"
+        assert torch.equal(product(x[-rows:]), whole[-rows:]), f"the last {rows} rows"
+    assert product(x[:0]).shape == (0, features)
+
+
+@needs_fp8
+@pytest.mark.parametrize("rounds", [True, False], ids=["fp8", "weight only"])
+def test_tiles_of_a_product_with_8_bits_cannot_be_seen_in_it(rounds: bool) -> None:
+    from trtrun.kernels.triton.fp8_matmul import Tile, chain_product
+    from trtrun.kernels.triton.fp8_rounding import round_activations
+    from trtrun.linear.quantization.fp8 import quantize
+
+    torch.manual_seed(1)
+    held = quantize(torch.randn(1000, 4096, device="cuda").bfloat16())
+    x = torch.randn(40, 4096, device="cuda").bfloat16()
+    values = round_activations(x) if rounds else x
+    tiles = [
+        Tile(16, 64, 256, 3), Tile(16, 64, 128, 4), Tile(16, 128, 128, 3), Tile(32, 64, 256, 2), Tile(64, 64, 128, 3),
+        Tile(64, 128, 128, 2, 8), Tile(128, 128, 128, 2, 8),
+    ]  # fmt: skip
+    found = [chain_product(values, held["codes"], held["scale"], None, tile) for tile in tiles]
+    for tile, other in zip(tiles, found, strict=True):
+        assert torch.equal(other, found[0]), tile
 
 
 def test_a_library_that_splits_sums_is_found_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,10 +154,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 @HALVES
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_do_not_depend_on_the_batch(tmp_path: Path, architecture: str, shape: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_logits_do_not_depend_on_the_batch(
+    tmp_path: Path, quantization: str, architecture: str, shape: str, dtype: torch.dtype
+) -> None:
     path = make_checkpoint(tmp_path, architecture, dtype=dtype, **SHAPES[shape])
     texts = {row: prompt_of(LENGTH, row) for row in range(70)}
-    model = PagedModel(path, dtype, block_size=16, num_blocks=800, device=torch.device("cuda"))
+    cuda = torch.device("cuda")
+    model = PagedModel(path, dtype, block_size=16, num_blocks=800, device=cuda, quantization=quantization)
     singles = torch.cat([model.forward([[(0, at, texts[0][at : at + 1])]]) for at in range(LENGTH)])
     for row, chunk in ((100, 2), (200, 6), (300, LENGTH)):
         parts = [model.forward([[(row, at, texts[0][at : at + chunk])]]) for at in range(0, LENGTH, chunk)]
@@ -119,7 +173,8 @@ def test_logits_do_not_depend_on_the_batch(tmp_path: Path, architecture: str, sh
 
 
 @HALVES
-def test_speculative_texts_are_plain_ones(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("quantization", ["none", "fp8", "fp8_weight_only"])
+def test_speculative_texts_are_plain_ones(tmp_path: Path, dtype: torch.dtype, quantization: str) -> None:
     """Greedy and by seed, beside prompts in chunks, after preemption, over blocks that were used before."""
     target = make_checkpoint(tmp_path / "target", dtype=dtype, **SHAPES["wide"])
     draft = noisy_copy(tmp_path / "draft", target, 0.3)
@@ -137,7 +192,12 @@ def test_speculative_texts_are_plain_ones(tmp_path: Path, dtype: torch.dtype) ->
     devices = (("cuda:0",), ("cuda:0",))
     texts = {}
     for draft_len in (1, 4, 7):
-        with make_llm(target, draft, devices=devices, speculation={"draft_len": draft_len}, **sections) as llm:
+        config = configuration(target, draft, devices=devices, speculation={"draft_len": draft_len}, **sections)
+        models = {
+            role: section.model_copy(update={"quantization": quantization})
+            for role, section in (("target", config.target), ("draft", config.draft))
+        }
+        with LLM(config=config.model_copy(update=models)) as llm:
             outputs = llm.generate(prompts, sampling)
             texts[draft_len] = tokens_of(outputs)
             assert sum(output.completions[0].statistics.num_preemptions for output in outputs) > 0

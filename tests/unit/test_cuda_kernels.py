@@ -135,3 +135,29 @@ def test_rotate(head_dim: int, dtype: torch.dtype) -> None:
     cosine, sine = random(9, 1, head_dim, dtype=dtype), random(9, 1, head_dim, dtype=dtype)
     expected = (heads * cosine).add_(torch.roll(heads, head_dim // 2, 2).mul_(sine))
     assert difference(rotate(heads, cosine, sine), expected) < BOUNDS[dtype]
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="no numbers of E4M3"
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [100, 1024, 8192, 28672])
+def test_what_is_rounded_in_the_kernel_that_makes_it(size: int, dtype: torch.dtype) -> None:
+    """Is what that kernel makes, rounded."""
+    from trtrun.kernels.torch_fp8 import round_activations
+    from trtrun.kernels.triton import fused
+
+    torch.manual_seed(size)
+    hidden, delta, weight = (random(*shape, dtype=dtype) for shape in ((5, size), (5, size), (size,)))
+    for added in (None, delta):
+        own, other = hidden.clone(), hidden.clone()
+        values, scale = round_activations(fused.add_and_normalise(own, added, weight, 1e-5))
+        found = fused.add_and_normalise_rounded(other, added, weight, 1e-5)
+        assert torch.equal(own, other)
+        assert torch.equal(found.scale, scale)
+        assert torch.equal(found.codes[:, :size].float(), values)
+    gates = random(5, 2 * size, dtype=dtype)
+    values, scale = round_activations(fused.silu_and_multiply(gates))
+    found = fused.silu_and_multiply_rounded(gates)
+    assert torch.equal(found.scale, scale)
+    assert torch.equal(found.codes[:, :size].float(), values)

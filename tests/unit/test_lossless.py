@@ -231,6 +231,39 @@ def bfloat16_pair(tmp_path_factory: pytest.TempPathFactory, request: pytest.Fixt
 
 
 @pytest.mark.parametrize(
+    ("target_quantization", "quantization", "draft_len", "max_tokens"),
+    [
+        ("fp8", "fp8", 5, 360),
+        ("none", "fp8", 3, 8192),
+        pytest.param("fp8", "none", 7, 8192, marks=pytest.mark.long),
+        pytest.param("fp8_weight_only", "fp8_weight_only", 4, 8192, marks=pytest.mark.long),
+    ],
+)
+def test_lossless_greedy_of_a_rounded_target_is_bit_equal_to_the_same_target_alone(
+    bfloat16_pair: Bfloat16Pair, target_quantization: str, quantization: str, draft_len: int, max_tokens: int
+) -> None:
+    """The rounded target is another model than the one of the files, and its plain text is what counts."""
+    prompts = bfloat16_pair.prompts[:8]
+    with make_llm(
+        bfloat16_pair.target,
+        bfloat16_pair.draft,
+        target_quantization=target_quantization,
+        quantization=quantization,
+        dtype="bfloat16",
+        speculation={"draft_len": draft_len},
+        scheduler={"max_batch_size": 8, "max_num_tokens": 80},
+        kv_cache={"max_tokens": max_tokens, **bfloat16_pair.kv_cache},
+    ) as llm:
+        outputs = llm.generate(prompts, BFLOAT16_SAMPLING)
+        assert 1.2 < llm.statistics()["mean_acceptance_length"] < draft_len + 1
+        llm.set_speculation(False)
+        alone = run_alone(llm, prompts, [BFLOAT16_SAMPLING] * len(prompts))
+        llm.check_idle()
+    assert tokens_of(outputs) == alone
+    assert (alone == bfloat16_pair.expected[:8]) == (target_quantization == "none")
+
+
+@pytest.mark.parametrize(
     ("plans_ahead", "draft_len", "max_tokens", "quantization"),
     [
         (0, 1, 8192, "none"),

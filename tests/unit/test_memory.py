@@ -114,6 +114,7 @@ def measure(
         ("", "float32", "none"),
         ("draft", "bfloat16", "int8"),
         ("target", "bfloat16", "int8"),
+        pytest.param("target", "bfloat16", "fp8", marks=pytest.mark.long),
     ],
 )
 def test_peak_memory_stays_within_1_2_times_the_shard_and_the_kv_store(

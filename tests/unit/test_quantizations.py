@@ -49,6 +49,8 @@ class Ready:
 class Stored:
     """Layers whose checkpoint holds codes [in, out] and scales [out], but for the head, which is dense."""
 
+    takes_head = fits_targets = True
+
     def check(self, dtype: torch.dtype, device: torch.device) -> None:
         """Any."""
 
@@ -77,6 +79,10 @@ class Stored:
             "scale": TensorSpec(weight.shape[:1], torch.float32),
         }
         return LinearTensors(held, [part for pair in files for part in pair])
+
+    def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
+        """Nothing."""
+        return 0
 
     def load(self, source: WeightSource) -> Tensors:
         """As they lie in the file, joined along `out`."""
@@ -145,7 +151,8 @@ def test_layers_multiply_with_what_they_hold(name: str, with_bias: bool, monkeyp
         x = torch.randn(5, 64).bfloat16()
         expected = x.float() @ source.matrix.float().T + (0 if bias is None else bias.float())
         assert layer(x).dtype is torch.bfloat16
-        assert torch.allclose(layer(x).float(), expected, atol=0.03 * float(expected.abs().max()))
+        share = 0.06 if name.startswith("fp8") else 0.03  # of eight bits fp8 has three for the mantissa
+        assert torch.allclose(layer(x).float(), expected, atol=share * float(expected.abs().max()))
 
 
 @pytest.mark.usefixtures("stored")

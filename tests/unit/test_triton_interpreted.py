@@ -6,14 +6,19 @@ The interpreter has no bfloat16. What the hardware's rounding does is seen on a 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
+from paged import PagedModel
 from torch.nn import functional
 
 from trtrun.attention.gather import GatherAttention
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
+from trtrun.layers import mlp, norm
+from trtrun.linear.quantization import base, fp8
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
@@ -28,8 +33,13 @@ def sums_without_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrix products in float64, rounded once: numpy adds float32 in an order that depends on shape and processor."""
     from triton.runtime import interpreter
 
+    def widen(part: Any) -> Any:
+        if part.dtype.primitive_bitwidth > 8:
+            return part.data.astype("float64")
+        return torch.from_numpy(part.data.view("uint8").copy()).view(torch.float8_e4m3fn).double().numpy()
+
     def create_dot(builder: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
-        product = (a.data.astype("float64") @ b.data.astype("float64")).astype(total.data.dtype)
+        product = (widen(a) @ widen(b)).astype(total.data.dtype)
         return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
@@ -112,6 +122,85 @@ def test_the_product_with_8_bits() -> None:
     bias = torch.randn(70).to(torch.float16)
     found = TritonInt8Matmul(tensors["codes"], tensors["scale"], bias)(x)
     assert difference(found, x.double() @ dense.T + bias.double()) < BOUNDS[torch.float16]
+
+
+@DTYPES
+def test_activations_of_8_bits_are_rounded_as_on_other_devices(dtype: torch.dtype) -> None:
+    from trtrun.kernels.torch_fp8 import round_activations as round_in_torch
+    from trtrun.kernels.triton.fp8_rounding import round_activations
+
+    sizes = 10.0 ** (torch.arange(20) % 7 - 4)
+    x = torch.randn(20, 300, generator=torch.Generator().manual_seed(1)) * sizes.unsqueeze(1)
+    x[3] = 0
+    wide = x.to(dtype)
+    for inputs in (300, 64, 1):
+        codes, scale, kind = round_activations(wide[:, :inputs])
+        assert kind is dtype
+        expected, own = round_in_torch(wide[:, :inputs])
+        assert torch.equal(scale, own)
+        assert torch.equal(codes[:, :inputs].float(), expected)
+
+
+@DTYPES
+def test_what_is_rounded_in_the_kernel_that_makes_it(dtype: torch.dtype) -> None:
+    """Is what that kernel makes, rounded."""
+    from trtrun.kernels.triton import fused
+    from trtrun.kernels.triton.fp8_rounding import round_activations
+
+    torch.manual_seed(0)
+    hidden, delta, weight = (torch.randn(shape).to(dtype) for shape in ((3, 100), (3, 100), (100,)))
+    for added in (None, delta):
+        own, other = hidden.clone(), hidden.clone()
+        expected = round_activations(fused.add_and_normalise(own, added, weight, 1e-5))
+        found = fused.add_and_normalise_rounded(other, added, weight, 1e-5)
+        assert torch.equal(own, other)
+        assert torch.equal(found.scale, expected.scale)
+        assert torch.equal(found.codes[:, :100].float(), expected.codes[:, :100].float())
+    gates = torch.randn(3, 2 * 1100).to(dtype)
+    expected, found = round_activations(fused.silu_and_multiply(gates)), fused.silu_and_multiply_rounded(gates)
+    assert torch.equal(found.scale, expected.scale)
+    assert torch.equal(found.codes[:, :1100].float(), expected.codes[:, :1100].float())
+
+
+def test_a_model_whose_norms_and_activations_round_is_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only what attention gathered is rounded by a kernel of its own."""
+    from trtrun.kernels.triton import fp8_matmul
+
+    path, batch = make_checkpoint(tmp_path), [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 3, 4, 100])]]
+    monkeypatch.setattr(base, "_DTYPES", {"cpu": (torch.float16,)})  # which the interpreter has
+    expected = PagedModel(path, torch.float16, quantization="fp8").forward(batch)
+    for module in (norm, mlp, fp8):
+        monkeypatch.setattr(module, "triton_works", lambda device_type: True)
+    monkeypatch.setattr(fp8, "multiplies_fp8", lambda device: True)
+    rounded, round_activations = [], fp8_matmul.round_activations
+    monkeypatch.setattr(
+        fp8_matmul, "round_activations", lambda x: (rounded.append(x.shape[0]), round_activations(x))[1]
+    )
+    model = PagedModel(path, torch.float16, quantization="fp8")
+    assert difference(model.forward(batch), expected) < BOUNDS[torch.float16]
+    assert rounded == [8] * model.models[0].config.num_layers
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(("features", "inputs"), [(70, 130), (3, 64)])
+def test_the_product_with_e4m3(features: int, inputs: int, with_bias: bool, rounds: bool) -> None:
+    from trtrun.kernels.torch_fp8 import TorchFp8Matmul
+    from trtrun.kernels.triton.fp8_matmul import TritonFp8Matmul
+    from trtrun.linear.quantization.fp8 import quantize
+
+    torch.manual_seed(features)
+    weight, x = quantize(torch.randn(features, inputs)), torch.randn(70, inputs).to(torch.float16)
+    arguments = weight["codes"], weight["scale"], torch.randn(features).to(torch.float16) if with_bias else None
+    product = TritonFp8Matmul(*arguments, rounds_activations=rounds)
+    found = product(x)
+    assert difference(found, TorchFp8Matmul(*arguments, rounds_activations=rounds)(x)) < 1e-4
+    for rows in (0, 1, 6, 16, 17, 40, 65):
+        some = product(x[:rows])
+        # The interpreter's sums are numpy's, whose order shows where the numbers are not all codes.
+        assert torch.equal(some, found[:rows]) if rounds or not rows else difference(some, found[:rows]) < 1e-4
 
 
 @pytest.mark.parametrize("width", [3, 2049, 5000])

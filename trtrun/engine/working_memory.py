@@ -14,8 +14,10 @@ import torch
 
 from trtrun.engine.graphs import MOST_GRAPHS, MOST_PROMPT_TOKENS
 from trtrun.kernels.cpu.machine import has_bfloat16_kernels
+from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.models.config import ModelConfig
 from trtrun.models.shard_layout import ShardLayout
+from trtrun.models.weight_check import quantized_weights
 from trtrun.sampling.filters import RANKING_BYTES, most_ranked
 from trtrun.sampling.pieces import MOST_ELEMENTS
 
@@ -68,7 +70,7 @@ def working_bytes(
     device_type: str,
     *,
     verifies: bool,
-    quantized: bool = False,
+    quantization: str = "none",
     graphs: bool = False,
 ) -> int:
     """Upper bound of the bytes that one rank of an engine needs beside its weights and its KV store.
@@ -80,7 +82,7 @@ def working_bytes(
         dtype: of activations.
         device_type: "cpu" or "cuda".
         verifies: whether it is the target engine.
-        quantized: whether weights are widened for products of many rows.
+        quantization: how its weights are held, by name.
         graphs: whether forwards are captured as CUDA graphs.
     """
     layout = ShardLayout(model, tp_rank, tp_size)
@@ -98,14 +100,21 @@ def working_bytes(
     total += _activation_bytes(tokens, shape, layout, model, tp_size, dtype)
     total += _attention_bytes(tokens, shape, layout, model, dtype, device_type)
     total += head + logits + _sampling_bytes(shape, verified, model, device_type, verifies)
-    if quantized:
-        largest = max(weight.num_elements for weight in layout.linear_weights())
-        total += largest * dtype.itemsize + tokens * (2 * model.intermediate_size) * _FLOAT
+    total += _product_bytes(tokens, verified, layout, quantization, dtype, device_type)
     if graphs:
         captured = max(verified, shape.max_rows * 2, MOST_PROMPT_TOKENS)
         pool = _activation_bytes(captured, shape, layout, model, tp_size, dtype) + head
         total += logits + pool + logits + MOST_GRAPHS * _GRAPH_BYTES
     return total
+
+
+def _product_bytes(
+    tokens: int, verified: int, layout: ShardLayout, quantization: str, dtype: torch.dtype, device_type: str
+) -> int:
+    """What one product needs beside operands and result, by what its quantization says."""
+    (head, of_head), *layers = quantized_weights(layout, QUANTIZATIONS.get(quantization))
+    largest = max(held.working_bytes(weight, tokens, dtype, device_type) for weight, held in layers)
+    return max(largest, of_head.working_bytes(head, verified, dtype, device_type))
 
 
 def _row_state_bytes(shape: RoundShape) -> int:

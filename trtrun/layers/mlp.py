@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from parallel.communicator import Communicator
 from trtrun.kernels.cpu import fused as native
+from trtrun.kernels.rounded_rows import Activations
 from trtrun.kernels.triton.support import triton_works
 from trtrun.linear.layer import Linear
 
@@ -28,7 +29,12 @@ class RowParallelLinear:
         self._bias = bias
         self._communicator = communicator
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def takes_rounded_rows(self) -> bool:
+        """See Linear."""
+        return self._linear.takes_rounded_rows
+
+    def __call__(self, x: Activations) -> torch.Tensor:
         """x [tokens, in share] → [tokens, out], equal on all ranks."""
         output = self._linear(x)
         if self._communicator.size > 1:
@@ -50,9 +56,18 @@ class GatedMLP:
         self._features = gate_up.out_features // 2
         self._fused = triton_works(gate_up.device.type)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def takes_rounded_rows(self) -> bool:
+        """See Linear."""
+        return self._gate_up.takes_rounded_rows
+
+    def __call__(self, x: Activations) -> torch.Tensor:
         """x [tokens, hidden] → [tokens, hidden]."""
         fused = self._gate_up(x)
+        if self._down.takes_rounded_rows:
+            from trtrun.kernels.triton.fused import silu_and_multiply_rounded
+
+            return self._down(silu_and_multiply_rounded(fused))
         if self._fused:
             from trtrun.kernels.triton.fused import silu_and_multiply
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from trtrun.kernels.cpu.fused import fuses, normalise
+from trtrun.kernels.rounded_rows import RoundedRows
 from trtrun.kernels.triton.support import triton_works
 
 
@@ -38,6 +39,13 @@ class RMSNorm:
         # F.rms_norm computes in float32 and rounds to x's dtype; the weight comes after the rounding, as in the
         # models' own code, so it is not handed to F.rms_norm.
         return functional.rms_norm(x, self._shape, None, self._eps).mul_(self.weight)
+
+    def rounded(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> RoundedRows:
+        """As `add`, or the norm of `hidden` where `delta` is None, rounded for a layer that takes rounded rows; on CUDA
+        with Triton."""
+        from trtrun.kernels.triton.fused import add_and_normalise_rounded
+
+        return add_and_normalise_rounded(hidden, delta, self.weight, self._eps)
 
     def add(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         """hidden += delta, in place, and the norm of the sum; both [tokens, size] in the model's dtype."""

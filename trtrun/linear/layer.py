@@ -6,8 +6,12 @@ parallelism: the model adds up or gathers partial results.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from trtrun.kernels.rounded_rows import Activations
 from trtrun.linear.quantization.base import Quantization, Tensors
 
 
@@ -17,6 +21,7 @@ class Linear:
     Attributes:
         out_features, in_features: of this rank's slice.
         device: where the weight is.
+        takes_rounded_rows: whether x may be RoundedRows, and is best given so by whoever makes it.
     """
 
     def __init__(
@@ -39,8 +44,11 @@ class Linear:
         """
         self.out_features, self.in_features = shape
         self.device = next(iter(tensors.values())).device
-        self._product = quantization.apply(tensors, bias, batch_invariant=batch_invariant)
+        self._product: Callable[[Any], torch.Tensor] = quantization.apply(
+            tensors, bias, batch_invariant=batch_invariant
+        )
+        self.takes_rounded_rows = bool(getattr(self._product, "takes_rounded_rows", False))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Activations) -> torch.Tensor:
         """x [tokens, in] → [tokens, out]."""
         return self._product(x)

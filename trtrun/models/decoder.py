@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from trtrun.attention.backend import AttentionBackend
+from trtrun.kernels.rounded_rows import Activations
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
@@ -66,8 +67,9 @@ class DecoderLayer:
         Returns:
             [tokens, hidden]: what is left to add to the stream, so that adding and the next norm can be one operation.
         """
-        normal = self.input_norm(hidden) if delta is None else self.input_norm.add(hidden, delta)
-        fused = self.qkv(normal).view(hidden.shape[0], -1, self.head_dim)
+        fused = self.qkv(_normalise(self.input_norm, hidden, delta, self.qkv.takes_rounded_rows)).view(
+            hidden.shape[0], -1, self.head_dim
+        )
         rotated_heads = self.heads + self.kv_heads
         query_key, value = fused[:, :rotated_heads], fused[:, rotated_heads:]
         if self.qk_norm is not None:
@@ -82,7 +84,15 @@ class DecoderLayer:
             self.head_dim**-0.5,
             self.window,
         )
-        return self.mlp(self.post_attention_norm.add(hidden, self.output(attended.flatten(1))))
+        delta = self.output(attended.flatten(1))
+        return self.mlp(_normalise(self.post_attention_norm, hidden, delta, self.mlp.takes_rounded_rows))
+
+
+def _normalise(norm: RMSNorm, hidden: torch.Tensor, delta: torch.Tensor | None, rounds: bool) -> Activations:
+    """hidden += delta, in place, where there is one, and the norm of it, rounded where the layer behind takes that."""
+    if rounds:
+        return norm.rounded(hidden, delta)
+    return norm(hidden) if delta is None else norm.add(hidden, delta)
 
 
 class CausalLM:

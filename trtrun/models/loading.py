@@ -19,13 +19,13 @@ from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.mlp import GatedMLP, RowParallelLinear
 from trtrun.layers.norm import RMSNorm
 from trtrun.layers.rotary import RotaryEmbedding
-from trtrun.linear.quantization import QUANTIZATIONS, Quantization
+from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
 from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM, DecoderLayer
 from trtrun.models.dummy_weights import DummyWeights
 from trtrun.models.shard_layout import ShardLayout
-from trtrun.models.weight_check import plain_weights
+from trtrun.models.weight_check import plain_weights, quantized_weights
 from trtrun.models.weight_reader import Progress, WeightReader
 
 
@@ -63,7 +63,7 @@ def shard_bytes(
     held.check(dtype, device)
     layout = ShardLayout(config, tp_rank, tp_size)
     size = sum(weight.num_elements for weight in plain_weights(layout)) * dtype.itemsize
-    size += sum(held.create(weight, dtype).num_bytes for weight in layout.linear_weights())
+    size += sum(own.create(weight, dtype).num_bytes for weight, own in quantized_weights(layout, held))
     if _shares_tied_embedding(config, device, dtype, held):
         size -= layout.embedding().num_elements * dtype.itemsize
     return size
@@ -108,7 +108,7 @@ def load_model(
     # The order keeps the peak low: first the head, the largest weight that is packed out of a buffer, while little else
     # is resident; last the embedding, which needs no buffer.
     shared = _shares_tied_embedding(config, device, dtype, held)
-    head = None if shared else reader.linear(layout.head())
+    head = None if shared else reader.linear(layout.head(), quantization=of_head(held))
     reader.release_buffer()
     rotary = RotaryEmbedding(config.rope, config.head_dim, dtype, device)
     attention = attention_backend(device, dtype, config.head_dim)
@@ -120,7 +120,7 @@ def load_model(
     final_norm = RMSNorm(reader.tensor(layout.final_norm()), config.rms_norm_eps)
     embedding = reader.tensor(layout.embedding())
     if head is None:
-        head = reader.linear(layout.head(), present=embedding)
+        head = reader.linear(layout.head(), present=embedding, quantization=of_head(held))
     reader.close()
     model = CausalLM(
         config,
@@ -137,7 +137,7 @@ def _shares_tied_embedding(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, quantization: Quantization
 ) -> bool:
     """Whether head and embedding are one tensor: tied, and multiplied without a copy of another form."""
-    return config.tie_word_embeddings and quantization.keeps_dense(dtype, device)
+    return config.tie_word_embeddings and of_head(quantization).keeps_dense(dtype, device)
 
 
 def _load_layer(

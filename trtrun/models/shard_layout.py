@@ -148,11 +148,10 @@ class ShardLayout:
             weights["k_norm"] = _whole(f"{prefix}self_attn.k_norm.weight", head_dim)
         return weights
 
-    def linear_weights(self) -> list[Weight]:
-        """The matrices [out, in] of the rank's linear layers, the head among them."""
+    def layer_matrices(self) -> list[Weight]:
+        """The matrices [out, in] of the rank's linear layers, all but the head."""
         layers = [self.layer(index) for index in range(self._config.num_layers)]
-        matrices = [weight for layer in layers for weight in layer.values() if len(weight.shape) == 2]
-        return [self.head(), *matrices]
+        return [weight for layer in layers for weight in layer.values() if len(weight.shape) == 2]
 
     def all_weights(self) -> list[Weight]:
         """Every weight that the rank holds."""

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from trtrun.config import LoadFormat
-from trtrun.linear.quantization import QUANTIZATIONS, Quantization
+from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
 from trtrun.linear.quantization.base import TensorSlice
 from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig
@@ -56,8 +56,8 @@ def check_weights(checkpoint: WeightFiles, layout: ShardLayout, quantization: Qu
         CheckpointError: a tensor is missing, or another one than config.json calls for.
     """
     stored: list[TensorSlice] = [part for weight in plain_weights(layout) for part in weight.parts]
-    for weight in layout.linear_weights():
-        stored += quantization.create(weight, dtype).stored
+    for weight, held in quantized_weights(layout, quantization):
+        stored += held.create(weight, dtype).stored
     return sum(
         math.prod(len(item) for item in part.ranges) * checkpoint.check(part.name, part.shape) for part in stored
     )
@@ -82,3 +82,9 @@ def check_model_weights(
 def plain_weights(layout: ShardLayout) -> list[Weight]:
     """Every weight of the rank that is no linear layer's: the embedding, norms and biases."""
     return [layout.embedding(), *(weight for weight in layout.all_weights() if len(weight.shape) == 1)]
+
+
+def quantized_weights(layout: ShardLayout, quantization: Quantization) -> list[tuple[Weight, Quantization]]:
+    """Every linear layer's weight of the rank, and how it is held."""
+    layers = [(weight, quantization) for weight in layout.layer_matrices()]
+    return [(layout.head(), of_head(quantization)), *layers]

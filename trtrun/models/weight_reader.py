@@ -69,19 +69,28 @@ class WeightReader:
         if self._progress is not None:
             self._progress(self._total, self._total)
 
-    def linear(self, weight: Weight, bias: Weight | None = None, *, present: torch.Tensor | None = None) -> Linear:
-        """A linear layer of `weight` [out, in] and `bias` [out]; `present` is the dense weight where it is there."""
+    def linear(
+        self,
+        weight: Weight,
+        bias: Weight | None = None,
+        *,
+        present: torch.Tensor | None = None,
+        quantization: Quantization | None = None,
+    ) -> Linear:
+        """A linear layer of `weight` [out, in] and `bias` [out]; `present` is the dense weight where it is there, and
+        `quantization` of this layer, where it is another one."""
+        held = quantization or self._quantization
         return Linear(
             weight.shape,
-            self._quantization,
-            self._quantization.load(_LayerSource(self, weight, present)),
+            held,
+            held.load(_LayerSource(self, weight, held, present)),
             self.optional(bias),
             batch_invariant=self._batch_invariant,
         )
 
-    def dense(self, weight: Weight) -> torch.Tensor:
+    def dense(self, weight: Weight, quantization: Quantization) -> torch.Tensor:
         """The weight of a linear layer, [out, in] in the dtype of activations; see `WeightSource.dense`."""
-        if self.device.type != "cpu" or self._quantization.keeps_dense(self._dtype, self.device):
+        if self.device.type != "cpu" or quantization.keeps_dense(self._dtype, self.device):
             return self.tensor(weight)
         if self._buffer.numel() < weight.num_elements:
             # Weights are packed out of one buffer mapped from the system: the allocator would keep what is freed, and a
@@ -144,11 +153,12 @@ class _LayerSource:
 
     reader: WeightReader
     weight: Weight
+    quantization: Quantization
     present: torch.Tensor | None
 
     def dense(self) -> torch.Tensor:
         """See `WeightSource`."""
-        return self.reader.dense(self.weight) if self.present is None else self.present
+        return self.reader.dense(self.weight, self.quantization) if self.present is None else self.present
 
     def read(self, stored: TensorSlice) -> torch.Tensor:
         """See `WeightSource`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from trtrun.config import DraftSection, ModelSection, RuntimeConfig
+from trtrun.config import ModelSection, RuntimeConfig
 from trtrun.engine.working_memory import RoundShape, working_bytes
 from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
@@ -25,11 +25,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 def resolve_dtype(section: ModelSection, config: ModelConfig) -> torch.dtype:
     """The dtype to compute in: the section's, or the checkpoint's for `auto`."""
     return config.checkpoint_dtype if section.dtype == "auto" else DTYPES[section.dtype]
-
-
-def quantization_of(section: ModelSection) -> str:
-    """How the engine's weights are held, by name; a target's as they are."""
-    return section.quantization if isinstance(section, DraftSection) else "none"
 
 
 def most_useful_blocks(config: RuntimeConfig, context: int) -> int:
@@ -102,7 +97,7 @@ def engine_working_bytes(
         dtype,
         device.type,
         verifies=role == "target",
-        quantized=quantization_of(section) != "none",
+        quantization=section.quantization,
         graphs=config.cuda_graphs and device.type == "cuda",
     )
 

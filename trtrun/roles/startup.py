@@ -36,6 +36,7 @@ from trtrun.kvcache.sizing import (
     tokens_of_blocks,
 )
 from trtrun.kvcache.store import KVStore
+from trtrun.linear.quantization import find_quantization
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.models.loading import LoadReport, load_model, shard_bytes
@@ -47,7 +48,6 @@ from trtrun.roles.memory_requirements import (
     guess_space,
     kv_bytes_per_block,
     most_useful_blocks,
-    quantization_of,
     resolve_dtype,
     round_shape,
 )
@@ -158,6 +158,7 @@ class RankStartup:
         done = 0
         for role, section, config, communicator in self._parts():
             dtype = resolve_dtype(section, config)
+            find_quantization(section.quantization, for_target=role == "target")
             size = self._shard_bytes(section, config, communicator)
 
             def report(read: int, total: int, before: int = done, size: int = size) -> None:
@@ -174,7 +175,7 @@ class RankStartup:
                     dtype,
                     report,
                     batch_invariant=role == "target",
-                    quantization=quantization_of(section),
+                    quantization=section.quantization,
                     # The target's leader decides for all; draft ranks all choose, from the same logits.
                     logits_reader=0 if role == "target" else None,
                     load_format=section.load_format,
@@ -280,7 +281,7 @@ class RankStartup:
 
     def _shard_bytes(self, section: ModelSection, model: ModelConfig, communicator: Communicator) -> int:
         dtype = resolve_dtype(section, model)
-        return shard_bytes(model, communicator.rank, communicator.size, dtype, self._device, quantization_of(section))
+        return shard_bytes(model, communicator.rank, communicator.size, dtype, self._device, section.quantization)
 
     def _make_engine(self, role: str, loaded: _LoadedEngine, num_blocks: int) -> Engine:
         model, config = loaded.model, self._config

@@ -1,11 +1,7 @@
-"""y = x @ (codes * scale).T + bias on the CPU, with weights of 8 bits and activations in bfloat16.
+"""y = x @ (codes * scale).T + bias on the CPU, with integers of 8 bits for weights and activations in bfloat16.
 
-It knows one product and its blocked weight. It does not know how codes and scales came about.
-
-The weight lies as in matmul.py, a byte a number, so that half as much comes out of memory. An integer of 8 bits is a
-bfloat16 without loss: weights are widened in registers (for more than six rows once a stretch, into a buffer) and
-multiplied as bfloat16 weights are, in the same order; a feature's scale multiplies its finished sum. Rows are bit-equal
-in any company here, too.
+It knows one product; how it works is told in byte_matmul.py. It does not know how codes and scales came about. An
+integer of 8 bits is a bfloat16 without loss.
 """
 
 from __future__ import annotations
@@ -14,13 +10,13 @@ import functools
 
 import torch
 
-from trtrun.kernels.cpu.int8_matmul_code import UNPACKED_BYTES, int8_matmul_module
+from trtrun.kernels.cpu.byte_matmul import BlockedByteMatmul
+from trtrun.kernels.cpu.int8_matmul_code import int8_matmul_module
 from trtrun.kernels.cpu.machine import Kernel, compile_kernels, processor_name
-from trtrun.kernels.cpu.matmul import BlockedProduct, pack_blocks
-from trtrun.kernels.cpu.matmul_code import BLOCK, KERNEL, prefetch_for
+from trtrun.kernels.cpu.matmul_code import KERNEL, prefetch_for
 
 
-class BlockedInt8Matmul(BlockedProduct):
+class BlockedInt8Matmul(BlockedByteMatmul):
     """The product with one weight of 8 bits, which it keeps in blocks.
 
     Args:
@@ -30,14 +26,7 @@ class BlockedInt8Matmul(BlockedProduct):
     """
 
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> None:
-        features = codes.shape[0]
-        blocks = -(-features // BLOCK)
-        per_feature = torch.zeros(2, blocks * BLOCK)
-        per_feature[0, :features] = scale
-        if bias is not None:
-            per_feature[1, :features] = bias
-        of_blocks = per_feature.view(2, blocks, BLOCK).transpose(0, 1).contiguous()
-        super().__init__(pack_blocks(codes), features, of_blocks, _kernel(), UNPACKED_BYTES)
+        super().__init__(codes, scale, bias, _kernel())
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """The code of the product in matmul.py, as LLVM IR.
 
 It knows instructions, registers and caches. It does not know tensors. How the weight lies, and in which order the
-products are added, is told in matmul.py. Weights of fewer bits build on it (int8_matmul_code.py).
+products are added, is told in matmul.py. Weights of fewer bits build on it (byte_matmul_code.py).
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ class MatmulCode(Emitter):
         self._emit_pairs(builder, sums, inputs, weight, ahead, pairs, source)
         with builder.if_else(last) as (then, otherwise):
             with then:
-                self._emit_results(builder, places, bias, y, y_stride, lanes)
+                ends = [self.at(builder, row, builder.mul(pairs, integer(PAIR_BYTES))) for row in inputs]
+                self._emit_results(builder, places, bias, ends, y, y_stride, lanes)
             with otherwise:
                 for place, _, _, saved in places:
                     builder.store(builder.load(place, typ=self.floats), saved, align=4)
@@ -201,13 +202,14 @@ class MatmulCode(Emitter):
         builder: ir.IRBuilder,
         places: list[Place],
         bias: ir.Value,
+        ends: list[ir.Value],
         y: ir.Value,
         y_stride: ir.Value,
         lanes: ir.Value,
     ) -> None:
         """Add the bias, round to bfloat16 and store the lanes that exist."""
         integer = self.integer
-        self.finish(builder, places, bias)
+        self.finish(builder, places, bias, ends)
         limit = self.spread(builder, builder.trunc(lanes, self.small))
         for place, row, part, _ in places:
             lane = self.numbers(range(part * LANES, (part + 1) * LANES))
@@ -216,8 +218,8 @@ class MatmulCode(Emitter):
             rounded = self.round(builder, builder.load(place, typ=self.floats))
             self.store_some(builder, rounded, target, builder.icmp_signed("<", lane, limit))
 
-    def finish(self, builder: ir.IRBuilder, places: list[Place], bias: ir.Value) -> None:
-        """Turn sums into results: add the bias, where there is one."""
+    def finish(self, builder: ir.IRBuilder, places: list[Place], bias: ir.Value, ends: list[ir.Value]) -> None:
+        """Turn sums into results: add the bias, where there is one. `ends`: addresses behind the rows' inputs."""
         with builder.if_then(builder.icmp_unsigned("!=", builder.ptrtoint(bias, self.integer), self.integer(0))):
             for place, _, part, _ in places:
                 added = builder.load(self.at(builder, bias, part * LINE_BYTES), typ=self.floats, align=4)

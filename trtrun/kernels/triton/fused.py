@@ -10,13 +10,17 @@ import torch
 import triton
 import triton.language as tl
 
+from trtrun.kernels.rounded_rows import RoundedRows
+from trtrun.kernels.triton.fp8_rounding import empty_rows, round_row, warps_for
+
 _FEATURES = 1024
 """Features that one program of `silu_and_multiply` computes."""
 
 
 @triton.jit
 def _add_and_normalise_kernel(
-    hidden, delta, weight, output, epsilon, SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr
+    hidden, delta, weight, output, scales, epsilon, output_stride,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     element = tl.arange(0, PADDED)
@@ -30,7 +34,11 @@ def _add_and_normalise_kernel(
     mean = tl.sum(value * value, axis=0) / SIZE
     normal = (value * tl.rsqrt(mean + epsilon)).to(kind).to(tl.float32)
     factor = tl.load(weight + element, mask=inside, other=0.0).to(tl.float32)
-    tl.store(output + row * SIZE + element, (normal * factor).to(kind), mask=inside)
+    value = (normal * factor).to(kind)
+    if ROUNDS:
+        value, scale = round_row(value.to(tl.float32), PADDED)
+        tl.store(scales + row, scale)
+    tl.store(output + row * output_stride + element, value.to(output.dtype.element_ty), mask=inside)
 
 
 def add_and_normalise(
@@ -50,10 +58,25 @@ def add_and_normalise(
     output = torch.empty_like(hidden)
     tokens, size = hidden.shape
     _add_and_normalise_kernel[(tokens,)](
-        hidden, hidden if delta is None else delta, weight, output, epsilon,
-        SIZE=size, PADDED=triton.next_power_of_2(size), ADDS=delta is not None, num_warps=4 if size <= 4096 else 8,
+        hidden, hidden if delta is None else delta, weight, output, output, epsilon, size,
+        SIZE=size, PADDED=triton.next_power_of_2(size), ADDS=delta is not None, ROUNDS=False,
+        num_warps=4 if size <= 4096 else 8,
     )  # fmt: skip
     return output
+
+
+def add_and_normalise_rounded(
+    hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+) -> RoundedRows:
+    """As `add_and_normalise`, and what it returns is rounded to E4M3."""
+    tokens, size = hidden.shape
+    made = empty_rows(tokens, size, hidden)
+    _add_and_normalise_kernel[(tokens,)](
+        hidden, hidden if delta is None else delta, weight, made.codes, made.scale, epsilon, made.codes.stride(0),
+        SIZE=size, PADDED=triton.next_power_of_2(size), ADDS=delta is not None, ROUNDS=True,
+        num_warps=4 if size <= 4096 else 8,
+    )  # fmt: skip
+    return made
 
 
 @triton.jit
@@ -76,6 +99,35 @@ def silu_and_multiply(fused: torch.Tensor) -> torch.Tensor:
         fused, output, FEATURES=features, BLOCK=_FEATURES, num_warps=4
     )
     return output
+
+
+@triton.jit
+def _silu_and_multiply_rounded_kernel(
+    fused, codes, scales, code_stride, FEATURES: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    """A whole row, for its largest number."""
+    row = tl.program_id(0).to(tl.int64)
+    element = tl.arange(0, PADDED)
+    inside = element < FEATURES
+    kind = fused.dtype.element_ty
+    gate = tl.load(fused + row * 2 * FEATURES + element, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(fused + row * 2 * FEATURES + FEATURES + element, mask=inside, other=0.0).to(tl.float32)
+    active = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
+    value, scale = round_row((active * up).to(kind).to(tl.float32), PADDED)
+    tl.store(codes + row * code_stride + element, value.to(codes.dtype.element_ty), mask=inside)
+    tl.store(scales + row, scale)
+
+
+def silu_and_multiply_rounded(fused: torch.Tensor) -> RoundedRows:
+    """As `silu_and_multiply`, and what it returns is rounded to E4M3."""
+    tokens, features = fused.shape[0], fused.shape[1] // 2
+    made = empty_rows(tokens, features, fused)
+    padded = triton.next_power_of_2(features)
+    _silu_and_multiply_rounded_kernel[(tokens,)](
+        fused, made.codes, made.scale, made.codes.stride(0),
+        FEATURES=features, PADDED=padded, num_warps=warps_for(padded),
+    )  # fmt: skip
+    return made
 
 
 @triton.jit

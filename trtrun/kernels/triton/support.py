@@ -15,6 +15,12 @@ _logger = logging.getLogger(__name__)
 
 
 @cache
+def multiplies_fp8(device: torch.device) -> bool:
+    """Whether the matrix units of a CUDA device take E4M3: those of compute capability 8.9, and from 9.0 on."""
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@cache
 def triton_works(device_type: str) -> bool:
     """Whether kernels can be compiled and give right results on this process's current device of that type."""
     if device_type != "cuda" or torch.version.hip is not None:

@@ -15,13 +15,17 @@ from typing import Protocol
 
 import torch
 
+from trtrun.errors import ConfigError
 from trtrun.registry import Registry
 
 Tensors = Mapping[str, torch.Tensor]
 """What a layer's weight is held in, by the names that `create` gives."""
 
 Product = Callable[[torch.Tensor], torch.Tensor]
-"""x [rows, in] → x @ weight.T + bias [rows, out], in x's dtype."""
+"""x [rows, in] → x @ weight.T + bias [rows, out], in x's dtype.
+
+One that rounds rows of x may have a `takes_rounded_rows` that is true: it takes RoundedRows (trtrun.kernels), too.
+"""
 
 
 class TensorSlice(Protocol):
@@ -113,7 +117,23 @@ class WeightSource(Protocol):
 
 
 class Quantization(Protocol):
-    """One way to hold the weights of linear layers. It has no state: layers are in what `apply` returns."""
+    """One way to hold the weights of linear layers. It has no state: layers are in what `apply` returns.
+
+    Attributes:
+        takes_head: whether the vocabulary head is held so, too. Else it is dense, as with the quantization "none".
+        fits_targets: whether a target may be held so: a row's result is bit-equal in any company wherever it is for a
+            dense weight, so that verification is exact.
+    """
+
+    @property
+    def takes_head(self) -> bool:
+        """See the class."""
+        ...
+
+    @property
+    def fits_targets(self) -> bool:
+        """See the class."""
+        ...
 
     def check(self, dtype: torch.dtype, device: torch.device) -> None:
         """Raise ConfigError where activations of `dtype` on `device` cannot be multiplied with such weights."""
@@ -125,6 +145,10 @@ class Quantization(Protocol):
 
     def create(self, weight: LinearWeight, dtype: torch.dtype) -> LinearTensors:
         """The tensors of a layer with `weight`, for activations of `dtype`. Host arithmetic; nothing is allocated."""
+        ...
+
+    def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
+        """Upper bound of what a product of `rows` rows needs beside its operands and its result, told from shapes."""
         ...
 
     def load(self, source: WeightSource) -> Tensors:
@@ -148,3 +172,38 @@ class Quantization(Protocol):
 
 
 QUANTIZATIONS: Registry[Quantization] = Registry("quantization")
+
+_DTYPES = {"cpu": (torch.bfloat16,), "cuda": (torch.bfloat16, torch.float16)}
+
+
+def find_quantization(name: str, *, for_target: bool) -> Quantization:
+    """The quantization called `name`.
+
+    Raises:
+        ConfigError: there is none of that name, or a target cannot be held so.
+    """
+    found = QUANTIZATIONS.get(name)
+    if for_target and not found.fits_targets:
+        others = ", ".join(other for other in QUANTIZATIONS if QUANTIZATIONS.get(other).fits_targets)
+        raise ConfigError(
+            f"quantization {name} is for drafts alone, as its rows depend on their company: use one of {others}"
+        )
+    return found
+
+
+def of_head(quantization: Quantization) -> Quantization:
+    """How the vocabulary head is held where the other linear layers are held as `quantization` says."""
+    return quantization if quantization.takes_head else QUANTIZATIONS.get("none")
+
+
+def check_half_precision(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """For quantizations whose products are bfloat16's on CPUs, and float16's, too, on GPUs.
+
+    Raises:
+        ConfigError: another dtype, in which they would run slower than unquantized.
+    """
+    if dtype not in _DTYPES[device.type]:
+        raise ConfigError(
+            f"quantization {name} computes in bfloat16{' or float16' if device.type == 'cuda' else ''}, not in "
+            f"{str(dtype).removeprefix('torch.')}: set dtype to bfloat16 or quantization to none"
+        )

@@ -37,6 +37,9 @@ _HALF = (torch.bfloat16, torch.float16)
 class Dense:
     """One tensor, "weight" [out, in]; see `Quantization`."""
 
+    takes_head = True
+    fits_targets = True
+
     def check(self, dtype: torch.dtype, device: torch.device) -> None:
         """Any dtype on any device."""
 
@@ -47,6 +50,10 @@ class Dense:
     def create(self, weight: LinearWeight, dtype: torch.dtype) -> LinearTensors:
         """See `Quantization`."""
         return LinearTensors({"weight": TensorSpec(weight.shape, dtype)}, weight.parts)
+
+    def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
+        """See `Quantization`. What oneDNN pads is little."""
+        return 0
 
     def load(self, source: WeightSource) -> Tensors:
         """See `Quantization`."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import torch
 
-from trtrun.errors import ConfigError
 from trtrun.kernels.cpu.int8_matmul import BlockedInt8Matmul
 from trtrun.kernels.cpu.machine import has_bfloat16_kernels
 from trtrun.kernels.torch_int8 import TorchInt8Matmul
@@ -31,24 +30,23 @@ from trtrun.linear.quantization.base import (
     Tensors,
     TensorSpec,
     WeightSource,
+    check_half_precision,
 )
 
 _LARGEST = 127
 _NUMBERS_AT_A_TIME = 1 << 20
 """Numbers whose float32 copies exist at once: 4 MiB each."""
-_DTYPES = {"cpu": (torch.bfloat16,), "cuda": (torch.bfloat16, torch.float16)}
 
 
 class Int8:
     """Two tensors, "codes" [out, in] int8 and "scale" [out] float32: a weight is codes * scale; see `Quantization`."""
 
+    takes_head = True
+    fits_targets = False  # torch's products, and those of many rows on GPUs, promise nothing
+
     def check(self, dtype: torch.dtype, device: torch.device) -> None:
         """bfloat16 on CPUs; on GPUs float16, too. Others would run slower than unquantized."""
-        if dtype not in _DTYPES[device.type]:
-            raise ConfigError(
-                f"quantization int8 computes in bfloat16{' or float16' if device.type == 'cuda' else ''}, not in "
-                f"{str(dtype).removeprefix('torch.')}: set dtype to bfloat16 or quantization to none"
-            )
+        check_half_precision("int8", dtype, device)
 
     def keeps_dense(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Never."""
@@ -61,6 +59,11 @@ class Int8:
             "scale": TensorSpec(weight.shape[:1], torch.float32),
         }
         return LinearTensors(held, weight.parts)
+
+    def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
+        """See `Quantization`: the whole weight widened, and sums in float32."""
+        features, inputs = weight.shape
+        return features * inputs * dtype.itemsize + rows * features * 4
 
     def load(self, source: WeightSource) -> Tensors:
         """See `Quantization`."""

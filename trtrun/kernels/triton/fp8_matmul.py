@@ -1,0 +1,168 @@
+"""The product with weights of 8 bits (E4M3) on CUDA, whose rows have the same bits in any company.
+
+Activations are rounded to E4M3, each row by its own largest number (fp8_rounding.py), and the matrix units multiply
+codes by codes; or they stay as they are, and weights are widened on the way. Each number of a result is one chain of
+sums over the inputs, in their order, in one kernel for any number of rows: nothing is split over programs, so neither
+the tile nor the number of rows can be seen in it.
+
+Matrix units of compute capability 9.0 add up products of E4M3 with fewer bits than float32 has (DeepSeek-V3,
+arXiv:2412.19437, section 3.3.2). They do so for `_GROUP` inputs at a time here; groups are added up in float32.
+
+It knows tensors; it does not know when Triton can be used (see support.py).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from trtrun.kernels.rounded_rows import Activations, RoundedRows
+from trtrun.kernels.triton.fp8_rounding import round_activations
+
+_GROUP = 128
+"""Inputs that are added up in the matrix units. Every tile has a multiple of them, so that all tiles group alike."""
+
+_SPARE_BYTES = 2048
+"""Shared memory that a program needs beside its stages."""
+
+_FEWEST_ROWS, _FEW_ROWS, _SOME_ROWS = 16, 32, 64
+
+
+class Tile(NamedTuple):
+    """What one program computes at a time, and how: rows x features of the result, by so many inputs."""
+
+    rows: int
+    features: int
+    inputs: int
+    num_stages: int
+    num_warps: int = 4
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _product_kernel(
+    x, x_scale, codes, scale, bias, y, rows, features, inputs, x_stride,
+    ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr,
+    IS_EVEN: tl.constexpr, ROUNDS: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """The weight is the side of the matrix units that is 64 wide, so few rows waste nothing. Programs that share its
+    features follow each other, so that it comes out of memory once."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
+    is_feature, is_row = feature < features, row < rows
+    # The last tile computes some features again instead of reading behind the weight.
+    start = tl.where(is_feature, feature, 0).to(tl.int64) * inputs
+    begin = row.to(tl.int64) * x_stride
+    total = tl.zeros((FEATURES, ROWS), dtype=tl.float32)
+    for first in range(0, inputs, INPUTS):
+        number = first + tl.arange(0, INPUTS)
+        if IS_EVEN:
+            weights = tl.load(codes + start[:, None] + number[None, :], eviction_policy="evict_first")
+            values = tl.load(x + begin[None, :] + number[:, None], mask=is_row[None, :], other=0.0)
+        else:
+            known = number < inputs
+            weights = tl.load(
+                codes + start[:, None] + number[None, :], mask=known[None, :], other=0.0, eviction_policy="evict_first"
+            )
+            values = tl.load(x + begin[None, :] + number[:, None], mask=is_row[None, :] & known[:, None], other=0.0)
+        if ROUNDS:
+            total = tl.dot(weights, values, total, max_num_imprecise_acc=GROUP)
+        else:
+            total = tl.dot(weights.to(x.dtype.element_ty), values, total)
+    factor = tl.load(scale + feature, mask=is_feature, other=0.0)[:, None]
+    if ROUNDS:
+        total *= factor
+        factor = tl.load(x_scale + row, mask=is_row, other=0.0)[None, :]
+    if ADDS:
+        # Said out loud: a compiler may or may not make one of a product and a sum.
+        added = tl.load(bias + feature, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+        total = tl.fma(total, tl.broadcast_to(factor, (FEATURES, ROWS)), tl.broadcast_to(added, (FEATURES, ROWS)))
+    else:
+        total *= factor
+    place = y + row[None, :].to(tl.int64) * features + feature[:, None]
+    tl.store(place, total.to(y.dtype.element_ty), mask=is_row[None, :] & is_feature[:, None])
+
+
+def chain_product(
+    x: Activations, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, tile: Tile | None = None
+) -> torch.Tensor:
+    """x @ (codes * scale).T + bias → [rows, out] in x's dtype.
+
+    Args:
+        x: [rows, in] of half precision, whose rows have no gaps; or rounded rows.
+        codes: [out, in] E4M3, contiguous.
+        scale: [out] float32.
+        bias: [out] or None.
+        tile: None takes what is fast for so many rows.
+    """
+    values, x_scale = (x.codes, x.scale) if isinstance(x, RoundedRows) else (x, None)
+    rows = values.shape[0]
+    features, inputs = codes.shape
+    y = torch.empty((rows, features), dtype=x.dtype, device=codes.device)
+    if rows:
+        tile = tile or _tile(rows, x_scale is not None, _shared_bytes(codes.device))
+        _product_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(features, tile.features))](
+            values, scale if x_scale is None else x_scale, codes, scale, scale if bias is None else bias, y,
+            rows, features, inputs, values.stride(0),
+            ROWS=tile.rows, FEATURES=tile.features, INPUTS=tile.inputs, GROUP=_GROUP, IS_EVEN=inputs % tile.inputs == 0,
+            ROUNDS=x_scale is not None, ADDS=bias is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return y
+
+
+def _tile(rows: int, rounds: bool, shared_bytes: int) -> Tile:
+    """What is fast for so many rows, with as many stages as the multiprocessors have shared memory for.
+
+    Long runs of memory for few rows, and programs enough to keep every multiprocessor reading; squares for many,
+    where arithmetic counts. Tiles are 64 features wide at least, what the matrix units take from four warps: narrower
+    ones would be computed by other instructions, which may add up in another order."""
+    if rows <= _FEW_ROWS:
+        width = _FEWEST_ROWS if rows <= _FEWEST_ROWS else _FEW_ROWS
+        tile = Tile(width, 64, 256, 4) if rounds else Tile(width, 64, 128, 4)
+    elif rows <= _SOME_ROWS:
+        tile = Tile(_SOME_ROWS, 64, 128, 4)
+    else:
+        tile = Tile(128, 128, 128, 4, 8) if rounds else Tile(_SOME_ROWS, 128, 128, 3, 8)
+    stage = (tile.features + tile.rows * (1 if rounds else 2)) * tile.inputs
+    return tile._replace(num_stages=max(1, min(tile.num_stages, (shared_bytes - _SPARE_BYTES) // stage)))
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have; as much as it likes where there is no GPU."""
+    if device.type != "cuda":
+        return 1 << 30
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+class TritonFp8Matmul:
+    """The product with one weight of 8 bits on CUDA.
+
+    Args:
+        codes: [out, in] E4M3, contiguous, none of them NaN.
+        scale: [out] float32.
+        bias: [out] or None.
+        rounds_activations: whether each row of x is rounded to E4M3, too.
+
+    Attributes:
+        takes_rounded_rows: whether x may be RoundedRows.
+    """
+
+    def __init__(
+        self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, rounds_activations: bool
+    ) -> None:
+        self._codes, self._scale, self._bias = codes, scale, bias
+        self.takes_rounded_rows = rounds_activations
+
+    def __call__(self, x: Activations) -> torch.Tensor:
+        """x [rows, in] float16 or bfloat16, or rounded rows of such → [rows, out] in the same dtype."""
+        if not isinstance(x, RoundedRows):
+            if x.stride(1) != 1:
+                x = x.contiguous()
+            if self.takes_rounded_rows:
+                x = round_activations(x)
+        return chain_product(x, self._codes, self._scale, self._bias)

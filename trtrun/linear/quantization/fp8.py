@@ -1,0 +1,113 @@
+"""Weights of 8 bits with an exponent (E4M3), for targets and drafts: half the bytes of a bfloat16 weight to read.
+
+Each output feature is scaled so that its largest weight becomes 448, and rounded to nearest; no calibration data is
+needed. `fp8` rounds activations, too, each token by the largest number of its own row (dynamic quantization per token
+and per channel, as vLLM and TensorRT-LLM have it), so that the matrix units multiply codes by codes.
+`fp8_weight_only` leaves them as they are. The vocabulary head stays dense, as it does there: its rounding would show
+most, and it is read once a round.
+
+The model so made is what a target is then: speculative output is the rounded target's own, to the bit. A rank of a
+tensor-parallel group scales its own slices, so that row-parallel layers of groups of several sizes differ a little.
+
+Products, by device:
+
+- CUDA with Triton, on GPUs that multiply E4M3 (8.9, and from 9.0 on): trtrun.kernels.triton.fp8_matmul.
+- CPU with AVX-512 BF16: trtrun.kernels.cpu.fp8_matmul.
+- anything else: torch's operations (trtrun.kernels.torch_fp8), right anywhere.
+
+It knows one weight and its products. It does not know how these work.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trtrun.kernels.cpu.fp8_matmul import BlockedFp8Matmul
+from trtrun.kernels.cpu.machine import has_bfloat16_kernels
+from trtrun.kernels.torch_fp8 import TorchFp8Matmul, round_rows
+from trtrun.kernels.triton.support import multiplies_fp8, triton_works
+from trtrun.linear.quantization.base import (
+    QUANTIZATIONS,
+    LinearTensors,
+    LinearWeight,
+    Product,
+    Tensors,
+    TensorSpec,
+    WeightSource,
+    check_half_precision,
+)
+
+_ROW_BYTES = 32
+"""Beside the codes of a rounded row: its scale, and what aligns them."""
+
+_NUMBERS_AT_A_TIME = 1 << 20
+"""Numbers whose float32 copies exist at once: 4 MiB each."""
+
+
+class Fp8:
+    """Two tensors, "codes" [out, in] E4M3 and "scale" [out] float32: a weight is codes * scale; see `Quantization`.
+
+    Args:
+        name: that it is registered by, for messages.
+        rounds_activations: whether each token's activations are rounded to E4M3, too.
+    """
+
+    takes_head = False
+    fits_targets = True
+
+    def __init__(self, name: str, *, rounds_activations: bool) -> None:
+        self._name = name
+        self._rounds_activations = rounds_activations
+
+    def check(self, dtype: torch.dtype, device: torch.device) -> None:
+        """bfloat16 on CPUs; on GPUs float16, too."""
+        check_half_precision(self._name, dtype, device)
+
+    def keeps_dense(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Never."""
+        return False
+
+    def create(self, weight: LinearWeight, dtype: torch.dtype) -> LinearTensors:
+        """See `Quantization`."""
+        held = {
+            "codes": TensorSpec(weight.shape, torch.float8_e4m3fn),
+            "scale": TensorSpec(weight.shape[:1], torch.float32),
+        }
+        return LinearTensors(held, weight.parts)
+
+    def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
+        """See `Quantization`: rounded activations on GPUs; on CPUs what rounding takes, or torch's operations."""
+        inputs = weight.shape[1]
+        if device_type == "cuda":
+            return rows * (inputs + _ROW_BYTES)
+        return TorchFp8Matmul.working_bytes(rows, inputs)
+
+    def load(self, source: WeightSource) -> Tensors:
+        """See `Quantization`."""
+        return quantize(source.dense())
+
+    def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
+        """See `Quantization`. Rows are bit-equal in any company on all devices."""
+        codes, scale, rounds = tensors["codes"], tensors["scale"], self._rounds_activations
+        if triton_works(codes.device.type) and multiplies_fp8(codes.device):
+            from trtrun.kernels.triton.fp8_matmul import TritonFp8Matmul
+
+            return TritonFp8Matmul(codes, scale, bias, rounds_activations=rounds)
+        if codes.device.type == "cpu" and codes.shape[1] % 2 == 0 and has_bfloat16_kernels():
+            return BlockedFp8Matmul(codes, scale, bias, rounds_activations=rounds)
+        return TorchFp8Matmul(codes, scale, bias, rounds_activations=rounds)
+
+
+def quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """weight [out, in] of any float dtype, all finite → codes [out, in] E4M3 and scale [out] float32 on its device."""
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    rows = max(1, _NUMBERS_AT_A_TIME // weight.shape[1])
+    for start in range(0, weight.shape[0], rows):
+        part = slice(start, start + rows)
+        codes[part], scale[part] = round_rows(weight[part])
+    return {"codes": codes, "scale": scale}
+
+
+QUANTIZATIONS.register("fp8")(Fp8("fp8", rounds_activations=True))
+QUANTIZATIONS.register("fp8_weight_only")(Fp8("fp8_weight_only", rounds_activations=False))
