@@ -3,7 +3,8 @@
 Activations are rounded to E4M3, each row by its own largest number (fp8_rounding.py), and the matrix units multiply
 codes by codes; or they stay as they are, and weights are widened on the way. Each number of a result is one chain of
 sums over the inputs, in their order, in one kernel for any number of rows: nothing is split over programs, so neither
-the tile nor the number of rows can be seen in it.
+the tile nor the number of rows can be seen in it. For many rows torch's product of scaled matrices, without its fast
+accumulation, is the faster one and has the same bits: where a check finds that, it takes them.
 
 Matrix units of compute capability 9.0 add up products of E4M3 with fewer bits than float32 has (DeepSeek-V3,
 arXiv:2412.19437, section 3.3.2). They do so for `_GROUP` inputs at a time here; groups are added up in float32.
@@ -29,7 +30,11 @@ _GROUP = 128
 _SPARE_BYTES = 2048
 """Shared memory that a program needs beside its stages."""
 
-_FEWEST_ROWS, _FEW_ROWS, _SOME_ROWS = 16, 32, 64
+_FEWEST_ROWS, _FEW_ROWS, _SOME_ROWS, _MANY_ROWS = 16, 32, 64, 256
+_LIBRARY_ROWS = 512
+"""From so many rows on torch's product is faster, on an H200 by a quarter at 1,024."""
+
+_CHECKED_ROWS = (_LIBRARY_ROWS, 1000)
 
 
 class Tile(NamedTuple):
@@ -119,13 +124,16 @@ def _tile(rows: int, rounds: bool, shared_bytes: int) -> Tile:
     Long runs of memory for few rows, and programs enough to keep every multiprocessor reading; squares for many,
     where arithmetic counts. Tiles are 64 features wide at least, what the matrix units take from four warps: narrower
     ones would be computed by other instructions, which may add up in another order."""
-    if rows <= _FEW_ROWS:
-        width = _FEWEST_ROWS if rows <= _FEWEST_ROWS else _FEW_ROWS
-        tile = Tile(width, 64, 256, 4) if rounds else Tile(width, 64, 128, 4)
+    if rows <= _FEWEST_ROWS:
+        tile = Tile(_FEWEST_ROWS, 64, 128, 8 if rounds else 4)
+    elif rows <= _FEW_ROWS:
+        tile = Tile(_FEW_ROWS, 64, 256, 4) if rounds else Tile(_FEW_ROWS, 64, 128, 4)
     elif rows <= _SOME_ROWS:
         tile = Tile(_SOME_ROWS, 64, 128, 4)
+    elif rounds and rows > _MANY_ROWS:
+        tile = Tile(128, 128, 128, 4, 8)
     else:
-        tile = Tile(128, 128, 128, 4, 8) if rounds else Tile(_SOME_ROWS, 128, 128, 3, 8)
+        tile = Tile(_SOME_ROWS, 128, 128, 4 if rounds else 3, 8)
     stage = (tile.features + tile.rows * (1 if rounds else 2)) * tile.inputs
     return tile._replace(num_stages=max(1, min(tile.num_stages, (shared_bytes - _SPARE_BYTES) // stage)))
 
@@ -157,6 +165,7 @@ class TritonFp8Matmul:
     ) -> None:
         self._codes, self._scale, self._bias = codes, scale, bias
         self.takes_rounded_rows = rounds_activations
+        self._uses_library = rounds_activations and bias is None and _library_agrees(codes, scale)
 
     def __call__(self, x: Activations) -> torch.Tensor:
         """x [rows, in] float16 or bfloat16, or rounded rows of such → [rows, out] in the same dtype."""
@@ -165,4 +174,44 @@ class TritonFp8Matmul:
                 x = x.contiguous()
             if self.takes_rounded_rows:
                 x = round_activations(x)
+        if (
+            isinstance(x, RoundedRows)
+            and self._uses_library
+            and len(x.codes) >= _LIBRARY_ROWS
+            and x.dtype is torch.bfloat16
+        ):
+            return _library_product(x, self._codes, self._scale)
         return chain_product(x, self._codes, self._scale, self._bias)
+
+
+_agreeing: dict[tuple[torch.Size, torch.device], bool] = {}
+
+
+def _library_agrees(codes: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether torch's product has the chain's bits for weights of that shape. Tried once, with random rows."""
+    key = (codes.shape, codes.device)
+    if key not in _agreeing:
+        _agreeing[key] = codes.is_cuda and _try_library(codes, scale)
+    return _agreeing[key]
+
+
+def _try_library(codes: torch.Tensor, scale: torch.Tensor) -> bool:
+    generator = torch.Generator(codes.device).manual_seed(0)
+    for rows in _CHECKED_ROWS:
+        values = torch.randn((rows, codes.shape[1]), generator=generator, device=codes.device)
+        rounded = round_activations(values.to(torch.bfloat16))
+        try:
+            found = _library_product(rounded, codes, scale)
+        except RuntimeError:  # shapes, cards and versions that it does not take
+            return False
+        if not torch.equal(found, chain_product(rounded, codes, scale, None)):
+            return False
+    return True
+
+
+def _library_product(x: RoundedRows, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """`chain_product` by torch, to bfloat16."""
+    return torch._scaled_mm(
+        x.codes[:, : codes.shape[1]], codes.t(), scale_a=x.scale.unsqueeze(1), scale_b=scale.unsqueeze(0), out_dtype=torch.bfloat16,
+        use_fast_accum=False,
+    )  # fmt: skip
