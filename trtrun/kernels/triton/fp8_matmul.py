@@ -211,7 +211,5 @@ def _try_library(codes: torch.Tensor, scale: torch.Tensor) -> bool:
 
 def _library_product(x: RoundedRows, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """`chain_product` by torch, to bfloat16."""
-    return torch._scaled_mm(
-        x.codes[:, : codes.shape[1]], codes.t(), scale_a=x.scale.unsqueeze(1), scale_b=scale.unsqueeze(0), out_dtype=torch.bfloat16,
-        use_fast_accum=False,
-    )  # fmt: skip
+    values, factors = x.codes[:, : codes.shape[1]], (x.scale.unsqueeze(1), scale.unsqueeze(0))
+    return torch._scaled_mm(values, codes.t(), *factors, out_dtype=torch.bfloat16, use_fast_accum=False)
