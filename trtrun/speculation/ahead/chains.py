@@ -13,6 +13,7 @@ from typing import Generic
 import torch
 from torch import Tensor
 
+from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.random import Stream
 from trtrun.speculation.ahead.fan_out import MOST_RANKS
 from trtrun.speculation.protocols import AheadEngine, Step
@@ -126,12 +127,12 @@ class Chains(Generic[Step]):
         if where is None:
             ranked = sampling.rank(raw[:, 0], rows, None, self._num_ranked)
             return ranked[:, 0], ranked, None
-        processed = sampling.process(raw, rows, where, self._engine.rows.token_ids, None, max(places))
-        ranked = sampling.rank(processed[:, 0], rows, where, self._num_ranked)
+        found = distributions_of(sampling, raw, rows, where, self._engine.rows.token_ids, None, max(places))
+        ranked = found.rank(self._num_ranked)
         if not (self._use_logits and sampled):
             return ranked[:, 0], ranked, None
-        tokens = sampling.choose(processed, rows, where, Stream.DRAFT)[:, 0]
-        return tokens, ranked, sampling.probabilities(processed[self._index(sampled), 0])
+        tokens = found.choose(Stream.DRAFT)[:, 0]
+        return tokens, ranked, found.probabilities(sampled, self._vocab_size)[:, 0]
 
     def _take_likeliest(self, rows: list[int], first: Tensor, positions: Tensor, tables: Tensor) -> Chosen | None:
         """A chain as one piece of work, where all of `rows` take the likeliest token of what the model gives and the

@@ -12,6 +12,7 @@ from typing import Generic
 import torch
 
 from trtrun.core import Draft, RoundPlan
+from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, Workplace
 from trtrun.speculation.protocols import DraftEngine, Rows, Step
@@ -82,7 +83,6 @@ class DraftModelDrafter(Generic[Step]):
         """
         state = self._engine.rows
         lengths = state.lengths[rows]
-        pick_index = kept_integers(picks, rows.device)
         chosen, probabilities = [], []
         fed = torch.arange(plan.draft_len - 1, device=rows.device)
         positions = torch.where(fed + 1 < lens.unsqueeze(1), lengths.unsqueeze(1) + fed, -1)
@@ -91,11 +91,11 @@ class DraftModelDrafter(Generic[Step]):
         for step in range(plan.draft_len):
             where = lengths + step
             raw = logits[:, : self._vocab_size].unsqueeze(1)
-            processed = state.sampling.process(raw, row_list, where, state.token_ids, None, plan.max_context)
-            token = state.sampling.choose(processed, row_list, where, self._stream).squeeze(1)
+            found = distributions_of(state.sampling, raw, row_list, where, state.token_ids, None, plan.max_context)
+            token = found.choose(self._stream).squeeze(1)
             chosen.append(token)
             if picks:
-                probabilities.append(state.sampling.probabilities(processed[pick_index, 0]))
+                probabilities.append(found.probabilities(picks, self._target_vocab_size))
             if step + 1 < plan.draft_len:
                 # Scratch behind the row's length: penalties of the next step see it; a verdict overwrites it.
                 state.token_ids[rows, where] = token.to(torch.int32)
@@ -103,8 +103,7 @@ class DraftModelDrafter(Generic[Step]):
         tokens = torch.stack(chosen, dim=1)
         if not picks:
             return tokens, None
-        probs = torch.stack(probabilities, dim=1)
-        return tokens, torch.nn.functional.pad(probs, (0, self._target_vocab_size - self._vocab_size))
+        return tokens, torch.cat(probabilities, dim=1)
 
     def close(self) -> None:
         """See Drafter."""
