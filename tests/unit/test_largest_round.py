@@ -21,7 +21,7 @@ from trtrun.engine import graphs
 from trtrun.errors import ConfigError
 from trtrun.kvcache.sizing import SlotMemory, count_kv_blocks
 from trtrun.roles import startup
-from trtrun.roles.largest_round import Rehearsal, largest_rounds, small_round
+from trtrun.roles.largest_round import Rehearsal, chained_round, largest_rounds, small_round
 from trtrun.roles.memory_requirements import round_shape
 from trtrun.roles.startup import RankStartup
 from trtrun.topology import make_topology
@@ -76,7 +76,7 @@ def test_a_rehearsal_runs_on_a_store_of_one_block(
     loaded = start(config)
     shape = round_shape(config, 64)
     rehearsal = loaded._rehearsal(shape)
-    for plan in (*largest_rounds(shape), small_round(shape)):
+    for plan in (*largest_rounds(shape), chained_round(shape), small_round(shape)):
         rehearsal.play(plan)
     assert len(rehearsal.engines) == 1 + with_draft
     assert all(engine._store.num_blocks == 1 for engine in rehearsal.engines)

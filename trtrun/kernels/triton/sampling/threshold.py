@@ -1,7 +1,8 @@
 """top_k and top_p without a sort: the distance at which a line is cut, in Triton for CUDA.
 
 Both ask for a threshold: the least distance up to which the tokens' amounts reach a target. An amount is 1 for top_k;
-for top_p it is the token's weight exp(-distance) in units of 2**-40, an integer, so that sums are exact in any order.
+for top_p it is the token's weight exp(-distance) in units of 2**-40, an integer, so that sums are exact in any order
+(tokens 2**41 times less likely than the likeliest weigh nothing, and no top_p below 1 keeps them).
 A pass over the vocabulary sums below 15 pivots at once; a second one does so between two neighbouring pivots of the
 first; what then lies between two pivots, usually some hundred tokens, is gathered and searched bit by bit. Pivots are
 multiples of powers of two: every kernel computes them exactly. Where tokens tie at the threshold the lower ids stay.
@@ -178,10 +179,33 @@ def _gather_kernel(
 
 
 @triton.jit
+def _search(keys, tokens, first, count, need, BY_COUNT: tl.constexpr, SIZE: tl.constexpr, BITS: tl.constexpr):
+    """The limit and the last id (see `Lines`) among `count` candidates from `first` on, whose amounts reach `need`."""
+    lane = tl.arange(0, SIZE)
+    inside = lane < count
+    key = tl.load(keys + first + lane, mask=inside, other=IMPOSSIBLE)
+    token = tl.load(tokens + first + lane, mask=inside, other=0)
+    amount = _amounts(key.to(tl.float32, bitcast=True), inside, BY_COUNT)
+    limit = tl.full((), 0, tl.int32)
+    for step in range(31):
+        middle = limit | (1 << (30 - step))
+        limit = tl.where(tl.sum(tl.where(key < middle, amount, 0)) < need, middle, limit)
+    before = tl.sum(tl.where(key < limit, amount, 0))
+    each = tl.maximum(tl.max(tl.where(key == limit, amount, 0)), 1)
+    ties = (need - before + each - 1) // each
+    ties_only = inside & (key == limit)
+    last = tl.full((), 0, tl.int32)
+    for step in range(BITS):
+        middle = last | (1 << (BITS - 1 - step))
+        last = tl.where(tl.sum((ties_only & (token < middle)).to(tl.int64)) < ties, middle, last)
+    return limit, last
+
+
+@triton.jit
 def _settle_kernel(
     logits, row_stride, position_stride, positions, vocabulary, rows, numbers, integers, peaks, limits, lasts,
     finer_belows, targets, counts, stops, keys, tokens, pieces,
-    PADDED: tl.constexpr, BY_COUNT: tl.constexpr, CANDIDATES: tl.constexpr, BITS: tl.constexpr,
+    PADDED: tl.constexpr, BY_COUNT: tl.constexpr, FEW: tl.constexpr, CANDIDATES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     line = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + line // positions)
@@ -192,29 +216,16 @@ def _settle_kernel(
         limit = tl.full((), 0, tl.int32)
         last = tl.full((), 0, tl.int32)
         ties = tl.full((), 0, tl.int64)
-        if count <= CANDIDATES:
-            inside = lane < count
-            key = tl.load(keys + line * CANDIDATES + lane, mask=inside, other=IMPOSSIBLE)
-            token = tl.load(tokens + line * CANDIDATES + lane, mask=inside, other=0)
-            distance = key.to(tl.float32, bitcast=True)
-            amount = _amounts(distance, inside, BY_COUNT)
-            for step in range(31):
-                middle = limit | (1 << (30 - step))
-                limit = tl.where(tl.sum(tl.where(key < middle, amount, 0)) < need, middle, limit)
-            before = tl.sum(tl.where(key < limit, amount, 0))
-            each = tl.maximum(tl.max(tl.where(key == limit, amount, 0)), 1)
-            ties = (need - before + each - 1) // each
-            for step in range(BITS):
-                middle = last | (1 << (BITS - 1 - step))
-                last = tl.where(tl.sum(((key == limit) & inside & (token < middle)).to(tl.int64)) < ties, middle, last)
+        if count <= FEW:
+            limit, last = _search(keys, tokens, line * CANDIDATES, count, need, BY_COUNT, FEW, BITS)
+        elif count <= CANDIDATES:
+            limit, last = _search(keys, tokens, line * CANDIDATES, count, need, BY_COUNT, CANDIDATES, BITS)
         else:
             peak = peak_of(peaks, line, pieces, PADDED)
             temperature = tl.load(numbers + row * NUM_NUMBERS + TEMPERATURE)
             begin = line_of(logits, row_stride, position_stride, positions, line)
             start, stop = tl.load(stops + line * 2), tl.load(stops + line * 2 + 1)
             old_limit, old_last = tl.load(limits + line), tl.load(lasts + line)
-            before = tl.full((), 0, tl.int64)
-            each = tl.full((), 1, tl.int64)
             # 31 bits of the threshold, one look at it, and the bits of the last id that ties.
             for step in range(32 + BITS):
                 id_bit = 1 << tl.maximum(BITS - 1 - (step - 32), 0)
@@ -272,5 +283,5 @@ def cut(lines: Lines, *, by_count: bool) -> None:
     )  # fmt: skip
     _settle_kernel[(count,)](
         *place, lines.peaks, lines.limits, lines.lasts, finer_belows, targets, counts, stops, keys, tokens, pieces,
-        CANDIDATES=CANDIDATES, BITS=lines.vocabulary.bit_length(), num_warps=16, **sizes,
+        FEW=CANDIDATES // 4, CANDIDATES=CANDIDATES, BITS=lines.vocabulary.bit_length(), num_warps=8, **sizes,
     )  # fmt: skip
