@@ -110,7 +110,7 @@ class Counters:
 def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 1000 MiB: three large rounds take 3 times 30 and 3 times 5 beside the allocator; each graph more takes 1 MiB."""
+    """Of 1000 MiB: three large rounds take 30 each, and 5 each beside the allocator; a graph more takes 1 MiB."""
     monkeypatch.setattr(startup, "capture_for", lambda device: lambda work: work)
     settings = {**SETTINGS, "kv_cache": {"max_tokens": None, "block_size": 4, "free_memory_fraction": 1.0}}
     target = make_checkpoint(tmp_path / "target", seed=1)

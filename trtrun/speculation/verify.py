@@ -159,7 +159,7 @@ def verify(
         rows: the R rows.
         lengths: [R] int64, device: tokens in each row so far.
         token_ids: [max_rows, max_seq_len] int32, device, valid below lengths.
-        draft_tokens: [R, K] int64, device; K may be 0; padding may hold any value.
+        draft_tokens: [R, K] int64, device, each row contiguous; K may be 0; padding may hold any value.
         draft_lens: [R] int64, device, -1 to K.
         draft_probs: [S, K, V] float32, device, beside probability_rows; None when there are none.
         probability_rows: S indices into `rows` of the rows accepted by probability; the others are accepted by token.

@@ -31,7 +31,7 @@ from trtrun.kernels.triton.sampling.noise import key_of, log_exponentials, to_un
 _SEED = tl.constexpr(columns.SEED)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["draft_stride", "draft_len"])
 def _accept_by_token_kernel(
     target_tokens, draft_tokens, draft_stride, draft_lens, num_tokens, tokens, draft_len, PADDED: tl.constexpr
 ):  # fmt: skip
@@ -48,12 +48,10 @@ def _accept_by_token_kernel(
 def accept_by_token(
     target_tokens: torch.Tensor, draft_tokens: torch.Tensor, draft_lens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See speculation/verify.py; `target_tokens` contiguous, `draft_tokens` [R, K] contiguous in each row."""
+    """See speculation/verify.py; `target_tokens` and each row of `draft_tokens` [R, K] are contiguous."""
+    draft_lens = draft_lens.contiguous()
     count, draft_len = draft_tokens.shape
-    num_tokens, tokens = (
-        torch.empty_like(draft_lens, memory_format=torch.contiguous_format),
-        torch.empty_like(target_tokens),
-    )
+    num_tokens, tokens = torch.empty_like(draft_lens), torch.empty_like(target_tokens)
     if count:
         _accept_by_token_kernel[(count,)](
             target_tokens, draft_tokens, draft_tokens.stride(0), draft_lens, num_tokens, tokens, draft_len,
@@ -62,7 +60,7 @@ def accept_by_token(
     return num_tokens, tokens
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions", "draft_stride"])
 def _accept_by_probability_kernel(
     logits, row_stride, position_stride, positions, vocabulary, rows, picks, lengths, numbers, integers,
     peaks, limits, lasts, sums, draft_probs, probs_row_stride, probs_position_stride,
@@ -100,7 +98,7 @@ def _accept_by_probability_kernel(
     tl.store(num_accepted + member, accepted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _last_scores_kernel(
     logits, row_stride, position_stride, positions, vocabulary, rows, picks, lengths, numbers, integers,
     peaks, limits, lasts, sums, draft_probs, probs_row_stride, probs_position_stride, draft_lens, num_accepted,
@@ -142,7 +140,7 @@ def _last_scores_kernel(
     tl.store(places + at + pieces, piece * PIECE + lane)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions", "draft_stride"])
 def _gain_kernel(
     picks, best, places, draft_tokens, draft_stride, num_accepted, num_tokens, tokens, positions, pieces,
     PADDED: tl.constexpr, STEPS: tl.constexpr,
@@ -187,6 +185,7 @@ def accept_by_probability(
     count, pieces, padded, device = picks.numel(), lines.pieces, lines.padded_pieces, lines.logits.device
     if not count:
         return
+    draft_lens = draft_lens.contiguous()
     sums = sum_weights(lines, picks)
     num_accepted = torch.empty(count, dtype=torch.int32, device=device)
     best = torch.empty((count, 2, pieces), dtype=torch.float32, device=device)

@@ -32,7 +32,7 @@ UNIT = tl.constexpr(2.0**40)
 """Weights are summed as integers in units of its inverse: exact in any order."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions", "stream"])
 def _scores_kernel(
     logits, row_stride, position_stride, positions, vocabulary, rows, lengths, numbers, integers, peaks, limits, lasts,
     best, places, scores, stream, PIECE: tl.constexpr, PADDED: tl.constexpr, KEEPS_SCORES: tl.constexpr,
@@ -110,7 +110,7 @@ def rank(lines: Lines, stream: int, count: int) -> torch.Tensor:
     return likeliest(scores, count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _weights_kernel(
     logits, row_stride, position_stride, positions, vocabulary, rows, picks, numbers, peaks, limits, lasts, sums,
     PIECE: tl.constexpr, PADDED: tl.constexpr,
@@ -137,7 +137,7 @@ def inverse_total(sums, line, pieces, PADDED: tl.constexpr):
     return tl.where(total > 0.0, UNIT / tl.maximum(total, 1.0), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _probabilities_kernel(
     logits, row_stride, position_stride, positions, vocabulary, rows, picks, numbers, peaks, limits, lasts, sums,
     output, output_row_stride, output_position_stride, width, pieces, PIECE: tl.constexpr, PADDED: tl.constexpr,

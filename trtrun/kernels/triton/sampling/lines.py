@@ -6,7 +6,8 @@ token whatever other lines, rows and pieces there are.
 
 A token's distance is (peak - logit) / temperature, 0 for the likeliest and inf for an impossible one. It is computed
 with the rounding of IEEE in every kernel, so that its bits, an integer which orders as the distances do, can be
-compared between kernels. NaN counts as impossible, +inf as the largest finite number.
+compared between kernels. Kernels are not compiled anew for a number of positions: plain decoding and verification run
+the same code. NaN counts as impossible, +inf as the largest finite number.
 
 It knows tables of parameters by row (kernels/sampling_columns.py). It does not know what chose the rows.
 """
@@ -124,7 +125,7 @@ def is_kept(distance, token, limit, last, log_min_p):
     return ranked & (key < IMPOSSIBLE) & (distance <= -log_min_p)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _peaks_kernel(
     logits, row_stride, position_stride, positions, vocabulary, peaks, lows, limits, lasts, PIECE: tl.constexpr
 ):  # fmt: skip

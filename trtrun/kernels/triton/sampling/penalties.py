@@ -23,7 +23,7 @@ _FREQUENCY = tl.constexpr(columns.FREQUENCY)
 _NUM_PROMPT = tl.constexpr(columns.NUM_PROMPT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def _count_kernel(
     token_ids, token_stride, members, rows, lengths, integers, counts, vocabulary, width, TOKENS: tl.constexpr
 ):  # fmt: skip
@@ -40,7 +40,7 @@ def _count_kernel(
     tl.atomic_add(own, 1, mask=inside & ~is_prompt)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions", "draft_stride"])
 def _penalise_kernel(
     logits, row_stride, position_stride, positions, vocabulary, members, rows, numbers, counts,
     draft_tokens, draft_stride, PIECE: tl.constexpr,

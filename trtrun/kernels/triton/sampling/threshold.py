@@ -105,7 +105,7 @@ def _pick(of_line, target):
     return tl.sum(is_below.to(tl.int32)), tl.max(tl.where(is_below, of_line, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _sum_kernel(
     logits, row_stride, position_stride, positions, vocabulary, rows, numbers, integers, peaks, lows, limits, lasts,
     sums, finer_sums, starts, belows, targets, counts,
@@ -141,7 +141,7 @@ def _sum_kernel(
         tl.store(place + _PIVOTS - 1, tl.sum(amount))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _gather_kernel(
     logits, row_stride, position_stride, positions, vocabulary, rows, numbers, integers, peaks, lows, limits, lasts,
     finer_sums, starts, belows, finer_belows, targets, counts, stops, keys, tokens,
@@ -201,7 +201,7 @@ def _search(keys, tokens, first, count, need, BY_COUNT: tl.constexpr, SIZE: tl.c
     return limit, last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions"])
 def _settle_kernel(
     logits, row_stride, position_stride, positions, vocabulary, rows, numbers, integers, peaks, limits, lasts,
     finer_belows, targets, counts, stops, keys, tokens, pieces,
