@@ -238,25 +238,27 @@ def many_rows(count: int, **values: object) -> tuple[RowSampling, torch.Tensor, 
     return sampling, torch.zeros((count, 9), dtype=torch.int32, device=DEVICE), torch.full((count,), 3, device=DEVICE)
 
 
-COUNT = 200_000 if HAS_GPU else 600
+COUNT = 200_000 if HAS_GPU else 400
+# The interpreter is slow at searching: a filter without a search there.
+CUT: dict[str, object] = {"top_p": 0.95} if HAS_GPU else {"min_p": 0.06}
 TARGET_LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.4, 0.0, 1.0])
 DRAFT_LOGITS = torch.tensor([1.0, 0.5, -0.2, 1.4, 1.0, -3.0])
 
 
 @SLOW
 def test_choices_follow_the_distribution() -> None:
-    sampling, token_ids, lengths = many_rows(COUNT, temperature=0.9, top_k=5)
+    sampling, token_ids, lengths = many_rows(COUNT, temperature=0.9, **CUT)
     logits = TARGET_LOGITS.to(DEVICE).expand(COUNT, 1, 6)
     found = distributions_of(sampling, logits, range(COUNT), lengths, token_ids)
     tokens = found.choose(Stream.TARGET)[:, 0].cpu()
-    exact = torch.tensor(softmax(reference_logits(TARGET_LOGITS.tolist(), [1], seeded(temperature=0.9, top_k=5), 1)))
+    exact = torch.tensor(softmax(reference_logits(TARGET_LOGITS.tolist(), [1], seeded(temperature=0.9, **CUT), 1)))
     assert chi_square_p_value(torch.bincount(tokens, minlength=6), exact) > P_VALUE
 
 
 @SLOW
 def test_acceptance_by_probability_follows_the_target() -> None:
     """First and second token together, whatever the draft; and as many are accepted as the distributions overlap."""
-    settings = {"temperature": 0.9, "top_p": 0.95}
+    settings = {"temperature": 0.9, **CUT}
     sampling, token_ids, lengths = many_rows(COUNT, **settings)
     rows = list(range(COUNT))
     found = distributions_of(sampling, DRAFT_LOGITS.to(DEVICE).expand(COUNT, 1, 6), rows, lengths, token_ids)
