@@ -83,6 +83,9 @@ class FakeEngine:
         fed = zip(step[0], tokens.tolist(), step[1], strict=True)
         return torch.cat([self._feed(row, [token], [position]) for row, token, position in fed])
 
+    def rank_steps(self, *steps: object) -> None:
+        """Steps are run one by one, so that each is checked."""
+
     def verify_forward(self, plan: RoundPlan, draft_tokens: torch.Tensor, draft_lens: torch.Tensor) -> torch.Tensor:
         self.forwards += 1
         queries = draft_tokens.shape[1] + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,35 @@ import torch
 
 from trtrun.core import RowAdmission
 from trtrun.sampling_params import SamplingParams
+
+VOCAB = 23
+
+
+def seeded(**values: object) -> SamplingParams:
+    return SamplingParams.from_mapping({"seed": 1, "max_tokens": 100, **values})
+
+
+def random_case(generator: random.Random) -> tuple[SamplingParams, list[int], int, tuple, tuple]:
+    """Parameters (each off half the time), tokens, num_prompt_tokens, stop ids and bad words of one row."""
+
+    def some(value: object, off: object) -> object:
+        return value if generator.random() < 0.5 else off
+
+    length = generator.randint(1, 20)
+    tokens = [generator.randrange(6) for _ in range(length)]  # few tokens, so that prefixes match
+    words = tuple(tuple(generator.randrange(6) for _ in range(generator.randint(1, 4))) for _ in range(6))
+    params = seeded(
+        temperature=some(generator.uniform(0.2, 2), 0.0),
+        top_k=some(generator.randint(1, VOCAB + 3), 0),
+        top_p=some(generator.uniform(0.05, 0.999), 1.0),
+        min_p=some(generator.uniform(0.001, 0.4), 0.0),
+        min_tokens=some(generator.randint(1, 12), 0),
+        repetition_penalty=some(generator.uniform(0.5, 2), 1.0),
+        presence_penalty=some(generator.uniform(-2, 2), 0.0),
+        frequency_penalty=some(generator.uniform(-2, 2), 0.0),
+        logit_bias=some({generator.randrange(VOCAB): generator.uniform(-9, 9) for _ in range(4)}, {}),
+    )
+    return params, tokens, generator.randint(1, length), some((7, 2, 21), ()), some(words, ())  # type: ignore[return-value]
 
 
 def admission(

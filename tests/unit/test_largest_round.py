@@ -21,7 +21,7 @@ from trtrun.engine import graphs
 from trtrun.errors import ConfigError
 from trtrun.kvcache.sizing import SlotMemory, count_kv_blocks
 from trtrun.roles import startup
-from trtrun.roles.largest_round import Rehearsal, largest_rounds, small_round
+from trtrun.roles.largest_round import Rehearsal, chained_round, largest_rounds, small_round
 from trtrun.roles.memory_requirements import round_shape
 from trtrun.roles.startup import RankStartup
 from trtrun.topology import make_topology
@@ -80,7 +80,7 @@ def test_a_rehearsal_runs_on_a_store_of_one_block(
     loaded = start(config)
     shape = round_shape(config, 64)
     rehearsal = loaded._rehearsal(shape)
-    for plan in (*largest_rounds(shape), small_round(shape)):
+    for plan in (*largest_rounds(shape), chained_round(shape), small_round(shape)):
         rehearsal.play(plan)
     assert len(rehearsal.engines) == 1 + with_draft
     assert all(engine._store.num_blocks == 1 for engine in rehearsal.engines)
@@ -114,7 +114,7 @@ class Counters:
 def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 1000 MiB: four large rounds take 30 each, and 5 each beside the allocator; each graph more takes 1 MiB."""
+    """Of 1000 MiB: five large rounds take 30 each, and 5 each beside the allocator; each graph more takes 1 MiB."""
     monkeypatch.setattr(startup, "capture_for", lambda device: lambda work: work)
     settings = {**SETTINGS, "kv_cache": {"max_tokens": None, "block_size": 4, "free_memory_fraction": 1.0}}
     target = make_checkpoint(tmp_path / "target", seed=1)
@@ -125,15 +125,15 @@ def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
     def counted(rehearsal: Rehearsal, plan: RoundPlan) -> None:
         before = rehearsal.num_graphs
         play(rehearsal, plan)
-        is_small = len(played) == 4
+        is_small = len(played) == 5
         played.append(plan)
         captured = rehearsal.num_graphs - before
         counters.take(captured * MIB if is_small else 30 * MIB, 0 if is_small else 5 * MIB)
 
     monkeypatch.setattr(Rehearsal, "play", counted)
     blocks = loaded._count_beside_measured_round()
-    assert len(played) == 5
-    expected = (120 + 20 + graphs.MOST_GRAPHS) * MIB
+    assert len(played) == 6
+    expected = (150 + 25 + graphs.MOST_GRAPHS) * MIB
     assert loaded._working_bytes == expected
     demand = loaded._demand()
     most_useful = 4 * -(-65 // 4)

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from sampling_reference import admission, chi_square_p_value, reference_logits, softmax
+from sampling_reference import VOCAB, admission, chi_square_p_value, random_case, reference_logits, seeded, softmax
 
 from trtrun.sampling import filters
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.sampling_params import SamplingParams
 
-VOCAB, MAX_LEN = 23, 40
+MAX_LEN = 40
 
 
 def sampler_for(admissions: Sequence, vocab: int = VOCAB) -> tuple[RowSampling, torch.Tensor, torch.Tensor]:
@@ -38,10 +38,6 @@ def process(
     return sampling.process(logits[None], [0], lengths, token_ids, drafts)[0]
 
 
-def seeded(**values: object) -> SamplingParams:
-    return SamplingParams.from_mapping({"seed": 1, "max_tokens": 100, **values})
-
-
 def assert_same_choice(processed: torch.Tensor, expected: list[float], params: SamplingParams) -> None:
     """Greedy rows: the same logits. Sampled rows: the same tokens left, equally likely."""
     wanted = torch.tensor(expected, dtype=torch.float64)
@@ -51,29 +47,6 @@ def assert_same_choice(processed: torch.Tensor, expected: list[float], params: S
     else:
         probabilities = torch.softmax(processed.double(), -1)
         torch.testing.assert_close(probabilities, torch.softmax(wanted, -1), rtol=1e-4, atol=1e-6)
-
-
-def random_case(generator: random.Random) -> tuple[SamplingParams, list[int], int, tuple, tuple]:
-    """Parameters (each off half the time), tokens, num_prompt_tokens, stop ids and bad words of one row."""
-
-    def some(value: object, off: object) -> object:
-        return value if generator.random() < 0.5 else off
-
-    length = generator.randint(1, 20)
-    tokens = [generator.randrange(6) for _ in range(length)]  # few tokens, so that prefixes match
-    words = tuple(tuple(generator.randrange(6) for _ in range(generator.randint(1, 4))) for _ in range(6))
-    params = seeded(
-        temperature=some(generator.uniform(0.2, 2), 0.0),
-        top_k=some(generator.randint(1, VOCAB + 3), 0),
-        top_p=some(generator.uniform(0.05, 0.999), 1.0),
-        min_p=some(generator.uniform(0.001, 0.4), 0.0),
-        min_tokens=some(generator.randint(1, 12), 0),
-        repetition_penalty=some(generator.uniform(0.5, 2), 1.0),
-        presence_penalty=some(generator.uniform(-2, 2), 0.0),
-        frequency_penalty=some(generator.uniform(-2, 2), 0.0),
-        logit_bias=some({generator.randrange(VOCAB): generator.uniform(-9, 9) for _ in range(4)}, {}),
-    )
-    return params, tokens, generator.randint(1, length), some((7, 2, 21), ()), some(words, ())  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("positions", [1, 4])

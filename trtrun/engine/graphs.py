@@ -4,7 +4,8 @@ On a GPU a small forward takes longer to launch, kernel by kernel from Python, t
 same number of queries each is captured once for every bucket of rows and of context, and replayed from then on: its
 inputs are copied into tensors of fixed place, its logits into one buffer that all graphs share.
 
-Where a row's next token is the likeliest one, a chain of such steps with their choices is one graph, too.
+Where a row's next token follows from the logits and the row's parameters, a chain of such steps with their choices is
+one graph, too.
 
 It knows a function from tokens, positions and block tables to logits. It does not know models, plans or which ranks the
 function talks to; collectives inside it must be capturable (`Communicator.is_capturable`).
@@ -13,11 +14,12 @@ function talks to; collectives inside it must be capturable (`Communicator.is_ca
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.likeliest import likeliest
 
 RowForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
@@ -39,13 +41,15 @@ SHARED_CONTEXT = 256
 
 @dataclass(frozen=True)
 class _Shape:
-    """What graphs are told apart by. `num_ranked` is 0 for a forward, whose result is logits."""
+    """What graphs are told apart by. `num_ranked` is 0 for a forward, whose result is logits; `choices` is how a chain
+    chooses, None where it takes the likeliest."""
 
     rows: int
     queries: int
     blocks: int
     last_only: bool = True
     num_ranked: int = 0
+    choices: Hashable = None
 
 
 @dataclass(frozen=True)
@@ -162,33 +166,49 @@ class ForwardGraphs:
         return self._logits[: rows if last_only else rows * queries]
 
     def run_chain(
-        self, first: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, vocab_size: int, num_ranked: int
+        self,
+        first: torch.Tensor,
+        positions: torch.Tensor,
+        block_tables: torch.Tensor,
+        vocab_size: int,
+        num_ranked: int,
+        keyed: KeyedRanks | None = None,
     ) -> torch.Tensor:
-        """Feed a token, take the likeliest that follows, feed that, and so on: one launch for all steps.
+        """Feed a token, choose the one that follows, feed that, and so on: one launch for all steps.
 
         Args:
             first: [R] int64 on the device: the first tokens.
             positions: [R, steps] int64: where each step's token stands; -1 is padding.
             block_tables: [R, `context_blocks`] int64.
             vocab_size: ids to choose from: the first ones.
-            num_ranked: how many of the likeliest tokens to tell.
+            num_ranked: how many tokens to tell of each step.
+            keyed: how rows choose where some are sampled; None takes the likeliest.
 
         Returns:
-            [R, steps, num_ranked] int64: after each step the likeliest tokens, best first; valid until the next call.
+            [R, steps, num_ranked] int64: after each step the tokens that it would choose, best first; valid until the
+            next call.
         """
         rows, steps = positions.shape
-        shape = _Shape(self._bucket(rows), steps, block_tables.shape[1], num_ranked=num_ranked)
+        choices = None if keyed is None else keyed.kind
+        shape = _Shape(self._bucket(rows), steps, block_tables.shape[1], num_ranked=num_ranked, choices=choices)
 
-        def work(first: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
+        def work(
+            first: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, *parameters: torch.Tensor
+        ) -> torch.Tensor:
             token, ranked = first, []
             for step in range(steps):
                 logits = self._forward(token.unsqueeze(1), positions[:, step : step + 1], block_tables, True)
-                ranked.append(likeliest(logits[:, :vocab_size], num_ranked))
+                logits = logits[:, :vocab_size]
+                if keyed is None:
+                    ranked.append(likeliest(logits, num_ranked))
+                else:
+                    ranked.append(keyed.rank(logits, step, num_ranked, *parameters))
                 token = ranked[-1][:, 0]
             return torch.stack(ranked, dim=1)
 
         output = first.new_empty((shape.rows, steps, num_ranked))
-        return self._replay(shape, (first, positions, block_tables), work, output)[:rows]
+        parameters = () if keyed is None else (keyed.rows, keyed.lengths)
+        return self._replay(shape, (first, positions, block_tables, *parameters), work, output)[:rows]
 
     def _bucket(self, rows: int) -> int:
         bucket = 1 << (rows - 1).bit_length()
@@ -198,11 +218,12 @@ class ForwardGraphs:
     def _replay(
         self,
         shape: _Shape,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        inputs: tuple[torch.Tensor, ...],
         work: Callable[..., torch.Tensor],
         output: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the graph of `shape` on tokens, positions and block tables; make it first, with `output`, if need be."""
+        """Run the graph of `shape` on tokens, positions, block tables and whatever else is by row; make it first, with
+        `output`, if need be."""
         captured = self._graphs.get(shape)
         if captured is None:
             captured = self._graphs[shape] = self._make(shape, inputs, work, output)
@@ -218,16 +239,17 @@ class ForwardGraphs:
     def _make(
         self,
         shape: _Shape,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        inputs: tuple[torch.Tensor, ...],
         work: Callable[..., torch.Tensor],
         output: torch.Tensor,
     ) -> _Captured:
         """Run the work as it is, which also warms it up, and capture it for the next time."""
-        tokens, positions, block_tables = inputs
+        tokens, positions, _, *parameters = inputs
         fixed = (
             tokens.new_zeros((shape.rows, *tokens.shape[1:])),
             positions.new_full((shape.rows, *positions.shape[1:]), -1),
-            block_tables.new_zeros((shape.rows, shape.blocks)),
+            tokens.new_zeros((shape.rows, shape.blocks)),
+            *(tensor.new_zeros((shape.rows, *tensor.shape[1:])) for tensor in parameters),
         )
 
         def run() -> None:
@@ -239,7 +261,8 @@ class ForwardGraphs:
 
 
 def _fill(fixed: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    """Copy tokens, positions and block tables to where a graph reads them; rows that the bucket adds are padding."""
+    """Copy tokens, positions, block tables and parameters to where a graph reads them; rows that the bucket adds are
+    padding."""
     rows = inputs[0].shape[0]
     for place, tensor in zip(fixed, inputs, strict=True):
         place[:rows].copy_(tensor)

@@ -19,6 +19,7 @@ from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM
+from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.tensors import device_integers, kept_integers
 
 _NARROWEST_TILE = 16
@@ -201,16 +202,22 @@ class Engine:
 
     @torch.inference_mode()
     def rank_steps(
-        self, first: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, vocab_size: int, num_ranked: int
+        self,
+        first: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        vocab_size: int,
+        num_ranked: int,
+        keyed: KeyedRanks | None = None,
     ) -> torch.Tensor | None:
-        """Several steps of rows that always take the likeliest token; see `ForwardGraphs.run_chain`.
+        """Several steps of rows that take the likeliest token, or what `keyed` says; see `ForwardGraphs.run_chain`.
 
         Returns:
             [rows, steps, num_ranked] int64, valid until the next call; None where there are no graphs.
         """
         if self._graphs is None:
             return None
-        return self._graphs.run_chain(first, positions, tables, vocab_size, num_ranked)
+        return self._graphs.run_chain(first, positions, tables, vocab_size, num_ranked, keyed)
 
     @torch.inference_mode()
     def verify_forward(self, plan: RoundPlan, draft_tokens: torch.Tensor, draft_lens: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,9 @@ _SAMPLING = SamplingParams(
     seed=0,
 )
 
+_WITHOUT_HISTORY = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=0)
+"""Rows whose draft steps are one graph, choices and their scratch memory included."""
+
 
 class SilentLink:
     """A DraftLink of a rehearsal: nothing travels, and every verdict is one of no tokens."""
@@ -148,19 +151,31 @@ def _chunks(shape: RoundShape, length: int, num_tokens: int, usual: int) -> list
     return chunks
 
 
+def chained_round(shape: RoundShape) -> RoundPlan:
+    """A round of all rows whose draft steps, choices included, run as one graph on engines that have graphs."""
+    length = max(2, shape.max_seq_len - shape.draft_len - 1)
+    return _plan(shape, range(shape.max_rows), (), length, _WITHOUT_HISTORY)
+
+
 def small_round(shape: RoundShape) -> RoundPlan:
     """A round of half the rows with short contexts: other graphs than the largest round's, and none of its memory."""
     return _plan(shape, range(max(1, shape.max_rows // 2)), (), 2)
 
 
-def _plan(shape: RoundShape, decoding: range, chunks: Sequence[PrefillChunk], length: int) -> RoundPlan:
+def _plan(
+    shape: RoundShape,
+    decoding: range,
+    chunks: Sequence[PrefillChunk],
+    length: int,
+    sampling: SamplingParams = _SAMPLING,
+) -> RoundPlan:
     count, speculates = len(decoding), shape.draft_len > 0
     rows = range(shape.max_rows)
     tokens = np.zeros(length, dtype=np.int32)
     return RoundPlan(
         round_index=-1,
         dropped_rows=tuple(rows),
-        admissions=tuple(RowAdmission(row, row, tokens, length, 0, speculates, _SAMPLING) for row in rows),
+        admissions=tuple(RowAdmission(row, row, tokens, length, 0, speculates, sampling) for row in rows),
         block_updates=np.zeros((0, 3), dtype=np.int32),
         prefill=tuple(chunks),
         decode_rows=np.array(decoding, dtype=np.int32),
@@ -193,7 +208,7 @@ def measure_largest_round(device: torch.device, prepare: Callable[[], Rehearsal]
     free, reserved = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
     rehearsal = prepare()
     try:
-        for plan in largest_rounds(shape):
+        for plan in (*largest_rounds(shape), chained_round(shape)):
             rehearsal.play(plan)
         per_graph, captured = 0, rehearsal.num_graphs
         most_graphs = MOST_GRAPHS * len(rehearsal.engines)

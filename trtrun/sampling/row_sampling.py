@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from trtrun.core import RowAdmission, VerdictLogprobs
+from trtrun.kernels import sampling_columns as columns
 from trtrun.sampling import filters, penalties
 from trtrun.sampling.likeliest import likeliest
 from trtrun.sampling.pieces import pieces
@@ -26,13 +27,13 @@ from trtrun.sampling.random import Stream, gumbel, gumbel_argmax
 from trtrun.sampling.row_steps import RowSteps
 from trtrun.tensors import kept_integers
 
-# Columns of the two parameter tables.
-_TEMPERATURE, _TOP_P, _LOG_MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
-_SEED, _TOP_K, _NUM_PROMPT, _FIRST_STOP = range(4)
-
 
 class RowSampling:
     """Sampling parameters of the rows of one engine rank.
+
+    Attributes:
+        numbers: [max_rows, 6] float32, and integers [max_rows, 4] int64, on the device: what rows were admitted with,
+            see kernels/sampling_columns.py.
 
     Args:
         max_rows: rows of the running batch.
@@ -44,8 +45,8 @@ class RowSampling:
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self._numbers = torch.zeros((max_rows, 6), dtype=torch.float32, device=self.device)
-        self._integers = torch.zeros((max_rows, 4), dtype=torch.int64, device=self.device)
+        self.numbers = torch.zeros((max_rows, columns.NUM_NUMBERS), dtype=torch.float32, device=self.device)
+        self.integers = torch.zeros((max_rows, columns.NUM_INTEGERS), dtype=torch.int64, device=self.device)
         self._steps: dict[int, RowSteps] = {}
 
     def admit(self, admission: RowAdmission) -> None:
@@ -59,17 +60,17 @@ class RowSampling:
             raise ValueError(f"request {admission.request_id} has no seed: draw one before it gets a row")
         steps = RowSteps.of(admission, self.vocab_size, self.device)
         first_stop = admission.num_prompt_tokens + sampling.min_tokens
-        integers = [sampling.seed, steps.top_k or 1, admission.num_prompt_tokens, first_stop]
+        integers = [sampling.seed, steps.top_k, admission.num_prompt_tokens, first_stop]
         numbers = [
-            sampling.temperature or 1.0,
+            sampling.temperature,
             sampling.top_p,
             math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf,
             sampling.repetition_penalty,
             sampling.presence_penalty,
             sampling.frequency_penalty,
         ]
-        self._integers[row].copy_(torch.tensor(integers, dtype=torch.int64), non_blocking=True)
-        self._numbers[row].copy_(torch.tensor(numbers, dtype=torch.float32), non_blocking=True)
+        self.integers[row].copy_(torch.tensor(integers, dtype=torch.int64), non_blocking=True)
+        self.numbers[row].copy_(torch.tensor(numbers, dtype=torch.float32), non_blocking=True)
         self._steps[row] = steps
 
     def drop(self, row: int) -> None:
@@ -80,14 +81,24 @@ class RowSampling:
         """Give each of the rows `own` the parameters of the row beside it in `rows`."""
         for row, guest in zip(rows, own, strict=True):
             self._steps[guest] = self._steps[row]
-        if any(not steps.greedy or steps.penalties or steps.own_tables for steps in map(self._steps.__getitem__, rows)):
+        if not self.passes(rows):
             source, target = self._index(rows), self._index(own)
-            self._integers[target] = self._integers[source]
-            self._numbers[target] = self._numbers[source]
+            self.integers[target] = self.integers[source]
+            self.numbers[target] = self.numbers[source]
 
     def needs_history(self, rows: Sequence[int]) -> bool:
         """Whether any of the rows has penalties, biases or bans, most of which look at its tokens so far. Host-side."""
         return any(steps.penalties or steps.own_tables for steps in map(self._steps.__getitem__, rows))
+
+    def passes(self, rows: Sequence[int]) -> bool:
+        """Whether all of the rows take the likeliest token of what the model gives. Host-side."""
+        return not any(
+            not steps.greedy or steps.penalties or steps.own_tables for steps in map(self._steps.__getitem__, rows)
+        )
+
+    def steps(self, rows: Sequence[int]) -> list[RowSteps]:
+        """Which steps each of the rows takes. Host-side."""
+        return [self._steps[row] for row in rows]
 
     def is_greedy(self, row: int) -> bool:
         """Whether the row takes the most likely token. Host-side."""
@@ -103,7 +114,7 @@ class RowSampling:
 
     def seeds(self, rows: Sequence[int]) -> Tensor:
         """[R] int64 on the device."""
-        return self._integers[self._index(rows), _SEED]
+        return self.integers[self._index(rows), columns.SEED]
 
     def process(
         self,
@@ -130,9 +141,9 @@ class RowSampling:
         Returns:
             [R, P, V] float32.
         """
-        steps = [self._steps[row] for row in rows]
-        if all(of_row.greedy and not of_row.penalties and not of_row.own_tables for of_row in steps):
+        if self.passes(rows):
             return logits
+        steps = self.steps(rows)
         width = token_ids.shape[1] if max_context is None else min(max_context, token_ids.shape[1])
         seen = width if any(of_row.penalties for of_row in steps) else 0
         parts = pieces(len(rows), max(logits[:1].numel(), seen))
@@ -170,7 +181,7 @@ class RowSampling:
                 out = self._on(penalised, out, lambda part: self._penalise(part, *arguments))
             for index in tables:
                 drafts = None if draft_tokens is None else draft_tokens[index]
-                self._ban_(out[index], rows[index], steps[index], lengths[index], token_ids[rows[index]], drafts)
+                self.ban_(out[index], rows[index], lengths[index], token_ids, drafts)
         if sampled:
             sampled_rows = [rows[index] for index in sampled]
             out = self._on(sampled, out, lambda part: self._filter(part, sampled_rows), owned=out is not logits)
@@ -199,46 +210,49 @@ class RowSampling:
         member_index, row_index = self._index(members), self._index(member_rows)
         tokens, lengths = token_ids[row_index], lengths[member_index]
         drafts = None if draft_tokens is None else draft_tokens[member_index]
-        numbers, prompts = self._numbers[row_index], self._integers[row_index, _NUM_PROMPT]
+        numbers, prompts = self.numbers[row_index], self.integers[row_index, columns.NUM_PROMPT]
         positions, vocabulary = logits.shape[1], logits.shape[2]
         if any(of_row.repetition for of_row in steps):
             counts = penalties.count_tokens(tokens, None, lengths, drafts, positions, vocabulary)
-            logits = penalties.apply_repetition_penalty(logits, counts, numbers[:, _REPETITION])
+            logits = penalties.apply_repetition_penalty(logits, counts, numbers[:, columns.REPETITION])
         if any(of_row.output_penalties for of_row in steps):
             counts = penalties.count_tokens(tokens, prompts, lengths, drafts, positions, vocabulary)
-            penalties.apply_output_penalties_(logits, counts, numbers[:, _PRESENCE], numbers[:, _FREQUENCY])
+            presence, frequency = numbers[:, columns.PRESENCE], numbers[:, columns.FREQUENCY]
+            penalties.apply_output_penalties_(logits, counts, presence, frequency)
         return logits
 
-    def _ban_(
-        self, logits: Tensor, row: int, steps: RowSteps, length: Tensor, token_ids: Tensor, drafts: Tensor | None
-    ) -> None:
+    def ban_(self, logits: Tensor, row: int, length: Tensor, token_ids: Tensor, drafts: Tensor | None) -> None:
+        """Mask, in place, what bad words and min_tokens forbid a row: logits [P, V], length [], drafts [P - 1]."""
+        steps = self._steps[row]
         if steps.bad_words is not None:
-            penalties.ban_bad_words_(logits, *steps.bad_words, token_ids, length, drafts)
+            penalties.ban_bad_words_(logits, *steps.bad_words, token_ids[row], length, drafts)
         if steps.stop_ids is not None:
-            penalties.ban_stop_tokens_(logits, steps.stop_ids, length, self._integers[row, _FIRST_STOP])
+            penalties.ban_stop_tokens_(logits, steps.stop_ids, length, self.integers[row, columns.FIRST_STOP])
 
     def _filter(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """Temperature and filters on logits [n, P, V] of `rows`, all sampled; a new tensor."""
         steps = [self._steps[row] for row in rows]
-        numbers = self._numbers[self._index(rows)]
-        scaled = filters.apply_temperature(logits, numbers[:, _TEMPERATURE])
+        numbers = self.numbers[self._index(rows)]
+        scaled = filters.apply_temperature(logits, numbers[:, columns.TEMPERATURE])
         ranked = [index for index, of_row in enumerate(steps) if of_row.top_k]
         if ranked:
             scaled = self._on(ranked, scaled, lambda part: self._rank(part, [rows[index] for index in ranked]))
         nucleus = [index for index, of_row in enumerate(steps) if of_row.top_p and not of_row.top_k]
         if nucleus:
-            share = numbers[self._index(nucleus), _TOP_P]
+            share = numbers[self._index(nucleus), columns.TOP_P]
             scaled = self._on(nucleus, scaled, lambda part: filters.nucleus(part, share))
         if any(of_row.min_p for of_row in steps):
-            filters.apply_min_p_(scaled, numbers[:, _LOG_MIN_P])
+            filters.apply_min_p_(scaled, numbers[:, columns.LOG_MIN_P])
         return scaled
 
     def _rank(self, scaled: Tensor, rows: Sequence[int]) -> Tensor:
         """top_k, and top_p after it, on rows that all have top_k."""
         steps = [self._steps[row] for row in rows]
         index = self._index(rows)
-        share = self._numbers[index, _TOP_P] if any(of_row.top_p for of_row in steps) else None
-        return filters.top_k_top_p(scaled, self._integers[index, _TOP_K], max(of_row.top_k for of_row in steps), share)
+        share = self.numbers[index, columns.TOP_P] if any(of_row.top_p for of_row in steps) else None
+        return filters.top_k_top_p(
+            scaled, self.integers[index, columns.TOP_K], max(of_row.top_k for of_row in steps), share
+        )
 
     def choose(self, processed: Tensor, rows: Sequence[int], lengths: Tensor, stream: Stream) -> Tensor:
         """One token for each row and position: the most likely one for greedy rows (the first where several tie), a

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from trtrun.core import PrefillChunk, RoundPlan
+from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.row_sampling import RowSampling
 
 Step = TypeVar("Step")
@@ -95,6 +96,20 @@ class DraftEngine(RoundEngine, Protocol[Step]):
         """Feed one token a row, tokens [rows]; [rows, vocab] float32."""
         ...
 
+    def rank_steps(
+        self,
+        first: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        vocab_size: int,
+        num_ranked: int,
+        keyed: KeyedRanks | None = None,
+    ) -> torch.Tensor | None:
+        """All steps of rows that choose from the first `vocab_size` ids, as one piece of work, from tokens `first`
+        [rows] at positions [rows, steps]: the likeliest, or what `keyed` says. [rows, steps, num_ranked] int64, what
+        each step would choose, best first, valid until the next call. None where steps have to be run one by one."""
+        ...
+
 
 class AheadRows(Rows, Protocol):
     """Rows behind which there are others for guesses."""
@@ -167,11 +182,17 @@ class AheadEngine(Protocol[Step]):
         ...
 
     def rank_steps(
-        self, first: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, vocab_size: int, num_ranked: int
+        self,
+        first: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        vocab_size: int,
+        num_ranked: int,
+        keyed: KeyedRanks | None = None,
     ) -> torch.Tensor | None:
-        """All steps of rows that take the likeliest of the first `vocab_size` ids, as one piece of work, from tokens
-        `first` [rows] at positions [rows, steps]: [rows, steps, num_ranked] int64, the likeliest after each, valid
-        until the next call. None where steps have to be run one by one."""
+        """All steps of rows that choose from the first `vocab_size` ids, as one piece of work, from tokens `first`
+        [rows] at positions [rows, steps]: the likeliest, or what `keyed` says. [rows, steps, num_ranked] int64, what
+        each step would choose, best first, valid until the next call. None where steps have to be run one by one."""
         ...
 
     def copy_tokens(self, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from trtrun.core import Verdict, VerdictLogprobs
+from trtrun.kernels.triton.support import triton_works
+from trtrun.sampling.distributions import KernelDistributions, TorchDistributions, distributions_of
 from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream, gumbel_argmax, uniforms
 from trtrun.sampling.row_sampling import RowSampling
-from trtrun.tensors import device_integers
+from trtrun.tensors import device_integers, kept_integers
 
 
 def _count_accepted(accepted: Tensor, draft_lens: Tensor) -> Tensor:
@@ -54,6 +56,10 @@ def accept_by_token(target_tokens: Tensor, draft_tokens: Tensor, draft_lens: Ten
     """
     if not draft_tokens.shape[1]:  # a plain round: a dozen operations less to launch
         return torch.ones_like(draft_lens), target_tokens
+    if triton_works(target_tokens.device.type):
+        from trtrun.kernels.triton.sampling.acceptance import accept_by_token as accept_in_one
+
+        return accept_in_one(target_tokens, draft_tokens, draft_lens)
     num_accepted = _count_accepted(draft_tokens == target_tokens[:, :-1], draft_lens)
     last = target_tokens.gather(1, num_accepted[:, None])[:, 0]
     return _gained(draft_tokens, num_accepted, last)
@@ -153,7 +159,7 @@ def verify(
         rows: the R rows.
         lengths: [R] int64, device: tokens in each row so far.
         token_ids: [max_rows, max_seq_len] int32, device, valid below lengths.
-        draft_tokens: [R, K] int64, device; K may be 0; padding may hold any value.
+        draft_tokens: [R, K] int64, device, each row contiguous; K may be 0; padding may hold any value.
         draft_lens: [R] int64, device, -1 to K.
         draft_probs: [S, K, V] float32, device, beside probability_rows; None when there are none.
         probability_rows: S indices into `rows` of the rows accepted by probability; the others are accepted by token.
@@ -169,40 +175,70 @@ def verify(
     Raises:
         ValueError: probability_rows without draft_probs of their number and width.
     """
-    processed = sampling.process(logits, rows, lengths, token_ids, draft_tokens, max_context)
-    if not probability_rows:
-        target_tokens = sampling.choose(processed, rows, lengths, Stream.TARGET)
+    found = distributions_of(sampling, logits, rows, lengths, token_ids, draft_tokens, max_context)
+    if probability_rows:
+        shape = (len(probability_rows), draft_tokens.shape[1], logits.shape[-1])
+        if draft_probs is None or tuple(draft_probs.shape) != shape:
+            given = None if draft_probs is None else list(draft_probs.shape)
+            raise ValueError(f"draft_probs must be {list(shape)} for the rows verified by probability, not {given}")
+        num_tokens, tokens = _accept_both_ways(
+            found, sampling, rows, lengths, draft_tokens, draft_lens, draft_probs, probability_rows
+        )
+    else:
+        target_tokens = found.choose(Stream.TARGET)
         if forced_acceptance is None:
             num_tokens, tokens = accept_by_token(target_tokens, draft_tokens, draft_lens)
         else:
             num_tokens, tokens = accept_forced(target_tokens, draft_tokens, draft_lens, lengths, forced_acceptance)
-    else:
-        shape = (len(probability_rows), draft_tokens.shape[1], logits.shape[-1])
-        if draft_probs is None or tuple(draft_probs.shape) != shape:
-            found = None if draft_probs is None else list(draft_probs.shape)
-            raise ValueError(f"draft_probs must be {list(shape)} for the rows verified by probability, not {found}")
-        num_tokens = torch.empty_like(lengths)
-        tokens = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
-        for part in pieces(len(probability_rows), logits[:1].numel()):
-            index = device_integers(probability_rows[part], logits.device)
-            gained = accept_by_probability(
-                sampling.probabilities(processed[index]),
-                draft_probs[part],
-                draft_tokens[index],
-                draft_lens[index],
-                sampling.seeds([rows[place] for place in probability_rows[part]]),
-                lengths[index],
-            )
-            num_tokens[index], tokens[index] = gained
-        chosen = set(probability_rows)
-        others = [place for place in range(len(rows)) if place not in chosen]
-        if others:
-            index = device_integers(others, logits.device)
-            other_rows = [rows[place] for place in others]
-            target_tokens = sampling.choose(processed[index], other_rows, lengths[index], Stream.TARGET)
-            num_tokens[index], tokens[index] = accept_by_token(target_tokens, draft_tokens[index], draft_lens[index])
     chosen_logits = logits.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     return Verdict(num_tokens, tokens, draft_lens, _logprobs(logits, sampling, rows, tokens), chosen_logits)
+
+
+def _accept_both_ways(
+    found: TorchDistributions | KernelDistributions,
+    sampling: RowSampling,
+    rows: Sequence[int],
+    lengths: Tensor,
+    draft_tokens: Tensor,
+    draft_lens: Tensor,
+    draft_probs: Tensor,
+    probability_rows: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """(num_tokens, tokens) of all rows; arguments as in `verify`."""
+    device = lengths.device
+    chosen = set(probability_rows)
+    others = [place for place in range(len(rows)) if place not in chosen]
+    if isinstance(found, KernelDistributions):
+        from trtrun.kernels.triton.sampling.acceptance import accept_by_probability as accept_from_lines
+
+        num_tokens = torch.empty_like(lengths)
+        tokens = torch.empty((len(rows), draft_tokens.shape[1] + 1), dtype=torch.int64, device=device)
+        if others:
+            # Launching for all rows is cheaper than picking some; those by probability are overwritten.
+            num_tokens, tokens = accept_by_token(found.choose(Stream.TARGET), draft_tokens, draft_lens)
+        streams = (int(Stream.ACCEPT), int(Stream.TARGET), int(Stream.RECOVER))
+        picks = kept_integers(probability_rows, device)
+        accept_from_lines(found.lines, picks, draft_probs, draft_tokens, draft_lens, streams, num_tokens, tokens)
+        return num_tokens, tokens
+    processed = found.processed
+    num_tokens = torch.empty_like(lengths)
+    tokens = torch.empty(processed.shape[:2], dtype=torch.int64, device=device)
+    for part in pieces(len(probability_rows), processed[:1].numel()):
+        index = device_integers(probability_rows[part], device)
+        num_tokens[index], tokens[index] = accept_by_probability(
+            sampling.probabilities(processed[index]),
+            draft_probs[part],
+            draft_tokens[index],
+            draft_lens[index],
+            sampling.seeds([rows[place] for place in probability_rows[part]]),
+            lengths[index],
+        )
+    if others:
+        index = device_integers(others, device)
+        other_rows = [rows[place] for place in others]
+        target_tokens = sampling.choose(processed[index], other_rows, lengths[index], Stream.TARGET)
+        num_tokens[index], tokens[index] = accept_by_token(target_tokens, draft_tokens[index], draft_lens[index])
+    return num_tokens, tokens
 
 
 def _logprobs(logits: Tensor, sampling: RowSampling, rows: Sequence[int], tokens: Tensor) -> VerdictLogprobs | None:
@@ -210,10 +246,10 @@ def _logprobs(logits: Tensor, sampling: RowSampling, rows: Sequence[int], tokens
     if not asked:
         return None
     widest = max(wanted for _, wanted in asked)
-    found = []
+    parts = []
     for part in pieces(len(asked), logits[:1].numel()):
         index = device_integers([place for place, _ in asked[part]], logits.device)
-        found.append(sampling.top_logprobs(logits[index], tokens[index], widest))
-    if len(found) == 1:
-        return found[0]
-    return VerdictLogprobs(torch.cat([one.token_ids for one in found]), torch.cat([one.values for one in found]))
+        parts.append(sampling.top_logprobs(logits[index], tokens[index], widest))
+    if len(parts) == 1:
+        return parts[0]
+    return VerdictLogprobs(torch.cat([one.token_ids for one in parts]), torch.cat([one.values for one in parts]))

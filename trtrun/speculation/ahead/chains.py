@@ -13,6 +13,8 @@ from typing import Generic
 import torch
 from torch import Tensor
 
+from trtrun.sampling.distributions import distributions_of
+from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
 from trtrun.speculation.ahead.fan_out import MOST_RANKS
 from trtrun.speculation.protocols import AheadEngine, Step
@@ -73,7 +75,7 @@ class Chains(Generic[Step]):
             packed.append([*[0] * padding, *of_row, *[-1] * padding, *range(end - len(of_row), end)])
         both = device_integers(packed, engine.device)
         tables = engine.tables(self._index(rows), max(ends))
-        if width == 1 and (chosen := self._take_likeliest(rows, both[:, 0], both[:, 1:], tables)) is not None:
+        if width == 1 and (chosen := self._take_as_one(rows, both[:, 0], both[:, 1:], tables, ends)) is not None:
             return chosen
         logits = engine.feed(both[:, :width], both[:, width:], tables)
         tokens_, ranked, probs = self._choose(logits, rows, ends)
@@ -99,8 +101,9 @@ class Chains(Generic[Step]):
             for start, length in zip(starts, lens, strict=True)
         ]
         where = device_integers(positions, engine.device)
-        if (likeliest := self._take_likeliest(rows, first, where, tables)) is not None:
-            return likeliest
+        behind = [start + 1 for start in starts]
+        if (taken := self._take_as_one(rows, first, where, tables, behind)) is not None:
+            return taken
         state, index = engine.rows, self._index(rows)
         has_history = state.sampling.needs_history(rows)
         steps = engine.prepare_steps(tables, where)
@@ -126,20 +129,28 @@ class Chains(Generic[Step]):
         if where is None:
             ranked = sampling.rank(raw[:, 0], rows, None, self._num_ranked)
             return ranked[:, 0], ranked, None
-        processed = sampling.process(raw, rows, where, self._engine.rows.token_ids, None, max(places))
-        ranked = sampling.rank(processed[:, 0], rows, where, self._num_ranked)
+        found = distributions_of(sampling, raw, rows, where, self._engine.rows.token_ids, None, max(places))
+        ranked = found.rank(self._num_ranked)
         if not (self._use_logits and sampled):
             return ranked[:, 0], ranked, None
-        tokens = sampling.choose(processed, rows, where, Stream.DRAFT)[:, 0]
-        return tokens, ranked, sampling.probabilities(processed[self._index(sampled), 0])
+        tokens = found.choose(Stream.DRAFT)[:, 0]
+        return tokens, ranked, found.probabilities(sampled, self._vocab_size)[:, 0]
 
-    def _take_likeliest(self, rows: list[int], first: Tensor, positions: Tensor, tables: Tensor) -> Chosen | None:
-        """A chain as one piece of work, where all of `rows` take the likeliest token of what the model gives and the
-        engine can do that; else None."""
+    def _take_as_one(
+        self, rows: list[int], first: Tensor, positions: Tensor, tables: Tensor, places: Sequence[int]
+    ) -> Chosen | None:
+        """A chain as one piece of work, where no choice of `rows` looks at their tokens or needs distributions, and the
+        engine can do that; else None. `places` are the positions that the first step chooses."""
         sampling = self._engine.rows.sampling
-        if sampling.needs_history(rows) or sampling.sampled_indices(rows):
+        keyed = None
+        if sampling.needs_history(rows):
             return None
-        ranked = self._engine.rank_steps(first, positions, tables, self._vocab_size, self._num_ranked)
+        if sampling.sampled_indices(rows):
+            where = device_integers(list(places), first.device)
+            keyed = None if self._use_logits else KeyedRanks.of(sampling, rows, where, Stream.TARGET)
+            if keyed is None:
+                return None
+        ranked = self._engine.rank_steps(first, positions, tables, self._vocab_size, self._num_ranked, keyed)
         if ranked is None:
             return None
         ranked = ranked.clone()

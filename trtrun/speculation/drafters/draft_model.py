@@ -12,6 +12,8 @@ from typing import Generic
 import torch
 
 from trtrun.core import Draft, RoundPlan
+from trtrun.sampling.distributions import distributions_of
+from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, Workplace
 from trtrun.speculation.protocols import DraftEngine, Rows, Step
@@ -82,20 +84,21 @@ class DraftModelDrafter(Generic[Step]):
         """
         state = self._engine.rows
         lengths = state.lengths[rows]
-        pick_index = kept_integers(picks, rows.device)
         chosen, probabilities = [], []
         fed = torch.arange(plan.draft_len - 1, device=rows.device)
         positions = torch.where(fed + 1 < lens.unsqueeze(1), lengths.unsqueeze(1) + fed, -1)
         tables = self._engine.tables(rows, plan.max_context)
+        if not picks and (tokens := self._chain(row_list, lengths, positions, tables, logits)) is not None:
+            return tokens, None
         batches = self._engine.prepare_steps(tables, positions) if plan.draft_len > 1 else ()
         for step in range(plan.draft_len):
             where = lengths + step
             raw = logits[:, : self._vocab_size].unsqueeze(1)
-            processed = state.sampling.process(raw, row_list, where, state.token_ids, None, plan.max_context)
-            token = state.sampling.choose(processed, row_list, where, self._stream).squeeze(1)
+            found = distributions_of(state.sampling, raw, row_list, where, state.token_ids, None, plan.max_context)
+            token = found.choose(self._stream).squeeze(1)
             chosen.append(token)
             if picks:
-                probabilities.append(state.sampling.probabilities(processed[pick_index, 0]))
+                probabilities.append(found.probabilities(picks, self._target_vocab_size))
             if step + 1 < plan.draft_len:
                 # Scratch behind the row's length: penalties of the next step see it; a verdict overwrites it.
                 state.token_ids[rows, where] = token.to(torch.int32)
@@ -103,8 +106,30 @@ class DraftModelDrafter(Generic[Step]):
         tokens = torch.stack(chosen, dim=1)
         if not picks:
             return tokens, None
-        probs = torch.stack(probabilities, dim=1)
-        return tokens, torch.nn.functional.pad(probs, (0, self._target_vocab_size - self._vocab_size))
+        return tokens, torch.cat(probabilities, dim=1)
+
+    def _chain(
+        self,
+        row_list: list[int],
+        lengths: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        logits: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """All steps behind the first choice as one piece of work: tokens [R, draft_len]; None where choices look at a
+        row's tokens, or the engine runs steps one by one."""
+        sampling = self._engine.rows.sampling
+        is_greedy = not sampling.sampled_indices(row_list)
+        if sampling.needs_history(row_list) or not positions.shape[1]:
+            return None
+        keyed = None if is_greedy else KeyedRanks.of(sampling, row_list, lengths + 1, self._stream)
+        if keyed is None and not is_greedy:
+            return None
+        raw = logits[:, : self._vocab_size].unsqueeze(1)
+        found = distributions_of(sampling, raw, row_list, lengths, self._engine.rows.token_ids)
+        first = found.choose(self._stream)
+        following = self._engine.rank_steps(first[:, 0], positions, tables, self._vocab_size, 1, keyed)
+        return None if following is None else torch.cat((first, following[:, :, 0]), dim=1)
 
     def close(self) -> None:
         """See Drafter."""

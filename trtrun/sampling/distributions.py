@@ -1,0 +1,178 @@
+"""The distributions of a round's positions after every row's own parameters, and what is drawn from them.
+
+Two ways to the same: torch's operations, which make a table of processed logits, and on CUDA kernels that look at the
+logits alone (kernels/triton/sampling). On one device all tokens of a text come from the same way. They know
+RowSampling; they do not know what tokens are for, or what is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from trtrun.kernels.triton.support import triton_works
+from trtrun.sampling.penalties import add_logit_bias_
+from trtrun.sampling.random import Stream
+from trtrun.sampling.row_sampling import RowSampling
+from trtrun.tensors import kept_integers
+
+if TYPE_CHECKING:
+    from trtrun.kernels.triton.sampling.lines import Lines
+
+
+class Distributions(Protocol):
+    """Of R rows at P positions each."""
+
+    def choose(self, stream: Stream) -> Tensor:
+        """[R, P] int64: a token of each, as `RowSampling.choose` describes it."""
+        ...
+
+    def rank(self, count: int) -> Tensor:
+        """[R, count] int64 for P of 1, as `RowSampling.rank` describes it."""
+        ...
+
+    def probabilities(self, indices: Sequence[int], width: int) -> Tensor:
+        """[S, P, width] float32 for sampled rows: `indices` into the R rows; zeros beyond the vocabulary."""
+        ...
+
+
+class TorchDistributions:
+    """By torch's operations."""
+
+    def __init__(self, sampling: RowSampling, processed: Tensor, rows: Sequence[int], lengths: Tensor) -> None:
+        """Draw from `processed` [R, P, V] float32 of RowSampling.process; the rest as there."""
+        self._sampling = sampling
+        self.processed = processed
+        self._rows = rows
+        self._lengths = lengths
+
+    def choose(self, stream: Stream) -> Tensor:
+        """See Distributions."""
+        return self._sampling.choose(self.processed, self._rows, self._lengths, stream)
+
+    def rank(self, count: int) -> Tensor:
+        """See Distributions."""
+        return self._sampling.rank(self.processed[:, 0], self._rows, self._lengths, count)
+
+    def probabilities(self, indices: Sequence[int], width: int) -> Tensor:
+        """See Distributions."""
+        picked = self.processed[kept_integers(indices, self.processed.device)]
+        return torch.nn.functional.pad(self._sampling.probabilities(picked), (0, width - picked.shape[-1]))
+
+
+class KernelDistributions:
+    """By kernels on CUDA, for rows of which at least one is sampled or changes its logits."""
+
+    def __init__(self, lines: Lines) -> None:
+        """Draw from lines that are cut."""
+        self.lines = lines
+
+    def choose(self, stream: Stream) -> Tensor:
+        """See Distributions."""
+        from trtrun.kernels.triton.sampling.choice import choose
+
+        return choose(self.lines, int(stream))
+
+    def rank(self, count: int) -> Tensor:
+        """See Distributions."""
+        from trtrun.kernels.triton.sampling.choice import rank
+
+        return rank(self.lines, int(Stream.TARGET), count)
+
+    def probabilities(self, indices: Sequence[int], width: int) -> Tensor:
+        """See Distributions."""
+        from trtrun.kernels.triton.sampling.choice import write_probabilities
+
+        logits = self.lines.logits
+        output = torch.empty((len(indices), logits.shape[1], width), dtype=torch.float32, device=logits.device)
+        write_probabilities(self.lines, kept_integers(indices, logits.device), output)
+        return output
+
+
+def distributions_of(
+    sampling: RowSampling,
+    logits: Tensor,
+    rows: Sequence[int],
+    lengths: Tensor,
+    token_ids: Tensor,
+    draft_tokens: Tensor | None = None,
+    max_context: int | None = None,
+) -> TorchDistributions | KernelDistributions:
+    """The distributions of positions; arguments as in `RowSampling.process`."""
+    if sampling.passes(rows) or not triton_works(logits.device.type):
+        processed = sampling.process(logits, rows, lengths, token_ids, draft_tokens, max_context)
+        return TorchDistributions(sampling, processed, rows, lengths)
+    width = token_ids.shape[1] if max_context is None else min(max_context, token_ids.shape[1])
+    return KernelDistributions(_lines(sampling, logits, rows, lengths, token_ids, draft_tokens, width))
+
+
+def _lines(
+    sampling: RowSampling,
+    logits: Tensor,
+    rows: Sequence[int],
+    lengths: Tensor,
+    token_ids: Tensor,
+    draft_tokens: Tensor | None,
+    width: int,
+) -> Lines:
+    """Lines that are cut; `width` columns of `token_ids` may be valid."""
+    steps, index = sampling.steps(rows), kept_integers(rows, logits.device)
+    if any(of_row.penalties or of_row.own_tables for of_row in steps):
+        logits = _changed(sampling, logits, rows, lengths, token_ids, draft_tokens, width)
+    sampled = [of_row for of_row in steps if not of_row.greedy]
+    by_count, by_share = any(of_row.top_k for of_row in sampled), any(of_row.top_p for of_row in sampled)
+    return cut_lines(sampling, logits, index, lengths, by_count=by_count, by_share=by_share)
+
+
+def cut_lines(
+    sampling: RowSampling, logits: Tensor, rows: Tensor, lengths: Tensor, *, by_count: bool, by_share: bool
+) -> Lines:
+    """Lines of logits [R, P, V] after the filters of their rows; on CUDA, without a look at the host.
+
+    Args:
+        sampling: the rows' parameters.
+        logits: float32, after biases, penalties and bans.
+        rows, lengths: [R] int64 on the device.
+        by_count, by_share: whether any row may have top_k, or top_p.
+    """
+    from trtrun.kernels.triton.sampling.lines import make_lines
+    from trtrun.kernels.triton.sampling.threshold import cut
+
+    lines = make_lines(logits, rows, lengths, sampling.numbers, sampling.integers)
+    if by_count:
+        cut(lines, by_count=True)
+    if by_share:
+        cut(lines, by_count=False)
+    return lines
+
+
+def _changed(
+    sampling: RowSampling,
+    logits: Tensor,
+    rows: Sequence[int],
+    lengths: Tensor,
+    token_ids: Tensor,
+    draft_tokens: Tensor | None,
+    width: int,
+) -> Tensor:
+    """A copy of the logits with biases, penalties and bans."""
+    from trtrun.kernels.triton.sampling.penalties import penalise_
+
+    steps, device = sampling.steps(rows), logits.device
+    logits = logits.clone(memory_format=torch.contiguous_format)
+    for index, of_row in enumerate(steps):
+        if of_row.bias is not None:
+            add_logit_bias_(logits[index], *of_row.bias)
+    penalised = [index for index, of_row in enumerate(steps) if of_row.penalties]
+    if penalised:
+        members, places = kept_integers(penalised, device), kept_integers(rows, device)
+        tables = (sampling.numbers, sampling.integers)
+        penalise_(logits, members, places, lengths, token_ids, width, draft_tokens, *tables)
+    for index, of_row in enumerate(steps):
+        if of_row.own_tables:
+            drafts = None if draft_tokens is None else draft_tokens[index]
+            sampling.ban_(logits[index], rows[index], lengths[index], token_ids, drafts)
+    return logits

@@ -1,0 +1,68 @@
+"""How rows choose in several steps that are one piece of work, a CUDA graph: by kernels, from tables on the device.
+
+For rows without penalties, biases and bans, whose choices look at nothing but the logits, the row's parameters and the
+position. It knows RowSampling and kernels. It does not know what runs the steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from trtrun.kernels.triton.support import triton_works
+from trtrun.sampling.distributions import cut_lines
+from trtrun.sampling.random import Stream
+from trtrun.sampling.row_sampling import RowSampling
+from trtrun.tensors import kept_integers
+
+
+@dataclass(frozen=True)
+class KeyedRanks:
+    """The choices of R rows, some of them sampled.
+
+    Attributes:
+        sampling: their parameters.
+        rows: [R] int64 on the device.
+        lengths: [R] int64 on the device: the position that the first step chooses.
+        stream: what the tokens are for.
+        by_count, by_share: whether any of the rows has top_k, or top_p.
+    """
+
+    sampling: RowSampling
+    rows: Tensor
+    lengths: Tensor
+    stream: Stream
+    by_count: bool
+    by_share: bool
+
+    @classmethod
+    def of(cls, sampling: RowSampling, rows: Sequence[int], lengths: Tensor, stream: Stream) -> KeyedRanks | None:
+        """The choices of `rows`; None where kernels do not run or a choice looks at a row's tokens."""
+        if not triton_works(lengths.device.type) or sampling.needs_history(rows):
+            return None
+        steps = [of_row for of_row in sampling.steps(rows) if not of_row.greedy]
+        by_count, by_share = any(of_row.top_k for of_row in steps), any(of_row.top_p for of_row in steps)
+        return cls(sampling, kept_integers(rows, lengths.device), lengths, stream, by_count, by_share)
+
+    @property
+    def kind(self) -> tuple[Stream, bool, bool]:
+        """Choices of one kind are the same work."""
+        return self.stream, self.by_count, self.by_share
+
+    def rank(self, logits: Tensor, step: int, count: int, rows: Tensor, lengths: Tensor) -> Tensor:
+        """[R, count] int64: what follows a step, best first.
+
+        Args:
+            logits: [R, V] float32.
+            step: from 0 on.
+            count: how many.
+            rows, lengths: tensors like the own ones, which a graph reads from another place.
+        """
+        from trtrun.kernels.triton.sampling.choice import choose, rank
+
+        lines = cut_lines(
+            self.sampling, logits.unsqueeze(1), rows, lengths + step, by_count=self.by_count, by_share=self.by_share
+        )
+        return choose(lines, int(self.stream)) if count == 1 else rank(lines, int(self.stream), count)
