@@ -190,7 +190,7 @@ def test_speculative_texts_are_plain_ones(tmp_path: Path, dtype: torch.dtype, qu
         "scheduler": {"max_num_tokens": 192, "max_batch_size": 24},
     }
     devices = (("cuda:0",), ("cuda:0",))
-    texts = {}
+    texts, preempted = {}, 0
     for draft_len in (1, 4, 7):
         config = configuration(target, draft, devices=devices, speculation={"draft_len": draft_len}, **sections)
         models = {
@@ -200,9 +200,9 @@ def test_speculative_texts_are_plain_ones(tmp_path: Path, dtype: torch.dtype, qu
         with LLM(config=config.model_copy(update=models)) as llm:
             outputs = llm.generate(prompts, sampling)
             texts[draft_len] = tokens_of(outputs)
-            assert sum(output.completions[0].statistics.num_preemptions for output in outputs) > 0
+            preempted += sum(output.completions[0].statistics.num_preemptions for output in outputs)
             assert llm.statistics()["num_accepted_draft_tokens"] > 0
             llm.set_speculation(False)
             assert tokens_of(llm.generate(prompts, sampling)) == texts[draft_len], "plain, in company"
             assert run_alone(llm, prompts[:9], sampling[:9]) == texts[draft_len][:9], "plain, alone"
-    assert texts[1] == texts[4] == texts[7]
+    assert texts[1] == texts[4] == texts[7] and preempted > 0

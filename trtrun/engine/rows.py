@@ -60,8 +60,8 @@ class RowState:
             row = admission.row
             tokens = torch.from_numpy(admission.tokens).to(self.device, non_blocking=True)
             self.token_ids[row, : len(tokens)] = tokens
-            self.lengths[row] = len(tokens)
-            self.block_tables[row] = 0
+            self.lengths[row].fill_(len(tokens))  # an assignment would wait for the device
+            self.block_tables[row].zero_()
             self.sampling.admit(admission)
         if len(plan.block_updates):
             updates = torch.from_numpy(plan.block_updates).to(self.device, torch.int64, non_blocking=True)

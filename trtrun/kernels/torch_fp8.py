@@ -30,7 +30,9 @@ _NUMBERS_AT_A_TIME = 1 << 20
 
 def row_scales(x: torch.Tensor) -> torch.Tensor:
     """The scale of each row of x [rows, numbers]: float32 [rows]."""
-    return (x.abs().amax(dim=1).float() / LARGEST).clamp_min_(SMALLEST_SCALE)
+    largest = x.abs().amax(dim=1).float()
+    # By a tensor: on GPUs torch multiplies by the reciprocal of a number.
+    return largest.div_(largest.new_full((), LARGEST)).clamp_min_(SMALLEST_SCALE)
 
 
 def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

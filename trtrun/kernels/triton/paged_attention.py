@@ -29,8 +29,8 @@ _MOST_SPLIT = 64
 _LARGEST_TILE = 128
 """Queries of a KV head, heads counted, of one program that goes through all shares."""
 
-_KEYS = 128
-"""Keys of one step of a program."""
+_KEYS, _WIDE_KEYS = 128, 64
+"""Keys of one step of a program, and of one in float32, which takes twice the room."""
 
 
 _VARYING = ["queries", "position_row", "position_query", "table_row"]
@@ -285,7 +285,8 @@ def _attend_rows(
     rows, queries = positions.shape
     tokens, heads, _ = query.shape
     group = heads // kv_heads
-    tile = min(_MOST_SPLIT if is_split else _LARGEST_TILE, max(16, _padded(queries * group)))
+    is_wide = query.dtype is torch.float32
+    tile = min(_MOST_SPLIT if is_split or is_wide else _LARGEST_TILE, max(16, _padded(queries * group)))
     tiles = -(-queries * group // tile)
     slots = tokens * heads * shares if is_split else 0
     sums, peaks = query.new_empty((2, slots), dtype=torch.float32)
@@ -298,7 +299,7 @@ def _attend_rows(
         positions.stride(0), positions.stride(1), tables.stride(0),
         queries, kv_heads, group, reach, shares,
         BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=max(16, _padded(head_dim)), TILE=tile, SHARE=_SHARE,
-        KEYS=_KEYS, IS_SPLIT=is_split, PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
+        KEYS=_WIDE_KEYS if is_wide else _KEYS, IS_SPLIT=is_split, PRECISION="ieee" if is_wide else "tf32",
         num_warps=8 if tile == _LARGEST_TILE else 4, num_stages=2,
     )  # fmt: skip
     if is_split:

@@ -29,7 +29,7 @@ def _mix(state):
 def key_of(seed, position, stream):
     """uint64: the key of int64 seed and position, and a stream."""
     gamma = tl.full((), _GAMMA, tl.uint64)
-    state = _mix(seed.to(tl.uint64) + (stream + 1).to(tl.uint64) * gamma)
+    state = _mix(seed.to(tl.uint64) + tl.cast(stream + 1, tl.uint64) * gamma)
     return _mix(state + (position + 1).to(tl.uint64) * gamma)
 
 
