@@ -83,6 +83,8 @@ class FakeEngine:
         fed = zip(step[0], tokens.tolist(), step[1], strict=True)
         return torch.cat([self._feed(row, [token], [position]) for row, token, position in fed])
 
+    has_graphs = False
+
     def rank_steps(self, *steps: object) -> None:
         """Steps are run one by one, so that each is checked."""
 

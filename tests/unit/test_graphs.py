@@ -255,3 +255,30 @@ def test_chains_are_told_apart_by_steps_and_candidates_and_do_not_disturb_each_o
     assert len(captured) == graphs.num_graphs == 3
     assert torch.equal(long, kept) and torch.equal(short, long[:, :2]) and torch.equal(few, long[:, :, :2])
     assert torch.equal(run(4, 3), kept) and len(captured) == 3
+
+
+def test_a_start_captures_what_rounds_of_any_number_of_rows_repeat(
+    tmp_path: Path, captures: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds of short texts find their graphs, but the last of a text, which draft less, and prompts of many rows."""
+    monkeypatch.setattr(HostAttention, "tile", 64)
+    target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
+    draft = make_draft(tmp_path / "draft", target, 1)
+    made: list[Any] = []
+    make = ForwardGraphs._make
+
+    def logged(graphs: ForwardGraphs, shape: Any, *others: Any) -> Any:
+        made.append((shape.queries, shape.num_ranked, shape.last_only, shape.rows))
+        return make(graphs, shape, *others)
+
+    monkeypatch.setattr(ForwardGraphs, "_make", logged)
+    speculation = {"draft_len": 4, "pacing": "fixed"}
+    with make_llm(target, draft, speculation=speculation, scheduler={"max_batch_size": 6}) as llm:
+        plain, verification, catch_up, chain = (1, 0, False), (5, 0, False), (2, 0, True), (3, 1, True)
+        repeated = {(*kind, rows) for kind in (plain, verification, catch_up, chain) for rows in (1, 2, 4, 6)}
+        assert repeated <= set(made)
+        made.clear()
+        for count in (1, 2, 3, 5, 6):
+            prompts = [prompt_of(11, seed=count * 10 + number) for number in range(count)]
+            llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+    assert not repeated & set(made)

@@ -108,6 +108,11 @@ class Engine:
         self._store.copy_blocks(source, target)
 
     @property
+    def has_graphs(self) -> bool:
+        """Whether forwards that rounds repeat are graphs."""
+        return self._graphs is not None
+
+    @property
     def num_graphs(self) -> int:
         """Graphs that are held."""
         return self._graphs.num_graphs if self._graphs is not None else 0

@@ -1,7 +1,9 @@
 """First use of every kernel, before the first request: nothing initialises under load.
 
-oneDNN and cuBLAS choose or compile kernels at the first call of each shape, which costs milliseconds. This runs the
-shapes that rounds of one row have. It writes to the null block only, so it leaves no trace in the KV store's owners.
+oneDNN and cuBLAS choose or compile kernels at the first call of each shape, which costs milliseconds, and a CUDA graph
+takes a tenth of a second to capture. This runs the shapes that rounds have: of one row, and where there are graphs of
+as many rows as each graph is for. Contexts are short; longer ones have graphs that are captured when they first come.
+It writes to the null block only, so it leaves no trace in the KV store's owners.
 """
 
 from __future__ import annotations
@@ -10,46 +12,79 @@ import numpy as np
 import torch
 
 from trtrun.core import PrefillChunk, RoundPlan
+from trtrun.engine.graphs import MOST_PROMPT_TOKENS
 from trtrun.engine.runner import Engine
 
+_LENGTHS = (8, 32, 64, 128, 256, MOST_PROMPT_TOKENS)
+"""Of prompts, one for each usual number of tiles."""
 
-def warm_up(engine: Engine, draft_len: int, max_tokens: int) -> None:
-    """Run a prefill, a catch-up, a decode step and a verification of row 0.
+_CONTEXTS = (64, 1024)
+"""One that a program attends to by itself, and one that is split."""
 
-    Collective over the engine's tensor-parallel group. The row's table holds no block, so that all it writes goes to
-    the null block.
+
+def warm_up(engine: Engine, draft_len: int, max_tokens: int, max_rows: int, *, verifies: bool) -> None:
+    """Run prefills, and the forwards of rounds of one row and, through graphs, of more.
+
+    Collective over the engine's tensor-parallel group. The rows' tables hold no block, so that all that is written goes
+    to the null block.
 
     Args:
         engine: freshly made; no request has run on it.
         draft_len: tokens that rounds will draft; 0 without speculation.
         max_tokens: of a round: no forward here is larger than those that memory was set aside for.
+        max_rows: of a round.
+        verifies: whether it is a target engine; others draft.
     """
-    rows = torch.zeros(1, dtype=torch.int64, device=engine.device)
-    # A row of two zero tokens stands in for a request.
-    engine.rows.lengths[0] = 2
+    # Rows of two zero tokens stand in for requests.
+    engine.rows.lengths[:max_rows].fill_(2)
     longest = engine.rows.token_ids.shape[1] - engine.rows.max_draft_len - 2
-    if engine.device.type == "cuda":
-        # Kernels are compiled for the sizes of their tiles, and for contexts that are split.
-        for length in sorted({min(length, longest, max_tokens) for length in (8, 16, 64)}):
-            engine.prefill([PrefillChunk(row=0, start=0, length=length, is_last=False, followed=True)])
-        for context in sorted({min(context, longest) for context in (64, 1024)}):
-            engine.catch_up(rows, [2], context=context)
-    engine.prefill([PrefillChunk(row=0, start=0, length=2, is_last=False, followed=True)])
-    engine.catch_up(rows, [2], context=2)
-    for step in engine.prepare_steps(engine.tables(rows, 2), rows.unsqueeze(1) + 1):
-        engine.decode(step, rows)
-    for length in sorted({0, draft_len}):
-        plan = RoundPlan(
-            round_index=-1,
-            dropped_rows=(),
-            admissions=(),
-            block_updates=np.zeros((0, 3), dtype=np.int32),
-            prefill=(),
-            decode_rows=np.zeros(1, dtype=np.int32),
-            draft_lens=np.array([length], dtype=np.int32),
-            catch_up=np.array([2], dtype=np.int32),
-            max_context=2 + length,
-        )
-        drafted = torch.zeros((1, length), dtype=torch.int64, device=engine.device)
-        engine.verify_forward(plan, drafted, torch.tensor([length], device=engine.device))
-    engine.rows.lengths[0] = 0
+    lengths = _LENGTHS if engine.has_graphs else ()
+    for length in sorted({min(length, longest, max_tokens) for length in (2, *lengths)}):
+        engine.prefill([PrefillChunk(row=0, start=0, length=length, is_last=False, followed=True)])
+    if engine.has_graphs:
+        for context in sorted({min(context, longest) for context in _CONTEXTS}):
+            engine.catch_up(torch.zeros(1, dtype=torch.int64, device=engine.device), [2], context=context)
+    for rows in _numbers_of_rows(engine, max_rows):
+        if verifies:
+            for length in sorted({0, draft_len}):
+                if rows == 1 or rows * (length + 1) <= max_tokens:
+                    _verify(engine, rows, length)
+        elif draft_len:
+            _draft(engine, rows, draft_len)
+    engine.rows.lengths[:max_rows].zero_()
+
+
+def _numbers_of_rows(engine: Engine, max_rows: int) -> list[int]:
+    """One for each graph, the largest first: smaller ones then find the memory of the pool there."""
+    if not engine.has_graphs:
+        return [1]
+    return sorted({min(1 << power, max_rows) for power in range(max_rows.bit_length() + 1)}, reverse=True)
+
+
+def _verify(engine: Engine, rows: int, length: int) -> None:
+    plan = RoundPlan(
+        round_index=-1,
+        dropped_rows=(),
+        admissions=(),
+        block_updates=np.zeros((0, 3), dtype=np.int32),
+        prefill=(),
+        decode_rows=np.arange(rows, dtype=np.int32),
+        draft_lens=np.full(rows, length, dtype=np.int32),
+        catch_up=np.full(rows, 2, dtype=np.int32),
+        max_context=2 + length,
+    )
+    drafted = torch.zeros((rows, length), dtype=torch.int64, device=engine.device)
+    engine.verify_forward(plan, drafted, torch.full((rows,), length, device=engine.device))
+
+
+def _draft(engine: Engine, rows: int, draft_len: int) -> None:
+    places = torch.arange(rows, device=engine.device)
+    context = 2 + draft_len
+    engine.catch_up(places, [2] * rows, context=context)
+    positions = torch.ones((rows, draft_len - 1), dtype=torch.int64, device=engine.device)
+    tables = engine.tables(places, context)
+    first = torch.zeros(rows, dtype=torch.int64, device=engine.device)
+    # As the drafter calls it: a graph keeps the number of ids to choose from.
+    vocab_size = engine.rows.sampling.vocab_size
+    if draft_len > 1 and engine.rank_steps(first, positions, tables, vocab_size, 1) is None:
+        engine.decode(engine.prepare_steps(tables, positions)[0], first)

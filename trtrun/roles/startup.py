@@ -238,8 +238,10 @@ class RankStartup:
         self._activity.start(Phase.ALLOCATING)
         engines = {role: self._make_engine(role, loaded, num_blocks) for role, loaded in self._engines.items()}
         self._activity.start(Phase.WARMING_UP)
-        for engine in engines.values():
-            warm_up(engine, self._config.draft_len, self._config.scheduler.max_num_tokens)
+        limits = self._config.scheduler
+        for role, engine in engines.items():
+            verifies = role == "target"
+            warm_up(engine, self._config.draft_len, limits.max_num_tokens, limits.max_batch_size, verifies=verifies)
         worker = self._workplace(engines, num_blocks).make_worker()
         self._activity.rest()
         return worker, self._report(num_blocks)

@@ -75,6 +75,11 @@ class RoundEngine(Protocol):
 class DraftEngine(RoundEngine, Protocol[Step]):
     """The forwards that a draft model needs."""
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether `rank_steps` runs all steps."""
+        ...
+
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Compute the chunks' keys and values."""
         ...

@@ -88,8 +88,10 @@ class DraftModelDrafter(Generic[Step]):
         fed = torch.arange(plan.draft_len - 1, device=rows.device)
         positions = torch.where(fed + 1 < lens.unsqueeze(1), lengths.unsqueeze(1) + fed, -1)
         tables = self._engine.tables(rows, plan.max_context)
-        if not picks and (tokens := self._chain(row_list, lengths, positions, tables, logits)) is not None:
-            return tokens, None
+        if self._engine.has_graphs and not picks:
+            chained = self._chain(row_list, lengths, positions, tables, logits)
+            if chained is not None:
+                return chained, None
         batches = self._engine.prepare_steps(tables, positions) if plan.draft_len > 1 else ()
         for step in range(plan.draft_len):
             where = lengths + step
@@ -116,8 +118,8 @@ class DraftModelDrafter(Generic[Step]):
         tables: torch.Tensor,
         logits: torch.Tensor,
     ) -> torch.Tensor | None:
-        """All steps behind the first choice as one piece of work: tokens [R, draft_len]; None where choices look at a
-        row's tokens, or the engine runs steps one by one."""
+        """All steps behind the first choice as one graph: tokens [R, draft_len]; None where choices look at a row's
+        tokens."""
         sampling = self._engine.rows.sampling
         is_greedy = not sampling.sampled_indices(row_list)
         if sampling.needs_history(row_list) or not positions.shape[1]:
