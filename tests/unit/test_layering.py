@@ -33,7 +33,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"exit_codes"}),
     ),
     "trtrun": (
-        frozenset({"llm"}),
+        frozenset({"llm", "async_llm"}),
         frozenset({"llm_engine", "pending", "interrupts"}),
         frozenset({"prompts", "roles"}),
         frozenset({"speculation"}),
