@@ -19,7 +19,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -97,7 +97,7 @@ class AsyncLLM:
         sampling: SamplingParams | None = None,
         request_id: RequestId | None = None,
         generated: Mapping[int, Sequence[int]] | None = None,
-    ) -> AsyncIterator[CompletionDelta]:
+    ) -> AsyncGenerator[CompletionDelta, None]:
         """Complete a prompt and yield what is new, until all its completions have ended.
 
         Ending the iteration early, or throwing the iterator away, aborts the request.
