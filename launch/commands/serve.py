@@ -49,6 +49,10 @@ def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None
         raise PlacementError(f"the orchestrator is on {topology.host(0)}: start trtrun serve there")
     if config.speculation.forced_acceptance is not None:
         raise ConfigError("speculation.forced_acceptance: texts would be nobody's; it is for trtrun bench alone")
+    if config.scheduler.max_waiting is not None:
+        raise ConfigError(
+            "scheduler.max_waiting: a server's queue has its limit in server.max_queue; leave this one out"
+        )
     check_job(config, topology)
     words = ["--config", str(config_path), *shared_options([*overrides, *given], speculation)]
     return play_serve(config, words)

@@ -162,13 +162,16 @@ class Front:
         Raises:
             Refusal: it is wrong, or there is no room.
         """
-        self.door.check_open()
         if not 0 < len(prompts) <= MOST_PROMPTS:
             raise Refusal(Kind.INVALID, f"a request has 1 to {MOST_PROMPTS} prompts, not {len(prompts)}", "prompt")
         seeded = sampling.with_seed()
-        requests = [EngineRequest(await self._read(prompt, seeded), seeded) for prompt in prompts]
         ticket = self.door.enter(len(prompts) * sampling.n)
-        return Generation(self.client, requests, ticket, self.metrics, self._timeout)
+        try:
+            requests = [EngineRequest(await self._read(prompt, seeded), seeded) for prompt in prompts]
+            return Generation(self.client, requests, ticket, self.metrics, self._timeout)
+        except BaseException:
+            ticket.leave()
+            raise
 
     async def _read(self, prompt: Prompt, sampling: SamplingParams) -> tuple[int, ...]:
         """The tokens of a prompt that the engine will take."""

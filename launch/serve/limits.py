@@ -59,7 +59,7 @@ class Door:
     def check_open(self) -> None:
         """Raise a Refusal while nobody is let in."""
         if self.is_closing:
-            raise Refusal(Kind.UNAVAILABLE, "the server is ending", code="server_ending")
+            raise server_ending()
         if not self.is_open:
             raise Refusal(
                 Kind.UNAVAILABLE, "the engine is starting: send the request again later", code="engine_starting",
@@ -112,6 +112,11 @@ class Ticket:
         count, self._num_completions = self._num_completions, 0
         if count:
             self._door.leave(count)
+
+
+def server_ending() -> Refusal:
+    """What a request is told that comes too late, or is not done when the server's time is over."""
+    return Refusal(Kind.UNAVAILABLE, "the server is ending", code="server_ending")
 
 
 def out_of_time(seconds: float) -> Refusal:

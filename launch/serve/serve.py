@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from launch.exit_codes import ExitCode, FailedError
-from launch.mpi.drain import end_at_once
+from launch.mpi.drain import DRAIN_SIGNALS, end_at_once
 from launch.mpi.mpirun import build_environment
 from launch.serve.chat_template import read_chat_template
 from launch.serve.engine_client import EngineClient
@@ -34,10 +34,9 @@ from launch.serve.http_server import (
     make_metrics_application,
     run_all,
 )
-from launch.serve.limits import Door
+from launch.serve.limits import Door, server_ending
 from launch.serve.metrics import FrontMetrics
 from launch.serve.openai_api import OpenAIApi
-from launch.serve.refusals import Kind, Refusal
 from trtrun import __version__
 from trtrun.config import RuntimeConfig
 from trtrun.errors import ConfigError
@@ -136,7 +135,7 @@ class _Server:
     async def run(self, http: Listener, metrics: Listener) -> int:
         """Serve on two sockets until a signal, or the engine's end."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in DRAIN_SIGNALS:
             loop.add_signal_handler(number, self._hear, number)
         section = self._config.server
         await self._client.listen(self._engine_socket)
@@ -157,7 +156,7 @@ class _Server:
             is_whole = await self._drain() if asked.done() and not keeping.done() else True
             return await self._end(keeping, is_whole)
         finally:
-            self._client.end_all(Refusal(Kind.UNAVAILABLE, "the server has ended", code="server_ending"))
+            self._client.end_all(server_ending())
             for server in servers:
                 server.finish()
             _, late = await asyncio.wait((serving,), timeout=ERROR_SECONDS)
@@ -191,7 +190,7 @@ class _Server:
                     "one: start the server again"
                 )
             return status
-        self._client.end_all(Refusal(Kind.UNAVAILABLE, "the server is ending", code="server_ending"))
+        self._client.end_all(server_ending())
         if self._client.ready is None:
             self._keeper.kill()  # it is only starting
         self._client.close()
@@ -202,8 +201,10 @@ class _Server:
         return ExitCode.DONE if is_whole else ExitCode.DRAINED
 
     def _hear(self, number: int) -> None:
-        """The first signal drains, the second one ends."""
+        """The first signal drains; a SIGINT or SIGTERM after it ends."""
         if self._stopped_by is not None:
+            if number == signal.SIGUSR1:
+                return
             self._keeper.kill()
             shutil.rmtree(self._engine_socket.parent, ignore_errors=True)
             end_at_once(number)
