@@ -36,8 +36,9 @@ from trtrun.core import RequestStatistics
 from trtrun.outputs import CompletionDelta, merge_deltas
 from trtrun.sampling_params import SamplingParams
 
-MOST_LOSSES = 2
-"""Engines that a request may lose in a row without a token in between: it may be what ends them."""
+MOST_LOSSES = 3
+"""Engines that a request may lose in a row without a token in between: it may be what ends them. No more than the
+restarts that a server has by default: the others go on."""
 
 STATUS_SECONDS = 1.0
 """How long an engine may take to say how full it is: a round, for most."""
@@ -143,11 +144,13 @@ class EngineClient:
 
     Attributes:
         ready: what the engine has said of itself; None while there is none.
+        accepts: asked whether an engine may have the requests, before it gets any.
         on_ready, on_lost: called when an engine is there, and when it is gone.
     """
 
     def __init__(self) -> None:
         self.ready: Ready | None = None
+        self.accepts: Callable[[Ready], bool] = lambda ready: True
         self.on_ready: Callable[[], None] = lambda: None
         self.on_lost: Callable[[], None] = lambda: None
         self._writer: asyncio.StreamWriter | None = None
@@ -205,6 +208,13 @@ class EngineClient:
         except (TimeoutError, asyncio.CancelledError):
             return None
 
+    def drop(self) -> None:
+        """The engine's process has ended: what is left of it, such as ranks without their mpirun, is no longer listened
+        to, and ends when it notices."""
+        if self._writer is not None:
+            self._writer.close()
+            self._detach()
+
     def close(self) -> None:
         """Ask the engine to end, and listen no more."""
         if self._server is not None:
@@ -232,8 +242,10 @@ class EngineClient:
             if not isinstance(ready, Ready) or self._writer is not None:
                 logger.error("a connection to the engine's socket was no engine's, or came while another one was there")
                 return
+            if not self.accepts(ready):
+                return
             self._attach(ready, writer)
-            while (message := await read_message(reader)) is not None:
+            while (message := await read_message(reader)) is not None and self._writer is writer:
                 self._take(message)
         except MessageError as error:
             logger.error("%s", error)

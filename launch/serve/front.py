@@ -90,7 +90,7 @@ class Generation:
         self._is_closed = False
         self._observed = metrics.begin(self.usage.num_prompt_tokens, time.perf_counter())
         self._ids = client.start(requests, self._inbox)
-        self._timer = asyncio.get_running_loop().call_later(timeout, self._inbox.end, out_of_time(timeout))
+        self._timer = asyncio.get_running_loop().call_later(timeout, self._give_up, out_of_time(timeout))
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """The pieces of all choices as they come, until each has ended.
@@ -108,6 +108,11 @@ class Generation:
                 self._observed.observe(choice, delta, self.usage.statistics.get(choice), time.perf_counter())
                 self.usage.statistics[choice] = delta.statistics
                 yield Piece(choice, delta)
+
+    def _give_up(self, reason: Refusal) -> None:
+        # The reader may be slow to hear of it: the rows are free all the same.
+        self._inbox.end(reason)
+        self._client.abort(self._ids)
 
     def close(self) -> None:
         """Give up what has not ended, and make room. Calling it again does nothing."""

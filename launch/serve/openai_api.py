@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from sse_starlette import EventSourceResponse
+from sse_starlette.sse import SendTimeoutError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -40,6 +42,12 @@ _ERRORS: Mapping[Kind, tuple[int, str]] = {
     Kind.TIMEOUT: (504, "timeout_error"),
 }
 """HTTP status and OpenAI's type of each kind."""
+
+
+STALLED_SECONDS = 60.0
+"""How long a client may read nothing of a stream while there is more than its connection holds."""
+
+logger = logging.getLogger(__name__)
 
 
 class OpenAIApi:
@@ -147,13 +155,15 @@ class _EventStream(EventSourceResponse):
     """A stream of events that lets its generation go, whether it was read to its end, given up, or never begun."""
 
     def __init__(self, generation: Generation, events: AsyncIterator[str]) -> None:
-        super().__init__(events, sep="\n")
+        super().__init__(events, sep="\n", send_timeout=STALLED_SECONDS)
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As ASGI calls it."""
         try:
             await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            logger.info("a client has read nothing for %g s, and is left", STALLED_SECONDS)
         finally:
             self._generation.close()
 

@@ -35,6 +35,7 @@ from launch.serve.http_server import (
     run_all,
 )
 from launch.serve.limits import Door, server_ending
+from launch.serve.messages import Ready
 from launch.serve.metrics import FrontMetrics
 from launch.serve.openai_api import OpenAIApi
 from trtrun import __version__
@@ -106,6 +107,7 @@ class _Server:
         name = model_name(config)
         self._door = Door(config.scheduler.max_batch_size, section.max_queue, section.max_streams)
         self._client = EngineClient()
+        self._client.accepts = self._is_same
         self._client.on_ready, self._client.on_lost = self._engine_is_there, self._engine_is_gone
         self._metrics = FrontMetrics(name)
         self._front = Front(
@@ -171,7 +173,7 @@ class _Server:
         assert self._stopped_by is not None
         self._door.is_closing = True
         seconds = self._config.launch.drain_seconds
-        if self._client.num_requests:
+        if self._door.num_requests:
             name = signal.Signals(self._stopped_by).name
             say(
                 f"{name}: no more requests are let in, the {self._door.num_requests} in work have {seconds:g} s; a "
@@ -211,18 +213,20 @@ class _Server:
         self._stopped_by = number
         self._is_asked.set()
 
-    def _engine_is_there(self) -> None:
-        ready = self._client.ready
-        assert ready is not None
-        if ready.config_hash != self._config_hash or ready.version != __version__:
-            self._has_changed = True
+    def _is_same(self, ready: Ready) -> bool:
+        """Whether an engine has read what the front has, and so goes on with the same texts."""
+        self._has_changed = ready.config_hash != self._config_hash or ready.version != __version__
+        if self._has_changed:
             self._keeper.kill()
-            return
+        return not self._has_changed
+
+    def _engine_is_there(self) -> None:
         self._keeper.note_up()
         self._door.is_open = True
         self._is_ready.set()
 
     def _say_restart(self, line: str) -> None:
+        self._client.drop()
         self._metrics.count_restart()
         say(line)
 

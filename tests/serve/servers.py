@@ -186,3 +186,11 @@ def ranks_below(process: int) -> dict[int, int]:
             if name == "OMPI_COMM_WORLD_RANK":
                 found[int(value)] = child
     return found
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

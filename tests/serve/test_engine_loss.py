@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from conftest import ONE_PROCESS, THREE_RANKS
-from servers import PATIENCE, Server, children_of, serving, write_config
+from servers import PATIENCE, Server, children_of, is_alive, serving, wait_until, write_config
 
 from trtrun import LLM, SamplingParams
 
@@ -72,8 +72,9 @@ class Streamed:
         assert self.last["usage"]["completion_tokens"] == self.num_logprobs == total
         speculation = self.last["metrics"]["speculative_decoding"]
         num_first = total - speculation["num_spec_steps"] - speculation["num_accepted_draft_tokens"]
-        # Each round gives a token beside the accepted ones, and so does each prefill: of each engine.
-        assert 1 <= num_first <= 3 * len(self.tokens)
+        # Each round gives a token beside the accepted ones, and so does the prefill of each engine. Of the last round some
+        # may be too many.
+        assert len(self.tokens) * -5 < num_first <= len(self.tokens) * 3
 
 
 def check_streams_over(server: Server, llm: LLM, losses: list[Callable[[], int]]) -> None:
@@ -86,6 +87,7 @@ def check_streams_over(server: Server, llm: LLM, losses: list[Callable[[], int]]
         for stream in streams:
             assert stream.has_begun.wait(PATIENCE)
         for number, victim in enumerate(losses):
+            wait_until(lambda: httpx.get(server.url + "/health").is_success or None, "an engine")
             os.kill(victim(), signal.SIGKILL)
             server.wait_for(f"({number + 1} of ")
             assert httpx.get(server.url + "/health").status_code == 503
@@ -168,3 +170,12 @@ def test_a_configuration_that_changed_ends_the_server(pair: Path, tmp_path: Path
         os.kill(server.engine(), signal.SIGKILL)
         assert server.wait_ended() == 1
         assert "the configuration has changed while it was served" in server.lines[-1]
+
+
+@pytest.mark.long
+def test_the_ranks_end_with_a_front_that_is_killed(pair: Path, tmp_path: Path) -> None:
+    with serving(write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)) as server:
+        processes = [server.engine(), *(server.rank(rank) for rank in range(3))]
+        server.process.kill()
+        for process in processes:
+            wait_until(lambda process=process: None if is_alive(process) else True, f"the end of {process}")  # type: ignore[misc]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -17,7 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import ONE_PROCESS
+from conftest import ONE_PROCESS, THREE_RANKS
 from servers import PATIENCE, ROOT, Server, serving, write_config
 
 pytestmark = pytest.mark.timeout(300)
@@ -143,10 +144,11 @@ def test_keys_tls_and_the_time_of_a_request(pair: Path, tmp_path: Path, certific
             assert events[-1] == "data: [DONE]" and '"code":"timeout"' in events[-2]
 
 
-def run_refused(*arguments: object) -> str:
+def run_refused(*arguments: object, environment: dict[str, str] | None = None) -> str:
     """The one line of a server that does not start."""
     done = subprocess.run(
         [sys.executable, "-m", "launch.cli", "serve", *map(str, arguments)],
+        env={**os.environ, **(environment or {})},
         capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, check=False,
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
@@ -184,11 +186,11 @@ def test_more_that_is_wrong_at_the_start(pair: Path, tmp_path: Path, words: list
 
 @pytest.mark.long
 def test_an_engine_that_cannot_start_ends_the_server_with_its_status(pair: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS)
-    server = Server(config, "--set", "kv_cache.max_tokens=1000000000000")
+    config = write_config(tmp_path / "serve.yaml", pair, THREE_RANKS)
+    server = Server(config, "--set", "launch.mpirun=/nowhere/mpirun")
     try:
         assert server.wait_ended() == 2
-        assert len(server.lines) == 1 and "kv_cache.max_tokens" in server.lines[0]
+        assert server.lines == ["trtrun: launch.mpirun: /nowhere/mpirun is no program"]
     finally:
         server.end()
 
@@ -198,6 +200,13 @@ def test_an_open_address_without_keys_is_told_loudly(pair: Path, tmp_path: Path)
     config = write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **SETTINGS)
     with serving(config, "--host", "0.0.0.0") as server:
         assert [line for line in server.lines if "WARNING" in line and "server.api_key_file" in line]
+
+
+@pytest.mark.long
+def test_an_mpirun_of_ones_own_is_refused(pair: Path, tmp_path: Path) -> None:
+    rank = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    config = write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS)
+    assert "starts mpirun itself: start it without mpirun" in run_refused("--config", config, environment=rank)
 
 
 def words_of(process: int) -> list[str]:

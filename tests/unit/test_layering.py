@@ -34,6 +34,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun": (
         frozenset({"llm", "async_llm"}),
+        frozenset({"engine_thread"}),
         frozenset({"llm_engine", "pending", "interrupts"}),
         frozenset({"prompts", "roles"}),
         frozenset({"speculation"}),

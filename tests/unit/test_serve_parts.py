@@ -23,6 +23,7 @@ from launch.serve.limits import Door
 from launch.serve.messages import Abort, Delta, Ended, Generate, MessageError, Ready, encode, read_message
 from launch.serve.metrics import FrontMetrics
 from launch.serve.refusals import Kind, Refusal
+from trtrun.config import make_config
 from trtrun.core import RequestStatistics, TokenLogprobs
 from trtrun.errors import CheckpointError, ConfigError, InvalidRequestError
 from trtrun.outputs import CompletionDelta
@@ -180,13 +181,13 @@ def test_a_request_that_ends_engines_is_ended(tmp_path: Path) -> None:
         inboxes = [Inbox(), Inbox()]
         for inbox in inboxes:
             client.start([EngineRequest((1,), SAMPLING)], inbox)
-        for number in range(2):
+        for number in range(3):
             engine = await Engine.connect(socket)
             assert {(await engine.hear()).request_id for _ in range(2)} == {"request 0", "request 1"}
             engine.send(Delta.of(delta_of((3 + number,))))  # request 0 gets on, the other does not
             await inboxes[0].take()
             await engine.die(client)
-        with pytest.raises(Refusal, match="ended 2 times in a row") as caught:
+        with pytest.raises(Refusal, match="ended 3 times in a row") as caught:
             await inboxes[1].take()
         assert caught.value.kind is Kind.FAILED
         assert client.num_requests == 1
@@ -224,7 +225,25 @@ def test_only_one_engine_is_listened_to_and_it_has_to_speak_the_protocol(tmp_pat
         second = await Engine.connect(socket)
         assert await second.hear() is None
         assert client.ready is not None
-        first.writer.close()
+        inbox = Inbox()
+        client.start([EngineRequest((1,), SAMPLING)], inbox)
+        client.drop()  # its process has ended, though something still speaks
+        first.send(Delta.of(delta_of((3,))))
+        third = await Engine.connect(socket)
+        assert (await third.hear()).generated is None
+        third.send(Delta.of(delta_of((4,))))
+        assert [delta.token_ids for _, delta in await inbox.take()] == [(4,)]
+        third.writer.close()
+
+    with_client(tmp_path, check)
+
+
+def test_an_engine_that_is_not_accepted_gets_nothing(tmp_path: Path) -> None:
+    async def check(client: EngineClient, socket: Path) -> None:
+        client.start([EngineRequest((1,), SAMPLING)], Inbox())
+        client.accepts = lambda ready: ready.config_hash == "other"
+        engine = await Engine.connect(socket)
+        assert await engine.hear() is None and client.ready is None and client.num_requests == 1
 
     with_client(tmp_path, check)
 
@@ -416,7 +435,23 @@ def test_what_is_no_template_is_refused(tmp_path: Path, source: object) -> None:
         template_of(tmp_path, source)
 
 
-# The extra.
+# The command line and the configuration.
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"http_prot": 1}, r"server\.http_prot: unknown key \(did you mean 'http_port'\?\)"),
+        ({"http_port": 70000}, r"server\.http_port: must be less than or equal to 65535"),
+        ({"tls_cert": "x"}, r"server: tls_key: missing: TLS needs server\.tls_cert and server\.tls_key, both"),
+        ({"max_restarts": True}, r"server\.max_restarts: must be a number, not true"),
+        ({"host": "a\nb"}, r"server\.host: .* must be one line of text"),
+    ],
+)
+def test_the_server_section_is_checked(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config({"target": {"model": "asset:target", "devices": ["cpu:0"]}, "speculation": {"method": "none"},
+                     "server": values})  # fmt: skip
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
