@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servers import write_config
+from servers import ONE_PROCESS, write_config
 
 from trtrun import LLM
 from trtrun.config import ASSETS, load_config
@@ -15,8 +15,6 @@ TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
     "# {{ message.role }}\n{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}# answer\n{% endif %}"
 )
-ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}
-THREE_RANKS = {"target": ["cpu:1"], "draft": ["cpu:0"]}
 
 
 @pytest.fixture(scope="session")

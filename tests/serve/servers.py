@@ -19,6 +19,8 @@ import httpx
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
+ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}
+THREE_RANKS = {"target": ["cpu:1"], "draft": ["cpu:0"]}
 PATIENCE = 150.0
 """Seconds that anything may take on a busy machine before a test gives up on it."""
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import ONE_PROCESS, THREE_RANKS
-from servers import PATIENCE, Server, children_of, is_alive, serving, wait_until, write_config
+from servers import ONE_PROCESS, PATIENCE, THREE_RANKS, Server, children_of, is_alive, serving, wait_until, write_config
 
 from trtrun import LLM, SamplingParams
 
@@ -72,8 +71,8 @@ class Streamed:
         assert self.last["usage"]["completion_tokens"] == self.num_logprobs == total
         speculation = self.last["metrics"]["speculative_decoding"]
         num_first = total - speculation["num_spec_steps"] - speculation["num_accepted_draft_tokens"]
-        # Each round gives a token beside the accepted ones, and so does the prefill of each engine. Of the last round some
-        # may be too many.
+        # Each round gives a token beside the accepted ones, and so does the prefill of each engine. The last round may
+        # give too many.
         assert len(self.tokens) * -5 < num_first <= len(self.tokens) * 3
 
 
@@ -105,13 +104,14 @@ def check_streams_over(server: Server, llm: LLM, losses: list[Callable[[], int]]
 
 @pytest.fixture(scope="module")
 def server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    config = write_config(tmp_path_factory.mktemp("loss") / "serve.yaml", pair, ONE_PROCESS, **SETTINGS)
+    config = write_config(tmp_path_factory.mktemp("loss") / "serve.yaml", pair, THREE_RANKS, **SETTINGS)
     with serving(config, "--set", "server.max_restarts=1") as server:
         yield server
 
 
-def test_an_engine_is_killed_and_every_stream_goes_on(server: Server, llm: LLM) -> None:
-    check_streams_over(server, llm, [server.engine])
+def test_a_target_rank_is_killed_and_every_stream_goes_on(server: Server, llm: LLM) -> None:
+    check_streams_over(server, llm, [lambda: server.rank(2)])
+    assert any("target rank 2 (cpu:1) was killed by signal 9" in line for line in server.lines)
 
 
 def test_too_many_restarts_end_the_server_with_the_cause(server: Server) -> None:
@@ -120,7 +120,7 @@ def test_too_many_restarts_end_the_server_with_the_cause(server: Server) -> None
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(stream.read)
         assert stream.has_begun.wait(PATIENCE)
-        os.kill(server.engine(), signal.SIGKILL)
+        os.kill(server.rank(2), signal.SIGKILL)
         reading.result(timeout=PATIENCE)
     assert [error["code"] for error in stream.errors] == ["server_ending"]
     assert server.wait_ended() == 1
@@ -128,12 +128,10 @@ def test_too_many_restarts_end_the_server_with_the_cause(server: Server) -> None
     assert server.lines[-1].endswith("the server ends")
 
 
-def test_a_target_rank_is_killed_and_every_stream_goes_on(pair: Path, tmp_path: Path, llm: LLM) -> None:
-    with serving(write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)) as server:
-        check_streams_over(server, llm, [lambda: server.rank(2)])
-        assert any("target rank 2 (cpu:1) was killed by signal 9" in line for line in server.lines)
-        server.process.send_signal(signal.SIGINT)
-        assert server.wait_ended() == 0
+@pytest.mark.long
+def test_an_engine_of_one_process_is_killed_and_every_stream_goes_on(pair: Path, tmp_path: Path, llm: LLM) -> None:
+    with serving(write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **SETTINGS)) as server:
+        check_streams_over(server, llm, [server.engine, server.engine])
 
 
 @pytest.mark.long
@@ -159,6 +157,8 @@ def test_a_lost_draft_rank_costs_drafts_alone(pair: Path, tmp_path: Path, llm: L
             reading.result(timeout=PATIENCE).check(llm)
         metrics = server.wait_idle()
         assert metrics["trtrun:draft_losses_total"] == 1 and metrics["trtrun:engine_restarts_total"] == 0
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait_ended() == 0
 
 
 @pytest.mark.long

@@ -13,8 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import ONE_PROCESS
-from servers import PATIENCE, Server, serving, write_config
+from servers import ONE_PROCESS, PATIENCE, Server, serving, write_config
 
 from launch.serve.openai_types import CHAT_FIELDS, COMPLETION_FIELDS
 from trtrun import LLM, SamplingParams

@@ -18,8 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import ONE_PROCESS, THREE_RANKS
-from servers import PATIENCE, ROOT, Server, serving, write_config
+from servers import ONE_PROCESS, PATIENCE, ROOT, THREE_RANKS, Server, serving, write_config
 
 pytestmark = pytest.mark.timeout(300)
 SECRET = "a secret of the prompt"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
@@ -19,6 +20,7 @@ from launch.serve.chat_template import ChatTemplate, read_chat_template
 from launch.serve.engine_client import EngineClient, EngineRequest, Inbox
 from launch.serve.engine_keeper import RestartLimit
 from launch.serve.http_requests import Keys, parse_json
+from launch.serve.http_server import is_loopback, listen
 from launch.serve.limits import Door
 from launch.serve.messages import Abort, Delta, Ended, Generate, MessageError, Ready, encode, read_message
 from launch.serve.metrics import FrontMetrics
@@ -326,6 +328,16 @@ def test_bodies_that_are_no_json_are_one_line() -> None:
     assert parse_json(b'{"a": [1, null]}') == {"a": [1, None]}
     for body in (b"", b"{", b"\xc3", b"[" * 100000, b"1" * 100000, b'{"a":1,"a":2}'):
         assert "\n" not in str(refusal_of(lambda body=body: parse_json(body)))  # type: ignore[misc]
+
+
+def test_connections_do_not_wait_for_acknowledgements() -> None:
+    listener = listen("127.0.0.1", 0, "server.http_port")
+    with listener.socket, socket.create_connection(("127.0.0.1", listener.port)):
+        assert is_loopback(listener)
+        listener.socket.settimeout(60)
+        accepted, _ = listener.socket.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 # Metrics.
