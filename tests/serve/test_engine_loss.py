@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -102,30 +102,24 @@ def check_streams_over(server: Server, llm: LLM, losses: list[Callable[[], int]]
     assert httpx.get(server.url + "/health").status_code == 200
 
 
-@pytest.fixture(scope="module")
-def server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    config = write_config(tmp_path_factory.mktemp("loss") / "serve.yaml", pair, THREE_RANKS, **SETTINGS)
+def test_a_killed_target_rank_costs_no_stream_and_too_many_end_the_server(pair: Path, tmp_path: Path, llm: LLM) -> None:
+    config = write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)
     with serving(config, "--set", "server.max_restarts=1") as server:
-        yield server
-
-
-def test_a_target_rank_is_killed_and_every_stream_goes_on(server: Server, llm: LLM) -> None:
-    check_streams_over(server, llm, [lambda: server.rank(2)])
-    assert any("target rank 2 (cpu:1) was killed by signal 9" in line for line in server.lines)
-
-
-def test_too_many_restarts_end_the_server_with_the_cause(server: Server) -> None:
-    """After the restart that the test before has used up."""
-    stream = Streamed(server, "x", GREEDY)
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(stream.read)
-        assert stream.has_begun.wait(PATIENCE)
-        os.kill(server.rank(2), signal.SIGKILL)
-        reading.result(timeout=PATIENCE)
-    assert [error["code"] for error in stream.errors] == ["server_ending"]
-    assert server.wait_ended() == 1
-    assert server.lines[-1].startswith("trtrun: the engine was ended by SIGKILL, and was started again 1 of 1 within")
-    assert server.lines[-1].endswith("the server ends")
+        check_streams_over(server, llm, [lambda: server.rank(2)])
+        assert any("target rank 2 (cpu:1) was killed by signal 9" in line for line in server.lines)
+        # The one restart is used up: the next loss ends the server, with the cause.
+        stream = Streamed(server, "x", GREEDY)
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(stream.read)
+            assert stream.has_begun.wait(PATIENCE)
+            os.kill(server.rank(2), signal.SIGKILL)
+            reading.result(timeout=PATIENCE)
+        assert [error["code"] for error in stream.errors] == ["server_ending"]
+        assert server.wait_ended() == 1
+        assert server.lines[-1].startswith(
+            "trtrun: the engine was ended by SIGKILL, and was started again 1 of 1 within"
+        )
+        assert server.lines[-1].endswith("the server ends")
 
 
 @pytest.mark.long
