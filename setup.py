@@ -6,6 +6,9 @@ from setuptools import find_packages, setup
 
 README = Path(__file__).parent / "README.md"
 
+# What `trtrun serve` is made of; launch/commands/serve.py says which of them are missing.
+SERVE = ["starlette>=1,<2", "uvicorn>=0.35", "sse-starlette>=3", "prometheus-client>=0.22", "jinja2>=3.1"]
+
 setup(
     name="trtrun",
     version="0.1.0",
@@ -32,6 +35,7 @@ setup(
         'llvmlite>=0.45,<0.60; platform_machine == "x86_64" and python_version < "3.15"',
     ],
     extras_require={
+        "serve": SERVE,
         "cuda12": ["cupy-cuda12x>=13.6", "nvidia-nccl-cu12>=2.27"],
         "cuda13": ["cupy-cuda13x>=13.6", "nvidia-nccl-cu13>=2.27"],
         "test": [
@@ -46,6 +50,9 @@ setup(
             # Its interpreter runs the kernels of GPUs where there is none.
             'triton>=3.6,<4; platform_system == "Linux" and platform_machine == "x86_64"',
             "types-PyYAML",
+            *SERVE,
+            "openai>=2",
+            "httpx>=0.28",
         ],
     },
     entry_points={"console_scripts": ["trtrun = launch.cli:main"]},

@@ -35,6 +35,7 @@ FILE_ONLY = {"file_only": True}
 
 PACKAGES = ("launch", "trtrun", "parallel")
 LAUNCHER = "launcher"
+FRONT = "front"
 
 logger = logging.getLogger(__name__)
 for _name in PACKAGES:
@@ -48,8 +49,8 @@ class Speaker:
 
     Attributes:
         host: the configuration's name of it, else this machine's own.
-        role: such as "target" or "draft+target"; LAUNCHER for the process that starts mpirun.
-        rank: None for the launcher.
+        role: such as "target" or "draft+target"; LAUNCHER for the process that starts mpirun, FRONT for a server's.
+        rank: None for these two.
     """
 
     host: str
@@ -60,9 +61,16 @@ class Speaker:
         return f"{self.host} {self.role}" if self.rank is None else f"{self.host} rank {self.rank} {self.role}"
 
     @property
-    def file_name(self) -> str:
-        """The rank's log file in the log directory."""
+    def file_name(self) -> str | None:
+        """The process's log file in the log directory; the launcher has none."""
+        if self.rank is None:
+            return None if self.role == LAUNCHER else f"{self.role}-{self.host}.log"
         return f"rank-{self.rank:03d}-{self.role}-{self.host}.log"
+
+
+def find_front() -> Speaker:
+    """The front of a server: never a rank, and with a file of its own."""
+    return Speaker(socket.gethostname(), FRONT)
 
 
 def find_speaker(topology: Topology, place: MpiRank | None) -> Speaker:
@@ -124,8 +132,8 @@ def set_up_logging(speaker: Speaker, verbosity: int = 0, directory: Path | None 
     handlers: list[logging.Handler] = [_TerminalHandler(speaker, verbosity)]
     if directory is not None:
         _make_directory(directory)
-        if speaker.rank is not None:
-            handlers.append(_FileHandler(speaker, verbosity, directory))
+        if speaker.file_name is not None:
+            handlers.append(_FileHandler(speaker, verbosity, directory / speaker.file_name))
     for handler in handlers:
         root.addHandler(handler)
     root.setLevel(min(handler.level for handler in handlers))
@@ -190,10 +198,9 @@ class _TerminalHandler(logging.Handler):
 
 
 class _FileHandler(logging.FileHandler):
-    """The rank's own file; each line is written at once."""
+    """The process's own file; each line is written at once."""
 
-    def __init__(self, speaker: Speaker, verbosity: int, directory: Path) -> None:
-        path = directory / speaker.file_name
+    def __init__(self, speaker: Speaker, verbosity: int, path: Path) -> None:
         try:
             super().__init__(path, encoding="utf-8", errors="backslashreplace")
         except OSError as error:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs this checkout into it; a second call finds everything done and returns at once.
 #
-#   scripts/install.sh [EXTRAS]     EXTRAS: comma-separated extras of setup.py, such as "test"
+#   scripts/install.sh [EXTRAS]     EXTRAS: comma-separated extras of setup.py, such as "serve" or "test"
 #
 # TRTRUN_TORCH_INDEX: address of a package index to take the CPU build of torch from (default: pip's own index).
 # PYTHON: the interpreter that makes .venv (default: the newest of python3.14 to python3.11, or python3).

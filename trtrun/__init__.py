@@ -30,6 +30,7 @@ if _ours:  # tells child processes that are not trtrun whose settings these are
     os.environ["TRTRUN_SETTINGS"] = ",".join(_ours)
 
 if TYPE_CHECKING:
+    from trtrun.async_llm import AsyncLLM
     from trtrun.config import RuntimeConfig, load_config
     from trtrun.errors import InvalidRequestError, QueueFullError, TrtrunError
     from trtrun.llm import LLM, open_llm
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionDelta",
     "CompletionOutput",
     "InvalidRequestError",
@@ -57,6 +59,7 @@ __all__ = [
 _HOMES = {
     "LLM": "trtrun.llm",
     "open_llm": "trtrun.llm",
+    "AsyncLLM": "trtrun.async_llm",
     "LLMEngine": "trtrun.llm_engine",
     "SamplingParams": "trtrun.sampling_params",
     "RuntimeConfig": "trtrun.config",

@@ -24,6 +24,7 @@ from trtrun.drafting_methods import (
 from trtrun.errors import ConfigError, nearest, reading, shorten, shorten_path
 from trtrun.launch_config import FilePath, LaunchSection, Number, Section
 from trtrun.section_check import check_section
+from trtrun.server_config import ServerSection
 from trtrun.yaml_source import apply_override, describe_kind, parse_yaml
 
 ASSETS = Path(__file__).resolve().parent / "assets"
@@ -108,6 +109,7 @@ class RuntimeConfig(Section):
         threads: CPU threads of each slot; None divides the cores among the slots of the host.
         cuda_graphs: replay the forwards of a round as CUDA graphs; without effect on the CPU.
         launch: how the ranks are started, watched and ended.
+        server: what `trtrun serve` listens on, and what it lets in.
     """
 
     target: ModelSection
@@ -119,6 +121,7 @@ class RuntimeConfig(Section):
     threads: Annotated[int, Number, Field(ge=1, le=1024)] | None = None
     cuda_graphs: bool = True
     launch: LaunchSection = LaunchSection()
+    server: ServerSection = ServerSection()
 
     @model_validator(mode="before")
     @classmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -78,6 +78,10 @@ class ForesightStatistics:
                 own[place] += count
         self.num_redrafted_rounds += other.num_redrafted_rounds
 
+    def copy(self) -> ForesightStatistics:
+        """The same counts, which stay as they are."""
+        return ForesightStatistics([*self.due_by_place], [*self.foreseen_by_place], self.num_redrafted_rounds)
+
     @property
     def hit_rate(self) -> float | None:
         """Share of the rounds with a draft due in which it was there; None before the first."""
@@ -108,6 +112,10 @@ class RequestStatistics:
         while len(self.acceptance_histogram) <= num_accepted:
             self.acceptance_histogram.append(0)
         self.acceptance_histogram[num_accepted] += 1
+
+    def copy(self) -> RequestStatistics:
+        """The same counts and times, which stay as they are."""
+        return replace(self, acceptance_histogram=[*self.acceptance_histogram], foresight=self.foresight.copy())
 
     @property
     def mean_acceptance_length(self) -> float:

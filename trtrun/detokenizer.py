@@ -110,6 +110,7 @@ class CompletionText:
         self._detokenizer = detokenizer
         self._stop = stop
         self._pending = ""
+        self._num_passed = 0
         self._is_cut = False
 
     def append(self, token_id: int) -> None:
@@ -117,18 +118,29 @@ class CompletionText:
         if not self._is_cut:
             self._pending += self._detokenizer.append(token_id)
 
+    def pass_stops(self) -> None:
+        """Stop strings that are whole by now end nothing; one that is not may still."""
+        self._num_passed = len(self._pending)
+
     def cut_at_stop(self) -> bool:
-        """Cut the text at the first stop string in what was not taken yet; whether there is one."""
-        found = [place for stop in self._stop if (place := self._pending.find(stop)) >= 0]
+        """Cut the text at the first stop string that ends in what is new since the last look; whether there is one."""
+        found = [
+            place
+            for stop in self._stop
+            if (place := self._pending.find(stop, max(0, self._num_passed - len(stop) + 1))) >= 0
+        ]
         if found:
             self._pending = self._pending[: min(found)]
             self._is_cut = True
+        self._num_passed = len(self._pending)
         return bool(found)
 
     def take(self) -> str:
-        """The text that is new since the last call and will not change, whatever follows."""
+        """The text that is new since the last call and will not change, whatever follows. Where it is taken has no
+        bearing on where it ends: what may become a stop string stays."""
         shown = len(self._pending) - (self._num_held_back() if self._stop and not self._is_cut else 0)
         text, self._pending = self._pending[:shown], self._pending[shown:]
+        self._num_passed = max(0, self._num_passed - shown)
         return text
 
     def finish(self) -> str:

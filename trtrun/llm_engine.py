@@ -14,7 +14,7 @@ time (see `llm`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
@@ -139,49 +139,72 @@ class LLMEngine:
         return self.scheduler.num_waiting
 
     def add_request(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, request_id: RequestId | None = None
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        request_id: RequestId | None = None,
+        generated: Mapping[int, Sequence[int]] | None = None,
     ) -> RequestId:
         """Queue the `n` completions of a prompt, all or none.
+
+        A request may go on where another engine over the same models left it: its `generated` tokens count as output
+        for penalties, min_tokens, stop strings and max_tokens, positions stay, and so the next token is the one that
+        would have followed there, greedy or with the same `seed`. (With `speculation.use_logits` it follows the same
+        distribution; which token it is depends on the rounds.)
 
         Args:
             prompt: a text or token ids.
             sampling: None is greedy.
             request_id: the caller's own; None makes one.
+            generated: output tokens by completion, of a request that goes on. Completions that are not named have
+                ended. Deltas tell only what is new: tokens, text and statistics begin behind these tokens.
 
         Returns:
             The request's id, which its deltas carry.
 
         Raises:
-            InvalidRequestError: it can never run, or its id is in use; nothing else is affected.
+            InvalidRequestError: it can never run, its id is in use, or one of its completions had ended; nothing else
+                is affected.
             QueueFullError: as many wait as may (`scheduler.max_waiting`).
         """
         if request_id in self._requests:
             raise InvalidRequestError(f"the request id {request_id!r} is in use")
         tokens = self._prompts.encode(prompt)
         self.scheduler.limits.check_prompt(len(tokens))
-        parts = list(self._prompts.requests(tokens, sampling or SamplingParams(), lambda: next(self._completion_ids)))
+        requests = self._prompts.requests(tokens, sampling or SamplingParams(), lambda: next(self._completion_ids))
+        parts = dict(enumerate(requests))
+        behind = dict.fromkeys(parts, ()) if generated is None else self._read_generated(generated, len(parts))
+        parts = {index: parts[index] for index in behind}
         self.scheduler.check_room(len(parts))
         while request_id is None or request_id in self._requests:
             request_id = next(self._request_ids)
         request = _Request(request_id, len(parts), {})
         try:
-            for index, part in enumerate(parts):
+            for index, part in parts.items():
                 self._owners[part.request_id] = (request, index)
-                request.going_on[part.request_id] = self._add_completion(part)
+                request.going_on[part.request_id] = self._add_completion(part, behind[index])
             self._requests[request_id] = request
         except BaseException:
-            for part in parts:
+            for part in parts.values():
                 self.scheduler.cancel(part.request_id)
                 self._owners.pop(part.request_id, None)
             self._requests.pop(request_id, None)
             raise
         return request_id
 
-    def _add_completion(self, part: Request) -> Completion:
+    def _read_generated(self, generated: Mapping[int, Sequence[int]], count: int) -> dict[int, tuple[int, ...]]:
+        """The output tokens of completions that go on, checked as those of a prompt are."""
+        if not generated or not all(index in range(count) for index in generated):
+            raise InvalidRequestError(f"generated must name completions between 0 and {count - 1}, one at least")
+        return {index: self._prompts.encode(tokens) if tokens else () for index, tokens in generated.items()}
+
+    def _add_completion(self, part: Request, generated: Sequence[int]) -> Completion:
         text = None
         if self.tokenizer is not None:
             text = CompletionText(IncrementalDetokenizer(self.tokenizer, part.prompt_token_ids), part.sampling.stop)
-        return self.scheduler.add(part, text)
+        completion = self.scheduler.add(part, text, generated)
+        _new_text(completion, generated)  # it has been told
+        return completion
 
     def abort_request(self, request_id: RequestId) -> bool:
         """End a request now, without a further delta; False when it is not known (any more)."""
@@ -319,7 +342,7 @@ class LLMEngine:
             raise
 
 
-def _new_text(completion: Completion, gained: list[int]) -> str:
+def _new_text(completion: Completion, gained: Sequence[int]) -> str:
     """The text that a round added. With stop strings the stop rules have made it, token by token."""
     if completion.text is None:
         return ""

@@ -5,7 +5,8 @@ Plain data. It knows the nouns of `core` and nothing of ranks, models or files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from trtrun.core import RequestStatistics, TokenLogprobs
 
@@ -77,6 +78,21 @@ class CompletionDelta:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: str | None = None
     error: str | None = None
+
+
+def merge_deltas(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
+    """What several rounds in a row added to one completion, as one delta."""
+    last = deltas[-1]
+    if len(deltas) == 1:
+        return last
+    return replace(
+        last,
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        text="".join(delta.text for delta in deltas),
+        logprobs=None
+        if all(delta.logprobs is None for delta in deltas)
+        else tuple(entry for delta in deltas for entry in delta.logprobs or ()),
+    )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ the tokenizer and the model's vocabulary. It does not run anything.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -68,7 +67,8 @@ class PromptReader:
             raise InvalidRequestError("stop and bad_words need a tokenizer, which this checkpoint does not have")
         stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self._model.eos_token_ids)
         words = self._encode_bad_words(sampling.bad_words)
-        first_seed = sampling.seed if sampling.seed is not None else int.from_bytes(os.urandom(7), "little")
+        first_seed = sampling.with_seed().seed
+        assert first_seed is not None
         for index in range(sampling.n):
             seeded = replace(sampling, seed=(first_seed + index) % 2**63, n=1)
             yield Request(next_id(), tokens, seeded, tuple(dict.fromkeys(stops)), words)

@@ -5,8 +5,9 @@ Plain data with validation. It knows no request, no model and no logits.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 
 from trtrun.errors import InvalidRequestError, nearest
 from trtrun.values import (
@@ -111,6 +112,10 @@ class SamplingParams:
             if name not in known:
                 raise InvalidRequestError(f"unknown sampling parameter {show_value(name)}{nearest(name, known)}")
         return cls(**dict(values))  # type: ignore[arg-type]
+
+    def with_seed(self) -> SamplingParams:
+        """The same with a seed: drawn, where there is none."""
+        return self if self.seed is not None else replace(self, seed=int.from_bytes(os.urandom(7), "little"))
 
     def _check_ranges(self) -> None:
         # temperature and repetition_penalty: what float32 carries beside logits without a NaN on the way.

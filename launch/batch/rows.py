@@ -108,7 +108,7 @@ def _parse_json(line: bytes, text: str) -> object:
             f"not UTF-8 text: byte {place} of the line, 0x{ord(text[error.start]) & 0xFF:02x}, is not valid there"
         ) from None
     try:
-        return json.loads(text, object_pairs_hook=_unique_keys)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
         reason = error.msg.removesuffix(" at").removesuffix(" starting")
         raise InvalidRequestError(f"not valid JSON at character {error.pos + 1} of the line: {reason}") from None
@@ -118,7 +118,12 @@ def _parse_json(line: bytes, text: str) -> object:
         raise InvalidRequestError("not a valid row: a number has more digits than any parameter can have") from None
 
 
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of JSON, for json.loads.
+
+    Raises:
+        InvalidRequestError: a key stands twice.
+    """
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]

@@ -15,7 +15,7 @@ from trtrun.drafting_methods import METHODS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-STARTERS = ("run", "bench", "check", "serve")
+STARTERS = ("run", "bench", "check", "serve", "serve_engine")
 """Commands that start ranks, and so have logs."""
 
 _VERBOSITY = "verbosity"
@@ -73,8 +73,14 @@ def with_config(command: Command) -> Command:
     return command
 
 
-def load(path: Path, overrides: Sequence[str], speculation: str | None) -> RuntimeConfig:
+def load(path: Path, overrides: Sequence[str], speculation: str | None, is_front: bool = False) -> RuntimeConfig:
     """The configuration of this run, the same on every rank. Inside a command that starts ranks, logging begins here.
+
+    Args:
+        path: of the YAML file.
+        overrides: `key=value` texts.
+        speculation: the method, where an option of its own names it.
+        is_front: whether this process is the front of a server, and so never a rank.
 
     Raises:
         TrtrunError: one line that names the file and the key, or the log file that cannot be written.
@@ -93,20 +99,31 @@ def load(path: Path, overrides: Sequence[str], speculation: str | None) -> Runti
 
     quiet_libraries(options[_VERBOSITY])
     config = load_run_config(path, [*overrides, *extra], check_slurm_section)
-    _begin_log(path, config, options[_VERBOSITY])
+    _begin_log(path, config, options[_VERBOSITY], is_front)
     return config
 
 
-def _begin_log(path: Path, config: RuntimeConfig, verbosity: int) -> None:
-    from launch.logs import find_speaker, set_up_logging
+def shared_options(overrides: Sequence[str], speculation: str | None) -> list[str]:
+    """The words by which another command reads the same configuration, and logs alike. Inside a command that starts
+    ranks."""
+    words = [word for override in overrides for word in ("--set", override)]
+    words += [] if speculation is None else ["--speculation", speculation]
+    options = click.get_current_context().meta
+    words += ["-v"] * options[_VERBOSITY]
+    words += [] if options[_LOG_DIRECTORY] is None else ["--log-dir", options[_LOG_DIRECTORY]]
+    return words
+
+
+def _begin_log(path: Path, config: RuntimeConfig, verbosity: int, is_front: bool) -> None:
+    from launch.logs import find_front, find_speaker, set_up_logging
     from launch.placement.allocation import find_local
     from parallel.mpi_rank import find_mpi_rank
     from trtrun.topology import make_topology
 
     topology = make_topology(config)
-    speaker = find_speaker(topology, find_mpi_rank())
+    speaker = find_front() if is_front else find_speaker(topology, find_mpi_rank())
     # A launcher on another host than the ranks' need not have their directory.
-    has_directory = speaker.rank is not None or find_local(topology.hosts) is not None
+    has_directory = is_front or speaker.rank is not None or find_local(topology.hosts) is not None
     set_up_logging(speaker, verbosity, config.launch.log_directory if has_directory else None)
     logger = logging.getLogger(__name__)
     if not speaker.rank:

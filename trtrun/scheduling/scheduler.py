@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from trtrun.core import FinishReason, Request, RequestStatistics, RoundPlan
 from trtrun.detokenizer import CompletionText
-from trtrun.errors import QueueFullError
+from trtrun.errors import InvalidRequestError, QueueFullError
 from trtrun.scheduling.batch import RunningBatch
 from trtrun.scheduling.completion import NO_ROW, Completion, PlannedRow, RowResult, Work
 from trtrun.scheduling.limits import SchedulerLimits
@@ -81,15 +81,17 @@ class Scheduler:
         """Blocks whose tokens a new row could reuse."""
         return len(self._batch.cache)
 
-    def add(self, request: Request, text: CompletionText | None = None) -> Completion:
+    def add(self, request: Request, text: CompletionText | None = None, generated: Sequence[int] = ()) -> Completion:
         """Put a completion at the end of the waiting queue and return its state, which lives on after its end.
 
         Args:
             request: what is asked.
             text: the output as text, without any so far; None without a tokenizer.
+            generated: output tokens of a completion that goes on where another engine left it. They count as output in
+                every respect, as those of a preempted completion do.
 
         Raises:
-            InvalidRequestError: it can never run.
+            InvalidRequestError: it can never run, or had ended with one of the tokens in `generated`.
             QueueFullError: no more may wait; the message holds the numbers.
             ValueError: its request_id is in use.
         """
@@ -104,6 +106,12 @@ class Scheduler:
             text=text,
             statistics=RequestStatistics(arrival=time.perf_counter()),
         )
+        appended, reason = append_tokens(completion, generated, self.limits)
+        if reason is not None:
+            raise InvalidRequestError(
+                f"the completion cannot go on behind {len(generated)} tokens: it ended with token {len(appended)} "
+                f"({reason}); another engine with other limits may have made them"
+            )
         self._requests[request.request_id] = completion
         self._waiting.push_back(completion)
         return completion

@@ -34,8 +34,11 @@ def _reason_to_end(completion: Completion, token: int, limits: SchedulerLimits) 
     sampling, count = completion.request.sampling, completion.num_output_tokens
     if sampling.stop and completion.text is not None:
         completion.text.append(token)
-        # Text that was written too early to stop at is looked at with what follows it: it may begin a stop string.
-        if count >= sampling.min_tokens and completion.text.cut_at_stop():
+        # A stop string that is whole too early ends nothing, in whichever round its tokens came; one that begins early
+        # and is whole in time does.
+        if count < sampling.min_tokens:
+            completion.text.pass_stops()
+        elif completion.text.cut_at_stop():
             return FinishReason.STOP
     if token in completion.request.stop_ids and count > sampling.min_tokens:
         return FinishReason.STOP

@@ -1,0 +1,84 @@
+"""`trtrun serve`, and `trtrun serve-engine`, the program that it starts for the ranks: parse, and play the part."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launch.commands.common import load, shared_options, with_config
+from launch.exit_codes import describe_exit_codes
+from trtrun.errors import ConfigError, PlacementError
+
+LIBRARIES = ("jinja2", "prometheus_client", "sse_starlette", "starlette", "uvicorn")
+"""What the extra `serve` of setup.py installs."""
+
+
+@click.command(epilog=f"Exit status: {describe_exit_codes()}")
+@with_config
+@click.option("--host", help="Address to listen on.  [default: server.host, 127.0.0.1]")
+@click.option("--http-port", type=int, help="Port of the API; 0 takes a free one.  [default: server.http_port, 8000]")
+@click.option("--metrics-port", type=int, help="Port of /metrics; the same.  [default: server.metrics_port, 8002]")
+@click.option("--api-key-file", metavar="F", help="One key a line; requests need one of them.")
+@click.option("--tls-cert", metavar="F", help="Certificate of the server, in PEM; needs --tls-key.")
+@click.option("--tls-key", metavar="F", help="Key of the certificate, in PEM.")
+def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None, **server: Any) -> int:
+    """Serve the OpenAI API over the ranks of a job.
+
+    Starts the ranks itself, and starts them again when they end. The first SIGINT or SIGTERM drains: requests in work
+    have launch.drain_seconds to finish, new ones are refused. The second one ends at once.
+    """
+    from parallel.mpi_rank import find_mpi_rank
+
+    check_extra()
+    if find_mpi_rank() is not None:
+        raise PlacementError("trtrun serve starts mpirun itself: start it without mpirun or srun around it")
+    given = [f"server.{name}={json.dumps(value)}" for name, value in server.items() if value is not None]
+    config = load(config_path, [*overrides, *given], speculation, is_front=True)
+    from launch.check.preflight import check_job
+    from launch.placement.allocation import is_local
+    from launch.serve.serve import play_serve
+    from trtrun.topology import make_topology
+
+    topology = make_topology(config)
+    if not is_local(topology.host(0)):
+        raise PlacementError(f"the orchestrator is on {topology.host(0)}: start trtrun serve there")
+    if config.speculation.forced_acceptance is not None:
+        raise ConfigError("speculation.forced_acceptance: texts would be nobody's; it is for trtrun bench alone")
+    if config.scheduler.max_waiting is not None:
+        raise ConfigError(
+            "scheduler.max_waiting: a server's queue has its limit in server.max_queue; leave this one out"
+        )
+    check_job(config, topology)
+    words = ["--config", str(config_path), *shared_options([*overrides, *given], speculation)]
+    return play_serve(config, words)
+
+
+@click.command("serve-engine", hidden=True)
+@with_config
+@click.option("--socket", required=True, type=click.Path(path_type=Path), help="Where the front listens.")
+def serve_engine(config_path: Path, overrides: tuple[str, ...], speculation: str | None, socket: Path) -> int:
+    """The ranks behind `trtrun serve`, which starts this."""
+    from launch.mpi.job import Job
+
+    job = Job(load(config_path, overrides, speculation), sys.argv[1:])
+    status = job.enter(lambda: None)  # the front has checked it
+    if status is not None:
+        return status
+    from launch.serve.engine_process import play_engine
+
+    return play_engine(job.config, socket)
+
+
+def check_extra() -> None:
+    """Raise ConfigError where a library is missing that the extra `serve` installs."""
+    missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"trtrun serve needs the extra 'serve', of which {', '.join(missing)} is missing: "
+            "pip install 'trtrun[serve]', or scripts/install.sh serve"
+        )

@@ -1,0 +1,165 @@
+"""Keeps an engine running: starts it, hears that it has ended, starts it again, and gives up when it ends too often.
+
+It knows processes and how often they may end. It does not know what an engine does (`engine_process`) or what it is
+told (`engine_client`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from launch.exit_codes import FailedError
+from launch.mpi.parent_death import ending_with_parent
+from launch.mpi.supervise import GRACE_SECONDS
+
+END_SECONDS = 2 * GRACE_SECONDS
+"""How long an engine may take to end once it has nothing to say any more: mpirun's ranks, and its parent after them."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RestartLimit:
+    """How often something may be started again.
+
+    Attributes:
+        most: restarts within the window.
+        window: seconds.
+        clock: seconds; for tests.
+    """
+
+    most: int
+    window: float
+    clock: Callable[[], float] = time.monotonic
+    _restarts: deque[float] = field(default_factory=deque)
+
+    def allow(self) -> bool:
+        """Count a restart; whether it is within the limit."""
+        now = self.clock()
+        while self._restarts and now - self._restarts[0] > self.window:
+            self._restarts.popleft()
+        if len(self._restarts) >= self.most:
+            return False
+        self._restarts.append(now)
+        return True
+
+    def __str__(self) -> str:
+        return f"{len(self._restarts)} of {self.most} within {self.window:g} s"
+
+
+class EngineKeeper:
+    """One engine at a time, in a child process. An engine that ends before one was ever up is not started again."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        limit: RestartLimit,
+        on_restart: Callable[[str], None],
+    ) -> None:
+        """Keep what a command starts.
+
+        Args:
+            command: of the engine.
+            environment: of the engine.
+            limit: on restarts.
+            on_restart: called with a line for the user before each.
+        """
+        self._command = ending_with_parent(command)
+        self._environment = dict(environment)
+        self._limit = limit
+        self._on_restart = on_restart
+        self._process: asyncio.subprocess.Process | None = None
+        self._was_up = False
+        self._is_closing = False
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def note_up(self) -> None:
+        """The engine is there."""
+        self._was_up = True
+
+    def note_silence(self) -> None:
+        """The engine says nothing any more: it has to end soon."""
+        if self._process is not None and self._deadline is None:
+            self._deadline = asyncio.get_running_loop().call_later(END_SECONDS, self._end)
+
+    async def keep(self) -> int:
+        """Start the engine, and start it again when it ends, until `close`.
+
+        Returns:
+            The engine's exit status: of one that was told to end, or that ended before it was ever up.
+
+        Raises:
+            FailedError: it ended too often.
+        """
+        while True:
+            # stdout stays the front's: ranks have nothing to write there. A session of its own keeps Ctrl-C from it.
+            self._process = process = await asyncio.create_subprocess_exec(
+                *self._command, env=self._environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+            )
+            if self._is_closing:
+                self.note_silence()
+            status = await process.wait()
+            self._process = None
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+            if self._is_closing or not self._was_up:
+                return _status(status)
+            cause = _describe_end(status)
+            if not self._limit.allow():
+                raise FailedError(
+                    f"{cause}, and was started again {self._limit} (server.max_restarts, server.restart_window_s): "
+                    "the server ends"
+                )
+            self._on_restart(f"{cause}; it is started again ({self._limit}), and requests go on when it is up")
+
+    async def close(self) -> None:
+        """Let the engine end, which was asked to, or end it; and do not start it again."""
+        self._is_closing = True
+        self.note_silence()
+        while self._process is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), 1.0)
+
+    def kill(self) -> None:
+        """End the engine now."""
+        self._is_closing = True
+        self._end()
+
+    def _end(self) -> None:
+        """Ask the process to end, which it passes on to its ranks; one that does not is killed."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        logger.warning("the engine (process %d) has not ended by itself", process.pid)
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        loop = asyncio.get_running_loop()
+        loop.call_later(END_SECONDS, lambda: process.kill() if process.returncode is None else None)
+
+
+def engine_command(arguments: Sequence[str]) -> list[str]:
+    """The words that start an engine with arguments of `trtrun serve-engine`."""
+    return [sys.executable, "-m", "launch.cli", "serve-engine", *arguments]
+
+
+def _status(status: int) -> int:
+    """An exit status as shells count it."""
+    return status if status >= 0 else 128 - status
+
+
+def _describe_end(status: int) -> str:
+    if status > 128 or status < 0:
+        number = -status if status < 0 else status - 128
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"the engine was ended by {name}"
+    return f"the engine ended with status {status}"

@@ -1,0 +1,194 @@
+"""The front without a protocol: prompts with sampling parameters in, numbered pieces of completions out.
+
+The way of a request: its prompts become tokens here, beside the rounds, for a long one takes longer than a round may
+wait; what the model cannot follow is refused; the door lets it in; the engine's client has it completed, over as many
+engines as it takes; and the pieces come back under the numbers of its choices. Every protocol is thin over `begin`. It
+knows no HTTP and no process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from launch.serve.engine_client import EngineClient, EngineRequest, Inbox
+from launch.serve.limits import Door, Ticket, out_of_time
+from launch.serve.metrics import FrontMetrics
+from launch.serve.refusals import Kind, Refusal
+from trtrun.core import RequestStatistics
+from trtrun.errors import InvalidRequestError
+from trtrun.outputs import CompletionDelta
+from trtrun.prompts import Prompt, PromptReader
+from trtrun.sampling_params import SamplingParams
+from trtrun.text import Tokenizer
+
+MOST_PROMPTS = 1024
+"""Of one request."""
+
+SHORT_TEXT = 4096
+"""Characters that are tokenized at once; what is longer is left to another thread, so that no stream waits for it."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one choice of a request gained.
+
+    Attributes:
+        choice: its number: the prompt's place times `n`, plus the completion's.
+        delta: text, tokens, log probabilities, end.
+    """
+
+    choice: int
+    delta: CompletionDelta
+
+
+@dataclass
+class Usage:
+    """What a request has taken so far.
+
+    Attributes:
+        num_prompt_tokens: over all prompts, each once.
+        num_completion_tokens: over all choices.
+        statistics: of each choice, over all its engines.
+    """
+
+    num_prompt_tokens: int
+    num_completion_tokens: int = 0
+    statistics: dict[int, RequestStatistics] = field(default_factory=dict)
+
+    @property
+    def num_cached_prompt_tokens(self) -> int:
+        """Prompt tokens whose keys and values were there already."""
+        return sum(statistics.num_cached_prompt_tokens for statistics in self.statistics.values())
+
+
+class Generation:
+    """One request in work. Iterating it yields its pieces; `close` has to be called, however that ends.
+
+    Attributes:
+        prompts: the tokens of each prompt.
+        usage: so far.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        requests: Sequence[EngineRequest],
+        ticket: Ticket,
+        metrics: FrontMetrics,
+        timeout: float,
+    ) -> None:
+        self.prompts = [request.prompt_token_ids for request in requests]
+        self.usage = Usage(sum(map(len, self.prompts)))
+        self._n = requests[0].sampling.n
+        self._num_going_on = self._n * len(requests)
+        self._client = client
+        self._ticket = ticket
+        self._inbox = Inbox()
+        self._is_closed = False
+        self._observed = metrics.begin(self.usage.num_prompt_tokens, time.perf_counter())
+        self._ids = client.start(requests, self._inbox)
+        self._timer = asyncio.get_running_loop().call_later(timeout, self._give_up, out_of_time(timeout))
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """The pieces of all choices as they come, until each has ended.
+
+        Raises:
+            Refusal: the engine has lost or refused the request, or its time is over.
+        """
+        while self._num_going_on:
+            for number, delta in await self._inbox.take():
+                choice = number * self._n + delta.index
+                if delta.error is not None:
+                    raise Refusal(Kind.FAILED, delta.error)
+                self._num_going_on -= delta.finish_reason is not None
+                self.usage.num_completion_tokens += len(delta.token_ids)
+                self._observed.observe(choice, delta, self.usage.statistics.get(choice), time.perf_counter())
+                self.usage.statistics[choice] = delta.statistics
+                yield Piece(choice, delta)
+
+    def _give_up(self, reason: Refusal) -> None:
+        # The reader may be slow to hear of it: the rows are free all the same.
+        self._inbox.end(reason)
+        self._client.abort(self._ids)
+
+    def close(self) -> None:
+        """Give up what has not ended, and make room. Calling it again does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._timer.cancel()
+        self._client.abort(self._ids)
+        self._ticket.leave()
+        self._observed.end(is_whole=not self._num_going_on, now=time.perf_counter())
+
+
+class Front:
+    """What all protocols share.
+
+    Attributes:
+        model_name: what clients call the model.
+        tokenizer: None where prompts are token ids alone.
+        draft_len: tokens drafted in a round, at most; 0 where none are.
+        door: who is let in.
+        client: of the engine.
+        metrics: what is counted.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        prompts: PromptReader,
+        tokenizer: Tokenizer | None,
+        draft_len: int,
+        door: Door,
+        client: EngineClient,
+        metrics: FrontMetrics,
+        timeout: float,
+    ) -> None:
+        self.model_name = model_name
+        self.tokenizer = tokenizer
+        self.draft_len = draft_len
+        self.door = door
+        self.client = client
+        self.metrics = metrics
+        self._prompts = prompts
+        self._timeout = timeout
+
+    async def begin(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Generation:
+        """Let a request in and have it completed.
+
+        Args:
+            prompts: each completed `sampling.n` times.
+            sampling: of all of them.
+
+        Raises:
+            Refusal: it is wrong, or there is no room.
+        """
+        if not 0 < len(prompts) <= MOST_PROMPTS:
+            raise Refusal(Kind.INVALID, f"a request has 1 to {MOST_PROMPTS} prompts, not {len(prompts)}", "prompt")
+        seeded = sampling.with_seed()
+        ticket = self.door.enter(len(prompts) * sampling.n)
+        try:
+            requests = [EngineRequest(await self._read(prompt, seeded), seeded) for prompt in prompts]
+            return Generation(self.client, requests, ticket, self.metrics, self._timeout)
+        except BaseException:
+            ticket.leave()
+            raise
+
+    async def _read(self, prompt: Prompt, sampling: SamplingParams) -> tuple[int, ...]:
+        """The tokens of a prompt that the engine will take."""
+        is_long = isinstance(prompt, str) and len(prompt) > SHORT_TEXT
+        try:
+            encode = self._prompts.encode
+            tokens = await asyncio.to_thread(encode, prompt) if is_long else encode(prompt)
+            self.door.check_open()  # the engine may be gone by now, and its limits with it
+            assert self.client.ready is not None
+            self.client.ready.scheduler_limits().check_prompt(len(tokens))
+            for _ in self._prompts.requests(tokens, sampling, lambda: 0):
+                break  # whatever is wrong with one is wrong with all
+        except InvalidRequestError as error:
+            raise Refusal(Kind.INVALID, str(error)) from None
+        return tokens

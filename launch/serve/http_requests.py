@@ -1,0 +1,190 @@
+"""What every HTTP request goes through before and after its endpoint: an id, a key, a bounded body, an error in JSON.
+
+It knows HTTP through Starlette. It does not know what endpoints do, or any protocol's errors: those that it raises are
+Refusals, which the application turns into answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from launch.batch.rows import unique_keys
+from launch.serve.refusals import Kind, Refusal
+from trtrun.errors import ConfigError, InvalidRequestError, reading
+
+T = TypeVar("T")
+
+REQUEST_ID = "x-request-id"
+
+BODY_SECONDS = 60.0
+"""How long a client may take to send a body."""
+
+SHORT_BODY = 1 << 16
+"""Bytes whose JSON is read in less time than a stream would notice."""
+
+_LONGEST_ID = 128
+_MOST_KEY_BYTES = 1 << 20
+
+logger = logging.getLogger(__name__)
+
+
+class RequestLog:
+    """Gives each request an id, the client's own where it has one, and logs how it ended: nothing of its content."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI calls it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        is_fit = 0 < len(given) <= _LONGEST_ID and given.isascii() and given.isprintable()
+        request_id = given if is_fit else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        began, status = time.perf_counter(), 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            seconds = time.perf_counter() - began
+            path = scope["path"][:200].encode("unicode_escape").decode()
+            logger.info("%s: %s %s: %d after %.3f s", request_id, scope["method"], path, status, seconds)
+
+
+class Keys:
+    """The API keys of a server; none lets everybody in."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        # Digests have one length, so that comparing them takes one time, whatever is sent.
+        self._digests = [_digest(key) for key in keys]
+
+    @classmethod
+    def read(cls, path: Path | None) -> Keys:
+        """One key a line; empty lines do not count.
+
+        Raises:
+            ConfigError: the file cannot be read, or holds no key.
+        """
+        if path is None:
+            return cls(())
+        with reading(path, ConfigError), path.open(encoding="utf-8") as opened:
+            text = opened.read(_MOST_KEY_BYTES)
+        keys = [line.strip() for line in text.splitlines() if line.strip()]
+        if not keys:
+            raise ConfigError(f"{path} holds no API key: write one a line")
+        return cls(keys)
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether there are any."""
+        return bool(self._digests)
+
+    def check(self, request: Request) -> None:
+        """Raise a Refusal unless the request has one of the keys, as `Authorization: Bearer KEY`."""
+        if not self._digests:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        given = _digest(key.strip())
+        # No early end: how long it takes does not tell which key it was.
+        is_known = sum([hmac.compare_digest(given, digest) for digest in self._digests]) > 0
+        if scheme.lower() != "bearer" or not is_known:
+            raise Refusal(
+                Kind.UNAUTHORIZED, "this server wants an API key, as the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )  # fmt: skip
+
+
+async def read_json_body(request: Request, most_bytes: int) -> object:
+    """The body's JSON value; no more than `most_bytes` of it are ever held.
+
+    Raises:
+        Refusal: it is larger, no JSON, or an object in it has a key twice.
+    """
+    too_large = Refusal(Kind.TOO_LARGE, f"the body is larger than {most_bytes} bytes (server.max_body_bytes)")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > most_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most_bytes:
+                    raise too_large
+    except TimeoutError:
+        raise Refusal(Kind.TIMEOUT, f"the body was not there within {BODY_SECONDS:g} s", code="timeout") from None
+    # What is long is read beside the streams.
+    return parse_json(bytes(body)) if len(body) < SHORT_BODY else await asyncio.to_thread(parse_json, bytes(body))
+
+
+def parse_json(body: bytes) -> object:
+    """The JSON value of a body.
+
+    Raises:
+        Refusal: it is none, or an object in it has a key twice.
+    """
+    try:
+        return json.loads(body.decode(), object_pairs_hook=unique_keys)
+    except UnicodeDecodeError as error:
+        reason = f"byte {error.start + 1} is not valid UTF-8"
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg.removesuffix(' at').removesuffix(' starting')} at character {error.pos + 1}"
+    except InvalidRequestError as error:
+        reason = str(error)
+    except RecursionError:
+        reason = "lists or objects are nested too deeply"
+    except ValueError:  # the only other one
+        reason = "a number has more digits than any field can have"
+    raise Refusal(Kind.INVALID, f"the body is not valid JSON: {reason}", code="invalid_json")
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Do the work, and give it up when the client goes away.
+
+    Raises:
+        ClientDisconnect: it has.
+    """
+    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for waiting in (task, gone):
+            waiting.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    receive: Awaitable[Message]
+    while True:
+        receive = request.receive()
+        if (await receive)["type"] == "http.disconnect":
+            return
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="replace")).digest()

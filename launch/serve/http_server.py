@@ -1,0 +1,200 @@
+"""The HTTP side of the front: two applications, one for requests and one for metrics, and the servers that run them.
+
+It joins endpoints to an application and applications to sockets. It does not know protocols' requests (`openai_api`) or
+what is counted (`metrics`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from launch.serve.front import Front
+from launch.serve.http_requests import RequestLog
+from launch.serve.openai_api import OpenAIApi, answer_refusal
+from launch.serve.refusals import Refusal
+from trtrun import __version__
+from trtrun.errors import ConfigError, one_line
+from trtrun.server_config import ServerSection
+
+KEEP_ALIVE_SECONDS = 30
+_BACKLOG = 2048
+_CLIENT_CLOSED = 499
+
+# It logs every event, text and all, at a level that -vv shows.
+logging.getLogger("sse_starlette").setLevel(logging.INFO)
+
+
+def make_application(front: Front, api: OpenAIApi) -> Starlette:
+    """What answers on the HTTP port."""
+
+    async def health(request: Request) -> Response:
+        try:
+            front.door.check_open()
+        except Refusal as refusal:
+            return JSONResponse({"status": refusal.code}, status_code=503)
+        return JSONResponse({"status": "ok"})
+
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Refusal)
+        return _count(front, answer_refusal(error))
+
+    async def refuse_http(request: Request, error: Exception) -> Response:
+        """No such path, or no such method of it."""
+        assert isinstance(error, HTTPException)
+        return _count(front, _plain_error(f"{request.method} {request.url.path[:200]}: {error.detail}", error))
+
+    async def pass_over(request: Request, error: Exception) -> Response:
+        """The client is gone; nobody reads this."""
+        return Response(status_code=_CLIENT_CLOSED)
+
+    async def fail(request: Request, error: Exception) -> Response:
+        """A defect, whose traceback is in the log."""
+        return _count(front, _plain_error("the server failed; its log says how", HTTPException(500)))
+
+    return Starlette(
+        routes=[Route("/health", health, methods=["GET"]), Route("/version", version, methods=["GET"]), *api.routes()],
+        middleware=[Middleware(RequestLog)],
+        exception_handlers={
+            Refusal: refuse,
+            HTTPException: refuse_http,
+            ClientDisconnect: pass_over,
+            Exception: fail,
+        },
+    )
+
+
+def make_metrics_application(front: Front) -> Starlette:
+    """What answers on the metrics port."""
+
+    async def metrics(request: Request) -> Response:
+        status = await front.client.ask_status()
+        return Response(front.metrics.render(status), media_type=CONTENT_TYPE_LATEST)
+
+    return Starlette(routes=[Route("/metrics", metrics, methods=["GET"])])
+
+
+@dataclass
+class Listener:
+    """A socket that is listened on before anything else is begun, so that a port that is taken is told at once.
+
+    Attributes:
+        port: that it has got.
+    """
+
+    socket: socket.socket
+    port: int
+
+
+def listen(host: str, port: int, key: str) -> Listener:
+    """Listen on an address.
+
+    Args:
+        host: name or address.
+        port: 0 takes a free one.
+        key: of the configuration, that names the port.
+
+    Raises:
+        ConfigError: it cannot be listened on.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        opened = socket.create_server(found[4][:2], family=found[0], backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"server.host, {key}: cannot listen on {host} port {port}: {error.strerror}") from None
+    opened.setblocking(False)
+    # Connections inherit it. asyncio sets it only on sockets that name their protocol, and without it the second part
+    # of an answer waits 40 ms for the client to acknowledge the first.
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Listener(opened, opened.getsockname()[1])
+
+
+def is_loopback(listener: Listener) -> bool:
+    """Whether only this host reaches it."""
+    return ipaddress.ip_address(listener.socket.getsockname()[0].partition("%")[0]).is_loopback
+
+
+def check_tls(section: ServerSection) -> None:
+    """Raise ConfigError for files that make no TLS."""
+    if section.tls_cert is None or section.tls_key is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(section.tls_cert, section.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        reason = error.strerror if isinstance(error, FileNotFoundError) else one_line(error)
+        raise ConfigError(
+            f"server.tls_cert {section.tls_cert}, server.tls_key {section.tls_key}: no certificate and its key in PEM: "
+            f"{reason}"
+        ) from None
+
+
+class HttpServer(uvicorn.Server):
+    """One application on one socket, until `finish`."""
+
+    def __init__(self, application: Starlette, listener: Listener, section: ServerSection) -> None:
+        super().__init__(
+            uvicorn.Config(
+                application,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                lifespan="off",
+                ws="none",
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                ssl_certfile=section.tls_cert,
+                ssl_keyfile=section.tls_key,
+            )
+        )
+        self._listener = listener
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to whoever runs this server."""
+        yield
+
+    async def run_here(self) -> None:
+        """Answer until `finish`."""
+        await self.serve(sockets=[self._listener.socket])
+
+    def finish(self) -> None:
+        """Take no more requests, and end once those in work have their answers."""
+        self.should_exit = True
+
+    def cut(self) -> None:
+        """End now."""
+        self.should_exit = self.force_exit = True
+
+
+def _plain_error(message: str, error: HTTPException) -> JSONResponse:
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+def _count(front: Front, response: Response) -> Response:
+    front.metrics.count_refusal(response.status_code)
+    return response
+
+
+async def run_all(*servers: HttpServer) -> None:
+    """Run servers until all are finished."""
+    await asyncio.gather(*(server.run_here() for server in servers))

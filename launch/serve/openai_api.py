@@ -1,0 +1,195 @@
+"""The OpenAI API over the front: /v1/completions, /v1/chat/completions, /v1/models, and errors in its shape.
+
+An endpoint reads as it works: body → call → generation → answer, or one event for each piece. It knows HTTP through
+Starlette, and nothing of engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from sse_starlette import EventSourceResponse
+from sse_starlette.sse import SendTimeoutError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from launch.serve.chat_template import ChatTemplate
+from launch.serve.front import SHORT_TEXT, Front, Generation, Piece
+from launch.serve.http_requests import Keys, read_json_body, unless_gone
+from launch.serve.openai_answers import Answer, ChatAnswer, CompletionAnswer
+from launch.serve.openai_types import Answering, ChatCall, read_chat, read_completion
+from launch.serve.refusals import Kind, Refusal
+from trtrun.errors import InvalidRequestError
+from trtrun.prompts import Prompt
+from trtrun.text import Tokenizer
+
+_ERRORS: Mapping[Kind, tuple[int, str]] = {
+    Kind.INVALID: (400, "invalid_request_error"),
+    Kind.UNAUTHORIZED: (401, "authentication_error"),
+    Kind.UNKNOWN_MODEL: (404, "invalid_request_error"),
+    Kind.TOO_LARGE: (413, "invalid_request_error"),
+    Kind.BUSY: (429, "rate_limit_error"),
+    Kind.FAILED: (500, "server_error"),
+    Kind.UNAVAILABLE: (503, "server_error"),
+    Kind.TIMEOUT: (504, "timeout_error"),
+}
+"""HTTP status and OpenAI's type of each kind."""
+
+
+STALLED_SECONDS = 60.0
+"""How long a client may read nothing of a stream while there is more than its connection holds."""
+
+logger = logging.getLogger(__name__)
+
+
+class OpenAIApi:
+    """The endpoints below /v1."""
+
+    def __init__(self, front: Front, template: ChatTemplate | None, keys: Keys, max_body_bytes: int) -> None:
+        self._front = front
+        self._template = template
+        self._keys = keys
+        self._max_body_bytes = max_body_bytes
+        self._created = int(time.time())
+
+    def routes(self) -> list[Route]:
+        """For the application."""
+        return [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+        ]
+
+    async def completions(self, request: Request) -> Response:
+        """Go on with prompts."""
+        self._keys.check(request)
+        call = read_completion(await read_json_body(request, self._max_body_bytes), self._front.model_name)
+        return await self._answer(request, call.prompts, call.answering, CompletionAnswer)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Answer a conversation."""
+        self._keys.check(request)
+        call = read_chat(await read_json_body(request, self._max_body_bytes), self._front.model_name)
+        return await self._answer(request, [await self._chat_prompt(call)], call.answering, ChatAnswer)
+
+    async def models(self, request: Request) -> Response:
+        """The one model."""
+        self._keys.check(request)
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """The one model, by its name."""
+        self._keys.check(request)
+        name = request.path_params["name"]
+        if name != self._front.model_name:
+            raise Refusal(
+                Kind.UNKNOWN_MODEL,
+                f"this server has the model {self._front.model_name!r} alone",
+                code="model_not_found",
+            )
+        return JSONResponse(self._model())
+
+    async def _answer(
+        self, request: Request, prompts: Sequence[Prompt], answering: Answering, kind: type[Answer]
+    ) -> Response:
+        generation = await self._front.begin(prompts, answering.sampling)
+        num_choices = len(prompts) * answering.sampling.n
+        answer = kind(self._front.model_name, self._front.tokenizer, answering, num_choices)
+        if answering.stream:
+            return _EventStream(generation, self._events(generation, answer))
+        try:
+            pieces = await unless_gone(request, _collect(generation))
+        finally:
+            generation.close()
+        return JSONResponse(answer.whole(pieces, generation.usage, self._front.draft_len))
+
+    async def _events(self, generation: Generation, answer: Answer) -> AsyncIterator[str]:
+        """One event for each piece, what the request took, and the end. An error is an event, too: the status is
+        out."""
+        for chunk in answer.beginning():
+            yield _dump(chunk)
+        try:
+            async for piece in generation:
+                told = answer.chunk(piece)
+                if told is not None:
+                    yield _dump(told)
+        except Refusal as refusal:
+            self._front.metrics.count_refusal(_ERRORS[refusal.kind][0])
+            yield _dump(error_body(refusal))
+        else:
+            last = answer.usage_chunk(generation.usage, self._front.draft_len)
+            if last is not None:
+                yield _dump(last)
+        yield "[DONE]"
+
+    async def _chat_prompt(self, call: ChatCall) -> Prompt:
+        """The tokens of a conversation."""
+        if self._template is None or self._front.tokenizer is None:
+            raise Refusal(
+                Kind.INVALID,
+                f"the model {self._front.model_name!r} has no chat template: use /v1/completions, or add "
+                "chat_template.jinja to its tokenizer's directory",
+                code="no_chat_template",
+            )
+        length = sum(len(message["content"]) for message in call.messages)
+        work = partial(_encode_chat, self._template, self._front.tokenizer, call.messages)
+        try:
+            return work() if length <= SHORT_TEXT else await asyncio.to_thread(work)
+        except InvalidRequestError as error:
+            raise Refusal(Kind.INVALID, str(error), "messages") from None
+
+    def _model(self) -> dict[str, Any]:
+        return {"id": self._front.model_name, "object": "model", "created": self._created, "owned_by": "trtrun"}
+
+
+class _EventStream(EventSourceResponse):
+    """A stream of events that lets its generation go, whether it was read to its end, given up, or never begun."""
+
+    def __init__(self, generation: Generation, events: AsyncIterator[str]) -> None:
+        super().__init__(events, sep="\n", send_timeout=STALLED_SECONDS)
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI calls it."""
+        try:
+            await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            logger.info("a client has read nothing for %g s, and is left", STALLED_SECONDS)
+        finally:
+            self._generation.close()
+
+
+def error_body(refusal: Refusal) -> dict[str, Any]:
+    """A refusal as OpenAI's clients read it."""
+    kind = _ERRORS[refusal.kind][1]
+    return {"error": {"message": str(refusal), "type": kind, "param": refusal.field, "code": refusal.code}}
+
+
+def answer_refusal(refusal: Refusal) -> JSONResponse:
+    """The HTTP answer to a request that is not answered."""
+    headers = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
+    return JSONResponse(error_body(refusal), status_code=_ERRORS[refusal.kind][0], headers=headers)
+
+
+def _encode_chat(
+    template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]
+) -> tuple[int, ...]:
+    # The template writes special tokens itself, that of the beginning, too.
+    return tuple(tokenizer.encode(template.render(messages), add_special_tokens=False))
+
+
+async def _collect(generation: Generation) -> list[Piece]:
+    return [piece async for piece in generation]
+
+
+def _dump(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

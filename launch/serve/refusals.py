@@ -1,0 +1,58 @@
+"""Why a request is not answered, in no protocol's words: a kind and one line. Protocols give each kind their number.
+
+It knows no HTTP.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from trtrun.errors import TrtrunError
+
+
+class Kind(Enum):
+    """What went wrong, as far as a client can do something about it."""
+
+    INVALID = auto()
+    """The request is wrong: the same one will be refused again."""
+
+    UNKNOWN_MODEL = auto()
+    """There is no model of that name."""
+
+    UNAUTHORIZED = auto()
+    """It has no key, or none that is known."""
+
+    TOO_LARGE = auto()
+    """It has more bytes than are read."""
+
+    BUSY = auto()
+    """As many are in work as may be; it is welcome later."""
+
+    UNAVAILABLE = auto()
+    """The engine is starting, or the server is ending."""
+
+    TIMEOUT = auto()
+    """It was not done in time."""
+
+    FAILED = auto()
+    """It was begun and lost, for no fault of its own."""
+
+
+class Refusal(TrtrunError):
+    """A request that is not answered, or not any further.
+
+    Attributes:
+        kind: what went wrong.
+        field: of the request, that is wrong; None where it is none, or not a single one.
+        code: a word for programs; None where the kind says it all.
+        retry_after: seconds after which another try makes sense; None where none does.
+    """
+
+    def __init__(
+        self, kind: Kind, line: str, field: str | None = None, code: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(line)
+        self.kind = kind
+        self.field = field
+        self.code = code
+        self.retry_after = retry_after

@@ -1,0 +1,37 @@
+"""What the server tests share: the shipped pair with a chat template, and what `trtrun run` would write with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from servers import ONE_PROCESS, write_config
+
+from trtrun import LLM
+from trtrun.config import ASSETS, load_config
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    "# {{ message.role }}\n{{ message.content }}\n{% endfor %}{% if add_generation_prompt %}# answer\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped pair; its target has a chat template."""
+    folder = tmp_path_factory.mktemp("pair")
+    for name in ("target", "draft"):
+        (folder / name).mkdir()
+        for file in (ASSETS / name).iterdir():
+            (folder / name / file.name).symlink_to(file)
+    (folder / "target" / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llm(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """The same pair by the Python API, in this process."""
+    config = write_config(tmp_path_factory.mktemp("llm") / "llm.yaml", pair, ONE_PROCESS)
+    with LLM(config=load_config(config, ["kv_cache.max_tokens=8192"])) as llm:
+        yield llm

@@ -1,0 +1,198 @@
+"""Helpers of the server tests: the real command in a process of its own, its processes, its metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+T = TypeVar("T")
+ROOT = Path(__file__).resolve().parents[2]
+ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}
+THREE_RANKS = {"target": ["cpu:1"], "draft": ["cpu:0"]}
+PATIENCE = 150.0
+"""Seconds that anything may take on a busy machine before a test gives up on it."""
+
+_READY = re.compile(r"trtrun: (\S+) is served at (\S+), metrics at (\S+)$")
+
+
+class Server:
+    """A running `trtrun serve`.
+
+    Attributes:
+        process: the front.
+        lines: what it has said so far.
+        url, metrics_url: once it is ready.
+    """
+
+    def __init__(self, config: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "launch.cli", "serve", "--config", str(config), *arguments]
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        self.process = subprocess.Popen(
+            command,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **(environment or {})},
+        )
+        self.lines: list[str] = []
+        self.url = self.metrics_url = ""
+        self._news = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._news:
+                self.lines.append(line.rstrip("\n"))
+                self._news.notify_all()
+        with self._news:
+            self._news.notify_all()
+
+    def wait_for(self, text: str) -> str:
+        """The first line that holds `text`, once it is said."""
+        deadline = time.monotonic() + PATIENCE
+        with self._news:
+            while True:
+                found = [line for line in self.lines if text in line]
+                if found:
+                    return found[0]
+                assert self._reader.is_alive() and time.monotonic() < deadline, "\n".join(self.lines)
+                self._news.wait(1.0)
+
+    def wait_ready(self) -> Server:
+        """Wait until it says where it listens."""
+        ready = _READY.match(self.wait_for("is served at"))
+        assert ready is not None
+        _, self.url, self.metrics_url = ready.groups()
+        return self
+
+    def wait_ended(self) -> int:
+        """Its exit status, once it has ended and all is read that it has said."""
+        status = self.process.wait(timeout=PATIENCE)
+        self._reader.join(timeout=PATIENCE)
+        return status
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample by its name; labels are in it but for the model's name."""
+        text = httpx.get(self.metrics_url, timeout=PATIENCE, verify=False).raise_for_status().text
+        found = {}
+        for line in text.splitlines():
+            if not line.startswith("#"):
+                name, _, value = line.rpartition(" ")
+                found[re.sub(r'model_name="[^"]*",?', "", name).replace("{}", "").replace(",}", "}")] = float(value)
+        return found
+
+    def wait_idle(self) -> dict[str, float]:
+        """Wait until nothing runs or waits; returns the metrics of then."""
+        return wait_until(self._idle_metrics, "an idle engine")
+
+    def _idle_metrics(self) -> dict[str, float] | None:
+        metrics = self.metrics()
+        is_idle = metrics["trtrun:engine_up"] and not metrics["vllm:num_requests_running"]
+        return metrics if is_idle and not metrics["vllm:num_requests_waiting"] else None
+
+    def engine(self) -> int:
+        """Process id of the engine's first process: the engine itself, or the parent of its mpirun."""
+        return wait_until(lambda: next(iter(children_of(self.process.pid)), None), "an engine")
+
+    def rank(self, rank: int) -> int:
+        """Process id of a rank."""
+        return wait_until(lambda: ranks_below(self.process.pid).get(rank), f"rank {rank}")
+
+    def post(self, path: str, body: Any, **others: Any) -> httpx.Response:
+        """Post a body as JSON, or as it is where it is bytes."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return httpx.post(self.url + path, content=content, timeout=PATIENCE, **others)
+
+    def end(self) -> None:
+        """End it and all below it, whatever state it is in."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()  # the kernel takes its engine along
+        self.wait_ended()
+
+
+@contextmanager
+def serving(config: Path, *arguments: str) -> Iterator[Server]:
+    """A server that is ready, and is ended at the end."""
+    server = Server(config, *arguments)
+    try:
+        yield server.wait_ready()
+    finally:
+        server.end()
+
+
+def wait_until(ask: Callable[[], T | None], what: str) -> T:
+    """Wait for something that can be seen from outside."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        found = ask()
+        if found is not None:
+            return found
+        assert time.monotonic() < deadline, f"waited {PATIENCE:g} s for {what}"
+        threading.Event().wait(0.02)
+
+
+def write_config(path: Path, model: Path, devices: dict[str, list[str]], **sections: Any) -> Path:
+    """A configuration of a pair in `model`; JSON is YAML."""
+    values: dict[str, Any] = {name: {"model": str(model / name), "devices": slots} for name, slots in devices.items()}
+    values |= {"speculation": {"draft_len": 4}, "threads": 1}
+    values |= {"server": {"http_port": 0, "metrics_port": 0, "model_name": "pair", **sections.pop("server", {})}}
+    path.write_text(json.dumps(values | sections), encoding="utf-8")
+    return path
+
+
+def children_of(process: int) -> list[int]:
+    """Its child processes."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == process and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def ranks_below(process: int) -> dict[int, int]:
+    """Process ids of the MPI ranks that descend from a process, by rank."""
+    found: dict[int, int] = {}
+    waiting = children_of(process)
+    while waiting:
+        child = waiting.pop()
+        waiting += children_of(child)
+        try:
+            variables = Path(f"/proc/{child}/environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        for item in variables:
+            name, _, value = item.partition("=")
+            if name == "OMPI_COMM_WORLD_RANK":
+                found[int(value)] = child
+    return found
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

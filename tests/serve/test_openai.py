@@ -1,0 +1,314 @@
+"""The real `openai` client against a server on the shipped pair: the tokens and texts of `trtrun run`, in every way to
+ask for them; cancels; and a table of bad requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from servers import ONE_PROCESS, PATIENCE, Server, serving, write_config
+
+from launch.serve.openai_types import CHAT_FIELDS, COMPLETION_FIELDS
+from trtrun import LLM, SamplingParams
+from trtrun.outputs import RequestOutput
+
+pytestmark = pytest.mark.timeout(300)
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
+SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 7, "max_tokens": 24, "presence_penalty": 0.4}
+LONG: dict[str, Any] = {"temperature": 0, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
+PROMPT = "def main("
+MESSAGES: list[Any] = [
+    {"role": "user", "content": "write a loop"},
+    {"role": "assistant", "content": [{"type": "text", "text": "for"}, {"type": "text", "text": "while"}]},
+]
+CHAT_PROMPT = "# user\nwrite a loop\n# assistant\nfor\nwhile\n# answer\n"
+
+
+@pytest.fixture(scope="module")
+def server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    config = write_config(
+        tmp_path_factory.mktemp("serve") / "serve.yaml",
+        pair,
+        ONE_PROCESS,
+        scheduler={"max_batch_size": 8},
+        kv_cache={"max_tokens": 16384},
+        server={"max_queue": 24, "max_body_bytes": 20000},
+    )
+    with serving(config) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="-", timeout=PATIENCE, max_retries=0) as client:
+        yield client
+
+
+def expected(llm: LLM, prompt: Any, options: dict[str, Any]) -> RequestOutput:
+    options = {name: value for name, value in options.items() if name != "extra_body"} | options.get("extra_body", {})
+    return llm.generate([prompt], SamplingParams(**options))[0]
+
+
+@pytest.mark.parametrize("options", [GREEDY, SEEDED], ids=["greedy", "seed"])
+def test_completions_are_those_of_the_python_api(client: openai.OpenAI, llm: LLM, options: dict[str, Any]) -> None:
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.encode("import os")
+    options = {**options, "n": 2, "logprobs": 3}
+    prompts: Any = [PROMPT, ids]
+    answer = client.completions.create(model="pair", prompt=prompts, **options, extra_body={"return_token_ids": True})
+    outputs = [expected(llm, prompt, options) for prompt in prompts]
+    completions = [completion for output in outputs for completion in output.completions]
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    for choice, completion in zip(answer.choices, completions, strict=True):
+        assert choice.text == completion.text and choice.finish_reason == completion.finish_reason
+        assert tuple(choice.token_ids) == completion.token_ids  # type: ignore[attr-defined]
+        assert choice.logprobs is not None and choice.logprobs.token_logprobs == pytest.approx(
+            [entry.logprob for entry in completion.logprobs or ()], abs=1e-5
+        )
+        assert all(len(top) <= 3 for top in choice.logprobs.top_logprobs or ())
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == sum(len(output.prompt_token_ids) for output in outputs)
+    assert answer.usage.completion_tokens == sum(len(completion.token_ids) for completion in completions)
+
+
+@pytest.mark.parametrize("options", [GREEDY, SEEDED], ids=["greedy", "seed"])
+def test_streams_add_up_to_the_same(client: openai.OpenAI, llm: LLM, options: dict[str, Any]) -> None:
+    options = {**options, "n": 2, "stop": ["\n\n", "zzz"]}
+    chunks = list(
+        client.completions.create(
+            model="pair", prompt=PROMPT, **options, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    completions = expected(llm, PROMPT, options).completions
+    for completion in completions:
+        own = [choice for chunk in chunks for choice in chunk.choices if choice.index == completion.index]
+        assert "".join(choice.text for choice in own) == completion.text
+        assert [choice.finish_reason for choice in own][-1] == completion.finish_reason
+    last = chunks[-1]
+    assert last.choices == [] and last.usage is not None
+    assert last.usage.completion_tokens == sum(len(completion.token_ids) for completion in completions)
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    speculation = last.metrics["speculative_decoding"]  # type: ignore[attr-defined]
+    assert speculation["num_spec_tokens"] == 4 and len(speculation["acceptance_histogram"]) == 5
+    assert sum(speculation["acceptance_histogram"]) == speculation["num_spec_steps"] > 0
+    accepted = sum(place * count for place, count in enumerate(speculation["acceptance_histogram"]))
+    assert accepted == speculation["num_accepted_draft_tokens"] <= speculation["num_draft_tokens"]
+    assert speculation["mean_acceptance_length"] == pytest.approx(
+        1 + accepted / speculation["num_spec_steps"], abs=1e-4
+    )
+
+
+@pytest.mark.parametrize("options", [GREEDY, SEEDED], ids=["greedy", "seed"])
+def test_a_chat_is_the_completion_of_its_templates_text(
+    client: openai.OpenAI, llm: LLM, options: dict[str, Any]
+) -> None:
+    options = {**options, "extra_body": {"ignore_eos": True, "min_tokens": 5, "top_k": 50}}
+    (completion,) = expected(llm, CHAT_PROMPT, options).completions
+    answer = client.chat.completions.create(model="pair", messages=MESSAGES, logprobs=True, top_logprobs=2, **options)
+    (choice,) = answer.choices
+    assert choice.message.content == completion.text and choice.message.role == "assistant"
+    assert choice.finish_reason == completion.finish_reason
+    assert choice.logprobs is not None and len(choice.logprobs.content or ()) == len(completion.token_ids)
+    assert all(len(entry.top_logprobs) == 2 for entry in choice.logprobs.content or ())
+    chunks = list(client.chat.completions.create(model="pair", messages=MESSAGES, stream=True, **options))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == completion.text
+    assert chunks[-1].choices[0].finish_reason == completion.finish_reason
+
+
+def test_models_health_version_and_request_ids(client: openai.OpenAI, server: Server) -> None:
+    assert [model.id for model in client.models.list()] == ["pair"]
+    assert client.models.retrieve("pair").owned_by == "trtrun"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    assert httpx.get(server.url + "/health").json() == {"status": "ok"}
+    assert httpx.get(server.url + "/version").json()["version"]
+    answers = [httpx.get(server.url + "/health", headers={"x-request-id": sent}) for sent in ("mine", "x" * 200)]
+    assert answers[0].headers["x-request-id"] == "mine"
+    assert len(answers[1].headers["x-request-id"]) == 32
+    assert "access-control-allow-origin" not in answers[0].headers
+
+
+async def use_and_leave(server: Server, llm_texts: dict[int, str]) -> None:
+    """16 clients at once: some read to the end, some cancel, some go away without a word."""
+    async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="-", timeout=PATIENCE, max_retries=0) as client:
+
+        async def read(number: int) -> None:
+            prompt = f"def f{number}("
+            if number % 4 == 3:  # without a stream
+                request = client.completions.create(model="pair", prompt=prompt, **LONG)
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(request, 0.5)
+                return
+            stays = number % 2 == 0
+            options = GREEDY if stays else LONG
+            stream = await client.completions.create(model="pair", prompt=prompt, stream=True, **options)
+            text = ""
+            async for chunk in stream:
+                text += chunk.choices[0].text
+                if not stays:
+                    await stream.close()
+                    return
+            assert text == llm_texts[number]
+
+        await asyncio.gather(*(read(number) for number in range(16)))
+
+
+def test_clients_come_and_go_and_all_blocks_are_free_afterwards(server: Server, llm: LLM) -> None:
+    before = server.wait_idle()
+    texts = {number: expected(llm, f"def f{number}(", GREEDY).completions[0].text for number in range(0, 16, 2)}
+    asyncio.run(use_and_leave(server, texts))
+    metrics = server.wait_idle()
+    assert metrics["vllm:kv_cache_usage_perc"] == 0
+    aborted = metrics["trtrun:requests_aborted_total"] - before["trtrun:requests_aborted_total"]
+    assert aborted == 8
+    name = 'vllm:request_success_total{finished_reason="length"}'
+    assert metrics[name] - before.get(name, 0) == sum(1 for text in texts.values() if text)
+    assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
+    assert metrics["vllm:time_to_first_token_seconds_count"] > 0
+
+
+def test_a_full_queue_is_429_and_nobody_else_is_hurt(client: openai.OpenAI, server: Server) -> None:
+    before = server.wait_idle()["trtrun:rounds_total"]
+    stream = client.completions.create(model="pair", prompt=PROMPT, n=30, stream=True, **LONG)
+    assert next(stream).choices
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.completions.create(model="pair", prompt=PROMPT, n=5, **GREEDY)
+    assert caught.value.code == "queue_full" and caught.value.response.headers["retry-after"] == "1"
+    stream.close()
+    # 30 completions of 900 tokens, in 8 rows of at most 5 tokens a round, would take 675 rounds.
+    assert server.wait_idle()["trtrun:rounds_total"] - before < 600
+    assert client.completions.create(model="pair", prompt=PROMPT, n=5, **{**GREEDY, "max_tokens": 1}).choices
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    values = {"model": "pair", "prompt": "x", "max_tokens": 2, **changes}
+    return {name: value for name, value in values.items() if value != "absent"}
+
+
+def chat(**changes: Any) -> dict[str, Any]:
+    return body(**{"prompt": "absent", "messages": [{"role": "user", "content": "x"}], **changes})
+
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+BAD: list[tuple[str, Any, int, str]] = [
+    (COMPLETIONS, b"{", 400, "not valid JSON: Expecting property name"),
+    (COMPLETIONS, b"\xff", 400, "byte 1 is not valid UTF-8"),
+    (COMPLETIONS, b"[" * 10000, 400, "nested too deeply"),
+    (COMPLETIONS, b'{"model": "pair", "model": "pair"}', 400, "stands twice"),
+    (COMPLETIONS, b'{"seed": ' + b"9" * 5000 + b"}", 400, "digits"),
+    (COMPLETIONS, [], 400, "must be a JSON object"),
+    (COMPLETIONS, b"x" * 20001, 413, "larger than 20000 bytes"),
+    (COMPLETIONS, body(model="other"), 404, 'no model "other"'),
+    (COMPLETIONS, body(model="absent"), 404, "model is missing"),
+    (COMPLETIONS, body(prompt="absent"), 400, "prompt is missing"),
+    (COMPLETIONS, body(prompt=""), 400, "prompt is empty"),
+    (COMPLETIONS, body(prompt=[]), 400, "prompt must be"),
+    (COMPLETIONS, body(prompt={}), 400, "prompt must be"),
+    (COMPLETIONS, body(prompt=[1, "x"]), 400, "prompt must be"),
+    (COMPLETIONS, body(prompt=["x", [1.5]]), 400, "prompt must be"),
+    (COMPLETIONS, body(prompt=[[4096]]), 400, "between 0 and 4095"),
+    (COMPLETIONS, body(prompt=[-1]), 400, "between 0 and 4095"),
+    (COMPLETIONS, body(prompt="\ud800"), 400, "surrogate"),
+    (COMPLETIONS, body(prompt=[5] * 2000), 400, "max_seq_len 1024"),
+    (COMPLETIONS, body(prompt=["x"] * 1025), 400, "1 to 1024 prompts"),
+    (COMPLETIONS, body(promt="x"), 400, "did you mean 'prompt'?"),
+    (COMPLETIONS, body(temprature=1), 400, "did you mean 'temperature'?"),
+    (COMPLETIONS, body(temperature="hot"), 400, "temperature must be a finite number"),
+    (COMPLETIONS, body(temperature=-1), 400, "temperature must be 0 or"),
+    (COMPLETIONS, b'{"model": "pair", "prompt": "x", "temperature": NaN}', 400, "finite"),
+    (COMPLETIONS, body(max_tokens=0), 400, "max_tokens must be at least 1"),
+    (COMPLETIONS, body(max_tokens=True), 400, "whole number"),
+    (COMPLETIONS, body(n=0), 400, "n must be between 1 and 128"),
+    (COMPLETIONS, body(n=100), 400, "more than the 32"),
+    (COMPLETIONS, body(seed=-1), 400, "seed must be between"),
+    (COMPLETIONS, body(logprobs=21), 400, "logprobs must be between 0 and 20"),
+    (COMPLETIONS, body(logprobs=True), 400, "logprobs must be a whole number"),
+    (COMPLETIONS, body(stop=[""]), 400, "empty text"),
+    (COMPLETIONS, body(stop=5), 400, "stop must be"),
+    (COMPLETIONS, body(stop_token_ids=[4096]), 400, "stop_token_ids: 4096"),
+    (COMPLETIONS, body(logit_bias={"a": 1}), 400, "is not a token id"),
+    (COMPLETIONS, body(logit_bias={"5": 101}), 400, "between -100 and 100"),
+    (COMPLETIONS, body(min_tokens=5), 400, "min_tokens is 5, more than max_tokens"),
+    (COMPLETIONS, body(stream="yes"), 400, "stream must be true or false"),
+    (COMPLETIONS, body(stream_options={"include_usage": True}), 400, "needs stream"),
+    (COMPLETIONS, body(stream=True, stream_options={"usage": True}), 400, "include_usage"),
+    (COMPLETIONS, body(echo=True), 400, "echo is not supported"),
+    (COMPLETIONS, body(best_of=3), 400, "best_of is not supported"),
+    (COMPLETIONS, body(suffix="y"), 400, "suffix is not supported"),
+    (COMPLETIONS, body(messages=[]), 400, "unknown field"),
+    (CHATS, chat(messages="absent"), 400, "messages is missing"),
+    (CHATS, chat(messages=[]), 400, "one message at least"),
+    (CHATS, chat(messages=["x"]), 400, "messages[0] must be an object"),
+    (CHATS, chat(messages=[{"role": "tool", "content": "x"}]), 400, "role must be one of"),
+    (CHATS, chat(messages=[{"role": "user", "content": 5}]), 400, "content must be"),
+    (CHATS, chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]), 400, "reads text alone"),
+    (CHATS, chat(messages=[{"role": "user", "content": "x", "tool_calls": [1]}]), 400, "not supported"),
+    (CHATS, chat(messages=[{"role": "system", "content": "x"}]), 400, "no system here"),
+    (CHATS, chat(top_logprobs=2), 400, "needs logprobs"),
+    (CHATS, chat(logprobs=True, top_logprobs=21), 400, "between 0 and 20"),
+    (CHATS, chat(max_completion_tokens=3), 400, "mean the same"),
+    (CHATS, chat(tools=[{"type": "function"}]), 400, "tools is not supported"),
+    (CHATS, chat(response_format={"type": "json_object"}), 400, "response_format is not supported"),
+    (CHATS, chat(prompt="x"), 400, "unknown field"),
+    ("/v1/embeddings", body(), 404, "Not Found"),
+]
+
+
+def test_bad_requests_are_one_line_that_says_what_is_wrong(server: Server) -> None:
+    for path, values, status, text in BAD:
+        answer = server.post(path, values)
+        assert answer.status_code == status, (path, values if len(str(values)) < 200 else "", answer.text)
+        error = answer.json()["error"]
+        assert text in error["message"] and "\n" not in error["message"] and len(error["message"]) < 1000, error
+        assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+        assert "Traceback" not in answer.text
+    assert httpx.get(server.url + COMPLETIONS).status_code == 405
+    server.wait_idle()
+    assert not [line for line in server.lines if "Traceback" in line]
+
+
+def test_what_is_openais_and_changes_nothing_is_accepted(server: Server) -> None:
+    ignored = {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "seed": None}
+    harmless = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "parallel_tool_calls": True}
+    assert server.post(COMPLETIONS, body(**ignored, echo=False, best_of=1, suffix=None)).status_code == 200
+    assert server.post(CHATS, chat(**ignored, **harmless)).status_code == 200
+
+
+ODD: list[Any] = [
+    None, True, 0, -1, 2**63, 2**200, 1.5, 1e308, "", "x", "\u0000", "é" * 5000, [], [[]], ["x", None], [0, 1], {},
+    {"a": 1}, {"5": 1e9}, [{"role": "user"}], [{"role": "user", "content": ["x"]}], [[1, 2], [3]], "\ud83d", [True],
+]  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4))
+def test_random_bodies_are_answered_or_refused_in_one_line(server: Server, seed: int) -> None:
+    choose = random.Random(seed)
+    names = sorted(COMPLETION_FIELDS | CHAT_FIELDS | {"nothing"})
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+        for _ in range(250):
+            path = choose.choice([COMPLETIONS, CHATS, "/v1/models", "/health", "/v1/models/x", "/"])
+            values = choose.choice([body, chat])()
+            for name in choose.sample(names, choose.randint(0, 3)):
+                values[name] = choose.choice(ODD)
+            content = json.dumps(values).encode()
+            if choose.random() < 0.2:  # damaged on the way
+                place = choose.randrange(len(content))
+                content = content[:place] + choose.randbytes(choose.randint(0, 4)) + content[place + 1 :]
+            answer = client.request(choose.choice(["POST", "POST", "POST", "GET", "PUT"]), path, content=content)
+            assert answer.status_code in (200, 400, 404, 405, 413), (values, answer.text)
+            if answer.status_code != 200 and answer.request.method != "HEAD":
+                message = answer.json()["error"]["message"]
+                assert "\n" not in message and "Traceback" not in message
+            elif values.get("stream") is True and "data: " in answer.text:
+                assert answer.text.rstrip().endswith("data: [DONE]") and '"error"' not in answer.text
+    server.wait_idle()
+    assert not [line for line in server.lines if "Traceback" in line or "ERROR" in line]

@@ -1,0 +1,479 @@
+"""The parts of the server, each by itself: messages, requests that outlive engines, the door, restarts, templates."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.commands import serve as serve_command
+from launch.serve import messages
+from launch.serve.chat_template import ChatTemplate, read_chat_template
+from launch.serve.engine_client import EngineClient, EngineRequest, Inbox
+from launch.serve.engine_keeper import RestartLimit
+from launch.serve.http_requests import Keys, parse_json
+from launch.serve.http_server import is_loopback, listen
+from launch.serve.limits import Door
+from launch.serve.messages import Abort, Delta, Ended, Generate, MessageError, Ready, encode, read_message
+from launch.serve.metrics import FrontMetrics
+from launch.serve.refusals import Kind, Refusal
+from trtrun.config import make_config
+from trtrun.core import RequestStatistics, TokenLogprobs
+from trtrun.errors import CheckpointError, ConfigError, InvalidRequestError
+from trtrun.outputs import CompletionDelta
+from trtrun.sampling_params import SamplingParams
+from trtrun.scheduling.limits import SchedulerLimits
+
+LIMITS = SchedulerLimits(4, 64, 256, 256, 4, 16, 32)
+SAMPLING = SamplingParams(temperature=0.8, seed=3, max_tokens=9, n=2, logit_bias={5: 1.5}, stop=("x",), logprobs=2)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+def reader_of(data: bytes) -> asyncio.StreamReader:
+    reader = asyncio.StreamReader()
+    reader.feed_data(data)
+    reader.feed_eof()
+    return reader
+
+
+def delta_of(
+    tokens: tuple[int, ...], finish_reason: str | None = None, index: int = 0, rounds: int = 1
+) -> CompletionDelta:
+    statistics = RequestStatistics(
+        num_rounds=rounds, num_draft_tokens=4, num_accepted_draft_tokens=1, acceptance_histogram=[0, rounds]
+    )
+    logprobs = tuple(TokenLogprobs(token, -0.25, ((token, -0.25), (1, -2.5))) for token in tokens)
+    return CompletionDelta("request 0", index, tokens, "é" * len(tokens), statistics, logprobs, finish_reason)
+
+
+# Messages.
+
+
+def test_messages_come_back_as_they_were_sent() -> None:
+    async def check() -> None:
+        generate = Generate.of("request 0", (1, 2), SAMPLING, {1: (7, 8)})
+        others: list[messages.Message] = [
+            Delta.of(delta_of((3, 4), "stop")),
+            Ended(request_id="a", error="b"),
+            Abort(request_id="c"),
+            Ready(version="1", config_hash="h", limits=asdict(LIMITS)),
+        ]
+        reader = reader_of(b"".join(map(encode, [generate, *others])))
+        read = await read_message(reader)
+        assert isinstance(read, Generate) and read.sampling_params() == SAMPLING
+        assert (read.request_id, read.prompt_token_ids, read.generated) == ("request 0", (1, 2), {1: (7, 8)})
+        for message in others:
+            assert await read_message(reader) == message
+        assert await read_message(reader) is None
+        assert Ready.scheduler_limits(others[-1]) == LIMITS  # type: ignore[arg-type]
+        back = Delta.of(delta_of((3, 4), "stop")).completion_delta()
+        assert back == delta_of((3, 4), "stop")
+
+    run(check())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{}", b"[]", b'{"kind": "abort"}', b'{"kind": "abort", "request_id": 5}', b'{"kind": "os.system"}',
+     b'{"kind": "abort", "request_id": "a", "more": 1}', b"\x80\x04\x95"],
+)  # fmt: skip
+def test_what_is_no_message_is_refused(body: bytes) -> None:
+    async def check() -> None:
+        with pytest.raises(MessageError):
+            await read_message(reader_of(len(body).to_bytes(4, "big") + body))
+
+    run(check())
+
+
+def test_messages_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MOST_BYTES", 100)
+    with pytest.raises(MessageError, match="larger than 100"):
+        encode(Abort(request_id="a" * 100))
+
+    async def check() -> None:
+        with pytest.raises(MessageError, match="announces a message of 101 bytes"):
+            await read_message(reader_of((101).to_bytes(4, "big")))
+        assert await read_message(reader_of((50).to_bytes(4, "big") + b"{")) is None
+
+    run(check())
+
+
+# Requests that outlive engines. The engines here speak the protocol and compute nothing.
+
+
+class Engine:
+    """The engine's side of one connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self.writer = reader, writer
+
+    @classmethod
+    async def connect(cls, socket: Path) -> Engine:
+        engine = cls(*await asyncio.open_unix_connection(socket))
+        engine.send(Ready(version="1", config_hash="h", limits=asdict(LIMITS)))
+        return engine
+
+    def send(self, message: messages.Message) -> None:
+        self.writer.write(encode(message))
+
+    async def hear(self) -> Any:
+        return await read_message(self._reader)
+
+    async def die(self, client: EngineClient) -> None:
+        self.writer.close()
+        while client.ready is not None:
+            await asyncio.sleep(0)
+
+
+def with_client(tmp_path: Path, check: Callable[[EngineClient, Path], Coroutine[Any, Any, None]]) -> None:
+    async def work() -> None:
+        client, socket = EngineClient(), tmp_path / "engine"
+        await client.listen(socket)
+        try:
+            await check(client, socket)
+        finally:
+            client.close()
+
+    run(work())
+
+
+def test_a_request_goes_to_the_next_engine_with_its_tokens(tmp_path: Path) -> None:
+    async def check(client: EngineClient, socket: Path) -> None:
+        inbox = Inbox()
+        client.start([EngineRequest((1, 2), SAMPLING)], inbox)  # before there is an engine
+        first = await Engine.connect(socket)
+        asked = await first.hear()
+        assert asked.generated is None and asked.sampling_params() == SAMPLING
+        first.send(Delta.of(delta_of((3, 4))))
+        first.send(Delta.of(delta_of((5,), "stop", index=1)))
+        assert {delta.index for _, delta in await inbox.take()} <= {0, 1}
+        first.send(Delta.of(delta_of((6,), rounds=3)))
+        while client._requests["request 0"].generated != {0: [3, 4, 6]}:
+            await asyncio.sleep(0)
+        await first.die(client)
+        second = await Engine.connect(socket)
+        asked = await second.hear()
+        assert asked.generated == {0: (3, 4, 6)}  # the other completion has ended
+        second.send(Delta.of(delta_of((7,), "length", rounds=2)))
+        while client.num_requests:
+            await asyncio.sleep(0)
+        (last,) = [delta for _, delta in await inbox.take() if delta.index == 0]
+        assert last.token_ids[-1] == 7 and last.finish_reason == "length"
+        # Counters go on, though the second engine began at zero.
+        assert last.statistics.num_rounds == 3 + 2 and last.statistics.acceptance_histogram == [0, 5]
+        assert last.statistics.num_draft_tokens == 8
+        second.writer.close()
+
+    with_client(tmp_path, check)
+
+
+def test_a_request_that_ends_engines_is_ended(tmp_path: Path) -> None:
+    async def check(client: EngineClient, socket: Path) -> None:
+        inboxes = [Inbox(), Inbox()]
+        for inbox in inboxes:
+            client.start([EngineRequest((1,), SAMPLING)], inbox)
+        for number in range(3):
+            engine = await Engine.connect(socket)
+            assert {(await engine.hear()).request_id for _ in range(2)} == {"request 0", "request 1"}
+            engine.send(Delta.of(delta_of((3 + number,))))  # request 0 gets on, the other does not
+            await inboxes[0].take()
+            await engine.die(client)
+        with pytest.raises(Refusal, match="ended 3 times in a row") as caught:
+            await inboxes[1].take()
+        assert caught.value.kind is Kind.FAILED
+        assert client.num_requests == 1
+
+    with_client(tmp_path, check)
+
+
+def test_aborted_and_refused_requests_are_not_given_back(tmp_path: Path) -> None:
+    async def check(client: EngineClient, socket: Path) -> None:
+        engine = await Engine.connect(socket)
+        while client.ready is None:
+            await asyncio.sleep(0)
+        inboxes = [Inbox(), Inbox()]
+        ids = [client.start([EngineRequest((1,), SAMPLING)], inbox)[0] for inbox in inboxes]
+        assert [(await engine.hear()).kind for _ in ids] == ["generate", "generate"]
+        client.abort([ids[0], "unknown"])
+        assert await engine.hear() == Abort(request_id=ids[0])
+        engine.send(Ended(request_id=ids[1], error="too long"))
+        with pytest.raises(Refusal, match="too long"):
+            await inboxes[1].take()
+        await engine.die(client)
+        assert client.num_requests == 0
+
+    with_client(tmp_path, check)
+
+
+def test_only_one_engine_is_listened_to_and_it_has_to_speak_the_protocol(tmp_path: Path) -> None:
+    async def check(client: EngineClient, socket: Path) -> None:
+        reader, writer = await asyncio.open_unix_connection(socket)
+        writer.write(b"GET / HTTP/1.1\r\n\r\n")
+        assert await reader.read() == b"" and client.ready is None
+        first = await Engine.connect(socket)
+        while client.ready is None:
+            await asyncio.sleep(0)
+        second = await Engine.connect(socket)
+        assert await second.hear() is None
+        assert client.ready is not None
+        inbox = Inbox()
+        client.start([EngineRequest((1,), SAMPLING)], inbox)
+        client.drop()  # its process has ended, though something still speaks
+        first.send(Delta.of(delta_of((3,))))
+        third = await Engine.connect(socket)
+        assert (await third.hear()).generated is None
+        third.send(Delta.of(delta_of((4,))))
+        assert [delta.token_ids for _, delta in await inbox.take()] == [(4,)]
+        third.writer.close()
+
+    with_client(tmp_path, check)
+
+
+def test_an_engine_that_is_not_accepted_gets_nothing(tmp_path: Path) -> None:
+    async def check(client: EngineClient, socket: Path) -> None:
+        client.start([EngineRequest((1,), SAMPLING)], Inbox())
+        client.accepts = lambda ready: ready.config_hash == "other"
+        engine = await Engine.connect(socket)
+        assert await engine.hear() is None and client.ready is None and client.num_requests == 1
+
+    with_client(tmp_path, check)
+
+
+def test_a_slow_reader_gets_one_delta_a_completion() -> None:
+    async def check() -> None:
+        inbox = Inbox()
+        for token in range(50):
+            inbox.put(1, delta_of((token,)))
+        inbox.put(0, delta_of((7,)))
+        inbox.end(Refusal(Kind.TIMEOUT, "late"))
+        inbox.end(Refusal(Kind.FAILED, "later"))
+        taken = dict(await inbox.take())
+        assert taken[1].token_ids == tuple(range(50)) and len(taken[1].logprobs or ()) == 50
+        assert taken[0].token_ids == (7,)
+        for _ in range(2):
+            with pytest.raises(Refusal, match="late"):
+                await inbox.take()
+
+    run(check())
+
+
+# The door, restarts, keys.
+
+
+def refusal_of(work: Callable[[], object]) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        work()
+    return caught.value
+
+
+def test_the_door_counts_completions_and_requests() -> None:
+    async def check() -> None:
+        door = Door(max_running=4, max_queue=2, max_streams=3)
+        assert refusal_of(lambda: door.enter(1)).kind is Kind.UNAVAILABLE
+        door.is_open = True
+        tickets = [door.enter(4), door.enter(1)]
+        assert refusal_of(lambda: door.enter(2)).code == "queue_full"
+        assert refusal_of(lambda: door.enter(7)).kind is Kind.INVALID
+        tickets.append(door.enter(1))
+        tickets[0].leave()
+        tickets[0].leave()
+        assert (door.num_completions, door.num_requests) == (2, 2)
+        tickets[0] = door.enter(1)
+        assert refusal_of(lambda: door.enter(1)).code == "too_many_streams"
+        door.is_closing = True
+        assert refusal_of(lambda: door.enter(1)).code == "server_ending"
+        assert not await door.wait_empty(0.0)
+        waiting = asyncio.create_task(door.wait_empty(60))
+        await asyncio.sleep(0)
+        for ticket in tickets:
+            ticket.leave()
+        assert await waiting and door.num_completions == 0
+
+    run(check())
+
+
+def test_restarts_are_counted_within_their_window() -> None:
+    now = 0.0
+    limit = RestartLimit(2, 10.0, clock=lambda: now)
+    assert limit.allow() and limit.allow() and not limit.allow()
+    assert str(limit) == "2 of 2 within 10 s"
+    now = 10.5
+    assert limit.allow() and str(limit) == "1 of 2 within 10 s"
+    assert not RestartLimit(0, 10.0).allow()
+
+
+def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(" one \n\ntwo\n")
+    assert len(Keys.read(file)._digests) == 2 and not Keys.read(None).are_needed
+    file.write_text("\n \n")
+    with pytest.raises(ConfigError, match="holds no API key"):
+        Keys.read(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Keys.read(tmp_path / "none")
+
+
+def test_bodies_that_are_no_json_are_one_line() -> None:
+    assert parse_json(b'{"a": [1, null]}') == {"a": [1, None]}
+    for body in (b"", b"{", b"\xc3", b"[" * 100000, b"1" * 100000, b'{"a":1,"a":2}'):
+        assert "\n" not in str(refusal_of(lambda body=body: parse_json(body)))  # type: ignore[misc]
+
+
+def test_connections_do_not_wait_for_acknowledgements() -> None:
+    listener = listen("127.0.0.1", 0, "server.http_port")
+    with listener.socket, socket.create_connection(("127.0.0.1", listener.port)):
+        assert is_loopback(listener)
+        listener.socket.settimeout(60)
+        accepted, _ = listener.socket.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+# Metrics.
+
+
+def test_totals_go_on_over_engines_and_names_are_vllms() -> None:
+    metrics = FrontMetrics('a "model"')
+    observed = metrics.begin(10, 1.0)
+    before = None
+    for rounds, now in ((1, 1.5), (3, 2.0)):
+        delta = delta_of((1, 2), "stop" if rounds == 3 else None, rounds=rounds)
+        observed.observe(0, delta, before, now)
+        before = delta.statistics
+    observed.end(is_whole=True, now=3.0)
+    status = messages.Status(
+        num_running=1, num_waiting=2, num_free_blocks=3, num_blocks=4, totals={"num_rounds": 7, "verifying_s": 0.5}
+    )
+    text = metrics.render(status).decode()
+    metrics.count_loss()
+    metrics.count_restart()
+    later = metrics.render(status).decode()
+    labels = 'model_name="a \\"model\\""'
+    for line in (
+        f"vllm:prompt_tokens_total{{{labels}}} 10.0",
+        f"vllm:generation_tokens_total{{{labels}}} 4.0",
+        f"vllm:spec_decode_num_drafts_total{{{labels}}} 3.0",
+        f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} 4.0",
+        f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} 1.0",
+        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="0"}} 3.0',
+        f"vllm:time_to_first_token_seconds_sum{{{labels}}} 0.5",
+        f"vllm:e2e_request_latency_seconds_sum{{{labels}}} 2.0",
+        f"vllm:num_requests_running{{{labels}}} 1.0",
+        f"vllm:num_requests_waiting{{{labels}}} 2.0",
+        f"vllm:kv_cache_usage_perc{{{labels}}} 0.25",
+        f"trtrun:rounds_total{{{labels}}} 7.0",
+    ):
+        assert line in text
+    assert f"trtrun:rounds_total{{{labels}}} 14.0" in later
+    assert f"trtrun:engine_restarts_total{{{labels}}} 1.0" in later
+    assert f"trtrun:engine_up{{{labels}}} 0.0" in metrics.render(None).decode()
+
+
+# Chat templates.
+
+
+def template_of(folder: Path, source: object, **config: object) -> ChatTemplate:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": source, **config}))
+    template = read_chat_template(folder)
+    assert template is not None
+    return template
+
+
+MESSAGES = [{"role": "user", "content": "héllo"}, {"role": "assistant", "content": "<b>"}]
+
+
+def test_templates_are_rendered_as_transformers_does(tmp_path: Path) -> None:
+    source = (
+        "{{ bos_token }}{% for message in messages %}\n  {% if loop.first %}\n[{{ message['role'] }}]{% endif %}\n"
+        "{% generation %}{{ message.content | tojson }}{% endgeneration %}\n"
+        "{% if loop.index == 2 %}{% break %}{% endif %}\n"
+        "{% endfor %}\n{% if add_generation_prompt %}<go>{{ eos_token }}{% endif %}"
+    )
+    template = template_of(tmp_path, source, bos_token="<s>", eos_token={"content": "</s>"})
+    transformers = pytest.importorskip("transformers.utils.chat_template_utils")
+    (theirs,), _ = transformers.render_jinja_template(
+        conversations=[MESSAGES], chat_template=source, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
+    )
+    assert template.render(MESSAGES) == theirs
+
+
+def test_the_file_goes_first_and_default_is_taken_of_several(tmp_path: Path) -> None:
+    named = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "default"}]
+    assert template_of(tmp_path, named).render(MESSAGES) == "default"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert template_of(tmp_path, named).render(MESSAGES) == "file"
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert read_chat_template(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{% set x = messages.__class__ %}{{ x() }}",
+        "{{ messages[0].update({'role': 'x'}) }}",
+        "{{ raise_exception('no') }}",
+        "{% for i in range(999999999) %}{% endfor %}",
+        "{% include '/etc/passwd' %}",
+        "{{ 1 / 0 }}",
+        "{{ nothing.more }}",
+    ],
+)
+def test_templates_stay_in_their_sandbox(tmp_path: Path, source: str) -> None:
+    template = template_of(tmp_path, source)
+    messages_before = json.dumps(MESSAGES)
+    with pytest.raises(InvalidRequestError, match="messages: the model's chat template") as caught:
+        template.render(MESSAGES)
+    assert "\n" not in str(caught.value) and json.dumps(MESSAGES) == messages_before
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{", 5, {"a": 1}])
+def test_what_is_no_template_is_refused(tmp_path: Path, source: object) -> None:
+    with pytest.raises(CheckpointError, match="template"):
+        template_of(tmp_path, source)
+
+
+# The command line and the configuration.
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"http_prot": 1}, r"server\.http_prot: unknown key \(did you mean 'http_port'\?\)"),
+        ({"http_port": 70000}, r"server\.http_port: must be less than or equal to 65535"),
+        ({"tls_cert": "x"}, r"server: tls_key: missing: TLS needs server\.tls_cert and server\.tls_key, both"),
+        ({"max_restarts": True}, r"server\.max_restarts: must be a number, not true"),
+        ({"host": "a\nb"}, r"server\.host: .* must be one line of text"),
+    ],
+)
+def test_the_server_section_is_checked(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config({"target": {"model": "asset:target", "devices": ["cpu:0"]}, "speculation": {"method": "none"},
+                     "server": values})  # fmt: skip
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_command.check_extra()
+    monkeypatch.setattr(serve_command, "LIBRARIES", ("jinja2", "no_such_library"))
+    with pytest.raises(ConfigError, match=r"of which no_such_library is missing: pip install 'trtrun\[serve\]'"):
+        serve_command.check_extra()
+
+
+def test_other_commands_do_not_need_it() -> None:
+    code = "import sys, launch.cli; print(sorted({*%r} & set(sys.modules)))" % (serve_command.LIBRARIES,)  # noqa: UP031
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"
