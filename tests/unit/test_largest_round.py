@@ -114,7 +114,7 @@ class Counters:
 def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 1000 MiB: five large rounds take 30 each, and 5 each beside the allocator; each graph more takes 1 MiB."""
+    """Of 1000 MiB: five large rounds take 30 each, and 5 each beside the allocator, a small one 2 and for each graph 1."""
     monkeypatch.setattr(startup, "capture_for", lambda device: lambda work: work)
     settings = {**SETTINGS, "kv_cache": {"max_tokens": None, "block_size": 4, "free_memory_fraction": 1.0}}
     target = make_checkpoint(tmp_path / "target", seed=1)
@@ -128,12 +128,12 @@ def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
         is_small = len(played) == 5
         played.append(plan)
         captured = rehearsal.num_graphs - before
-        counters.take(captured * MIB if is_small else 30 * MIB, 0 if is_small else 5 * MIB)
+        counters.take(2 * MIB if is_small else 30 * MIB, captured * MIB if is_small else 5 * MIB)
 
     monkeypatch.setattr(Rehearsal, "play", counted)
     blocks = loaded._count_beside_measured_round()
     assert len(played) == 6
-    expected = (150 + 25 + graphs.MOST_GRAPHS) * MIB
+    expected = (150 + 2 + 25 + (1 + 1) * graphs.MOST_GRAPHS) * MIB
     assert loaded._working_bytes == expected
     demand = loaded._demand()
     most_useful = 4 * -(-65 // 4)

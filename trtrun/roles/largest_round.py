@@ -27,6 +27,9 @@ from trtrun.speculation.drafter import Drafter
 _MUCH_PADDING = 17
 """Tokens of a prompt that becomes a tile of 32 queries (engine/prompt_tiles.py)."""
 
+_GRAPH_TENSORS_BYTES = 1 << 20
+"""What a graph reads and writes of its own, above all the block tables of its rows."""
+
 _CATCH_UP = 8
 """Tokens that a draft engine feeds of a row at most (scheduling/planning.py)."""
 
@@ -189,9 +192,9 @@ def _plan(
 def measure_largest_round(device: torch.device, prepare: Callable[[], Rehearsal], shape: RoundShape) -> int:
     """Bytes that rounds need on a GPU beside what it holds now: what `prepare` makes, and the peak of rounds.
 
-    What torch's allocator reserves is counted, with its holes, and what libraries take beside it, and as much for every
-    graph that there may be as one more was seen to take. Collective over the tensor-parallel groups. All of it is given
-    back.
+    What torch's allocator reserves is counted, with its holes, and what libraries take beside it, and as much beside it
+    for every graph that there may be as one more was seen to take. Graphs share the memory that they compute in.
+    Collective over the tensor-parallel groups. All of it is given back.
 
     Args:
         device: the GPU.
@@ -210,20 +213,24 @@ def measure_largest_round(device: torch.device, prepare: Callable[[], Rehearsal]
     try:
         for plan in (*largest_rounds(shape), chained_round(shape)):
             rehearsal.play(plan)
-        per_graph, captured = 0, rehearsal.num_graphs
-        most_graphs = MOST_GRAPHS * len(rehearsal.engines)
+        for_graphs, captured = 0, rehearsal.num_graphs
         torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_reserved(device) - reserved
-        left = torch.cuda.mem_get_info(device)[0]
-        elsewhere = free - left - (torch.cuda.memory_reserved(device) - reserved)
+        elsewhere = _elsewhere(device, free, reserved)
         if captured:
             rehearsal.play(small_round(shape))
             torch.cuda.synchronize(device)
             more = rehearsal.num_graphs - captured
-            per_graph = max(0, left - torch.cuda.mem_get_info(device)[0]) // max(1, more)
+            beside = max(0, _elsewhere(device, free, reserved) - elsewhere) // max(1, more)
+            for_graphs = (beside + _GRAPH_TENSORS_BYTES) * MOST_GRAPHS * len(rehearsal.engines)
+        peak = torch.cuda.max_memory_reserved(device) - reserved
     finally:
         rehearsal.close()
         del rehearsal
         gc.collect()
         torch.cuda.empty_cache()
-    return peak + max(0, elsewhere) + per_graph * most_graphs
+    return peak + max(0, elsewhere) + for_graphs
+
+
+def _elsewhere(device: torch.device, free: int, reserved: int) -> int:
+    """Bytes that were taken beside torch's allocator since `free` were free and `reserved` reserved."""
+    return free - torch.cuda.mem_get_info(device)[0] - (torch.cuda.memory_reserved(device) - reserved)
