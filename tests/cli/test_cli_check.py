@@ -123,6 +123,7 @@ def test_a_job_of_one_process_is_checked_without_mpi(config: Configs, trtrun: Ru
     assert "the largest round needs " in error_line(small)
 
 
+@pytest.mark.long
 def test_devices_too_small_are_told_for_every_rank(config: Configs, trtrun: Run, beyond: dict[str, Any]) -> None:
     file = config(FOUR_RANKS, **beyond)
     done = trtrun("check", "--config", file)
@@ -194,7 +195,8 @@ def test_a_model_directory_that_is_missing_on_one_host(
     ], done.stderr
 
 
-@pytest.mark.parametrize("command", [("check",), pytest.param(("run", "--prompt", "x"), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("command", [("check",), ("run", "--prompt", "x")])
 def test_another_version_on_one_rank(config: Configs, trtrun: Run, command: tuple[str, ...]) -> None:
     done = trtrun(*command, "--config", config(FOUR_RANKS), env=with_fault("2 torch"))
     assert done.returncode == 2
@@ -226,12 +228,14 @@ def test_a_wrong_sum_is_told_with_its_group(config: Configs, trtrun: Run) -> Non
     assert [link["carries"] for link in report["links"] if link["faults"]] == ["target all_reduce"]
 
 
+@pytest.mark.long
 def test_a_run_over_a_broken_transport_ends_before_weights_load(config: Configs, trtrun: Run) -> None:
     done = trtrun("run", "--config", config(FOUR_RANKS), "--prompt", "x", env=with_fault("2 wrong-sum"))
     assert (done.returncode, done.stdout) == (1, "")
     assert "what came to rank 2 is wrong: target: all_reduce of 65536 bytes" in done.stderr
 
 
+@pytest.mark.long
 def test_a_rank_that_fails_ends_the_check_at_once(config: Configs, trtrun: Run) -> None:
     done = trtrun("check", "--config", config(FOUR_RANKS), env=with_fault("3 no-group"))
     assert done.returncode == 1
@@ -277,6 +281,7 @@ def test_a_rank_that_stops_in_the_middle_is_named_with_its_step(
     assert "--- main thread of " in done.stderr  # where each rank is that can answer
 
 
+@pytest.mark.long
 def test_the_short_check_before_a_run_names_a_rank_that_is_stuck(config: Configs, trtrun: Run) -> None:
     file = config(FOUR_RANKS, launch={"check_seconds": 10})
     done = trtrun("run", "--config", file, "--prompt", "x", env=with_fault("3 sleep"))
@@ -286,6 +291,7 @@ def test_the_short_check_before_a_run_names_a_rank_that_is_stuck(config: Configs
     assert line == f"{late}target rank 3 (cpu:2): in the step 'reading the models' configurations'"
 
 
+@pytest.mark.long
 def test_a_rank_stopped_before_mpi_starts_is_named(config: Configs, start_trtrun: Start) -> None:
     started = time.monotonic()
     process = start_trtrun("check", "--config", config(FOUR_RANKS, launch={"check_seconds": 30}))

@@ -97,10 +97,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str
     return rows
 
 
-@pytest.mark.parametrize(
-    "starter",
-    [pytest.param(name, marks=() if name == "one process" else pytest.mark.long) for name in STARTERS],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("starter", STARTERS)
 def test_a_run_drained_again_and_again_ends_with_the_rows_of_an_undisturbed_one(
     trtrun: Run,
     start_trtrun: Start,
@@ -214,7 +212,7 @@ def test_a_second_signal_ends_at_once(
     ("rows", "status"),
     [
         pytest.param([], DONE, id="good", marks=pytest.mark.long),
-        pytest.param([{"promt": "bad"}], ROWS_REFUSED, id="refused"),
+        pytest.param([{"promt": "bad"}], ROWS_REFUSED, id="refused", marks=pytest.mark.long),
     ],
 )
 def test_a_drain_that_finds_time_enough_ends_as_ever(

@@ -49,6 +49,7 @@ def files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.long
 def test_each_rank_has_a_file_which_the_next_run_goes_on_with_and_v_shows_all_ranks(
     config: Configs, trtrun: Run, tmp_path: Path
 ) -> None:

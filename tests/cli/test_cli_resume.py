@@ -155,9 +155,10 @@ def poisoned(pair: Path, folder: Path) -> Path:
     return copy
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "starter",
-    ["one process", pytest.param("trtrun", marks=pytest.mark.long), pytest.param("mpirun", marks=pytest.mark.long)],
+    ["one process", "trtrun", "mpirun"],
 )
 def test_with_nothing_left_no_model_is_loaded(
     pair: Path, config: Configs, trtrun: Run, tmp_path: Path, starter: str

@@ -54,6 +54,7 @@ def broken_copy(model: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_only_rank_0_needs_the_file_and_each_host_takes_its_own_models(
     config: Configs, pair: Path, trtrun: Run, tmp_path: Path, per_rank: list[str]
 ) -> None:

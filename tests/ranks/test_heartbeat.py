@@ -150,7 +150,8 @@ def test_rounds_that_are_slow_but_end_within_the_limit_go_on(
     assert own_lines(done.stderr) == []
 
 
-@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [1, 2])
 def test_a_round_of_several_times_the_limit_goes_on_while_layers_get_done(
     run_ranks: RunRanks, models: dict[str, str], rank: int
 ) -> None:
@@ -173,6 +174,7 @@ def test_a_worker_that_stands_still_inside_a_layer_is_named(run_ranks: RunRanks,
     assert "stuck_in_python" in stack_of(done.stderr, NAMES[3])
 
 
+@pytest.mark.long
 def test_a_program_may_take_its_time_between_calls(run_ranks: RunRanks, models: dict[str, str]) -> None:
     done = run_ranks(4, PROGRAM, env=case(models, "wait", 0), timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
@@ -310,6 +312,7 @@ def test_the_workers_of_a_stopped_orchestrator_end_themselves(start_job: StartJo
     assert lines[0].endswith(f"as told by {NAMES[1]}")
 
 
+@pytest.mark.long
 def test_ending_does_not_wait_for_a_launcher_that_does_not_answer(start_job: StartJob, models: dict[str, str]) -> None:
     """MPI's abort asks mpirun, which is stopped here: the rank that ends the job must exit all the same."""
     job = start_job(case(models, "python", 2))

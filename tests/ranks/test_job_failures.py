@@ -71,7 +71,7 @@ def test_an_exception_on_an_engine_rank_reaches_the_program_with_the_ranks_name_
     assert seconds_since_failure(done.stdout, done.ended) < SOON
 
 
-@pytest.mark.parametrize(("fails", "rank"), [("draft", 1), ("target follower", 3)])
+@pytest.mark.parametrize(("fails", "rank"), [("draft", 1), pytest.param("target follower", 3, marks=pytest.mark.long)])
 def test_a_program_may_catch_the_failure_of_a_rank_and_ends_non_zero_all_the_same(
     run_ranks: RunRanks, models: dict[str, str], fails: str, rank: int
 ) -> None:

@@ -114,7 +114,7 @@ class Counters:
 def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 1000 MiB: five large rounds take 30 each, and 5 each beside the allocator; a small one 2, and 1 for a graph."""
+    """Of 1000 MiB: five large rounds take 30 each, and 5 each beside the allocator; a small one 2, and 1 a graph."""
     monkeypatch.setattr(startup, "capture_for", lambda device: lambda work: work)
     settings = {**SETTINGS, "kv_cache": {"max_tokens": None, "block_size": 4, "free_memory_fraction": 1.0}}
     target = make_checkpoint(tmp_path / "target", seed=1)

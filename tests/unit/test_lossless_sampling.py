@@ -220,11 +220,11 @@ def test_the_small_distribution_is_worth_testing(exact: torch.Tensor) -> None:
     ("kind", "use_logits", "draft_len", "quantization"),
     [
         ("noisy", True, 2, "none"),
-        ("noisy", False, 2, "none"),
+        pytest.param("noisy", False, 2, "none", marks=pytest.mark.long),
         pytest.param("useless", True, 2, "none", marks=pytest.mark.long),
         pytest.param("noisy", True, 1, "none", marks=pytest.mark.long),
         (None, False, 1, "none"),
-        ("noisy", True, 2, "int8"),
+        pytest.param("noisy", True, 2, "int8", marks=pytest.mark.long),
     ],
 )
 def test_sampled_output_of_the_pipeline_follows_the_target(
