@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from trtrun.roles import job
 from trtrun.roles.engine_ranks import SoloRanks
 from trtrun.roles.launched_round import DecidedRound, LaunchedRound
 from trtrun.roles.worker import Worker
+
+GREEDY = SamplingParams(max_tokens=20)
 
 
 @pytest.fixture
@@ -140,3 +143,13 @@ def test_a_round_is_launched_without_waiting_for_the_gpu(
         is_warm = True
         assert tokens_of(llm.generate([prompt_of(9)], sampling)) == expected
     assert len(steady) > 5
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_thread_whose_gpu_is_another_one_may_call(tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "target", seed=1)
+    with make_llm(target, None, devices=((), ("cuda:1",))) as llm:
+        expected = tokens_of(llm.generate([prompt_of(9)], GREEDY))
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(lambda: (torch.cuda.current_device(), tokens_of(llm.generate([prompt_of(9)], GREEDY))))
+            assert call.result(timeout=60) == (0, expected)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
+import torch
+
 from parallel.control import ControlPlane, Report
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core import RoundPlan
@@ -117,12 +119,18 @@ class SoloRanks:
 
     def collect(self) -> RoundReport:
         """See EngineRanks."""
-        while self._plans and (self._launches_ahead or not self._launched):
-            self._launched.append(self._worker.launch_round(self._plans.popleft()))
-        report = self._launched.popleft().finish()
+        with self._on_device():
+            while self._plans and (self._launches_ahead or not self._launched):
+                self._launched.append(self._worker.launch_round(self._plans.popleft()))
+            report = self._launched.popleft().finish()
         if report is None:
             raise RankFailedError("the single process of this job does not lead the target engine")
         return report.unpack()
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Kernels run on the current GPU of the thread that launches them, and any thread may call."""
+        device = self._worker.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def stepping(self) -> AbstractContextManager[None]:
         """See EngineRanks; nobody watches a process alone."""
