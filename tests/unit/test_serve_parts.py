@@ -1,4 +1,4 @@
-"""The parts of the server, each by itself: messages, requests that outlive engines, the door, restarts, templates."""
+"""The parts of the server, each by itself: messages, the door, restarts, keys, templates, the command line."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_messages import LIMITS, SAMPLING, delta_of, reader_of, run
 
 from launch.commands import serve as serve_command
 from launch.serve import messages
 from launch.serve.chat_template import ChatTemplate, read_chat_template
-from launch.serve.engine_client import EngineClient, EngineRequest, Inbox
 from launch.serve.engine_keeper import RestartLimit
 from launch.serve.http_requests import Keys, parse_json
 from launch.serve.http_server import is_loopback, listen
@@ -26,36 +26,7 @@ from launch.serve.messages import Abort, Delta, Ended, Generate, MessageError, R
 from launch.serve.metrics import FrontMetrics
 from launch.serve.refusals import Kind, Refusal
 from trtrun.config import make_config
-from trtrun.core import RequestStatistics, TokenLogprobs
 from trtrun.errors import CheckpointError, ConfigError, InvalidRequestError
-from trtrun.outputs import CompletionDelta
-from trtrun.sampling_params import SamplingParams
-from trtrun.scheduling.limits import SchedulerLimits
-
-LIMITS = SchedulerLimits(4, 64, 256, 256, 4, 16, 32)
-SAMPLING = SamplingParams(temperature=0.8, seed=3, max_tokens=9, n=2, logit_bias={5: 1.5}, stop=("x",), logprobs=2)
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 60))
-
-
-def reader_of(data: bytes) -> asyncio.StreamReader:
-    reader = asyncio.StreamReader()
-    reader.feed_data(data)
-    reader.feed_eof()
-    return reader
-
-
-def delta_of(
-    tokens: tuple[int, ...], finish_reason: str | None = None, index: int = 0, rounds: int = 1
-) -> CompletionDelta:
-    statistics = RequestStatistics(
-        num_rounds=rounds, num_draft_tokens=4, num_accepted_draft_tokens=1, acceptance_histogram=[0, rounds]
-    )
-    logprobs = tuple(TokenLogprobs(token, -0.25, ((token, -0.25), (1, -2.5))) for token in tokens)
-    return CompletionDelta("request 0", index, tokens, "é" * len(tokens), statistics, logprobs, finish_reason)
-
 
 # Messages.
 
@@ -105,165 +76,6 @@ def test_messages_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(MessageError, match="announces a message of 101 bytes"):
             await read_message(reader_of((101).to_bytes(4, "big")))
         assert await read_message(reader_of((50).to_bytes(4, "big") + b"{")) is None
-
-    run(check())
-
-
-# Requests that outlive engines. The engines here speak the protocol and compute nothing.
-
-
-class Engine:
-    """The engine's side of one connection."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self.writer = reader, writer
-
-    @classmethod
-    async def connect(cls, socket: Path) -> Engine:
-        engine = cls(*await asyncio.open_unix_connection(socket))
-        engine.send(Ready(version="1", config_hash="h", limits=asdict(LIMITS)))
-        return engine
-
-    def send(self, message: messages.Message) -> None:
-        self.writer.write(encode(message))
-
-    async def hear(self) -> Any:
-        return await read_message(self._reader)
-
-    async def die(self, client: EngineClient) -> None:
-        self.writer.close()
-        while client.ready is not None:
-            await asyncio.sleep(0)
-
-
-def with_client(tmp_path: Path, check: Callable[[EngineClient, Path], Coroutine[Any, Any, None]]) -> None:
-    async def work() -> None:
-        client, socket = EngineClient(), tmp_path / "engine"
-        await client.listen(socket)
-        try:
-            await check(client, socket)
-        finally:
-            client.close()
-
-    run(work())
-
-
-def test_a_request_goes_to_the_next_engine_with_its_tokens(tmp_path: Path) -> None:
-    async def check(client: EngineClient, socket: Path) -> None:
-        inbox = Inbox()
-        client.start([EngineRequest((1, 2), SAMPLING)], inbox)  # before there is an engine
-        first = await Engine.connect(socket)
-        asked = await first.hear()
-        assert asked.generated is None and asked.sampling_params() == SAMPLING
-        first.send(Delta.of(delta_of((3, 4))))
-        first.send(Delta.of(delta_of((5,), "stop", index=1)))
-        assert {delta.index for _, delta in await inbox.take()} <= {0, 1}
-        first.send(Delta.of(delta_of((6,), rounds=3)))
-        while client._requests["request 0"].generated != {0: [3, 4, 6]}:
-            await asyncio.sleep(0)
-        await first.die(client)
-        second = await Engine.connect(socket)
-        asked = await second.hear()
-        assert asked.generated == {0: (3, 4, 6)}  # the other completion has ended
-        second.send(Delta.of(delta_of((7,), "length", rounds=2)))
-        while client.num_requests:
-            await asyncio.sleep(0)
-        (last,) = [delta for _, delta in await inbox.take() if delta.index == 0]
-        assert last.token_ids[-1] == 7 and last.finish_reason == "length"
-        # Counters go on, though the second engine began at zero.
-        assert last.statistics.num_rounds == 3 + 2 and last.statistics.acceptance_histogram == [0, 5]
-        assert last.statistics.num_draft_tokens == 8
-        second.writer.close()
-
-    with_client(tmp_path, check)
-
-
-def test_a_request_that_ends_engines_is_ended(tmp_path: Path) -> None:
-    async def check(client: EngineClient, socket: Path) -> None:
-        inboxes = [Inbox(), Inbox()]
-        for inbox in inboxes:
-            client.start([EngineRequest((1,), SAMPLING)], inbox)
-        for number in range(3):
-            engine = await Engine.connect(socket)
-            assert {(await engine.hear()).request_id for _ in range(2)} == {"request 0", "request 1"}
-            engine.send(Delta.of(delta_of((3 + number,))))  # request 0 gets on, the other does not
-            await inboxes[0].take()
-            await engine.die(client)
-        with pytest.raises(Refusal, match="ended 3 times in a row") as caught:
-            await inboxes[1].take()
-        assert caught.value.kind is Kind.FAILED
-        assert client.num_requests == 1
-
-    with_client(tmp_path, check)
-
-
-def test_aborted_and_refused_requests_are_not_given_back(tmp_path: Path) -> None:
-    async def check(client: EngineClient, socket: Path) -> None:
-        engine = await Engine.connect(socket)
-        while client.ready is None:
-            await asyncio.sleep(0)
-        inboxes = [Inbox(), Inbox()]
-        ids = [client.start([EngineRequest((1,), SAMPLING)], inbox)[0] for inbox in inboxes]
-        assert [(await engine.hear()).kind for _ in ids] == ["generate", "generate"]
-        client.abort([ids[0], "unknown"])
-        assert await engine.hear() == Abort(request_id=ids[0])
-        engine.send(Ended(request_id=ids[1], error="too long"))
-        with pytest.raises(Refusal, match="too long"):
-            await inboxes[1].take()
-        await engine.die(client)
-        assert client.num_requests == 0
-
-    with_client(tmp_path, check)
-
-
-def test_only_one_engine_is_listened_to_and_it_has_to_speak_the_protocol(tmp_path: Path) -> None:
-    async def check(client: EngineClient, socket: Path) -> None:
-        reader, writer = await asyncio.open_unix_connection(socket)
-        writer.write(b"GET / HTTP/1.1\r\n\r\n")
-        assert await reader.read() == b"" and client.ready is None
-        first = await Engine.connect(socket)
-        while client.ready is None:
-            await asyncio.sleep(0)
-        second = await Engine.connect(socket)
-        assert await second.hear() is None
-        assert client.ready is not None
-        inbox = Inbox()
-        client.start([EngineRequest((1,), SAMPLING)], inbox)
-        client.drop()  # its process has ended, though something still speaks
-        first.send(Delta.of(delta_of((3,))))
-        third = await Engine.connect(socket)
-        assert (await third.hear()).generated is None
-        third.send(Delta.of(delta_of((4,))))
-        assert [delta.token_ids for _, delta in await inbox.take()] == [(4,)]
-        third.writer.close()
-
-    with_client(tmp_path, check)
-
-
-def test_an_engine_that_is_not_accepted_gets_nothing(tmp_path: Path) -> None:
-    async def check(client: EngineClient, socket: Path) -> None:
-        client.start([EngineRequest((1,), SAMPLING)], Inbox())
-        client.accepts = lambda ready: ready.config_hash == "other"
-        engine = await Engine.connect(socket)
-        assert await engine.hear() is None and client.ready is None and client.num_requests == 1
-
-    with_client(tmp_path, check)
-
-
-def test_a_slow_reader_gets_one_delta_a_completion() -> None:
-    async def check() -> None:
-        inbox = Inbox()
-        for token in range(50):
-            inbox.put(1, delta_of((token,)))
-        inbox.put(0, delta_of((7,)))
-        inbox.end(Refusal(Kind.TIMEOUT, "late"))
-        inbox.end(Refusal(Kind.FAILED, "later"))
-        taken = dict(await inbox.take())
-        assert taken[1].token_ids == tuple(range(50)) and len(taken[1].logprobs or ()) == 50
-        assert taken[0].token_ids == (7,)
-        for _ in range(2):
-            with pytest.raises(Refusal, match="late"):
-                await inbox.take()
 
     run(check())
 

@@ -210,3 +210,31 @@ def test_the_likeliest(width: int) -> None:
     numbers = torch.randn(2, width, generator=torch.Generator().manual_seed(width))
     numbers[1, 2] = numbers[1, 1] = 50.0
     assert torch.equal(likeliest(numbers, 3), numbers.sort(dim=-1, descending=True, stable=True).indices[:, :3])
+
+
+@pytest.mark.parametrize(
+    ("rows", "calls"), [(5, [5]), (8, [-8]), (16, [-16]), (37, [-16, -16, 5]), (40, [-16, -16, -8])]
+)
+def test_the_library_gets_numbers_of_rows_that_were_tried(
+    rows: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative where the library computes; all rows come back in their order."""
+    from trtrun.kernels.rounded_rows import RoundedRows
+    from trtrun.kernels.triton import fp8_matmul
+
+    found: list[int] = []
+
+    def product(sign: int, x: RoundedRows) -> torch.Tensor:
+        found.append(sign * len(x.codes))
+        return x.scale.unsqueeze(1).clone()
+
+    monkeypatch.setattr(fp8_matmul, "_LIBRARY_ROWS", 8)
+    monkeypatch.setattr(fp8_matmul, "_MOST_LIBRARY_ROWS", 16)
+    monkeypatch.setattr(fp8_matmul, "_library_agrees", lambda codes, scale: True)
+    monkeypatch.setattr(fp8_matmul, "_library_product", lambda x, codes, scale: product(-1, x))
+    monkeypatch.setattr(fp8_matmul, "chain_product", lambda x, *_: product(1, x))
+    codes = torch.zeros(3, 16, dtype=torch.float8_e4m3fn)
+    multiply = fp8_matmul.TritonFp8Matmul(codes, torch.ones(3), None, rounds_activations=True)
+    scale = torch.arange(rows).float()
+    x = RoundedRows(torch.zeros(rows, 16, dtype=torch.float8_e4m3fn), scale, torch.bfloat16)
+    assert torch.equal(multiply(x)[:, 0], scale) and found == calls

@@ -72,7 +72,25 @@ class RoundEngine(Protocol):
         ...
 
 
-class DraftEngine(RoundEngine, Protocol[Step]):
+class ChainEngine(Protocol):
+    """Chains of steps that run as one."""
+
+    def rank_steps(
+        self,
+        first: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        vocab_size: int,
+        num_ranked: int,
+        keyed: KeyedRanks | None = None,
+    ) -> torch.Tensor | None:
+        """All steps of rows that choose from the first `vocab_size` ids, as one piece of work, from tokens `first`
+        [rows] at positions [rows, steps]: the likeliest, or what `keyed` says. [rows, steps, num_ranked] int64, what
+        each step would choose, best first, valid until the next call. None where steps have to be run one by one."""
+        ...
+
+
+class DraftEngine(RoundEngine, ChainEngine, Protocol[Step]):
     """The forwards that a draft model needs."""
 
     @property
@@ -101,20 +119,6 @@ class DraftEngine(RoundEngine, Protocol[Step]):
         """Feed one token a row, tokens [rows]; [rows, vocab] float32."""
         ...
 
-    def rank_steps(
-        self,
-        first: torch.Tensor,
-        positions: torch.Tensor,
-        tables: torch.Tensor,
-        vocab_size: int,
-        num_ranked: int,
-        keyed: KeyedRanks | None = None,
-    ) -> torch.Tensor | None:
-        """All steps of rows that choose from the first `vocab_size` ids, as one piece of work, from tokens `first`
-        [rows] at positions [rows, steps]: the likeliest, or what `keyed` says. [rows, steps, num_ranked] int64, what
-        each step would choose, best first, valid until the next call. None where steps have to be run one by one."""
-        ...
-
 
 class AheadRows(Rows, Protocol):
     """Rows behind which there are others for guesses."""
@@ -133,7 +137,7 @@ class AheadRows(Rows, Protocol):
         ...
 
 
-class AheadEngine(Protocol[Step]):
+class AheadEngine(ChainEngine, Protocol[Step]):
     """What drafting ahead asks of a draft engine: forwards over block tables that are handed in, and copies of keys
     and values."""
 
@@ -184,20 +188,6 @@ class AheadEngine(Protocol[Step]):
 
     def decode(self, step: Step, tokens: torch.Tensor) -> torch.Tensor:
         """Feed one token a row, tokens [rows]; [rows, vocab] float32."""
-        ...
-
-    def rank_steps(
-        self,
-        first: torch.Tensor,
-        positions: torch.Tensor,
-        tables: torch.Tensor,
-        vocab_size: int,
-        num_ranked: int,
-        keyed: KeyedRanks | None = None,
-    ) -> torch.Tensor | None:
-        """All steps of rows that choose from the first `vocab_size` ids, as one piece of work, from tokens `first`
-        [rows] at positions [rows, steps]: the likeliest, or what `keyed` says. [rows, steps, num_ranked] int64, what
-        each step would choose, best first, valid until the next call. None where steps have to be run one by one."""
         ...
 
     def copy_tokens(self, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
