@@ -147,9 +147,38 @@ def test_without_knowledge_rows_that_missed_are_drafted_for() -> None:
     assert policy.redraft_from(8) == 1
     policy.record_round(8, 0.1, 0.1, [1] * 8, [0] * 8)
     assert policy.redraft_from(8) == 1
-    policy.record_draft(8, 32, 0.05, 1, 1000.0)
+    for _ in range(4):
+        assert policy.redraft_from(8) == 1
+        policy.record_draft(8, 32, 0.05, 1, 1000.0)
     assert policy.redraft_from(8) == NEVER
     assert policy.redraft_from(1) == 1, "nothing is known of one row"
+
+
+def test_a_slow_first_fresh_draft_does_not_end_them() -> None:
+    """Kernels are made in it, or graphs. The ones behind it are worth their wait."""
+    policy = AheadPolicy(STEPS, 5, always_redrafts=False)
+    for drafting in (5.0, 0.01, 0.01, 0.01, 0.01):
+        assert policy.redraft_from(1) == 1
+        policy.record_draft(1, 8, 0.05, 1, drafting)
+        policy.record_round(1, 0.1, 0.1, [5], [4])
+    assert policy.redraft_from(1) == 1
+
+
+def test_fresh_drafts_that_became_fast_are_found_again() -> None:
+    """While none are made nothing is learned of them: one is tried now and then."""
+    policy, rounds = taught_redrafting(1000.0, 3), 0
+    while policy.redraft_from(8) == NEVER:
+        policy.record_round(8, 0.1, 0.1, [1] * 8, [0] * 8)
+        rounds += 1
+        assert rounds < 1000
+    assert rounds > 50, "not again and again"
+    tried = 0
+    for _ in range(1000):
+        if policy.redraft_from(8) != NEVER:
+            tried += 1
+            policy.record_draft(8, 32, 0.05, 1, 0.001)
+            policy.record_round(8, 0.1, 0.1, [3] * 8, [4] * 8)
+    assert tried > 500
 
 
 def test_always_is_always() -> None:

@@ -23,11 +23,11 @@ _SHARE_OF_VERIFYING = 0.9
 """Of the time of a verification, what drafting ahead may take before the target waits: verdict and draft travel."""
 
 _FEWEST_SAMPLES = 4
-"""Before that a number of guesses is still being tried: the first time, kernels are made."""
+"""Before that a number of guesses, or a fresh draft, is still being tried: the first time, kernels are made."""
 
 _ROUNDS_TO_RETRY = 100
-"""After so many rounds a number of guesses that could be better is tried once more: something else may have run when it
-was slow. After as many times more as it was slower."""
+"""After so many rounds what was found too slow is tried once more: something else may have run when it was. A number of
+guesses is tried after as many times more as it was slower."""
 
 _FIRST_GUESSES_PER_ROW = 4
 _MEMORY = 0.9
@@ -47,6 +47,7 @@ class _Load:
         verifying: of verifications.
         anticipating: of drafting ahead, by the number of guesses that was chosen.
         redrafting: of fresh drafts, for each row and as a whole.
+        rounds_without_redraft: for how many rounds fresh drafts were found not to be worth their wait.
     """
 
     rounds: int = 0
@@ -54,6 +55,7 @@ class _Load:
     verifying: deque[float] = field(default_factory=_samples)
     anticipating: dict[int, deque[float]] = field(default_factory=dict)
     redrafting: deque[float] = field(default_factory=_samples)
+    rounds_without_redraft: int = 0
 
     def known_anticipating(self) -> dict[int, float]:
         """Seconds by guesses, where there are samples enough; the longest one is left out."""
@@ -127,14 +129,18 @@ class AheadPolicy:
         return 1 + chance * max(0.01, self._tokens_with_draft - 1)
 
     def redraft_from(self, num_rows: int) -> int:
-        """Rows without a draft from which on a fresh one is worth its wait."""
+        """Rows without a draft from which on a fresh one is worth its wait; asked once a round."""
         load = self._load(num_rows)
-        if self._always or not load.redrafting or not self._tokens_per_second:
+        if self._always or len(load.redrafting) < _FEWEST_SAMPLES or not self._tokens_per_second:
             return 1
-        lost = statistics.median(load.redrafting) * self._tokens_per_second
+        lost = statistics.median(sorted(load.redrafting)[:-1]) * self._tokens_per_second
         gained = max(0.01, self._tokens_with_draft - 1)
         needed = lost / gained
-        return NEVER if needed > num_rows else max(1, round(needed + 0.5))
+        if needed <= num_rows:
+            return max(1, round(needed + 0.5))
+        # Nothing is learned of drafts that are never made, so one is made again now and then.
+        load.rounds_without_redraft += 1
+        return NEVER if load.rounds_without_redraft % _ROUNDS_TO_RETRY else 1
 
     def record_draft(
         self,
