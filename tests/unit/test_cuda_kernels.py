@@ -128,13 +128,20 @@ def test_silu_and_multiply(features: int, dtype: torch.dtype) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("head_dim", [24, 64, 128])
-def test_rotate(head_dim: int, dtype: torch.dtype) -> None:
-    from trtrun.kernels.triton.fused import rotate
+def test_rotating_on_the_way_to_the_store(head_dim: int, dtype: torch.dtype) -> None:
+    """What torch rotates, bit for bit, in the store and behind it."""
+    from trtrun.kernels.triton.paged_attention import PagedAttention
 
-    heads = random(9, 7, head_dim, dtype=dtype)[:, 1:6]
+    query_key, value = random(9, 7, head_dim, dtype=dtype)[:, 1:7], random(9, 2, head_dim, dtype=dtype)
     cosine, sine = random(9, 1, head_dim, dtype=dtype), random(9, 1, head_dim, dtype=dtype)
-    expected = (heads * cosine).add_(torch.roll(heads, head_dim // 2, 2).mul_(sine))
-    assert difference(rotate(heads, cosine, sine), expected) < BOUNDS[dtype]
+    rotated = (query_key * cosine).add_(torch.roll(query_key, head_dim // 2, 2).mul_(sine))
+    tables, positions = torch.tensor([[1], [2], [3]], device="cuda"), torch.arange(9, device="cuda").view(3, 3) % 3
+    batch, backend = AttentionBatch([AttentionSegment(0, 3, 3, tables, positions)], 16), PagedAttention()
+    stores = [torch.zeros(2, 4, 2, 16, head_dim, dtype=dtype, device="cuda") for _ in range(2)]
+    expected = backend.forward(rotated[:, :4], rotated[:, 4:], value, stores[0], batch, 0.2, None)
+    found = backend.rotate_and_forward(query_key, value, (cosine, sine), stores[1], batch, 0.2, None)
+    assert stores[0].any() and torch.equal(*stores)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.skipif(

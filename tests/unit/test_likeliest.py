@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trtrun.sampling.likeliest import likeliest
+from trtrun.sampling.likeliest import argmax, likeliest
 
 PIECE = 2048
 """Numbers that one program of the kernel reads."""
@@ -72,3 +72,16 @@ def test_equal_numbers_and_forbidden_tokens(device: str) -> None:
     assert likeliest(forbidden, 2)[0].tolist() == [width - 1, 5]
     assert likeliest(forbidden, 1)[1].tolist() == [17]
     assert int(likeliest(forbidden, 9).max()) < width
+
+
+@pytest.mark.parametrize("width", [1, PIECE, 20_001, 128_256])
+def test_the_largest_alone(device: str, width: int) -> None:
+    """The first where several are, over rows and positions; what is not finite wins, and of nothing the first."""
+    numbers = random_rows(6 * 3, width + 64).view(6, 3, -1).to(device)[..., :width]
+    numbers[1, 0, [width // 2, width - 1]] = 50.0
+    numbers[2, 1, width - 1] = float("inf")
+    numbers[3, 2, width // 3] = float("nan")
+    numbers[4] = float("-inf")
+    found = argmax(numbers)
+    assert torch.equal(found, numbers.nan_to_num(float("inf"), float("inf"), float("-inf")).argmax(dim=-1))
+    assert found.shape == (6, 3) and not found[4].any()

@@ -96,7 +96,7 @@ def test_attention_is_right_and_the_same_alone(
 
 @DTYPES
 def test_the_small_operations(dtype: torch.dtype) -> None:
-    from trtrun.kernels.triton.fused import add_and_normalise, rotate, silu_and_multiply
+    from trtrun.kernels.triton.fused import add_and_normalise, silu_and_multiply
 
     torch.manual_seed(0)
     hidden, delta, weight = (torch.randn(shape).to(dtype) for shape in ((3, 96), (3, 96), (96,)))
@@ -107,9 +107,31 @@ def test_the_small_operations(dtype: torch.dtype) -> None:
     fused = torch.randn(3, 2 * 1100).to(dtype)
     gated = functional.silu(fused[:, :1100].float()) * fused[:, 1100:].float()
     assert difference(silu_and_multiply(fused), gated) < BOUNDS[dtype]
-    heads, cosine, sine = (torch.randn(shape).to(dtype) for shape in ((3, 2, 24), (3, 1, 24), (3, 1, 24)))
-    rotated = heads.float() * cosine + torch.roll(heads.float(), 12, 2) * sine
-    assert difference(rotate(heads, cosine, sine), rotated) < BOUNDS[dtype]
+
+
+@DTYPES
+def test_rotating_on_the_way_to_the_store_has_the_same_bits(dtype: torch.dtype) -> None:
+    """Two segments, padding, heads whose size is no power of two; and queries that lie apart from the values."""
+    from trtrun.kernels.triton.paged_attention import PagedAttention
+
+    torch.manual_seed(2)
+    heads, kv_heads, head_dim, tokens = 4, 2, 24, 7
+    query_key, value = (torch.randn(tokens, count, head_dim).to(dtype) for count in (heads + kv_heads, kv_heads))
+    cosine, sine = (torch.randn(tokens, 1, head_dim).to(dtype) for _ in range(2))
+    tables, positions = torch.tensor([[1, 2], [3, 4]]), torch.tensor([[17, 18], [0, -1]])
+    segments = [
+        AttentionSegment(0, 2, 2, tables, positions),
+        AttentionSegment(4, 1, 3, torch.tensor([[5]]), torch.tensor([[0, 1, 2]])),
+    ]
+    rotated = (query_key * cosine).add_(torch.roll(query_key, head_dim // 2, 2).mul_(sine))
+    stores = [
+        torch.randn(2, 6, kv_heads, 16, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype) for _ in "ab"
+    ]
+    backend, batch, scale = PagedAttention(), AttentionBatch(segments, 16), head_dim**-0.5
+    expected = backend.forward(rotated[:, :heads], rotated[:, heads:], value, stores[0], batch, scale, None)
+    found = backend.rotate_and_forward(query_key, value, (cosine, sine), stores[1], batch, scale, None)
+    assert torch.equal(stores[0][:, 1:], stores[1][:, 1:])
+    assert torch.equal(found, expected)
 
 
 def test_the_product_with_8_bits() -> None:
@@ -210,6 +232,46 @@ def test_the_likeliest(width: int) -> None:
     numbers = torch.randn(2, width, generator=torch.Generator().manual_seed(width))
     numbers[1, 2] = numbers[1, 1] = 50.0
     assert torch.equal(likeliest(numbers, 3), numbers.sort(dim=-1, descending=True, stable=True).indices[:, :3])
+
+
+@pytest.mark.parametrize("width", [1, 2048, 2049, 5000])
+def test_the_largest(width: int) -> None:
+    """The first of several, of some columns of wider rows; what is no number wins."""
+    from trtrun.kernels.triton.likeliest import argmax
+
+    numbers = torch.randn(6, width + 50, generator=torch.Generator().manual_seed(width))
+    numbers[:, width:] = 100.0
+    numbers[1, [width // 2, width - 1]] = 50.0
+    numbers[2] = float("-inf")
+    numbers[3, width - 1] = float("nan")
+    numbers[4, [width // 3, width - 1]] = float("inf")
+    numbers[5] = float("nan")
+    expected = numbers[:, :width].nan_to_num(nan=float("inf"), neginf=float("-inf"), posinf=float("inf")).argmax(dim=-1)
+    assert torch.equal(argmax(numbers[:, :width]), expected)
+    assert argmax(numbers[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("draft_len", [0, 1, 4])
+def test_tokens_of_rows(draft_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as torch's operations."""
+    from trtrun.engine import rows as rows_room
+
+    def made(with_kernels: bool) -> list[torch.Tensor]:
+        monkeypatch.setattr(rows_room, "triton_works", lambda kind: with_kernels)
+        generator = torch.Generator().manual_seed(draft_len)
+        state = rows_room.RowState(6, 40, 16, 5, 100, torch.device("cpu"))
+        state.token_ids.copy_(torch.randint(0, 100, state.token_ids.shape, generator=generator))
+        state.lengths.copy_(torch.tensor([3, 1, 9, 30, 8, 7]))
+        rows, drafts = torch.tensor([4, 1, 3]), torch.randint(0, 100, (3, draft_len + 2), generator=generator)
+        lens = torch.tensor([draft_len, -1, draft_len // 2])
+        tokens, positions = state.with_drafts(rows, drafts[:, 1 : 1 + draft_len], lens)
+        gained = torch.randint(0, 100, (draft_len + 1, 3), generator=generator).T
+        state.advance(rows, torch.tensor([1, draft_len + 1, 1]), gained)
+        return [tokens, positions, state.lengths, state.token_ids]
+
+    for found, expected in zip(made(True), made(False), strict=True):
+        assert found.shape == expected.shape and found.dtype == expected.dtype
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ module knows device, dtype and the size of heads. It does not know which token s
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -64,6 +64,28 @@ class AttentionBackend(Protocol):
             source: [n] int64 blocks.
             target: [n] int64 blocks, each with its offset at most once.
             offset: [n] int64: places in a block, the same in both.
+        """
+        ...
+
+
+@runtime_checkable
+class RotatingAttention(AttentionBackend, Protocol):
+    """A backend that rotates queries and keys itself, on the way to the store."""
+
+    def rotate_and_forward(
+        self,
+        query_key: torch.Tensor,
+        value: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        store_layer: torch.Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """`forward` behind the rotation by `angles` (what `RotaryEmbedding.lookup` returns), with the same bits.
+
+        Args:
+            query_key: [tokens, heads + kv_heads, head], not rotated: the queries, then the keys.
         """
         ...
 

@@ -264,8 +264,7 @@ def _fill(fixed: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None
     """Copy tokens, positions, block tables and parameters to where a graph reads them; rows that the bucket adds are
     padding."""
     rows = inputs[0].shape[0]
-    for place, tensor in zip(fixed, inputs, strict=True):
-        place[:rows].copy_(tensor)
+    torch._foreach_copy_([place[:rows] for place in fixed], list(inputs))  # one launch on a GPU
     positions = fixed[1]
     if rows < positions.shape[0]:
         positions[rows:].fill_(-1)

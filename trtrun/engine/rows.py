@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from trtrun.core import RoundPlan
+from trtrun.kernels.triton.support import triton_works
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.tensors import device_integers
 
@@ -80,10 +81,39 @@ class RowState:
             num_tokens: [rows] int64: tokens gained.
             tokens: [rows, width] int64: the tokens, then padding, which lands in the scratch part of the token_ids.
         """
+        if triton_works(self.device.type):
+            from trtrun.kernels.triton.row_tokens import advance
+
+            return advance(self.token_ids, self.lengths, rows, num_tokens, tokens)
         lengths = self.lengths[rows]
         columns = lengths.unsqueeze(1) + torch.arange(tokens.shape[1], device=self.device)
         self.token_ids[rows.unsqueeze(1), columns] = tokens.to(torch.int32)
         self.lengths[rows] = lengths + num_tokens
+
+    def with_drafts(
+        self, rows: torch.Tensor, draft_tokens: torch.Tensor, draft_lens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The newest token of each row, and its draft behind it.
+
+        Args:
+            rows: [rows] int64 on the device.
+            draft_tokens: [rows, draft_len] int64; draft_len may be 0.
+            draft_lens: [rows] int64; below 1 where a row has no draft.
+
+        Returns:
+            tokens and positions, [rows, draft_len + 1] int64 each; positions behind a row's draft are -1.
+        """
+        if triton_works(self.device.type):
+            from trtrun.kernels.triton.row_tokens import with_drafts
+
+            return with_drafts(self.token_ids, self.lengths, rows, draft_tokens, draft_lens)
+        newest = self.lengths[rows] - 1
+        tokens, positions = self.token_ids[rows, newest].to(torch.int64).unsqueeze(1), newest.unsqueeze(1)
+        if not draft_tokens.shape[1]:
+            return tokens, positions
+        steps = torch.arange(draft_tokens.shape[1] + 1, device=self.device)
+        positions = torch.where(steps <= draft_lens.clamp(min=0).unsqueeze(1), positions + steps, -1)
+        return torch.cat((tokens, draft_tokens), dim=1), positions
 
     def share_tokens(self, rows: Sequence[int], own: Sequence[int]) -> None:
         """Give each of the rows `own` the tokens of the row beside it in `rows`."""

@@ -244,13 +244,7 @@ class Engine:
         chunks = plan.prefill if after_prompts is None else ()
         if len(plan.decode_rows):
             rows = kept_integers(plan.decode_rows.tolist(), self.device)
-            newest = self.rows.lengths[rows] - 1
-            positions = newest.unsqueeze(1)
-            tokens = self.rows.token_ids[rows, newest].to(torch.int64).unsqueeze(1)
-            if queries > 1:
-                steps = torch.arange(queries, device=self.device)
-                positions = torch.where(steps <= draft_lens.clamp(min=0).unsqueeze(1), positions + steps, -1)
-                tokens = torch.cat((tokens, draft_tokens), dim=1)
+            tokens, positions = self.rows.with_drafts(rows, draft_tokens, draft_lens)
             if not chunks:
                 logits = self._run_rows(rows, tokens, positions, plan.max_context, last_only=False)
                 logits = logits.view(-1, queries, self.vocab_size)

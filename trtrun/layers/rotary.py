@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from trtrun.kernels.cpu import fused as native
-from trtrun.kernels.triton.support import triton_works
 
 # Tables grow by whole chunks of this many positions and each chunk is computed alone: the bits of an angle must not
 # depend on how far the table had grown before.
@@ -149,10 +148,6 @@ class RotaryEmbedding:
         Each product and the sum are rounded to the dtype, as transformers does; a fused multiply-add would round
         differently in vectorised loops and in their scalar tails, and so depend on the number of tokens.
         """
-        if heads.is_cuda and triton_works("cuda"):
-            from trtrun.kernels.triton.fused import rotate
-
-            return rotate(heads, cosine, sine)
         if native.fuses(heads.dtype, heads.device, self._half):
             return native.rotate(heads, cosine, sine)
         return (heads * cosine).add_(torch.roll(heads, self._half, 2).mul_(sine))

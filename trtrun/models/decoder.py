@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trtrun.attention.backend import AttentionBackend
+from trtrun.attention.backend import AttentionBackend, RotatingAttention
 from trtrun.kernels.rounded_rows import Activations
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
@@ -47,6 +47,9 @@ class DecoderLayer:
     head_dim: int
     window: int | None
 
+    def __post_init__(self) -> None:
+        self._rotating = self.attention if isinstance(self.attention, RotatingAttention) else None
+
     def forward(
         self,
         hidden: torch.Tensor,
@@ -74,18 +77,26 @@ class DecoderLayer:
         query_key, value = fused[:, :rotated_heads], fused[:, rotated_heads:]
         if self.qk_norm is not None:
             query_key = self.qk_norm(query_key)
-        query_key = self.rotary.rotate(query_key, *angles)
-        attended = self.attention.forward(
-            query_key[:, : self.heads],
-            query_key[:, self.heads :],
-            value,
-            store_layer,
-            batch,
-            self.head_dim**-0.5,
-            self.window,
-        )
+        attended = self._attend(query_key, value, angles, batch, store_layer)
         delta = self.output(attended.flatten(1))
         return self.mlp(_normalise(self.post_attention_norm, hidden, delta, self.mlp.takes_rounded_rows))
+
+    def _attend(
+        self,
+        query_key: torch.Tensor,
+        value: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        batch: AttentionBatch,
+        store_layer: torch.Tensor,
+    ) -> torch.Tensor:
+        """query_key [tokens, heads + kv_heads, head], not yet rotated → what the queries attended to, [tokens, heads,
+        head]."""
+        scale = self.head_dim**-0.5
+        if self._rotating is not None:
+            return self._rotating.rotate_and_forward(query_key, value, angles, store_layer, batch, scale, self.window)
+        query_key = self.rotary.rotate(query_key, *angles)
+        query, key = query_key[:, : self.heads], query_key[:, self.heads :]
+        return self.attention.forward(query, key, value, store_layer, batch, scale, self.window)
 
 
 def _normalise(norm: RMSNorm, hidden: torch.Tensor, delta: torch.Tensor | None, rounds: bool) -> Activations:

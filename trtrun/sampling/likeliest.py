@@ -10,6 +10,22 @@ import torch
 from trtrun.kernels.triton.support import triton_works
 
 
+def argmax(numbers: torch.Tensor) -> torch.Tensor:
+    """Where the largest number of each row stands, the first one where several are.
+
+    Args:
+        numbers: [..., width] float32, any device. A number that is not finite, but for -inf, is the largest.
+
+    Returns:
+        [...] int64; 0 where all are -inf.
+    """
+    if triton_works(numbers.device.type):
+        from trtrun.kernels.triton import likeliest as kernels
+
+        return kernels.argmax(numbers.reshape(-1, numbers.shape[-1])).view(numbers.shape[:-1])
+    return numbers.argmax(dim=-1)
+
+
 def likeliest(numbers: torch.Tensor, count: int) -> torch.Tensor:
     """Where the `count` largest numbers of each row stand, the largest first.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from trtrun.core import RowAdmission, VerdictLogprobs
 from trtrun.kernels import sampling_columns as columns
 from trtrun.sampling import filters, penalties
-from trtrun.sampling.likeliest import likeliest
+from trtrun.sampling.likeliest import argmax, likeliest
 from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream, gumbel, gumbel_argmax
 from trtrun.sampling.row_steps import RowSteps
@@ -269,13 +269,13 @@ class RowSampling:
         """
         sampled = self.sampled_indices(rows)
         if not sampled:
-            return processed.argmax(dim=-1)
+            return argmax(processed)
         if len(sampled) == len(rows):
             return self._sample(processed, rows, lengths, stream)
         greedy = self._index([index for index, row in enumerate(rows) if self._steps[row].greedy])
         index = self._index(sampled)
         tokens = torch.empty(processed.shape[:2], dtype=torch.int64, device=processed.device)
-        tokens.index_copy_(0, greedy, processed.index_select(0, greedy).argmax(dim=-1))
+        tokens.index_copy_(0, greedy, argmax(processed.index_select(0, greedy)))
         sampled_rows = [rows[index] for index in sampled]
         return tokens.index_copy_(
             0, index, self._sample(processed.index_select(0, index), sampled_rows, lengths[index], stream)

@@ -14,7 +14,6 @@ It knows tensors; it does not know when Triton can be used (see support.py).
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -22,13 +21,12 @@ import triton
 import triton.language as tl
 
 from trtrun.kernels.rounded_rows import Activations, RoundedRows
+from trtrun.kernels.triton.early_launch import begin, early, fetch, lines_of
 from trtrun.kernels.triton.fp8_rounding import round_activations
+from trtrun.kernels.triton.support import shared_bytes
 
 _GROUP = 128
 """Inputs that are added up in the matrix units. Every tile has a multiple of them, so that all tiles group alike."""
-
-_SPARE_BYTES = 2048
-"""Shared memory that a program needs beside its stages."""
 
 _FEWEST_ROWS, _FEW_ROWS, _SOME_ROWS, _MANY_ROWS = 16, 32, 64, 256
 _LIBRARY_ROWS = 512
@@ -52,7 +50,7 @@ class Tile(NamedTuple):
 def _product_kernel(
     x, x_scale, codes, scale, bias, y, rows, features, inputs, x_stride,
     ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr,
-    IS_EVEN: tl.constexpr, ROUNDS: tl.constexpr, ADDS: tl.constexpr,
+    IS_EVEN: tl.constexpr, ROUNDS: tl.constexpr, ADDS: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The weight is the side of the matrix units that is 64 wide, so few rows waste nothing. Programs that share its
     features follow each other, so that it comes out of memory once."""
@@ -61,19 +59,21 @@ def _product_kernel(
     is_feature, is_row = feature < features, row < rows
     # The last tile computes some features again instead of reading behind the weight.
     start = tl.where(is_feature, feature, 0).to(tl.int64) * inputs
-    begin = row.to(tl.int64) * x_stride
+    fetch(codes, start, inputs, LINES, EARLY)
+    begin(EARLY)
+    row_start = row.to(tl.int64) * x_stride
     total = tl.zeros((FEATURES, ROWS), dtype=tl.float32)
     for first in range(0, inputs, INPUTS):
         number = first + tl.arange(0, INPUTS)
         if IS_EVEN:
             weights = tl.load(codes + start[:, None] + number[None, :], eviction_policy="evict_first")
-            values = tl.load(x + begin[None, :] + number[:, None], mask=is_row[None, :], other=0.0)
+            values = tl.load(x + row_start[None, :] + number[:, None], mask=is_row[None, :], other=0.0)
         else:
             known = number < inputs
             weights = tl.load(
                 codes + start[:, None] + number[None, :], mask=known[None, :], other=0.0, eviction_policy="evict_first"
             )
-            values = tl.load(x + begin[None, :] + number[:, None], mask=is_row[None, :] & known[:, None], other=0.0)
+            values = tl.load(x + row_start[None, :] + number[:, None], mask=is_row[None, :] & known[:, None], other=0.0)
         if ROUNDS:
             total = tl.dot(weights, values, total, max_num_imprecise_acc=GROUP)
         else:
@@ -109,17 +109,18 @@ def chain_product(
     features, inputs = codes.shape
     y = torch.empty((rows, features), dtype=x.dtype, device=codes.device)
     if rows:
-        tile = tile or _tile(rows, x_scale is not None, _shared_bytes(codes.device))
+        tile = tile or _tile(rows, x_scale is not None, shared_bytes(codes.device))
         _product_kernel[(triton.cdiv(rows, tile.rows), triton.cdiv(features, tile.features))](
             values, scale if x_scale is None else x_scale, codes, scale, scale if bias is None else bias, y,
             rows, features, inputs, values.stride(0),
             ROWS=tile.rows, FEATURES=tile.features, INPUTS=tile.inputs, GROUP=_GROUP, IS_EVEN=inputs % tile.inputs == 0,
-            ROUNDS=x_scale is not None, ADDS=bias is not None, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            ROUNDS=x_scale is not None, ADDS=bias is not None, LINES=lines_of(codes, tile.features),
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **early(codes),
         )  # fmt: skip
     return y
 
 
-def _tile(rows: int, rounds: bool, shared_bytes: int) -> Tile:
+def _tile(rows: int, rounds: bool, shared: int) -> Tile:
     """What is fast for so many rows, with as many stages as the multiprocessors have shared memory for.
 
     Long runs of memory for few rows, and programs enough to keep every multiprocessor reading; squares for many,
@@ -136,16 +137,7 @@ def _tile(rows: int, rounds: bool, shared_bytes: int) -> Tile:
     else:
         tile = Tile(_SOME_ROWS, 128, 128, 4 if rounds else 3, 8)
     stage = (tile.features + tile.rows * (1 if rounds else 2)) * tile.inputs
-    return tile._replace(num_stages=max(1, min(tile.num_stages, (shared_bytes - _SPARE_BYTES) // stage)))
-
-
-@cache
-def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program may have; as much as it likes where there is no GPU."""
-    if device.type != "cuda":
-        return 1 << 30
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+    return tile._replace(num_stages=max(1, min(tile.num_stages, shared // stage)))
 
 
 class TritonFp8Matmul:

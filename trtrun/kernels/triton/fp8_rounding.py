@@ -12,6 +12,7 @@ import triton.language as tl
 
 from trtrun.kernels import torch_fp8
 from trtrun.kernels.rounded_rows import RoundedRows
+from trtrun.kernels.triton.early_launch import begin, early
 
 _ALIGNED = 16
 """Codes of a row begin at a multiple of so many bytes, so that they are read in vectors."""
@@ -34,7 +35,8 @@ def round_row(value, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _round_kernel(x, codes, scales, inputs, x_stride, code_stride, PADDED: tl.constexpr):
+def _round_kernel(x, codes, scales, inputs, x_stride, code_stride, PADDED: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, PADDED)
     inside = number < inputs
@@ -51,7 +53,7 @@ def round_activations(x: torch.Tensor) -> RoundedRows:
         padded = triton.next_power_of_2(inputs)
         _round_kernel[(rows,)](
             x, made.codes, made.scale, inputs, x.stride(0), made.codes.stride(0),
-            PADDED=padded, num_warps=warps_for(padded),
+            PADDED=padded, num_warps=warps_for(padded), **early(x),
         )  # fmt: skip
     return made
 

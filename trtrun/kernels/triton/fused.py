@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from trtrun.kernels.rounded_rows import RoundedRows
+from trtrun.kernels.triton.early_launch import begin, early
 from trtrun.kernels.triton.fp8_rounding import empty_rows, round_row, warps_for
 
 _FEATURES = 1024
@@ -20,8 +21,9 @@ _FEATURES = 1024
 @triton.jit
 def _add_and_normalise_kernel(
     hidden, delta, weight, output, scales, epsilon, output_stride,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, ROUNDS: tl.constexpr,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr, ROUNDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     element = tl.arange(0, PADDED)
     inside = element < SIZE
@@ -60,7 +62,7 @@ def add_and_normalise(
     _add_and_normalise_kernel[(tokens,)](
         hidden, hidden if delta is None else delta, weight, output, output, epsilon, size,
         SIZE=size, PADDED=triton.next_power_of_2(size), ADDS=delta is not None, ROUNDS=False,
-        num_warps=4 if size <= 4096 else 8,
+        num_warps=4 if size <= 4096 else 8, **early(hidden),
     )  # fmt: skip
     return output
 
@@ -74,13 +76,14 @@ def add_and_normalise_rounded(
     _add_and_normalise_kernel[(tokens,)](
         hidden, hidden if delta is None else delta, weight, made.codes, made.scale, epsilon, made.codes.stride(0),
         SIZE=size, PADDED=triton.next_power_of_2(size), ADDS=delta is not None, ROUNDS=True,
-        num_warps=4 if size <= 4096 else 8,
+        num_warps=4 if size <= 4096 else 8, **early(hidden),
     )  # fmt: skip
     return made
 
 
 @triton.jit
-def _silu_and_multiply_kernel(fused, output, FEATURES: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_and_multiply_kernel(fused, output, FEATURES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = element < FEATURES
@@ -96,16 +99,17 @@ def silu_and_multiply(fused: torch.Tensor) -> torch.Tensor:
     tokens, features = fused.shape[0], fused.shape[1] // 2
     output = fused.new_empty((tokens, features))
     _silu_and_multiply_kernel[(tokens, triton.cdiv(features, _FEATURES))](
-        fused, output, FEATURES=features, BLOCK=_FEATURES, num_warps=4
+        fused, output, FEATURES=features, BLOCK=_FEATURES, num_warps=4, **early(fused)
     )
     return output
 
 
 @triton.jit
 def _silu_and_multiply_rounded_kernel(
-    fused, codes, scales, code_stride, FEATURES: tl.constexpr, PADDED: tl.constexpr
+    fused, codes, scales, code_stride, FEATURES: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr
 ):  # fmt: skip
     """A whole row, for its largest number."""
+    begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     element = tl.arange(0, PADDED)
     inside = element < FEATURES
@@ -125,34 +129,6 @@ def silu_and_multiply_rounded(fused: torch.Tensor) -> RoundedRows:
     padded = triton.next_power_of_2(features)
     _silu_and_multiply_rounded_kernel[(tokens,)](
         fused, made.codes, made.scale, made.codes.stride(0),
-        FEATURES=features, PADDED=padded, num_warps=warps_for(padded),
+        FEATURES=features, PADDED=padded, num_warps=warps_for(padded), **early(fused),
     )  # fmt: skip
     return made
-
-
-@triton.jit
-def _rotate_kernel(
-    heads, cosine, sine, output, token_stride, head_stride, count, HEAD: tl.constexpr, PADDED: tl.constexpr
-):  # fmt: skip
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    element = tl.arange(0, PADDED)
-    inside = element < HEAD
-    kind = heads.dtype.element_ty
-    base = heads + token * token_stride + head * head_stride
-    own = tl.load(base + element, mask=inside, other=0.0).to(tl.float32)
-    partner = tl.load(base + (element + HEAD // 2) % HEAD, mask=inside, other=0.0).to(tl.float32)
-    straight = (own * tl.load(cosine + token * HEAD + element, mask=inside, other=0.0).to(tl.float32)).to(kind)
-    crossed = (partner * tl.load(sine + token * HEAD + element, mask=inside, other=0.0).to(tl.float32)).to(kind)
-    rotated = (straight.to(tl.float32) + crossed.to(tl.float32)).to(kind)
-    tl.store(output + (token * count + head) * HEAD + element, rotated, mask=inside)
-
-
-def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotate [tokens, heads, head_dim] by cosines and signed sines [tokens, 1, head_dim]; see RotaryEmbedding."""
-    tokens, count, head_dim = heads.shape
-    output = heads.new_empty(heads.shape)
-    _rotate_kernel[(tokens, count)](
-        heads, cosine, sine, output, heads.stride(0), heads.stride(1), count,
-        HEAD=head_dim, PADDED=triton.next_power_of_2(head_dim), num_warps=1,
-    )  # fmt: skip
-    return output

@@ -19,6 +19,8 @@ import triton.language as tl
 from torch.nn import functional
 
 from trtrun.kernels.cublas import forbid_split_sums
+from trtrun.kernels.triton.early_launch import begin, early, fetch, lines_of
+from trtrun.kernels.triton.support import shared_bytes
 
 _FEWEST_ROWS, _WIDEST = 16, 64
 """Rows of a tile."""
@@ -54,6 +56,7 @@ class Tile(NamedTuple):
 def _product_kernel(
     x, weight, y, rows, features, inputs, x_stride,
     ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, IS_EVEN: tl.constexpr,
+    LINES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The weight is the side of the matrix units that is 64 wide, so few rows waste nothing."""
     feature = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES)
@@ -61,6 +64,8 @@ def _product_kernel(
     is_feature, is_row = feature < features, row < rows
     # The last tile computes some features again instead of reading behind the weight.
     start = tl.where(is_feature, feature, 0).to(tl.int64) * inputs
+    fetch(weight, start, inputs, LINES, EARLY)
+    begin(EARLY)
     total = tl.zeros((FEATURES, ROWS), dtype=tl.float32)
     for first in range(0, inputs, INPUTS):
         number = first + tl.arange(0, INPUTS)
@@ -87,11 +92,11 @@ def chain_product(x: torch.Tensor, weight: torch.Tensor, tile: Tile | None = Non
     y = torch.empty((rows, features), dtype=x.dtype, device=x.device)
     if rows:
         width = min(_WIDEST, max(_FEWEST_ROWS, triton.next_power_of_2(rows)))
-        tile = tile or _tile(width, features)
+        tile = _that_fits(tile or _tile(width, features), width, shared_bytes(x.device))
         _product_kernel[(triton.cdiv(features, tile.features), triton.cdiv(rows, width))](
             x, weight, y, rows, features, inputs, x.stride(0),
             ROWS=width, FEATURES=tile.features, INPUTS=tile.inputs, IS_EVEN=inputs % tile.inputs == 0,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            LINES=lines_of(weight, tile.features), num_warps=tile.num_warps, num_stages=tile.num_stages, **early(x),
         )  # fmt: skip
     return y
 
@@ -104,6 +109,12 @@ def _tile(rows: int, features: int) -> Tile:
     if rows <= _FEWEST_ROWS and features <= _FEW_FEATURES:
         return Tile(16, 512, 4, 2) if features <= _NARROW else Tile(32, 256, 6)
     return Tile(64, 128, 6)
+
+
+def _that_fits(tile: Tile, rows: int, shared: int) -> Tile:
+    """A tile with no more stages than there is shared memory for; other cards have less of it than an H200."""
+    stage = 2 * (tile.features + rows) * tile.inputs
+    return tile._replace(num_stages=max(1, min(tile.num_stages, shared // stage)))
 
 
 class TritonMatmul:

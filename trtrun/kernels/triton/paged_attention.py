@@ -9,10 +9,16 @@ trtrun.attention.backend).
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
+from trtrun.kernels.triton.attention_shares import combine_kernel, merge, power
+from trtrun.kernels.triton.early_launch import begin, early
+from trtrun.kernels.triton.paged_store import rotate_and_write, write
+from trtrun.kernels.triton.support import shared_bytes
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import copy_plain_tokens
 
@@ -29,51 +35,12 @@ _MOST_SPLIT = 64
 _LARGEST_TILE = 128
 """Queries of a KV head, heads counted, of one program that goes through all shares."""
 
-_KEYS, _WIDE_KEYS = 128, 64
-"""Keys of one step of a program, and of one in float32, which takes twice the room."""
+_KEYS, _WIDE_KEYS, _STAGES = 128, 64, 2
+"""Keys of one step of a program, and of one in float32, which takes twice the room; steps that are loaded at once."""
 
 
 _VARYING = ["queries", "position_row", "position_query", "table_row"]
 """Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them."""
-
-
-@triton.jit(do_not_specialize=_VARYING)
-def _write_kernel(
-    key, value, positions, tables, store, value_offset,
-    key_token, key_head, value_token, value_head, position_row, position_query, table_row,
-    queries, kv_heads,
-    BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
-):  # fmt: skip
-    """One token's key and value of one head to their place in the store."""
-    token, head = tl.program_id(0), tl.program_id(1)
-    row, query = token // queries, token % queries
-    position = tl.load(positions + row * position_row + query * position_query)
-    place = tl.maximum(position, 0)
-    block = tl.load(tables + row * table_row + place // BLOCK_SIZE)
-    block = tl.where(position < 0, 0, block)  # padding goes to the null block
-    element = tl.arange(0, HEAD_PADDED)
-    inside = element < HEAD
-    target = ((block * kv_heads + head) * BLOCK_SIZE + place % BLOCK_SIZE) * HEAD + element
-    tl.store(store + target, tl.load(key + token * key_token + head * key_head + element, mask=inside), mask=inside)
-    fresh = tl.load(value + token * value_token + head * value_head + element, mask=inside)
-    tl.store(store + value_offset + target, fresh, mask=inside)
-
-
-@triton.jit
-def _power(exponent):
-    """2 to a whole number, exactly: 0 for -inf and what float32 has no normal number for."""
-    whole = tl.maximum(exponent, -127.0).to(tl.int32)
-    return ((whole + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _merge(peak, total, more_peak, more_total):
-    """Peak and total of what came before and of one more share, and the factors of the two. Peaks are whole numbers, so
-    that the factors are powers of two, and nothing is rounded but the sums themselves."""
-    higher = tl.maximum(peak, more_peak)
-    safe = tl.where(higher == float("-inf"), 0.0, higher)
-    fade, factor = _power(peak - safe), _power(more_peak - safe)
-    return higher, total * fade + more_total * factor, fade, factor
 
 
 @triton.jit
@@ -91,8 +58,10 @@ def _attend_kernel(
     queries, kv_heads, group, window, shares,
     BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
     TILE: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one row and KV head over one share of the row's context, or all of them, one by one."""
+    begin(EARLY)
     # The last tile of a prompt sees most keys: it begins first.
     row = tl.program_id(0) if IS_SPLIT else tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -125,15 +94,22 @@ def _attend_kernel(
     for first in range(start, stop, KEYS):
         if not IS_SPLIT:  # noqa: SIM102 (known when the kernel is compiled)
             if (first % SHARE == 0) & (first > start):  # a share is done
-                all_peak, all_total, fade, factor = _merge(all_peak, all_total, peak, total)
+                all_peak, all_total, fade, factor = merge(all_peak, all_total, peak, total)
                 all_gathered = all_gathered * fade[:, None] + gathered * factor[:, None]
                 peak = tl.full([TILE], float("-inf"), tl.float32)
                 total = tl.zeros([TILE], tl.float32)
                 gathered = tl.zeros([TILE, HEAD_PADDED], tl.float32)
         at = first + tl.arange(0, KEYS)
         known = at < stop
-        block = tl.load(table + at // BLOCK_SIZE, mask=known, other=0)
-        base = ((block * kv_heads + kv_head) * BLOCK_SIZE + at % BLOCK_SIZE) * HEAD
+        if KEYS % BLOCK_SIZE == 0:
+            # What does not change from step to step is said apart, and slots have 32 bits: a third less arithmetic.
+            within = tl.arange(0, KEYS)
+            block = tl.load(table + first // BLOCK_SIZE + within // BLOCK_SIZE, mask=known, other=0).to(tl.int32)
+            slot = block * (kv_heads * BLOCK_SIZE) + (kv_head * BLOCK_SIZE + within % BLOCK_SIZE)
+        else:
+            block = tl.load(table + at // BLOCK_SIZE, mask=known, other=0).to(tl.int32)
+            slot = (block * kv_heads + kv_head) * BLOCK_SIZE + at % BLOCK_SIZE
+        base = slot.to(tl.int64) * HEAD
         keys = tl.load(store + base[None, :] + element[:, None], mask=known[None, :] & inside[:, None], other=0.0)
         scores = tl.dot(rotated, keys, input_precision=PRECISION)
         if (first + KEYS > first_own + 1) | (first <= last - window):  # some query does not see some key
@@ -144,7 +120,7 @@ def _attend_kernel(
         higher = tl.maximum(peak, tl.ceil(tl.max(scores, axis=1) * stretch))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores * stretch - safe[:, None])
-        fade = _power(peak - safe)
+        fade = power(peak - safe)
         values = tl.load(
             store + value_offset + base[:, None] + element[None, :], mask=known[:, None] & inside[None, :], other=0.0
         )
@@ -158,50 +134,15 @@ def _attend_kernel(
         tl.store(partial_sum + slot, total, mask=real)
         tl.store(partial_output + slot[:, None] * HEAD + element[None, :], gathered, mask=mask)
     else:
-        _, total, fade, factor = _merge(all_peak, all_total, peak, total)
+        _, total, fade, factor = merge(all_peak, all_total, peak, total)
         gathered = all_gathered * fade[:, None] + gathered * factor[:, None]
         gathered = gathered / tl.where(total == 0.0, 1.0, total)[:, None]
         at = output + result[:, None] * HEAD + element[None, :]
         tl.store(at, gathered.to(output.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["position_row", "position_query", "queries", "heads", "shares", "window"])
-def _combine_kernel(
-    partial_sum, partial_peak, partial_output, positions, output,
-    position_row, position_query, queries, heads, shares, window,
-    SHARE: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
-    """One head of one token: its shares, one after the other."""
-    result = tl.program_id(0)
-    token = result // heads
-    own = tl.maximum(tl.load(positions + token // queries * position_row + token % queries * position_query), 0)
-    element = tl.arange(0, HEAD_PADDED)
-    inside = element < HEAD
-    lane = tl.arange(0, AT_ONCE)
-    peak, total = float("-inf"), 0.0
-    gathered = tl.zeros([HEAD_PADDED], tl.float32)
-    first, stop = tl.maximum(own - window + 1, 0) // SHARE, own // SHARE + 1
-    for at in range(first, stop, AT_ONCE):
-        # Some are read at once; then they are taken one after the other.
-        known = at + lane < stop
-        slot = result.to(tl.int64) * shares + at + lane
-        peaks = tl.load(partial_peak + slot, mask=known, other=float("-inf"))
-        totals = tl.load(partial_sum + slot, mask=known, other=0.0)
-        parts = tl.load(
-            partial_output + slot[:, None] * HEAD + element[None, :], mask=known[:, None] & inside[None, :], other=0.0
-        )
-        for share in tl.static_range(AT_ONCE):
-            own_peak = tl.max(tl.where(lane == share, peaks, float("-inf")), axis=0)
-            own_total = tl.sum(tl.where(lane == share, totals, 0.0), axis=0)
-            own_part = tl.sum(tl.where(lane[:, None] == share, parts, 0.0), axis=0)
-            peak, total, fade, factor = _merge(peak, total, own_peak, own_total)
-            gathered = gathered * fade + own_part * factor
-    gathered = gathered / tl.where(total == 0.0, 1.0, total)
-    tl.store(output + result.to(tl.int64) * HEAD + element, gathered.to(output.dtype.element_ty), mask=inside)
-
-
 class PagedAttention:
-    """An AttentionBackend that copies no context: each program follows the block table."""
+    """A RotatingAttention that copies no context: each program follows the block table."""
 
     tile: int | None = _LARGEST_TILE
 
@@ -224,23 +165,30 @@ class PagedAttention:
         """See AttentionBackend."""
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for segment in batch.segments:
-            self._write(key, value, store_layer, segment)
+            write(key, value, store_layer, segment)
         for segment in batch.segments:
             self._attend(query, store_layer, segment, scale, window, output)
         return output
 
-    @staticmethod
-    def _write(key: torch.Tensor, value: torch.Tensor, store_layer: torch.Tensor, segment: AttentionSegment) -> None:
-        key, value = key[segment.start : segment.stop], value[segment.start : segment.stop]
-        _, num_blocks, kv_heads, block_size, head_dim = store_layer.shape
-        _write_kernel[(key.shape[0], kv_heads)](
-            key, value, segment.positions, segment.block_tables, store_layer,
-            num_blocks * kv_heads * block_size * head_dim,
-            key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            segment.positions.stride(0), segment.positions.stride(1), segment.block_tables.stride(0),
-            segment.queries, kv_heads,
-            BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=_padded(head_dim), num_warps=1,
-        )  # fmt: skip
+    def rotate_and_forward(
+        self,
+        query_key: torch.Tensor,
+        value: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        store_layer: torch.Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See RotatingAttention."""
+        tokens, kv_heads, head_dim = value.shape
+        query = query_key.new_empty((tokens, query_key.shape[1] - kv_heads, head_dim))
+        for segment in batch.segments:
+            rotate_and_write(query_key, value, angles, store_layer, segment, query)
+        output = torch.empty_like(query)
+        for segment in batch.segments:
+            self._attend(query, store_layer, segment, scale, window, output)
+        return output
 
     @staticmethod
     def _attend(
@@ -285,8 +233,9 @@ def _attend_rows(
     rows, queries = positions.shape
     tokens, heads, _ = query.shape
     group = heads // kv_heads
-    is_wide = query.dtype is torch.float32
-    tile = min(_MOST_SPLIT if is_split or is_wide else _LARGEST_TILE, max(16, _padded(queries * group)))
+    is_wide, head_padded = query.dtype is torch.float32, max(16, _padded(head_dim))
+    keys, largest = _sizes(head_padded, query.itemsize, shared_bytes(query.device))
+    tile = min(_MOST_SPLIT if is_split else largest, max(16, _padded(queries * group)))
     tiles = -(-queries * group // tile)
     slots = tokens * heads * shares if is_split else 0
     sums, peaks = query.new_empty((2, slots), dtype=torch.float32)
@@ -298,16 +247,30 @@ def _attend_rows(
         query.stride(0), query.stride(1),
         positions.stride(0), positions.stride(1), tables.stride(0),
         queries, kv_heads, group, reach, shares,
-        BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=max(16, _padded(head_dim)), TILE=tile, SHARE=_SHARE,
-        KEYS=_WIDE_KEYS if is_wide else _KEYS, IS_SPLIT=is_split, PRECISION="ieee" if is_wide else "tf32",
-        num_warps=8 if tile == _LARGEST_TILE else 4, num_stages=2,
+        BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=head_padded, TILE=tile, SHARE=_SHARE,
+        KEYS=keys, IS_SPLIT=is_split, PRECISION="ieee" if is_wide else "tf32",
+        num_warps=8 if tile == _LARGEST_TILE else 4, num_stages=_STAGES, **early(query),
     )  # fmt: skip
     if is_split:
-        _combine_kernel[(tokens * heads,)](
+        combine_kernel[(tokens * heads,)](
             sums, peaks, partial, positions, output,
             positions.stride(0), positions.stride(1), queries, heads, shares, reach,
-            SHARE=_SHARE, HEAD=head_dim, HEAD_PADDED=_padded(head_dim), AT_ONCE=8, num_warps=1,
+            SHARE=_SHARE, HEAD=head_dim, HEAD_PADDED=_padded(head_dim), AT_ONCE=8, num_warps=1, **early(query),
         )  # fmt: skip
+
+
+@cache
+def _sizes(head: int, itemsize: int, shared: int) -> tuple[int, int]:
+    """Keys of a step, and queries of the largest tile, that fit into so much shared memory. All programs of a device
+    take the same number of keys: peaks are found step by step, so it shows in the bits."""
+
+    def fits(tile: int, keys: int) -> bool:
+        return (tile + 2 * _STAGES * keys) * head * itemsize <= shared
+
+    keys = _WIDE_KEYS if itemsize == 4 else _KEYS
+    while keys > 16 and not fits(_MOST_SPLIT, keys):
+        keys //= 2
+    return keys, _LARGEST_TILE if itemsize < 4 and fits(_LARGEST_TILE, keys) else _MOST_SPLIT
 
 
 def _padded(size: int) -> int:

@@ -11,6 +11,9 @@ from functools import cache
 
 import torch
 
+_SPARE_BYTES = 2048
+"""Shared memory that a program needs beside its stages."""
+
 _logger = logging.getLogger(__name__)
 
 
@@ -18,6 +21,18 @@ _logger = logging.getLogger(__name__)
 def multiplies_fp8(device: torch.device) -> bool:
     """Whether the matrix units of a CUDA device take E4M3: those of compute capability 8.9, and from 9.0 on."""
     return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program of a kernel may use for its stages; as much as it likes where there is no GPU."""
+    if device.type != "cuda":
+        return 1 << 30
+    import triton
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = triton.runtime.driver.active.utils.get_device_properties(index)
+    return int(properties["max_shared_mem"]) - _SPARE_BYTES
 
 
 @cache

@@ -1,0 +1,140 @@
+"""Writing keys and values to the paged KV store, as Triton kernels for CUDA, with the rotation before it.
+
+Rotation rounds where the torch operations of `RotaryEmbedding.rotate` round. It knows tensors; it does not know who
+attends.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from trtrun.kernels.triton.early_launch import begin, early
+from trtrun.kvcache.segments import AttentionSegment
+
+
+@triton.jit
+def _rotated_head(base, cosine, sine, token, HEAD: tl.constexpr, PADDED: tl.constexpr):
+    """The head at `base`, rotated by the angles of its token: [PADDED]."""
+    element = tl.arange(0, PADDED)
+    inside = element < HEAD
+    kind = base.dtype.element_ty
+    own = tl.load(base + element, mask=inside, other=0.0).to(tl.float32)
+    partner = tl.load(base + (element + HEAD // 2) % HEAD, mask=inside, other=0.0).to(tl.float32)
+    # Each product is rounded by itself: a compiler would make one of a product and the sum behind it.
+    nothing = tl.zeros((PADDED,), tl.float32)
+    straight = tl.fma(own, tl.load(cosine + token * HEAD + element, mask=inside, other=0.0).to(tl.float32), nothing)
+    crossed = tl.fma(partner, tl.load(sine + token * HEAD + element, mask=inside, other=0.0).to(tl.float32), nothing)
+    return (straight.to(kind).to(tl.float32) + crossed.to(kind).to(tl.float32)).to(kind)
+
+
+@triton.jit
+def _slot(
+    positions, tables, token, queries, kv_heads, head, position_row, position_query, table_row,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Place in the store of one token's key of one head, counted in heads."""
+    row, query = token // queries, token % queries
+    position = tl.load(positions + row * position_row + query * position_query)
+    place = tl.maximum(position, 0)
+    block = tl.load(tables + row * table_row + place // BLOCK_SIZE)
+    block = tl.where(position < 0, 0, block)  # padding goes to the null block
+    return (block * kv_heads + head) * BLOCK_SIZE + place % BLOCK_SIZE
+
+
+# Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them.
+@triton.jit(do_not_specialize=["queries", "position_row", "position_query", "table_row"])
+def _write_kernel(
+    key, value, positions, tables, store, value_offset,
+    key_token, key_head, value_token, value_head, position_row, position_query, table_row,
+    queries, kv_heads,
+    BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One token's key and value of one head."""
+    begin(EARLY)
+    token, head = tl.program_id(0), tl.program_id(1)
+    slot = _slot(positions, tables, token, queries, kv_heads, head, position_row, position_query, table_row, BLOCK_SIZE)
+    element = tl.arange(0, PADDED)
+    inside = element < HEAD
+    target = slot * HEAD + element
+    tl.store(store + target, tl.load(key + token * key_token + head * key_head + element, mask=inside), mask=inside)
+    fresh = tl.load(value + token * value_token + head * value_head + element, mask=inside)
+    tl.store(store + value_offset + target, fresh, mask=inside)
+
+
+@triton.jit(do_not_specialize=["queries", "position_row", "position_query", "table_row"])
+def _rotate_and_write_kernel(
+    query_key, value, cosine, sine, positions, tables, store, value_offset, rotated,
+    query_token, query_head, value_token, value_head, position_row, position_query, table_row,
+    queries, heads, kv_heads,
+    BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One head of one token: those of queries, of keys, and of values, in this order."""
+    begin(EARLY)
+    token, head = tl.program_id(0), tl.program_id(1)
+    element = tl.arange(0, PADDED)
+    inside = element < HEAD
+    if head < heads:
+        base = query_key + token.to(tl.int64) * query_token + head * query_head
+        made = _rotated_head(base, cosine, sine, token, HEAD, PADDED)
+        tl.store(rotated + (token.to(tl.int64) * heads + head) * HEAD + element, made, mask=inside)
+    else:
+        kv_head = (head - heads) % kv_heads
+        slot = _slot(
+            positions, tables, token, queries, kv_heads, kv_head, position_row, position_query, table_row, BLOCK_SIZE
+        )
+        target = store + slot * HEAD + element
+        if head < heads + kv_heads:
+            base = query_key + token.to(tl.int64) * query_token + head * query_head
+            tl.store(target, _rotated_head(base, cosine, sine, token, HEAD, PADDED), mask=inside)
+        else:
+            base = value + token.to(tl.int64) * value_token + kv_head * value_head
+            tl.store(target + value_offset, tl.load(base + element, mask=inside), mask=inside)
+
+
+def write(key: torch.Tensor, value: torch.Tensor, store_layer: torch.Tensor, segment: AttentionSegment) -> None:
+    """Write the keys and values of a segment's tokens, [tokens of the batch, kv_heads, head] each, the keys rotated."""
+    key, value = key[segment.start : segment.stop], value[segment.start : segment.stop]
+    _, num_blocks, kv_heads, block_size, head_dim = store_layer.shape
+    _write_kernel[(key.shape[0], kv_heads)](
+        key, value, segment.positions, segment.block_tables, store_layer,
+        num_blocks * kv_heads * block_size * head_dim,
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        segment.positions.stride(0), segment.positions.stride(1), segment.block_tables.stride(0),
+        segment.queries, kv_heads,
+        BLOCK_SIZE=block_size, HEAD=head_dim, PADDED=triton.next_power_of_2(head_dim), num_warps=1, **early(key),
+    )  # fmt: skip
+
+
+def rotate_and_write(
+    query_key: torch.Tensor,
+    value: torch.Tensor,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    store_layer: torch.Tensor,
+    segment: AttentionSegment,
+    rotated: torch.Tensor,
+) -> None:
+    """Rotate queries and keys of a segment's tokens; the keys go to the store with the values.
+
+    Args:
+        query_key: [tokens of the batch, heads + kv_heads, head].
+        value: [tokens of the batch, kv_heads, head].
+        angles: cosines and signed sines, [tokens of the batch, 1, head] each; see RotaryEmbedding.
+        store_layer: [2, blocks, kv_heads, block, head].
+        segment: whose tokens.
+        rotated: [tokens of the batch, heads, head], contiguous: gets the rotated queries.
+    """
+    tokens = slice(segment.start, segment.stop)
+    query_key, value, rotated = query_key[tokens], value[tokens], rotated[tokens]
+    cosine, sine = (table[tokens] for table in angles)
+    _, num_blocks, kv_heads, block_size, head_dim = store_layer.shape
+    heads = rotated.shape[1]
+    _rotate_and_write_kernel[(value.shape[0], heads + 2 * kv_heads)](
+        query_key, value, cosine, sine, segment.positions, segment.block_tables, store_layer,
+        num_blocks * kv_heads * block_size * head_dim, rotated,
+        query_key.stride(0), query_key.stride(1), value.stride(0), value.stride(1),
+        segment.positions.stride(0), segment.positions.stride(1), segment.block_tables.stride(0),
+        segment.queries, heads, kv_heads,
+        BLOCK_SIZE=block_size, HEAD=head_dim, PADDED=triton.next_power_of_2(head_dim), num_warps=1, **early(value),
+    )  # fmt: skip
