@@ -18,9 +18,9 @@ FOLDER = Path(kernels.__file__).parent / "triton"
 def early_kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
     for path in sorted(FOLDER.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
-                if "EARLY" in {argument.arg for argument in node.args.args}:
-                    yield f"{path.name}:{node.name}", node
+            is_kernel = isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+            if is_kernel and "EARLY" in {argument.arg for argument in node.args.args}:
+                yield f"{path.name}:{node.name}", node
 
 
 KERNELS = dict(early_kernels())
