@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from launch.serve.messages import Status
+from launch.serve.metrics.models import ModelRecorder, name_counters
 from trtrun.core import RequestStatistics
 from trtrun.outputs import CompletionDelta
 
@@ -26,7 +27,11 @@ PHASES = ("drafting", "transferring", "verifying", "committing", "orchestrating"
 
 
 class FrontMetrics:
-    """All metrics of one server."""
+    """All metrics of one server.
+
+    Attributes:
+        models: requests by the model that they name.
+    """
 
     def __init__(self, model_name: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -34,6 +39,8 @@ class FrontMetrics:
         self._labels = {"model_name": model_name}
         self._engine = _EngineMetrics(self._labels)
         self._registry.register(self._engine)
+        self.models = ModelRecorder()
+        self._registry.register(self.models)
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that were let in.")
         self._tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
         self._drafts = self._counter("vllm:spec_decode_num_drafts", "Row rounds: rounds times the rows in them.")
@@ -92,7 +99,7 @@ class FrontMetrics:
             status: of the engine just now; None where there is none.
         """
         self._engine.take(status)
-        return generate_latest(self._registry)
+        return name_counters(generate_latest(self._registry))
 
     def observe_tokens(self, delta: CompletionDelta, before: RequestStatistics | None) -> None:
         """Count what a piece brought, whose statistics go on from those `before`."""
