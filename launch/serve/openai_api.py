@@ -8,46 +8,37 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from sse_starlette import EventSourceResponse
-from sse_starlette.sse import SendTimeoutError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from launch.serve.chat_template import ChatTemplate
+from launch.serve.event_stream import EventStream
 from launch.serve.front import SHORT_TEXT, Front, Generation, Piece
 from launch.serve.http_requests import Keys, read_json_body, unless_gone
 from launch.serve.openai_answers import Answer, ChatAnswer, CompletionAnswer
 from launch.serve.openai_types import Answering, ChatCall, read_chat, read_completion
-from launch.serve.refusals import Kind, Refusal
+from launch.serve.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
 from trtrun.errors import InvalidRequestError
 from trtrun.prompts import Prompt
 from trtrun.text import Tokenizer
 
-_ERRORS: Mapping[Kind, tuple[int, str]] = {
-    Kind.INVALID: (400, "invalid_request_error"),
-    Kind.UNAUTHORIZED: (401, "authentication_error"),
-    Kind.UNKNOWN_MODEL: (404, "invalid_request_error"),
-    Kind.TOO_LARGE: (413, "invalid_request_error"),
-    Kind.BUSY: (429, "rate_limit_error"),
-    Kind.FAILED: (500, "server_error"),
-    Kind.UNAVAILABLE: (503, "server_error"),
-    Kind.TIMEOUT: (504, "timeout_error"),
+_TYPES: Mapping[Kind, str] = {
+    Kind.INVALID: "invalid_request_error",
+    Kind.UNAUTHORIZED: "authentication_error",
+    Kind.UNKNOWN_MODEL: "invalid_request_error",
+    Kind.TOO_LARGE: "invalid_request_error",
+    Kind.BUSY: "rate_limit_error",
+    Kind.FAILED: "server_error",
+    Kind.UNAVAILABLE: "server_error",
+    Kind.TIMEOUT: "timeout_error",
 }
-"""HTTP status and OpenAI's type of each kind."""
-
-
-STALLED_SECONDS = 60.0
-"""How long a client may read nothing of a stream while there is more than its connection holds."""
-
-logger = logging.getLogger(__name__)
+"""OpenAI's type of each kind."""
 
 
 class OpenAIApi:
@@ -105,7 +96,7 @@ class OpenAIApi:
         num_choices = len(prompts) * answering.sampling.n
         answer = kind(self._front.model_name, self._front.tokenizer, answering, num_choices)
         if answering.stream:
-            return _EventStream(generation, self._events(generation, answer))
+            return EventStream(generation, self._events(generation, answer))
         try:
             pieces = await unless_gone(request, _collect(generation))
         finally:
@@ -123,7 +114,7 @@ class OpenAIApi:
                 if told is not None:
                     yield _dump(told)
         except Refusal as refusal:
-            self._front.metrics.count_refusal(_ERRORS[refusal.kind][0])
+            self._front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
             yield _dump(error_body(refusal))
         else:
             last = answer.usage_chunk(generation.usage, self._front.draft_len)
@@ -151,33 +142,15 @@ class OpenAIApi:
         return {"id": self._front.model_name, "object": "model", "created": self._created, "owned_by": "trtrun"}
 
 
-class _EventStream(EventSourceResponse):
-    """A stream of events that lets its generation go, whether it was read to its end, given up, or never begun."""
-
-    def __init__(self, generation: Generation, events: AsyncIterator[str]) -> None:
-        super().__init__(events, sep="\n", send_timeout=STALLED_SECONDS)
-        self._generation = generation
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
-        try:
-            await super().__call__(scope, receive, send)
-        except SendTimeoutError:
-            logger.info("a client has read nothing for %g s, and is left", STALLED_SECONDS)
-        finally:
-            self._generation.close()
-
-
 def error_body(refusal: Refusal) -> dict[str, Any]:
     """A refusal as OpenAI's clients read it."""
-    kind = _ERRORS[refusal.kind][1]
+    kind = _TYPES[refusal.kind]
     return {"error": {"message": str(refusal), "type": kind, "param": refusal.field, "code": refusal.code}}
 
 
 def answer_refusal(refusal: Refusal) -> JSONResponse:
     """The HTTP answer to a request that is not answered."""
-    headers = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
-    return JSONResponse(error_body(refusal), status_code=_ERRORS[refusal.kind][0], headers=headers)
+    return JSONResponse(error_body(refusal), status_code=HTTP_STATUS[refusal.kind], headers=retry_headers(refusal))
 
 
 def _encode_chat(

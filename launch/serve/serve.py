@@ -34,6 +34,10 @@ from launch.serve.http_server import (
     make_metrics_application,
     run_all,
 )
+from launch.serve.kserve.grpc_server import GrpcServer
+from launch.serve.kserve.grpc_servicer import KServeServicer
+from launch.serve.kserve.http_api import KServeHttpApi
+from launch.serve.kserve.service import KServeService
 from launch.serve.limits import Door, server_ending
 from launch.serve.messages import Ready
 from launch.serve.metrics import FrontMetrics
@@ -104,6 +108,7 @@ class _Server:
         self._engine_socket = engine_socket
         directory = config.tokenizer or config.target.model
         tokenizer = read_tokenizer(directory)
+        model = read_model_config(config.target.model)
         name = model_name(config)
         self._door = Door(config.scheduler.max_batch_size, section.max_queue, section.max_streams)
         self._client = EngineClient()
@@ -112,7 +117,7 @@ class _Server:
         self._metrics = FrontMetrics(name)
         self._front = Front(
             name,
-            PromptReader(read_model_config(config.target.model), tokenizer),
+            PromptReader(model, tokenizer),
             tokenizer,
             config.draft_len,
             self._door,
@@ -121,7 +126,14 @@ class _Server:
             section.request_timeout_s,
         )
         template = read_chat_template(directory) if tokenizer is not None else None
-        self._api = OpenAIApi(self._front, template, keys, section.max_body_bytes)
+        kserve = KServeService(
+            self._front, model.eos_token_ids, config.scheduler.max_batch_size, config.kv_cache.block_size
+        )
+        self._routes = [
+            *OpenAIApi(self._front, template, keys, section.max_body_bytes).routes(),
+            *KServeHttpApi(kserve, keys, section.max_body_bytes).routes(),
+        ]
+        self._servicer = KServeServicer(kserve, keys)
         self._keeper = EngineKeeper(
             engine_command([*engine_arguments, "--socket", str(engine_socket)]),
             build_environment(),
@@ -140,9 +152,11 @@ class _Server:
         for number in DRAIN_SIGNALS:
             loop.add_signal_handler(number, self._hear, number)
         section = self._config.server
+        grpc = GrpcServer(self._servicer, section)
         await self._client.listen(self._engine_socket)
         servers = (
-            HttpServer(make_application(self._front, self._api), http, section),
+            HttpServer(make_application(self._front, self._routes), http, section),
+            grpc,
             HttpServer(make_metrics_application(self._front), metrics, section),
         )
         serving = asyncio.create_task(run_all(*servers))
@@ -152,8 +166,10 @@ class _Server:
         try:
             await asyncio.wait((serving, keeping, waiting, asked), return_when=asyncio.FIRST_COMPLETED)
             if self._is_ready.is_set():
-                say(f"{self._front.model_name} is served at {_address(section, http)}, metrics at "
-                    f"{_address(section, metrics)}/metrics")  # fmt: skip
+                say(
+                    f"{self._front.model_name} is served at {_address(section, http)}, metrics at "
+                    f"{_address(section, metrics)}/metrics, gRPC at {_host(section)}:{grpc.port}"
+                )
                 await asyncio.wait((serving, keeping, asked), return_when=asyncio.FIRST_COMPLETED)
             is_whole = await self._drain() if asked.done() and not keeping.done() else True
             return await self._end(keeping, is_whole)
@@ -238,5 +254,8 @@ class _Server:
 
 def _address(section: ServerSection, listener: Listener) -> str:
     scheme = "http" if section.tls_cert is None else "https"
-    host = f"[{section.host}]" if ":" in section.host else section.host
-    return f"{scheme}://{host}:{listener.port}"
+    return f"{scheme}://{_host(section)}:{listener.port}"
+
+
+def _host(section: ServerSection) -> str:
+    return f"[{section.host}]" if ":" in section.host else section.host
