@@ -11,7 +11,7 @@ import ipaddress
 import logging
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ from starlette.routing import Route
 
 from launch.serve.front import Front
 from launch.serve.http_requests import RequestLog
-from launch.serve.openai_api import OpenAIApi, answer_refusal
+from launch.serve.openai_api import answer_refusal
 from launch.serve.refusals import Refusal
 from trtrun import __version__
 from trtrun.errors import ConfigError, one_line
@@ -40,8 +40,8 @@ _CLIENT_CLOSED = 499
 logging.getLogger("sse_starlette").setLevel(logging.INFO)
 
 
-def make_application(front: Front, api: OpenAIApi) -> Starlette:
-    """What answers on the HTTP port."""
+def make_application(front: Front, routes: Sequence[Route]) -> Starlette:
+    """What answers on the HTTP port: the routes of all protocols, and what they share."""
 
     async def health(request: Request) -> Response:
         try:
@@ -71,7 +71,7 @@ def make_application(front: Front, api: OpenAIApi) -> Starlette:
         return _count(front, _plain_error("the server failed; its log says how", HTTPException(500)))
 
     return Starlette(
-        routes=[Route("/health", health, methods=["GET"]), Route("/version", version, methods=["GET"]), *api.routes()],
+        routes=[Route("/health", health, methods=["GET"]), Route("/version", version, methods=["GET"]), *routes],
         middleware=[Middleware(RequestLog)],
         exception_handlers={
             Refusal: refuse,

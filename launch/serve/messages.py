@@ -197,6 +197,26 @@ class Status(_Message):
     num_blocks: int
     totals: dict[str, Any]
 
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that rows hold."""
+        return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def drafts_due(self) -> int:
+        """Drafts that were due where draft ranks draft ahead."""
+        return sum(self.totals.get("foresight", {}).get("due_by_place", ()))
+
+    @property
+    def drafts_foreseen(self) -> int:
+        """Of these, those that were there before their verdict."""
+        return sum(self.totals.get("foresight", {}).get("foreseen_by_place", ()))
+
+    @property
+    def draft_hit_rate(self) -> float | None:
+        """The share of these; None before the first, and where nothing is drafted ahead."""
+        return self.drafts_foreseen / self.drafts_due if self.drafts_due else None
+
 
 Message = Generate | Abort | AskStatus | Close | Ready | Delta | Ended | Status
 _READER: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])

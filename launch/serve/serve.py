@@ -38,6 +38,8 @@ from launch.serve.limits import Door, server_ending
 from launch.serve.messages import Ready
 from launch.serve.metrics import FrontMetrics
 from launch.serve.openai_api import OpenAIApi
+from launch.serve.page_routes import page_routes
+from launch.serve.status import StatusBoard
 from trtrun import __version__
 from trtrun.config import RuntimeConfig
 from trtrun.errors import ConfigError
@@ -45,6 +47,7 @@ from trtrun.models.config import read_model_config
 from trtrun.prompts import PromptReader
 from trtrun.server_config import ServerSection
 from trtrun.text import read_tokenizer
+from trtrun.topology import make_topology
 
 LONGEST_SOCKET_PATH = 100
 """Characters; the system's limit for sockets is 108 bytes."""
@@ -121,7 +124,11 @@ class _Server:
             section.request_timeout_s,
         )
         template = read_chat_template(directory) if tokenizer is not None else None
-        self._api = OpenAIApi(self._front, template, keys, section.max_body_bytes)
+        self._routes = [
+            *OpenAIApi(self._front, template, keys, section.max_body_bytes).routes(),
+            *StatusBoard(self._front, config, make_topology(config), keys, template is not None).routes(),
+            *page_routes(),
+        ]
         self._keeper = EngineKeeper(
             engine_command([*engine_arguments, "--socket", str(engine_socket)]),
             build_environment(),
@@ -142,7 +149,7 @@ class _Server:
         section = self._config.server
         await self._client.listen(self._engine_socket)
         servers = (
-            HttpServer(make_application(self._front, self._api), http, section),
+            HttpServer(make_application(self._front, self._routes), http, section),
             HttpServer(make_metrics_application(self._front), metrics, section),
         )
         serving = asyncio.create_task(run_all(*servers))
