@@ -99,10 +99,10 @@ function describeEngine(role, status) {
   box.append(list);
   const directory = status.models[role];
   if (directory) {
-    const told = document.createElement("p");
+    const told = document.createElement("li");
     told.className = "directory quiet";
     told.textContent = directory.quantization === "none" ? directory.name : `${directory.name}, ${directory.quantization}`;
-    box.append(told);
+    list.append(told);
   }
   return box;
 }

@@ -75,7 +75,7 @@ export class SpeedView {
     if (plain.isWhole && speculative.isWhole && plain.speed && speculative.speed) {
       const ratio = document.createElement("b");
       const times = speculative.speed / plain.speed;
-      ratio.textContent = times >= 1 ? `${times.toFixed(2)} times as fast` : `${(1 / times).toFixed(2)} times slower`;
+      ratio.textContent = `${times.toFixed(2)} times as fast`;
       parts.push(ratio, document.createElement("br"));
     }
     parts.push(this.compare(speculative, plain));
