@@ -26,6 +26,7 @@ class _Choice:
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    token_origins: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -56,6 +57,7 @@ class Answer(ABC):
             choice, delta = choices[piece.choice], piece.delta
             choice.text.append(delta.text)
             choice.token_ids += delta.token_ids
+            choice.token_origins.append(delta.token_origins)
             choice.logprobs += delta.logprobs or ()
             choice.finish_reason = delta.finish_reason or choice.finish_reason
         told = [
@@ -63,6 +65,7 @@ class Answer(ABC):
                 number,
                 self._text("".join(choice.text), is_chunk=False),
                 choice.token_ids,
+                "".join(choice.token_origins),
                 choice.logprobs if self._answering.sampling.logprobs is not None else None,
                 choice.finish_reason,
             )
@@ -78,12 +81,14 @@ class Answer(ABC):
         """The chunk of a piece; None where it says nothing yet."""
         delta = piece.delta
         says_something = delta.text or delta.finish_reason or delta.logprobs is not None
-        if not says_something and not (self._answering.return_token_ids and delta.token_ids):
+        tells_tokens = self._answering.return_token_ids or self._answering.return_token_origins
+        if not says_something and not (tells_tokens and delta.token_ids):
             return None
         told = self._choice(
             piece.choice,
             self._text(delta.text, is_chunk=True),
             list(delta.token_ids),
+            delta.token_origins,
             delta.logprobs,
             delta.finish_reason,
         )
@@ -109,6 +114,7 @@ class Answer(ABC):
         number: int,
         text: dict[str, Any],
         token_ids: list[int],
+        token_origins: str,
         logprobs: Sequence[TokenLogprobs] | None,
         finish_reason: str | None,
     ) -> dict[str, Any]:
@@ -117,6 +123,8 @@ class Answer(ABC):
             told["logprobs"] = self._logprobs(number, logprobs)
         if self._answering.return_token_ids:
             told["token_ids"] = token_ids
+        if self._answering.return_token_origins:
+            told["token_origins"] = token_origins
         return told
 
     @abstractmethod
@@ -168,7 +176,7 @@ class ChatAnswer(Answer):
         usage = {"usage": None} if self._answering.include_usage else {}
         delta = {"role": "assistant", "content": ""}
         return [
-            self._object(self.chunk_name, [self._choice(number, {"delta": delta}, [], None, None)]) | usage
+            self._object(self.chunk_name, [self._choice(number, {"delta": delta}, [], "", None, None)]) | usage
             for number in range(self._num_choices)
         ]
 

@@ -46,7 +46,7 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
 }
 """OpenAI's own that would change the answer, with the values that ask for nothing; null does so everywhere."""
 
-_COMMON = {"model", "stream", "stream_options", "logprobs", "return_token_ids"}
+_COMMON = {"model", "stream", "stream_options", "logprobs", "return_token_ids", "return_token_origins"}
 COMPLETION_FIELDS = SAMPLING_FIELDS | IGNORED_FIELDS | UNSUPPORTED_FIELDS.keys() | _COMMON | {"prompt"}
 CHAT_FIELDS = (
     SAMPLING_FIELDS
@@ -71,12 +71,14 @@ class Answering:
         stream: piece by piece.
         include_usage: a last piece says what the request took.
         return_token_ids: choices have their tokens beside their text.
+        return_token_origins: choices say how each token came.
     """
 
     sampling: SamplingParams
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    return_token_origins: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,8 @@ def _read_answering(given: Mapping[str, Any], logprobs: object, max_tokens: int)
         parameters = SamplingParams.from_mapping(sampling)
     except InvalidRequestError as error:
         raise _wrong(_field_of(str(error)), str(error)) from None
-    return Answering(parameters, stream, _flag(options, "include_usage"), _flag(given, "return_token_ids"))
+    flags = (_flag(given, name) for name in ("return_token_ids", "return_token_origins"))
+    return Answering(parameters, stream, _flag(options, "include_usage"), *flags)
 
 
 def _read_prompts(value: object) -> list[Prompt]:
