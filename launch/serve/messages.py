@@ -126,6 +126,7 @@ class Delta(_Message):
     logprobs: tuple[tuple[int, float, tuple[tuple[int, float], ...]], ...] | None = None
     finish_reason: str | None = None
     error: str | None = None
+    token_origins: str = ""
 
     @classmethod
     def of(cls, delta: CompletionDelta) -> Delta:
@@ -152,6 +153,7 @@ class Delta(_Message):
             logprobs=logprobs,
             finish_reason=delta.finish_reason,
             error=delta.error,
+            token_origins=delta.token_origins,
         )
 
     def completion_delta(self) -> CompletionDelta:
@@ -170,6 +172,7 @@ class Delta(_Message):
             logprobs,
             self.finish_reason,
             self.error,
+            self.token_origins,
         )
 
 

@@ -27,6 +27,7 @@ class _Choice:
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    token_origins: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -69,6 +70,7 @@ class Answer(ABC):
             choice, delta = choices[piece.choice], piece.delta
             choice.text.append(delta.text)
             choice.token_ids += delta.token_ids
+            choice.token_origins.append(delta.token_origins)
             choice.logprobs += delta.logprobs or ()
             choice.finish_reason = delta.finish_reason or choice.finish_reason
         told = [
@@ -76,6 +78,7 @@ class Answer(ABC):
                 number,
                 self._text("".join(choice.text), is_chunk=False),
                 choice.token_ids,
+                "".join(choice.token_origins),
                 choice.logprobs if self._answering.sampling.logprobs is not None else None,
                 choice.finish_reason,
             )
@@ -97,6 +100,7 @@ class Answer(ABC):
             piece.choice,
             self._text(delta.text, is_chunk=True),
             list(delta.token_ids),
+            delta.token_origins,
             delta.logprobs,
             delta.finish_reason,
         )
@@ -122,6 +126,7 @@ class Answer(ABC):
         number: int,
         text: dict[str, Any],
         token_ids: list[int],
+        token_origins: str,
         logprobs: Sequence[TokenLogprobs] | None,
         finish_reason: str | None,
     ) -> dict[str, Any]:
@@ -130,6 +135,8 @@ class Answer(ABC):
             told["logprobs"] = self._logprobs(number, logprobs)
         if self._answering.return_token_ids:
             told["token_ids"] = token_ids
+        if self._answering.return_token_origins:
+            told["token_origins"] = token_origins
         if self._token_texts is not None:
             told["token_texts"] = self._token_texts.take(number, token_ids, finish_reason is not None)
         return told
@@ -186,7 +193,7 @@ class ChatAnswer(Answer):
         usage = {"usage": None} if self._answering.include_usage else {}
         delta = {"role": "assistant", "content": ""}
         return [
-            self._object(self.chunk_name, [self._choice(number, {"delta": delta}, [], None, None)]) | usage
+            self._object(self.chunk_name, [self._choice(number, {"delta": delta}, [], "", None, None)]) | usage
             for number in range(self._num_choices)
         ]
 
