@@ -7,7 +7,15 @@ from setuptools import find_packages, setup
 README = Path(__file__).parent / "README.md"
 
 # What `trtrun serve` is made of; launch/commands/serve.py says which of them are missing.
-SERVE = ["starlette>=1,<2", "uvicorn>=0.35", "sse-starlette>=3", "prometheus-client>=0.22", "jinja2>=3.1"]
+SERVE = [
+    "starlette>=1,<2",
+    "uvicorn>=0.35",
+    "httptools>=0.6.4",
+    "uvloop>=0.21",
+    "msgspec>=0.20",
+    "prometheus-client>=0.22",
+    "jinja2>=3.1",
+]
 
 setup(
     name="trtrun",

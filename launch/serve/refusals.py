@@ -31,6 +31,9 @@ class Kind(Enum):
     UNAVAILABLE = auto()
     """The engine is starting, or the server is ending."""
 
+    GONE = auto()
+    """The client has closed the connection: nobody hears it."""
+
     TIMEOUT = auto()
     """It was not done in time."""
 
