@@ -14,7 +14,9 @@ from launch.commands.common import load, shared_options, with_config
 from launch.exit_codes import describe_exit_codes
 from trtrun.errors import ConfigError, PlacementError
 
-LIBRARIES = ("grpc", "jinja2", "prometheus_client", "sse_starlette", "starlette", "tritonclient", "uvicorn")
+LIBRARIES = (
+    "grpc", "httptools", "jinja2", "msgspec", "prometheus_client", "starlette", "tritonclient", "uvicorn", "uvloop",
+)  # fmt: skip
 """What the extra `serve` of setup.py installs."""
 
 
@@ -42,6 +44,7 @@ def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None
     config = load(config_path, [*overrides, *given], speculation, is_front=True)
     from launch.check.preflight import check_job
     from launch.placement.allocation import is_local
+    from launch.serve.engine_keeper import engine_command
     from launch.serve.serve import play_serve
     from trtrun.topology import make_topology
 
@@ -56,7 +59,7 @@ def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None
         )
     check_job(config, topology)
     words = ["--config", str(config_path), *shared_options([*overrides, *given], speculation)]
-    return play_serve(config, words)
+    return play_serve(config, engine_command(words))
 
 
 @click.command("serve-engine", hidden=True)

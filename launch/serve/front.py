@@ -90,27 +90,40 @@ class Generation:
         self._is_closed = False
         self._observed = metrics.begin(self.usage.num_prompt_tokens, time.perf_counter())
         self._ids = client.start(requests, self._inbox)
-        self._timer = asyncio.get_running_loop().call_later(timeout, self._give_up, out_of_time(timeout))
+        self._timer = asyncio.get_running_loop().call_later(timeout, self.give_up, out_of_time(timeout))
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """The pieces of all choices as they come, until each has ended.
 
         Raises:
-            Refusal: the engine has lost or refused the request, or its time is over.
+            Refusal: as of `take`.
         """
-        while self._going_on:
-            for number, delta in await self._inbox.take():
-                choice = number * self._n + delta.index
-                if choice not in self._going_on:
-                    continue  # its reader has finished it
-                if delta.error is not None:
-                    raise Refusal(Kind.FAILED, delta.error)
-                if delta.finish_reason is not None:
-                    self._going_on.discard(choice)
-                self.usage.num_completion_tokens += len(delta.token_ids)
-                self._observed.observe(choice, delta, self.usage.statistics.get(choice), time.perf_counter())
-                self.usage.statistics[choice] = delta.statistics
-                yield Piece(choice, delta)
+        while pieces := await self.take():
+            for piece in pieces:
+                yield piece
+
+    async def take(self) -> list[Piece]:
+        """Wait for pieces: what has come since the last call, one a choice; none once each has ended.
+
+        Raises:
+            Refusal: the engine has lost or refused the request, its time is over, or its client is gone.
+        """
+        if not self._going_on:
+            return []
+        pieces = []
+        for number, delta in await self._inbox.take():
+            choice = number * self._n + delta.index
+            if choice not in self._going_on:
+                continue  # its reader has finished it
+            if delta.error is not None:
+                raise Refusal(Kind.FAILED, delta.error)
+            if delta.finish_reason is not None:
+                self._going_on.discard(choice)
+            self.usage.num_completion_tokens += len(delta.token_ids)
+            self._observed.observe(choice, delta, self.usage.statistics.get(choice), time.perf_counter())
+            self.usage.statistics[choice] = delta.statistics
+            pieces.append(Piece(choice, delta))
+        return pieces
 
     def finish(self, choice: int) -> None:
         """The reader wants no more of a choice. Once that is so of all of a prompt's, their rows are free."""
@@ -119,8 +132,8 @@ class Generation:
         if self._going_on.isdisjoint(range(number * self._n, (number + 1) * self._n)):
             self._client.abort([self._ids[number]])
 
-    def _give_up(self, reason: Refusal) -> None:
-        # The reader may be slow to hear of it: the rows are free all the same.
+    def give_up(self, reason: Refusal) -> None:
+        """End the request, whose reader is told why: at once, however slow the reader is, the rows are free."""
         self._inbox.end(reason)
         self._client.abort(self._ids)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import logging
 import socket
 import ssl
 from collections.abc import Iterator, Sequence
@@ -24,10 +23,13 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
+from launch.serve.connections import Connections
 from launch.serve.front import Front
 from launch.serve.http_requests import RequestLog
 from launch.serve.kserve import http_api as kserve
+from launch.serve.limits import RETRY_SECONDS
 from launch.serve.openai_api import answer_refusal
 from launch.serve.refusals import Refusal
 from trtrun import __version__
@@ -37,9 +39,6 @@ from trtrun.server_config import ServerSection
 KEEP_ALIVE_SECONDS = 30
 _BACKLOG = 2048
 _CLIENT_CLOSED = 499
-
-# It logs every event, text and all, at a level that -vv shows.
-logging.getLogger("sse_starlette").setLevel(logging.INFO)
 
 
 def make_application(front: Front, routes: Sequence[Route]) -> Starlette:
@@ -153,10 +152,20 @@ def check_tls(section: ServerSection) -> None:
 class HttpServer(uvicorn.Server):
     """One application on one socket, until `finish`."""
 
-    def __init__(self, application: Starlette, listener: Listener, section: ServerSection) -> None:
+    def __init__(self, application: Starlette, listener: Listener, section: ServerSection, connections: int) -> None:
+        """Answer requests.
+
+        Args:
+            application: that answers.
+            listener: where from.
+            section: its certificate.
+            connections: that may be open at once.
+        """
+        self._connections = Connections(connections, _refuse_connection)
         super().__init__(
             uvicorn.Config(
                 application,
+                http=self._connections.protocol(),
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -177,7 +186,11 @@ class HttpServer(uvicorn.Server):
 
     async def run_here(self) -> None:
         """Answer until `finish`."""
-        await self.serve(sockets=[self._listener.socket])
+        sweeping = asyncio.create_task(self._connections.sweep_on())
+        try:
+            await self.serve(sockets=[self._listener.socket])
+        finally:
+            sweeping.cancel()
 
     def finish(self) -> None:
         """Take no more requests, and end once those in work have their answers."""
@@ -186,6 +199,13 @@ class HttpServer(uvicorn.Server):
     def cut(self) -> None:
         """End now."""
         self.should_exit = self.force_exit = True
+
+
+async def _refuse_connection(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request on a connection too many, and close it."""
+    headers = {"retry-after": str(RETRY_SECONDS), "connection": "close"}
+    message = "as many connections are open as may be (server.max_connections): come again later"
+    await _plain_error(Request(scope), message, HTTPException(503, headers=headers))(scope, receive, send)
 
 
 def _plain_error(request: Request, message: str, error: HTTPException) -> JSONResponse:

@@ -7,20 +7,21 @@ Starlette, and nothing of engines.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from launch.serve.chat_template import ChatTemplate
-from launch.serve.event_stream import EventStream
+from launch.serve.event_stream import EventStream, event
 from launch.serve.front import SHORT_TEXT, Front, Generation, Piece
 from launch.serve.http_requests import Keys, read_json_body, unless_gone
+from launch.serve.limits import client_gone
 from launch.serve.openai_answers import Answer, ChatAnswer, CompletionAnswer
 from launch.serve.openai_types import Answering, ChatCall, read_chat, read_completion
 from launch.serve.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
@@ -36,9 +37,13 @@ _TYPES: Mapping[Kind, str] = {
     Kind.BUSY: "rate_limit_error",
     Kind.FAILED: "server_error",
     Kind.UNAVAILABLE: "server_error",
+    Kind.GONE: "invalid_request_error",
     Kind.TIMEOUT: "timeout_error",
 }
 """OpenAI's type of each kind."""
+
+_ENCODER = msgspec.json.Encoder()
+_DONE = event(b"[DONE]")
 
 
 class OpenAIApi:
@@ -95,31 +100,32 @@ class OpenAIApi:
         generation = await self._front.begin(prompts, answering.sampling)
         answer = kind(self._front.model_name, self._front.tokenizer, answering, generation.prompts)
         if answering.stream:
-            return EventStream(generation, self._events(generation, answer))
+            return EventStream(
+                self._events(generation, answer), lambda: generation.give_up(client_gone()), generation.close
+            )
         try:
             pieces = await unless_gone(request, _collect(generation))
         finally:
             generation.close()
         return JSONResponse(answer.whole(pieces, generation.usage, self._front.draft_len))
 
-    async def _events(self, generation: Generation, answer: Answer) -> AsyncIterator[str]:
+    async def _events(self, generation: Generation, answer: Answer) -> AsyncGenerator[bytes, None]:
         """One event for each piece, what the request took, and the end. An error is an event, too: the status is
         out."""
-        for chunk in answer.beginning():
-            yield _dump(chunk)
+        if beginning := answer.beginning():
+            yield b"".join(map(_event, beginning))
         try:
-            async for piece in generation:
-                told = answer.chunk(piece)
-                if told is not None:
-                    yield _dump(told)
+            while pieces := await generation.take():
+                if events := b"".join([_event(told) for piece in pieces if (told := answer.chunk(piece)) is not None]):
+                    yield events
         except Refusal as refusal:
+            if refusal.kind is Kind.GONE:
+                return
             self._front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
-            yield _dump(error_body(refusal))
+            yield _event(error_body(refusal)) + _DONE
         else:
             last = answer.usage_chunk(generation.usage, self._front.draft_len)
-            if last is not None:
-                yield _dump(last)
-        yield "[DONE]"
+            yield (b"" if last is None else _event(last)) + _DONE
 
     async def _chat_prompt(self, call: ChatCall) -> Prompt:
         """The tokens of a conversation."""
@@ -163,5 +169,5 @@ async def _collect(generation: Generation) -> list[Piece]:
     return [piece async for piece in generation]
 
 
-def _dump(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+def _event(value: Mapping[str, Any]) -> bytes:
+    return event(_ENCODER.encode(value))

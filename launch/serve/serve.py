@@ -15,12 +15,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import uvloop
+
 from launch.exit_codes import ExitCode, FailedError
 from launch.mpi.drain import DRAIN_SIGNALS, end_at_once
 from launch.mpi.mpirun import build_environment
 from launch.serve.chat_template import read_chat_template
+from launch.serve.connections import allow_open_files
 from launch.serve.engine_client import EngineClient
-from launch.serve.engine_keeper import EngineKeeper, RestartLimit, engine_command
+from launch.serve.engine_keeper import EngineKeeper, RestartLimit
 from launch.serve.engine_process import hash_config
 from launch.serve.front import Front
 from launch.serve.http_requests import Keys
@@ -56,16 +59,20 @@ from trtrun.topology import make_topology
 LONGEST_SOCKET_PATH = 100
 """Characters; the system's limit for sockets is 108 bytes."""
 
+METRICS_CONNECTIONS = 64
+"""That may be open on the metrics port."""
+
 ERROR_SECONDS = 1.0
 """For the last words to streams that are cut off."""
 
 
-def play_serve(config: RuntimeConfig, engine_arguments: Sequence[str]) -> int:
+def play_serve(config: RuntimeConfig, engine: Sequence[str]) -> int:
     """Serve until a signal ends it.
 
     Args:
         config: checked, with all that command line options say.
-        engine_arguments: the options by which an engine reads the same configuration.
+        engine: the words that start an engine which reads the same configuration (`engine_command`); `--socket PATH` is
+            added to them.
 
     Returns:
         The exit status: done when every request had its answer, drained where some were cut off, the engine's own where
@@ -78,6 +85,7 @@ def play_serve(config: RuntimeConfig, engine_arguments: Sequence[str]) -> int:
     section = config.server
     check_tls(section)
     keys = Keys.read(section.api_key_file)
+    allow_open_files(section.max_connections)
     http = listen(section.host, section.http_port, "server.http_port")
     metrics = listen(section.host, section.metrics_port, "server.metrics_port")
     if not is_loopback(http) and not keys.are_needed:
@@ -88,7 +96,9 @@ def play_serve(config: RuntimeConfig, engine_arguments: Sequence[str]) -> int:
         engine_socket = Path(folder) / "engine"
         if len(str(engine_socket)) > LONGEST_SOCKET_PATH:
             raise ConfigError(f"{folder} is too long a path for a socket: set TMPDIR to a shorter one")
-        return asyncio.run(_Server(config, keys, engine_socket, engine_arguments).run(http, metrics))
+        # uvloop's loop takes half the time of asyncio's own for what streams do most: write to a socket.
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(config, keys, engine_socket, engine, http, metrics))
 
 
 def model_name(config: RuntimeConfig) -> str:
@@ -102,10 +112,16 @@ def say(line: str) -> None:
         print(f"trtrun: {line}", file=sys.stderr, flush=True)
 
 
+async def _serve(
+    config: RuntimeConfig, keys: Keys, engine_socket: Path, engine: Sequence[str], http: Listener, metrics: Listener
+) -> int:
+    return await _Server(config, keys, engine_socket, engine).run(http, metrics)
+
+
 class _Server:
     """The parts of a server, joined, and its states: starting, serving, draining, over."""
 
-    def __init__(self, config: RuntimeConfig, keys: Keys, engine_socket: Path, engine_arguments: Sequence[str]) -> None:
+    def __init__(self, config: RuntimeConfig, keys: Keys, engine_socket: Path, engine: Sequence[str]) -> None:
         section = config.server
         self._config = config
         self._engine_socket = engine_socket
@@ -140,7 +156,7 @@ class _Server:
         ]
         self._servicer = KServeServicer(kserve, keys)
         self._keeper = EngineKeeper(
-            engine_command([*engine_arguments, "--socket", str(engine_socket)]),
+            [*engine, "--socket", str(engine_socket)],
             build_environment(),
             RestartLimit(section.max_restarts, section.restart_window_s),
             self._say_restart,
@@ -160,9 +176,9 @@ class _Server:
         grpc = GrpcServer(self._servicer, section)
         await self._client.listen(self._engine_socket)
         servers = (
-            HttpServer(make_application(self._front, self._routes), http, section),
+            HttpServer(make_application(self._front, self._routes), http, section, section.max_connections),
             grpc,
-            HttpServer(make_metrics_application(self._front), metrics, section),
+            HttpServer(make_metrics_application(self._front), metrics, section, METRICS_CONNECTIONS),
         )
         serving = asyncio.create_task(run_all(*servers))
         keeping = asyncio.create_task(self._keeper.keep())

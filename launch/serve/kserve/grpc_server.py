@@ -37,7 +37,8 @@ class GrpcServer:
                 ("grpc.max_receive_message_length", section.max_body_bytes + MESSAGE_OVERHEAD),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", 0),  # a port that is taken is an error
-            )
+            ),
+            maximum_concurrent_rpcs=section.max_connections,  # of calls: connections alone cannot be counted
         )
         service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, self._server)
         self.port = self._listen()

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from launch.serve.event_stream import STALLED_SECONDS
+from launch.serve.connections import STALLED_SECONDS
 from launch.serve.http_requests import REQUEST_ID, Keys, aside
 from launch.serve.kserve.grpc_messages import (
     FINAL,
@@ -42,6 +42,7 @@ _STATUS: Mapping[Kind, grpc.StatusCode] = {
     Kind.BUSY: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Kind.FAILED: grpc.StatusCode.INTERNAL,
     Kind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    Kind.GONE: grpc.StatusCode.CANCELLED,
     Kind.TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 

@@ -7,13 +7,13 @@ Starlette, and nothing of engines.
 from __future__ import annotations
 
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from launch.serve.event_stream import EventStream
+from launch.serve.event_stream import EventStream, event
 from launch.serve.http_requests import Keys, aside, parse_json, read_body, unless_gone
 from launch.serve.kserve.http_bodies import InferBody, dump, read_generate, read_infer, write_generate, write_infer
 from launch.serve.kserve.models import MODELS, VERSION, Model
@@ -123,7 +123,7 @@ class KServeHttpApi:
     async def generate_stream(self, request: Request) -> Response:
         """The same, with one event for each response."""
         work = await self._begin_generate(request)
-        return EventStream(work, self._events(work))
+        return EventStream(self._events(work), work.give_up, work.close)
 
     async def _begin_generate(self, request: Request) -> Answering:
         model = _model(request)
@@ -136,14 +136,15 @@ class KServeHttpApi:
         length = _json_length(request.headers.get(JSON_LENGTH), len(raw))
         return read_infer(parse_json(raw[:length]), raw[length:])
 
-    async def _events(self, work: Answering) -> AsyncIterator[str]:
+    async def _events(self, work: Answering) -> AsyncGenerator[bytes, None]:
         """An error is an event, too: the status is out."""
         try:
             async for response in work.responses():
-                yield dump(write_generate(response))
+                yield event(dump(write_generate(response)))
         except Refusal as refusal:
-            self._service.front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
-            yield dump({"error": str(refusal)})
+            if refusal.kind is not Kind.GONE:
+                self._service.front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
+                yield event(dump({"error": str(refusal)}))
 
     def _add(self, routes: list[Route], method: str, path: str, endpoint: Endpoint) -> None:
         """A route that asks for a key."""

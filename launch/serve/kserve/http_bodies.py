@@ -7,10 +7,11 @@ bytes of each tensor that names its `binary_data_size`, in their order. It knows
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from launch.serve.kserve.models import VERSION, Model
 from launch.serve.kserve.requests import InferResponse, find_input
@@ -31,6 +32,7 @@ _FIELDS = ("id", "inputs", "outputs", "parameters")
 _INPUT_FIELDS = ("name", "shape", "datatype", "parameters", "data")
 _OUTPUT_FIELDS = ("name", "parameters")
 _LONGEST_ID = 1024
+_ENCODER = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def write_infer(response: InferResponse, body: InferBody) -> tuple[bytes, int | 
         else:
             told["data"] = write_values(tensor)
         outputs.append(told)
-    text = dump(_head(response) | {"outputs": outputs}).encode()
+    text = dump(_head(response) | {"outputs": outputs})
     return b"".join([text, *behind]), len(text) if behind else None
 
 
@@ -136,9 +138,9 @@ def write_generate(response: InferResponse) -> dict[str, Any]:
     return told
 
 
-def dump(value: object) -> str:
-    """JSON without spaces."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+def dump(value: object) -> bytes:
+    """JSON, without spaces."""
+    return _ENCODER.encode(value)
 
 
 def _head(response: InferResponse) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from launch.serve.front import Front, Generation, Piece
 from launch.serve.kserve.asks import Ask
 from launch.serve.kserve.requests import InferRequest, InferResponse
 from launch.serve.kserve.tensors import Tensor, text_array
+from launch.serve.limits import client_gone
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
 from trtrun.detokenizer import IncrementalDetokenizer
@@ -171,6 +172,10 @@ class Run:
                 if gain.is_last:
                     whole = found.pop((gain.row, gain.sequence))
                     yield self._response([whole], is_whole=True, is_last=not num_going_on)
+
+    def give_up(self) -> None:
+        """The client is gone: the rows are free at once, and responses end with a Refusal."""
+        self._generation.give_up(client_gone())
 
     def close(self) -> None:
         """Give up what has not ended."""

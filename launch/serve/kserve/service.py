@@ -48,6 +48,10 @@ class Answering(Protocol):
         """Responses as they come, one at least; the last says so."""
         ...
 
+    def give_up(self) -> None:
+        """The client is gone: responses end."""
+        ...
+
     def close(self) -> None:
         """Give up what has not ended."""
         ...
@@ -163,6 +167,9 @@ class _Processed:
     async def responses(self) -> AsyncIterator[InferResponse]:
         """The one response."""
         yield self._response
+
+    def give_up(self) -> None:
+        """There is nothing to end."""
 
     def close(self) -> None:
         """There is nothing to give up."""
