@@ -26,6 +26,18 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+ACCEPTED, RECOVERED, BONUS, PLAIN = "a", "r", "b", "p"
+"""How a token came: a draft token that the target kept, its own in place of a rejected one, its own behind a draft that
+was kept whole, its own where no draft was verified: the first behind a prompt, or in a round without one."""
+
+
+def token_origins(num_draft_tokens: int, num_tokens: int) -> str:
+    """How each token came that a row gained in a round which verified `num_draft_tokens`: a letter each."""
+    if num_draft_tokens == 0:
+        return PLAIN * num_tokens
+    return ACCEPTED * (num_tokens - 1) + (BONUS if num_tokens > num_draft_tokens else RECOVERED)
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt to complete once (`n` completions are n requests, made by the caller of the scheduler).

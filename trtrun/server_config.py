@@ -19,7 +19,7 @@ class ServerSection(Section):
 
     Attributes:
         host: address that is listened on; a loopback address is reachable from this host alone.
-        http_port, metrics_port: 0 takes a free one.
+        http_port, grpc_port, metrics_port: 0 takes a free one.
         model_name: what clients call the model; None takes the name of the target's directory.
         api_key_file: one key a line; requests to /v1 need one of them.
         tls_cert, tls_key: PEM files; both or none.
@@ -34,6 +34,7 @@ class ServerSection(Section):
 
     host: Line = "127.0.0.1"
     http_port: Port = 8000
+    grpc_port: Port = 8001
     metrics_port: Port = 8002
     model_name: Line | None = None
     api_key_file: FilePath | None = None

@@ -14,7 +14,9 @@ from launch.commands.common import load, shared_options, with_config
 from launch.exit_codes import describe_exit_codes
 from trtrun.errors import ConfigError, PlacementError
 
-LIBRARIES = ("httptools", "jinja2", "msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop")
+LIBRARIES = (
+    "grpc", "httptools", "jinja2", "msgspec", "prometheus_client", "starlette", "tritonclient", "uvicorn", "uvloop",
+)  # fmt: skip
 """What the extra `serve` of setup.py installs."""
 
 
@@ -22,12 +24,13 @@ LIBRARIES = ("httptools", "jinja2", "msgspec", "prometheus_client", "starlette",
 @with_config
 @click.option("--host", help="Address to listen on.  [default: server.host, 127.0.0.1]")
 @click.option("--http-port", type=int, help="Port of the API; 0 takes a free one.  [default: server.http_port, 8000]")
+@click.option("--grpc-port", type=int, help="Port of Triton's gRPC; the same.  [default: server.grpc_port, 8001]")
 @click.option("--metrics-port", type=int, help="Port of /metrics; the same.  [default: server.metrics_port, 8002]")
 @click.option("--api-key-file", metavar="F", help="One key a line; requests need one of them.")
 @click.option("--tls-cert", metavar="F", help="Certificate of the server, in PEM; needs --tls-key.")
 @click.option("--tls-key", metavar="F", help="Key of the certificate, in PEM.")
 def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None, **server: Any) -> int:
-    """Serve the OpenAI API over the ranks of a job.
+    """Serve the OpenAI API and Triton's models over the ranks of a job.
 
     Starts the ranks itself, and starts them again when they end. The first SIGINT or SIGTERM drains: requests in work
     have launch.drain_seconds to finish, new ones are refused. The second one ends at once.

@@ -1,4 +1,4 @@
-"""What the front and the engine say to each other over their socket: a few kinds of messages, each JSON behind its length.
+"""What front and engine say to each other over their socket: a few kinds of messages, each JSON behind its length.
 
     4 bytes, big-endian: length │ {"kind": "generate", "request_id": "…", …}
 
@@ -122,6 +122,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_u
     logprobs: tuple[tuple[int, float, tuple[tuple[int, float], ...]], ...] | None = None
     finish_reason: str | None = None
     error: str | None = None
+    token_origins: str = ""
 
     @classmethod
     def of(cls, delta: CompletionDelta) -> Delta:
@@ -148,6 +149,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_u
             logprobs=logprobs,
             finish_reason=delta.finish_reason,
             error=delta.error,
+            token_origins=delta.token_origins,
         )
 
     def completion_delta(self) -> CompletionDelta:
@@ -171,6 +173,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_u
             logprobs=logprobs,
             finish_reason=self.finish_reason,
             error=self.error,
+            token_origins=self.token_origins,
         )
 
 
@@ -201,6 +204,26 @@ class Status(_Message, frozen=True, tag="status"):
     num_free_blocks: int
     num_blocks: int
     totals: dict[str, Any]
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that rows hold."""
+        return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def drafts_due(self) -> int:
+        """Drafts that were due where draft ranks draft ahead."""
+        return sum(self.totals.get("foresight", {}).get("due_by_place", ()))
+
+    @property
+    def drafts_foreseen(self) -> int:
+        """Of these, those that were there before their verdict."""
+        return sum(self.totals.get("foresight", {}).get("foreseen_by_place", ()))
+
+    @property
+    def draft_hit_rate(self) -> float | None:
+        """The share of these; None before the first, and where nothing is drafted ahead."""
+        return self.drafts_foreseen / self.drafts_due if self.drafts_due else None
 
 
 Message = Generate | Abort | AskStatus | Close | Ready | Deltas | Ended | Status
@@ -258,7 +281,7 @@ class MessageStream:
         return self._messages.popleft()
 
     def _split(self) -> None:
-        """Take whole messages off what has been received. What is wrong is told once the messages before it are read."""
+        """Take whole messages off what has been received. What is wrong is told behind the messages before it."""
         received, begin = self._received, 0
         try:
             while len(received) >= begin + _LENGTH_BYTES:

@@ -18,30 +18,27 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from launch.serve.chat_template import ChatTemplate
-from launch.serve.event_stream import EventStream, event
+from launch.serve.event_stream import EventStream, LastEvents, event
 from launch.serve.front import SHORT_TEXT, Front, Generation, Piece
 from launch.serve.http_requests import Keys, read_json_body, unless_gone
-from launch.serve.limits import client_gone
 from launch.serve.openai_answers import Answer, ChatAnswer, CompletionAnswer
 from launch.serve.openai_types import Answering, ChatCall, read_chat, read_completion
-from launch.serve.refusals import Kind, Refusal
+from launch.serve.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
 from trtrun.errors import InvalidRequestError
 from trtrun.prompts import Prompt
 from trtrun.text import Tokenizer
 
-_ERRORS: Mapping[Kind, tuple[int, str]] = {
-    Kind.INVALID: (400, "invalid_request_error"),
-    Kind.UNAUTHORIZED: (401, "authentication_error"),
-    Kind.UNKNOWN_MODEL: (404, "invalid_request_error"),
-    Kind.TOO_LARGE: (413, "invalid_request_error"),
-    Kind.BUSY: (429, "rate_limit_error"),
-    Kind.FAILED: (500, "server_error"),
-    Kind.UNAVAILABLE: (503, "server_error"),
-    Kind.GONE: (499, "invalid_request_error"),
-    Kind.TIMEOUT: (504, "timeout_error"),
+_TYPES: Mapping[Kind, str] = {
+    Kind.INVALID: "invalid_request_error",
+    Kind.UNAUTHORIZED: "authentication_error",
+    Kind.UNKNOWN_MODEL: "invalid_request_error",
+    Kind.TOO_LARGE: "invalid_request_error",
+    Kind.BUSY: "rate_limit_error",
+    Kind.FAILED: "server_error",
+    Kind.UNAVAILABLE: "server_error",
+    Kind.TIMEOUT: "timeout_error",
 }
-"""HTTP status and OpenAI's type of each kind."""
-
+"""OpenAI's type of each kind."""
 
 _ENCODER = msgspec.json.Encoder()
 _DONE = event(b"[DONE]")
@@ -99,12 +96,9 @@ class OpenAIApi:
         self, request: Request, prompts: Sequence[Prompt], answering: Answering, kind: type[Answer]
     ) -> Response:
         generation = await self._front.begin(prompts, answering.sampling)
-        num_choices = len(prompts) * answering.sampling.n
-        answer = kind(self._front.model_name, self._front.tokenizer, answering, num_choices)
+        answer = kind(self._front.model_name, self._front.tokenizer, answering, generation.prompts)
         if answering.stream:
-            return EventStream(
-                self._events(generation, answer), lambda: generation.give_up(client_gone()), generation.close
-            )
+            return EventStream(generation, self._events(generation, answer))
         try:
             pieces = await unless_gone(request, _collect(generation))
         finally:
@@ -118,16 +112,16 @@ class OpenAIApi:
             yield b"".join(map(_event, beginning))
         try:
             while pieces := await generation.take():
-                if events := b"".join([_event(told) for piece in pieces if (told := answer.chunk(piece)) is not None]):
-                    yield events
+                events = [_event(told) for piece in pieces if (told := answer.chunk(piece)) is not None]
+                if generation.is_over:
+                    last = answer.usage_chunk(generation.usage, self._front.draft_len)
+                    events += [_DONE] if last is None else [_event(last), _DONE]
+                    yield LastEvents(b"".join(events))
+                elif events:
+                    yield b"".join(events)
         except Refusal as refusal:
-            if refusal.kind is Kind.GONE:
-                return
-            self._front.metrics.count_refusal(_ERRORS[refusal.kind][0])
-            yield _event(error_body(refusal)) + _DONE
-        else:
-            last = answer.usage_chunk(generation.usage, self._front.draft_len)
-            yield (b"" if last is None else _event(last)) + _DONE
+            self._front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
+            yield LastEvents(_event(error_body(refusal)) + _DONE)
 
     async def _chat_prompt(self, call: ChatCall) -> Prompt:
         """The tokens of a conversation."""
@@ -151,14 +145,13 @@ class OpenAIApi:
 
 def error_body(refusal: Refusal) -> dict[str, Any]:
     """A refusal as OpenAI's clients read it."""
-    kind = _ERRORS[refusal.kind][1]
+    kind = _TYPES[refusal.kind]
     return {"error": {"message": str(refusal), "type": kind, "param": refusal.field, "code": refusal.code}}
 
 
 def answer_refusal(refusal: Refusal) -> JSONResponse:
     """The HTTP answer to a request that is not answered."""
-    headers = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
-    return JSONResponse(error_body(refusal), status_code=_ERRORS[refusal.kind][0], headers=headers)
+    return JSONResponse(error_body(refusal), status_code=HTTP_STATUS[refusal.kind], headers=retry_headers(refusal))
 
 
 def _encode_chat(

@@ -37,10 +37,16 @@ from launch.serve.http_server import (
     make_metrics_application,
     run_all,
 )
+from launch.serve.kserve.grpc_server import GrpcServer
+from launch.serve.kserve.grpc_servicer import KServeServicer
+from launch.serve.kserve.http_api import KServeHttpApi
+from launch.serve.kserve.service import KServeService
 from launch.serve.limits import Door, server_ending
 from launch.serve.messages import Ready
 from launch.serve.metrics import FrontMetrics
 from launch.serve.openai_api import OpenAIApi
+from launch.serve.page_routes import page_routes
+from launch.serve.status import StatusBoard
 from trtrun import __version__
 from trtrun.config import RuntimeConfig
 from trtrun.errors import ConfigError
@@ -48,6 +54,7 @@ from trtrun.models.config import read_model_config
 from trtrun.prompts import PromptReader
 from trtrun.server_config import ServerSection
 from trtrun.text import read_tokenizer
+from trtrun.topology import make_topology
 
 LONGEST_SOCKET_PATH = 100
 """Characters; the system's limit for sockets is 108 bytes."""
@@ -120,6 +127,7 @@ class _Server:
         self._engine_socket = engine_socket
         directory = config.tokenizer or config.target.model
         tokenizer = read_tokenizer(directory)
+        model = read_model_config(config.target.model)
         name = model_name(config)
         self._door = Door(config.scheduler.max_batch_size, section.max_queue, section.max_streams)
         self._client = EngineClient()
@@ -128,7 +136,7 @@ class _Server:
         self._metrics = FrontMetrics(name)
         self._front = Front(
             name,
-            PromptReader(read_model_config(config.target.model), tokenizer),
+            PromptReader(model, tokenizer),
             tokenizer,
             config.draft_len,
             self._door,
@@ -137,7 +145,16 @@ class _Server:
             section.request_timeout_s,
         )
         template = read_chat_template(directory) if tokenizer is not None else None
-        self._api = OpenAIApi(self._front, template, keys, section.max_body_bytes)
+        kserve = KServeService(
+            self._front, model.eos_token_ids, config.scheduler.max_batch_size, config.kv_cache.block_size
+        )
+        self._routes = [
+            *OpenAIApi(self._front, template, keys, section.max_body_bytes).routes(),
+            *KServeHttpApi(kserve, keys, section.max_body_bytes).routes(),
+            *StatusBoard(self._front, config, make_topology(config), keys, template is not None).routes(),
+            *page_routes(),
+        ]
+        self._servicer = KServeServicer(kserve, keys)
         self._keeper = EngineKeeper(
             [*engine, "--socket", str(engine_socket)],
             build_environment(),
@@ -156,9 +173,11 @@ class _Server:
         for number in DRAIN_SIGNALS:
             loop.add_signal_handler(number, self._hear, number)
         section = self._config.server
+        grpc = GrpcServer(self._servicer, section)
         await self._client.listen(self._engine_socket)
         servers = (
-            HttpServer(make_application(self._front, self._api), http, section, section.max_connections),
+            HttpServer(make_application(self._front, self._routes), http, section, section.max_connections),
+            grpc,
             HttpServer(make_metrics_application(self._front), metrics, section, METRICS_CONNECTIONS),
         )
         serving = asyncio.create_task(run_all(*servers))
@@ -168,8 +187,10 @@ class _Server:
         try:
             await asyncio.wait((serving, keeping, waiting, asked), return_when=asyncio.FIRST_COMPLETED)
             if self._is_ready.is_set():
-                say(f"{self._front.model_name} is served at {_address(section, http)}, metrics at "
-                    f"{_address(section, metrics)}/metrics")  # fmt: skip
+                say(
+                    f"{self._front.model_name} is served at {_address(section, http)}, metrics at "
+                    f"{_address(section, metrics)}/metrics, gRPC at {_host(section)}:{grpc.port}"
+                )
                 await asyncio.wait((serving, keeping, asked), return_when=asyncio.FIRST_COMPLETED)
             is_whole = await self._drain() if asked.done() and not keeping.done() else True
             return await self._end(keeping, is_whole)
@@ -254,5 +275,8 @@ class _Server:
 
 def _address(section: ServerSection, listener: Listener) -> str:
     scheme = "http" if section.tls_cert is None else "https"
-    host = f"[{section.host}]" if ":" in section.host else section.host
-    return f"{scheme}://{host}:{listener.port}"
+    return f"{scheme}://{_host(section)}:{listener.port}"
+
+
+def _host(section: ServerSection) -> str:
+    return f"[{section.host}]" if ":" in section.host else section.host

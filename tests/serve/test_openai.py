@@ -105,6 +105,27 @@ def test_streams_add_up_to_the_same(client: openai.OpenAI, llm: LLM, options: di
     )
 
 
+@pytest.mark.parametrize(("draft_len", "letters"), [(None, "arbp"), (1, "arbp"), (0, "p")])
+def test_how_tokens_came_is_told_and_a_draft_len_changes_no_text(
+    client: openai.OpenAI, llm: LLM, draft_len: int | None, letters: str
+) -> None:
+    body = {"draft_len": draft_len, "return_token_origins": True}
+    (completion,) = expected(llm, PROMPT, {**GREEDY, "draft_len": draft_len}).completions
+    answer = client.completions.create(model="pair", prompt=PROMPT, **GREEDY, extra_body=body)
+    origins = answer.choices[0].token_origins  # type: ignore[attr-defined]
+    assert answer.choices[0].text == completion.text == expected(llm, PROMPT, GREEDY).completions[0].text
+    assert len(origins) == len(completion.token_ids) and set(origins) <= set(letters)
+    # With measured pacing the rounds may differ from run to run, but for those of a draft_len of 0.
+    assert ("a" in origins) == (draft_len != 0) and origins[0] == "p"
+    chunks = list(
+        client.chat.completions.create(model="pair", messages=MESSAGES, stream=True, **GREEDY, extra_body=body)
+    )
+    streamed = [choice.token_origins for chunk in chunks for choice in chunk.choices]  # type: ignore[attr-defined]
+    (completion,) = expected(llm, CHAT_PROMPT, GREEDY).completions
+    assert len("".join(streamed)) == len(completion.token_ids)
+    assert not hasattr(client.completions.create(model="pair", prompt="x", **GREEDY).choices[0], "token_origins")
+
+
 @pytest.mark.parametrize("options", [GREEDY, SEEDED], ids=["greedy", "seed"])
 def test_a_chat_is_the_completion_of_its_templates_text(
     client: openai.OpenAI, llm: LLM, options: dict[str, Any]
@@ -237,6 +258,9 @@ BAD: list[tuple[str, Any, int, str]] = [
     (COMPLETIONS, body(logit_bias={"a": 1}), 400, "is not a token id"),
     (COMPLETIONS, body(logit_bias={"5": 101}), 400, "between -100 and 100"),
     (COMPLETIONS, body(min_tokens=5), 400, "min_tokens is 5, more than max_tokens"),
+    (COMPLETIONS, body(draft_len=5), 400, "more than speculation.draft_len, which is 4"),
+    (COMPLETIONS, body(draft_len=-1), 400, "draft_len must be 0"),
+    (COMPLETIONS, body(return_token_origins=1), 400, "return_token_origins must be true or false"),
     (COMPLETIONS, body(stream="yes"), 400, "stream must be true or false"),
     (COMPLETIONS, body(stream_options={"include_usage": True}), 400, "needs stream"),
     (COMPLETIONS, body(stream=True, stream_options={"usage": True}), 400, "include_usage"),

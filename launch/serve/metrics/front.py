@@ -7,6 +7,7 @@ when somebody reads the metrics. Totals go on over restarts. It knows numbers an
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
@@ -14,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from launch.serve.messages import Status
+from launch.serve.metrics.models import ModelRecorder, name_counters
 from trtrun.core import RequestStatistics
 from trtrun.outputs import CompletionDelta
 
@@ -25,8 +27,36 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 PHASES = ("drafting", "transferring", "verifying", "committing", "orchestrating", "waiting", "anticipating")
 
 
+@dataclass
+class FrontTotals:
+    """What has come of all requests since the server's start.
+
+    Attributes:
+        num_tokens: generated.
+        num_row_rounds: rounds summed over the rows that verified in them.
+        num_draft_tokens, num_accepted_draft_tokens: verified in these, and kept.
+        num_restarts: of the engine.
+    """
+
+    num_tokens: int = 0
+    num_row_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_restarts: int = 0
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """Tokens that a round yields a row; None before the first."""
+        return 1 + self.num_accepted_draft_tokens / self.num_row_rounds if self.num_row_rounds else None
+
+
 class FrontMetrics:
-    """All metrics of one server."""
+    """All metrics of one server.
+
+    Attributes:
+        totals: of all requests.
+        models: requests by the model that they name.
+    """
 
     def __init__(self, model_name: str) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -34,6 +64,9 @@ class FrontMetrics:
         self._labels = {"model_name": model_name}
         self._engine = _EngineMetrics(self._labels)
         self._registry.register(self._engine)
+        self.totals = FrontTotals()
+        self.models = ModelRecorder()
+        self._registry.register(self.models)
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of requests that were let in.")
         self._tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
         self._drafts = self._counter("vllm:spec_decode_num_drafts", "Row rounds: rounds times the rows in them.")
@@ -80,6 +113,7 @@ class FrontMetrics:
     def count_restart(self) -> None:
         """The engine is started again."""
         self._restarts.inc()
+        self.totals.num_restarts += 1
 
     def count_refusal(self, status: int) -> None:
         """A request was answered with an error."""
@@ -92,12 +126,17 @@ class FrontMetrics:
             status: of the engine just now; None where there is none.
         """
         self._engine.take(status)
-        return generate_latest(self._registry)
+        return name_counters(generate_latest(self._registry))
 
     def observe_tokens(self, delta: CompletionDelta, before: RequestStatistics | None) -> None:
         """Count what a piece brought, whose statistics go on from those `before`."""
         before = before or RequestStatistics()
         now = delta.statistics
+        totals = self.totals
+        totals.num_tokens += len(delta.token_ids)
+        totals.num_row_rounds += now.num_rounds - before.num_rounds
+        totals.num_draft_tokens += now.num_draft_tokens - before.num_draft_tokens
+        totals.num_accepted_draft_tokens += now.num_accepted_draft_tokens - before.num_accepted_draft_tokens
         self._tokens.inc(len(delta.token_ids))
         self._drafts.inc(now.num_rounds - before.num_rounds)
         self._drafted.inc(now.num_draft_tokens - before.num_draft_tokens)
