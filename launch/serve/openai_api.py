@@ -18,10 +18,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from launch.serve.chat_template import ChatTemplate
-from launch.serve.event_stream import EventStream, event
+from launch.serve.event_stream import EventStream, LastEvents, event
 from launch.serve.front import SHORT_TEXT, Front, Generation, Piece
 from launch.serve.http_requests import Keys, read_json_body, unless_gone
-from launch.serve.limits import client_gone
 from launch.serve.openai_answers import Answer, ChatAnswer, CompletionAnswer
 from launch.serve.openai_types import Answering, ChatCall, read_chat, read_completion
 from launch.serve.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
@@ -37,7 +36,6 @@ _TYPES: Mapping[Kind, str] = {
     Kind.BUSY: "rate_limit_error",
     Kind.FAILED: "server_error",
     Kind.UNAVAILABLE: "server_error",
-    Kind.GONE: "invalid_request_error",
     Kind.TIMEOUT: "timeout_error",
 }
 """OpenAI's type of each kind."""
@@ -100,9 +98,7 @@ class OpenAIApi:
         generation = await self._front.begin(prompts, answering.sampling)
         answer = kind(self._front.model_name, self._front.tokenizer, answering, generation.prompts)
         if answering.stream:
-            return EventStream(
-                self._events(generation, answer), lambda: generation.give_up(client_gone()), generation.close
-            )
+            return EventStream(generation, self._events(generation, answer))
         try:
             pieces = await unless_gone(request, _collect(generation))
         finally:
@@ -116,16 +112,16 @@ class OpenAIApi:
             yield b"".join(map(_event, beginning))
         try:
             while pieces := await generation.take():
-                if events := b"".join([_event(told) for piece in pieces if (told := answer.chunk(piece)) is not None]):
-                    yield events
+                events = [_event(told) for piece in pieces if (told := answer.chunk(piece)) is not None]
+                if generation.is_over:
+                    last = answer.usage_chunk(generation.usage, self._front.draft_len)
+                    events += [_DONE] if last is None else [_event(last), _DONE]
+                    yield LastEvents(b"".join(events))
+                elif events:
+                    yield b"".join(events)
         except Refusal as refusal:
-            if refusal.kind is Kind.GONE:
-                return
             self._front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
-            yield _event(error_body(refusal)) + _DONE
-        else:
-            last = answer.usage_chunk(generation.usage, self._front.draft_len)
-            yield (b"" if last is None else _event(last)) + _DONE
+            yield LastEvents(_event(error_body(refusal)) + _DONE)
 
     async def _chat_prompt(self, call: ChatCall) -> Prompt:
         """The tokens of a conversation."""

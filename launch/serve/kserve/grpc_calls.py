@@ -27,7 +27,6 @@ _STATUS: Mapping[Kind, grpc.StatusCode] = {
     Kind.BUSY: grpc.StatusCode.RESOURCE_EXHAUSTED,
     Kind.FAILED: grpc.StatusCode.INTERNAL,
     Kind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
-    Kind.GONE: grpc.StatusCode.CANCELLED,
     Kind.TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 

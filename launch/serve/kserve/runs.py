@@ -15,10 +15,9 @@ from launch.serve.front import Front, Generation, Piece
 from launch.serve.kserve.asks import Ask
 from launch.serve.kserve.requests import InferRequest, InferResponse
 from launch.serve.kserve.tensors import Tensor, text_array
-from launch.serve.limits import client_gone
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
-from launch.serve.refusals import Refusal
+from launch.serve.refusals import Kind, Refusal
 from trtrun.detokenizer import IncrementalDetokenizer
 from trtrun.outputs import CompletionDelta
 from trtrun.text import Tokenizer
@@ -190,14 +189,10 @@ class Run:
                     whole = found.pop((gain.row, gain.sequence))
                     yield self._response([whole], is_whole=True, is_last=not num_going_on)
 
-    def give_up(self) -> None:
-        """The client is gone: the rows are free at once, and responses end with a Refusal."""
-        self._generation.give_up(client_gone())
-
     def stop(self) -> None:
         """The client wants no more: completions end where they are."""
         self._is_stopped = True
-        self._generation.give_up(client_gone())
+        self._generation.give_up(Refusal(Kind.FAILED, "the request was stopped"))
 
     def close(self) -> None:
         """Give up what has not ended."""

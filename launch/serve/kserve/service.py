@@ -51,10 +51,6 @@ class Answering(Protocol):
         """Responses as they come, one at least; the last says so."""
         ...
 
-    def give_up(self) -> None:
-        """The client is gone: responses end."""
-        ...
-
     def stop(self) -> None:
         """Its client wants no more of it: what there is becomes its last response."""
         ...
@@ -188,9 +184,6 @@ class _Processed:
     async def responses(self) -> AsyncIterator[InferResponse]:
         """The one response."""
         yield self._response
-
-    def give_up(self) -> None:
-        """There is nothing to end."""
 
     def stop(self) -> None:
         """There is nothing to end."""
