@@ -14,7 +14,9 @@ from launch.commands.common import load, shared_options, with_config
 from launch.exit_codes import describe_exit_codes
 from trtrun.errors import ConfigError, PlacementError
 
-LIBRARIES = ("jinja2", "prometheus_client", "sse_starlette", "starlette", "uvicorn")
+LIBRARIES = (
+    "grpc", "httptools", "jinja2", "msgspec", "prometheus_client", "starlette", "tritonclient", "uvicorn", "uvloop",
+)  # fmt: skip
 """What the extra `serve` of setup.py installs."""
 
 
@@ -22,12 +24,13 @@ LIBRARIES = ("jinja2", "prometheus_client", "sse_starlette", "starlette", "uvico
 @with_config
 @click.option("--host", help="Address to listen on.  [default: server.host, 127.0.0.1]")
 @click.option("--http-port", type=int, help="Port of the API; 0 takes a free one.  [default: server.http_port, 8000]")
+@click.option("--grpc-port", type=int, help="Port of Triton's gRPC; the same.  [default: server.grpc_port, 8001]")
 @click.option("--metrics-port", type=int, help="Port of /metrics; the same.  [default: server.metrics_port, 8002]")
 @click.option("--api-key-file", metavar="F", help="One key a line; requests need one of them.")
 @click.option("--tls-cert", metavar="F", help="Certificate of the server, in PEM; needs --tls-key.")
 @click.option("--tls-key", metavar="F", help="Key of the certificate, in PEM.")
 def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None, **server: Any) -> int:
-    """Serve the OpenAI API over the ranks of a job.
+    """Serve the OpenAI API and Triton's models over the ranks of a job.
 
     Starts the ranks itself, and starts them again when they end. The first SIGINT or SIGTERM drains: requests in work
     have launch.drain_seconds to finish, new ones are refused. The second one ends at once.
@@ -41,6 +44,7 @@ def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None
     config = load(config_path, [*overrides, *given], speculation, is_front=True)
     from launch.check.preflight import check_job
     from launch.placement.allocation import is_local
+    from launch.serve.engine_keeper import engine_command
     from launch.serve.serve import play_serve
     from trtrun.topology import make_topology
 
@@ -55,7 +59,7 @@ def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None
         )
     check_job(config, topology)
     words = ["--config", str(config_path), *shared_options([*overrides, *given], speculation)]
-    return play_serve(config, words)
+    return play_serve(config, engine_command(words))
 
 
 @click.command("serve-engine", hidden=True)

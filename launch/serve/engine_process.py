@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from contextlib import aclosing
+import socket
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,16 +21,13 @@ from launch.serve.messages import (
     Abort,
     AskStatus,
     Close,
-    Delta,
-    Ended,
     Generate,
-    Message,
     MessageError,
+    MessageStream,
     Ready,
     Status,
-    encode,
-    read_message,
 )
+from launch.serve.outbox import Outbox, Sending
 from launch.terminal import Bar
 from trtrun import __version__
 from trtrun.async_llm import AsyncLLM
@@ -46,7 +43,7 @@ def hash_config(config: RuntimeConfig) -> str:
     return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
 
 
-def play_engine(config: RuntimeConfig, socket: Path) -> int:
+def play_engine(config: RuntimeConfig, socket_path: Path) -> int:
     """This rank's part: workers serve rank 0 until the job is over, rank 0 serves the front until that ends.
 
     Raises:
@@ -62,41 +59,46 @@ def play_engine(config: RuntimeConfig, socket: Path) -> int:
         return ExitCode.DONE
     StartProgress().tell_expendable(losable_ranks(config, make_topology(config)))
     with llm:
-        asyncio.run(_serve(llm, socket))
+        asyncio.run(_serve(llm, socket_path))
     finish_mpi()
     return ExitCode.DONE
 
 
-async def _serve(llm: AsyncLLM, socket: Path) -> None:
+async def _serve(llm: AsyncLLM, socket_path: Path) -> None:
+    connection = socket.socket(socket.AF_UNIX)
     try:
-        reader, writer = await asyncio.open_unix_connection(socket)
+        connection.connect(str(socket_path))
     except OSError as error:
-        raise FailedError(f"the front cannot be reached at {socket}: {error.strerror}") from None
-    served = _Served(llm, writer)
+        raise FailedError(f"the front cannot be reached at {socket_path}: {error.strerror}") from None
+    connection.setblocking(False)
+    # The transport that reads owns its file descriptor; the engine's thread writes through one of its own.
+    outbox = Outbox(connection.dup(), asyncio.get_running_loop())
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
     try:
-        await served.follow(reader)
+        await _Served(llm, outbox).follow(MessageStream(reader))
     finally:
+        outbox.close()
         writer.close()
 
 
 class _Served:
-    """One front's requests: each has a task that sends what comes of it."""
+    """One front's requests. What comes of them, the engine's thread sends itself."""
 
-    def __init__(self, llm: AsyncLLM, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, llm: AsyncLLM, outbox: Outbox) -> None:
         self._llm = llm
-        self._writer = writer
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._outbox = outbox
+        self._loop = asyncio.get_running_loop()
+        self._failed: asyncio.Future[None] = self._loop.create_future()
 
-    async def follow(self, reader: asyncio.StreamReader) -> None:
+    async def follow(self, messages: MessageStream) -> None:
         """Greet the front and do what it says, until it closes or is gone.
 
         Raises:
             RankFailedError: a rank failed.
         """
         limits = await self._llm.call(lambda engine: asdict(engine.scheduler.limits))
-        self._send(Ready(version=__version__, config_hash=hash_config(self._llm.config), limits=limits))
-        reading = asyncio.create_task(self._read(reader))
+        self._outbox.send(Ready(version=__version__, config_hash=hash_config(self._llm.config), limits=limits))
+        reading = asyncio.create_task(self._read(messages))
         try:
             await asyncio.wait((reading, self._failed), return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
@@ -104,48 +106,38 @@ class _Served:
             reading.result()
         finally:
             reading.cancel()
-            for task in self._tasks.values():
-                task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            await asyncio.gather(reading, return_exceptions=True)
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        while (message := await read_message(reader)) is not None:
+    async def _read(self, messages: MessageStream) -> None:
+        async for message in messages:
             match message:
                 case Generate():
-                    self._tasks[message.request_id] = asyncio.create_task(self._complete(message))
+                    self._begin(message)
                 case Abort():
-                    if (task := self._tasks.pop(message.request_id, None)) is not None:
-                        task.cancel()
+                    self._llm.abort(message.request_id)
                 case AskStatus():
-                    self._send(await self._llm.call(_status))
+                    self._outbox.send(await self._llm.call(_status))
                 case Close():
                     return
                 case _:
-                    raise MessageError(f"the front sent a message that is the engine's: {message.kind}")
+                    raise MessageError(f"the front sent a message that is the engine's: {type(message).__name__}")
 
-    async def _complete(self, request: Generate) -> None:
-        """Send what comes of one request. Where the front does not read, deltas wait in the AsyncLLM and become one."""
+    def _begin(self, request: Generate) -> None:
+        sending = Sending(self._outbox, request.request_id, self._hear_failure)
         try:
-            deltas = self._llm.generate(
-                request.prompt_token_ids, request.sampling_params(), request.request_id, request.generated
-            )
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    self._send(Delta.of(delta))
-                    await self._writer.drain()
-        except RankFailedError as error:
-            if not self._failed.done():
-                self._failed.set_exception(error)
+            sampling = request.sampling_params()
         except InvalidRequestError as error:
-            self._send(Ended(request_id=request.request_id, error=str(error)))
-        except ConnectionError:
-            return  # the front is gone, which the reader hears, too
-        finally:
-            if self._tasks.get(request.request_id) is asyncio.current_task():
-                del self._tasks[request.request_id]
+            sending.end(error)
+            return
+        self._llm.deliver(sending, request.prompt_token_ids, sampling, request.request_id, request.generated)
 
-    def _send(self, message: Message) -> None:
-        self._writer.write(encode(message))
+    def _hear_failure(self, error: RankFailedError) -> None:
+        """In the engine's thread."""
+        self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: RankFailedError) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
 
 
 def _status(engine: LLMEngine) -> Status:

@@ -7,47 +7,43 @@ Starlette, and nothing of engines.
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from sse_starlette import EventSourceResponse
-from sse_starlette.sse import SendTimeoutError
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from launch.serve.chat_template import ChatTemplate
+from launch.serve.event_stream import EventStream, event
 from launch.serve.front import SHORT_TEXT, Front, Generation, Piece
 from launch.serve.http_requests import Keys, read_json_body, unless_gone
+from launch.serve.limits import client_gone
 from launch.serve.openai_answers import Answer, ChatAnswer, CompletionAnswer
 from launch.serve.openai_types import Answering, ChatCall, read_chat, read_completion
-from launch.serve.refusals import Kind, Refusal
+from launch.serve.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
 from trtrun.errors import InvalidRequestError
 from trtrun.prompts import Prompt
 from trtrun.text import Tokenizer
 
-_ERRORS: Mapping[Kind, tuple[int, str]] = {
-    Kind.INVALID: (400, "invalid_request_error"),
-    Kind.UNAUTHORIZED: (401, "authentication_error"),
-    Kind.UNKNOWN_MODEL: (404, "invalid_request_error"),
-    Kind.TOO_LARGE: (413, "invalid_request_error"),
-    Kind.BUSY: (429, "rate_limit_error"),
-    Kind.FAILED: (500, "server_error"),
-    Kind.UNAVAILABLE: (503, "server_error"),
-    Kind.TIMEOUT: (504, "timeout_error"),
+_TYPES: Mapping[Kind, str] = {
+    Kind.INVALID: "invalid_request_error",
+    Kind.UNAUTHORIZED: "authentication_error",
+    Kind.UNKNOWN_MODEL: "invalid_request_error",
+    Kind.TOO_LARGE: "invalid_request_error",
+    Kind.BUSY: "rate_limit_error",
+    Kind.FAILED: "server_error",
+    Kind.UNAVAILABLE: "server_error",
+    Kind.GONE: "invalid_request_error",
+    Kind.TIMEOUT: "timeout_error",
 }
-"""HTTP status and OpenAI's type of each kind."""
+"""OpenAI's type of each kind."""
 
-
-STALLED_SECONDS = 60.0
-"""How long a client may read nothing of a stream while there is more than its connection holds."""
-
-logger = logging.getLogger(__name__)
+_ENCODER = msgspec.json.Encoder()
+_DONE = event(b"[DONE]")
 
 
 class OpenAIApi:
@@ -104,31 +100,32 @@ class OpenAIApi:
         generation = await self._front.begin(prompts, answering.sampling)
         answer = kind(self._front.model_name, self._front.tokenizer, answering, generation.prompts)
         if answering.stream:
-            return _EventStream(generation, self._events(generation, answer))
+            return EventStream(
+                self._events(generation, answer), lambda: generation.give_up(client_gone()), generation.close
+            )
         try:
             pieces = await unless_gone(request, _collect(generation))
         finally:
             generation.close()
         return JSONResponse(answer.whole(pieces, generation.usage, self._front.draft_len))
 
-    async def _events(self, generation: Generation, answer: Answer) -> AsyncIterator[str]:
+    async def _events(self, generation: Generation, answer: Answer) -> AsyncGenerator[bytes, None]:
         """One event for each piece, what the request took, and the end. An error is an event, too: the status is
         out."""
-        for chunk in answer.beginning():
-            yield _dump(chunk)
+        if beginning := answer.beginning():
+            yield b"".join(map(_event, beginning))
         try:
-            async for piece in generation:
-                told = answer.chunk(piece)
-                if told is not None:
-                    yield _dump(told)
+            while pieces := await generation.take():
+                if events := b"".join([_event(told) for piece in pieces if (told := answer.chunk(piece)) is not None]):
+                    yield events
         except Refusal as refusal:
-            self._front.metrics.count_refusal(_ERRORS[refusal.kind][0])
-            yield _dump(error_body(refusal))
+            if refusal.kind is Kind.GONE:
+                return
+            self._front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
+            yield _event(error_body(refusal)) + _DONE
         else:
             last = answer.usage_chunk(generation.usage, self._front.draft_len)
-            if last is not None:
-                yield _dump(last)
-        yield "[DONE]"
+            yield (b"" if last is None else _event(last)) + _DONE
 
     async def _chat_prompt(self, call: ChatCall) -> Prompt:
         """The tokens of a conversation."""
@@ -150,33 +147,15 @@ class OpenAIApi:
         return {"id": self._front.model_name, "object": "model", "created": self._created, "owned_by": "trtrun"}
 
 
-class _EventStream(EventSourceResponse):
-    """A stream of events that lets its generation go, whether it was read to its end, given up, or never begun."""
-
-    def __init__(self, generation: Generation, events: AsyncIterator[str]) -> None:
-        super().__init__(events, sep="\n", send_timeout=STALLED_SECONDS)
-        self._generation = generation
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
-        try:
-            await super().__call__(scope, receive, send)
-        except SendTimeoutError:
-            logger.info("a client has read nothing for %g s, and is left", STALLED_SECONDS)
-        finally:
-            self._generation.close()
-
-
 def error_body(refusal: Refusal) -> dict[str, Any]:
     """A refusal as OpenAI's clients read it."""
-    kind = _ERRORS[refusal.kind][1]
+    kind = _TYPES[refusal.kind]
     return {"error": {"message": str(refusal), "type": kind, "param": refusal.field, "code": refusal.code}}
 
 
 def answer_refusal(refusal: Refusal) -> JSONResponse:
     """The HTTP answer to a request that is not answered."""
-    headers = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
-    return JSONResponse(error_body(refusal), status_code=_ERRORS[refusal.kind][0], headers=headers)
+    return JSONResponse(error_body(refusal), status_code=HTTP_STATUS[refusal.kind], headers=retry_headers(refusal))
 
 
 def _encode_chat(
@@ -190,5 +169,5 @@ async def _collect(generation: Generation) -> list[Piece]:
     return [piece async for piece in generation]
 
 
-def _dump(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+def _event(value: Mapping[str, Any]) -> bytes:
+    return event(_ENCODER.encode(value))

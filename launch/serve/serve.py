@@ -15,12 +15,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import uvloop
+
 from launch.exit_codes import ExitCode, FailedError
 from launch.mpi.drain import DRAIN_SIGNALS, end_at_once
 from launch.mpi.mpirun import build_environment
 from launch.serve.chat_template import read_chat_template
+from launch.serve.connections import allow_open_files
 from launch.serve.engine_client import EngineClient
-from launch.serve.engine_keeper import EngineKeeper, RestartLimit, engine_command
+from launch.serve.engine_keeper import EngineKeeper, RestartLimit
 from launch.serve.engine_process import hash_config
 from launch.serve.front import Front
 from launch.serve.http_requests import Keys
@@ -34,6 +37,10 @@ from launch.serve.http_server import (
     make_metrics_application,
     run_all,
 )
+from launch.serve.kserve.grpc_server import GrpcServer
+from launch.serve.kserve.grpc_servicer import KServeServicer
+from launch.serve.kserve.http_api import KServeHttpApi
+from launch.serve.kserve.service import KServeService
 from launch.serve.limits import Door, server_ending
 from launch.serve.messages import Ready
 from launch.serve.metrics import FrontMetrics
@@ -52,16 +59,20 @@ from trtrun.topology import make_topology
 LONGEST_SOCKET_PATH = 100
 """Characters; the system's limit for sockets is 108 bytes."""
 
+METRICS_CONNECTIONS = 64
+"""That may be open on the metrics port."""
+
 ERROR_SECONDS = 1.0
 """For the last words to streams that are cut off."""
 
 
-def play_serve(config: RuntimeConfig, engine_arguments: Sequence[str]) -> int:
+def play_serve(config: RuntimeConfig, engine: Sequence[str]) -> int:
     """Serve until a signal ends it.
 
     Args:
         config: checked, with all that command line options say.
-        engine_arguments: the options by which an engine reads the same configuration.
+        engine: the words that start an engine which reads the same configuration (`engine_command`); `--socket PATH` is
+            added to them.
 
     Returns:
         The exit status: done when every request had its answer, drained where some were cut off, the engine's own where
@@ -74,6 +85,7 @@ def play_serve(config: RuntimeConfig, engine_arguments: Sequence[str]) -> int:
     section = config.server
     check_tls(section)
     keys = Keys.read(section.api_key_file)
+    allow_open_files(section.max_connections)
     http = listen(section.host, section.http_port, "server.http_port")
     metrics = listen(section.host, section.metrics_port, "server.metrics_port")
     if not is_loopback(http) and not keys.are_needed:
@@ -84,7 +96,9 @@ def play_serve(config: RuntimeConfig, engine_arguments: Sequence[str]) -> int:
         engine_socket = Path(folder) / "engine"
         if len(str(engine_socket)) > LONGEST_SOCKET_PATH:
             raise ConfigError(f"{folder} is too long a path for a socket: set TMPDIR to a shorter one")
-        return asyncio.run(_Server(config, keys, engine_socket, engine_arguments).run(http, metrics))
+        # uvloop's loop takes half the time of asyncio's own for what streams do most: write to a socket.
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(config, keys, engine_socket, engine, http, metrics))
 
 
 def model_name(config: RuntimeConfig) -> str:
@@ -98,15 +112,22 @@ def say(line: str) -> None:
         print(f"trtrun: {line}", file=sys.stderr, flush=True)
 
 
+async def _serve(
+    config: RuntimeConfig, keys: Keys, engine_socket: Path, engine: Sequence[str], http: Listener, metrics: Listener
+) -> int:
+    return await _Server(config, keys, engine_socket, engine).run(http, metrics)
+
+
 class _Server:
     """The parts of a server, joined, and its states: starting, serving, draining, over."""
 
-    def __init__(self, config: RuntimeConfig, keys: Keys, engine_socket: Path, engine_arguments: Sequence[str]) -> None:
+    def __init__(self, config: RuntimeConfig, keys: Keys, engine_socket: Path, engine: Sequence[str]) -> None:
         section = config.server
         self._config = config
         self._engine_socket = engine_socket
         directory = config.tokenizer or config.target.model
         tokenizer = read_tokenizer(directory)
+        model = read_model_config(config.target.model)
         name = model_name(config)
         self._door = Door(config.scheduler.max_batch_size, section.max_queue, section.max_streams)
         self._client = EngineClient()
@@ -115,7 +136,7 @@ class _Server:
         self._metrics = FrontMetrics(name)
         self._front = Front(
             name,
-            PromptReader(read_model_config(config.target.model), tokenizer),
+            PromptReader(model, tokenizer),
             tokenizer,
             config.draft_len,
             self._door,
@@ -124,13 +145,18 @@ class _Server:
             section.request_timeout_s,
         )
         template = read_chat_template(directory) if tokenizer is not None else None
+        kserve = KServeService(
+            self._front, model.eos_token_ids, config.scheduler.max_batch_size, config.kv_cache.block_size
+        )
         self._routes = [
             *OpenAIApi(self._front, template, keys, section.max_body_bytes).routes(),
+            *KServeHttpApi(kserve, keys, section.max_body_bytes).routes(),
             *StatusBoard(self._front, config, make_topology(config), keys, template is not None).routes(),
             *page_routes(),
         ]
+        self._servicer = KServeServicer(kserve, keys)
         self._keeper = EngineKeeper(
-            engine_command([*engine_arguments, "--socket", str(engine_socket)]),
+            [*engine, "--socket", str(engine_socket)],
             build_environment(),
             RestartLimit(section.max_restarts, section.restart_window_s),
             self._say_restart,
@@ -147,10 +173,12 @@ class _Server:
         for number in DRAIN_SIGNALS:
             loop.add_signal_handler(number, self._hear, number)
         section = self._config.server
+        grpc = GrpcServer(self._servicer, section)
         await self._client.listen(self._engine_socket)
         servers = (
-            HttpServer(make_application(self._front, self._routes), http, section),
-            HttpServer(make_metrics_application(self._front), metrics, section),
+            HttpServer(make_application(self._front, self._routes), http, section, section.max_connections),
+            grpc,
+            HttpServer(make_metrics_application(self._front), metrics, section, METRICS_CONNECTIONS),
         )
         serving = asyncio.create_task(run_all(*servers))
         keeping = asyncio.create_task(self._keeper.keep())
@@ -159,8 +187,10 @@ class _Server:
         try:
             await asyncio.wait((serving, keeping, waiting, asked), return_when=asyncio.FIRST_COMPLETED)
             if self._is_ready.is_set():
-                say(f"{self._front.model_name} is served at {_address(section, http)}, metrics at "
-                    f"{_address(section, metrics)}/metrics")  # fmt: skip
+                say(
+                    f"{self._front.model_name} is served at {_address(section, http)}, metrics at "
+                    f"{_address(section, metrics)}/metrics, gRPC at {_host(section)}:{grpc.port}"
+                )
                 await asyncio.wait((serving, keeping, asked), return_when=asyncio.FIRST_COMPLETED)
             is_whole = await self._drain() if asked.done() and not keeping.done() else True
             return await self._end(keeping, is_whole)
@@ -245,5 +275,8 @@ class _Server:
 
 def _address(section: ServerSection, listener: Listener) -> str:
     scheme = "http" if section.tls_cert is None else "https"
-    host = f"[{section.host}]" if ":" in section.host else section.host
-    return f"{scheme}://{host}:{listener.port}"
+    return f"{scheme}://{_host(section)}:{listener.port}"
+
+
+def _host(section: ServerSection) -> str:
+    return f"[{section.host}]" if ":" in section.host else section.host

@@ -22,7 +22,7 @@ from launch.serve.engine_keeper import RestartLimit
 from launch.serve.http_requests import Keys, parse_json
 from launch.serve.http_server import is_loopback, listen
 from launch.serve.limits import Door
-from launch.serve.messages import Abort, Delta, Ended, Generate, MessageError, Ready, encode, read_message
+from launch.serve.messages import Abort, Delta, Deltas, Ended, Generate, MessageError, MessageStream, Ready, encode
 from launch.serve.refusals import Kind, Refusal
 from trtrun.config import make_config
 from trtrun.errors import CheckpointError, ConfigError, InvalidRequestError
@@ -34,18 +34,18 @@ def test_messages_come_back_as_they_were_sent() -> None:
     async def check() -> None:
         generate = Generate.of("request 0", (1, 2), SAMPLING, {1: (7, 8)})
         others: list[messages.Message] = [
-            Delta.of(delta_of((3, 4), "stop")),
+            Deltas(deltas=(Delta.of(delta_of((3, 4), "stop")), Delta.of(delta_of((), index=1)))),
             Ended(request_id="a", error="b"),
             Abort(request_id="c"),
             Ready(version="1", config_hash="h", limits=asdict(LIMITS)),
         ]
-        reader = reader_of(b"".join(map(encode, [generate, *others])))
-        read = await read_message(reader)
+        stream = MessageStream(reader_of(b"".join(map(encode, [generate, *others]))))
+        read = await stream.read()
         assert isinstance(read, Generate) and read.sampling_params() == SAMPLING
         assert (read.request_id, read.prompt_token_ids, read.generated) == ("request 0", (1, 2), {1: (7, 8)})
         for message in others:
-            assert await read_message(reader) == message
-        assert await read_message(reader) is None
+            assert await stream.read() == message
+        assert await stream.read() is None
         assert Ready.scheduler_limits(others[-1]) == LIMITS  # type: ignore[arg-type]
         back = Delta.of(delta_of((3, 4), "stop")).completion_delta()
         assert back == delta_of((3, 4), "stop")
@@ -61,7 +61,7 @@ def test_messages_come_back_as_they_were_sent() -> None:
 def test_what_is_no_message_is_refused(body: bytes) -> None:
     async def check() -> None:
         with pytest.raises(MessageError):
-            await read_message(reader_of(len(body).to_bytes(4, "big") + body))
+            await MessageStream(reader_of(len(body).to_bytes(4, "big") + body)).read()
 
     run(check())
 
@@ -73,8 +73,8 @@ def test_messages_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def check() -> None:
         with pytest.raises(MessageError, match="announces a message of 101 bytes"):
-            await read_message(reader_of((101).to_bytes(4, "big")))
-        assert await read_message(reader_of((50).to_bytes(4, "big") + b"{")) is None
+            await MessageStream(reader_of((101).to_bytes(4, "big"))).read()
+        assert await MessageStream(reader_of((50).to_bytes(4, "big") + b"{")).read() is None
 
     run(check())
 
