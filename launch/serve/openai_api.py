@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -22,6 +23,8 @@ from launch.serve.event_stream import EventStream, event
 from launch.serve.front import SHORT_TEXT, Front, Generation, Piece
 from launch.serve.http_requests import Keys, read_json_body, unless_gone
 from launch.serve.limits import client_gone
+from launch.serve.metrics import ModelRequest, Stage
+from launch.serve.metrics.models import Failure
 from launch.serve.openai_answers import Answer, ChatAnswer, CompletionAnswer
 from launch.serve.openai_types import Answering, ChatCall, read_chat, read_completion
 from launch.serve.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
@@ -46,6 +49,14 @@ _ENCODER = msgspec.json.Encoder()
 _DONE = event(b"[DONE]")
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What a body asks for, whatever the endpoint."""
+
+    prompts: Sequence[Prompt]
+    answering: Answering
+
+
 class OpenAIApi:
     """The endpoints below /v1."""
 
@@ -67,15 +78,11 @@ class OpenAIApi:
 
     async def completions(self, request: Request) -> Response:
         """Go on with prompts."""
-        self._keys.check(request)
-        call = read_completion(await read_json_body(request, self._max_body_bytes), self._front.model_name)
-        return await self._answer(request, call.prompts, call.answering, CompletionAnswer)
+        return await self._answer(request, self._read_completion, CompletionAnswer)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation."""
-        self._keys.check(request)
-        call = read_chat(await read_json_body(request, self._max_body_bytes), self._front.model_name)
-        return await self._answer(request, [await self._chat_prompt(call)], call.answering, ChatAnswer)
+        return await self._answer(request, self._read_chat, ChatAnswer)
 
     async def models(self, request: Request) -> Response:
         """The one model."""
@@ -94,22 +101,53 @@ class OpenAIApi:
             )
         return JSONResponse(self._model())
 
-    async def _answer(
-        self, request: Request, prompts: Sequence[Prompt], answering: Answering, kind: type[Answer]
-    ) -> Response:
-        generation = await self._front.begin(prompts, answering.sampling)
-        answer = kind(self._front.model_name, self._front.tokenizer, answering, generation.prompts)
-        if answering.stream:
-            return EventStream(
-                self._events(generation, answer), lambda: generation.give_up(client_gone()), generation.close
-            )
-        try:
-            pieces = await unless_gone(request, _collect(generation))
-        finally:
-            generation.close()
-        return JSONResponse(answer.whole(pieces, generation.usage, self._front.draft_len))
+    async def _read_completion(self, values: object) -> _Asked:
+        call = read_completion(values, self._front.model_name)
+        return _Asked(call.prompts, call.answering)
 
-    async def _events(self, generation: Generation, answer: Answer) -> AsyncGenerator[bytes, None]:
+    async def _read_chat(self, values: object) -> _Asked:
+        call = read_chat(values, self._front.model_name)
+        return _Asked([await self._chat_prompt(call)], call.answering)
+
+    async def _answer(
+        self, request: Request, read: Callable[[object], Awaitable[_Asked]], kind: type[Answer]
+    ) -> Response:
+        """From a body to its answer, counted as a request for the one model."""
+        self._keys.check(request)
+        counted = self._front.metrics.models.begin(self._front.model_name)
+        try:
+            asked = await read(await read_json_body(request, self._max_body_bytes))
+            generation = await self._front.begin(asked.prompts, asked.answering.sampling)
+            counted.num_inferences = len(asked.prompts) * asked.answering.sampling.n
+            counted.enter(Stage.INFER)
+            answer = kind(self._front.model_name, self._front.tokenizer, asked.answering, generation.prompts)
+            if asked.answering.stream:
+                return self._stream(generation, answer, counted)
+            try:
+                pieces = await unless_gone(request, _collect(generation))
+            finally:
+                generation.close()
+            counted.move_to_queue(generation.queue_seconds)
+            counted.enter(Stage.OUTPUT)
+            with counted:
+                return JSONResponse(answer.whole(pieces, generation.usage, self._front.draft_len))
+        except ClientDisconnect:
+            counted.fail(Failure.CANCELED)
+            raise
+        except BaseException as error:
+            counted.fail_with(error)
+            raise
+
+    def _stream(self, generation: Generation, answer: Answer, counted: ModelRequest) -> Response:
+        def end() -> None:
+            generation.close()
+            counted.fail(Failure.CANCELED)  # unless it has ended
+
+        return EventStream(self._events(generation, answer, counted), lambda: generation.give_up(client_gone()), end)
+
+    async def _events(
+        self, generation: Generation, answer: Answer, counted: ModelRequest
+    ) -> AsyncGenerator[bytes, None]:
         """One event for each piece, what the request took, and the end. An error is an event, too: the status is
         out."""
         if beginning := answer.beginning():
@@ -119,13 +157,16 @@ class OpenAIApi:
                 if events := b"".join([_event(told) for piece in pieces if (told := answer.chunk(piece)) is not None]):
                     yield events
         except Refusal as refusal:
+            counted.fail_with(refusal)
             if refusal.kind is Kind.GONE:
                 return
             self._front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
             yield _event(error_body(refusal)) + _DONE
         else:
+            counted.move_to_queue(generation.queue_seconds)
             last = answer.usage_chunk(generation.usage, self._front.draft_len)
             yield (b"" if last is None else _event(last)) + _DONE
+            counted.succeed()
 
     async def _chat_prompt(self, call: ChatCall) -> Prompt:
         """The tokens of a conversation."""

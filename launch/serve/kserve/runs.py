@@ -193,6 +193,7 @@ class Run:
             if gain.is_last and not _has_ended(piece):
                 self._generation.finish(piece.choice)
             yield gain
+        self._counted.move_to_queue(self._generation.queue_seconds)
 
     def _response(self, gains: Sequence[Gain], is_whole: bool, is_last: bool) -> InferResponse:
         tensors = {tensor.name: tensor for tensor in self._outputs(gains, is_whole)}
