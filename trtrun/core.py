@@ -103,9 +103,13 @@ class ForesightStatistics:
 
 @dataclass
 class RequestStatistics:
-    """What speculation did for one request. Times are seconds of `time.perf_counter`."""
+    """What speculation did for one request. Times are seconds of `time.perf_counter`.
+
+    `admitted` is when it first got a row, `first_token` when its first token was committed.
+    """
 
     arrival: float = 0.0
+    admitted: float | None = None
     first_token: float | None = None
     finished: float | None = None
     num_rounds: int = 0
@@ -128,6 +132,11 @@ class RequestStatistics:
     def copy(self) -> RequestStatistics:
         """The same counts and times, which stay as they are."""
         return replace(self, acceptance_histogram=[*self.acceptance_histogram], foresight=self.foresight.copy())
+
+    @property
+    def queue_seconds(self) -> float:
+        """From its arrival to its first row; 0 before that."""
+        return self.admitted - self.arrival if self.admitted is not None else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:

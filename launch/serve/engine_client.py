@@ -315,5 +315,7 @@ def _add(before: RequestStatistics, now: RequestStatistics) -> RequestStatistics
         num_draft_tokens=before.num_draft_tokens + now.num_draft_tokens,
         num_accepted_draft_tokens=before.num_accepted_draft_tokens + now.num_accepted_draft_tokens,
         num_cached_prompt_tokens=before.num_cached_prompt_tokens,
+        num_preemptions=before.num_preemptions + now.num_preemptions,
+        admitted=before.admitted,
         acceptance_histogram=histogram,
     )

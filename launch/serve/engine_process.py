@@ -34,6 +34,7 @@ from trtrun.async_llm import AsyncLLM
 from trtrun.config import RuntimeConfig
 from trtrun.errors import InvalidRequestError, RankFailedError
 from trtrun.llm_engine import LLMEngine
+from trtrun.outputs import StartReport
 from trtrun.roles.draft_loss import losable_ranks
 from trtrun.topology import make_topology
 
@@ -97,7 +98,14 @@ class _Served:
             RankFailedError: a rank failed.
         """
         limits = await self._llm.call(lambda engine: asdict(engine.scheduler.limits))
-        self._outbox.send(Ready(version=__version__, config_hash=hash_config(self._llm.config), limits=limits))
+        self._outbox.send(
+            Ready(
+                version=__version__,
+                config_hash=hash_config(self._llm.config),
+                limits=limits,
+                memory=_memory(self._llm.report),
+            )
+        )
         reading = asyncio.create_task(self._read(messages))
         try:
             await asyncio.wait((reading, self._failed), return_when=asyncio.FIRST_COMPLETED)
@@ -148,4 +156,16 @@ def _status(engine: LLMEngine) -> Status:
         num_free_blocks=scheduler.num_free_blocks,
         num_blocks=scheduler.limits.num_blocks - 1,
         totals=engine.statistics(),
+        num_prefilling=scheduler.num_running - scheduler.num_decoding,
+        num_prefill_tokens=scheduler.num_prefill_tokens,
+        num_preempted=scheduler.num_preempted,
     )
+
+
+def _memory(report: StartReport) -> dict[str, int]:
+    """Bytes that all ranks hold, by kind of device."""
+    found = {"cpu": 0, "gpu": 0}
+    for rank in report.ranks:
+        kind = "gpu" if rank.device.startswith("cuda") else "cpu"
+        found[kind] += rank.shard_bytes + rank.working_bytes + rank.kv_bytes
+    return found

@@ -88,9 +88,17 @@ class Generation:
         self._ticket = ticket
         self._inbox = Inbox()
         self._is_closed = False
-        self._observed = metrics.begin(self.usage.num_prompt_tokens, time.perf_counter())
+        sampling = requests[0].sampling
+        self._observed = metrics.requests.begin(
+            self.usage.num_prompt_tokens, sampling.n, sampling.max_tokens, time.perf_counter()
+        )
         self._ids = client.start(requests, self._inbox)
         self._timer = asyncio.get_running_loop().call_later(timeout, self.give_up, out_of_time(timeout))
+
+    @property
+    def queue_seconds(self) -> float:
+        """How long its last completion was without a row, so far."""
+        return self._observed.queue_seconds
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """The pieces of all choices as they come, until each has ended.

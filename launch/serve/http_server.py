@@ -90,7 +90,7 @@ def make_metrics_application(front: Front) -> Starlette:
 
     async def metrics(request: Request) -> Response:
         status = await front.client.ask_status()
-        return Response(front.metrics.render(status), media_type=CONTENT_TYPE_LATEST)
+        return Response(front.metrics.render(front.client.ready, status), media_type=CONTENT_TYPE_LATEST)
 
     return Starlette(routes=[Route("/metrics", metrics, methods=["GET"])])
 

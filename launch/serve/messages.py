@@ -86,11 +86,13 @@ class Ready(_Message, frozen=True, tag="ready"):
         version: of trtrun, the same on both sides.
         config_hash: of the configuration that the engine has read.
         limits: fields of SchedulerLimits.
+        memory: bytes that its ranks hold, by "gpu" and "cpu": weights, KV store and the largest round.
     """
 
     version: str
     config_hash: str
     limits: dict[str, int | bool | None]
+    memory: dict[str, int] = {}
 
     def scheduler_limits(self) -> SchedulerLimits:
         """The engine's limits, by which prompts are refused before they are sent."""
@@ -98,13 +100,15 @@ class Ready(_Message, frozen=True, tag="ready"):
 
 
 class Counters(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What speculation did for a completion, since the engine got it."""
+    """What speculation did for a completion, since the engine got it, and how long it waited for a row."""
 
     num_rounds: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
     num_cached_prompt_tokens: int
     acceptance_histogram: tuple[int, ...]
+    num_preemptions: int = 0
+    queue_seconds: float | None = None
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
@@ -145,6 +149,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_u
                 num_accepted_draft_tokens=statistics.num_accepted_draft_tokens,
                 num_cached_prompt_tokens=statistics.num_cached_prompt_tokens,
                 acceptance_histogram=tuple(statistics.acceptance_histogram),
+                num_preemptions=statistics.num_preemptions,
+                queue_seconds=None if statistics.admitted is None else round(statistics.queue_seconds, 6),
             ),
             logprobs=logprobs,
             finish_reason=delta.finish_reason,
@@ -153,7 +159,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_u
         )
 
     def completion_delta(self) -> CompletionDelta:
-        """The delta, with statistics that hold the counters and no times."""
+        """The delta, with statistics that hold the counters, and times from its arrival at the engine."""
         counters = self.counters
         logprobs = None
         if self.logprobs is not None:
@@ -169,6 +175,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_u
                 num_accepted_draft_tokens=counters.num_accepted_draft_tokens,
                 num_cached_prompt_tokens=counters.num_cached_prompt_tokens,
                 acceptance_histogram=list(counters.acceptance_histogram),
+                num_preemptions=counters.num_preemptions,
+                admitted=counters.queue_seconds,
             ),
             logprobs=logprobs,
             finish_reason=self.finish_reason,
@@ -197,6 +205,9 @@ class Status(_Message, frozen=True, tag="status"):
         num_running, num_waiting: completions with and without a row.
         num_free_blocks, num_blocks: of the KV store.
         totals: of `LLMEngine.statistics`.
+        num_prefilling: of the completions with a row, those whose prompt is still computed.
+        num_prefill_tokens: what they have to compute, reused tokens among them.
+        num_preempted: of the completions without a row, those that had one.
     """
 
     num_running: int
@@ -204,6 +215,9 @@ class Status(_Message, frozen=True, tag="status"):
     num_free_blocks: int
     num_blocks: int
     totals: dict[str, Any]
+    num_prefilling: int = 0
+    num_prefill_tokens: int = 0
+    num_preempted: int = 0
 
     @property
     def kv_usage(self) -> float:

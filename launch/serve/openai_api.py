@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -21,6 +22,8 @@ from launch.serve.chat_template import ChatTemplate
 from launch.serve.event_stream import EventStream, LastEvents, event
 from launch.serve.front import SHORT_TEXT, Front, Generation, Piece
 from launch.serve.http_requests import Keys, read_json_body, unless_gone
+from launch.serve.metrics import ModelRequest, Stage
+from launch.serve.metrics.models import Failure
 from launch.serve.openai_answers import Answer, ChatAnswer, CompletionAnswer
 from launch.serve.openai_types import Answering, ChatCall, read_chat, read_completion
 from launch.serve.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
@@ -44,6 +47,14 @@ _ENCODER = msgspec.json.Encoder()
 _DONE = event(b"[DONE]")
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What a body asks for, whatever the endpoint."""
+
+    prompts: Sequence[Prompt]
+    answering: Answering
+
+
 class OpenAIApi:
     """The endpoints below /v1."""
 
@@ -65,15 +76,11 @@ class OpenAIApi:
 
     async def completions(self, request: Request) -> Response:
         """Go on with prompts."""
-        self._keys.check(request)
-        call = read_completion(await read_json_body(request, self._max_body_bytes), self._front.model_name)
-        return await self._answer(request, call.prompts, call.answering, CompletionAnswer)
+        return await self._answer(request, self._read_completion, CompletionAnswer)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation."""
-        self._keys.check(request)
-        call = read_chat(await read_json_body(request, self._max_body_bytes), self._front.model_name)
-        return await self._answer(request, [await self._chat_prompt(call)], call.answering, ChatAnswer)
+        return await self._answer(request, self._read_chat, ChatAnswer)
 
     async def models(self, request: Request) -> Response:
         """The one model."""
@@ -92,20 +99,49 @@ class OpenAIApi:
             )
         return JSONResponse(self._model())
 
-    async def _answer(
-        self, request: Request, prompts: Sequence[Prompt], answering: Answering, kind: type[Answer]
-    ) -> Response:
-        generation = await self._front.begin(prompts, answering.sampling)
-        answer = kind(self._front.model_name, self._front.tokenizer, answering, generation.prompts)
-        if answering.stream:
-            return EventStream(generation, self._events(generation, answer))
-        try:
-            pieces = await unless_gone(request, _collect(generation))
-        finally:
-            generation.close()
-        return JSONResponse(answer.whole(pieces, generation.usage, self._front.draft_len))
+    async def _read_completion(self, values: object) -> _Asked:
+        call = read_completion(values, self._front.model_name)
+        return _Asked(call.prompts, call.answering)
 
-    async def _events(self, generation: Generation, answer: Answer) -> AsyncGenerator[bytes, None]:
+    async def _read_chat(self, values: object) -> _Asked:
+        call = read_chat(values, self._front.model_name)
+        return _Asked([await self._chat_prompt(call)], call.answering)
+
+    async def _answer(
+        self, request: Request, read: Callable[[object], Awaitable[_Asked]], kind: type[Answer]
+    ) -> Response:
+        """From a body to its answer, counted as a request for the one model."""
+        self._keys.check(request)
+        counted = self._front.metrics.models.begin(self._front.model_name)
+        try:
+            asked = await read(await read_json_body(request, self._max_body_bytes))
+            generation = await self._front.begin(asked.prompts, asked.answering.sampling)
+            counted.num_inferences = len(asked.prompts) * asked.answering.sampling.n
+            counted.enter(Stage.INFER)
+            answer = kind(self._front.model_name, self._front.tokenizer, asked.answering, generation.prompts)
+            if asked.answering.stream:
+                return self._stream(generation, answer, counted)
+            try:
+                pieces = await unless_gone(request, _collect(generation))
+            finally:
+                generation.close()
+            counted.move_to_queue(generation.queue_seconds)
+            counted.enter(Stage.OUTPUT)
+            with counted:
+                return JSONResponse(answer.whole(pieces, generation.usage, self._front.draft_len))
+        except ClientDisconnect:
+            counted.fail(Failure.CANCELED)
+            raise
+        except BaseException as error:
+            counted.fail_with(error)
+            raise
+
+    def _stream(self, generation: Generation, answer: Answer, counted: ModelRequest) -> Response:
+        return EventStream(_Streaming(generation, counted), self._events(generation, answer, counted))
+
+    async def _events(
+        self, generation: Generation, answer: Answer, counted: ModelRequest
+    ) -> AsyncGenerator[bytes, None]:
         """One event for each piece, what the request took, and the end. An error is an event, too: the status is
         out."""
         if beginning := answer.beginning():
@@ -114,12 +150,15 @@ class OpenAIApi:
             while pieces := await generation.take():
                 events = [_event(told) for piece in pieces if (told := answer.chunk(piece)) is not None]
                 if generation.is_over:
+                    counted.move_to_queue(generation.queue_seconds)
+                    counted.succeed()
                     last = answer.usage_chunk(generation.usage, self._front.draft_len)
                     events += [_DONE] if last is None else [_event(last), _DONE]
                     yield LastEvents(b"".join(events))
                 elif events:
                     yield b"".join(events)
         except Refusal as refusal:
+            counted.fail_with(refusal)
             self._front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
             yield LastEvents(_event(error_body(refusal)) + _DONE)
 
@@ -141,6 +180,19 @@ class OpenAIApi:
 
     def _model(self) -> dict[str, Any]:
         return {"id": self._front.model_name, "object": "model", "created": self._created, "owned_by": "trtrun"}
+
+
+@dataclass(frozen=True)
+class _Streaming:
+    """A stream's request at work, and its count."""
+
+    generation: Generation
+    counted: ModelRequest
+
+    def close(self) -> None:
+        """Give up what has not ended."""
+        self.generation.close()
+        self.counted.fail(Failure.CANCELED)  # unless it has ended
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:

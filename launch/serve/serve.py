@@ -133,7 +133,7 @@ class _Server:
         self._client = EngineClient()
         self._client.accepts = self._is_same
         self._client.on_ready, self._client.on_lost = self._engine_is_there, self._engine_is_gone
-        self._metrics = FrontMetrics(name)
+        self._metrics = FrontMetrics(name, config.draft_len)
         self._front = Front(
             name,
             PromptReader(model, tokenizer),

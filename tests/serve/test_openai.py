@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from servers import ONE_PROCESS, PATIENCE, Server, serving, write_config
+from servers import ONE_PROCESS, PATIENCE, Server, serving, wait_until, write_config
 
 from launch.serve.openai_types import CHAT_FIELDS, COMPLETION_FIELDS
 from trtrun import LLM, SamplingParams
@@ -124,6 +124,50 @@ def test_how_tokens_came_is_told_and_a_draft_len_changes_no_text(
     (completion,) = expected(llm, CHAT_PROMPT, GREEDY).completions
     assert len("".join(streamed)) == len(completion.token_ids)
     assert not hasattr(client.completions.create(model="pair", prompt="x", **GREEDY).choices[0], "token_origins")
+
+
+def test_the_texts_of_tokens_add_up_to_the_text(client: openai.OpenAI) -> None:
+    # Hot enough for bytes that are no characters.
+    options: dict[str, Any] = {
+        "model": "pair",
+        "prompt": PROMPT,
+        "n": 2,
+        "temperature": 1.8,
+        "seed": 3,
+        "max_tokens": 40,
+    }
+    asked = {"return_token_texts": True, "return_token_ids": True}
+    answer = client.completions.create(**options, extra_body=asked)
+    chunks = list(client.completions.create(**options, stream=True, extra_body=asked))
+    for choice in answer.choices:
+        texts = choice.token_texts  # type: ignore[attr-defined]
+        assert "".join(texts) == choice.text and len(texts) == len(choice.token_ids)  # type: ignore[attr-defined]
+        own = [piece for chunk in chunks for piece in chunk.choices if piece.index == choice.index]
+        assert [text for piece in own for text in piece.token_texts] == texts  # type: ignore[attr-defined]
+
+
+def test_status_tells_who_sits_where_and_how_full_it_is(client: openai.OpenAI, server: Server) -> None:
+    stream = client.completions.create(model="pair", prompt=PROMPT, stream=True, **LONG)
+    next(stream)
+    busy = httpx.get(server.url + "/status").raise_for_status().json()
+    stream.close()
+    server.wait_idle()
+    assert busy["model"] == "pair" and busy["state"] == "serving" and busy["chat"] is True
+    assert busy["ranks"] == [
+        {"rank": 0, "roles": ["orchestrator", "draft", "target"], "host": None, "device": "cpu:0", "state": "up"}
+    ]
+    assert busy["speculation"]["method"] == "draft_target" and busy["speculation"]["draft_len"] == 4
+    assert busy["queue"]["running"] == 1 and busy["queue"]["max_running"] == 8 and busy["queue"]["max_waiting"] == 24
+    assert 0 < busy["kv_cache"]["usage"] < 1 and busy["kv_cache"]["free_blocks"] < busy["kv_cache"]["blocks"]
+    wait_until(lambda: True if status_of(server)["queue"]["running"] == 0 else None, "an idle status")
+    totals, metrics = status_of(server)["totals"], server.metrics()
+    assert totals["tokens"] == metrics["vllm:generation_tokens_total"] > 0
+    assert totals["accepted_draft_tokens"] == metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
+    assert 1 < totals["mean_acceptance_length"] <= 5
+
+
+def status_of(server: Server) -> Any:
+    return httpx.get(server.url + "/status").raise_for_status().json()
 
 
 @pytest.mark.parametrize("options", [GREEDY, SEEDED], ids=["greedy", "seed"])

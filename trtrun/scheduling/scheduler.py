@@ -67,6 +67,16 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of the rows whose prefill is not planned to its end, reused ones among them."""
+        return sum(running.num_admitted_tokens for running in self._batch.requests if not running.is_decoding)
+
+    @property
+    def num_preempted(self) -> int:
+        """Requests without a row that had one."""
+        return sum(running.num_admitted_tokens > 0 for running in self._waiting)
+
+    @property
     def num_outstanding(self) -> int:
         """Plans whose results were not committed yet."""
         return len(self._outstanding)
@@ -276,6 +286,8 @@ class Scheduler:
             if not self._batch.try_admit(running, drafted, followed=drafted and draft_context is not None):
                 return  # first come first served: nobody overtakes
             self._waiting.pop()
+            if running.statistics.admitted is None:
+                running.statistics.admitted = time.perf_counter()
             plan.admit(running)
             plan.prefill(running)
 

@@ -217,6 +217,7 @@ class Run:
             for completion in completions:
                 if not completion.is_over:
                     yield completion.end()
+        self._counted.move_to_queue(self._generation.queue_seconds)
 
     def _response(self, gains: Sequence[Gain], is_whole: bool, is_last: bool) -> InferResponse:
         tensors = {tensor.name: tensor for tensor in self._outputs(gains, is_whole)}

@@ -123,7 +123,9 @@ class ModelRequest:
             self._totals.failure_seconds += self._entered - self._began
 
     def fail_with(self, error: BaseException) -> None:
-        """The same, by what ended it."""
+        """The same, by what ended it. One for a model that there is not counts for none."""
+        if isinstance(error, Refusal) and error.kind is Kind.UNKNOWN_MODEL:
+            return
         if isinstance(error, Refusal):
             self.fail(_FAILURES.get(error.kind, Failure.OTHER))
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
