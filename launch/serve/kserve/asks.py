@@ -210,6 +210,8 @@ def _read_draft(row: Row, request: InferRequest, facts: ModelFacts) -> dict[str,
         if wanted < 0:
             raise refuse_input("num_draft_tokens", f"must be 0 (plain decoding) or more, not {wanted}")
         values["draft_len"] = min(wanted, facts.draft_len)
+    if tokens := row.integers("draft_input_ids"):
+        values["draft_token_ids"] = tokens
     return values
 
 
