@@ -1,4 +1,5 @@
-"""Clients of tensorrtllm_backend 0.18.0, unmodified, against a served pair. TRTRUN_TEST_TENSORRTLLM_BACKEND names a checkout."""
+"""Clients of tensorrtllm_backend 0.18.0, unmodified, against a served pair, where TRTRUN_TEST_TENSORRTLLM_BACKEND names
+a checkout of it."""
 
 from __future__ import annotations
 
@@ -60,9 +61,10 @@ def test_the_client_that_drafts_itself(triton_server: Server, llm: LLM, more: li
         ["--execute-bls-speculative-decoding"],
         [],
         ["--stop-words", "for", "import", "--bad-words", "self"],
-        ["--repetition-penalty=1.2", "--presence-penalty=0.3", "--frequency-penalty=0.1"],
+        ["--repetition-penalty=1.2"],
+        ["--execute-bls-speculative-decoding", "--presence-penalty=0.3", "--frequency-penalty=0.1"],
     ],
-    ids=["bls with logits", "bls", "client", "words", "penalties"],
+    ids=["bls with logits", "bls", "client", "words", "client with a penalty", "bls with penalties"],
 )
 def test_its_test_of_speculative_decoding(triton_server: Server, tmp_path: Path, more: list[str]) -> None:
     dataset = tmp_path / "input_data.json"
