@@ -59,7 +59,12 @@ class PromptReader:
             InvalidRequestError: a parameter that this model cannot follow.
         """
         size = self._model.vocab_size
-        for name, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", tuple(sampling.logit_bias))):
+        given = {
+            "stop_token_ids": sampling.stop_token_ids,
+            "logit_bias": sampling.logit_bias,
+            "draft_token_ids": sampling.draft_token_ids,
+        }
+        for name, ids in given.items():
             for token in ids:
                 if not 0 <= token < size:
                     raise InvalidRequestError(f"{name}: {shorten(token)} is not a token id between 0 and {size - 1}")

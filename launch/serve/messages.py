@@ -1,4 +1,4 @@
-"""What the front and the engine say to each other over their socket: a few kinds of messages, each JSON behind its length.
+"""What front and engine say to each other over their socket: a few kinds of messages, each JSON behind its length.
 
     4 bytes, big-endian: length │ {"kind": "generate", "request_id": "…", …}
 
@@ -295,7 +295,7 @@ class MessageStream:
         return self._messages.popleft()
 
     def _split(self) -> None:
-        """Take whole messages off what has been received. What is wrong is told once the messages before it are read."""
+        """Take whole messages off what has been received. What is wrong is told behind the messages before it."""
         received, begin = self._received, 0
         try:
             while len(received) >= begin + _LENGTH_BYTES:

@@ -109,7 +109,7 @@ def test_streams_add_up_to_the_same(client: openai.OpenAI, llm: LLM, options: di
 def test_how_tokens_came_is_told_and_a_draft_len_changes_no_text(
     client: openai.OpenAI, llm: LLM, draft_len: int | None, letters: str
 ) -> None:
-    body = {"draft_len": draft_len, "return_token_origins": True}
+    body: dict[str, Any] = {"draft_len": draft_len, "return_token_origins": True}
     (completion,) = expected(llm, PROMPT, {**GREEDY, "draft_len": draft_len}).completions
     answer = client.completions.create(model="pair", prompt=PROMPT, **GREEDY, extra_body=body)
     origins = answer.choices[0].token_origins  # type: ignore[attr-defined]
@@ -123,6 +123,12 @@ def test_how_tokens_came_is_told_and_a_draft_len_changes_no_text(
     streamed = [choice.token_origins for chunk in chunks for choice in chunk.choices]  # type: ignore[attr-defined]
     (completion,) = expected(llm, CHAT_PROMPT, GREEDY).completions
     assert len("".join(streamed)) == len(completion.token_ids)
+    given = {**body, "draft_token_ids": completion.token_ids} if draft_len != 0 else body
+    answer = client.chat.completions.create(model="pair", messages=MESSAGES, **GREEDY, extra_body=given)
+    assert answer.choices[0].message.content == completion.text
+    if draft_len != 0:  # all but the first token, and a bonus a round, are the draft's
+        per_round = (draft_len or 4) + 1
+        assert answer.choices[0].token_origins.count("a") >= 23 - -(-23 // per_round) - 1  # type: ignore[attr-defined]
     assert not hasattr(client.completions.create(model="pair", prompt="x", **GREEDY).choices[0], "token_origins")
 
 
