@@ -6,7 +6,7 @@ when somebody reads the metrics. Totals go on over restarts. It knows numbers an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75
 _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
 _WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+_NOTHING = RequestStatistics()
 
 PHASES = ("drafting", "transferring", "verifying", "committing", "orchestrating", "waiting", "anticipating")
 
@@ -78,6 +80,7 @@ class FrontMetrics:
             (*self._labels, "position"),
             registry=self._registry,
         )
+        self._by_position: list[Counter] = []
         self._ended = Counter(
             "vllm:request_success",
             "Completions that ended, by the reason.",
@@ -130,8 +133,7 @@ class FrontMetrics:
 
     def observe_tokens(self, delta: CompletionDelta, before: RequestStatistics | None) -> None:
         """Count what a piece brought, whose statistics go on from those `before`."""
-        before = before or RequestStatistics()
-        now = delta.statistics
+        before, now = before or _NOTHING, delta.statistics
         totals = self.totals
         totals.num_tokens += len(delta.token_ids)
         totals.num_row_rounds += now.num_rounds - before.num_rounds
@@ -141,13 +143,20 @@ class FrontMetrics:
         self._drafts.inc(now.num_rounds - before.num_rounds)
         self._drafted.inc(now.num_draft_tokens - before.num_draft_tokens)
         self._accepted.inc(now.num_accepted_draft_tokens - before.num_accepted_draft_tokens)
-        earlier, later = _accepted_at_least(before), _accepted_at_least(now)
-        for position, number in enumerate(later):
-            gained = number - (earlier[position] if position < len(earlier) else 0)
+        earlier = before.acceptance_histogram
+        for accepted, number in enumerate(now.acceptance_histogram):
+            gained = number - (earlier[accepted] if accepted < len(earlier) else 0)
             if gained:
-                self._accepted_at.labels(**self._labels, position=position).inc(gained)
+                for counter in self._accepted_below(accepted):
+                    counter.inc(gained)
         if delta.finish_reason is not None:
             self._ended.labels(**self._labels, finished_reason=delta.finish_reason).inc()
+
+    def _accepted_below(self, count: int) -> Sequence[Counter]:
+        """The counters of the positions that a round of so many accepted tokens has accepted."""
+        for position in range(len(self._by_position), count):
+            self._by_position.append(self._accepted_at.labels(**self._labels, position=position))
+        return self._by_position[:count]
 
     def observe_times(
         self, first: float | None = None, between: float | None = None, whole: tuple[float, int] | None = None
@@ -268,9 +277,3 @@ def _numbers(totals: dict[str, Any]) -> dict[str, float]:
         "drafts_due": float(sum(foresight.get("due_by_place", ()))),
         "foreseen": float(sum(foresight.get("foreseen_by_place", ()))),
     }
-
-
-def _accepted_at_least(statistics: RequestStatistics) -> list[int]:
-    """In how many rounds the draft token of each place was accepted: as many as kept more tokens than lie before it."""
-    histogram = statistics.acceptance_histogram
-    return [sum(histogram[place + 1 :]) for place in range(len(histogram) - 1)]
