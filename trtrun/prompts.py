@@ -58,6 +58,17 @@ class PromptReader:
         Raises:
             InvalidRequestError: a parameter that this model cannot follow.
         """
+        self.check(sampling)
+        stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self._model.eos_token_ids)
+        words = self._encode_bad_words(sampling.bad_words)
+        first_seed = sampling.with_seed().seed
+        assert first_seed is not None
+        for index in range(sampling.n):
+            seeded = replace(sampling, seed=(first_seed + index) % 2**63, n=1)
+            yield Request(next_id(), tokens, seeded, tuple(dict.fromkeys(stops)), words)
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Raise InvalidRequestError for a parameter that this model cannot follow."""
         size = self._model.vocab_size
         given = {
             "stop_token_ids": sampling.stop_token_ids,
@@ -70,13 +81,7 @@ class PromptReader:
                     raise InvalidRequestError(f"{name}: {shorten(token)} is not a token id between 0 and {size - 1}")
         if (sampling.stop or sampling.bad_words) and self._tokenizer is None:
             raise InvalidRequestError("stop and bad_words need a tokenizer, which this checkpoint does not have")
-        stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self._model.eos_token_ids)
-        words = self._encode_bad_words(sampling.bad_words)
-        first_seed = sampling.with_seed().seed
-        assert first_seed is not None
-        for index in range(sampling.n):
-            seeded = replace(sampling, seed=(first_seed + index) % 2**63, n=1)
-            yield Request(next_id(), tokens, seeded, tuple(dict.fromkeys(stops)), words)
+        self._encode_bad_words(sampling.bad_words)
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
         if self._tokenizer is None:

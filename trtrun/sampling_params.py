@@ -97,7 +97,7 @@ class SamplingParams:
     draft_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for item in fields(self):
+        for item in _FIELDS:
             value = getattr(self, item.name)
             if value is item.default:
                 continue
@@ -116,10 +116,9 @@ class SamplingParams:
         Raises:
             InvalidRequestError: an unknown name or a value outside its range.
         """
-        known = {item.name for item in fields(cls)}
         for name in values:
-            if name not in known:
-                raise InvalidRequestError(f"unknown sampling parameter {show_value(name)}{nearest(name, known)}")
+            if name not in _READERS:
+                raise InvalidRequestError(f"unknown sampling parameter {show_value(name)}{nearest(name, _READERS)}")
         return cls(**dict(values))  # type: ignore[arg-type]
 
     def with_seed(self) -> SamplingParams:
@@ -154,7 +153,15 @@ class SamplingParams:
             if not -100 <= value <= 100:
                 raise InvalidRequestError(f"logit_bias of token {token} must be between -100 and 100, not {value!r}")
 
+    def as_mapping(self) -> dict[str, object]:
+        """What `from_mapping` makes the same of: the fields that are not their defaults, ready for JSON."""
+        values = ((item, getattr(self, item.name)) for item in _FIELDS)
+        return {item.name: value for item, value in values if value is not item.default}
+
     @property
     def is_greedy(self) -> bool:
         """Whether each token is the most likely one."""
         return self.temperature == 0.0
+
+
+_FIELDS = fields(SamplingParams)

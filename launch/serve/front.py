@@ -224,12 +224,11 @@ class Front:
             encode = self._prompts.encode
             tokens = await asyncio.to_thread(encode, prompt) if is_long else encode(prompt)
             self.door.check_open()  # the engine may be gone by now, and its limits with it
-            assert self.client.ready is not None
-            limits = self.client.ready.scheduler_limits()
+            limits = self.client.limits
+            assert limits is not None
             limits.check_prompt(len(tokens))
             limits.check_draft_len(sampling.draft_len)
-            for _ in self._prompts.requests(tokens, sampling, lambda: 0):
-                break  # whatever is wrong with one is wrong with all
+            self._prompts.check(sampling)
         except InvalidRequestError as error:
             raise Refusal(Kind.INVALID, str(error)) from None
         return tokens

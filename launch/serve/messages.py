@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -57,7 +56,10 @@ class Generate(_Message, frozen=True, tag="generate"):
     ) -> Generate:
         """The message for one request."""
         return cls(
-            request_id=request_id, prompt_token_ids=prompt_token_ids, sampling=asdict(sampling), generated=generated
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            sampling=sampling.as_mapping(),
+            generated=generated,
         )
 
     def sampling_params(self) -> SamplingParams:

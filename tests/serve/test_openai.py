@@ -170,6 +170,14 @@ def test_status_tells_who_sits_where_and_how_full_it_is(client: openai.OpenAI, s
     assert totals["tokens"] == metrics["vllm:generation_tokens_total"] > 0
     assert totals["accepted_draft_tokens"] == metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
     assert 1 < totals["mean_acceptance_length"] <= 5
+    before = metrics['nv_inference_request_failure{model="pair",reason="CANCELED",version="1"}']
+    successes = metrics['nv_inference_request_success{model="pair",version="1"}']
+    client.completions.create(model="pair", prompt=PROMPT, **GREEDY)
+    list(client.completions.create(model="pair", prompt=PROMPT, stream=True, **GREEDY))
+    metrics = server.metrics()
+    assert before >= 1 and metrics['nv_inference_request_success{model="pair",version="1"}'] == successes + 2
+    assert metrics['nv_inference_compute_infer_duration_us{model="pair",version="1"}'] > 0
+    assert metrics['nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="tensorrt_llm",version="1"}'] > 0
 
 
 def status_of(server: Server) -> Any:
