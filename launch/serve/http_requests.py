@@ -71,7 +71,9 @@ class RequestLog:
         finally:
             seconds = time.perf_counter() - began
             path = scope["path"][:200].encode("unicode_escape").decode()
-            logger.info("%s: %s %s: %d after %.3f s", request_id, scope["method"], path, status, seconds)
+            # A page that is looked at asks every second.
+            level = logging.DEBUG if path == "/status" and status == 200 else logging.INFO
+            logger.log(level, "%s: %s %s: %d after %.3f s", request_id, scope["method"], path, status, seconds)
 
 
 class Keys:

@@ -112,6 +112,7 @@ def test_a_text_is_shown_by_how_its_tokens_came_and_compared(page: Any, llm: LLM
     page.get_by_role("button", name="Decode plainly and compare").click()
     verdict = page.locator("#verdict .same")
     playwright.expect(verdict).to_have_text(f"The same text, token for token ({len(tokens)}).")
+    playwright.expect(page.locator("#news")).to_contain_text("The same text, token for token")
     assert [float(speed.text_content()) > 0 for speed in page.locator(".speeds b").all()] == [True, True]
 
 
@@ -157,6 +158,7 @@ def test_a_chat_a_stop_and_a_phone(page: Any, server: Server) -> None:
     playwright.expect(page.locator("#text .token").first).to_be_visible()
     page.keyboard.press("Escape")
     playwright.expect(page.locator("#go")).to_be_enabled()
+    assert page.locator("#compare").is_disabled(), "there is no whole text to compare with"
     server.wait_idle()
 
 

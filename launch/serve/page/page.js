@@ -18,7 +18,9 @@ const speeds = new SpeedView(document.querySelector(".speeds"), elements.verdict
 
 let server = null; // the last status
 let asked = null; // what the text on the page was asked for with
+let isWhole = false; // whether that text is there to its end
 let stopping = null; // of the request in work
+let needsKey = false; // whether the server has refused to answer without one
 
 // What is asked for.
 
@@ -72,6 +74,7 @@ async function decode(request, onTokens) {
 async function generate() {
   if (stopping || !server || !elements.ask.reportValidity()) return;
   asked = readForm();
+  isWhole = false;
   showProblem("");
   speeds.clear();
   speeds.isProbabilistic = server.speculation.use_logits && asked.body.temperature > 0;
@@ -92,8 +95,8 @@ async function generate() {
     });
     speeds.set(name, run);
     showAcceptance(rounds, speculation);
-    elements.compare.disabled = name === "plain";
-    asked.body.max_tokens = Math.max(1, run.tokens.length);
+    isWhole = true;
+    setBusy(false);
     const share = speculation && speculation.num_draft_tokens ? `, ${percent(speculation.draft_acceptance_rate)} of the draft tokens accepted` : "";
     elements.news.textContent = `Done: ${run.tokens.length} tokens, ${Math.round(run.speed)} per second${share}.`;
   });
@@ -107,6 +110,7 @@ async function compare() {
   await guarded(async () => {
     const { run } = await decode(plain, (run) => speeds.set("plain", run));
     speeds.set("plain", run);
+    elements.news.textContent = elements.verdict.innerText;
   });
 }
 
@@ -138,7 +142,7 @@ function percent(share) {
 function setBusy(isBusy) {
   elements.go.disabled = isBusy;
   elements.stop.disabled = !isBusy;
-  elements.compare.disabled = isBusy || !asked || !asked.isSpeculative || server.speculation.method === "none";
+  elements.compare.disabled = isBusy || !isWhole || !asked.isSpeculative || server.speculation.method === "none";
   elements.text.setAttribute("aria-busy", String(isBusy));
 }
 
@@ -148,6 +152,7 @@ function showProblem(text) {
 }
 
 function askForKey(error) {
+  needsKey = true;
   const isNew = elements["key-bar"].hidden;
   elements["key-bar"].hidden = false;
   if (isNew) elements.key.focus();
@@ -168,7 +173,11 @@ function fitForm(status) {
     chat.querySelector("input").disabled = !status.chat;
     if (!status.chat) chat.title = "The checkpoint has no chat template";
   }
-  if (status.max_seq_len) elements["max-tokens"].max = status.max_seq_len;
+  const most = elements["max-tokens"];
+  if (status.max_seq_len && Number(most.max) !== status.max_seq_len) {
+    most.max = status.max_seq_len;
+    most.value = Math.min(Number(most.value), status.max_seq_len);
+  }
   server = status;
   showSettings();
 }
@@ -183,7 +192,7 @@ function showSettings() {
 // How the server stands, as long as somebody looks.
 
 async function watch() {
-  if (document.visibilityState === "visible") {
+  if (document.visibilityState === "visible" && !needsKey) {
     try {
       const answer = await status();
       fitForm(answer);
@@ -233,6 +242,7 @@ elements.compare.addEventListener("click", compare);
 elements["key-bar"].addEventListener("submit", (event) => {
   event.preventDefault();
   useKey(elements.key.value.trim());
+  needsKey = false;
   showProblem("");
 });
 
