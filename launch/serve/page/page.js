@@ -80,7 +80,10 @@ async function generate() {
   speeds.isProbabilistic = server.speculation.use_logits && asked.body.temperature > 0;
   tokens.begin(asked.echo);
   const rounds = new Rounds();
+  legend.show(rounds.counts);
   plot.show(rounds.list, server.speculation.draft_len);
+  showAcceptance(rounds, null);
+  elements.news.textContent = "";
   const name = asked.isSpeculative && server.speculation.method !== "none" ? "speculative" : "plain";
   await guarded(async () => {
     const { run, speculation } = await decode(asked, (run, choice) => {
@@ -132,7 +135,7 @@ function showAcceptance(rounds, speculation) {
   elements["acceptance-length"].textContent = drafted.length ? (1 + accepted / drafted.length).toFixed(2) : "–";
   elements["acceptance-rate"].textContent =
     speculation && speculation.num_draft_tokens ? percent(speculation.draft_acceptance_rate) : "–";
-  elements["round-count"].textContent = String(rounds.list.length);
+  elements["round-count"].textContent = rounds.list.length ? String(rounds.list.length) : "–";
 }
 
 function percent(share) {
