@@ -212,7 +212,12 @@ async function watch() {
 // Colours: the system's, or the one chosen here.
 
 const THEMES = ["auto", "light", "dark"];
-let theme = localStorage.getItem("trtrun-theme") ?? "auto";
+let theme = "auto";
+try {
+  theme = localStorage.getItem("trtrun-theme") ?? "auto";
+} catch {
+  // This browser keeps nothing for pages: the system's colours, then.
+}
 
 function showTheme() {
   document.documentElement.dataset.theme = theme;
@@ -222,8 +227,12 @@ function showTheme() {
 
 elements.theme.addEventListener("click", () => {
   theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
-  localStorage.setItem("trtrun-theme", theme);
   showTheme();
+  try {
+    localStorage.setItem("trtrun-theme", theme);
+  } catch {
+    // Then it holds until the page is closed.
+  }
 });
 
 elements.ask.addEventListener("submit", (event) => {
