@@ -39,8 +39,20 @@ from trtrun import LLM
 pytestmark = pytest.mark.timeout(300)
 PROMPT = "def main("
 LONG: dict[str, Any] = {"max_tokens": 900, "end_id": -1}
-both_protocols = pytest.mark.parametrize("protocol", ["http", "grpc"])
-both_ways = pytest.mark.parametrize("options", [GREEDY, SEEDED], ids=["greedy", "seed"])
+both_protocols = pytest.mark.parametrize("protocol", [pytest.param("http", marks=pytest.mark.long), "grpc"])
+both_ways = pytest.mark.parametrize(
+    "options", [pytest.param(GREEDY, marks=pytest.mark.long), SEEDED], ids=["greedy", "seed"]
+)
+every_way = pytest.mark.parametrize(
+    ("protocol", "options"),
+    [
+        ("http", GREEDY),
+        ("grpc", SEEDED),
+        pytest.param("http", SEEDED, marks=pytest.mark.long),
+        pytest.param("grpc", GREEDY, marks=pytest.mark.long),
+    ],
+    ids=["http, greedy", "grpc, seed", "http, seed", "grpc, greedy"],
+)
 
 
 @pytest.fixture
@@ -53,8 +65,7 @@ def tokens_of(llm: LLM, text: str) -> list[int]:
     return llm.tokenizer.encode(text)
 
 
-@both_protocols
-@both_ways
+@every_way
 def test_every_model_gives_the_tokens_of_the_python_api(
     server: Server, llm: LLM, protocol: str, options: dict[str, Any]
 ) -> None:
@@ -93,7 +104,7 @@ def test_a_drafts_tokens_of_the_clients_own_change_nothing(server: Server, llm: 
             assert result.as_numpy("output_ids")[0, 0].tolist() == [*tokens, *completion.token_ids]
 
 
-@both_protocols
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_preprocessing_and_postprocessing_are_the_tokenizer(server: Server, llm: LLM, protocol: str) -> None:
     assert llm.tokenizer is not None
     with connected(protocol, server) as client:
@@ -409,6 +420,7 @@ CURLS = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model", "body"), CURLS, ids=[model for model, _ in CURLS])
 def test_the_seeds_curl_lines(server: Server, llm: LLM, model: str, body: dict[str, Any]) -> None:
     url = f"{server.url}/v2/models/{model}/generate"
