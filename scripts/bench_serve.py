@@ -124,6 +124,7 @@ class Clients:
             "client_cpu": max(item["cpu_s"] for item in told) / seconds,
             "front_cpu_s": front_after - front,
             "engine_cpu_s": engine_after - engine,
+            "front_cpu_us_per_chunk": 1e6 * (front_after - front) / chunks,
             "front_cpu_ms_per_1000_tokens": 1e6 * (front_after - front) / tokens,
             "engine_cpu_ms_per_1000_tokens": 1e6 * (engine_after - engine) / tokens,
         }
@@ -190,7 +191,7 @@ def bench_models(options: argparse.Namespace) -> list[dict[str, float]]:
                 "served_first_token_ms": through["first_token_ms"],
                 "added_time_to_first_token_ms": through["first_token_ms"] - own["first_token_ms"],
                 "in_process_cpu_ms_per_1000_tokens": own["cpu_ms_per_1000_tokens"],
-                **_some(through, "engine_cpu_ms_per_1000_tokens", "front_cpu_ms_per_1000_tokens", "tokens_per_chunk"),
+                **_some(through, "engine_cpu_ms_per_1000_tokens", "front_cpu_us_per_chunk", "tokens_per_chunk"),
                 **_some(through, "client_cpu"),
             }
         )
@@ -219,6 +220,7 @@ def bench_front(options: argparse.Namespace) -> dict[str, Any]:
                     "streams": count,
                     **_some(found, "tokens_per_s", "chunks_per_s", "tokens_per_chunk", "first_token_ms", "client_cpu"),
                     "front_cpu_ms_per_1000_deltas": found["front_cpu_ms_per_1000_tokens"] * TOKENS_PER_ROUND,
+                    **_some(found, "front_cpu_us_per_chunk"),
                     "front_cpu": found["front_cpu_s"] / found["seconds"],
                 }
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -169,10 +170,8 @@ def test_heads_have_a_size() -> None:
                 break
             await asyncio.sleep(0)
         answer = b""
-        try:
+        with suppress(ConnectionError):  # what it has sent since may cut the answer off
             answer = await reader.read()
-        except ConnectionError:
-            pass  # what it has sent since has cut the answer off
         assert not answer or b"larger than 65536 bytes" in answer
         await port.wait_open(0)
 
