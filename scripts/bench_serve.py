@@ -144,9 +144,9 @@ def measure_clients(
         clients.measure(max_tokens, requests)
         results = [clients.measure(max_tokens, requests) for _ in range(options.repeats)]
         if options.verbose:
-            print(
-                f"{num_streams} streams, first tokens in ms: {[round(item['first_token_ms'], 1) for item in results]}"
-            )
+            for name in ("first_token_ms", "tokens_per_s"):
+                told = [round(item[name], 1) for item in results]
+                print(f"{num_streams} streams, {name} of each repeat: {told}", flush=True)
         return medians(results)
 
 
@@ -168,7 +168,11 @@ def measure_here(llm: LLM, num_streams: int, options: argparse.Namespace) -> dic
         }
 
     run()
-    return medians([run() for _ in range(options.repeats)])
+    results = [run() for _ in range(options.repeats)]
+    if options.verbose:
+        told = [round(item["first_token_ms"], 1) for item in results]
+        print(f"{num_streams} prompts in this process, first_token_ms of each repeat: {told}", flush=True)
+    return medians(results)
 
 
 def bench_models(options: argparse.Namespace) -> list[dict[str, float]]:
