@@ -37,6 +37,7 @@ SHORT_BODY = 1 << 16
 """Bytes whose JSON is read in less time than a stream would notice."""
 
 _LONGEST_ID = 128
+_JSON = json.JSONDecoder(object_pairs_hook=unique_keys)
 _MOST_KEY_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ def parse_json(body: bytes) -> object:
         Refusal: it is none, or an object in it has a key twice.
     """
     try:
-        return json.loads(body.decode(), object_pairs_hook=unique_keys)
+        return _JSON.decode(body.decode())
     except UnicodeDecodeError as error:
         reason = f"byte {error.start + 1} is not valid UTF-8"
     except json.JSONDecodeError as error:
