@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,3 +175,17 @@ def test_ranks_and_schemes(page: Any) -> None:
         grounds.append(page.evaluate("() => getComputedStyle(document.body).backgroundColor"))
         page.locator("#theme").click()
     assert len(set(grounds)) == 2
+
+
+def test_a_text_goes_on_behind_a_lost_engine(page: Any, server: Server, llm: LLM) -> None:
+    (completion,) = llm.generate([PROMPT], SamplingParams(max_tokens=200))[0].completions
+    page.get_by_label("Prompt", exact=True).fill(PROMPT)
+    page.get_by_label("Tokens, at most").fill("200")
+    page.locator("#go").click()
+    playwright.expect(page.locator("#text .token").nth(8)).to_be_attached()
+    os.kill(server.engine(), signal.SIGKILL)
+    playwright.expect(page.locator("#state")).to_have_text("the engine is starting")
+    playwright.expect(page.locator("#ranks li.starting")).to_have_count(3)
+    playwright.expect(page.locator("#news")).to_have_text(re.compile(r"^Done: \d+ tokens"))
+    assert page.locator("#text").text_content() == PROMPT + completion.text
+    playwright.expect(page.locator("#version")).to_contain_text("restarts of the engine: 1")
