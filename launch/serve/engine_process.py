@@ -11,12 +11,12 @@ import asyncio
 import hashlib
 from contextlib import aclosing
 from dataclasses import asdict
-from pathlib import Path
 
 from launch.check.rank_check import check_before_run
 from launch.exit_codes import ExitCode, FailedError
 from launch.mpi.job import finish_mpi
 from launch.mpi.start_progress import StartProgress
+from launch.serve.engine_socket import connect
 from launch.serve.messages import (
     Abort,
     AskStatus,
@@ -46,7 +46,25 @@ def hash_config(config: RuntimeConfig) -> str:
     return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
 
 
-def play_engine(config: RuntimeConfig, socket: Path) -> int:
+async def describe_engine(llm: AsyncLLM) -> Ready:
+    """What an engine that is loaded says of itself."""
+    limits = await llm.call(lambda engine: asdict(engine.scheduler.limits))
+    return Ready(version=__version__, config_hash=hash_config(llm.config), limits=limits)
+
+
+def read_status(engine: LLMEngine) -> Status:
+    """How full an engine is. In its thread."""
+    scheduler = engine.scheduler
+    return Status(
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_free_blocks=scheduler.num_free_blocks,
+        num_blocks=scheduler.limits.num_blocks - 1,
+        totals=engine.statistics(),
+    )
+
+
+def play_engine(config: RuntimeConfig, socket: str) -> int:
     """This rank's part: workers serve rank 0 until the job is over, rank 0 serves the front until that ends.
 
     Raises:
@@ -67,9 +85,9 @@ def play_engine(config: RuntimeConfig, socket: Path) -> int:
     return ExitCode.DONE
 
 
-async def _serve(llm: AsyncLLM, socket: Path) -> None:
+async def _serve(llm: AsyncLLM, socket: str) -> None:
     try:
-        reader, writer = await asyncio.open_unix_connection(socket)
+        reader, writer = await connect(socket)
     except OSError as error:
         raise FailedError(f"the front cannot be reached at {socket}: {error.strerror}") from None
     served = _Served(llm, writer)
@@ -94,8 +112,7 @@ class _Served:
         Raises:
             RankFailedError: a rank failed.
         """
-        limits = await self._llm.call(lambda engine: asdict(engine.scheduler.limits))
-        self._send(Ready(version=__version__, config_hash=hash_config(self._llm.config), limits=limits))
+        self._send(await describe_engine(self._llm))
         reading = asyncio.create_task(self._read(reader))
         try:
             await asyncio.wait((reading, self._failed), return_when=asyncio.FIRST_COMPLETED)
@@ -117,7 +134,7 @@ class _Served:
                     if (task := self._tasks.pop(message.request_id, None)) is not None:
                         task.cancel()
                 case AskStatus():
-                    self._send(await self._llm.call(_status))
+                    self._send(await self._llm.call(read_status))
                 case Close():
                     return
                 case _:
@@ -146,14 +163,3 @@ class _Served:
 
     def _send(self, message: Message) -> None:
         self._writer.write(encode(message))
-
-
-def _status(engine: LLMEngine) -> Status:
-    scheduler = engine.scheduler
-    return Status(
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting,
-        num_free_blocks=scheduler.num_free_blocks,
-        num_blocks=scheduler.limits.num_blocks - 1,
-        totals=engine.statistics(),
-    )
