@@ -70,7 +70,7 @@ def make_application(front: Front, api: OpenAIApi) -> Starlette:
         """A defect, whose traceback is in the log."""
         return _count(front, _plain_error("the server failed; its log says how", HTTPException(500)))
 
-    return Starlette(
+    application = Starlette(
         routes=[Route("/health", health, methods=["GET"]), Route("/version", version, methods=["GET"]), *api.routes()],
         middleware=[Middleware(RequestLog)],
         exception_handlers={
@@ -80,6 +80,8 @@ def make_application(front: Front, api: OpenAIApi) -> Starlette:
             Exception: fail,
         },
     )
+    application.router.redirect_slashes = False  # a path is right, or it is not there
+    return application
 
 
 def make_metrics_application(front: Front) -> Starlette:
@@ -89,7 +91,9 @@ def make_metrics_application(front: Front) -> Starlette:
         status = await front.client.ask_status()
         return Response(front.metrics.render(status), media_type=CONTENT_TYPE_LATEST)
 
-    return Starlette(routes=[Route("/metrics", metrics, methods=["GET"])])
+    application = Starlette(routes=[Route("/metrics", metrics, methods=["GET"])])
+    application.router.redirect_slashes = False
+    return application
 
 
 @dataclass

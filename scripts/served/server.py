@@ -19,12 +19,17 @@ from typing import Any, TypeVar
 
 import httpx
 
+from trtrun.config import ASSETS
+
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "TRTRUN_TRIAL"
 """Variable that every process of a server inherits: none is overlooked, whoever has become its parent."""
 
-CLEAR_SECONDS = 30.0
+SHARED = "OMPI_MCA_btl_sm_backing_directory="
+"""Begins the variable that tells ranks where their shared memory is."""
+
+CLEAR_SECONDS = 60.0
 """How long processes and files may take to be gone after whoever needed them."""
 
 _READY = re.compile(r"trtrun: (\S+) is served at (\S+), metrics at (\S+)$")
@@ -50,6 +55,16 @@ def write_config(path: Path, num_ranks: int, **sections: Any) -> Path:
     return path
 
 
+def write_tokenizer(folder: Path) -> Path:
+    """The shipped pair's tokenizer with a chat template, which the pair has none of."""
+    folder.mkdir()
+    for file in (ASSETS / "target").glob("*token*.json"):
+        (folder / file.name).symlink_to(file)
+    template = "{% for message in messages %}# {{ message.role }}\n{{ message.content }}\n{% endfor %}# answer\n"
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return folder
+
+
 class Server:
     """A running `trtrun serve`, whose temporary files all lie in one folder.
 
@@ -68,6 +83,7 @@ class Server:
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
+        self._shared_memory: set[Path] = set()
 
     async def start(self, patience: float) -> None:
         """Start it, and wait until it says where it listens.
@@ -119,6 +135,7 @@ class Server:
                 continue
             if f"{MARK}={self._mark}" in items and not is_gone:
                 found[int(entry.name)] = self._name(int(entry.name), items, words)
+                self._shared_memory |= {Path(item.partition("=")[2]) for item in items if item.startswith(SHARED)}
         return found
 
     def _name(self, process: int, environment: list[str], words: list[str]) -> str:
@@ -194,9 +211,9 @@ class Server:
                 os.kill(process, signal.SIGKILL)
             raise TrialError(f"left behind: {', '.join(sorted(left.values()))}") from None
         await self._reading
-        left_files = sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
+        left_files = sorted(map(str, [*self.folder.rglob("*"), *filter(Path.exists, self._shared_memory)]))
         if left_files:
-            raise TrialError(f"left behind in TMPDIR: {', '.join(left_files)}")
+            raise TrialError(f"left behind: {', '.join(left_files)}")
         return status
 
     async def end(self, patience: float) -> int:
