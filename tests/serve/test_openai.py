@@ -217,6 +217,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     (COMPLETIONS, body(prompt=[5] * 2000), 400, "max_seq_len 1024"),
     (COMPLETIONS, body(prompt=["x"] * 1025), 400, "1 to 1024 prompts"),
     (COMPLETIONS, body(promt="x"), 400, "did you mean 'prompt'?"),
+    (COMPLETIONS, body(**{"\ud800": 1}), 400, "unknown field"),
     (COMPLETIONS, body(temprature=1), 400, "did you mean 'temperature'?"),
     (COMPLETIONS, body(temperature="hot"), 400, "temperature must be a finite number"),
     (COMPLETIONS, body(temperature=-1), 400, "temperature must be 0 or"),
