@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from launch.commands.common import load, shared_options, with_config
 from launch.exit_codes import describe_exit_codes
 from trtrun.config import RuntimeConfig
 from trtrun.errors import ConfigError, PlacementError
+from trtrun.server_config import ServerSection
 
 LIBRARIES = ("jinja2", "prometheus_client", "sse_starlette", "starlette", "uvicorn")
 """What the extra `serve` of setup.py installs."""
@@ -37,7 +39,7 @@ def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None
     from parallel.mpi_rank import find_mpi_rank
 
     check_extra()
-    given = [f"server.{name}={json.dumps(value)}" for name, value in server.items() if value is not None]
+    given = server_overrides(server)
     if find_mpi_rank() is not None:
         return _serve_rank(load(config_path, [*overrides, *given], speculation))
     config = load(config_path, [*overrides, *given], speculation, is_front=True)
@@ -97,6 +99,12 @@ def serve_engine(config_path: Path, overrides: tuple[str, ...], speculation: str
     from launch.serve.engine_process import play_engine
 
     return play_engine(job.config, socket)
+
+
+def server_overrides(parameters: Mapping[str, Any]) -> list[str]:
+    """The changes of the YAML file that options of `trtrun serve` make."""
+    names = [name for name in parameters if name in ServerSection.model_fields and parameters[name] is not None]
+    return [f"server.{name}={json.dumps(parameters[name])}" for name in names]
 
 
 def check_extra() -> None:

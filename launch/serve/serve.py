@@ -8,6 +8,7 @@ through is `front`'s and its protocols' business; where the engine runs, and whe
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from contextlib import nullcontext, suppress
@@ -34,6 +35,7 @@ from launch.serve.limits import Door, server_ending
 from launch.serve.metrics import FrontMetrics
 from launch.serve.openai_api import OpenAIApi
 from launch.serve.own_engine import OwnEngine
+from launch.slurm.reach import describe_way, tell_way
 from trtrun.async_llm import AsyncLLM
 from trtrun.config import RuntimeConfig
 from trtrun.models.config import read_model_config
@@ -148,8 +150,7 @@ class _Server:
         try:
             await asyncio.wait((serving, keeping, waiting, asked), return_when=asyncio.FIRST_COMPLETED)
             if self._is_ready.is_set():
-                say(f"{self._front.model_name} is served at {_address(section, http)}, metrics at "
-                    f"{_address(section, metrics)}/metrics")  # fmt: skip
+                self._say_address(_address(section, http), f"{_address(section, metrics)}/metrics", is_loopback(http))
                 await asyncio.wait((serving, keeping, asked), return_when=asyncio.FIRST_COMPLETED)
             is_whole = await self._drain() if asked.done() and not keeping.done() else True
             return await self._end(keeping, is_whole)
@@ -163,6 +164,12 @@ class _Server:
             for task in (waiting, asked, *late):
                 task.cancel()
             await asyncio.gather(serving, waiting, asked, return_exceptions=True)
+
+    def _say_address(self, url: str, metrics_url: str, is_hidden: bool) -> None:
+        say(f"{self._front.model_name} is served at {url}, metrics at {metrics_url}")
+        way = describe_way(url, is_hidden, os.environ)
+        if way is not None:
+            say(tell_way(way))
 
     async def _drain(self) -> bool:
         """Let requests in work finish within the time that they have; whether all did."""
