@@ -26,6 +26,18 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+ACCEPTED, RECOVERED, BONUS, PLAIN = "a", "r", "b", "p"
+"""How a token came: a draft token that the target kept, its own in place of a rejected one, its own behind a draft that
+was kept whole, its own where no draft was verified: the first behind a prompt, or in a round without one."""
+
+
+def token_origins(num_draft_tokens: int, num_tokens: int) -> str:
+    """How each token came that a row gained in a round which verified `num_draft_tokens`: a letter each."""
+    if num_draft_tokens == 0:
+        return PLAIN * num_tokens
+    return ACCEPTED * (num_tokens - 1) + (BONUS if num_tokens > num_draft_tokens else RECOVERED)
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt to complete once (`n` completions are n requests, made by the caller of the scheduler).
@@ -91,9 +103,13 @@ class ForesightStatistics:
 
 @dataclass
 class RequestStatistics:
-    """What speculation did for one request. Times are seconds of `time.perf_counter`."""
+    """What speculation did for one request. Times are seconds of `time.perf_counter`.
+
+    `admitted` is when it first got a row, `first_token` when its first token was committed.
+    """
 
     arrival: float = 0.0
+    admitted: float | None = None
     first_token: float | None = None
     finished: float | None = None
     num_rounds: int = 0
@@ -116,6 +132,11 @@ class RequestStatistics:
     def copy(self) -> RequestStatistics:
         """The same counts and times, which stay as they are."""
         return replace(self, acceptance_histogram=[*self.acceptance_histogram], foresight=self.foresight.copy())
+
+    @property
+    def queue_seconds(self) -> float:
+        """From its arrival to its first row; 0 before that."""
+        return self.admitted - self.arrival if self.admitted is not None else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -26,7 +26,7 @@ LARGEST_COUNT = 2**31 - 1
 
 _READERS: dict[str, Callable[[str, object], object]] = {
     **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "n"), read_integer),
-    **dict.fromkeys(("seed", "logprobs"), read_optional_integer),
+    **dict.fromkeys(("seed", "logprobs", "draft_len"), read_optional_integer),
     **dict.fromkeys(
         ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), read_number
     ),
@@ -64,6 +64,9 @@ class SamplingParams:
         bad_words: strings that must not be generated.
         logprobs: how many alternatives to report a position, 0 to 20 (0 reports the chosen token alone); None reports
             nothing.
+        draft_len: most draft tokens a round for this request, at most the configuration's; 0 is plain decoding while
+            other requests are drafted for, None the configuration's. Tokens do not depend on it; with use_logits their
+            distribution does not.
 
     Raises:
         InvalidRequestError: a field has a value of the wrong kind or outside its range; the message names the field.
@@ -86,6 +89,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     logprobs: int | None = None
+    draft_len: int | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -131,6 +135,7 @@ class SamplingParams:
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20"),
+            ("draft_len", self.draft_len is None or self.draft_len >= 0, "0 (plain decoding) or more"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1"),
         )
         for name, holds, rule in rules:

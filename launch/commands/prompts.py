@@ -89,6 +89,9 @@ def with_prompts(command: Command) -> Command:
             metavar="K",
             help="Report each token's log probability, and those of the K likeliest.",
         ),
+        click.option(
+            "--draft-len", type=int, metavar="K", help="Most draft tokens a round for a prompt; 0 is plain decoding."
+        ),
     )
     for option in reversed(options):
         command = option(command)

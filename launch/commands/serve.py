@@ -17,7 +17,9 @@ from trtrun.config import RuntimeConfig
 from trtrun.errors import ConfigError, PlacementError
 from trtrun.server_config import ServerSection
 
-LIBRARIES = ("jinja2", "prometheus_client", "sse_starlette", "starlette", "uvicorn")
+LIBRARIES = (
+    "grpc", "httptools", "jinja2", "msgspec", "prometheus_client", "starlette", "tritonclient", "uvicorn", "uvloop",
+)  # fmt: skip
 """What the extra `serve` of setup.py installs."""
 
 
@@ -25,12 +27,13 @@ LIBRARIES = ("jinja2", "prometheus_client", "sse_starlette", "starlette", "uvico
 @with_config
 @click.option("--host", help="Address to listen on.  [default: server.host, 127.0.0.1]")
 @click.option("--http-port", type=int, help="Port of the API; 0 takes a free one.  [default: server.http_port, 8000]")
+@click.option("--grpc-port", type=int, help="Port of Triton's gRPC; the same.  [default: server.grpc_port, 8001]")
 @click.option("--metrics-port", type=int, help="Port of /metrics; the same.  [default: server.metrics_port, 8002]")
 @click.option("--api-key-file", metavar="F", help="One key a line; requests need one of them.")
 @click.option("--tls-cert", metavar="F", help="Certificate of the server, in PEM; needs --tls-key.")
 @click.option("--tls-key", metavar="F", help="Key of the certificate, in PEM.")
 def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None, **server: Any) -> int:
-    """Serve the OpenAI API over the ranks of a job.
+    """Serve the OpenAI API and Triton's models over the ranks of a job.
 
     Starts the ranks itself, and starts them again when they end. Under an mpirun or srun of your own rank 0 serves, and
     nothing is started again. The first SIGINT or SIGTERM drains: requests in work have launch.drain_seconds to finish,
@@ -44,6 +47,7 @@ def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None
         return _serve_rank(load(config_path, [*overrides, *given], speculation))
     config = load(config_path, [*overrides, *given], speculation, is_front=True)
     from launch.placement.allocation import is_local
+    from launch.serve.engine_keeper import engine_command
     from launch.serve.restarted_engine import RestartedEngine
     from launch.serve.serve import play_serve
     from trtrun.topology import make_topology
@@ -55,7 +59,7 @@ def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None
         raise PlacementError("trtrun serve needs Linux")
     check_served(config)
     words = ["--config", str(config_path), *shared_options([*overrides, *given], speculation)]
-    return play_serve(config, RestartedEngine(config, words))
+    return play_serve(config, RestartedEngine(config, engine_command(words)))
 
 
 def _serve_rank(config: RuntimeConfig) -> int:

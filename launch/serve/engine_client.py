@@ -22,14 +22,15 @@ from launch.serve.messages import (
     AskStatus,
     Close,
     Delta,
+    Deltas,
     Ended,
     Generate,
     Message,
     MessageError,
+    MessageStream,
     Ready,
     Status,
     encode,
-    read_message,
 )
 from launch.serve.refusals import Kind, Refusal
 from trtrun.core import RequestStatistics
@@ -125,13 +126,14 @@ class _OpenRequest:
     def take(self, delta: CompletionDelta) -> None:
         """Keep an engine's delta, and tell the reader."""
         before = self.before.get(delta.index)
-        statistics = delta.statistics if before is None else _add(before, delta.statistics)
-        self.told[delta.index] = statistics
+        if before is not None:
+            delta = replace(delta, statistics=_add(before, delta.statistics))
+        self.told[delta.index] = delta.statistics
         self.generated[delta.index] += delta.token_ids
         self.num_losses = 0
         if delta.finish_reason is not None:
             del self.generated[delta.index]
-        self.inbox.put(self.number, replace(delta, statistics=statistics))
+        self.inbox.put(self.number, delta)
 
     def lose_engine(self) -> None:
         """The engine is gone: the next one counts from zero."""
@@ -238,14 +240,15 @@ class EngineClient:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One engine's connection, from its first message to its end."""
         try:
-            ready = await read_message(reader)
+            messages = MessageStream(reader)
+            ready = await messages.read()
             if not isinstance(ready, Ready) or self._writer is not None:
                 logger.error("a connection to the engine's socket was no engine's, or came while another one was there")
                 return
             if not self.accepts(ready):
                 return
             self._attach(ready, writer)
-            while (message := await read_message(reader)) is not None and self._writer is writer:
+            while (message := await messages.read()) is not None and self._writer is writer:
                 self._take(message)
         except MessageError as error:
             logger.error("%s", error)
@@ -276,12 +279,9 @@ class EngineClient:
 
     def _take(self, message: Message) -> None:
         match message:
-            case Delta():
-                opened = self._requests.get(message.request_id)
-                if opened is not None and message.index in opened.generated:
-                    opened.take(message.completion_delta())
-                    if not opened.generated:
-                        del self._requests[message.request_id]
+            case Deltas():
+                for delta in message.deltas:
+                    self._take_delta(delta)
             case Ended():
                 opened = self._requests.pop(message.request_id, None)
                 if opened is not None:
@@ -293,7 +293,14 @@ class EngineClient:
                         answer.set_result(message)
                         return
             case _:
-                raise MessageError(f"the engine sent a message that is the front's: {message.kind}")
+                raise MessageError(f"the engine sent a message that is the front's: {type(message).__name__}")
+
+    def _take_delta(self, delta: Delta) -> None:
+        opened = self._requests.get(delta.request_id)
+        if opened is not None and delta.index in opened.generated:
+            opened.take(delta.completion_delta())
+            if not opened.generated:
+                del self._requests[delta.request_id]
 
 
 def _add(before: RequestStatistics, now: RequestStatistics) -> RequestStatistics:
@@ -308,5 +315,7 @@ def _add(before: RequestStatistics, now: RequestStatistics) -> RequestStatistics
         num_draft_tokens=before.num_draft_tokens + now.num_draft_tokens,
         num_accepted_draft_tokens=before.num_accepted_draft_tokens + now.num_accepted_draft_tokens,
         num_cached_prompt_tokens=before.num_cached_prompt_tokens,
+        num_preemptions=before.num_preemptions + now.num_preemptions,
+        admitted=before.admitted,
         acceptance_histogram=histogram,
     )

@@ -32,25 +32,34 @@ async def listen(
     """Serve each connection of this user's own processes; others are closed unheard."""
 
     async def serve_own(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if is_own(writer.get_extra_info("socket")):
-            await serve(reader, writer)
-        else:
+        # A socket object of its own: that of an event loop does not know every option.
+        with socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())) as connection:
+            is_stranger = not is_own(connection)
+        if is_stranger:
             writer.close()
+        else:
+            await serve(reader, writer)
 
-    return await asyncio.start_unix_server(serve_own, _address(name))
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(_address(name))
+    return await asyncio.start_unix_server(serve_own, sock=listening)
 
 
-async def connect(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+def connect(name: str) -> socket.socket:
     """Connect to a process of this user's.
 
     Raises:
         OSError: nobody listens there, or another user does.
     """
-    reader, writer = await asyncio.open_unix_connection(_address(name))
-    if not is_own(writer.get_extra_info("socket")):
-        writer.close()
-        raise PermissionError(None, "another user listens there")
-    return reader, writer
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(_address(name))
+        if not is_own(connection):
+            raise PermissionError(None, "another user listens there")
+    except OSError:
+        connection.close()
+        raise
+    return connection
 
 
 def is_own(connection: socket.socket) -> bool:

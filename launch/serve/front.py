@@ -84,34 +84,65 @@ class Generation:
         self.prompts = [request.prompt_token_ids for request in requests]
         self.usage = Usage(sum(map(len, self.prompts)))
         self._n = requests[0].sampling.n
-        self._num_going_on = self._n * len(requests)
+        self._going_on = set(range(self._n * len(requests)))
         self._client = client
         self._ticket = ticket
         self._inbox = Inbox()
         self._is_closed = False
-        self._observed = metrics.begin(self.usage.num_prompt_tokens, time.perf_counter())
+        sampling = requests[0].sampling
+        self._observed = metrics.requests.begin(
+            self.usage.num_prompt_tokens, sampling.n, sampling.max_tokens, time.perf_counter()
+        )
         self._ids = client.start(requests, self._inbox)
-        self._timer = asyncio.get_running_loop().call_later(timeout, self._give_up, out_of_time(timeout))
+        self._timer = asyncio.get_running_loop().call_later(timeout, self.give_up, out_of_time(timeout))
+
+    @property
+    def queue_seconds(self) -> float:
+        """How long its last completion was without a row, so far."""
+        return self._observed.queue_seconds
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """The pieces of all choices as they come, until each has ended.
 
         Raises:
-            Refusal: the engine has lost or refused the request, or its time is over.
+            Refusal: as of `take`.
         """
-        while self._num_going_on:
-            for number, delta in await self._inbox.take():
-                choice = number * self._n + delta.index
-                if delta.error is not None:
-                    raise Refusal(Kind.FAILED, delta.error)
-                self._num_going_on -= delta.finish_reason is not None
-                self.usage.num_completion_tokens += len(delta.token_ids)
-                self._observed.observe(choice, delta, self.usage.statistics.get(choice), time.perf_counter())
-                self.usage.statistics[choice] = delta.statistics
-                yield Piece(choice, delta)
+        while pieces := await self.take():
+            for piece in pieces:
+                yield piece
 
-    def _give_up(self, reason: Refusal) -> None:
-        # The reader may be slow to hear of it: the rows are free all the same.
+    async def take(self) -> list[Piece]:
+        """Wait for pieces: what has come since the last call, one a choice; none once each has ended.
+
+        Raises:
+            Refusal: the engine has lost or refused the request, its time is over, or its client is gone.
+        """
+        if not self._going_on:
+            return []
+        pieces = []
+        for number, delta in await self._inbox.take():
+            choice = number * self._n + delta.index
+            if choice not in self._going_on:
+                continue  # its reader has finished it
+            if delta.error is not None:
+                raise Refusal(Kind.FAILED, delta.error)
+            if delta.finish_reason is not None:
+                self._going_on.discard(choice)
+            self.usage.num_completion_tokens += len(delta.token_ids)
+            self._observed.observe(choice, delta, self.usage.statistics.get(choice), time.perf_counter())
+            self.usage.statistics[choice] = delta.statistics
+            pieces.append(Piece(choice, delta))
+        return pieces
+
+    def finish(self, choice: int) -> None:
+        """The reader wants no more of a choice. Once that is so of all of a prompt's, their rows are free."""
+        self._going_on.discard(choice)
+        number = choice // self._n
+        if self._going_on.isdisjoint(range(number * self._n, (number + 1) * self._n)):
+            self._client.abort([self._ids[number]])
+
+    def give_up(self, reason: Refusal) -> None:
+        """End the request, whose reader is told why: at once, however slow the reader is, the rows are free."""
         self._inbox.end(reason)
         self._client.abort(self._ids)
 
@@ -123,7 +154,7 @@ class Generation:
         self._timer.cancel()
         self._client.abort(self._ids)
         self._ticket.leave()
-        self._observed.end(is_whole=not self._num_going_on, now=time.perf_counter())
+        self._observed.end(is_whole=not self._going_on, now=time.perf_counter())
 
 
 class Front:
@@ -158,22 +189,26 @@ class Front:
         self._prompts = prompts
         self._timeout = timeout
 
-    async def begin(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Generation:
+    async def begin(self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]) -> Generation:
         """Let a request in and have it completed.
 
         Args:
             prompts: each completed `sampling.n` times.
-            sampling: of all of them.
+            sampling: of all of them, or of each, with the same `n`.
 
         Raises:
             Refusal: it is wrong, or there is no room.
         """
         if not 0 < len(prompts) <= MOST_PROMPTS:
             raise Refusal(Kind.INVALID, f"a request has 1 to {MOST_PROMPTS} prompts, not {len(prompts)}", "prompt")
-        seeded = sampling.with_seed()
-        ticket = self.door.enter(len(prompts) * sampling.n)
+        of_each = [sampling.with_seed()] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        seeded = [parameters.with_seed() for parameters in of_each]
+        ticket = self.door.enter(sum(parameters.n for parameters in seeded))
         try:
-            requests = [EngineRequest(await self._read(prompt, seeded), seeded) for prompt in prompts]
+            requests = [
+                EngineRequest(await self._read(prompt, parameters), parameters)
+                for prompt, parameters in zip(prompts, seeded, strict=True)
+            ]
             return Generation(self.client, requests, ticket, self.metrics, self._timeout)
         except BaseException:
             ticket.leave()
@@ -187,7 +222,9 @@ class Front:
             tokens = await asyncio.to_thread(encode, prompt) if is_long else encode(prompt)
             self.door.check_open()  # the engine may be gone by now, and its limits with it
             assert self.client.ready is not None
-            self.client.ready.scheduler_limits().check_prompt(len(tokens))
+            limits = self.client.ready.scheduler_limits()
+            limits.check_prompt(len(tokens))
+            limits.check_draft_len(sampling.draft_len)
             for _ in self._prompts.requests(tokens, sampling, lambda: 0):
                 break  # whatever is wrong with one is wrong with all
         except InvalidRequestError as error:

@@ -13,9 +13,9 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -25,6 +25,7 @@ from launch.batch.rows import unique_keys
 from launch.serve.refusals import Kind, Refusal
 from trtrun.errors import ConfigError, InvalidRequestError, reading
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 REQUEST_ID = "x-request-id"
@@ -103,9 +104,13 @@ class Keys:
 
     def check(self, request: Request) -> None:
         """Raise a Refusal unless the request has one of the keys, as `Authorization: Bearer KEY`."""
+        self.check_header(request.headers.get("authorization", ""))
+
+    def check_header(self, authorization: str) -> None:
+        """The same for the value of that header; empty where it is missing."""
         if not self._digests:
             return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        scheme, _, key = authorization.partition(" ")
         given = _digest(key.strip())
         # No early end: how long it takes does not tell which key it was.
         is_known = sum([hmac.compare_digest(given, digest) for digest in self._digests]) > 0
@@ -122,6 +127,23 @@ async def read_json_body(request: Request, most_bytes: int) -> object:
     Raises:
         Refusal: it is larger, no JSON, or an object in it has a key twice.
     """
+    body = await read_body(request, most_bytes)
+    return await aside(len(body), parse_json, body)
+
+
+async def aside(size: int, work: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """Do work on so many bytes: at once where they are few, else beside the streams."""
+    if size < SHORT_BODY:
+        return work(*arguments, **options)
+    return await asyncio.to_thread(work, *arguments, **options)
+
+
+async def read_body(request: Request, most_bytes: int) -> bytes:
+    """The body; no more than `most_bytes` of it are ever held.
+
+    Raises:
+        Refusal: it is larger, or does not arrive.
+    """
     too_large = Refusal(Kind.TOO_LARGE, f"the body is larger than {most_bytes} bytes (server.max_body_bytes)")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > most_bytes:
@@ -135,8 +157,7 @@ async def read_json_body(request: Request, most_bytes: int) -> object:
                     raise too_large
     except TimeoutError:
         raise Refusal(Kind.TIMEOUT, f"the body was not there within {BODY_SECONDS:g} s", code="timeout") from None
-    # What is long is read beside the streams.
-    return parse_json(bytes(body)) if len(body) < SHORT_BODY else await asyncio.to_thread(parse_json, bytes(body))
+    return bytes(body)
 
 
 def parse_json(body: bytes) -> object:

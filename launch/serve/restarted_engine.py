@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from launch.exit_codes import FailedError
 from launch.mpi.mpirun import build_environment
 from launch.serve.engine_client import EngineClient
-from launch.serve.engine_keeper import EngineKeeper, RestartLimit, engine_command
+from launch.serve.engine_keeper import EngineKeeper, RestartLimit
 from launch.serve.engine_process import hash_config
 from launch.serve.engine_socket import make_name
 from launch.serve.engines import EngineEvents
@@ -27,16 +27,16 @@ class RestartedEngine:
         engine: for requests.
     """
 
-    def __init__(self, config: RuntimeConfig, engine_arguments: Sequence[str]) -> None:
+    def __init__(self, config: RuntimeConfig, command: Sequence[str]) -> None:
         """Nothing is started yet.
 
         Args:
             config: of the ranks, and the limits of restarts.
-            engine_arguments: the options by which an engine reads the same configuration.
+            command: starts an engine which reads the same configuration (`engine_command`); `--socket NAME` is added.
         """
         self.engine = EngineClient()
         self._socket = make_name()
-        self._command = engine_command([*engine_arguments, "--socket", self._socket])
+        self._command = [*command, "--socket", self._socket]
         self._limit = RestartLimit(config.server.max_restarts, config.server.restart_window_s)
         self._config_hash = hash_config(config)
         self._has_changed = False

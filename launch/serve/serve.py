@@ -13,11 +13,14 @@ import signal
 import sys
 from contextlib import nullcontext, suppress
 
+import uvloop
+
 from launch.check.rank_check import check_before_run
 from launch.exit_codes import ExitCode
 from launch.mpi.drain import DRAIN_SIGNALS, Drain, end_at_once
 from launch.mpi.job import finish_mpi, is_reporting_rank
 from launch.serve.chat_template import read_chat_template
+from launch.serve.connections import allow_open_files
 from launch.serve.engines import EngineEvents, EngineRun
 from launch.serve.front import Front
 from launch.serve.http_requests import Keys
@@ -31,10 +34,16 @@ from launch.serve.http_server import (
     make_metrics_application,
     run_all,
 )
+from launch.serve.kserve.grpc_server import GrpcServer
+from launch.serve.kserve.grpc_servicer import KServeServicer
+from launch.serve.kserve.http_api import KServeHttpApi
+from launch.serve.kserve.service import KServeService
 from launch.serve.limits import Door, server_ending
 from launch.serve.metrics import FrontMetrics
 from launch.serve.openai_api import OpenAIApi
 from launch.serve.own_engine import OwnEngine
+from launch.serve.page_routes import page_routes
+from launch.serve.status import StatusBoard
 from launch.slurm.reach import describe_way, tell_way
 from trtrun.async_llm import AsyncLLM
 from trtrun.config import RuntimeConfig
@@ -42,6 +51,10 @@ from trtrun.models.config import read_model_config
 from trtrun.prompts import PromptReader
 from trtrun.server_config import ServerSection
 from trtrun.text import read_tokenizer
+from trtrun.topology import make_topology
+
+METRICS_CONNECTIONS = 64
+"""That may be open on the metrics port."""
 
 ERROR_SECONDS = 1.0
 """For the last words to streams that are cut off."""
@@ -66,13 +79,16 @@ def play_serve(config: RuntimeConfig, running: EngineRun) -> int:
     section = config.server
     check_tls(section)
     keys = Keys.read(section.api_key_file)
+    allow_open_files(section.max_connections)
     http = listen(section.host, section.http_port, "server.http_port")
     metrics = listen(section.host, section.metrics_port, "server.metrics_port")
     if not is_loopback(http) and not keys.are_needed:
         say(
             f"WARNING: {section.host} is reached from other hosts, and no API key is asked for: set server.api_key_file"
         )
-    return asyncio.run(_Server(config, keys, running).run(http, metrics))
+    # uvloop's loop takes half the time of asyncio's own for what streams do most: write to a socket.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(config, keys, running, http, metrics))
 
 
 def play_serve_rank(config: RuntimeConfig) -> int:
@@ -104,6 +120,10 @@ def say(line: str) -> None:
         print(f"trtrun: {line}", file=sys.stderr, flush=True)
 
 
+async def _serve(config: RuntimeConfig, keys: Keys, running: EngineRun, http: Listener, metrics: Listener) -> int:
+    return await _Server(config, keys, running).run(http, metrics)
+
+
 class _Server:
     """The parts of a server, joined, and its states: starting, serving, draining, over."""
 
@@ -113,12 +133,13 @@ class _Server:
         self._running = running
         directory = config.tokenizer or config.target.model
         tokenizer = read_tokenizer(directory)
+        model = read_model_config(config.target.model)
         name = model_name(config)
         self._door = Door(config.scheduler.max_batch_size, section.max_queue, section.max_streams)
-        self._metrics = FrontMetrics(name)
+        self._metrics = FrontMetrics(name, config.draft_len)
         self._front = Front(
             name,
-            PromptReader(read_model_config(config.target.model), tokenizer),
+            PromptReader(model, tokenizer),
             tokenizer,
             config.draft_len,
             self._door,
@@ -127,7 +148,16 @@ class _Server:
             section.request_timeout_s,
         )
         template = read_chat_template(directory) if tokenizer is not None else None
-        self._api = OpenAIApi(self._front, template, keys, section.max_body_bytes)
+        kserve = KServeService(
+            self._front, model.eos_token_ids, config.scheduler.max_batch_size, config.kv_cache.block_size
+        )
+        self._routes = [
+            *OpenAIApi(self._front, template, keys, section.max_body_bytes).routes(),
+            *KServeHttpApi(kserve, keys, section.max_body_bytes).routes(),
+            *StatusBoard(self._front, config, make_topology(config), keys, template is not None).routes(),
+            *page_routes(),
+        ]
+        self._servicer = KServeServicer(kserve, keys)
         self._is_ready = asyncio.Event()
         self._stopped_by: int | None = None
         self._is_asked = asyncio.Event()
@@ -138,9 +168,11 @@ class _Server:
         for number in DRAIN_SIGNALS:
             loop.add_signal_handler(number, self._hear, number)
         section = self._config.server
+        grpc = GrpcServer(self._servicer, section)
         servers = (
-            HttpServer(make_application(self._front, self._api), http, section),
-            HttpServer(make_metrics_application(self._front), metrics, section),
+            HttpServer(make_application(self._front, self._routes), http, section, section.max_connections),
+            grpc,
+            HttpServer(make_metrics_application(self._front), metrics, section, METRICS_CONNECTIONS),
         )
         serving = asyncio.create_task(run_all(*servers))
         events = EngineEvents(self._engine_is_there, self._engine_is_gone, self._engine_is_restarted)
@@ -150,7 +182,7 @@ class _Server:
         try:
             await asyncio.wait((serving, keeping, waiting, asked), return_when=asyncio.FIRST_COMPLETED)
             if self._is_ready.is_set():
-                self._say_address(_address(section, http), f"{_address(section, metrics)}/metrics", is_loopback(http))
+                self._say_addresses(section, http, metrics, grpc.port)
                 await asyncio.wait((serving, keeping, asked), return_when=asyncio.FIRST_COMPLETED)
             is_whole = await self._drain() if asked.done() and not keeping.done() else True
             return await self._end(keeping, is_whole)
@@ -165,9 +197,13 @@ class _Server:
                 task.cancel()
             await asyncio.gather(serving, waiting, asked, return_exceptions=True)
 
-    def _say_address(self, url: str, metrics_url: str, is_hidden: bool) -> None:
-        say(f"{self._front.model_name} is served at {url}, metrics at {metrics_url}")
-        way = describe_way(url, is_hidden, os.environ)
+    def _say_addresses(self, section: ServerSection, http: Listener, metrics: Listener, grpc_port: int) -> None:
+        url = _address(section, http)
+        say(
+            f"{self._front.model_name} is served at {url}, metrics at {_address(section, metrics)}/metrics, gRPC at "
+            f"{_host(section)}:{grpc_port}"
+        )
+        way = describe_way(url, is_loopback(http), os.environ)
         if way is not None:
             say(tell_way(way))
 
@@ -223,5 +259,8 @@ class _Server:
 
 def _address(section: ServerSection, listener: Listener) -> str:
     scheme = "http" if section.tls_cert is None else "https"
-    host = f"[{section.host}]" if ":" in section.host else section.host
-    return f"{scheme}://{host}:{listener.port}"
+    return f"{scheme}://{_host(section)}:{listener.port}"
+
+
+def _host(section: ServerSection) -> str:
+    return f"[{section.host}]" if ":" in section.host else section.host

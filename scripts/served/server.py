@@ -32,7 +32,7 @@ SHARED = "OMPI_MCA_btl_sm_backing_directory="
 CLEAR_SECONDS = 60.0
 """How long processes and files may take to be gone after whoever needed them."""
 
-_READY = re.compile(r"trtrun: (\S+) is served at (\S+), metrics at (\S+)$")
+_READY = re.compile(r"trtrun: (\S+) is served at (\S+), metrics at (\S+), gRPC at \S+$")
 
 
 class TrialError(Exception):
@@ -96,7 +96,15 @@ class Server:
         environment.setdefault("OMP_NUM_THREADS", "1")
         self.url = ""
         self._process = await asyncio.create_subprocess_exec(
-            *self._command, "--http-port", "0", "--metrics-port", "0", stderr=asyncio.subprocess.PIPE, env=environment
+            *self._command,
+            "--http-port",
+            "0",
+            "--grpc-port",
+            "0",
+            "--metrics-port",
+            "0",
+            stderr=asyncio.subprocess.PIPE,
+            env=environment,
         )
         self._reading = asyncio.create_task(self._read(self._process))
         deadline = time.monotonic() + patience

@@ -44,7 +44,7 @@ def _whole(request: pytest.FixtureRequest) -> Iterator[None]:
             engine.check_idle()
 
         run(llm.call(check))
-        assert not llm._thread._mailboxes
+        assert not llm._thread._recipients
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

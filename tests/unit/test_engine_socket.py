@@ -19,13 +19,13 @@ def test_own_processes_reach_each_other_and_the_name_goes_with_its_listener() ->
     async def work() -> None:
         name = engine_socket.make_name()
         server = await engine_socket.listen(name, echo)
-        reader, writer = await engine_socket.connect(name)
+        reader, writer = await asyncio.open_unix_connection(sock=engine_socket.connect(name))
         writer.write(b"hello")
         assert await reader.read() == b"hello"
         writer.close()
         server.close()
         with pytest.raises(ConnectionRefusedError):
-            await engine_socket.connect(name)
+            engine_socket.connect(name)
 
     asyncio.run(work())
 
@@ -50,7 +50,7 @@ def test_another_users_process_is_not_heard(stranger: str) -> None:
         os.seteuid(0 if stranger == "the listener" else 65534)
         if stranger == "the listener":
             with pytest.raises(PermissionError):
-                await engine_socket.connect(name)
+                engine_socket.connect(name)
         else:
             reader, writer = await asyncio.open_unix_connection("\0" + name.removeprefix("@"))
             os.seteuid(0)

@@ -38,6 +38,7 @@ class Completion:
         num_pending_tokens: most tokens that those plans can give.
         num_missed_rounds: rounds that the draft engine sat out since it last fed the row; each gave one token.
         last_accepted: draft tokens that the last round accepted.
+        most_drafted: most tokens to draft for it in a round.
     """
 
     request: Request
@@ -56,6 +57,7 @@ class Completion:
     num_pending_tokens: int = 0
     num_missed_rounds: int = 0
     last_accepted: int = 0
+    most_drafted: int = 0
 
     @property
     def num_output_tokens(self) -> int:
@@ -81,11 +83,13 @@ class RowResult:
         completion: already updated; its `finish_reason` is set where this round ended it.
         new_token_ids: tokens appended to its output: the verdict's, cut at the token that ended it.
         index_in_verdict: its place in `plan.sampled_rows`, for logprobs.
+        token_origins: how each of the new tokens came, a letter each; see `core.token_origins`.
     """
 
     completion: Completion
     new_token_ids: list[int]
     index_in_verdict: int
+    token_origins: str = ""
 
 
 class Work(enum.Enum):

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trtrun.core import FinishReason, Request, RequestStatistics, RoundPlan
+from trtrun.core import FinishReason, Request, RequestStatistics, RoundPlan, token_origins
 from trtrun.detokenizer import CompletionText
 from trtrun.errors import InvalidRequestError, QueueFullError
 from trtrun.scheduling.batch import RunningBatch
@@ -67,6 +67,16 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of the rows whose prefill is not planned to its end, reused ones among them."""
+        return sum(running.num_admitted_tokens for running in self._batch.requests if not running.is_decoding)
+
+    @property
+    def num_preempted(self) -> int:
+        """Requests without a row that had one."""
+        return sum(running.num_admitted_tokens > 0 for running in self._waiting)
+
+    @property
     def num_outstanding(self) -> int:
         """Plans whose results were not committed yet."""
         return len(self._outstanding)
@@ -91,13 +101,16 @@ class Scheduler:
                 every respect, as those of a preempted completion do.
 
         Raises:
-            InvalidRequestError: it can never run, or had ended with one of the tokens in `generated`.
+            InvalidRequestError: it can never run, wants more drafted than is, or had ended with one of the tokens in
+                `generated`.
             QueueFullError: no more may wait; the message holds the numbers.
             ValueError: its request_id is in use.
         """
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id} is in use")
         self.limits.check_prompt(len(request.prompt_token_ids))
+        most_drafted = request.sampling.draft_len
+        self.limits.check_draft_len(most_drafted)
         self.check_room(1)
         completion = Completion(
             request=request,
@@ -105,6 +118,7 @@ class Scheduler:
             token_ids=list(request.prompt_token_ids),
             text=text,
             statistics=RequestStatistics(arrival=time.perf_counter()),
+            most_drafted=self.limits.draft_len if most_drafted is None else most_drafted,
         )
         appended, reason = append_tokens(completion, generated, self.limits)
         if reason is not None:
@@ -124,6 +138,14 @@ class Scheduler:
                 f"the queue is full: {len(self._waiting)} completions wait, {count} more are asked for and "
                 f"scheduler.max_waiting is {most}; send the request again later"
             )
+
+    def decoding_load(self) -> tuple[int, int]:
+        """`num_decoding`, and how many of these rows are as if nothing were drafted for them: one that wants fewer
+        tokens drafted than the limits' counts as its share of a row."""
+        decoding = [running for running in self._batch.requests if running.is_decoding]
+        wanted = [running.most_drafted if running.drafted else 0 for running in decoding]
+        most = self.limits.draft_len
+        return len(wanted), len(wanted) + -sum(wanted) // most if most else 0
 
     def reset(self) -> None:
         """Forget everything: all requests, plans without results and cached blocks, whatever state they are in.
@@ -245,7 +267,7 @@ class Scheduler:
             return None
         if not running.drafted:
             return 0
-        most = min(self.limits.draft_len, most, left_in_context - 1, left_to_generate - 1)
+        most = min(running.most_drafted, most, left_in_context - 1, left_to_generate - 1)
         if not running.followed or self.limits.draft_max_seq_len is None:
             return most
         left_in_draft = self.limits.draft_max_seq_len - longest
@@ -259,10 +281,13 @@ class Scheduler:
         draft_context = self.limits.draft_max_seq_len
         while self._waiting and self._batch.has_free_row() and plan.budget > 0:
             running = self._waiting.first()
-            drafted = self._speculating and (draft_context is None or len(running.token_ids) + 2 <= draft_context)
+            fits = draft_context is None or len(running.token_ids) + 2 <= draft_context
+            drafted = self._speculating and running.most_drafted > 0 and fits
             if not self._batch.try_admit(running, drafted, followed=drafted and draft_context is not None):
                 return  # first come first served: nobody overtakes
             self._waiting.pop()
+            if running.statistics.admitted is None:
+                running.statistics.admitted = time.perf_counter()
             plan.admit(running)
             plan.prefill(running)
 
@@ -351,7 +376,7 @@ class Scheduler:
         if reason is not None:
             self._batch.release(running)
             self._finish(running, reason, now)
-        return RowResult(running, new_token_ids, index)
+        return RowResult(running, new_token_ids, index, token_origins(verified, num_tokens)[: len(new_token_ids)])
 
     def _commit_blocks(self, planned: PlannedRow, num_positions: int) -> None:
         # While a draft store follows rows, blocks of one that it does not follow are in the target's store only.

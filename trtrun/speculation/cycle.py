@@ -234,6 +234,7 @@ def commit_round(
     report: RoundReport,
     pacer: Pacer | None = None,
     seconds: float = 0.0,
+    num_plain: int = 0,
 ) -> list[RowResult]:
     """Enter the verdict in the books: the scheduler's, and those of what drafts pay.
 
@@ -243,6 +244,7 @@ def commit_round(
         report: the target leader's, on the host.
         pacer: chooses how much is drafted; None where draft_len is fixed.
         seconds: how long the round took.
+        num_plain: decode rows that are as if nothing were drafted for them, when the plan was made.
 
     Returns:
         One result for each row that gained tokens.
@@ -255,6 +257,6 @@ def commit_round(
         # A draft that was asked for and not found costs the round as much as one that is rejected at once.
         asked = zip(planned, report.num_tokens, strict=False)
         acceptances = [(length, max(0, count - 1)) for length, count in asked if length > 0]
-        pacer.record(len(planned), plan.draft_len, None if plan.prefill else seconds, acceptances)
+        pacer.record(len(planned), plan.draft_len, None if plan.prefill else seconds, acceptances, num_plain)
     foreseen = report.foreseen if plan.num_guesses else None
     return scheduler.commit(plan, report.num_tokens, report.tokens, report.draft_lens, foreseen)
