@@ -152,7 +152,8 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The whole trial; returns its figures."""
     temporary = folder / "tmp"
     temporary.mkdir()
-    config = options.config or write_config(folder / "serve.yaml", options.ranks, kv_cache={"max_tokens": 32768})
+    # A small KV store: all of it is in use soon, and does not look like growth.
+    config = options.config or write_config(folder / "serve.yaml", options.ranks, kv_cache={"max_tokens": 8192})
     rows = make_rows(2 * options.clients, options.longest, options.seed)
     questions = await ask_reference(config, rows, folder)
     server = Server(config, temporary)
