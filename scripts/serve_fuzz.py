@@ -25,7 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.database import InMemoryExampleDatabase
 from hypothesis.errors import Flaky
-from served.odd_requests import Endpoint, OddRequest, exchange, find_fault, odd_requests, openai_endpoints
+from served.odd_requests import (
+    Endpoint,
+    OddRequest,
+    exchange,
+    find_fault,
+    kserve_endpoints,
+    odd_requests,
+    openai_endpoints,
+)  # fmt: skip
 from served.server import Server, TrialError, write_config, write_tokenizer
 
 PATIENCE = 120.0
@@ -69,7 +77,7 @@ def try_all(url: str, metrics_url: str, model: str, options: argparse.Namespace)
     """All endpoints; returns what to tell."""
     told: dict[str, object] = {}
     faults = []
-    for endpoint in openai_endpoints(model):
+    for endpoint in [*openai_endpoints(model), *kserve_endpoints()]:
         base = metrics_url if endpoint.is_metrics else url
         if not base:
             continue

@@ -7,16 +7,18 @@ fields of the APIs. It does not know servers.
 
 from __future__ import annotations
 
+import copy
 import http.client
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 from hypothesis import strategies as st
 
+from launch.serve.kserve.models import MODELS
 from launch.serve.openai_types import CHAT_FIELDS, COMPLETION_FIELDS
 
 LONGEST_LINE = 2000
@@ -43,7 +45,7 @@ class Endpoint:
 
 
 def openai_endpoints(model: str) -> list[Endpoint]:
-    """Everything below /v1, and the small ones."""
+    """Everything below /v1, the page, and the small ones."""
     completion = {"model": model, "prompt": "x", "max_tokens": 2}
     chat = {"model": model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     return [
@@ -53,10 +55,37 @@ def openai_endpoints(model: str) -> list[Endpoint]:
         Endpoint(f"/v1/models/{model}"),
         Endpoint("/health"),
         Endpoint("/version"),
+        Endpoint("/status"),
         Endpoint("/"),
+        Endpoint("/nowhere"),
         Endpoint("/metrics", is_metrics=True),
     ]
 
+
+def kserve_endpoints() -> list[Endpoint]:
+    """Everything below /v2."""
+    found = [
+        Endpoint(path)
+        for path in ("/v2", "/v2/health/live", "/v2/health/ready", "/v2/models/stats", "/v2/systemsharedmemory/status")
+    ]
+    found.append(Endpoint("/v2/repository/index", {"ready": True}))
+    for model in MODELS:
+        path, fields = f"/v2/models/{model}", MODELS[model].inputs.values()
+        names = [item.name for item in fields]
+        tensors = [
+            {"name": item.name, "shape": [1, 1], "datatype": item.datatype, "data": _TENSORS.get(item.datatype, [1])}
+            for item in fields
+            if not item.is_optional
+        ]
+        infer = {"id": "x", "inputs": tensors, "outputs": [], "parameters": {"sequence_id": 0}}
+        found += [Endpoint(path + tail) for tail in ("", "/ready", "/config", "/stats", "/versions/1")]
+        found.append(Endpoint(f"{path}/infer", infer))
+        flat = {item["name"]: item["data"][0] for item in tensors}
+        found += [Endpoint(f"{path}/{way}", flat, names) for way in ("generate", "generate_stream")]
+    return found
+
+
+_TENSORS: Mapping[str, list[Any]] = {"BYTES": ["x"], "BOOL": [False]}
 
 _TEXTS = st.one_of(
     st.text(max_size=20),
@@ -76,7 +105,8 @@ _VALUES = st.recursive(
     max_leaves=12,
 )
 _DAMAGE = (b"", b"\0", b"\xff\xfe", b"\xc3\x28", b"{", b"]", b'"', b",", b"NaN", b"1e999", b"\\u0000", b"\xed\xa0\x80")
-_METHODS = ("POST", "POST", "POST", "POST", "GET", "GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "BREW")
+_METHODS = ("POST", "GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "BREW")
+_TAILS = ("/", "?", "?x=%00", "/%2e%2e/", "%ff", "?" + "x" * 9000)
 _HEADERS = (
     "content-type: text/plain", "content-type: application/x-www-form-urlencoded", "content-type: \xff",
     "content-type: multipart/form-data; boundary=x", "content-encoding: gzip", "expect: 100-continue",
@@ -104,10 +134,14 @@ def bodies(draw: st.DrawFn, endpoint: Endpoint) -> bytes:
         return inner * depth if draw(st.booleans()) else b"[" * depth + b"]" * depth
     if kind == "json":
         return _dump(draw(_VALUES))
-    values = dict(endpoint.body or {})
+    values = copy.deepcopy(dict(endpoint.body or {}))
     names = st.one_of(st.sampled_from([*endpoint.fields, *values, "model"]), _TEXTS)
     for name in draw(st.lists(names, max_size=4)):
         values[name] = draw(_VALUES)
+    places = list(_places(values))
+    if places and draw(st.booleans()):
+        container, key = draw(st.sampled_from(places))
+        container[key] = draw(_VALUES)
     body = _dump(values)
     if kind == "damaged":
         place = draw(st.integers(0, max(0, len(body) - 1)))
@@ -136,15 +170,29 @@ class OddRequest:
 @st.composite
 def odd_requests(draw: st.DrawFn, endpoint: Endpoint) -> OddRequest:
     """A request to an endpoint."""
-    method = draw(st.sampled_from(_METHODS)) if endpoint.body is not None else draw(st.sampled_from(_METHODS[4:]))
-    path = endpoint.path + draw(st.sampled_from(("",) * 8 + ("/", "?", "?x=%00", "/%2e%2e/", "%ff", "?" + "x" * 9000)))
-    headers = draw(st.lists(st.sampled_from(_HEADERS), max_size=2)) if draw(st.integers(0, 2)) == 0 else []
+    right = "POST" if endpoint.body is not None else "GET"
+    method = draw(st.sampled_from(_METHODS)) if _rarely(draw) else right
+    path = endpoint.path + (draw(st.sampled_from(_TAILS)) if _rarely(draw) else "")
+    headers = draw(st.lists(st.sampled_from(_HEADERS), max_size=2)) if _rarely(draw) else []
     body = draw(bodies(endpoint)) if endpoint.body is not None or draw(st.booleans()) else b""
     lines = [f"{method} {path} HTTP/1.1", "host: test", "connection: close", *headers]
     is_whole = not any(header.startswith(_LENGTHS) for header in headers)
     if is_whole:
         lines.append(f"content-length: {len(body)}")
     return OddRequest("\r\n".join([*lines, "", ""]).encode("latin-1") + body, is_whole)
+
+
+def _rarely(draw: st.DrawFn) -> bool:
+    """In one of eight requests: in most of them one thing is wrong."""
+    return draw(st.integers(0, 7)) == 5
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Everything inside a value: what it stands in, and where."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in list(items):
+        yield value, key
+        yield from _places(item)
 
 
 def _dump(value: object) -> bytes:
@@ -194,9 +242,10 @@ def find_fault(request: OddRequest, answered: Answered) -> str | None:
     if "Traceback" in text:
         return f"a traceback: {text[:500]}"
     if 200 <= answered.status < 300:
-        if "event-stream" in answered.content_type and not text.rstrip().endswith("data: [DONE]"):
+        is_openai = b" /v1/" in request.data[:20]  # KServe's streams just end
+        if is_openai and "event-stream" in answered.content_type and not text.rstrip().endswith("data: [DONE]"):
             return f"a stream without its end: {text[-300:]}"
-        return f"an error in a whole answer: {text[-500:]}" if '"error":{' in text else None
+        return f"an error in a whole answer: {text[-500:]}" if is_openai and '"error":{' in text else None
     if not 400 <= answered.status < 500:
         return f"HTTP {answered.status}: {text[:500]}"
     if request.method == "HEAD":

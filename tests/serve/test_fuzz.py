@@ -12,7 +12,16 @@ from servers import ONE_PROCESS, PATIENCE, ROOT, Server, serving, write_config
 
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from served.odd_requests import Answered, Endpoint, OddRequest, exchange, find_fault, odd_requests, openai_endpoints
+from served.odd_requests import (
+    Answered,
+    Endpoint,
+    OddRequest,
+    exchange,
+    find_fault,
+    kserve_endpoints,
+    odd_requests,
+    openai_endpoints,
+)  # fmt: skip
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -31,11 +40,11 @@ def server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         yield server
 
 
-def send_odd_requests(endpoint: Endpoint, url: str) -> None:
+def send_odd_requests(endpoint: Endpoint, url: str, count: int) -> None:
     """Send some, the same ones each time."""
 
     @settings(
-        max_examples=60 if endpoint.body is not None else 10,
+        max_examples=count,
         deadline=None,
         database=None,
         derandomize=True,
@@ -51,7 +60,10 @@ def send_odd_requests(endpoint: Endpoint, url: str) -> None:
 
 def test_odd_requests_are_answered_in_one_line(server: Server) -> None:
     for endpoint in openai_endpoints("pair"):
-        send_odd_requests(endpoint, server.metrics_url.removesuffix("/metrics") if endpoint.is_metrics else server.url)
+        url = server.metrics_url.removesuffix("/metrics") if endpoint.is_metrics else server.url
+        send_odd_requests(endpoint, url, 60 if endpoint.body is not None else 10)
+    for endpoint in kserve_endpoints():
+        send_odd_requests(endpoint, server.url, 20 if endpoint.body is not None else 3)
     metrics = server.wait_idle()
     assert metrics["vllm:kv_cache_usage_perc"] == 0
     assert not [line for line in server.lines if "Traceback" in line or "ERROR" in line]
