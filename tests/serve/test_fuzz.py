@@ -63,7 +63,7 @@ def test_odd_requests_are_answered_in_one_line(server: Server) -> None:
         url = server.metrics_url.removesuffix("/metrics") if endpoint.is_metrics else server.url
         send_odd_requests(endpoint, url, 60 if endpoint.body is not None else 10)
     for endpoint in kserve_endpoints():
-        send_odd_requests(endpoint, server.url, 20 if endpoint.body is not None else 3)
+        send_odd_requests(endpoint, server.url, 12 if endpoint.body is not None else 2)
     metrics = server.wait_idle()
     assert metrics["vllm:kv_cache_usage_perc"] == 0
     assert not [line for line in server.lines if "Traceback" in line or "ERROR" in line]
@@ -82,4 +82,6 @@ def test_odd_requests_are_answered_in_one_line(server: Server) -> None:
     ],
 )
 def test_the_judge_sees_what_must_not_be(status: int | None, kind: str, body: bytes) -> None:
-    assert find_fault(OddRequest(b"POST / HTTP/1.1\r\n\r\n", True), Answered(status, kind, body)) is not None
+    assert (
+        find_fault(OddRequest(b"POST /v1/completions HTTP/1.1\r\n\r\n", True), Answered(status, kind, body)) is not None
+    )
