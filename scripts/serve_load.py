@@ -38,8 +38,9 @@ PATIENCE = 300.0
 SAMPLE_SECONDS = 5.0
 """Between two looks at memory."""
 
-GROWTH, GROWTH_BYTES = 1.05, 16 << 20
-"""How much larger a process may be in the last quarter of the time than in the second: the first one warms it up."""
+GROWTH, GROWTH_BYTES = 1.03, 8 << 20
+"""How much larger a process may be in the last quarter of the time than in the one before: until then it warms up, which
+takes thousands of requests."""
 
 NONSENSE: tuple[tuple[bytes, int], ...] = (
     (b"{", 400),
@@ -135,13 +136,13 @@ class Load:
         print(f"FAULT: {fault}", flush=True)
 
     def memory(self) -> dict[str, dict[str, float]]:
-        """MiB of each process in the second and the last quarter of the time; one that has grown is a fault."""
+        """MiB of each process in the third and the last quarter of the time; one that has grown is a fault."""
         told = {}
         for part, sizes in self.sizes.items():
             quarter = len(sizes) // 4
             if not quarter:
                 continue
-            early, late = statistics.median(sizes[quarter : 2 * quarter]), statistics.median(sizes[-quarter:])
+            early, late = statistics.median(sizes[2 * quarter : 3 * quarter]), statistics.median(sizes[-quarter:])
             told[part] = {"early_mib": round(early / 2**20, 1), "late_mib": round(late / 2**20, 1)}
             if late > GROWTH * early + GROWTH_BYTES:
                 self._tell_fault(f"{part} has grown from {early / 2**20:.1f} to {late / 2**20:.1f} MiB")
