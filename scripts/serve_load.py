@@ -39,8 +39,7 @@ SAMPLE_SECONDS = 5.0
 """Between two looks at memory."""
 
 GROWTH, GROWTH_BYTES = 1.03, 8 << 20
-"""How much larger a process may be in the last quarter of the time than in the one before: until then it warms up, which
-takes thousands of requests."""
+"""How much larger a process may be in the last quarter of the time than in the one before: until then it warms up."""
 
 NONSENSE: tuple[tuple[bytes, int], ...] = (
     (b"{", 400),
