@@ -66,6 +66,8 @@ setup(
             *SERVE,
             "openai>=2",
             "httpx>=0.28",
+            # Drives a Chromium that the system has, for the page; without one its tests are skipped.
+            "playwright>=1.45",
             "tritonclient[http]>=2.60,<3",
         ],
     },

@@ -8,9 +8,9 @@
 configuration has one slot; prompts are the same texts, greedy. `front`: the front with an engine that computes nothing
 (bench_serve_engine.py): requests a second, and what streams cost it at rounds of 2 ms.
 
-Clients (bench_serve_client.py) have processes of their own and parse nothing while they are timed; `client_cpu` says how
-much of the time one of them was at work. CPU seconds of front and engine are of their processes, user and system: on a
-busy machine they say more than times. Medians over the repeats; the last line is JSON.
+Clients (bench_serve_client.py) have processes of their own and parse nothing while they are timed; `client_cpu` says
+how much of the time one of them was at work. CPU seconds of front and engine are of their processes, user and system:
+on a busy machine they say more than times. Medians over the repeats; the last line is JSON.
 """
 
 from __future__ import annotations

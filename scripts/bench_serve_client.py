@@ -3,15 +3,15 @@
 
     python scripts/bench_serve_client.py HOST PORT MODEL STREAMS < orders > answers
 
-One process, one event loop, a connection a stream, which is kept from one order to the next. An order is a line of JSON:
+One process, one event loop, a connection a stream, which is kept from one order to the next. An order is a line of
+JSON:
 
     {"prompts": ["…"], "max_tokens": 128, "requests": 1}
 
-Each connection takes its prompt and asks for it `requests` times, one after the other, greedy and streaming. The answer is
-a line of JSON: when it began and ended (`time.perf_counter`, one clock for all processes of a host), seconds to the first
-token of every request, tokens, chunks, and the CPU seconds of this process: what a client takes is not the server's.
-
-Nothing is parsed while it is measured: the end of an answer is the end of its last chunk, and events are counted behind it.
+Each connection takes its prompt and asks for it `requests` times, one after the other, greedy and streaming. The answer
+is a line of JSON: when it began and ended (`time.perf_counter`, one clock for all processes of a host), seconds to the
+first token of every request, tokens, chunks, and the CPU seconds of this process: what a client takes is not the
+server's. Nothing is parsed while it is timed: an answer ends with its last chunk, and events are counted afterwards.
 """
 
 from __future__ import annotations

@@ -159,6 +159,8 @@ class RowAdmission:
         sampling: temperature 0 is greedy; `sampling.seed` is never None here.
         stop_ids: tokens masked until min_tokens are out.
         bad_word_ids: token sequences that must not be generated.
+        draft_tokens: [count] int32: the draft that came with the request for what follows its prompt, as long as the
+            output in `tokens` is its start; empty where there is none.
     """
 
     row: int
@@ -170,6 +172,7 @@ class RowAdmission:
     sampling: SamplingParams
     stop_ids: tuple[int, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    draft_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
 
 
 @dataclass(frozen=True)
@@ -209,6 +212,8 @@ class RoundPlan:
         num_guesses: verdicts of this round, over all rows, for which draft ranks of their own draft ahead, at most.
         redraft_from: where the verdicts of so many rows or more were not guessed, such draft ranks draft for them while
             the target waits; fewer rows take a plain step.
+        given_rows: of decode_rows those whose output may still be the start of the draft that came with the request:
+            what follows there is proposed first.
     """
 
     round_index: int
@@ -222,6 +227,7 @@ class RoundPlan:
     max_context: int
     num_guesses: int = 0
     redraft_from: int = 1
+    given_rows: tuple[int, ...] = ()
 
     @cached_property
     def draft_len(self) -> int:

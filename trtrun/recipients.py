@@ -1,4 +1,4 @@
-"""Where what comes of a request goes from the engine's thread: a recipient for each request, an outlet for each way out.
+"""Where what comes of a request goes from the engine's thread: each has a recipient, and each way out is an outlet.
 
 A round's deltas are put into their recipients, and then every outlet is told once, whatever the number of its
 recipients. `Mailbox` is the recipient of event loops. It does not know engines, or who reads.

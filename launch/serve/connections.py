@@ -132,7 +132,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        super()._start_asgi_task(cycle, self.bounds.refuse if self._is_spare else app)
+        refuse: Any = self.bounds.refuse
+        super()._start_asgi_task(cycle, refuse if self._is_spare else app)
 
     def end_if_stuck(self, now: float) -> None:
         """Close it where the client has had its time."""

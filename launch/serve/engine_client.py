@@ -36,6 +36,7 @@ from launch.serve.refusals import Kind, Refusal
 from trtrun.core import RequestStatistics
 from trtrun.outputs import CompletionDelta, merge_deltas
 from trtrun.sampling_params import SamplingParams
+from trtrun.scheduling.limits import SchedulerLimits
 
 MOST_LOSSES = 3
 """Engines that a request may lose in a row without a token in between: it may be what ends them. No more than the
@@ -146,12 +147,14 @@ class EngineClient:
 
     Attributes:
         ready: what the engine has said of itself; None while there is none.
+        limits: of that engine.
         accepts: asked whether an engine may have the requests, before it gets any.
         on_ready, on_lost: called when an engine is there, and when it is gone.
     """
 
     def __init__(self) -> None:
         self.ready: Ready | None = None
+        self.limits: SchedulerLimits | None = None
         self.accepts: Callable[[Ready], bool] = lambda ready: True
         self.on_ready: Callable[[], None] = lambda: None
         self.on_lost: Callable[[], None] = lambda: None
@@ -258,13 +261,13 @@ class EngineClient:
             writer.close()
 
     def _attach(self, ready: Ready, writer: asyncio.StreamWriter) -> None:
-        self.ready, self._writer = ready, writer
+        self.ready, self.limits, self._writer = ready, ready.scheduler_limits(), writer
         for opened in list(self._requests.values()):
             self._submit(opened)
         self.on_ready()
 
     def _detach(self) -> None:
-        self.ready = self._writer = None
+        self.ready = self.limits = self._writer = None
         for answer in self._statuses:
             answer.cancel()
         self._statuses.clear()

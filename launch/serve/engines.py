@@ -13,6 +13,7 @@ from typing import Protocol
 from launch.serve.engine_client import EngineRequest, Inbox
 from launch.serve.messages import Ready, Status
 from launch.serve.refusals import Refusal
+from trtrun.scheduling.limits import SchedulerLimits
 
 
 class Engine(Protocol):
@@ -20,9 +21,11 @@ class Engine(Protocol):
 
     Attributes:
         ready: what the engine has said of itself; None while there is none.
+        limits: of that engine.
     """
 
     ready: Ready | None
+    limits: SchedulerLimits | None
 
     def start(self, requests: Sequence[EngineRequest], inbox: Inbox) -> list[str]:
         """Have requests completed; what comes of them goes to the inbox, under their places in the list.

@@ -115,24 +115,28 @@ class Generation:
         """Wait for pieces: what has come since the last call, one a choice; none once each has ended.
 
         Raises:
-            Refusal: the engine has lost or refused the request, its time is over, or its client is gone.
+            Refusal: the engine has lost or refused the request, or its time is over.
         """
-        if not self._going_on:
-            return []
-        pieces = []
-        for number, delta in await self._inbox.take():
-            choice = number * self._n + delta.index
-            if choice not in self._going_on:
-                continue  # its reader has finished it
-            if delta.error is not None:
-                raise Refusal(Kind.FAILED, delta.error)
-            if delta.finish_reason is not None:
-                self._going_on.discard(choice)
-            self.usage.num_completion_tokens += len(delta.token_ids)
-            self._observed.observe(choice, delta, self.usage.statistics.get(choice), time.perf_counter())
-            self.usage.statistics[choice] = delta.statistics
-            pieces.append(Piece(choice, delta))
+        pieces: list[Piece] = []
+        while self._going_on and not pieces:
+            for number, delta in await self._inbox.take():
+                choice = number * self._n + delta.index
+                if choice not in self._going_on:
+                    continue  # its reader has finished it
+                if delta.error is not None:
+                    raise Refusal(Kind.FAILED, delta.error)
+                if delta.finish_reason is not None:
+                    self._going_on.discard(choice)
+                self.usage.num_completion_tokens += len(delta.token_ids)
+                self._observed.observe(choice, delta, self.usage.statistics.get(choice), time.perf_counter())
+                self.usage.statistics[choice] = delta.statistics
+                pieces.append(Piece(choice, delta))
         return pieces
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no choice goes on."""
+        return not self._going_on
 
     def finish(self, choice: int) -> None:
         """The reader wants no more of a choice. Once that is so of all of a prompt's, their rows are free."""
@@ -142,7 +146,7 @@ class Generation:
             self._client.abort([self._ids[number]])
 
     def give_up(self, reason: Refusal) -> None:
-        """End the request, whose reader is told why: at once, however slow the reader is, the rows are free."""
+        """End the request, whose reader is told why: however slow the reader is, the rows are free at once."""
         self._inbox.end(reason)
         self._client.abort(self._ids)
 
@@ -221,12 +225,11 @@ class Front:
             encode = self._prompts.encode
             tokens = await asyncio.to_thread(encode, prompt) if is_long else encode(prompt)
             self.door.check_open()  # the engine may be gone by now, and its limits with it
-            assert self.client.ready is not None
-            limits = self.client.ready.scheduler_limits()
+            limits = self.client.limits
+            assert limits is not None
             limits.check_prompt(len(tokens))
             limits.check_draft_len(sampling.draft_len)
-            for _ in self._prompts.requests(tokens, sampling, lambda: 0):
-                break  # whatever is wrong with one is wrong with all
+            self._prompts.check(sampling)
         except InvalidRequestError as error:
             raise Refusal(Kind.INVALID, str(error)) from None
         return tokens

@@ -209,7 +209,8 @@ async def _refuse_connection(scope: Scope, receive: Receive, send: Send) -> None
     """Answer a request on a connection too many, and close it."""
     headers = {"retry-after": str(RETRY_SECONDS), "connection": "close"}
     message = "as many connections are open as may be (server.max_connections): come again later"
-    await _plain_error(Request(scope), message, HTTPException(503, headers=headers))(scope, receive, send)
+    answer = _plain_error(Request(scope), message, HTTPException(503, headers=headers))
+    await answer(scope, receive, send)
 
 
 def _plain_error(request: Request, message: str, error: HTTPException) -> JSONResponse:

@@ -124,8 +124,3 @@ def out_of_time(seconds: float) -> Refusal:
     return Refusal(
         Kind.TIMEOUT, f"the request was not done within {seconds:g} s (server.request_timeout_s)", code="timeout"
     )
-
-
-def client_gone() -> Refusal:
-    """Why a request ended whose client has closed the connection; nobody reads it."""
-    return Refusal(Kind.GONE, "the client is gone")

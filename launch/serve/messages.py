@@ -1,4 +1,4 @@
-"""What the front and the engine say to each other over their socket: a few kinds of messages, each JSON behind its length.
+"""What front and engine say to each other over their socket: a few kinds of messages, each JSON behind its length.
 
     4 bytes, big-endian: length │ {"kind": "generate", "request_id": "…", …}
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -57,7 +56,10 @@ class Generate(_Message, frozen=True, tag="generate"):
     ) -> Generate:
         """The message for one request."""
         return cls(
-            request_id=request_id, prompt_token_ids=prompt_token_ids, sampling=asdict(sampling), generated=generated
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            sampling=sampling.as_mapping(),
+            generated=generated,
         )
 
     def sampling_params(self) -> SamplingParams:
@@ -295,7 +297,7 @@ class MessageStream:
         return self._messages.popleft()
 
     def _split(self) -> None:
-        """Take whole messages off what has been received. What is wrong is told once the messages before it are read."""
+        """Take whole messages off what has been received. What is wrong is told behind the messages before it."""
         received, begin = self._received, 0
         try:
             while len(received) >= begin + _LENGTH_BYTES:

@@ -19,10 +19,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from launch.serve.chat_template import ChatTemplate
-from launch.serve.event_stream import EventStream, event
+from launch.serve.event_stream import EventStream, LastEvents, event
 from launch.serve.front import SHORT_TEXT, Front, Generation, Piece
 from launch.serve.http_requests import Keys, read_json_body, unless_gone
-from launch.serve.limits import client_gone
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
 from launch.serve.openai_answers import Answer, ChatAnswer, CompletionAnswer
@@ -40,7 +39,6 @@ _TYPES: Mapping[Kind, str] = {
     Kind.BUSY: "rate_limit_error",
     Kind.FAILED: "server_error",
     Kind.UNAVAILABLE: "server_error",
-    Kind.GONE: "invalid_request_error",
     Kind.TIMEOUT: "timeout_error",
 }
 """OpenAI's type of each kind."""
@@ -139,11 +137,7 @@ class OpenAIApi:
             raise
 
     def _stream(self, generation: Generation, answer: Answer, counted: ModelRequest) -> Response:
-        def end() -> None:
-            generation.close()
-            counted.fail(Failure.CANCELED)  # unless it has ended
-
-        return EventStream(self._events(generation, answer, counted), lambda: generation.give_up(client_gone()), end)
+        return EventStream(_Streaming(generation, counted), self._events(generation, answer, counted))
 
     async def _events(
         self, generation: Generation, answer: Answer, counted: ModelRequest
@@ -154,19 +148,19 @@ class OpenAIApi:
             yield b"".join(map(_event, beginning))
         try:
             while pieces := await generation.take():
-                if events := b"".join([_event(told) for piece in pieces if (told := answer.chunk(piece)) is not None]):
-                    yield events
+                events = [_event(told) for piece in pieces if (told := answer.chunk(piece)) is not None]
+                if generation.is_over:
+                    counted.move_to_queue(generation.queue_seconds)
+                    counted.succeed()
+                    last = answer.usage_chunk(generation.usage, self._front.draft_len)
+                    events += [_DONE] if last is None else [_event(last), _DONE]
+                    yield LastEvents(b"".join(events))
+                elif events:
+                    yield b"".join(events)
         except Refusal as refusal:
             counted.fail_with(refusal)
-            if refusal.kind is Kind.GONE:
-                return
             self._front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
-            yield _event(error_body(refusal)) + _DONE
-        else:
-            counted.move_to_queue(generation.queue_seconds)
-            last = answer.usage_chunk(generation.usage, self._front.draft_len)
-            yield (b"" if last is None else _event(last)) + _DONE
-            counted.succeed()
+            yield LastEvents(_event(error_body(refusal)) + _DONE)
 
     async def _chat_prompt(self, call: ChatCall) -> Prompt:
         """The tokens of a conversation."""
@@ -186,6 +180,19 @@ class OpenAIApi:
 
     def _model(self) -> dict[str, Any]:
         return {"id": self._front.model_name, "object": "model", "created": self._created, "owned_by": "trtrun"}
+
+
+@dataclass(frozen=True)
+class _Streaming:
+    """A stream's request at work, and its count."""
+
+    generation: Generation
+    counted: ModelRequest
+
+    def close(self) -> None:
+        """Give up what has not ended."""
+        self.generation.close()
+        self.counted.fail(Failure.CANCELED)  # unless it has ended
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:

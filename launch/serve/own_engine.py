@@ -26,6 +26,7 @@ from trtrun.async_llm import AsyncLLM
 from trtrun.config import RuntimeConfig
 from trtrun.errors import InvalidRequestError, RankFailedError
 from trtrun.roles.draft_loss import losable_ranks
+from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.topology import make_topology
 
 
@@ -34,10 +35,12 @@ class OwnEngine:
 
     Attributes:
         ready: what the engine says of itself; None before it is loaded, and once it is over.
+        limits: the same.
     """
 
     def __init__(self, config: RuntimeConfig) -> None:
         self.ready: Ready | None = None
+        self.limits: SchedulerLimits | None = None
         self._config = config
         self._launcher = os.getppid()
         self._llm: AsyncLLM | None = None
@@ -56,12 +59,13 @@ class OwnEngine:
         llm = await asyncio.to_thread(self._open)
         try:
             self._llm, self.ready = llm, await describe_engine(llm)
+            self.limits = self.ready.scheduler_limits()
             events.on_ready()
             await self._over.wait()
             if self._failure is not None:
                 raise self._failure
         finally:
-            self.ready = None
+            self.ready = self.limits = None
             events.on_lost()
             tasks = [task for _, task in self._requests.values()]
             for task in tasks:

@@ -31,9 +31,6 @@ class Kind(Enum):
     UNAVAILABLE = auto()
     """The engine is starting, or the server is ending."""
 
-    GONE = auto()
-    """The client has closed the connection: nobody hears it."""
-
     TIMEOUT = auto()
     """It was not done in time."""
 
@@ -49,7 +46,6 @@ HTTP_STATUS: Mapping[Kind, int] = {
     Kind.BUSY: 429,
     Kind.FAILED: 500,
     Kind.UNAVAILABLE: 503,
-    Kind.GONE: 499,
     Kind.TIMEOUT: 504,
 }
 """Of each kind, in every protocol over HTTP; metrics count all protocols' refusals by it."""

@@ -106,7 +106,7 @@ def test_streams_add_up_to_the_same(client: openai.OpenAI, llm: LLM, options: di
 def test_how_tokens_came_is_told_and_a_draft_len_changes_no_text(
     client: openai.OpenAI, llm: LLM, draft_len: int | None, letters: str
 ) -> None:
-    body = {"draft_len": draft_len, "return_token_origins": True}
+    body: dict[str, Any] = {"draft_len": draft_len, "return_token_origins": True}
     (completion,) = expected(llm, PROMPT, {**GREEDY, "draft_len": draft_len}).completions
     answer = client.completions.create(model="pair", prompt=PROMPT, **GREEDY, extra_body=body)
     origins = answer.choices[0].token_origins  # type: ignore[attr-defined]
@@ -120,6 +120,12 @@ def test_how_tokens_came_is_told_and_a_draft_len_changes_no_text(
     streamed = [choice.token_origins for chunk in chunks for choice in chunk.choices]  # type: ignore[attr-defined]
     (completion,) = expected(llm, CHAT_PROMPT, GREEDY).completions
     assert len("".join(streamed)) == len(completion.token_ids)
+    given = {**body, "draft_token_ids": completion.token_ids} if draft_len != 0 else body
+    answer = client.chat.completions.create(model="pair", messages=MESSAGES, **GREEDY, extra_body=given)
+    assert answer.choices[0].message.content == completion.text
+    if draft_len != 0:  # all but the first token, and a bonus a round, are the draft's
+        per_round = (draft_len or 4) + 1
+        assert answer.choices[0].token_origins.count("a") >= 23 - -(-23 // per_round) - 1  # type: ignore[attr-defined]
     assert not hasattr(client.completions.create(model="pair", prompt="x", **GREEDY).choices[0], "token_origins")
 
 
@@ -161,6 +167,14 @@ def test_status_tells_who_sits_where_and_how_full_it_is(client: openai.OpenAI, s
     assert totals["tokens"] == metrics["vllm:generation_tokens_total"] > 0
     assert totals["accepted_draft_tokens"] == metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
     assert 1 < totals["mean_acceptance_length"] <= 5
+    before = metrics['nv_inference_request_failure{model="pair",reason="CANCELED",version="1"}']
+    successes = metrics['nv_inference_request_success{model="pair",version="1"}']
+    client.completions.create(model="pair", prompt=PROMPT, **GREEDY)
+    list(client.completions.create(model="pair", prompt=PROMPT, stream=True, **GREEDY))
+    metrics = server.metrics()
+    assert before >= 1 and metrics['nv_inference_request_success{model="pair",version="1"}'] == successes + 2
+    assert metrics['nv_inference_compute_infer_duration_us{model="pair",version="1"}'] > 0
+    assert metrics['nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="max",model="tensorrt_llm",version="1"}'] > 0
 
 
 def status_of(server: Server) -> Any:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import make_checkpoint, make_draft
-from pipelines import make_llm, noisy_copy, prompt_of, tokens_of
+from pipelines import make_llm, noisy_copy, prompt_of, tokens_of, useless_draft
 
 from trtrun import LLM, SamplingParams
 from trtrun.core import RequestStatistics, token_origins
 from trtrun.errors import InvalidRequestError
 from trtrun.outputs import CompletionDelta, CompletionOutput, merge_deltas
+from trtrun.speculation.given_drafts import with_certain_tokens
+from trtrun.speculation.verify import accept_by_probability
 
 MOST = 4
 COUNT = 30
@@ -150,7 +154,7 @@ def test_where_nothing_is_drafted_only_0_is_a_draft_len(pair: tuple[Path, Path])
 
 @pytest.mark.parametrize(
     ("num_draft_tokens", "num_tokens", "origins"),
-    [(0, 1, "p"), (4, 1, "r"), (4, 3, "aar"), (4, 5, "aaaab"), (1, 2, "ab"), (4, 0, "r"), (0, 0, "")],
+    [(0, 1, "p"), (4, 1, "r"), (4, 4, "aaar"), (4, 3, "aar"), (4, 5, "aaaab"), (1, 2, "ab"), (4, 0, "r"), (0, 0, "")],
 )
 def test_origins_of_a_round(num_draft_tokens: int, num_tokens: int, origins: str) -> None:
     assert token_origins(num_draft_tokens, num_tokens)[:num_tokens] == origins[:num_tokens]
@@ -171,3 +175,112 @@ def test_deltas_that_are_merged_keep_origins_and_tokens_side_by_side() -> None:
              for index, letters in enumerate(("p", "aab", "r"))]  # fmt: skip
     merged = merge_deltas(parts)
     assert (merged.token_ids, merged.token_origins) == ((0, 1, 1, 1, 2), "paabr")
+
+
+def given_drafts(texts: list[list[tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+    """What clients may bring: by kind, beside each other in one batch."""
+    (right, half, wrong, late, empty, again) = (text for (text, *_) in texts)
+    other = tuple((token + 1) % 150 for token in half)
+    return {
+        "right": right,
+        "half right": half[: COUNT // 2] + other[COUNT // 2 :],
+        "wrong": tuple((token + 1) % 150 for token in wrong),
+        "late and too long": late[1:] * 3,
+        "none": empty[:0],
+        "right, of two at most": again,
+    }
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_draft_of_the_clients_own_changes_no_text_and_saves_rounds(pair: tuple[Path, Path], name: str) -> None:
+    plain = [replace(one, n=1, stop_token_ids=()) for one in sampling((None, None, None, None, None, 2))]
+    with make((pair[0], useless_draft(pair[0].parent / "useless")), name) as llm:
+        llm.set_speculation(False)
+        texts = tokens_of(llm.generate(PROMPTS, plain))
+        llm.set_speculation(True)
+        given = given_drafts(texts)
+        asked = [replace(one, draft_token_ids=draft) for one, draft in zip(plain, given.values(), strict=True)]
+        outputs = llm.generate(PROMPTS, asked)
+        llm.check_idle()
+    assert tokens_of(outputs) == texts
+    completions = dict(zip(given, (output.completions[0] for output in outputs), strict=True))
+    for kind, completion in completions.items():
+        check_origins(completion, 2 if "two" in kind else None)
+    counted = {kind: completion.statistics for kind, completion in completions.items()}
+    # The first token is the prompt's, then come as many as are drafted, and the bonus. Prompts beside take of a round's
+    # tokens, and preempted rows begin again.
+    slack = 5 if name == "little memory" else 2
+    assert 6 <= counted["right"].num_rounds <= 6 + slack
+    assert 10 <= counted["right, of two at most"].num_rounds <= 10 + slack
+    assert counted["half right"].num_accepted_draft_tokens >= 10
+    assert completions["half right"].token_origins[: COUNT // 2].count("a") >= 10
+    # They are left at the first token that differs, and others go on. Prompt lookup may be right by chance.
+    for kind in ("wrong", "late and too long", "none"):
+        assert counted[kind].num_accepted_draft_tokens <= (12 if name == "ngram" else 4), kind
+
+
+def test_with_logits_greedy_texts_stay_and_sampled_ones_follow_a_certain_draft(pair: tuple[Path, Path]) -> None:
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"temperature": 1.2, "top_k": 20}]
+    with make(pair, speculation={"use_logits": True}) as llm:
+        plain = [SamplingParams(max_tokens=COUNT, seed=3, **kind) for kind in kinds]
+        texts = tokens_of(llm.generate(PROMPTS[:3], plain))
+        asked = [replace(one, draft_token_ids=text) for one, (text,) in zip(plain, texts, strict=True)]
+        outputs = llm.generate(PROMPTS[:3], asked)
+        again = llm.generate(PROMPTS[:3], asked)
+    assert tokens_of(outputs)[0] == texts[0] and tokens_of(outputs) == tokens_of(again)
+    assert outputs[0].completions[0].statistics.num_rounds <= 7
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_a_token_without_probabilities_is_accepted_by_the_targets_own(temperature: float) -> None:
+    """One-hot proposals under speculative sampling: what comes out has the target's distribution, whatever they are."""
+    count, vocab = 40000, 5
+    target = torch.softmax(torch.tensor([0.3, 1.5, -0.5, 0.0, 0.9]) / temperature, 0)
+    drafts = torch.arange(count) % vocab
+    probs = with_certain_tokens(torch.full((count, 1, vocab), 0.2), drafts[:, None], torch.ones(count, 1) > 0)
+    num_tokens, tokens = accept_by_probability(
+        target.expand(count, 2, vocab), probs, drafts[:, None], torch.ones(count, dtype=torch.int64),
+        torch.arange(count), torch.full((count,), 7),
+    )  # fmt: skip
+    found = torch.bincount(tokens[:, 0], minlength=vocab) / count
+    assert (found - target).abs().max() < 0.012
+    accepted = torch.bincount(drafts[num_tokens == 2], minlength=vocab) / (count / vocab)
+    assert (accepted - target).abs().max() < 0.03
+    kept = with_certain_tokens(torch.full((1, 2, vocab), 0.2), torch.tensor([[3, 3]]), torch.tensor([[False, True]]))
+    assert kept[0].tolist() == [[pytest.approx(0.2)] * vocab, [0, 0, 0, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "line"),
+    [
+        ({"draft_token_ids": [1], "draft_len": 0}, "draft_len 0 allows none: leave one of them out"),
+        ({"draft_token_ids": [99999]}, "draft_token_ids: 99999 is not a token id between 0 and"),
+        ({"draft_token_ids": "text"}, "draft_token_ids must be a list of whole numbers"),
+        ({"draft_token_ids": [-1]}, "draft_token_ids: -1 is not a token id"),
+    ],
+)
+def test_a_draft_that_cannot_be_is_refused_in_one_line(
+    pair: tuple[Path, Path], parameters: dict[str, Any], line: str
+) -> None:
+    with make(pair) as llm, pytest.raises(InvalidRequestError, match=line):
+        llm.engine.add_request([1, 2], SamplingParams(**parameters))
+
+
+def test_where_nothing_is_drafted_a_draft_of_the_clients_own_is_not_looked_at(pair: tuple[Path, Path]) -> None:
+    with make_llm(pair[0]) as llm:
+        (plain,) = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=9))[0].completions
+        asked = SamplingParams(max_tokens=9, draft_token_ids=plain.token_ids)
+        (completion,) = llm.generate([PROMPTS[0]], asked)[0].completions
+    assert completion.token_ids == plain.token_ids and completion.token_origins == "p" * 9
+
+
+def test_ids_that_the_draft_model_does_not_have_end_what_is_taken_of_a_draft(tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "target", seed=1, num_hidden_layers=2, vocab_size=260)
+    draft = useless_draft(tmp_path / "draft", vocab_size=199)
+    bias = {250: 100.0}
+    with make((target, draft)) as llm:
+        texts = [
+            llm.generate([PROMPTS[0]], SamplingParams(max_tokens=12, logit_bias=bias, draft_token_ids=given))
+            for given in ((), (250,) * 12)
+        ]
+    assert tokens_of(texts[0]) == tokens_of(texts[1]) == [[(250,) * 12]]

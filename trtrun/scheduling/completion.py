@@ -39,6 +39,7 @@ class Completion:
         num_missed_rounds: rounds that the draft engine sat out since it last fed the row; each gave one token.
         last_accepted: draft tokens that the last round accepted.
         most_drafted: most tokens to draft for it in a round.
+        given_draft: the draft that came with the request, as long as the output is its start; then empty.
     """
 
     request: Request
@@ -58,6 +59,7 @@ class Completion:
     num_missed_rounds: int = 0
     last_accepted: int = 0
     most_drafted: int = 0
+    given_draft: tuple[int, ...] = ()
 
     @property
     def num_output_tokens(self) -> int:
@@ -68,6 +70,18 @@ class Completion:
     def is_decoding(self) -> bool:
         """Whether the row's whole prefill is planned, so that it drafts and verifies from the next plan on."""
         return self.num_prefilled == self.num_admitted_tokens
+
+    @property
+    def may_follow_given_draft(self) -> bool:
+        """Whether some of the given draft may be left to verify once the plans that are out have their results."""
+        return self.num_output_tokens + self.num_pending_rounds < len(self.given_draft)
+
+    def compare_given_draft(self, num_new_tokens: int) -> None:
+        """Forget the given draft where it does not have the newest tokens, or ends with them."""
+        end = self.num_output_tokens
+        new = self.token_ids[len(self.token_ids) - num_new_tokens :]
+        if list(self.given_draft[end - num_new_tokens : end]) != new or end >= len(self.given_draft):
+            self.given_draft = ()
 
     @property
     def longest(self) -> int:

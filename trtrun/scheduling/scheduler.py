@@ -119,8 +119,10 @@ class Scheduler:
             text=text,
             statistics=RequestStatistics(arrival=time.perf_counter()),
             most_drafted=self.limits.draft_len if most_drafted is None else most_drafted,
+            given_draft=request.sampling.draft_token_ids[: request.sampling.max_tokens],
         )
         appended, reason = append_tokens(completion, generated, self.limits)
+        completion.compare_given_draft(len(appended))
         if reason is not None:
             raise InvalidRequestError(
                 f"the completion cannot go on behind {len(generated)} tokens: it ended with token {len(appended)} "
@@ -195,7 +197,7 @@ class Scheduler:
         self._batch.cache.clear()
         self._speculating = speculating
 
-    def schedule(self, draft_len: int | None = None) -> RoundPlan | None:
+    def schedule(self, draft_len: int | None = None, *, takes_given: bool = True) -> RoundPlan | None:
         """Plan the next round, or None when nothing can run before an outstanding result is committed, or at all.
 
         Every plan that is returned must be executed and then committed, in order. Rows that ended are dropped by the
@@ -203,6 +205,8 @@ class Scheduler:
 
         Args:
             draft_len: most tokens to draft for a row in this round; None for the limits' own.
+            takes_given: whether rows whose output is the start of the draft that came with their request have as many
+                of its tokens verified as they may, whatever `draft_len` says: these need no drafting.
 
         Raises:
             RuntimeError: called with more than `plans_ahead` results outstanding.
@@ -212,7 +216,7 @@ class Scheduler:
         if not self._requests:
             return None
         plan = PlanBuilder(self.limits.max_num_tokens)
-        self._plan_decoding(plan, self.limits.draft_len if draft_len is None else draft_len)
+        self._plan_decoding(plan, self.limits.draft_len if draft_len is None else draft_len, takes_given)
         for running in self._batch.requests:
             if plan.budget <= 0:
                 break
@@ -229,7 +233,7 @@ class Scheduler:
         self._next_round += 1
         return built
 
-    def _plan_decoding(self, plan: PlanBuilder, most: int) -> None:
+    def _plan_decoding(self, plan: PlanBuilder, draft_len: int, takes_given: bool) -> None:
         batch = self._batch
         later = self.num_decoding
         index = 0
@@ -242,8 +246,10 @@ class Scheduler:
             if plan.budget <= 0:
                 break
             # Each row further back keeps one token of the budget, so that drafts never keep a row from running.
-            draft_len = self._choose_draft_len(running, min(most, max(0, plan.budget - 1 - later)))
-            if draft_len is None:
+            follows_given = takes_given and running.given_draft and running.may_follow_given_draft
+            wanted = self.limits.draft_len if follows_given else draft_len
+            most = self._choose_draft_len(running, min(wanted, max(0, plan.budget - 1 - later)))
+            if most is None:
                 continue
             # The row's last token is written at position longest - 1 at most, its drafts behind it.
             longest = running.longest
@@ -253,9 +259,9 @@ class Scheduler:
                 self._waiting.push_front(preempted)
             if running.row == NO_ROW:
                 break
-            draft_len = min(draft_len, batch.room(running) - longest)
-            plan.add_blocks(running, running.table.reserve(longest + draft_len))
-            plan.decode(running, draft_len)
+            most = min(most, batch.room(running) - longest)
+            plan.add_blocks(running, running.table.reserve(longest + most))
+            plan.decode(running, most)
 
     def _choose_draft_len(self, running: Completion, most: int) -> int | None:
         """Tokens to draft for a row, or None to leave it out until its outstanding result is known."""
@@ -369,6 +375,8 @@ class Scheduler:
         if running.statistics.first_token is None:
             running.statistics.first_token = now
         new_token_ids, reason = append_tokens(running, tokens[:num_tokens], self.limits)
+        if running.given_draft:
+            running.compare_given_draft(len(new_token_ids))
         # The target has written all but the last token. The draft may lack the one before it too (the bonus hole) and
         # one for each round that it sat out, and writes them at its next catch-up.
         lacking = 2 + planned.num_missed_rounds if planned.followed else 1

@@ -211,7 +211,7 @@ def _read_draft(row: Row, request: InferRequest, facts: ModelFacts) -> dict[str,
             raise refuse_input("num_draft_tokens", f"must be 0 (plain decoding) or more, not {wanted}")
         values["draft_len"] = min(wanted, facts.draft_len)
     if tokens := row.integers("draft_input_ids"):
-        values["draft_token_ids"] = list(tokens)
+        values["draft_token_ids"] = tokens
     return values
 
 

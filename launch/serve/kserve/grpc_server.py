@@ -6,10 +6,14 @@ It knows gRPC's options. It does not know calls (`grpc_servicer`).
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
-from tritonclient.grpc import service_pb2_grpc
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+from tritonclient.grpc import service_pb2
 
 from launch.serve.kserve.grpc_servicer import KServeServicer
 from trtrun.errors import ConfigError
@@ -40,7 +44,7 @@ class GrpcServer:
             ),
             maximum_concurrent_rpcs=section.max_connections,  # of calls: connections alone cannot be counted
         )
-        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, self._server)
+        self._server.add_generic_rpc_handlers((_handlers(servicer),))
         self.port = self._listen()
 
     def _listen(self) -> int:
@@ -75,3 +79,29 @@ class GrpcServer:
     def cut(self) -> None:
         """End now: the calls that are left have had their time."""
         self._finishing.set()
+
+
+def _handlers(servicer: KServeServicer) -> Any:
+    """Every call of the protocol's service, handled by the servicer's method of that name."""
+    service = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+    handlers = {}
+    for method in service.methods:
+        make = grpc.stream_stream_rpc_method_handler if method.client_streaming else grpc.unary_unary_rpc_method_handler
+        handlers[method.name] = make(
+            getattr(servicer, method.name),
+            request_deserializer=_reader(GetMessageClass(method.input_type)),
+            response_serializer=GetMessageClass(method.output_type).SerializeToString,
+        )
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+def _reader(kind: Any) -> Callable[[bytes], Any]:
+    """Reads messages of a kind; None are bytes that are no such message, which the servicer refuses."""
+
+    def read(raw: bytes) -> Any:
+        try:
+            return kind.FromString(raw)
+        except DecodeError:
+            return None
+
+    return read

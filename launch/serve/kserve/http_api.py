@@ -123,7 +123,7 @@ class KServeHttpApi:
     async def generate_stream(self, request: Request) -> Response:
         """The same, with one event for each response."""
         work = await self._begin_generate(request)
-        return EventStream(self._events(work), work.give_up, work.close)
+        return EventStream(work, self._events(work))
 
     async def _begin_generate(self, request: Request) -> Answering:
         model = _model(request)
@@ -142,9 +142,8 @@ class KServeHttpApi:
             async for response in work.responses():
                 yield event(dump(write_generate(response)))
         except Refusal as refusal:
-            if refusal.kind is not Kind.GONE:
-                self._service.front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
-                yield event(dump({"error": str(refusal)}))
+            self._service.front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
+            yield event(dump({"error": str(refusal)}))
 
     def _add(self, routes: list[Route], method: str, path: str, endpoint: Endpoint) -> None:
         """A route that asks for a key."""

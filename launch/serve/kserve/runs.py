@@ -15,9 +15,9 @@ from launch.serve.front import Front, Generation, Piece
 from launch.serve.kserve.asks import Ask
 from launch.serve.kserve.requests import InferRequest, InferResponse
 from launch.serve.kserve.tensors import Tensor, text_array
-from launch.serve.limits import client_gone
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
+from launch.serve.refusals import Kind, Refusal
 from trtrun.detokenizer import IncrementalDetokenizer
 from trtrun.outputs import CompletionDelta
 from trtrun.text import Tokenizer
@@ -55,7 +55,11 @@ class Gain:
 
 
 class _Completion:
-    """One completion of one row while it comes: where it ends, and its text."""
+    """One completion of one row while it comes: where it ends, and its text.
+
+    Attributes:
+        is_over: whether it has ended.
+    """
 
     def __init__(self, ask: Ask, row: int, sequence: int, prompt: Sequence[int], tokenizer: Tokenizer | None) -> None:
         self._ask = ask
@@ -64,6 +68,8 @@ class _Completion:
         self._tail: list[int] = []
         self._sum_log_probs = 0.0
         self._num_tokens = len(prompt)
+        self._num_cached_tokens = 0
+        self.is_over = False
         # The engine's text has stop tokens in it, and goes on behind stop sequences, which it does not know.
         has_own_text = tokenizer is not None and (ask.stop_sequences or ask.sampling.stop_token_ids)
         self._text = IncrementalDetokenizer(tokenizer, prompt) if tokenizer is not None and has_own_text else None
@@ -71,7 +77,7 @@ class _Completion:
     def take(self, delta: CompletionDelta) -> Gain:
         """What a delta adds."""
         kept, is_stopped = self._count(delta.token_ids)
-        is_last = is_stopped or delta.finish_reason is not None
+        is_last = self.is_over = is_stopped or delta.finish_reason is not None
         if not is_stopped and delta.finish_reason == "stop" and delta.token_ids[-1:]:
             kept -= delta.token_ids[-1] in self._ask.end_tokens
         tokens = list(delta.token_ids[:kept])
@@ -81,6 +87,15 @@ class _Completion:
         text = delta.text
         if self._text is not None:
             text = "".join([self._text.append(token) for token in tokens]) + (self._text.flush() if is_last else "")
+        self._num_cached_tokens = delta.statistics.num_cached_prompt_tokens
+        return self._gain(tokens, text, log_probs, is_last)
+
+    def end(self) -> Gain:
+        """End it where it is."""
+        self.is_over = True
+        return self._gain([], self._text.flush() if self._text is not None else "", [], is_last=True)
+
+    def _gain(self, tokens: list[int], text: str, log_probs: list[float], is_last: bool) -> Gain:
         return Gain(
             self._row,
             self._sequence,
@@ -89,7 +104,7 @@ class _Completion:
             log_probs,
             self._sum_log_probs,
             self._num_tokens,
-            delta.statistics.num_cached_prompt_tokens,
+            self._num_cached_tokens,
             is_last,
         )
 
@@ -123,6 +138,7 @@ class Run:
         self._block_size = block_size
         self._counted = counted
         self._n = asks[0].sampling.n
+        self._is_stopped = False
         counted.num_inferences = len(asks) * self._n
 
     @classmethod
@@ -173,9 +189,10 @@ class Run:
                     whole = found.pop((gain.row, gain.sequence))
                     yield self._response([whole], is_whole=True, is_last=not num_going_on)
 
-    def give_up(self) -> None:
-        """The client is gone: the rows are free at once, and responses end with a Refusal."""
-        self._generation.give_up(client_gone())
+    def stop(self) -> None:
+        """The client wants no more: completions end where they are."""
+        self._is_stopped = True
+        self._generation.give_up(Refusal(Kind.FAILED, "the request was stopped"))
 
     def close(self) -> None:
         """Give up what has not ended."""
@@ -188,11 +205,18 @@ class Run:
             for row, (ask, prompt) in enumerate(zip(self._asks, self._generation.prompts, strict=True))
             for sequence in range(self._n)
         ]
-        async for piece in self._generation:
-            gain = completions[piece.choice].take(piece.delta)
-            if gain.is_last and not _has_ended(piece):
-                self._generation.finish(piece.choice)
-            yield gain
+        try:
+            async for piece in self._generation:
+                gain = completions[piece.choice].take(piece.delta)
+                if gain.is_last and not _has_ended(piece):
+                    self._generation.finish(piece.choice)
+                yield gain
+        except Refusal:
+            if not self._is_stopped:
+                raise
+            for completion in completions:
+                if not completion.is_over:
+                    yield completion.end()
         self._counted.move_to_queue(self._generation.queue_seconds)
 
     def _response(self, gains: Sequence[Gain], is_whole: bool, is_last: bool) -> InferResponse:

@@ -7,7 +7,7 @@ know how requests and responses travel.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from launch.serve.kserve.models import MODELS, POSTPROCESSING, PREPROCESSING, VE
 from launch.serve.kserve.processing import process
 from launch.serve.kserve.requests import InferRequest, InferResponse, check_request
 from launch.serve.kserve.runs import Run
-from launch.serve.kserve.tensors import Tensor
+from launch.serve.kserve.tensors import Tensor, refuse_input
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import ModelTotals
 from launch.serve.refusals import Kind, Refusal
@@ -34,6 +34,9 @@ EXTENSIONS = (
 )
 """Of the protocol, that are here."""
 
+STOP = "stop"
+"""Input of the models of tokens that ends another request."""
+
 _NOTHING = np.empty(0, np.object_)
 
 
@@ -48,8 +51,8 @@ class Answering(Protocol):
         """Responses as they come, one at least; the last says so."""
         ...
 
-    def give_up(self) -> None:
-        """The client is gone: responses end."""
+    def stop(self) -> None:
+        """Its client wants no more of it: what there is becomes its last response."""
         ...
 
     def close(self) -> None:
@@ -113,9 +116,19 @@ class KServeService:
         return [_statistics(model.name, self.front.metrics.models.totals(model.name)) for model in models]
 
     async def begin(
-        self, model: Model, request_id: str, tensors: Sequence[Tensor], outputs: Sequence[str]
+        self,
+        model: Model,
+        request_id: str,
+        tensors: Sequence[Tensor],
+        outputs: Sequence[str],
+        beside: Mapping[str, Collection[Answering]] | None = None,
     ) -> Answering:
         """Let a request in.
+
+        Args:
+            model, request_id, tensors, outputs: of the request.
+            beside: what is at work on the same stream, by request id, for requests that stop another one; None where
+                there is no stream.
 
         Raises:
             Refusal: it is wrong, or there is no room.
@@ -127,6 +140,10 @@ class KServeService:
             if model.name in (PREPROCESSING, POSTPROCESSING):
                 self.front.door.check_open()
                 return _Processed(await self._process(request, counted))
+            if STOP in request.inputs and request.inputs[STOP].any():
+                _stop(request, beside)
+                counted.succeed()
+                return _Processed(InferResponse(model, request_id))
             asks = read_asks(request, self._facts)
             return await Run.begin(request, asks, self.front, self._block_size, counted)
         except BaseException as error:
@@ -168,11 +185,19 @@ class _Processed:
         """The one response."""
         yield self._response
 
-    def give_up(self) -> None:
+    def stop(self) -> None:
         """There is nothing to end."""
 
     def close(self) -> None:
         """There is nothing to give up."""
+
+
+def _stop(request: InferRequest, beside: Mapping[str, Collection[Answering]] | None) -> None:
+    """Stop what has the same id on the same stream: nobody ends the requests of others."""
+    if beside is None or not request.request_id:
+        raise refuse_input(STOP, "stops a request of the same stream and id: send it on that stream, with its id")
+    for work in beside.get(request.request_id, ()):
+        work.stop()
 
 
 def _statistics(name: str, totals: ModelTotals) -> dict[str, Any]:

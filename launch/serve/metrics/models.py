@@ -52,7 +52,6 @@ class Failure(StrEnum):
 _FAILURES = {
     Kind.BUSY: Failure.REJECTED,
     Kind.UNAVAILABLE: Failure.REJECTED,
-    Kind.GONE: Failure.CANCELED,
     Kind.TIMEOUT: Failure.BACKEND,
     Kind.FAILED: Failure.BACKEND,
 }

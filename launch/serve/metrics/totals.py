@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from trtrun.core import RequestStatistics
 from trtrun.outputs import CompletionDelta
 
+_NOTHING = RequestStatistics()
+
 
 @dataclass
 class FrontTotals:
@@ -42,8 +44,7 @@ class FrontTotals:
 
     def add(self, delta: CompletionDelta, before: RequestStatistics | None) -> None:
         """Add what a piece brought, whose statistics go on from those `before`."""
-        before = before or RequestStatistics()
-        now = delta.statistics
+        before, now = before or _NOTHING, delta.statistics
         self.num_tokens += len(delta.token_ids)
         self.num_cached_tokens += now.num_cached_prompt_tokens - before.num_cached_prompt_tokens
         self.num_row_rounds += now.num_rounds - before.num_rounds
