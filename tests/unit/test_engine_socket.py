@@ -37,10 +37,9 @@ def test_another_users_process_is_not_heard(stranger: str) -> None:
 
     async def work() -> None:
         name = engine_socket.make_name()
-        heard = []
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            heard.append(await reader.read(5))
+            writer.write(b"heard")
             writer.close()
 
         # The kernel keeps who listened and who connected, whoever they are afterwards.
@@ -57,7 +56,6 @@ def test_another_users_process_is_not_heard(stranger: str) -> None:
             assert await reader.read() == b""
             writer.close()
         server.close()
-        assert not heard
 
     try:
         asyncio.run(work())
