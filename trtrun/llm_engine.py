@@ -163,8 +163,8 @@ class LLMEngine:
             The request's id, which its deltas carry.
 
         Raises:
-            InvalidRequestError: it can never run, its id is in use, or one of its completions had ended; nothing else
-                is affected.
+            InvalidRequestError: it can never run, wants more drafted than the configuration says, its id is in use, or
+                one of its completions had ended; nothing else is affected.
             QueueFullError: as many wait as may (`scheduler.max_waiting`).
         """
         if request_id in self._requests:
@@ -320,6 +320,7 @@ class LLMEngine:
             logprobs=_asked_logprobs(completion, gain.logprobs, len(gained)),
             finish_reason=None if reason is None else str(reason),
             error=NOT_FINITE if reason is FinishReason.ERROR else None,
+            token_origins=gain.result.token_origins,
         )
 
     def _recover(self) -> None:

@@ -25,6 +25,9 @@ class CompletionOutput:
         finish_reason: 'stop' or 'length'.
         statistics: rounds, drafted and accepted tokens, times.
         logprobs: one entry a token where the request asked for them.
+        token_origins: how each token came, a letter each: `a` an accepted draft token, `r` recovered after a rejected
+            one, `b` the bonus behind a draft that was accepted whole, `p` plain: no draft was verified, as for the
+            first token. After a preemption, and on another engine, the next token is plain again.
     """
 
     index: int
@@ -33,6 +36,7 @@ class CompletionOutput:
     finish_reason: str
     statistics: RequestStatistics
     logprobs: list[TokenLogprobs] | None = None
+    token_origins: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class CompletionDelta:
         logprobs: one entry a new token where the request asked for them, else None.
         finish_reason: 'stop', 'length' or 'error' on the last delta, else None.
         error: why, where it ended with 'error'.
+        token_origins: how each new token came; see CompletionOutput.
         statistics: of the completion so far; final on the last delta.
     """
 
@@ -78,6 +83,7 @@ class CompletionDelta:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     finish_reason: str | None = None
     error: str | None = None
+    token_origins: str = ""
 
 
 def merge_deltas(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
@@ -89,6 +95,7 @@ def merge_deltas(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
         last,
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         text="".join(delta.text for delta in deltas),
+        token_origins="".join(delta.token_origins for delta in deltas),
         logprobs=None
         if all(delta.logprobs is None for delta in deltas)
         else tuple(entry for delta in deltas for entry in delta.logprobs or ()),

@@ -19,6 +19,7 @@ class _Parts:
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    token_origins: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     statistics: RequestStatistics = field(default_factory=RequestStatistics)
     finish_reason: str | None = None
@@ -53,6 +54,7 @@ class PendingRequest:
             parts = self._completions[delta.index]
             parts.text.append(delta.text)
             parts.token_ids += delta.token_ids
+            parts.token_origins.append(delta.token_origins)
             parts.logprobs += delta.logprobs or ()
             parts.statistics = delta.statistics
             self._error = self._error or delta.error
@@ -72,6 +74,7 @@ class PendingRequest:
                 str(parts.finish_reason),
                 parts.statistics,
                 parts.logprobs if self._has_logprobs else None,
+                "".join(parts.token_origins),
             )
             for index, parts in enumerate(self._completions)
         )

@@ -40,6 +40,8 @@ class PromptReader:
         if not tokens:
             raise InvalidRequestError("the prompt is empty: it needs at least one token")
         size = self._model.vocab_size
+        if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < size:
+            return tokens  # in the interpreter's own loops: prompts may be long, and rounds wait for this
         for token in tokens:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
                 raise InvalidRequestError(f"prompt token {shorten(token)} is not a token id between 0 and {size - 1}")
@@ -58,13 +60,7 @@ class PromptReader:
         Raises:
             InvalidRequestError: a parameter that this model cannot follow.
         """
-        size = self._model.vocab_size
-        for name, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", tuple(sampling.logit_bias))):
-            for token in ids:
-                if not 0 <= token < size:
-                    raise InvalidRequestError(f"{name}: {shorten(token)} is not a token id between 0 and {size - 1}")
-        if (sampling.stop or sampling.bad_words) and self._tokenizer is None:
-            raise InvalidRequestError("stop and bad_words need a tokenizer, which this checkpoint does not have")
+        self.check(sampling)
         stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self._model.eos_token_ids)
         words = self._encode_bad_words(sampling.bad_words)
         first_seed = sampling.with_seed().seed
@@ -72,6 +68,22 @@ class PromptReader:
         for index in range(sampling.n):
             seeded = replace(sampling, seed=(first_seed + index) % 2**63, n=1)
             yield Request(next_id(), tokens, seeded, tuple(dict.fromkeys(stops)), words)
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Raise InvalidRequestError for a parameter that this model cannot follow."""
+        size = self._model.vocab_size
+        given = {
+            "stop_token_ids": sampling.stop_token_ids,
+            "logit_bias": sampling.logit_bias,
+            "draft_token_ids": sampling.draft_token_ids,
+        }
+        for name, ids in given.items():
+            for token in ids:
+                if not 0 <= token < size:
+                    raise InvalidRequestError(f"{name}: {shorten(token)} is not a token id between 0 and {size - 1}")
+        if (sampling.stop or sampling.bad_words) and self._tokenizer is None:
+            raise InvalidRequestError("stop and bad_words need a tokenizer, which this checkpoint does not have")
+        self._encode_bad_words(sampling.bad_words)
 
     def _encode_text(self, text: str) -> tuple[int, ...]:
         if self._tokenizer is None:

@@ -26,12 +26,12 @@ LARGEST_COUNT = 2**31 - 1
 
 _READERS: dict[str, Callable[[str, object], object]] = {
     **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "n"), read_integer),
-    **dict.fromkeys(("seed", "logprobs"), read_optional_integer),
+    **dict.fromkeys(("seed", "logprobs", "draft_len"), read_optional_integer),
     **dict.fromkeys(
         ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), read_number
     ),
     **dict.fromkeys(("stop", "bad_words"), read_texts),
-    "stop_token_ids": read_token_ids,
+    **dict.fromkeys(("stop_token_ids", "draft_token_ids"), read_token_ids),
     "ignore_eos": read_flag,
     "logit_bias": read_bias,
 }
@@ -64,6 +64,13 @@ class SamplingParams:
         bad_words: strings that must not be generated.
         logprobs: how many alternatives to report a position, 0 to 20 (0 reports the chosen token alone); None reports
             nothing.
+        draft_len: most draft tokens a round for this request, at most the configuration's; 0 is plain decoding while
+            other requests are drafted for, None the configuration's. Tokens do not depend on it; with use_logits their
+            distribution does not.
+        draft_token_ids: a draft of the caller's own for what follows the prompt, accepted or rejected by the same rule
+            as others. From the second output token on, draft_len of its tokens are verified a round for as long as the
+            output is its start; behind its end, or the first token that differs, drafts are made as usual. It changes
+            no text (with use_logits no distribution), and is not looked at where nothing is drafted for the row.
 
     Raises:
         InvalidRequestError: a field has a value of the wrong kind or outside its range; the message names the field.
@@ -86,9 +93,11 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     logprobs: int | None = None
+    draft_len: int | None = None
+    draft_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for item in fields(self):
+        for item in _FIELDS:
             value = getattr(self, item.name)
             if value is item.default:
                 continue
@@ -107,10 +116,9 @@ class SamplingParams:
         Raises:
             InvalidRequestError: an unknown name or a value outside its range.
         """
-        known = {item.name for item in fields(cls)}
         for name in values:
-            if name not in known:
-                raise InvalidRequestError(f"unknown sampling parameter {show_value(name)}{nearest(name, known)}")
+            if name not in _READERS:
+                raise InvalidRequestError(f"unknown sampling parameter {show_value(name)}{nearest(name, _READERS)}")
         return cls(**dict(values))  # type: ignore[arg-type]
 
     def with_seed(self) -> SamplingParams:
@@ -131,6 +139,7 @@ class SamplingParams:
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20"),
+            ("draft_len", self.draft_len is None or self.draft_len >= 0, "0 (plain decoding) or more"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1"),
         )
         for name, holds, rule in rules:
@@ -138,11 +147,21 @@ class SamplingParams:
                 raise InvalidRequestError(f"{name} must be {rule}, not {show_value(getattr(self, name))}")
         if self.min_tokens > self.max_tokens:
             raise InvalidRequestError(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}")
+        if self.draft_token_ids and self.draft_len == 0:
+            raise InvalidRequestError("draft_token_ids are drafts, and draft_len 0 allows none: leave one of them out")
         for token, value in self.logit_bias.items():
             if not -100 <= value <= 100:
                 raise InvalidRequestError(f"logit_bias of token {token} must be between -100 and 100, not {value!r}")
+
+    def as_mapping(self) -> dict[str, object]:
+        """What `from_mapping` makes the same of: the fields that are not their defaults, ready for JSON."""
+        values = ((item, getattr(self, item.name)) for item in _FIELDS)
+        return {item.name: value for item, value in values if value is not item.default}
 
     @property
     def is_greedy(self) -> bool:
         """Whether each token is the most likely one."""
         return self.temperature == 0.0
+
+
+_FIELDS = fields(SamplingParams)

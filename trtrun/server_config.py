@@ -19,20 +19,24 @@ class ServerSection(Section):
 
     Attributes:
         host: address that is listened on; a loopback address is reachable from this host alone.
-        http_port, metrics_port: 0 takes a free one.
+        http_port, grpc_port, metrics_port: 0 takes a free one.
         model_name: what clients call the model; None takes the name of the target's directory.
         api_key_file: one key a line; requests to /v1 need one of them.
         tls_cert, tls_key: PEM files; both or none.
         max_queue: completions that may wait for a row; requests beyond are answered with 429.
         max_streams: requests that may be in work at once, waiting ones among them; the same.
+        max_connections: that may be open at once on the HTTP port; a request on one beyond is answered with 503.
         max_body_bytes: of one request; larger ones are answered with 413.
         request_timeout_s: from a request's arrival to its end.
+        exclude_input_in_output: whether whole outputs of Triton's models begin behind the prompt, where a request does
+            not say; None where that is so of texts, and not of tokens.
         max_restarts: how often the engine may be started again within `restart_window_s`, before the server ends.
         restart_window_s: seconds over which restarts are counted.
     """
 
     host: Line = "127.0.0.1"
     http_port: Port = 8000
+    grpc_port: Port = 8001
     metrics_port: Port = 8002
     model_name: Line | None = None
     api_key_file: FilePath | None = None
@@ -40,8 +44,10 @@ class ServerSection(Section):
     tls_key: FilePath | None = None
     max_queue: Annotated[int, Number, Field(ge=0, le=1_000_000)] = 256
     max_streams: Annotated[int, Number, Field(ge=1, le=1_000_000)] = 512
+    max_connections: Annotated[int, Number, Field(ge=1, le=1_000_000)] = 1024
     max_body_bytes: Annotated[int, Number, Field(ge=1024, le=2**27)] = 2**24
     request_timeout_s: Seconds = 600.0
+    exclude_input_in_output: bool | None = None
     max_restarts: Annotated[int, Number, Field(ge=0, le=1000)] = 3
     restart_window_s: Seconds = 600.0
 

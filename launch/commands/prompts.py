@@ -89,6 +89,17 @@ def with_prompts(command: Command) -> Command:
             metavar="K",
             help="Report each token's log probability, and those of the K likeliest.",
         ),
+        click.option(
+            "--draft-len", type=int, metavar="K", help="Most draft tokens a round for a prompt; 0 is plain decoding."
+        ),
+        click.option(
+            "--draft-token-id",
+            "draft_token_ids",
+            type=int,
+            multiple=True,
+            metavar="ID",
+            help="A token that may follow the prompt, verified as a draft. May be repeated, in order.",
+        ),
     )
     for option in reversed(options):
         command = option(command)

@@ -15,26 +15,28 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
-from pathlib import Path
 
+from launch.serve.engine_socket import listen
 from launch.serve.messages import (
     Abort,
     AskStatus,
     Close,
     Delta,
+    Deltas,
     Ended,
     Generate,
     Message,
     MessageError,
+    MessageStream,
     Ready,
     Status,
     encode,
-    read_message,
 )
 from launch.serve.refusals import Kind, Refusal
 from trtrun.core import RequestStatistics
 from trtrun.outputs import CompletionDelta, merge_deltas
 from trtrun.sampling_params import SamplingParams
+from trtrun.scheduling.limits import SchedulerLimits
 
 MOST_LOSSES = 3
 """Engines that a request may lose in a row without a token in between: it may be what ends them. No more than the
@@ -125,13 +127,14 @@ class _OpenRequest:
     def take(self, delta: CompletionDelta) -> None:
         """Keep an engine's delta, and tell the reader."""
         before = self.before.get(delta.index)
-        statistics = delta.statistics if before is None else _add(before, delta.statistics)
-        self.told[delta.index] = statistics
+        if before is not None:
+            delta = replace(delta, statistics=_add(before, delta.statistics))
+        self.told[delta.index] = delta.statistics
         self.generated[delta.index] += delta.token_ids
         self.num_losses = 0
         if delta.finish_reason is not None:
             del self.generated[delta.index]
-        self.inbox.put(self.number, replace(delta, statistics=statistics))
+        self.inbox.put(self.number, delta)
 
     def lose_engine(self) -> None:
         """The engine is gone: the next one counts from zero."""
@@ -144,12 +147,14 @@ class EngineClient:
 
     Attributes:
         ready: what the engine has said of itself; None while there is none.
+        limits: of that engine.
         accepts: asked whether an engine may have the requests, before it gets any.
         on_ready, on_lost: called when an engine is there, and when it is gone.
     """
 
     def __init__(self) -> None:
         self.ready: Ready | None = None
+        self.limits: SchedulerLimits | None = None
         self.accepts: Callable[[Ready], bool] = lambda ready: True
         self.on_ready: Callable[[], None] = lambda: None
         self.on_lost: Callable[[], None] = lambda: None
@@ -164,9 +169,9 @@ class EngineClient:
         """Requests that go on."""
         return len(self._requests)
 
-    async def listen(self, socket: Path) -> None:
+    async def listen(self, socket: str) -> None:
         """Wait for engines at a socket, one after the other."""
-        self._server = await asyncio.start_unix_server(self._serve, socket)
+        self._server = await listen(socket, self._serve)
 
     def start(self, requests: Sequence[EngineRequest], inbox: Inbox) -> list[str]:
         """Have requests completed; what comes of them goes to the inbox, under their places in the list.
@@ -238,14 +243,15 @@ class EngineClient:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One engine's connection, from its first message to its end."""
         try:
-            ready = await read_message(reader)
+            messages = MessageStream(reader)
+            ready = await messages.read()
             if not isinstance(ready, Ready) or self._writer is not None:
                 logger.error("a connection to the engine's socket was no engine's, or came while another one was there")
                 return
             if not self.accepts(ready):
                 return
             self._attach(ready, writer)
-            while (message := await read_message(reader)) is not None and self._writer is writer:
+            while (message := await messages.read()) is not None and self._writer is writer:
                 self._take(message)
         except MessageError as error:
             logger.error("%s", error)
@@ -255,13 +261,13 @@ class EngineClient:
             writer.close()
 
     def _attach(self, ready: Ready, writer: asyncio.StreamWriter) -> None:
-        self.ready, self._writer = ready, writer
+        self.ready, self.limits, self._writer = ready, ready.scheduler_limits(), writer
         for opened in list(self._requests.values()):
             self._submit(opened)
         self.on_ready()
 
     def _detach(self) -> None:
-        self.ready = self._writer = None
+        self.ready = self.limits = self._writer = None
         for answer in self._statuses:
             answer.cancel()
         self._statuses.clear()
@@ -276,12 +282,9 @@ class EngineClient:
 
     def _take(self, message: Message) -> None:
         match message:
-            case Delta():
-                opened = self._requests.get(message.request_id)
-                if opened is not None and message.index in opened.generated:
-                    opened.take(message.completion_delta())
-                    if not opened.generated:
-                        del self._requests[message.request_id]
+            case Deltas():
+                for delta in message.deltas:
+                    self._take_delta(delta)
             case Ended():
                 opened = self._requests.pop(message.request_id, None)
                 if opened is not None:
@@ -293,7 +296,14 @@ class EngineClient:
                         answer.set_result(message)
                         return
             case _:
-                raise MessageError(f"the engine sent a message that is the front's: {message.kind}")
+                raise MessageError(f"the engine sent a message that is the front's: {type(message).__name__}")
+
+    def _take_delta(self, delta: Delta) -> None:
+        opened = self._requests.get(delta.request_id)
+        if opened is not None and delta.index in opened.generated:
+            opened.take(delta.completion_delta())
+            if not opened.generated:
+                del self._requests[delta.request_id]
 
 
 def _add(before: RequestStatistics, now: RequestStatistics) -> RequestStatistics:
@@ -308,5 +318,7 @@ def _add(before: RequestStatistics, now: RequestStatistics) -> RequestStatistics
         num_draft_tokens=before.num_draft_tokens + now.num_draft_tokens,
         num_accepted_draft_tokens=before.num_accepted_draft_tokens + now.num_accepted_draft_tokens,
         num_cached_prompt_tokens=before.num_cached_prompt_tokens,
+        num_preemptions=before.num_preemptions + now.num_preemptions,
+        admitted=before.admitted,
         acceptance_histogram=histogram,
     )

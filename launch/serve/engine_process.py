@@ -9,34 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from contextlib import aclosing
 from dataclasses import asdict
-from pathlib import Path
 
 from launch.check.rank_check import check_before_run
 from launch.exit_codes import ExitCode, FailedError
 from launch.mpi.job import finish_mpi
 from launch.mpi.start_progress import StartProgress
+from launch.serve.engine_socket import connect
 from launch.serve.messages import (
     Abort,
     AskStatus,
     Close,
-    Delta,
-    Ended,
     Generate,
-    Message,
     MessageError,
+    MessageStream,
     Ready,
     Status,
-    encode,
-    read_message,
 )
+from launch.serve.outbox import Outbox, Sending
 from launch.terminal import Bar
 from trtrun import __version__
 from trtrun.async_llm import AsyncLLM
 from trtrun.config import RuntimeConfig
 from trtrun.errors import InvalidRequestError, RankFailedError
 from trtrun.llm_engine import LLMEngine
+from trtrun.outputs import StartReport
 from trtrun.roles.draft_loss import losable_ranks
 from trtrun.topology import make_topology
 
@@ -46,7 +43,28 @@ def hash_config(config: RuntimeConfig) -> str:
     return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
 
 
-def play_engine(config: RuntimeConfig, socket: Path) -> int:
+async def describe_engine(llm: AsyncLLM) -> Ready:
+    """What an engine that is loaded says of itself."""
+    limits = await llm.call(lambda engine: asdict(engine.scheduler.limits))
+    return Ready(version=__version__, config_hash=hash_config(llm.config), limits=limits, memory=_memory(llm.report))
+
+
+def read_status(engine: LLMEngine) -> Status:
+    """How full an engine is. In its thread."""
+    scheduler = engine.scheduler
+    return Status(
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_free_blocks=scheduler.num_free_blocks,
+        num_blocks=scheduler.limits.num_blocks - 1,
+        totals=engine.statistics(),
+        num_prefilling=scheduler.num_running - scheduler.num_decoding,
+        num_prefill_tokens=scheduler.num_prefill_tokens,
+        num_preempted=scheduler.num_preempted,
+    )
+
+
+def play_engine(config: RuntimeConfig, socket_name: str) -> int:
     """This rank's part: workers serve rank 0 until the job is over, rank 0 serves the front until that ends.
 
     Raises:
@@ -62,41 +80,44 @@ def play_engine(config: RuntimeConfig, socket: Path) -> int:
         return ExitCode.DONE
     StartProgress().tell_expendable(losable_ranks(config, make_topology(config)))
     with llm:
-        asyncio.run(_serve(llm, socket))
+        asyncio.run(_serve(llm, socket_name))
     finish_mpi()
     return ExitCode.DONE
 
 
-async def _serve(llm: AsyncLLM, socket: Path) -> None:
+async def _serve(llm: AsyncLLM, socket_name: str) -> None:
     try:
-        reader, writer = await asyncio.open_unix_connection(socket)
+        connection = connect(socket_name)
     except OSError as error:
-        raise FailedError(f"the front cannot be reached at {socket}: {error.strerror}") from None
-    served = _Served(llm, writer)
+        raise FailedError(f"the front cannot be reached at {socket_name}: {error.strerror}") from None
+    connection.setblocking(False)
+    # The transport that reads owns its file descriptor; the engine's thread writes through one of its own.
+    outbox = Outbox(connection.dup(), asyncio.get_running_loop())
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
     try:
-        await served.follow(reader)
+        await _Served(llm, outbox).follow(MessageStream(reader))
     finally:
+        outbox.close()
         writer.close()
 
 
 class _Served:
-    """One front's requests: each has a task that sends what comes of it."""
+    """One front's requests. What comes of them, the engine's thread sends itself."""
 
-    def __init__(self, llm: AsyncLLM, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, llm: AsyncLLM, outbox: Outbox) -> None:
         self._llm = llm
-        self._writer = writer
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._outbox = outbox
+        self._loop = asyncio.get_running_loop()
+        self._failed: asyncio.Future[None] = self._loop.create_future()
 
-    async def follow(self, reader: asyncio.StreamReader) -> None:
+    async def follow(self, messages: MessageStream) -> None:
         """Greet the front and do what it says, until it closes or is gone.
 
         Raises:
             RankFailedError: a rank failed.
         """
-        limits = await self._llm.call(lambda engine: asdict(engine.scheduler.limits))
-        self._send(Ready(version=__version__, config_hash=hash_config(self._llm.config), limits=limits))
-        reading = asyncio.create_task(self._read(reader))
+        self._outbox.send(await describe_engine(self._llm))
+        reading = asyncio.create_task(self._read(messages))
         try:
             await asyncio.wait((reading, self._failed), return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
@@ -104,56 +125,44 @@ class _Served:
             reading.result()
         finally:
             reading.cancel()
-            for task in self._tasks.values():
-                task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            await asyncio.gather(reading, return_exceptions=True)
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        while (message := await read_message(reader)) is not None:
+    async def _read(self, messages: MessageStream) -> None:
+        async for message in messages:
             match message:
                 case Generate():
-                    self._tasks[message.request_id] = asyncio.create_task(self._complete(message))
+                    self._begin(message)
                 case Abort():
-                    if (task := self._tasks.pop(message.request_id, None)) is not None:
-                        task.cancel()
+                    self._llm.abort(message.request_id)
                 case AskStatus():
-                    self._send(await self._llm.call(_status))
+                    self._outbox.send(await self._llm.call(read_status))
                 case Close():
                     return
                 case _:
-                    raise MessageError(f"the front sent a message that is the engine's: {message.kind}")
+                    raise MessageError(f"the front sent a message that is the engine's: {type(message).__name__}")
 
-    async def _complete(self, request: Generate) -> None:
-        """Send what comes of one request. Where the front does not read, deltas wait in the AsyncLLM and become one."""
+    def _begin(self, request: Generate) -> None:
+        sending = Sending(self._outbox, request.request_id, self._hear_failure)
         try:
-            deltas = self._llm.generate(
-                request.prompt_token_ids, request.sampling_params(), request.request_id, request.generated
-            )
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    self._send(Delta.of(delta))
-                    await self._writer.drain()
-        except RankFailedError as error:
-            if not self._failed.done():
-                self._failed.set_exception(error)
+            sampling = request.sampling_params()
         except InvalidRequestError as error:
-            self._send(Ended(request_id=request.request_id, error=str(error)))
-        except ConnectionError:
-            return  # the front is gone, which the reader hears, too
-        finally:
-            if self._tasks.get(request.request_id) is asyncio.current_task():
-                del self._tasks[request.request_id]
+            sending.end(error)
+            return
+        self._llm.deliver(sending, request.prompt_token_ids, sampling, request.request_id, request.generated)
 
-    def _send(self, message: Message) -> None:
-        self._writer.write(encode(message))
+    def _hear_failure(self, error: RankFailedError) -> None:
+        """In the engine's thread."""
+        self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: RankFailedError) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
 
 
-def _status(engine: LLMEngine) -> Status:
-    scheduler = engine.scheduler
-    return Status(
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting,
-        num_free_blocks=scheduler.num_free_blocks,
-        num_blocks=scheduler.limits.num_blocks - 1,
-        totals=engine.statistics(),
-    )
+def _memory(report: StartReport) -> dict[str, int]:
+    """Bytes that all ranks hold, by kind of device."""
+    found = {"cpu": 0, "gpu": 0}
+    for rank in report.ranks:
+        kind = "gpu" if rank.device.startswith("cuda") else "cpu"
+        found[kind] += rank.shard_bytes + rank.working_bytes + rank.kv_bytes
+    return found

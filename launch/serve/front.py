@@ -13,7 +13,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from launch.serve.engine_client import EngineClient, EngineRequest, Inbox
+from launch.serve.engine_client import EngineRequest, Inbox
+from launch.serve.engines import Engine
 from launch.serve.limits import Door, Ticket, out_of_time
 from launch.serve.metrics import FrontMetrics
 from launch.serve.refusals import Kind, Refusal
@@ -74,7 +75,7 @@ class Generation:
 
     def __init__(
         self,
-        client: EngineClient,
+        client: Engine,
         requests: Sequence[EngineRequest],
         ticket: Ticket,
         metrics: FrontMetrics,
@@ -83,34 +84,69 @@ class Generation:
         self.prompts = [request.prompt_token_ids for request in requests]
         self.usage = Usage(sum(map(len, self.prompts)))
         self._n = requests[0].sampling.n
-        self._num_going_on = self._n * len(requests)
+        self._going_on = set(range(self._n * len(requests)))
         self._client = client
         self._ticket = ticket
         self._inbox = Inbox()
         self._is_closed = False
-        self._observed = metrics.begin(self.usage.num_prompt_tokens, time.perf_counter())
+        sampling = requests[0].sampling
+        self._observed = metrics.requests.begin(
+            self.usage.num_prompt_tokens, sampling.n, sampling.max_tokens, time.perf_counter()
+        )
         self._ids = client.start(requests, self._inbox)
-        self._timer = asyncio.get_running_loop().call_later(timeout, self._give_up, out_of_time(timeout))
+        self._timer = asyncio.get_running_loop().call_later(timeout, self.give_up, out_of_time(timeout))
+
+    @property
+    def queue_seconds(self) -> float:
+        """How long its last completion was without a row, so far."""
+        return self._observed.queue_seconds
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         """The pieces of all choices as they come, until each has ended.
 
         Raises:
+            Refusal: as of `take`.
+        """
+        while pieces := await self.take():
+            for piece in pieces:
+                yield piece
+
+    async def take(self) -> list[Piece]:
+        """Wait for pieces: what has come since the last call, one a choice; none once each has ended.
+
+        Raises:
             Refusal: the engine has lost or refused the request, or its time is over.
         """
-        while self._num_going_on:
+        pieces: list[Piece] = []
+        while self._going_on and not pieces:
             for number, delta in await self._inbox.take():
                 choice = number * self._n + delta.index
+                if choice not in self._going_on:
+                    continue  # its reader has finished it
                 if delta.error is not None:
                     raise Refusal(Kind.FAILED, delta.error)
-                self._num_going_on -= delta.finish_reason is not None
+                if delta.finish_reason is not None:
+                    self._going_on.discard(choice)
                 self.usage.num_completion_tokens += len(delta.token_ids)
                 self._observed.observe(choice, delta, self.usage.statistics.get(choice), time.perf_counter())
                 self.usage.statistics[choice] = delta.statistics
-                yield Piece(choice, delta)
+                pieces.append(Piece(choice, delta))
+        return pieces
 
-    def _give_up(self, reason: Refusal) -> None:
-        # The reader may be slow to hear of it: the rows are free all the same.
+    @property
+    def is_over(self) -> bool:
+        """Whether no choice goes on."""
+        return not self._going_on
+
+    def finish(self, choice: int) -> None:
+        """The reader wants no more of a choice. Once that is so of all of a prompt's, their rows are free."""
+        self._going_on.discard(choice)
+        number = choice // self._n
+        if self._going_on.isdisjoint(range(number * self._n, (number + 1) * self._n)):
+            self._client.abort([self._ids[number]])
+
+    def give_up(self, reason: Refusal) -> None:
+        """End the request, whose reader is told why: however slow the reader is, the rows are free at once."""
         self._inbox.end(reason)
         self._client.abort(self._ids)
 
@@ -122,7 +158,7 @@ class Generation:
         self._timer.cancel()
         self._client.abort(self._ids)
         self._ticket.leave()
-        self._observed.end(is_whole=not self._num_going_on, now=time.perf_counter())
+        self._observed.end(is_whole=not self._going_on, now=time.perf_counter())
 
 
 class Front:
@@ -133,7 +169,7 @@ class Front:
         tokenizer: None where prompts are token ids alone.
         draft_len: tokens drafted in a round, at most; 0 where none are.
         door: who is let in.
-        client: of the engine.
+        client: the engine.
         metrics: what is counted.
     """
 
@@ -144,7 +180,7 @@ class Front:
         tokenizer: Tokenizer | None,
         draft_len: int,
         door: Door,
-        client: EngineClient,
+        client: Engine,
         metrics: FrontMetrics,
         timeout: float,
     ) -> None:
@@ -157,22 +193,26 @@ class Front:
         self._prompts = prompts
         self._timeout = timeout
 
-    async def begin(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Generation:
+    async def begin(self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]) -> Generation:
         """Let a request in and have it completed.
 
         Args:
             prompts: each completed `sampling.n` times.
-            sampling: of all of them.
+            sampling: of all of them, or of each, with the same `n`.
 
         Raises:
             Refusal: it is wrong, or there is no room.
         """
         if not 0 < len(prompts) <= MOST_PROMPTS:
             raise Refusal(Kind.INVALID, f"a request has 1 to {MOST_PROMPTS} prompts, not {len(prompts)}", "prompt")
-        seeded = sampling.with_seed()
-        ticket = self.door.enter(len(prompts) * sampling.n)
+        of_each = [sampling.with_seed()] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        seeded = [parameters.with_seed() for parameters in of_each]
+        ticket = self.door.enter(sum(parameters.n for parameters in seeded))
         try:
-            requests = [EngineRequest(await self._read(prompt, seeded), seeded) for prompt in prompts]
+            requests = [
+                EngineRequest(await self._read(prompt, parameters), parameters)
+                for prompt, parameters in zip(prompts, seeded, strict=True)
+            ]
             return Generation(self.client, requests, ticket, self.metrics, self._timeout)
         except BaseException:
             ticket.leave()
@@ -185,10 +225,11 @@ class Front:
             encode = self._prompts.encode
             tokens = await asyncio.to_thread(encode, prompt) if is_long else encode(prompt)
             self.door.check_open()  # the engine may be gone by now, and its limits with it
-            assert self.client.ready is not None
-            self.client.ready.scheduler_limits().check_prompt(len(tokens))
-            for _ in self._prompts.requests(tokens, sampling, lambda: 0):
-                break  # whatever is wrong with one is wrong with all
+            limits = self.client.limits
+            assert limits is not None
+            limits.check_prompt(len(tokens))
+            limits.check_draft_len(sampling.draft_len)
+            self._prompts.check(sampling)
         except InvalidRequestError as error:
             raise Refusal(Kind.INVALID, str(error)) from None
         return tokens

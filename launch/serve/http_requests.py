@@ -13,9 +13,9 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -25,6 +25,7 @@ from launch.batch.rows import unique_keys
 from launch.serve.refusals import Kind, Refusal
 from trtrun.errors import ConfigError, InvalidRequestError, reading
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 REQUEST_ID = "x-request-id"
@@ -36,6 +37,7 @@ SHORT_BODY = 1 << 16
 """Bytes whose JSON is read in less time than a stream would notice."""
 
 _LONGEST_ID = 128
+_JSON = json.JSONDecoder(object_pairs_hook=unique_keys)
 _MOST_KEY_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
@@ -70,7 +72,9 @@ class RequestLog:
         finally:
             seconds = time.perf_counter() - began
             path = scope["path"][:200].encode("unicode_escape").decode()
-            logger.info("%s: %s %s: %d after %.3f s", request_id, scope["method"], path, status, seconds)
+            # A page that is looked at asks every second.
+            level = logging.DEBUG if path == "/status" and status == 200 else logging.INFO
+            logger.log(level, "%s: %s %s: %d after %.3f s", request_id, scope["method"], path, status, seconds)
 
 
 class Keys:
@@ -103,9 +107,13 @@ class Keys:
 
     def check(self, request: Request) -> None:
         """Raise a Refusal unless the request has one of the keys, as `Authorization: Bearer KEY`."""
+        self.check_header(request.headers.get("authorization", ""))
+
+    def check_header(self, authorization: str) -> None:
+        """The same for the value of that header; empty where it is missing."""
         if not self._digests:
             return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        scheme, _, key = authorization.partition(" ")
         given = _digest(key.strip())
         # No early end: how long it takes does not tell which key it was.
         is_known = sum([hmac.compare_digest(given, digest) for digest in self._digests]) > 0
@@ -122,6 +130,23 @@ async def read_json_body(request: Request, most_bytes: int) -> object:
     Raises:
         Refusal: it is larger, no JSON, or an object in it has a key twice.
     """
+    body = await read_body(request, most_bytes)
+    return await aside(len(body), parse_json, body)
+
+
+async def aside(size: int, work: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+    """Do work on so many bytes: at once where they are few, else beside the streams."""
+    if size < SHORT_BODY:
+        return work(*arguments, **options)
+    return await asyncio.to_thread(work, *arguments, **options)
+
+
+async def read_body(request: Request, most_bytes: int) -> bytes:
+    """The body; no more than `most_bytes` of it are ever held.
+
+    Raises:
+        Refusal: it is larger, or does not arrive.
+    """
     too_large = Refusal(Kind.TOO_LARGE, f"the body is larger than {most_bytes} bytes (server.max_body_bytes)")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > most_bytes:
@@ -135,8 +160,7 @@ async def read_json_body(request: Request, most_bytes: int) -> object:
                     raise too_large
     except TimeoutError:
         raise Refusal(Kind.TIMEOUT, f"the body was not there within {BODY_SECONDS:g} s", code="timeout") from None
-    # What is long is read beside the streams.
-    return parse_json(bytes(body)) if len(body) < SHORT_BODY else await asyncio.to_thread(parse_json, bytes(body))
+    return bytes(body)
 
 
 def parse_json(body: bytes) -> object:
@@ -146,7 +170,7 @@ def parse_json(body: bytes) -> object:
         Refusal: it is none, or an object in it has a key twice.
     """
     try:
-        return json.loads(body.decode(), object_pairs_hook=unique_keys)
+        return _JSON.decode(body.decode())
     except UnicodeDecodeError as error:
         reason = f"byte {error.start + 1} is not valid UTF-8"
     except json.JSONDecodeError as error:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import logging
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -23,10 +23,14 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
+from launch.serve.connections import Connections
 from launch.serve.front import Front
 from launch.serve.http_requests import RequestLog
-from launch.serve.openai_api import OpenAIApi, answer_refusal
+from launch.serve.kserve import http_api as kserve
+from launch.serve.limits import RETRY_SECONDS
+from launch.serve.openai_api import answer_refusal
 from launch.serve.refusals import Refusal
 from trtrun import __version__
 from trtrun.errors import ConfigError, one_line
@@ -36,12 +40,9 @@ KEEP_ALIVE_SECONDS = 30
 _BACKLOG = 2048
 _CLIENT_CLOSED = 499
 
-# It logs every event, text and all, at a level that -vv shows.
-logging.getLogger("sse_starlette").setLevel(logging.INFO)
 
-
-def make_application(front: Front, api: OpenAIApi) -> Starlette:
-    """What answers on the HTTP port."""
+def make_application(front: Front, routes: Sequence[Route]) -> Starlette:
+    """What answers on the HTTP port: the routes of all protocols, and what they share."""
 
     async def health(request: Request) -> Response:
         try:
@@ -55,12 +56,14 @@ def make_application(front: Front, api: OpenAIApi) -> Starlette:
 
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, Refusal)
-        return _count(front, answer_refusal(error))
+        answer = kserve.answer_refusal if kserve.is_below(request) else answer_refusal
+        return _count(front, answer(error))
 
     async def refuse_http(request: Request, error: Exception) -> Response:
         """No such path, or no such method of it."""
         assert isinstance(error, HTTPException)
-        return _count(front, _plain_error(f"{request.method} {request.url.path[:200]}: {error.detail}", error))
+        line = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        return _count(front, _plain_error(request, line, error))
 
     async def pass_over(request: Request, error: Exception) -> Response:
         """The client is gone; nobody reads this."""
@@ -68,10 +71,10 @@ def make_application(front: Front, api: OpenAIApi) -> Starlette:
 
     async def fail(request: Request, error: Exception) -> Response:
         """A defect, whose traceback is in the log."""
-        return _count(front, _plain_error("the server failed; its log says how", HTTPException(500)))
+        return _count(front, _plain_error(request, "the server failed; its log says how", HTTPException(500)))
 
-    return Starlette(
-        routes=[Route("/health", health, methods=["GET"]), Route("/version", version, methods=["GET"]), *api.routes()],
+    application = Starlette(
+        routes=[Route("/health", health, methods=["GET"]), Route("/version", version, methods=["GET"]), *routes],
         middleware=[Middleware(RequestLog)],
         exception_handlers={
             Refusal: refuse,
@@ -80,6 +83,8 @@ def make_application(front: Front, api: OpenAIApi) -> Starlette:
             Exception: fail,
         },
     )
+    application.router.redirect_slashes = False  # a path is right, or it is not there
+    return application
 
 
 def make_metrics_application(front: Front) -> Starlette:
@@ -87,9 +92,11 @@ def make_metrics_application(front: Front) -> Starlette:
 
     async def metrics(request: Request) -> Response:
         status = await front.client.ask_status()
-        return Response(front.metrics.render(status), media_type=CONTENT_TYPE_LATEST)
+        return Response(front.metrics.render(front.client.ready, status), media_type=CONTENT_TYPE_LATEST)
 
-    return Starlette(routes=[Route("/metrics", metrics, methods=["GET"])])
+    application = Starlette(routes=[Route("/metrics", metrics, methods=["GET"])])
+    application.router.redirect_slashes = False
+    return application
 
 
 @dataclass
@@ -149,10 +156,20 @@ def check_tls(section: ServerSection) -> None:
 class HttpServer(uvicorn.Server):
     """One application on one socket, until `finish`."""
 
-    def __init__(self, application: Starlette, listener: Listener, section: ServerSection) -> None:
+    def __init__(self, application: Starlette, listener: Listener, section: ServerSection, connections: int) -> None:
+        """Answer requests.
+
+        Args:
+            application: that answers.
+            listener: where from.
+            section: its certificate.
+            connections: that may be open at once.
+        """
+        self._connections = Connections(connections, _refuse_connection)
         super().__init__(
             uvicorn.Config(
                 application,
+                http=self._connections.protocol(),
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -173,7 +190,11 @@ class HttpServer(uvicorn.Server):
 
     async def run_here(self) -> None:
         """Answer until `finish`."""
-        await self.serve(sockets=[self._listener.socket])
+        sweeping = asyncio.create_task(self._connections.sweep_on())
+        try:
+            await self.serve(sockets=[self._listener.socket])
+        finally:
+            sweeping.cancel()
 
     def finish(self) -> None:
         """Take no more requests, and end once those in work have their answers."""
@@ -184,7 +205,17 @@ class HttpServer(uvicorn.Server):
         self.should_exit = self.force_exit = True
 
 
-def _plain_error(message: str, error: HTTPException) -> JSONResponse:
+async def _refuse_connection(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request on a connection too many, and close it."""
+    headers = {"retry-after": str(RETRY_SECONDS), "connection": "close"}
+    message = "as many connections are open as may be (server.max_connections): come again later"
+    answer = _plain_error(Request(scope), message, HTTPException(503, headers=headers))
+    await answer(scope, receive, send)
+
+
+def _plain_error(request: Request, message: str, error: HTTPException) -> JSONResponse:
+    if kserve.is_below(request):
+        return JSONResponse({"error": message}, status_code=error.status_code, headers=error.headers)
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
     return JSONResponse(body, status_code=error.status_code, headers=error.headers)
@@ -195,6 +226,22 @@ def _count(front: Front, response: Response) -> Response:
     return response
 
 
-async def run_all(*servers: HttpServer) -> None:
+class Server(Protocol):
+    """What listens on a port until it is told to finish."""
+
+    async def run_here(self) -> None:
+        """Answer until `finish`."""
+        ...
+
+    def finish(self) -> None:
+        """Take no more requests, and end once those in work have their answers."""
+        ...
+
+    def cut(self) -> None:
+        """End now."""
+        ...
+
+
+async def run_all(*servers: Server) -> None:
     """Run servers until all are finished."""
     await asyncio.gather(*(server.run_here() for server in servers))

@@ -2,21 +2,23 @@
 
     4 bytes, big-endian: length │ {"kind": "generate", "request_id": "…", …}
 
-The front sends Generate, Abort, AskStatus and Close; the engine sends Ready, Delta, Ended and Status. Messages are
-plain values, checked as they are read: a field that is missing, unknown or of another type ends the connection. It does
-not know who sends what when.
+The front sends Generate, Abort, AskStatus and Close; the engine sends Ready, Deltas, Ended and Status. Messages are
+plain values, checked as they are read: a field that is missing, unknown or of another type ends the connection. What
+comes with every round, a Delta for each row, is a list without names of fields (`array_like`). It does not know who
+sends what when.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+import msgspec
 
 from trtrun.core import RequestStatistics, TokenLogprobs
-from trtrun.errors import TrtrunError
+from trtrun.errors import TrtrunError, one_line
 from trtrun.outputs import CompletionDelta
 from trtrun.sampling_params import SamplingParams
 from trtrun.scheduling.limits import SchedulerLimits
@@ -25,20 +27,20 @@ MOST_BYTES = 1 << 28
 """Of one message: many times the tokens of the longest request."""
 
 _LENGTH_BYTES = 4
+_READ_BYTES = 1 << 18
 
 
 class MessageError(TrtrunError):
     """What came over the socket is no message, or a message is too large for it."""
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
+    """A message says its kind."""
 
 
-class Generate(_Message):
+class Generate(_Message, frozen=True, tag="generate"):
     """Complete a prompt, from its start or behind the tokens `generated` (see `LLMEngine.add_request`)."""
 
-    kind: Literal["generate"] = "generate"
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: dict[str, Any]
@@ -54,7 +56,10 @@ class Generate(_Message):
     ) -> Generate:
         """The message for one request."""
         return cls(
-            request_id=request_id, prompt_token_ids=prompt_token_ids, sampling=asdict(sampling), generated=generated
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            sampling=sampling.as_mapping(),
+            generated=generated,
         )
 
     def sampling_params(self) -> SamplingParams:
@@ -62,62 +67,59 @@ class Generate(_Message):
         return SamplingParams.from_mapping(self.sampling)
 
 
-class Abort(_Message):
+class Abort(_Message, frozen=True, tag="abort"):
     """End a request; nothing more is said of it."""
 
-    kind: Literal["abort"] = "abort"
     request_id: str
 
 
-class AskStatus(_Message):
+class AskStatus(_Message, frozen=True, tag="ask_status"):
     """Asks for a Status."""
 
-    kind: Literal["ask_status"] = "ask_status"
 
-
-class Close(_Message):
+class Close(_Message, frozen=True, tag="close"):
     """End the engine, and all its ranks."""
 
-    kind: Literal["close"] = "close"
 
-
-class Ready(_Message):
+class Ready(_Message, frozen=True, tag="ready"):
     """The engine is loaded; its first message.
 
     Attributes:
         version: of trtrun, the same on both sides.
         config_hash: of the configuration that the engine has read.
         limits: fields of SchedulerLimits.
+        memory: bytes that its ranks hold, by "gpu" and "cpu": weights, KV store and the largest round.
     """
 
-    kind: Literal["ready"] = "ready"
     version: str
     config_hash: str
     limits: dict[str, int | bool | None]
+    memory: dict[str, int] = {}
 
     def scheduler_limits(self) -> SchedulerLimits:
         """The engine's limits, by which prompts are refused before they are sent."""
         return SchedulerLimits(**self.limits)  # type: ignore[arg-type]
 
 
-class Counters(_Message):
-    """What speculation did for a completion, since the engine got it."""
+class Counters(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What speculation did for a completion, since the engine got it, and how long it waited for a row."""
 
     num_rounds: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
     num_cached_prompt_tokens: int
     acceptance_histogram: tuple[int, ...]
+    num_preemptions: int = 0
+    queue_seconds: float | None = None
 
 
-class Delta(_Message):
+class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
     """What a round, or several, added to a completion; see CompletionDelta.
 
     Attributes:
         logprobs: for each token its id, its log probability, and (id, log probability) of the likeliest ones.
     """
 
-    kind: Literal["delta"] = "delta"
     request_id: str
     index: int
     token_ids: tuple[int, ...]
@@ -126,6 +128,7 @@ class Delta(_Message):
     logprobs: tuple[tuple[int, float, tuple[tuple[int, float], ...]], ...] | None = None
     finish_reason: str | None = None
     error: str | None = None
+    token_origins: str = ""
 
     @classmethod
     def of(cls, delta: CompletionDelta) -> Delta:
@@ -148,58 +151,100 @@ class Delta(_Message):
                 num_accepted_draft_tokens=statistics.num_accepted_draft_tokens,
                 num_cached_prompt_tokens=statistics.num_cached_prompt_tokens,
                 acceptance_histogram=tuple(statistics.acceptance_histogram),
+                num_preemptions=statistics.num_preemptions,
+                queue_seconds=None if statistics.admitted is None else round(statistics.queue_seconds, 6),
             ),
             logprobs=logprobs,
             finish_reason=delta.finish_reason,
             error=delta.error,
+            token_origins=delta.token_origins,
         )
 
     def completion_delta(self) -> CompletionDelta:
-        """The delta, with statistics that hold the counters and no times."""
-        counters = self.counters.model_dump()
-        counters["acceptance_histogram"] = list(self.counters.acceptance_histogram)
+        """The delta, with statistics that hold the counters, and times from its arrival at the engine."""
+        counters = self.counters
         logprobs = None
         if self.logprobs is not None:
             logprobs = tuple(TokenLogprobs(token, value, others) for token, value, others in self.logprobs)
         return CompletionDelta(
-            self.request_id,
-            self.index,
-            self.token_ids,
-            self.text,
-            RequestStatistics(**counters),
-            logprobs,
-            self.finish_reason,
-            self.error,
+            request_id=self.request_id,
+            index=self.index,
+            token_ids=self.token_ids,
+            text=self.text,
+            statistics=RequestStatistics(
+                num_rounds=counters.num_rounds,
+                num_draft_tokens=counters.num_draft_tokens,
+                num_accepted_draft_tokens=counters.num_accepted_draft_tokens,
+                num_cached_prompt_tokens=counters.num_cached_prompt_tokens,
+                acceptance_histogram=list(counters.acceptance_histogram),
+                num_preemptions=counters.num_preemptions,
+                admitted=counters.queue_seconds,
+            ),
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            error=self.error,
+            token_origins=self.token_origins,
         )
 
 
-class Ended(_Message):
+class Deltas(_Message, frozen=True, tag="deltas"):
+    """What a round added, to all its completions: one message, however many rows there are."""
+
+    deltas: tuple[Delta, ...]
+
+
+class Ended(_Message, frozen=True, tag="ended"):
     """The engine has not taken a request, and says why."""
 
-    kind: Literal["ended"] = "ended"
     request_id: str
     error: str
 
 
-class Status(_Message):
+class Status(_Message, frozen=True, tag="status"):
     """How full the engine is, and its totals since its start.
 
     Attributes:
         num_running, num_waiting: completions with and without a row.
         num_free_blocks, num_blocks: of the KV store.
         totals: of `LLMEngine.statistics`.
+        num_prefilling: of the completions with a row, those whose prompt is still computed.
+        num_prefill_tokens: what they have to compute, reused tokens among them.
+        num_preempted: of the completions without a row, those that had one.
     """
 
-    kind: Literal["status"] = "status"
     num_running: int
     num_waiting: int
     num_free_blocks: int
     num_blocks: int
     totals: dict[str, Any]
+    num_prefilling: int = 0
+    num_prefill_tokens: int = 0
+    num_preempted: int = 0
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks that rows hold."""
+        return 1 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
+
+    @property
+    def drafts_due(self) -> int:
+        """Drafts that were due where draft ranks draft ahead."""
+        return sum(self.totals.get("foresight", {}).get("due_by_place", ()))
+
+    @property
+    def drafts_foreseen(self) -> int:
+        """Of these, those that were there before their verdict."""
+        return sum(self.totals.get("foresight", {}).get("foreseen_by_place", ()))
+
+    @property
+    def draft_hit_rate(self) -> float | None:
+        """The share of these; None before the first, and where nothing is drafted ahead."""
+        return self.drafts_foreseen / self.drafts_due if self.drafts_due else None
 
 
-Message = Generate | Abort | AskStatus | Close | Ready | Delta | Ended | Status
-_READER: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="kind")])
+Message = Generate | Abort | AskStatus | Close | Ready | Deltas | Ended | Status
+_ENCODER = msgspec.json.Encoder()
+_DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
@@ -208,28 +253,71 @@ def encode(message: Message) -> bytes:
     Raises:
         MessageError: it is too large.
     """
-    body = message.model_dump_json().encode()
+    body = _ENCODER.encode(message)
     if len(body) > MOST_BYTES:
         raise MessageError(f"a message of {len(body)} bytes is larger than {MOST_BYTES}, the most that is sent")
     return len(body).to_bytes(_LENGTH_BYTES, "big") + body
 
 
-async def read_message(reader: asyncio.StreamReader) -> Message | None:
-    """The next message; None where the other side has ended the connection.
+class MessageStream:
+    """The messages that come over a connection, in their order. It reads what there is, not message by message."""
 
-    Raises:
-        MessageError: it is too large, or no message.
-    """
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader = reader
+        self._received = bytearray()
+        self._messages: deque[Message] = deque()
+        self._error: MessageError | None = None
+
+    async def __aiter__(self) -> AsyncIterator[Message]:
+        """Messages until the other side ends the connection.
+
+        Raises:
+            MessageError: as of `read`.
+        """
+        while (message := await self.read()) is not None:
+            yield message
+
+    async def read(self) -> Message | None:
+        """The next message; None where the other side has ended the connection.
+
+        Raises:
+            MessageError: it is too large, or no message.
+        """
+        while not self._messages:
+            if self._error is not None:
+                raise self._error
+            try:
+                data = await self._reader.read(_READ_BYTES)
+            except ConnectionError:
+                return None
+            if not data:
+                return None
+            self._received += data
+            self._split()
+        return self._messages.popleft()
+
+    def _split(self) -> None:
+        """Take whole messages off what has been received. What is wrong is told behind the messages before it."""
+        received, begin = self._received, 0
+        try:
+            while len(received) >= begin + _LENGTH_BYTES:
+                length = int.from_bytes(received[begin : begin + _LENGTH_BYTES], "big")
+                if length > MOST_BYTES:
+                    raise MessageError(
+                        f"the other side announces a message of {length} bytes; {MOST_BYTES} are the most"
+                    )
+                end = begin + _LENGTH_BYTES + length
+                if len(received) < end:
+                    break
+                self._messages.append(_decode(bytes(received[begin + _LENGTH_BYTES : end])))
+                begin = end
+        except MessageError as error:
+            self._error = error
+        del received[:begin]
+
+
+def _decode(body: bytes) -> Message:
     try:
-        length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
-        if length > MOST_BYTES:
-            raise MessageError(f"the other side announces a message of {length} bytes; {MOST_BYTES} are the most")
-        body = await reader.readexactly(length)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
-    try:
-        return _READER.validate_json(body)
-    except ValidationError as error:
-        problem = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise MessageError(f"the other side sent no message that is known: {where}: {problem['msg']}") from None
+        return _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MessageError(f"the other side sent no message that is known: {one_line(error)}") from None

@@ -14,6 +14,7 @@ from typing import Any
 
 from launch.serve.front import Piece, Usage
 from launch.serve.openai_types import Answering
+from launch.serve.token_texts import TokenTexts
 from trtrun.core import RequestStatistics, TokenLogprobs
 from trtrun.text import Tokenizer
 
@@ -26,6 +27,7 @@ class _Choice:
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    token_origins: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -41,13 +43,25 @@ class Answer(ABC):
     whole_name: str
     chunk_name: str
 
-    def __init__(self, model_name: str, tokenizer: Tokenizer | None, answering: Answering, num_choices: int) -> None:
+    def __init__(
+        self, model_name: str, tokenizer: Tokenizer | None, answering: Answering, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        """Begin an answer.
+
+        Args:
+            model_name: what clients call the model.
+            tokenizer: None where there is no text.
+            answering: how the request wants it.
+            prompts: the tokens of each prompt.
+        """
         self.answer_id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._model_name = model_name
         self._created = int(time.time())
         self._answering = answering
-        self._num_choices = num_choices
+        self._num_choices = len(prompts) * answering.sampling.n
         self._spelling = _Spelling(tokenizer)
+        asks_texts = answering.return_token_texts
+        self._token_texts = TokenTexts(tokenizer, prompts, answering.sampling.n) if asks_texts else None
 
     def whole(self, pieces: Sequence[Piece], usage: Usage, draft_len: int) -> dict[str, Any]:
         """The answer to a request that does not stream."""
@@ -56,6 +70,7 @@ class Answer(ABC):
             choice, delta = choices[piece.choice], piece.delta
             choice.text.append(delta.text)
             choice.token_ids += delta.token_ids
+            choice.token_origins.append(delta.token_origins)
             choice.logprobs += delta.logprobs or ()
             choice.finish_reason = delta.finish_reason or choice.finish_reason
         told = [
@@ -63,6 +78,7 @@ class Answer(ABC):
                 number,
                 self._text("".join(choice.text), is_chunk=False),
                 choice.token_ids,
+                "".join(choice.token_origins),
                 choice.logprobs if self._answering.sampling.logprobs is not None else None,
                 choice.finish_reason,
             )
@@ -78,12 +94,13 @@ class Answer(ABC):
         """The chunk of a piece; None where it says nothing yet."""
         delta = piece.delta
         says_something = delta.text or delta.finish_reason or delta.logprobs is not None
-        if not says_something and not (self._answering.return_token_ids and delta.token_ids):
+        if not says_something and not (self._answering.shows_tokens and delta.token_ids):
             return None
         told = self._choice(
             piece.choice,
             self._text(delta.text, is_chunk=True),
             list(delta.token_ids),
+            delta.token_origins,
             delta.logprobs,
             delta.finish_reason,
         )
@@ -109,6 +126,7 @@ class Answer(ABC):
         number: int,
         text: dict[str, Any],
         token_ids: list[int],
+        token_origins: str,
         logprobs: Sequence[TokenLogprobs] | None,
         finish_reason: str | None,
     ) -> dict[str, Any]:
@@ -117,6 +135,10 @@ class Answer(ABC):
             told["logprobs"] = self._logprobs(number, logprobs)
         if self._answering.return_token_ids:
             told["token_ids"] = token_ids
+        if self._answering.return_token_origins:
+            told["token_origins"] = token_origins
+        if self._token_texts is not None:
+            told["token_texts"] = self._token_texts.take(number, token_ids, finish_reason is not None)
         return told
 
     @abstractmethod
@@ -133,9 +155,12 @@ class CompletionAnswer(Answer):
 
     prefix, whole_name, chunk_name = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model_name: str, tokenizer: Tokenizer | None, answering: Answering, num_choices: int) -> None:
-        super().__init__(model_name, tokenizer, answering, num_choices)
-        self._offsets = [0] * num_choices
+    def __init__(
+        self, model_name: str, tokenizer: Tokenizer | None, answering: Answering, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        """As every Answer."""
+        super().__init__(model_name, tokenizer, answering, prompts)
+        self._offsets = [0] * self._num_choices
 
     def _text(self, text: str, is_chunk: bool) -> dict[str, Any]:
         return {"text": text}
@@ -168,7 +193,7 @@ class ChatAnswer(Answer):
         usage = {"usage": None} if self._answering.include_usage else {}
         delta = {"role": "assistant", "content": ""}
         return [
-            self._object(self.chunk_name, [self._choice(number, {"delta": delta}, [], None, None)]) | usage
+            self._object(self.chunk_name, [self._choice(number, {"delta": delta}, [], "", None, None)]) | usage
             for number in range(self._num_choices)
         ]
 

@@ -7,47 +7,52 @@ Starlette, and nothing of engines.
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from sse_starlette import EventSourceResponse
-from sse_starlette.sse import SendTimeoutError
-from starlette.requests import Request
+import msgspec
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from launch.serve.chat_template import ChatTemplate
+from launch.serve.event_stream import EventStream, LastEvents, event
 from launch.serve.front import SHORT_TEXT, Front, Generation, Piece
 from launch.serve.http_requests import Keys, read_json_body, unless_gone
+from launch.serve.metrics import ModelRequest, Stage
+from launch.serve.metrics.models import Failure
 from launch.serve.openai_answers import Answer, ChatAnswer, CompletionAnswer
 from launch.serve.openai_types import Answering, ChatCall, read_chat, read_completion
-from launch.serve.refusals import Kind, Refusal
+from launch.serve.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
 from trtrun.errors import InvalidRequestError
 from trtrun.prompts import Prompt
 from trtrun.text import Tokenizer
 
-_ERRORS: Mapping[Kind, tuple[int, str]] = {
-    Kind.INVALID: (400, "invalid_request_error"),
-    Kind.UNAUTHORIZED: (401, "authentication_error"),
-    Kind.UNKNOWN_MODEL: (404, "invalid_request_error"),
-    Kind.TOO_LARGE: (413, "invalid_request_error"),
-    Kind.BUSY: (429, "rate_limit_error"),
-    Kind.FAILED: (500, "server_error"),
-    Kind.UNAVAILABLE: (503, "server_error"),
-    Kind.TIMEOUT: (504, "timeout_error"),
+_TYPES: Mapping[Kind, str] = {
+    Kind.INVALID: "invalid_request_error",
+    Kind.UNAUTHORIZED: "authentication_error",
+    Kind.UNKNOWN_MODEL: "invalid_request_error",
+    Kind.TOO_LARGE: "invalid_request_error",
+    Kind.BUSY: "rate_limit_error",
+    Kind.FAILED: "server_error",
+    Kind.UNAVAILABLE: "server_error",
+    Kind.TIMEOUT: "timeout_error",
 }
-"""HTTP status and OpenAI's type of each kind."""
+"""OpenAI's type of each kind."""
+
+_ENCODER = msgspec.json.Encoder()
+_DONE = event(b"[DONE]")
 
 
-STALLED_SECONDS = 60.0
-"""How long a client may read nothing of a stream while there is more than its connection holds."""
+@dataclass(frozen=True)
+class _Asked:
+    """What a body asks for, whatever the endpoint."""
 
-logger = logging.getLogger(__name__)
+    prompts: Sequence[Prompt]
+    answering: Answering
 
 
 class OpenAIApi:
@@ -71,15 +76,11 @@ class OpenAIApi:
 
     async def completions(self, request: Request) -> Response:
         """Go on with prompts."""
-        self._keys.check(request)
-        call = read_completion(await read_json_body(request, self._max_body_bytes), self._front.model_name)
-        return await self._answer(request, call.prompts, call.answering, CompletionAnswer)
+        return await self._answer(request, self._read_completion, CompletionAnswer)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation."""
-        self._keys.check(request)
-        call = read_chat(await read_json_body(request, self._max_body_bytes), self._front.model_name)
-        return await self._answer(request, [await self._chat_prompt(call)], call.answering, ChatAnswer)
+        return await self._answer(request, self._read_chat, ChatAnswer)
 
     async def models(self, request: Request) -> Response:
         """The one model."""
@@ -98,38 +99,68 @@ class OpenAIApi:
             )
         return JSONResponse(self._model())
 
-    async def _answer(
-        self, request: Request, prompts: Sequence[Prompt], answering: Answering, kind: type[Answer]
-    ) -> Response:
-        generation = await self._front.begin(prompts, answering.sampling)
-        num_choices = len(prompts) * answering.sampling.n
-        answer = kind(self._front.model_name, self._front.tokenizer, answering, num_choices)
-        if answering.stream:
-            return _EventStream(generation, self._events(generation, answer))
-        try:
-            pieces = await unless_gone(request, _collect(generation))
-        finally:
-            generation.close()
-        return JSONResponse(answer.whole(pieces, generation.usage, self._front.draft_len))
+    async def _read_completion(self, values: object) -> _Asked:
+        call = read_completion(values, self._front.model_name)
+        return _Asked(call.prompts, call.answering)
 
-    async def _events(self, generation: Generation, answer: Answer) -> AsyncIterator[str]:
+    async def _read_chat(self, values: object) -> _Asked:
+        call = read_chat(values, self._front.model_name)
+        return _Asked([await self._chat_prompt(call)], call.answering)
+
+    async def _answer(
+        self, request: Request, read: Callable[[object], Awaitable[_Asked]], kind: type[Answer]
+    ) -> Response:
+        """From a body to its answer, counted as a request for the one model."""
+        self._keys.check(request)
+        counted = self._front.metrics.models.begin(self._front.model_name)
+        try:
+            asked = await read(await read_json_body(request, self._max_body_bytes))
+            generation = await self._front.begin(asked.prompts, asked.answering.sampling)
+            counted.num_inferences = len(asked.prompts) * asked.answering.sampling.n
+            counted.enter(Stage.INFER)
+            answer = kind(self._front.model_name, self._front.tokenizer, asked.answering, generation.prompts)
+            if asked.answering.stream:
+                return self._stream(generation, answer, counted)
+            try:
+                pieces = await unless_gone(request, _collect(generation))
+            finally:
+                generation.close()
+            counted.move_to_queue(generation.queue_seconds)
+            counted.enter(Stage.OUTPUT)
+            with counted:
+                return JSONResponse(answer.whole(pieces, generation.usage, self._front.draft_len))
+        except ClientDisconnect:
+            counted.fail(Failure.CANCELED)
+            raise
+        except BaseException as error:
+            counted.fail_with(error)
+            raise
+
+    def _stream(self, generation: Generation, answer: Answer, counted: ModelRequest) -> Response:
+        return EventStream(_Streaming(generation, counted), self._events(generation, answer, counted))
+
+    async def _events(
+        self, generation: Generation, answer: Answer, counted: ModelRequest
+    ) -> AsyncGenerator[bytes, None]:
         """One event for each piece, what the request took, and the end. An error is an event, too: the status is
         out."""
-        for chunk in answer.beginning():
-            yield _dump(chunk)
+        if beginning := answer.beginning():
+            yield b"".join(map(_event, beginning))
         try:
-            async for piece in generation:
-                told = answer.chunk(piece)
-                if told is not None:
-                    yield _dump(told)
+            while pieces := await generation.take():
+                events = [_event(told) for piece in pieces if (told := answer.chunk(piece)) is not None]
+                if generation.is_over:
+                    counted.move_to_queue(generation.queue_seconds)
+                    counted.succeed()
+                    last = answer.usage_chunk(generation.usage, self._front.draft_len)
+                    events += [_DONE] if last is None else [_event(last), _DONE]
+                    yield LastEvents(b"".join(events))
+                elif events:
+                    yield b"".join(events)
         except Refusal as refusal:
-            self._front.metrics.count_refusal(_ERRORS[refusal.kind][0])
-            yield _dump(error_body(refusal))
-        else:
-            last = answer.usage_chunk(generation.usage, self._front.draft_len)
-            if last is not None:
-                yield _dump(last)
-        yield "[DONE]"
+            counted.fail_with(refusal)
+            self._front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
+            yield LastEvents(_event(error_body(refusal)) + _DONE)
 
     async def _chat_prompt(self, call: ChatCall) -> Prompt:
         """The tokens of a conversation."""
@@ -151,33 +182,28 @@ class OpenAIApi:
         return {"id": self._front.model_name, "object": "model", "created": self._created, "owned_by": "trtrun"}
 
 
-class _EventStream(EventSourceResponse):
-    """A stream of events that lets its generation go, whether it was read to its end, given up, or never begun."""
+@dataclass(frozen=True)
+class _Streaming:
+    """A stream's request at work, and its count."""
 
-    def __init__(self, generation: Generation, events: AsyncIterator[str]) -> None:
-        super().__init__(events, sep="\n", send_timeout=STALLED_SECONDS)
-        self._generation = generation
+    generation: Generation
+    counted: ModelRequest
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI calls it."""
-        try:
-            await super().__call__(scope, receive, send)
-        except SendTimeoutError:
-            logger.info("a client has read nothing for %g s, and is left", STALLED_SECONDS)
-        finally:
-            self._generation.close()
+    def close(self) -> None:
+        """Give up what has not ended."""
+        self.generation.close()
+        self.counted.fail(Failure.CANCELED)  # unless it has ended
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:
     """A refusal as OpenAI's clients read it."""
-    kind = _ERRORS[refusal.kind][1]
+    kind = _TYPES[refusal.kind]
     return {"error": {"message": str(refusal), "type": kind, "param": refusal.field, "code": refusal.code}}
 
 
 def answer_refusal(refusal: Refusal) -> JSONResponse:
     """The HTTP answer to a request that is not answered."""
-    headers = {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
-    return JSONResponse(error_body(refusal), status_code=_ERRORS[refusal.kind][0], headers=headers)
+    return JSONResponse(error_body(refusal), status_code=HTTP_STATUS[refusal.kind], headers=retry_headers(refusal))
 
 
 def _encode_chat(
@@ -191,5 +217,5 @@ async def _collect(generation: Generation) -> list[Piece]:
     return [piece async for piece in generation]
 
 
-def _dump(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+def _event(value: Mapping[str, Any]) -> bytes:
+    return event(_ENCODER.encode(value))

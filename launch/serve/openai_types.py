@@ -46,7 +46,8 @@ UNSUPPORTED_FIELDS: Mapping[str, tuple[Any, ...]] = {
 }
 """OpenAI's own that would change the answer, with the values that ask for nothing; null does so everywhere."""
 
-_COMMON = {"model", "stream", "stream_options", "logprobs", "return_token_ids"}
+_TOKEN_FLAGS = {"return_token_ids", "return_token_origins", "return_token_texts"}
+_COMMON = {"model", "stream", "stream_options", "logprobs"} | _TOKEN_FLAGS
 COMPLETION_FIELDS = SAMPLING_FIELDS | IGNORED_FIELDS | UNSUPPORTED_FIELDS.keys() | _COMMON | {"prompt"}
 CHAT_FIELDS = (
     SAMPLING_FIELDS
@@ -71,12 +72,21 @@ class Answering:
         stream: piece by piece.
         include_usage: a last piece says what the request took.
         return_token_ids: choices have their tokens beside their text.
+        return_token_origins: choices say how each token came.
+        return_token_texts: and what each token's part of the text is.
     """
 
     sampling: SamplingParams
     stream: bool
     include_usage: bool
     return_token_ids: bool
+    return_token_origins: bool = False
+    return_token_texts: bool = False
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether a piece without text says something all the same."""
+        return self.return_token_ids or self.return_token_origins or self.return_token_texts
 
 
 @dataclass(frozen=True)
@@ -137,9 +147,9 @@ def _read_fields(values: object, known: frozenset[str], model_name: str) -> dict
         raise Refusal(Kind.INVALID, f"the body must be a JSON object, not {show_value(values)}")
     for name in values:
         if name not in known:
-            raise Refusal(
-                Kind.INVALID, f"unknown field {show_value(name)}{nearest(name, known)}", name[:100], "unknown_field"
-            )
+            told = name[:100].encode(errors="backslashreplace").decode()  # half a character cannot be sent back
+            line = f"unknown field {show_value(name)}{nearest(name, known)}"
+            raise Refusal(Kind.INVALID, line, told, "unknown_field")
     given = {name: value for name, value in values.items() if value is not None and name not in IGNORED_FIELDS}
     for name, harmless in UNSUPPORTED_FIELDS.items():
         if name not in given:
@@ -176,7 +186,8 @@ def _read_answering(given: Mapping[str, Any], logprobs: object, max_tokens: int)
         parameters = SamplingParams.from_mapping(sampling)
     except InvalidRequestError as error:
         raise _wrong(_field_of(str(error)), str(error)) from None
-    return Answering(parameters, stream, _flag(options, "include_usage"), _flag(given, "return_token_ids"))
+    flags = {name: _flag(given, name) for name in _TOKEN_FLAGS}
+    return Answering(parameters, stream, _flag(options, "include_usage"), **flags)
 
 
 def _read_prompts(value: object) -> list[Prompt]:

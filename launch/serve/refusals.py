@@ -1,10 +1,10 @@
-"""Why a request is not answered, in no protocol's words: a kind and one line. Protocols give each kind their number.
-
-It knows no HTTP.
+"""Why a request is not answered, in no protocol's words: a kind and one line. Protocols give each kind their number,
+those over HTTP the same one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum, auto
 
 from trtrun.errors import TrtrunError
@@ -38,6 +38,19 @@ class Kind(Enum):
     """It was begun and lost, for no fault of its own."""
 
 
+HTTP_STATUS: Mapping[Kind, int] = {
+    Kind.INVALID: 400,
+    Kind.UNAUTHORIZED: 401,
+    Kind.UNKNOWN_MODEL: 404,
+    Kind.TOO_LARGE: 413,
+    Kind.BUSY: 429,
+    Kind.FAILED: 500,
+    Kind.UNAVAILABLE: 503,
+    Kind.TIMEOUT: 504,
+}
+"""Of each kind, in every protocol over HTTP; metrics count all protocols' refusals by it."""
+
+
 class Refusal(TrtrunError):
     """A request that is not answered, or not any further.
 
@@ -56,3 +69,8 @@ class Refusal(TrtrunError):
         self.field = field
         self.code = code
         self.retry_after = retry_after
+
+
+def retry_headers(refusal: Refusal) -> dict[str, str]:
+    """The header that says when another try makes sense, where one does."""
+    return {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,8 +69,8 @@ LENGTHS = (1, 9, 70, 24, 3, 41)
 COUNT = 24
 
 
-def sampling() -> list[SamplingParams]:
-    """Greedy and sampled rows by turns."""
+def sampling(drafts: Sequence[int | None] = ()) -> list[SamplingParams]:
+    """Greedy and sampled rows by turns, each with a draft_len of its own where `drafts` has one for it."""
     kinds: list[dict[str, Any]] = [
         {},
         {"temperature": 0.9, "top_p": 0.9},
@@ -77,7 +79,10 @@ def sampling() -> list[SamplingParams]:
         {"stop_token_ids": (7, 8, 9)},
         {"temperature": 0.8, "min_p": 0.05, "frequency_penalty": 0.3, "n": 2},
     ]
-    return [SamplingParams(max_tokens=COUNT, seed=index, **kind) for index, kind in enumerate(kinds)]
+    return [
+        SamplingParams(max_tokens=COUNT, seed=index, draft_len=most, **kind)
+        for index, (kind, most) in enumerate(zip_longest(kinds, drafts))
+    ]
 
 
 def prompts() -> list[list[int]]:
@@ -146,10 +151,18 @@ def test_every_placement_writes_what_transformers_and_one_process_write(
 
     def use(llm: LLM) -> list[Any]:
         texts = tokens_of(llm.generate(prompts(), SamplingParams(max_tokens=COUNT)))
-        outputs = llm.generate(prompts(), sampling())
-        logprobs = [entry.logprob for entry in outputs[2].completions[0].logprobs or []]
         llm.set_speculation(False)
         plain = tokens_of(llm.generate(prompts(), sampling()))
+        llm.set_speculation(True)
+        # One row decodes plainly beside the others, some have short drafts, and some bring drafts of their own.
+        asked = sampling((None, 0, 3, 1, None, 2) if devices[0] else ())
+        for row, right in ((0, COUNT), (2, COUNT // 2), (3, COUNT), (4, 1)):
+            asked[row] = replace(asked[row], draft_token_ids=(*plain[row][0][:right], 5, 5, 5, 5))
+        outputs = llm.generate(prompts(), asked)
+        if devices[0]:
+            counted = [output.completions[0].statistics for output in outputs]
+            assert counted[1].num_draft_tokens == 0 and counted[0].num_rounds < 12
+        logprobs = [entry.logprob for entry in outputs[2].completions[0].logprobs or []]
         return [texts, tokens_of(outputs), logprobs, plain, llm.statistics(), llm.report]
 
     found = run_job(job_configuration(folder, devices, scheduler=scheduler), use)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servers import ONE_PROCESS, write_config
+from servers import ONE_PROCESS, Server, serving, write_config
 
 from trtrun import LLM
 from trtrun.config import ASSETS, load_config
@@ -35,3 +35,18 @@ def llm(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     config = write_config(tmp_path_factory.mktemp("llm") / "llm.yaml", pair, ONE_PROCESS)
     with LLM(config=load_config(config, ["kv_cache.max_tokens=8192"])) as llm:
         yield llm
+
+
+@pytest.fixture(scope="session")
+def triton_server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """What the tests of Triton's front share."""
+    config = write_config(
+        tmp_path_factory.mktemp("triton") / "serve.yaml",
+        pair,
+        ONE_PROCESS,
+        scheduler={"max_batch_size": 8},
+        kv_cache={"max_tokens": 16384},
+        server={"max_queue": 24, "max_body_bytes": 20000},
+    )
+    with serving(config) as server:
+        yield server

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ THREE_RANKS = {"target": ["cpu:1"], "draft": ["cpu:0"]}
 PATIENCE = 150.0
 """Seconds that anything may take on a busy machine before a test gives up on it."""
 
-_READY = re.compile(r"trtrun: (\S+) is served at (\S+), metrics at (\S+)$")
+_READY = re.compile(r"trtrun: (\S+) is served at (\S+), metrics at (\S+), gRPC at (\S+)$")
 
 
 class Server:
@@ -33,11 +33,14 @@ class Server:
     Attributes:
         process: the front.
         lines: what it has said so far.
-        url, metrics_url: once it is ready.
+        url, metrics_url, grpc_address: once it is ready.
     """
 
-    def __init__(self, config: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "launch.cli", "serve", "--config", str(config), *arguments]
+    def __init__(
+        self, config: Path, *arguments: str, environment: dict[str, str] | None = None, launcher: Sequence[str] = ()
+    ) -> None:
+        python = [sys.executable, *(("-m", "mpi4py") if launcher else ())]
+        command = [*launcher, *python, "-m", "launch.cli", "serve", "--config", str(config), *arguments]
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             command,
@@ -47,7 +50,7 @@ class Server:
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **(environment or {})},
         )
         self.lines: list[str] = []
-        self.url = self.metrics_url = ""
+        self.url = self.grpc_address = self.metrics_url = ""
         self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -76,7 +79,7 @@ class Server:
         """Wait until it says where it listens."""
         ready = _READY.match(self.wait_for("is served at"))
         assert ready is not None
-        _, self.url, self.metrics_url = ready.groups()
+        _, self.url, self.metrics_url, self.grpc_address = ready.groups()
         return self
 
     def wait_ended(self) -> int:
@@ -129,9 +132,9 @@ class Server:
 
 
 @contextmanager
-def serving(config: Path, *arguments: str) -> Iterator[Server]:
+def serving(config: Path, *arguments: str, launcher: Sequence[str] = ()) -> Iterator[Server]:
     """A server that is ready, and is ended at the end."""
-    server = Server(config, *arguments)
+    server = Server(config, *arguments, launcher=launcher)
     try:
         yield server.wait_ready()
     finally:
@@ -153,7 +156,8 @@ def write_config(path: Path, model: Path, devices: dict[str, list[str]], **secti
     """A configuration of a pair in `model`; JSON is YAML."""
     values: dict[str, Any] = {name: {"model": str(model / name), "devices": slots} for name, slots in devices.items()}
     values |= {"speculation": {"draft_len": 4}, "threads": 1}
-    values |= {"server": {"http_port": 0, "metrics_port": 0, "model_name": "pair", **sections.pop("server", {})}}
+    server = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, "model_name": "pair"}
+    values |= {"server": server | sections.pop("server", {})}
     path.write_text(json.dumps(values | sections), encoding="utf-8")
     return path
 

@@ -77,6 +77,24 @@ def test_rows_come_and_go_and_are_preempted_between(model: CausalLM, seed: int) 
     assert_alike(rounds)
 
 
+@pytest.mark.parametrize(("seed", "block_size", "use_logits"), [(0, 1, False), (1, 4, True), (2, 16, False)])
+def test_drafts_that_came_with_requests_go_first_and_leave_nothing_wrong_behind(
+    model: CausalLM, seed: int, block_size: int, use_logits: bool
+) -> None:
+    """Rows follow them for a while, or to their ends; what is drafted then is what a fresh drafter would draft."""
+    rounds = AheadRounds(
+        model, seed=seed, block_size=block_size, num_tokens=200, draft_len=2 + seed, use_logits=use_logits,
+        plans_ahead=seed % 2,
+    )  # fmt: skip
+    for number in range(10):
+        kind = {**MIXED[number % len(MIXED)], "draft_token_ids": prompt_of((40, 18, 40, 5, 0)[number % 5], seed=number)}
+        rounds.add(prompt_of(3 + 7 * (number % 4), seed=number), max_tokens=30, **kind)
+    rounds.run(cancels=0.02)
+    assert rounds.seen["given"] > 10 and rounds.seen["foreseen"] > 5 and rounds.seen["redrafted"] > 3, rounds.seen
+    assert rounds.scheduler.idle_is_whole()
+    assert_alike(rounds)
+
+
 @pytest.mark.parametrize(("max_seq_len", "draft_context"), [(60, 60), (60, 41)])
 def test_rows_reach_the_end_of_a_context(model: CausalLM, max_seq_len: int, draft_context: int) -> None:
     """The target's, or the draft's before: from there on nothing is drafted."""

@@ -232,3 +232,52 @@ def test_the_draft_proposes_no_id_that_only_its_padding_has() -> None:
     assert draft.draft_probs is not None and draft.draft_probs.shape == (1, 3, VOCAB)
     assert int(draft.tokens.max()) < VOCAB
     assert torch.allclose(draft.draft_probs.sum(-1), torch.ones(1, 3))
+
+
+@pytest.mark.parametrize("plans_ahead", [0, 1])
+@pytest.mark.parametrize("use_logits", [False, True])
+@pytest.mark.parametrize("pace", [None, 0])
+@pytest.mark.parametrize("right", [0, 1, 7, 20])
+def test_a_draft_that_came_with_a_request_goes_first_and_the_model_goes_on(
+    right: int, pace: int | None, use_logits: bool, plans_ahead: int
+) -> None:
+    """The draft's store never has other tokens than the row: the fake engines look. Pacing holds nothing of it back."""
+    cycle = Cycle(never_right, 4, use_logits, plans_ahead, pace=itertools.repeat(pace) if pace is not None else None)
+    prompts = {1: [4], 2: [7, 8, 9], 3: list(range(25))}
+    for request_id, prompt in prompts.items():
+        given = continue_alone(prompt, 20)
+        given[right:] = [(token + 1) % VOCAB for token in given[right:]]
+        cycle.add(request_id, prompt, max_tokens=21, draft_token_ids=given if request_id != 2 else ())
+    states = dict(cycle.scheduler._requests)
+    cycle.run()
+    for request_id, prompt in prompts.items():
+        assert cycle.outputs[request_id] == continue_alone(prompt, 21)
+        statistics = states[request_id].statistics
+        # The first token is the prompt's; the others come four and one at a time as long as the draft is right.
+        assert statistics.num_accepted_draft_tokens == (max(0, right - 1 - (right - 1) // 5) if request_id != 2 else 0)
+        if right == 20 and request_id != 2:
+            assert statistics.num_rounds == 4 and statistics.acceptance_histogram == [0, 0, 0, 0, 4]
+
+
+def test_the_pacer_is_not_told_of_drafts_that_came_with_requests() -> None:
+    scheduler = Scheduler(SchedulerLimits(4, 64, 200, 200, 4, 16, 64, enable_block_reuse=False))
+    told: list[tuple[float | None, list[tuple[int, int]]]] = []
+
+    class Noting(Pacer):
+        def record(self, num_rows: int, draft_len: int, seconds: Any, acceptances: Any, num_plain: int = 0) -> None:
+            told.append((seconds, acceptances))
+
+    def round_of(*tokens: list[int]) -> None:
+        plan = scheduler.schedule(2)
+        assert plan is not None
+        lens = [*plan.draft_lens.tolist(), *[0] * (len(tokens) - len(plan.draft_lens))]
+        report = RoundReport(plan.round_index, RoundTimes(), True, list(map(len, tokens)), lens, list(tokens), [])
+        commit_round(scheduler, plan, report, Noting(4), 0.5)
+
+    scheduler.add(Request(1, (3,), SamplingParams(seed=1, draft_token_ids=(5, 6, 7, 8, 9, 10, 11, 12))))
+    scheduler.add(Request(2, (3,), SamplingParams(seed=1)))
+    round_of([5], [5])
+    round_of([6, 7, 8, 9, 10], [1])
+    round_of([12, 1], [1, 1])
+    round_of([1], [1])
+    assert told == [(None, [(2, 0)]), (None, [(2, 1)]), (0.5, [(2, 0), (2, 0)])]

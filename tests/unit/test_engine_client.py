@@ -5,35 +5,38 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_messages import LIMITS, SAMPLING, delta_of, run
 
-from launch.serve import messages
+from launch.serve import engine_socket, messages
 from launch.serve.engine_client import EngineClient, EngineRequest, Inbox
-from launch.serve.messages import Abort, Delta, Ended, Ready, encode, read_message
+from launch.serve.messages import Abort, Delta, Deltas, Ended, Generate, MessageStream, Ready, encode
 from launch.serve.refusals import Kind, Refusal
+from trtrun.outputs import CompletionDelta
 
 
 class Engine:
     """The engine's side of one connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self.writer = reader, writer
+        self._messages, self.writer = MessageStream(reader), writer
 
     @classmethod
-    async def connect(cls, socket: Path) -> Engine:
-        engine = cls(*await asyncio.open_unix_connection(socket))
+    async def connect(cls, socket: str) -> Engine:
+        engine = cls(*await asyncio.open_unix_connection(sock=engine_socket.connect(socket)))
         engine.send(Ready(version="1", config_hash="h", limits=asdict(LIMITS)))
         return engine
 
     def send(self, message: messages.Message) -> None:
         self.writer.write(encode(message))
 
+    def tell(self, *deltas: CompletionDelta) -> None:
+        self.send(Deltas(deltas=tuple(map(Delta.of, deltas))))
+
     async def hear(self) -> Any:
-        return await read_message(self._reader)
+        return await self._messages.read()
 
     async def die(self, client: EngineClient) -> None:
         self.writer.close()
@@ -41,9 +44,9 @@ class Engine:
             await asyncio.sleep(0)
 
 
-def with_client(tmp_path: Path, check: Callable[[EngineClient, Path], Coroutine[Any, Any, None]]) -> None:
+def with_client(check: Callable[[EngineClient, str], Coroutine[Any, Any, None]]) -> None:
     async def work() -> None:
-        client, socket = EngineClient(), tmp_path / "engine"
+        client, socket = EngineClient(), engine_socket.make_name()
         await client.listen(socket)
         try:
             await check(client, socket)
@@ -53,24 +56,24 @@ def with_client(tmp_path: Path, check: Callable[[EngineClient, Path], Coroutine[
     run(work())
 
 
-def test_a_request_goes_to_the_next_engine_with_its_tokens(tmp_path: Path) -> None:
-    async def check(client: EngineClient, socket: Path) -> None:
+def test_a_request_goes_to_the_next_engine_with_its_tokens() -> None:
+    async def check(client: EngineClient, socket: str) -> None:
         inbox = Inbox()
         client.start([EngineRequest((1, 2), SAMPLING)], inbox)  # before there is an engine
         first = await Engine.connect(socket)
         asked = await first.hear()
         assert asked.generated is None and asked.sampling_params() == SAMPLING
-        first.send(Delta.of(delta_of((3, 4))))
-        first.send(Delta.of(delta_of((5,), "stop", index=1)))
+        first.tell(delta_of((3, 4)))
+        first.tell(delta_of((5,), "stop", index=1))
         assert {delta.index for _, delta in await inbox.take()} <= {0, 1}
-        first.send(Delta.of(delta_of((6,), rounds=3)))
+        first.tell(delta_of((6,), rounds=3))
         while client._requests["request 0"].generated != {0: [3, 4, 6]}:
             await asyncio.sleep(0)
         await first.die(client)
         second = await Engine.connect(socket)
         asked = await second.hear()
         assert asked.generated == {0: (3, 4, 6)}  # the other completion has ended
-        second.send(Delta.of(delta_of((7,), "length", rounds=2)))
+        second.tell(delta_of((7,), "length", rounds=2))
         while client.num_requests:
             await asyncio.sleep(0)
         (last,) = [delta for _, delta in await inbox.take() if delta.index == 0]
@@ -80,18 +83,18 @@ def test_a_request_goes_to_the_next_engine_with_its_tokens(tmp_path: Path) -> No
         assert last.statistics.num_draft_tokens == 8
         second.writer.close()
 
-    with_client(tmp_path, check)
+    with_client(check)
 
 
-def test_a_request_that_ends_engines_is_ended(tmp_path: Path) -> None:
-    async def check(client: EngineClient, socket: Path) -> None:
+def test_a_request_that_ends_engines_is_ended() -> None:
+    async def check(client: EngineClient, socket: str) -> None:
         inboxes = [Inbox(), Inbox()]
         for inbox in inboxes:
             client.start([EngineRequest((1,), SAMPLING)], inbox)
         for number in range(3):
             engine = await Engine.connect(socket)
             assert {(await engine.hear()).request_id for _ in range(2)} == {"request 0", "request 1"}
-            engine.send(Delta.of(delta_of((3 + number,))))  # request 0 gets on, the other does not
+            engine.tell(delta_of((3 + number,)))  # request 0 gets on, the other does not
             await inboxes[0].take()
             await engine.die(client)
         with pytest.raises(Refusal, match="ended 3 times in a row") as caught:
@@ -99,17 +102,17 @@ def test_a_request_that_ends_engines_is_ended(tmp_path: Path) -> None:
         assert caught.value.kind is Kind.FAILED
         assert client.num_requests == 1
 
-    with_client(tmp_path, check)
+    with_client(check)
 
 
-def test_aborted_and_refused_requests_are_not_given_back(tmp_path: Path) -> None:
-    async def check(client: EngineClient, socket: Path) -> None:
+def test_aborted_and_refused_requests_are_not_given_back() -> None:
+    async def check(client: EngineClient, socket: str) -> None:
         engine = await Engine.connect(socket)
         while client.ready is None:
             await asyncio.sleep(0)
         inboxes = [Inbox(), Inbox()]
         ids = [client.start([EngineRequest((1,), SAMPLING)], inbox)[0] for inbox in inboxes]
-        assert [(await engine.hear()).kind for _ in ids] == ["generate", "generate"]
+        assert [type(await engine.hear()) for _ in ids] == [Generate, Generate]
         client.abort([ids[0], "unknown"])
         assert await engine.hear() == Abort(request_id=ids[0])
         engine.send(Ended(request_id=ids[1], error="too long"))
@@ -118,12 +121,12 @@ def test_aborted_and_refused_requests_are_not_given_back(tmp_path: Path) -> None
         await engine.die(client)
         assert client.num_requests == 0
 
-    with_client(tmp_path, check)
+    with_client(check)
 
 
-def test_only_one_engine_is_listened_to_and_it_has_to_speak_the_protocol(tmp_path: Path) -> None:
-    async def check(client: EngineClient, socket: Path) -> None:
-        reader, writer = await asyncio.open_unix_connection(socket)
+def test_only_one_engine_is_listened_to_and_it_has_to_speak_the_protocol() -> None:
+    async def check(client: EngineClient, socket: str) -> None:
+        reader, writer = await asyncio.open_unix_connection(sock=engine_socket.connect(socket))
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         assert await reader.read() == b"" and client.ready is None
         first = await Engine.connect(socket)
@@ -135,24 +138,24 @@ def test_only_one_engine_is_listened_to_and_it_has_to_speak_the_protocol(tmp_pat
         inbox = Inbox()
         client.start([EngineRequest((1,), SAMPLING)], inbox)
         client.drop()  # its process has ended, though something still speaks
-        first.send(Delta.of(delta_of((3,))))
+        first.tell(delta_of((3,)))
         third = await Engine.connect(socket)
         assert (await third.hear()).generated is None
-        third.send(Delta.of(delta_of((4,))))
+        third.tell(delta_of((4,)))
         assert [delta.token_ids for _, delta in await inbox.take()] == [(4,)]
         third.writer.close()
 
-    with_client(tmp_path, check)
+    with_client(check)
 
 
-def test_an_engine_that_is_not_accepted_gets_nothing(tmp_path: Path) -> None:
-    async def check(client: EngineClient, socket: Path) -> None:
+def test_an_engine_that_is_not_accepted_gets_nothing() -> None:
+    async def check(client: EngineClient, socket: str) -> None:
         client.start([EngineRequest((1,), SAMPLING)], Inbox())
         client.accepts = lambda ready: ready.config_hash == "other"
         engine = await Engine.connect(socket)
         assert await engine.hear() is None and client.ready is None and client.num_requests == 1
 
-    with_client(tmp_path, check)
+    with_client(check)
 
 
 def test_a_slow_reader_gets_one_delta_a_completion() -> None:

@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "trtrun": (
         frozenset({"llm", "async_llm"}),
         frozenset({"engine_thread"}),
-        frozenset({"llm_engine", "pending", "interrupts"}),
+        frozenset({"llm_engine", "pending", "interrupts", "recipients"}),
         frozenset({"prompts", "roles"}),
         frozenset({"speculation"}),
         frozenset({"scheduling"}),

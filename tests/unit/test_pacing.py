@@ -119,6 +119,19 @@ def test_each_load_has_its_own_answer() -> None:
     assert machine.share_of_good(1, few) == machine.share_of_good(64, many) == 1.0
 
 
+@pytest.mark.parametrize(("num_plain", "pays"), [(0, True), (16, True), (31, False)])
+def test_what_plain_rows_lose_by_a_longer_round_counts(num_plain: int, pays: bool) -> None:
+    """Drafts make a round a quarter longer, and rows that have them gain 2.3 tokens in place of one."""
+    pacer, generator, chosen = Pacer(MOST), random.Random(5), []
+    for _ in range(300):
+        chosen.append(draft_len := pacer.choose(32, num_plain))
+        accepted = [next((n for n in range(draft_len) if generator.random() > 0.6), draft_len) for _ in range(32)]
+        acceptances = [(draft_len, count) for count in accepted[num_plain:]] if draft_len else []
+        pacer.record(32, draft_len, 1.0 + 0.05 * draft_len, acceptances, num_plain)
+    assert (sum(chosen[-100:]) > 300) == pays
+    assert pacer.choose(32, 32 - num_plain) in range(MOST + 1), "another share of them is another load"
+
+
 @pytest.mark.parametrize("before", range(200, 208))
 def test_one_slow_round_changes_nothing(before: int) -> None:
     """The first use of a kernel may take a second."""
@@ -252,9 +265,14 @@ class NotingPacer(Pacer):
         self.told: list[tuple[int, int, float | None, list[tuple[int, int]]]] = []
 
     def record(
-        self, num_rows: int, draft_len: int, seconds: float | None, acceptances: Sequence[tuple[int, int]]
+        self,
+        num_rows: int,
+        draft_len: int,
+        seconds: float | None,
+        acceptances: Sequence[tuple[int, int]],
+        num_plain: int = 0,
     ) -> None:
-        super().record(num_rows, draft_len, seconds, acceptances)
+        super().record(num_rows, draft_len, seconds, acceptances, num_plain)
         self.told.append((num_rows, draft_len, seconds, list(acceptances)))
 
 
@@ -290,7 +308,7 @@ class ScriptedPacer(Pacer):
         super().__init__(max(lens))
         self._lens = itertools.cycle(lens)
 
-    def choose(self, num_rows: int) -> int:
+    def choose(self, num_rows: int, num_plain: int = 0) -> int:
         return next(self._lens)
 
 

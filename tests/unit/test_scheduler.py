@@ -68,6 +68,7 @@ def test_decode_rows_come_before_prefill_and_prefill_takes_what_is_left() -> Non
     plan = schedule(scheduler)
     assert plan.draft_lens.tolist() == [3, 3]
     assert [(c.row, c.start, c.length, c.is_last) for c in plan.prefill] == [(2, 0, 2, False)]
+    assert scheduler.num_prefill_tokens == 7 and scheduler.num_decoding == 2
     assert plan.sampled_rows == [0, 1]
     commit(scheduler, plan, [6], [6])
     plan = schedule(scheduler)
@@ -288,6 +289,10 @@ def test_preemption_takes_the_newest_row_and_puts_it_first_in_the_queue() -> Non
     assert states[0].statistics.num_preemptions == 0 and states[0].row == 0
     assert plan.dropped_rows == (1,) and plan.decode_rows.tolist() == [0] and plan.admissions == ()
     assert scheduler._waiting.first() is states[1] and scheduler.num_waiting == 3
+    assert scheduler.num_preempted == 1
+    first_admitted = states[1].statistics.admitted
+    assert first_admitted is not None and first_admitted >= states[1].statistics.arrival
+    assert states[3].statistics.admitted is None and states[3].statistics.queue_seconds == 0
     while states[0].finish_reason is None:
         plan = schedule(scheduler)
         assert not plan.admissions, "nobody overtakes the preempted request"
@@ -295,6 +300,7 @@ def test_preemption_takes_the_newest_row_and_puts_it_first_in_the_queue() -> Non
     again = schedule(scheduler).admissions[0]
     assert again.request_id == 1 and again.tokens.tolist() == before and again.num_prompt_tokens == 5
     assert states[1].token_ids == before, "committed output stays"
+    assert states[1].statistics.admitted == first_admitted and scheduler.num_preempted == 0
 
 
 def test_results_of_a_preempted_row_are_ignored() -> None:

@@ -22,8 +22,7 @@ from launch.serve.engine_keeper import RestartLimit
 from launch.serve.http_requests import Keys, parse_json
 from launch.serve.http_server import is_loopback, listen
 from launch.serve.limits import Door
-from launch.serve.messages import Abort, Delta, Ended, Generate, MessageError, Ready, encode, read_message
-from launch.serve.metrics import FrontMetrics
+from launch.serve.messages import Abort, Delta, Deltas, Ended, Generate, MessageError, MessageStream, Ready, encode
 from launch.serve.refusals import Kind, Refusal
 from trtrun.config import make_config
 from trtrun.errors import CheckpointError, ConfigError, InvalidRequestError
@@ -35,18 +34,18 @@ def test_messages_come_back_as_they_were_sent() -> None:
     async def check() -> None:
         generate = Generate.of("request 0", (1, 2), SAMPLING, {1: (7, 8)})
         others: list[messages.Message] = [
-            Delta.of(delta_of((3, 4), "stop")),
+            Deltas(deltas=(Delta.of(delta_of((3, 4), "stop")), Delta.of(delta_of((), index=1)))),
             Ended(request_id="a", error="b"),
             Abort(request_id="c"),
             Ready(version="1", config_hash="h", limits=asdict(LIMITS)),
         ]
-        reader = reader_of(b"".join(map(encode, [generate, *others])))
-        read = await read_message(reader)
+        stream = MessageStream(reader_of(b"".join(map(encode, [generate, *others]))))
+        read = await stream.read()
         assert isinstance(read, Generate) and read.sampling_params() == SAMPLING
         assert (read.request_id, read.prompt_token_ids, read.generated) == ("request 0", (1, 2), {1: (7, 8)})
         for message in others:
-            assert await read_message(reader) == message
-        assert await read_message(reader) is None
+            assert await stream.read() == message
+        assert await stream.read() is None
         assert Ready.scheduler_limits(others[-1]) == LIMITS  # type: ignore[arg-type]
         back = Delta.of(delta_of((3, 4), "stop")).completion_delta()
         assert back == delta_of((3, 4), "stop")
@@ -62,7 +61,7 @@ def test_messages_come_back_as_they_were_sent() -> None:
 def test_what_is_no_message_is_refused(body: bytes) -> None:
     async def check() -> None:
         with pytest.raises(MessageError):
-            await read_message(reader_of(len(body).to_bytes(4, "big") + body))
+            await MessageStream(reader_of(len(body).to_bytes(4, "big") + body)).read()
 
     run(check())
 
@@ -74,8 +73,8 @@ def test_messages_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def check() -> None:
         with pytest.raises(MessageError, match="announces a message of 101 bytes"):
-            await read_message(reader_of((101).to_bytes(4, "big")))
-        assert await read_message(reader_of((50).to_bytes(4, "big") + b"{")) is None
+            await MessageStream(reader_of((101).to_bytes(4, "big"))).read()
+        assert await MessageStream(reader_of((50).to_bytes(4, "big") + b"{")).read() is None
 
     run(check())
 
@@ -150,46 +149,6 @@ def test_connections_do_not_wait_for_acknowledgements() -> None:
         accepted, _ = listener.socket.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
-# Metrics.
-
-
-def test_totals_go_on_over_engines_and_names_are_vllms() -> None:
-    metrics = FrontMetrics('a "model"')
-    observed = metrics.begin(10, 1.0)
-    before = None
-    for rounds, now in ((1, 1.5), (3, 2.0)):
-        delta = delta_of((1, 2), "stop" if rounds == 3 else None, rounds=rounds)
-        observed.observe(0, delta, before, now)
-        before = delta.statistics
-    observed.end(is_whole=True, now=3.0)
-    status = messages.Status(
-        num_running=1, num_waiting=2, num_free_blocks=3, num_blocks=4, totals={"num_rounds": 7, "verifying_s": 0.5}
-    )
-    text = metrics.render(status).decode()
-    metrics.count_loss()
-    metrics.count_restart()
-    later = metrics.render(status).decode()
-    labels = 'model_name="a \\"model\\""'
-    for line in (
-        f"vllm:prompt_tokens_total{{{labels}}} 10.0",
-        f"vllm:generation_tokens_total{{{labels}}} 4.0",
-        f"vllm:spec_decode_num_drafts_total{{{labels}}} 3.0",
-        f"vllm:spec_decode_num_draft_tokens_total{{{labels}}} 4.0",
-        f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} 1.0",
-        f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="0"}} 3.0',
-        f"vllm:time_to_first_token_seconds_sum{{{labels}}} 0.5",
-        f"vllm:e2e_request_latency_seconds_sum{{{labels}}} 2.0",
-        f"vllm:num_requests_running{{{labels}}} 1.0",
-        f"vllm:num_requests_waiting{{{labels}}} 2.0",
-        f"vllm:kv_cache_usage_perc{{{labels}}} 0.25",
-        f"trtrun:rounds_total{{{labels}}} 7.0",
-    ):
-        assert line in text
-    assert f"trtrun:rounds_total{{{labels}}} 14.0" in later
-    assert f"trtrun:engine_restarts_total{{{labels}}} 1.0" in later
-    assert f"trtrun:engine_up{{{labels}}} 0.0" in metrics.render(None).decode()
 
 
 # Chat templates.

@@ -50,6 +50,7 @@ def admissions(draw: st.DrawFn) -> RowAdmission:
         sampling=draw(sampling_params()),
         stop_ids=tuple(draw(st.lists(TOKEN, max_size=4))),
         bad_word_ids=tuple(tuple(word) for word in draw(st.lists(st.lists(TOKEN, min_size=1, max_size=4), max_size=4))),
+        draft_tokens=np.array(draw(st.lists(TOKEN, max_size=6)), dtype=np.int32),
     )
 
 
@@ -68,6 +69,7 @@ def plans(draw: st.DrawFn) -> RoundPlan:
         draft_lens=np.array([length for _, length, _ in decode], dtype=np.int32),
         catch_up=np.array([count for _, _, count in decode], dtype=np.int32),
         max_context=draw(st.integers(0, 10**6)),
+        given_rows=tuple(draw(st.lists(ROW, max_size=4))),
     )
 
 

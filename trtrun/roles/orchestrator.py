@@ -34,10 +34,12 @@ class RowGain:
 
 @dataclass(frozen=True, slots=True)
 class _PublishedPlan:
-    """A plan that is out, the places in its verdict that will carry log probabilities, and when it went out."""
+    """A plan that is out, the places in its verdict that will carry log probabilities, how many of its rows are as if
+    nothing were drafted for them, and when it went out."""
 
     plan: RoundPlan
     logprob_places: list[int]
+    num_plain: int
     published: float
 
 
@@ -160,19 +162,22 @@ class Orchestrator:
             self._log.add(name, round_index, start, end)
 
     def _publish_plans(self, started: float) -> None:
-        while len(self._published) <= self._plans_ahead and (plan := self._schedule()) is not None:
+        while len(self._published) <= self._plans_ahead:
+            num_decoding, num_plain = self.scheduler.decoding_load() if self._pacer is not None else (0, 0)
+            plan = self._schedule(num_decoding, num_plain)
+            if plan is None:
+                return
             self._ranks.publish(plan)
             published = self._clock()
-            self._published.append(_PublishedPlan(plan, self._places_with_logprobs(plan), published))
+            self._published.append(_PublishedPlan(plan, self._places_with_logprobs(plan), num_plain, published))
             self._trace("planning", plan.round_index, started, published)
             started = published
 
-    def _schedule(self) -> RoundPlan | None:
-        num_decoding = self.scheduler.num_decoding
-        draft_len = self._pacer.choose(num_decoding) if self._pacer is not None and num_decoding else None
+    def _schedule(self, num_decoding: int, num_plain: int) -> RoundPlan | None:
+        draft_len = self._pacer.choose(num_decoding, num_plain) if self._pacer is not None and num_decoding else None
         if self.draft_is_lost:
             draft_len = 0  # the target alone: no packet is looked for
-        plan = self.scheduler.schedule(draft_len)
+        plan = self.scheduler.schedule(draft_len, takes_given=not self.draft_is_lost)
         if plan is None or self._ahead is None:
             return plan
         num_rows = len(plan.decode_rows)
@@ -224,6 +229,8 @@ class Orchestrator:
         if self._ahead is not None and num_rows:
             of_rows = (report.num_tokens[:num_rows], report.draft_lens[:num_rows])
             self._ahead.record_round(num_rows, report.times.verifying, seconds, *of_rows)
-        results = commit_round(self.scheduler, published.plan, report, self._pacer, seconds)
+        results = commit_round(
+            self.scheduler, published.plan, report, self._pacer, seconds, num_plain=published.num_plain
+        )
         self.totals.num_tokens += sum(len(result.new_token_ids) for result in results)
         return [RowGain(result, logprobs.get(result.index_in_verdict)) for result in results]

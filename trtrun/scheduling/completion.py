@@ -38,6 +38,8 @@ class Completion:
         num_pending_tokens: most tokens that those plans can give.
         num_missed_rounds: rounds that the draft engine sat out since it last fed the row; each gave one token.
         last_accepted: draft tokens that the last round accepted.
+        most_drafted: most tokens to draft for it in a round.
+        given_draft: the draft that came with the request, as long as the output is its start; then empty.
     """
 
     request: Request
@@ -56,6 +58,8 @@ class Completion:
     num_pending_tokens: int = 0
     num_missed_rounds: int = 0
     last_accepted: int = 0
+    most_drafted: int = 0
+    given_draft: tuple[int, ...] = ()
 
     @property
     def num_output_tokens(self) -> int:
@@ -66,6 +70,18 @@ class Completion:
     def is_decoding(self) -> bool:
         """Whether the row's whole prefill is planned, so that it drafts and verifies from the next plan on."""
         return self.num_prefilled == self.num_admitted_tokens
+
+    @property
+    def may_follow_given_draft(self) -> bool:
+        """Whether some of the given draft may be left to verify once the plans that are out have their results."""
+        return self.num_output_tokens + self.num_pending_rounds < len(self.given_draft)
+
+    def compare_given_draft(self, num_new_tokens: int) -> None:
+        """Forget the given draft where it does not have the newest tokens, or ends with them."""
+        end = self.num_output_tokens
+        new = self.token_ids[len(self.token_ids) - num_new_tokens :]
+        if list(self.given_draft[end - num_new_tokens : end]) != new or end >= len(self.given_draft):
+            self.given_draft = ()
 
     @property
     def longest(self) -> int:
@@ -81,11 +97,13 @@ class RowResult:
         completion: already updated; its `finish_reason` is set where this round ended it.
         new_token_ids: tokens appended to its output: the verdict's, cut at the token that ended it.
         index_in_verdict: its place in `plan.sampled_rows`, for logprobs.
+        token_origins: how each of the new tokens came, a letter each; see `core.token_origins`.
     """
 
     completion: Completion
     new_token_ids: list[int]
     index_in_verdict: int
+    token_origins: str = ""
 
 
 class Work(enum.Enum):

@@ -82,6 +82,21 @@ class SchedulerLimits:
         """Tokens at which a request ends with reason "length": the context's end, or the whole store's."""
         return min(self.max_seq_len, self.num_stored_tokens)
 
+    def check_draft_len(self, draft_len: int | None) -> None:
+        """Refuse a request whose own draft_len is more than is ever drafted; None is the configuration's.
+
+        Raises:
+            InvalidRequestError: it is.
+        """
+        if draft_len is None or draft_len <= self.draft_len:
+            return
+        if not self.draft_len:
+            raise InvalidRequestError(f"draft_len is {draft_len}, but nothing is drafted here: leave it out")
+        raise InvalidRequestError(
+            f"draft_len is {draft_len}, more than speculation.draft_len, which is {self.draft_len}: "
+            "give that or less, or leave it out"
+        )
+
     def check_prompt(self, length: int) -> None:
         """Refuse a prompt of `length` tokens that can never run.
 

@@ -32,6 +32,7 @@ class PlanBuilder:
         self._updates: list[tuple[int, int, int]] = []
         self._max_context = 0
         self._catch_up: list[int] = []
+        self._given: list[int] = []
 
     @property
     def is_empty(self) -> bool:
@@ -52,6 +53,7 @@ class PlanBuilder:
                 sampling=request.sampling,
                 stop_ids=request.stop_ids,
                 bad_word_ids=request.bad_word_ids,
+                draft_tokens=np.array(running.given_draft if running.drafted else (), dtype=np.int32),
             )
         )
         self.add_blocks(running, 0)
@@ -66,6 +68,8 @@ class PlanBuilder:
         """Have a row draft and verify `draft_len` tokens; counts the result as pending."""
         self._max_context = max(self._max_context, running.longest + draft_len + 1)
         self.decoding.append(_planned(running, Work.DECODE, draft_len))
+        if running.given_draft and draft_len and running.may_follow_given_draft:
+            self._given.append(running.row)
         running.num_pending_rounds += 1
         running.num_pending_tokens += draft_len + 1
         self.budget -= draft_len + 1
@@ -127,6 +131,7 @@ class PlanBuilder:
             decode_rows=np.array(rows, dtype=np.int32),
             draft_lens=np.array(lengths, dtype=np.int32),
             catch_up=np.array(self._catch_up, dtype=np.int32),
+            given_rows=tuple(self._given),
             max_context=self._max_context,
         )
 

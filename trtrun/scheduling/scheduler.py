@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trtrun.core import FinishReason, Request, RequestStatistics, RoundPlan
+from trtrun.core import FinishReason, Request, RequestStatistics, RoundPlan, token_origins
 from trtrun.detokenizer import CompletionText
 from trtrun.errors import InvalidRequestError, QueueFullError
 from trtrun.scheduling.batch import RunningBatch
@@ -67,6 +67,16 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of the rows whose prefill is not planned to its end, reused ones among them."""
+        return sum(running.num_admitted_tokens for running in self._batch.requests if not running.is_decoding)
+
+    @property
+    def num_preempted(self) -> int:
+        """Requests without a row that had one."""
+        return sum(running.num_admitted_tokens > 0 for running in self._waiting)
+
+    @property
     def num_outstanding(self) -> int:
         """Plans whose results were not committed yet."""
         return len(self._outstanding)
@@ -91,13 +101,16 @@ class Scheduler:
                 every respect, as those of a preempted completion do.
 
         Raises:
-            InvalidRequestError: it can never run, or had ended with one of the tokens in `generated`.
+            InvalidRequestError: it can never run, wants more drafted than is, or had ended with one of the tokens in
+                `generated`.
             QueueFullError: no more may wait; the message holds the numbers.
             ValueError: its request_id is in use.
         """
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id} is in use")
         self.limits.check_prompt(len(request.prompt_token_ids))
+        most_drafted = request.sampling.draft_len
+        self.limits.check_draft_len(most_drafted)
         self.check_room(1)
         completion = Completion(
             request=request,
@@ -105,8 +118,11 @@ class Scheduler:
             token_ids=list(request.prompt_token_ids),
             text=text,
             statistics=RequestStatistics(arrival=time.perf_counter()),
+            most_drafted=self.limits.draft_len if most_drafted is None else most_drafted,
+            given_draft=request.sampling.draft_token_ids[: request.sampling.max_tokens],
         )
         appended, reason = append_tokens(completion, generated, self.limits)
+        completion.compare_given_draft(len(appended))
         if reason is not None:
             raise InvalidRequestError(
                 f"the completion cannot go on behind {len(generated)} tokens: it ended with token {len(appended)} "
@@ -124,6 +140,14 @@ class Scheduler:
                 f"the queue is full: {len(self._waiting)} completions wait, {count} more are asked for and "
                 f"scheduler.max_waiting is {most}; send the request again later"
             )
+
+    def decoding_load(self) -> tuple[int, int]:
+        """`num_decoding`, and how many of these rows are as if nothing were drafted for them: one that wants fewer
+        tokens drafted than the limits' counts as its share of a row."""
+        decoding = [running for running in self._batch.requests if running.is_decoding]
+        wanted = [running.most_drafted if running.drafted else 0 for running in decoding]
+        most = self.limits.draft_len
+        return len(wanted), len(wanted) + -sum(wanted) // most if most else 0
 
     def reset(self) -> None:
         """Forget everything: all requests, plans without results and cached blocks, whatever state they are in.
@@ -173,7 +197,7 @@ class Scheduler:
         self._batch.cache.clear()
         self._speculating = speculating
 
-    def schedule(self, draft_len: int | None = None) -> RoundPlan | None:
+    def schedule(self, draft_len: int | None = None, *, takes_given: bool = True) -> RoundPlan | None:
         """Plan the next round, or None when nothing can run before an outstanding result is committed, or at all.
 
         Every plan that is returned must be executed and then committed, in order. Rows that ended are dropped by the
@@ -181,6 +205,8 @@ class Scheduler:
 
         Args:
             draft_len: most tokens to draft for a row in this round; None for the limits' own.
+            takes_given: whether rows whose output is the start of the draft that came with their request have as many
+                of its tokens verified as they may, whatever `draft_len` says: these need no drafting.
 
         Raises:
             RuntimeError: called with more than `plans_ahead` results outstanding.
@@ -190,7 +216,7 @@ class Scheduler:
         if not self._requests:
             return None
         plan = PlanBuilder(self.limits.max_num_tokens)
-        self._plan_decoding(plan, self.limits.draft_len if draft_len is None else draft_len)
+        self._plan_decoding(plan, self.limits.draft_len if draft_len is None else draft_len, takes_given)
         for running in self._batch.requests:
             if plan.budget <= 0:
                 break
@@ -207,7 +233,7 @@ class Scheduler:
         self._next_round += 1
         return built
 
-    def _plan_decoding(self, plan: PlanBuilder, most: int) -> None:
+    def _plan_decoding(self, plan: PlanBuilder, draft_len: int, takes_given: bool) -> None:
         batch = self._batch
         later = self.num_decoding
         index = 0
@@ -220,8 +246,10 @@ class Scheduler:
             if plan.budget <= 0:
                 break
             # Each row further back keeps one token of the budget, so that drafts never keep a row from running.
-            draft_len = self._choose_draft_len(running, min(most, max(0, plan.budget - 1 - later)))
-            if draft_len is None:
+            follows_given = takes_given and running.given_draft and running.may_follow_given_draft
+            wanted = self.limits.draft_len if follows_given else draft_len
+            most = self._choose_draft_len(running, min(wanted, max(0, plan.budget - 1 - later)))
+            if most is None:
                 continue
             # The row's last token is written at position longest - 1 at most, its drafts behind it.
             longest = running.longest
@@ -231,9 +259,9 @@ class Scheduler:
                 self._waiting.push_front(preempted)
             if running.row == NO_ROW:
                 break
-            draft_len = min(draft_len, batch.room(running) - longest)
-            plan.add_blocks(running, running.table.reserve(longest + draft_len))
-            plan.decode(running, draft_len)
+            most = min(most, batch.room(running) - longest)
+            plan.add_blocks(running, running.table.reserve(longest + most))
+            plan.decode(running, most)
 
     def _choose_draft_len(self, running: Completion, most: int) -> int | None:
         """Tokens to draft for a row, or None to leave it out until its outstanding result is known."""
@@ -245,7 +273,7 @@ class Scheduler:
             return None
         if not running.drafted:
             return 0
-        most = min(self.limits.draft_len, most, left_in_context - 1, left_to_generate - 1)
+        most = min(running.most_drafted, most, left_in_context - 1, left_to_generate - 1)
         if not running.followed or self.limits.draft_max_seq_len is None:
             return most
         left_in_draft = self.limits.draft_max_seq_len - longest
@@ -259,10 +287,13 @@ class Scheduler:
         draft_context = self.limits.draft_max_seq_len
         while self._waiting and self._batch.has_free_row() and plan.budget > 0:
             running = self._waiting.first()
-            drafted = self._speculating and (draft_context is None or len(running.token_ids) + 2 <= draft_context)
+            fits = draft_context is None or len(running.token_ids) + 2 <= draft_context
+            drafted = self._speculating and running.most_drafted > 0 and fits
             if not self._batch.try_admit(running, drafted, followed=drafted and draft_context is not None):
                 return  # first come first served: nobody overtakes
             self._waiting.pop()
+            if running.statistics.admitted is None:
+                running.statistics.admitted = time.perf_counter()
             plan.admit(running)
             plan.prefill(running)
 
@@ -344,6 +375,8 @@ class Scheduler:
         if running.statistics.first_token is None:
             running.statistics.first_token = now
         new_token_ids, reason = append_tokens(running, tokens[:num_tokens], self.limits)
+        if running.given_draft:
+            running.compare_given_draft(len(new_token_ids))
         # The target has written all but the last token. The draft may lack the one before it too (the bonus hole) and
         # one for each round that it sat out, and writes them at its next catch-up.
         lacking = 2 + planned.num_missed_rounds if planned.followed else 1
@@ -351,7 +384,7 @@ class Scheduler:
         if reason is not None:
             self._batch.release(running)
             self._finish(running, reason, now)
-        return RowResult(running, new_token_ids, index)
+        return RowResult(running, new_token_ids, index, token_origins(verified, num_tokens)[: len(new_token_ids)])
 
     def _commit_blocks(self, planned: PlannedRow, num_positions: int) -> None:
         # While a draft store follows rows, blocks of one that it does not follow are in the target's store only.

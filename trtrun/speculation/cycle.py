@@ -234,6 +234,7 @@ def commit_round(
     report: RoundReport,
     pacer: Pacer | None = None,
     seconds: float = 0.0,
+    num_plain: int = 0,
 ) -> list[RowResult]:
     """Enter the verdict in the books: the scheduler's, and those of what drafts pay.
 
@@ -243,6 +244,7 @@ def commit_round(
         report: the target leader's, on the host.
         pacer: chooses how much is drafted; None where draft_len is fixed.
         seconds: how long the round took.
+        num_plain: decode rows that are as if nothing were drafted for them, when the plan was made.
 
     Returns:
         One result for each row that gained tokens.
@@ -252,9 +254,13 @@ def commit_round(
     planned = plan.draft_lens.tolist()
     # A round in which nothing may be drafted for any row (speculation is off) says nothing about drafting.
     if pacer is not None and any(length >= 0 for length in planned):
-        # A draft that was asked for and not found costs the round as much as one that is rejected at once.
-        asked = zip(planned, report.num_tokens, strict=False)
-        acceptances = [(length, max(0, count - 1)) for length, count in asked if length > 0]
-        pacer.record(len(planned), plan.draft_len, None if plan.prefill else seconds, acceptances)
+        # A draft that was asked for and not found costs the round as much as one that is rejected at once. One that
+        # came with a request says nothing about the drafter, and its row may have had more than the others.
+        asked = zip(plan.decode_rows.tolist(), planned, report.num_tokens, strict=False)
+        acceptances = [
+            (length, max(0, count - 1)) for row, length, count in asked if length > 0 and row not in plan.given_rows
+        ]
+        is_usual = not (plan.prefill or plan.given_rows)
+        pacer.record(len(planned), plan.draft_len, seconds if is_usual else None, acceptances, num_plain)
     foreseen = report.foreseen if plan.num_guesses else None
     return scheduler.commit(plan, report.num_tokens, report.tokens, report.draft_lens, foreseen)

@@ -44,6 +44,7 @@ class _Load:
     """What is known of rounds with about the same number of rows.
 
     Attributes:
+        share_drafted: of these rows, those that tokens are drafted for.
         current: the draft_len in use.
         rounds: how many were recorded.
         seconds: by draft_len, the last times.
@@ -52,6 +53,7 @@ class _Load:
         pause: rounds between the last trial and the next, which is due when `rounds` comes to `next_trial`.
     """
 
+    share_drafted: float
     current: int
     rounds: int = 0
     seconds: dict[int, deque[float]] = field(default_factory=dict)
@@ -76,17 +78,23 @@ class Pacer:
     def __init__(self, draft_len: int) -> None:
         """Start without knowledge: `draft_len`, the configured one, is the answer until there is some."""
         self._most = draft_len
-        self._loads: dict[int, _Load] = {}
+        self._loads: dict[tuple[int, int], _Load] = {}
         self._offered = [1.0] * draft_len
         self._accepted = [_PRIOR_ACCEPTANCE] * draft_len
 
-    def choose(self, num_rows: int) -> int:
-        """Tokens to draft for each row in the next round, in which `num_rows` rows decode."""
-        load = self._load(num_rows)
+    def choose(self, num_rows: int, num_plain: int = 0) -> int:
+        """Tokens to draft for each row in the next round, in which `num_rows` rows decode, `num_plain` of them without
+        drafts."""
+        load = self._load(num_rows, num_plain)
         return load.trial if load.trial_left else load.current
 
     def record(
-        self, num_rows: int, draft_len: int, seconds: float | None, acceptances: Sequence[tuple[int, int]]
+        self,
+        num_rows: int,
+        draft_len: int,
+        seconds: float | None,
+        acceptances: Sequence[tuple[int, int]],
+        num_plain: int = 0,
     ) -> None:
         """Take in a round's result.
 
@@ -95,11 +103,12 @@ class Pacer:
             draft_len: most tokens that were drafted for a row.
             seconds: how long the round took; None where it did other work, too, or where nothing can be told.
             acceptances: for each row with drafts, how many tokens were drafted and how many of them accepted.
+            num_plain: rows that nothing was to be drafted for.
         """
         self._record_acceptances(acceptances)
         if seconds is None:
             return
-        load = self._load(num_rows)
+        load = self._load(num_rows, num_plain)
         load.rounds += 1
         load.seconds.setdefault(draft_len, deque(maxlen=_NUM_SAMPLES)).append(seconds)
         load.last_seen[draft_len] = load.rounds
@@ -123,14 +132,14 @@ class Pacer:
             tokens += chance
         return tokens
 
-    def _load(self, num_rows: int) -> _Load:
+    def _load(self, num_rows: int, num_plain: int) -> _Load:
         """The load of so many rows: exact to 4, then four to a power of two. A new one begins as the nearest does."""
-        step = max(1, 1 << max(0, (num_rows - 1).bit_length() - 3))
-        key = -(-num_rows // step) * step
-        load = self._loads.get(key)
+        rows, plain = _rounded(num_rows), _rounded(num_plain)
+        load = self._loads.get((rows, plain))
         if load is None:
-            nearest = min(self._loads, key=lambda rows: abs(rows - key), default=None)
-            load = self._loads[key] = _Load(self._most if nearest is None else self._loads[nearest].current)
+            nearest = min(self._loads, key=lambda key: abs(key[0] - rows) + abs(key[1] - plain), default=None)
+            current = self._most if nearest is None else self._loads[nearest].current
+            load = self._loads[rows, plain] = _Load(max(0.0, 1 - plain / rows), current)
         return load
 
     def _record_acceptances(self, acceptances: Sequence[tuple[int, int]]) -> None:
@@ -153,7 +162,7 @@ class Pacer:
         if len(known) < 2:
             return
         goodput = {
-            draft_len: self.expected_tokens(draft_len) / _estimate(known, draft_len)
+            draft_len: (1 + load.share_drafted * (self.expected_tokens(draft_len) - 1)) / _estimate(known, draft_len)
             for draft_len in range(self._most + 1)
         }
         best = max(goodput, key=lambda draft_len: goodput[draft_len])
@@ -168,6 +177,12 @@ class Pacer:
             return half if half != load.current else self._most
         neighbours = [value for value in (load.current - 1, load.current + 1) if 0 <= value <= self._most]
         return min(neighbours, key=lambda draft_len: load.last_seen.get(draft_len, 0))
+
+
+def _rounded(num_rows: int) -> int:
+    """A number of rows, to a quarter of a power of two."""
+    step = max(1, 1 << max(0, (num_rows - 1).bit_length() - 3))
+    return -(-num_rows // step) * step
 
 
 def _estimate(known: dict[int, float], draft_len: int) -> float:

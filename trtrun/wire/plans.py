@@ -30,18 +30,20 @@ class _PlanHeader(NamedTuple):
     max_context: int
     num_guesses: int
     redraft_from: int
+    given: int
     integers: int
     floats: int
 
 
 # Not numpy records: taking their fields one by one is what a short message would cost most.
-_PLAN_HEADER = struct.Struct("<11q")
+_PLAN_HEADER = struct.Struct("<12q")
 _ADMISSION = np.dtype(
     [
         (name, np.int64)
         for name in (
             "row", "request_id", "num_tokens", "num_prompt_tokens", "num_cached_tokens", "followed",
             "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "num_stop_ids", "num_biases", "num_bad_words",
+            "num_draft_tokens",
         )
     ]
     + [
@@ -64,6 +66,7 @@ def encode_plan(plan: RoundPlan) -> bytes:
         plan.decode_rows.astype(np.int64),
         plan.draft_lens.astype(np.int64),
         plan.catch_up.astype(np.int64),
+        np.asarray(plan.given_rows, dtype=np.int64),
     ]
     floats: list[np.ndarray] = []
     records = b""
@@ -82,6 +85,7 @@ def encode_plan(plan: RoundPlan) -> bytes:
         max_context=plan.max_context,
         num_guesses=plan.num_guesses,
         redraft_from=plan.redraft_from,
+        given=len(plan.given_rows),
         integers=sum(map(len, integers)),
         floats=sum(map(len, floats)),
     )
@@ -102,11 +106,13 @@ def _encode_admission(
     record["num_stop_ids"] = len(admission.stop_ids)
     record["num_biases"] = len(sampling.logit_bias)
     record["num_bad_words"] = len(admission.bad_word_ids)
+    record["num_draft_tokens"] = len(admission.draft_tokens)
     integers.append(admission.tokens.astype(np.int64))
     integers.append(np.array(admission.stop_ids, dtype=np.int64))
     integers.append(np.array(list(sampling.logit_bias), dtype=np.int64))
     integers.append(np.array([len(word) for word in admission.bad_word_ids], dtype=np.int64))
     integers.append(np.array([token for word in admission.bad_word_ids for token in word], dtype=np.int64))
+    integers.append(admission.draft_tokens.astype(np.int64))
     floats.append(np.array(list(sampling.logit_bias.values()), dtype=np.float64))
 
 
@@ -131,6 +137,7 @@ def decode_plan(payload: bytes) -> RoundPlan:
     updates = integers.take(3 * header.updates).reshape(-1, 3).astype(np.int32)
     chunks = integers.take(5 * header.prefill).reshape(-1, 5).tolist()
     decode = integers.take(3 * header.decode).reshape(3, -1).astype(np.int32)
+    given = tuple(integers.take(header.given).tolist())
     admissions: tuple[RowAdmission, ...] = ()
     if header.admissions:
         records = np.frombuffer(payload, dtype=_ADMISSION, count=header.admissions, offset=_PLAN_HEADER.size)
@@ -152,6 +159,7 @@ def decode_plan(payload: bytes) -> RoundPlan:
         max_context=header.max_context,
         num_guesses=header.num_guesses,
         redraft_from=header.redraft_from,
+        given_rows=given,
     )
 
 
@@ -161,6 +169,7 @@ def _decode_admission(record: np.void, integers: _Pool, floats: _Pool) -> RowAdm
     bias_ids = integers.take(int(record["num_biases"])).tolist()
     word_lengths = integers.take(int(record["num_bad_words"])).tolist()
     words = tuple(tuple(integers.take(length).tolist()) for length in word_lengths)
+    draft_tokens = integers.take(int(record["num_draft_tokens"])).astype(np.int32)
     values: dict[str, Any] = {name: int(record[name]) for name in _INTEGERS}
     values |= {name: float(record[name]) for name in _NUMBERS}
     values["logprobs"] = None if record["logprobs"] < 0 else int(record["logprobs"])
@@ -175,4 +184,5 @@ def _decode_admission(record: np.void, integers: _Pool, floats: _Pool) -> RowAdm
         sampling=SamplingParams(**values),
         stop_ids=stop_ids,
         bad_word_ids=words,
+        draft_tokens=draft_tokens,
     )

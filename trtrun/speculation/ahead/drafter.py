@@ -22,9 +22,10 @@ from torch.nn import functional
 
 from trtrun.core import HostDraft, HostVerdict, RoundPlan
 from trtrun.speculation.ahead.chains import Chains, Chosen
-from trtrun.speculation.ahead.fan_out import FanOut
+from trtrun.speculation.ahead.fan_out import MOST_RANKS, FanOut
 from trtrun.speculation.ahead.guess_space import GuessSpace
 from trtrun.speculation.ahead.paths import Guess, Guesses, RowPath
+from trtrun.speculation.given_drafts import HostGivenDrafts
 from trtrun.speculation.protocols import AheadEngine, Step
 from trtrun.tensors import device_integers, kept_integers
 
@@ -78,6 +79,8 @@ class AheadDrafter(Generic[Step]):
         self._hits: dict[int, int] = {}
         self._moves: list[tuple[int, int, int]] = []
         self._probs: dict[int, Tensor] = {}
+        self._given = HostGivenDrafts(self._vocab_size)
+        self._has_given: set[int] = set()
 
     @property
     def engine(self) -> AheadEngine[Step]:
@@ -95,6 +98,8 @@ class AheadDrafter(Generic[Step]):
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in admissions, drops and blocks."""
         self._engine.begin_round(plan)
+        self._given.begin_round(plan)
+        self._has_given.clear()
         for row in (*plan.dropped_rows, *(admission.row for admission in plan.admissions)):
             self._paths.pop(row, None)
             self._hits.pop(row, None)
@@ -113,6 +118,7 @@ class AheadDrafter(Generic[Step]):
         """
         rows, lens = plan.decode_rows.tolist(), plan.draft_lens.tolist()
         asked = {row: most for row, most in zip(rows, lens, strict=True) if most > 0 and row in self._paths}
+        self._take_given(plan, asked)
         self._take_hits(asked)
         missing = {row: most for row, most in asked.items() if not self._paths[row].draft}
         if missing and (self._use_logits or len(missing) >= plan.redraft_from):
@@ -164,7 +170,7 @@ class AheadDrafter(Generic[Step]):
         self._computed = _Computed(rows, after.ranked[:, 0])
         # With draft_probs the tokens of a seed depend on a draft's length, so it must be a fresh draft's.
         steps = self._draft_len if self._use_logits else plan.draft_len or self._draft_len
-        guessed = [row for row in rows if self._paths[row].end + steps + 1 < self._engine.most_positions]
+        guessed = [row for row in rows if self._may_guess(row, steps)]
         if most and guessed:
             self._guess(guessed, most, steps)
         self._read_guesses()  # now, so that the next draft is known as soon as the verdict is
@@ -178,6 +184,7 @@ class AheadDrafter(Generic[Step]):
         for row, tokens in zip(plan.sampled_rows, verdict.tokens, strict=True):
             path = self._paths.get(row)
             if path is not None and tokens:
+                self._given.learn(row, path.length, tokens)
                 self._learn_row(row, path, len(tokens) - 1, tokens[-1])
 
     def _write_history(self, rows: Sequence[int], gained: Sequence[Sequence[int]]) -> None:
@@ -210,20 +217,38 @@ class AheadDrafter(Generic[Step]):
                 self._probs[row] = self._probs[row][num_accepted + 1 :]
             return
         self._probs.pop(row, None)
-        if candidates is not None:
+        if candidates:  # none are known beside the tokens of a draft that came with the request
             self._fan_out.record(drafted, num_accepted, candidates.index(token) if token in candidates else None)
         if (index := self._guesses.find(row, num_accepted, token)) is not None:
             self._hits[row] = index
 
     def _rows_to_feed(self, plan: RoundPlan, guesses: bool) -> list[int]:
-        """Decode rows whose paths are written to their ends in this round: those that are guessed for, and those that
-        were sat out for long."""
+        """Decode rows whose paths are written to their ends in this round: those that are guessed for, those whose
+        drafts came with their requests, so that little is ever to be fed at once, and those that were sat out for
+        long."""
         planned = zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), plan.catch_up.tolist(), strict=True)
         return [
             row
             for row, draft_len, count in planned
-            if row in self._paths and ((guesses and draft_len > 0) or (not plan.draft_len and count > 0))
+            if row in self._paths
+            and ((guesses and draft_len > 0) or row in self._has_given or (not plan.draft_len and count > 0))
         ]
+
+    def _take_given(self, plan: RoundPlan, asked: dict[int, int]) -> None:
+        """Where a row's output is the start of the draft that came with its request, what follows there is its draft,
+        whatever was foreseen."""
+        for row in asked.keys() & set(plan.given_rows):
+            path = self._paths[row]
+            tokens = self._given.behind(row, path.length, asked[row])
+            if not tokens:
+                continue
+            self._has_given.add(row)
+            self._hits.pop(row, None)
+            self._probs.pop(row, None)
+            path.propose(tokens)
+            if self._use_logits and self._engine.rows.sampling.sampled_indices([row]):
+                certain = device_integers(tokens, self._engine.device)
+                self._probs[row] = functional.one_hot(certain, self._vocab_size).to(torch.float32)
 
     def _take_hits(self, asked: dict[int, int]) -> None:
         """Drafts of guesses that came true become the rows' own, cut to what the plan asks for, as others are."""
@@ -278,11 +303,19 @@ class AheadDrafter(Generic[Step]):
         for place, index in enumerate(self._engine.rows.sampling.sampled_indices(rows)):
             self._probs[rows[index]] = probs[place]
 
+    def _may_guess(self, row: int, steps: int) -> bool:
+        """Whether guesses of so many steps fit behind a row, and are of use there: not where the draft that came with
+        its request goes on."""
+        end = self._paths[row].end
+        return end + steps + 1 < self._engine.most_positions and not self._given.behind(row, end + 1, 1)
+
     def _guess(self, rows: list[int], most: int, steps: int) -> None:
         """Draft `steps` tokens for the likeliest verdicts of `rows`, which were fed, at most `most` in all."""
         engine, computed = self._engine, self._computed
         assert computed is not None
         listed, known, ranks = self._list_guesses(rows, most)
+        if not listed:
+            return
         starts = [guess.start for guess in listed]
         own_rows = self._space.rows(len(listed))
         described = device_integers(
@@ -318,7 +351,11 @@ class AheadDrafter(Generic[Step]):
         share, more = divmod(most, len(rows))
         for number, row in enumerate(rows):
             path = self._paths[row]
-            for num_accepted, count in enumerate(self._fan_out.allocate(len(path.draft), share + (number < more))):
+            budget = share + (number < more)
+            counts = self._fan_out.allocate(len(path.draft), budget)
+            if row in self._has_given:  # no other place has candidates
+                counts = [0] * len(path.draft) + [min(budget, MOST_RANKS)]
+            for num_accepted, count in enumerate(counts):
                 on_host = num_accepted < len(path.draft)
                 for rank in range(min(count, len(path.ranked[num_accepted])) if on_host else count):
                     listed.append(Guess(row, num_accepted, path.length + num_accepted))

@@ -47,6 +47,12 @@ class RowPath:
         self.written = self.end - 1
         self.unfed = [draft[-1]]
 
+    def propose(self, draft: list[int]) -> None:
+        """Put a draft behind the row, in place of the one that is there, of which nothing is written and no candidates
+        are known."""
+        self._keep(self.length)
+        self.draft, self.ranked, self.unfed = draft, [[] for _ in draft], [*self.unfed, *draft]
+
     def take_unfed(self) -> list[int]:
         """The tokens to feed so that the whole path is written, the last one again where nothing is left."""
         if not self.unfed:

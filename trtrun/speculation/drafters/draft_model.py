@@ -16,6 +16,7 @@ from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, Workplace
+from trtrun.speculation.given_drafts import GivenDrafts, with_certain_tokens
 from trtrun.speculation.protocols import DraftEngine, Rows, Step
 from trtrun.tensors import kept_integers
 
@@ -26,6 +27,9 @@ class DraftModelDrafter(Generic[Step]):
     In token mode the draft draws with the same random numbers as the target will (the coupling of Daliri et al. 2024,
     arXiv:2408.07978), so that two similar distributions choose the same token most of the time. With draft_probs it
     must draw independently of the target, from a stream of its own.
+
+    Where a draft that came with a request holds, its tokens take the place of the model's choices: they are fed as
+    these would be, so that keys and values are those of the proposal, and the model goes on behind them.
     """
 
     def __init__(self, engine: DraftEngine[Step], target_vocab_size: int, use_logits: bool) -> None:
@@ -35,6 +39,7 @@ class DraftModelDrafter(Generic[Step]):
         # Ids that only the draft's padding has could never be accepted, so they are not proposed.
         self._vocab_size = min(engine.vocab_size, target_vocab_size)
         self._stream = Stream.DRAFT if use_logits else Stream.TARGET
+        self._given = GivenDrafts(engine.rows, self._vocab_size)
 
     @property
     def rows(self) -> Rows:
@@ -44,6 +49,7 @@ class DraftModelDrafter(Generic[Step]):
     def begin_round(self, plan: RoundPlan) -> None:
         """See Drafter."""
         self._engine.begin_round(plan)
+        self._given.begin_round(plan)
 
     @torch.inference_mode()
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
@@ -64,7 +70,9 @@ class DraftModelDrafter(Generic[Step]):
         wanted = set(probability_rows)
         picks = [place for place, index in enumerate(followed) if index in wanted]
         places = kept_integers(followed, device)
-        steps, probs = self._steps(plan, row_list, rows, draft_lens[places], logits, picks)
+        given = self._given.propose(plan)
+        given = None if given is None else (given[0][places], given[1][places])
+        steps, probs = self._steps(plan, row_list, rows, draft_lens[places], logits, picks, given)
         tokens[places] = steps
         return Draft(tokens, draft_lens, probs)
 
@@ -76,8 +84,10 @@ class DraftModelDrafter(Generic[Step]):
         lens: torch.Tensor,
         logits: torch.Tensor,
         picks: list[int],
+        given: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """draft_len steps for `rows` [R], from the logits [R, vocab] after their newest token.
+        """draft_len steps for `rows` [R], from the logits [R, vocab] after their newest token; `given` are tokens
+        [R, draft_len] and where they take the place of the model's.
 
         Returns:
             tokens [R, draft_len] int64 and draft_probs [picks, draft_len, target vocab] float32 or None.
@@ -88,7 +98,7 @@ class DraftModelDrafter(Generic[Step]):
         fed = torch.arange(plan.draft_len - 1, device=rows.device)
         positions = torch.where(fed + 1 < lens.unsqueeze(1), lengths.unsqueeze(1) + fed, -1)
         tables = self._engine.tables(rows, plan.max_context)
-        if self._engine.has_graphs and not picks:
+        if self._engine.has_graphs and not picks and given is None:
             chained = self._chain(row_list, lengths, positions, tables, logits)
             if chained is not None:
                 return chained, None
@@ -98,6 +108,8 @@ class DraftModelDrafter(Generic[Step]):
             raw = logits[:, : self._vocab_size].unsqueeze(1)
             found = distributions_of(state.sampling, raw, row_list, where, state.token_ids, None, plan.max_context)
             token = found.choose(self._stream).squeeze(1)
+            if given is not None:
+                token = torch.where(given[1][:, step], given[0][:, step], token)
             chosen.append(token)
             if picks:
                 probabilities.append(found.probabilities(picks, self._target_vocab_size))
@@ -108,7 +120,11 @@ class DraftModelDrafter(Generic[Step]):
         tokens = torch.stack(chosen, dim=1)
         if not picks:
             return tokens, None
-        return tokens, torch.cat(probabilities, dim=1)
+        probs = torch.cat(probabilities, dim=1)
+        if given is not None:
+            index = kept_integers(picks, rows.device)
+            probs = with_certain_tokens(probs, tokens[index], given[1][index])
+        return tokens, probs
 
     def _chain(
         self,

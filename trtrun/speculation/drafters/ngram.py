@@ -15,6 +15,7 @@ import torch
 from trtrun.core import Draft, RoundPlan
 from trtrun.drafting_methods import PromptLookupSection
 from trtrun.speculation.drafter import DRAFTERS, Drafter, Workplace
+from trtrun.speculation.given_drafts import GivenDrafts
 from trtrun.speculation.protocols import Rows
 from trtrun.tensors import kept_integers
 
@@ -30,13 +31,16 @@ class NgramDrafter:
     """
 
     def __init__(self, rows: Rows, fewest: int, most: int) -> None:
-        """Look in `rows` for the last `most` tokens of a row; the longest part of them counts, from `fewest` on."""
+        """Look in `rows` for the last `most` tokens of a row; the longest part of them counts, from `fewest` on. What
+        came with a request is proposed first."""
         self.rows = rows
+        self._given = GivenDrafts(rows)
         self._fewest = fewest
         self._most = most
 
     def begin_round(self, plan: RoundPlan) -> None:
         """See Drafter."""
+        self._given.begin_round(plan)
 
     @torch.inference_mode()
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
@@ -51,6 +55,11 @@ class NgramDrafter:
         starts = range(0, len(rows), share)
         found = [self._look_up(rows[start : start + share], plan.draft_len, columns) for start in starts]
         tokens, counts = (torch.cat(parts) for parts in zip(*found, strict=True))
+        given = self._given.propose(plan)
+        if given is not None:
+            num_given = given[1].sum(dim=1)
+            tokens = torch.where(num_given.unsqueeze(1) > 0, given[0], tokens)
+            counts = torch.where(num_given > 0, num_given, counts)
         return Draft(tokens, torch.minimum(counts, most))
 
     def advance(self, plan: RoundPlan, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:

@@ -1,0 +1,114 @@
+"""Server-sent events as an ASGI answer, for every protocol: written as they come, with comments while nothing does.
+
+The HTML standard has the format (https://html.spec.whatwg.org/multipage/server-sent-events.html). It knows ASGI, and
+when a client is gone. It does not know what the events hold, or how clients that read nothing are cut (`connections`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+PING_SECONDS = 15.0
+"""After so long without an event a comment is sent, for proxies that end connections on which nothing moves."""
+
+
+class Closing(Protocol):
+    """A request at work."""
+
+    def close(self) -> None:
+        """Give up what has not ended."""
+        ...
+
+
+class LastEvents(bytes):
+    """The last events of a stream, which are sent together with its end."""
+
+
+class EventStream(Response):
+    """A stream of events that lets its request go, whether it was read to its end, given up, or never begun."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, work: Closing, events: AsyncGenerator[bytes, None]) -> None:
+        """Answer with events.
+
+        Args:
+            work: closed at the end, whatever that is.
+            events: from `event`; several of them at once where there are.
+        """
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
+        self._work = work
+        self._events = events
+        self._is_gone = False
+        self._is_silent = True
+        self._timer: asyncio.TimerHandle | None = None
+        self._pinging: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI calls it."""
+        streaming = asyncio.current_task()
+        assert streaming is not None
+        watching = asyncio.create_task(self._watch(receive, streaming))
+        try:
+            async with aclosing(self._events):
+                await self._stream(send)
+        except asyncio.CancelledError:
+            if not self._is_gone:
+                raise
+            streaming.uncancel()
+        finally:
+            watching.cancel()
+            self._end_pings()
+            self._work.close()
+
+    async def _stream(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._wait_for_silence(send)
+        async for body in self._events:
+            self._is_silent = False
+            if isinstance(body, LastEvents):
+                self._end_pings()
+                await send({"type": "http.response.body", "body": body, "more_body": False})
+                return
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        self._end_pings()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _watch(self, receive: Receive, streaming: asyncio.Task[object]) -> None:
+        """End the stream when the client is gone."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._is_gone = True
+        streaming.cancel()
+
+    def _wait_for_silence(self, send: Send) -> None:
+        self._timer = asyncio.get_running_loop().call_later(PING_SECONDS, self._ping, send)
+
+    def _ping(self, send: Send) -> None:
+        if self._is_silent and (self._pinging is None or self._pinging.done()):
+            self._pinging = asyncio.create_task(_send_ping(send))
+        self._is_silent = True
+        self._wait_for_silence(send)
+
+    def _end_pings(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._pinging is not None:
+            self._pinging.cancel()
+
+
+def event(data: bytes | str) -> bytes:
+    """An event with one line of data."""
+    return b"data: %b\n\n" % (data.encode() if isinstance(data, str) else data)
+
+
+async def _send_ping(send: Send) -> None:
+    await send({"type": "http.response.body", "body": b": ping\n\n", "more_body": True})

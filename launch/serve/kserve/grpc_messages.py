@@ -1,0 +1,117 @@
+"""Between the messages of KServe's gRPC and requests in no protocol's words. The messages are tritonclient's own.
+
+It knows protobuf messages and tensors. It does not know calls or streams.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from google.protobuf.json_format import ParseDict
+from tritonclient.grpc import model_config_pb2, service_pb2
+
+from launch.serve.kserve.models import VERSION, Model
+from launch.serve.kserve.requests import InferResponse
+from launch.serve.kserve.tensors import DATATYPES, Tensor, read_bytes, read_shape, refuse_input, write_bytes
+from launch.serve.refusals import Kind, Refusal
+
+FINAL = "triton_final_response"
+"""Parameter of a response: whether no other follows."""
+
+WANTS_FINAL = "triton_enable_empty_final_response"
+"""Parameter of a request: whether a last response without outputs tells the end."""
+
+_CONTENTS = {
+    "BOOL": "bool_contents",
+    "UINT8": "uint_contents",
+    "UINT64": "uint64_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "FP32": "fp32_contents",
+    "BYTES": "bytes_contents",
+}
+"""Where a tensor's values are that has no raw contents; FP16 has no such field."""
+
+
+def read_tensors(request: Any) -> list[Tensor]:
+    """The inputs of a ModelInferRequest.
+
+    Raises:
+        Refusal: one is wrong, or there are fewer or more raw contents than inputs.
+    """
+    raws = request.raw_input_contents
+    if raws and len(raws) != len(request.inputs):
+        raise Refusal(
+            Kind.INVALID, f"{len(raws)} raw_input_contents for {len(request.inputs)} inputs: give each or none"
+        )
+    if not request.inputs:
+        raise Refusal(Kind.INVALID, "inputs is missing: one tensor at least", "inputs")
+    tensors = []
+    for place, item in enumerate(request.inputs):
+        if "shared_memory_region" in item.parameters:
+            raise refuse_input(item.name, "there is no shared memory here: send tensors in the request")
+        shape = read_shape(item.name, list(item.shape))
+        if raws:
+            tensors.append(read_bytes(item.name, item.datatype, shape, raws[place]))
+        else:
+            tensors.append(_read_contents(item, shape))
+    return tensors
+
+
+def read_outputs(request: Any) -> list[str]:
+    """Names of the outputs that a ModelInferRequest wants.
+
+    Raises:
+        Refusal: one is wanted in a way that is not there.
+    """
+    for item in request.outputs:
+        for name in ("classification", "shared_memory_region"):
+            if name in item.parameters:
+                raise refuse_input(item.name, f"outputs have no {name} here")
+    return [item.name for item in request.outputs]
+
+
+def write_response(response: InferResponse) -> Any:
+    """A ModelInferResponse."""
+    told = head(response.model, response.request_id)
+    for tensor in response.tensors:
+        output = told.outputs.add(name=tensor.name, datatype=tensor.datatype)
+        output.shape.extend(tensor.values.shape)
+        told.raw_output_contents.append(write_bytes(tensor))
+    return told
+
+
+def head(model: Model, request_id: str) -> Any:
+    """A ModelInferResponse without outputs."""
+    return service_pb2.ModelInferResponse(model_name=model.name, model_version=VERSION, id=request_id)
+
+
+def write_config(model: Model, max_batch_size: int) -> Any:
+    """A ModelConfigResponse."""
+    config = ParseDict(model.config(max_batch_size), model_config_pb2.ModelConfig())
+    return service_pb2.ModelConfigResponse(config=config)
+
+
+def write_metadata(model: Model) -> Any:
+    """A ModelMetadataResponse."""
+    return ParseDict(model.metadata(), service_pb2.ModelMetadataResponse())
+
+
+def write_statistics(statistics: list[dict[str, Any]]) -> Any:
+    """A ModelStatisticsResponse."""
+    return ParseDict({"model_stats": statistics}, service_pb2.ModelStatisticsResponse())
+
+
+def _read_contents(item: Any, shape: tuple[int, ...]) -> Tensor:
+    field, dtype = _CONTENTS.get(item.datatype), DATATYPES.get(item.datatype)
+    if field is None or dtype is None:
+        raise refuse_input(item.name, f"datatype {item.datatype[:20]!r} needs raw_input_contents, or is unknown here")
+    found = list(getattr(item.contents, field))
+    values = np.empty(len(found), dtype)
+    if len(found) != int(np.prod(shape, dtype=np.int64)):
+        raise refuse_input(item.name, f"{len(found)} values in {field} for the shape {list(shape)}")
+    if item.datatype == "UINT8" and any(value > 255 for value in found):
+        raise refuse_input(item.name, "a value is no UINT8")
+    values[:] = found
+    return Tensor(item.name, item.datatype, values.reshape(shape))

@@ -1,0 +1,107 @@
+"""The server of the gRPC port, with the front's limits, certificate and end.
+
+It knows gRPC's options. It does not know calls (`grpc_servicer`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+from tritonclient.grpc import service_pb2
+
+from launch.serve.kserve.grpc_servicer import KServeServicer
+from trtrun.errors import ConfigError
+from trtrun.server_config import ServerSection
+
+MESSAGE_OVERHEAD = 1 << 12
+"""Bytes of a message beside what counts as its body: names, shapes, parameters."""
+
+END_SECONDS = 0.5
+"""For calls that are still there when the server ends, such as streams without requests."""
+
+
+class GrpcServer:
+    """The gRPC port, from `open` until `finish`.
+
+    Attributes:
+        port: that it listens on.
+    """
+
+    def __init__(self, servicer: KServeServicer, section: ServerSection) -> None:
+        self._section = section
+        self._finishing = asyncio.Event()
+        self._server = grpc.aio.server(
+            options=(
+                ("grpc.max_receive_message_length", section.max_body_bytes + MESSAGE_OVERHEAD),
+                ("grpc.max_send_message_length", -1),
+                ("grpc.so_reuseport", 0),  # a port that is taken is an error
+            ),
+            maximum_concurrent_rpcs=section.max_connections,  # of calls: connections alone cannot be counted
+        )
+        self._server.add_generic_rpc_handlers((_handlers(servicer),))
+        self.port = self._listen()
+
+    def _listen(self) -> int:
+        section = self._section
+        host = f"[{section.host}]" if ":" in section.host else section.host
+        address = f"{host}:{section.grpc_port}"
+        try:
+            if section.tls_cert is None or section.tls_key is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                pair = (Path(section.tls_key).read_bytes(), Path(section.tls_cert).read_bytes())
+                port = self._server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+        except RuntimeError:
+            port = 0
+        if not port:
+            raise ConfigError(
+                f"server.host, server.grpc_port: cannot listen on {section.host} port {section.grpc_port}: it is "
+                "taken, or not of this host"
+            )
+        return int(port)
+
+    async def run_here(self) -> None:
+        """Answer until `finish`."""
+        await self._server.start()
+        await self._finishing.wait()
+        await self._server.stop(END_SECONDS)
+
+    def finish(self) -> None:
+        """Take no more calls, and end once those in work have their answers."""
+        self._finishing.set()
+
+    def cut(self) -> None:
+        """End now: the calls that are left have had their time."""
+        self._finishing.set()
+
+
+def _handlers(servicer: KServeServicer) -> Any:
+    """Every call of the protocol's service, handled by the servicer's method of that name."""
+    service = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+    handlers = {}
+    for method in service.methods:
+        make = grpc.stream_stream_rpc_method_handler if method.client_streaming else grpc.unary_unary_rpc_method_handler
+        handlers[method.name] = make(
+            getattr(servicer, method.name),
+            request_deserializer=_reader(GetMessageClass(method.input_type)),
+            response_serializer=GetMessageClass(method.output_type).SerializeToString,
+        )
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
+
+
+def _reader(kind: Any) -> Callable[[bytes], Any]:
+    """Reads messages of a kind; None are bytes that are no such message, which the servicer refuses."""
+
+    def read(raw: bytes) -> Any:
+        try:
+            return kind.FromString(raw)
+        except DecodeError:
+            return None
+
+    return read

@@ -1,0 +1,183 @@
+"""KServe's protocol over gRPC: its calls, with the service of tritonclient's protocol files, and errors as statuses.
+
+A call reads as it works: message → tensors → a run → messages. A client that cancels, or goes away, cancels its call,
+which lets its rows go. It knows gRPC, and nothing of engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from typing import Any
+
+from tritonclient.grpc import service_pb2
+
+from launch.serve.http_requests import Keys, aside
+from launch.serve.kserve.grpc_calls import Context, ObservedCall, check_message
+from launch.serve.kserve.grpc_messages import (
+    read_outputs,
+    read_tensors,
+    write_config,
+    write_metadata,
+    write_response,
+    write_statistics,
+)
+from launch.serve.kserve.grpc_stream import InferStream
+from launch.serve.kserve.models import MODELS
+from launch.serve.kserve.requests import find_model
+from launch.serve.kserve.service import Answering, KServeService
+from launch.serve.refusals import Kind, Refusal
+
+Handler = Callable[["KServeServicer", Any, Context], Awaitable[Any]]
+
+
+def _call(needs_key: bool = True) -> Callable[[Handler], Handler]:
+    """What every call with one response goes through: an id, a key, its log line, and errors as statuses."""
+
+    def wrap(handler: Handler) -> Handler:
+        async def checked(servicer: KServeServicer, message: Any, context: Context) -> Any:
+            async with servicer.observing(context, handler.__name__, needs_key):
+                check_message(message)
+                return await handler(servicer, message, context)
+
+        checked.__name__, checked.__doc__ = handler.__name__, handler.__doc__
+        return checked
+
+    return wrap
+
+
+class KServeServicer:
+    """The calls. Their names are the protocol's."""
+
+    def __init__(self, service: KServeService, keys: Keys) -> None:
+        self._service = service
+        self._keys = keys
+
+    def observing(self, context: Context, name: str, needs_key: bool = True) -> ObservedCall:
+        """What a call happens within."""
+        return ObservedCall(self._service.front.metrics, self._keys if needs_key else None, context, name)
+
+    @_call(needs_key=False)
+    async def ServerLive(self, message: Any, context: Context) -> Any:
+        """Whether there is a server."""
+        return service_pb2.ServerLiveResponse(live=True)
+
+    @_call(needs_key=False)
+    async def ServerReady(self, message: Any, context: Context) -> Any:
+        """Whether requests are answered."""
+        return service_pb2.ServerReadyResponse(ready=self._service.is_ready())
+
+    @_call(needs_key=False)
+    async def ModelReady(self, message: Any, context: Context) -> Any:
+        """Whether requests for a model are answered."""
+        ready = self._service.is_ready(find_model(message.name, message.version))
+        return service_pb2.ModelReadyResponse(ready=ready)
+
+    @_call()
+    async def ServerMetadata(self, message: Any, context: Context) -> Any:
+        """Name, version and extensions."""
+        return service_pb2.ServerMetadataResponse(**self._service.server_metadata())
+
+    @_call()
+    async def ModelMetadata(self, message: Any, context: Context) -> Any:
+        """A model's inputs and outputs."""
+        return write_metadata(find_model(message.name, message.version))
+
+    @_call()
+    async def ModelConfig(self, message: Any, context: Context) -> Any:
+        """The same as Triton's configuration has them."""
+        return write_config(find_model(message.name, message.version), self._service.max_batch_size)
+
+    @_call()
+    async def ModelStatistics(self, message: Any, context: Context) -> Any:
+        """Of one model, or of all."""
+        models = [find_model(message.name, message.version)] if message.name else list(MODELS.values())
+        return write_statistics(self._service.statistics(models))
+
+    @_call()
+    async def RepositoryIndex(self, message: Any, context: Context) -> Any:
+        """The models and their states."""
+        return service_pb2.RepositoryIndexResponse(
+            models=[
+                service_pb2.RepositoryIndexResponse.ModelIndex(**item) for item in self._service.index(message.ready)
+            ]
+        )
+
+    @_call()
+    async def RepositoryModelLoad(self, message: Any, context: Context) -> Any:
+        """Refused: the models are the job's."""
+        raise _fixed_models(message.model_name)
+
+    @_call()
+    async def RepositoryModelUnload(self, message: Any, context: Context) -> Any:
+        """Refused: the models are the job's."""
+        raise _fixed_models(message.model_name)
+
+    @_call()
+    async def SystemSharedMemoryStatus(self, message: Any, context: Context) -> Any:
+        """No regions."""
+        return service_pb2.SystemSharedMemoryStatusResponse()
+
+    @_call()
+    async def SystemSharedMemoryUnregister(self, message: Any, context: Context) -> Any:
+        """There is nothing to unregister."""
+        return service_pb2.SystemSharedMemoryUnregisterResponse()
+
+    @_call()
+    async def SystemSharedMemoryRegister(self, message: Any, context: Context) -> Any:
+        """Refused."""
+        raise _no_shared_memory()
+
+    @_call()
+    async def CudaSharedMemoryStatus(self, message: Any, context: Context) -> Any:
+        """No regions."""
+        return service_pb2.CudaSharedMemoryStatusResponse()
+
+    @_call()
+    async def CudaSharedMemoryUnregister(self, message: Any, context: Context) -> Any:
+        """There is nothing to unregister."""
+        return service_pb2.CudaSharedMemoryUnregisterResponse()
+
+    @_call()
+    async def CudaSharedMemoryRegister(self, message: Any, context: Context) -> Any:
+        """Refused."""
+        raise _no_shared_memory()
+
+    @_call()
+    async def TraceSetting(self, message: Any, context: Context) -> Any:
+        """Refused."""
+        raise Refusal(Kind.INVALID, "there are no traces of single requests here")
+
+    @_call()
+    async def LogSettings(self, message: Any, context: Context) -> Any:
+        """Refused."""
+        raise Refusal(Kind.INVALID, "the log's settings are the server's options: see -v and --log-dir")
+
+    @_call()
+    async def ModelInfer(self, message: Any, context: Context) -> Any:
+        """Tensors in, tensors out."""
+        work = await self._begin(message)
+        try:
+            return write_response(await work.whole())
+        finally:
+            work.close()
+
+    async def ModelStreamInfer(self, messages: AsyncIterator[Any], context: Context) -> None:
+        """Requests as they come, all at work at once, and responses as they come. An error ends its request alone."""
+        async with self.observing(context, "ModelStreamInfer"):
+            await InferStream(self._service, self._begin, context).run(messages)
+
+    async def _begin(self, message: Any, beside: Mapping[str, Collection[Answering]] | None = None) -> Answering:
+        model = find_model(message.model_name, message.model_version)
+        tensors = await aside(message.ByteSize(), read_tensors, message)
+        return await self._service.begin(model, message.id, tensors, read_outputs(message), beside)
+
+
+def _fixed_models(name: str) -> Refusal:
+    model = find_model(name)
+    return Refusal(
+        Kind.INVALID, f"{model.name} is one of the job's models: they are not loaded or unloaded by requests"
+    )
+
+
+def _no_shared_memory() -> Refusal:
+    return Refusal(Kind.INVALID, "there is no shared memory here: send tensors in the request")

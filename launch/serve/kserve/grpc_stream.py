@@ -1,0 +1,112 @@
+"""KServe's bidirectional stream: any number of requests at work at once, each with any number of responses.
+
+It knows gRPC's streams and their messages. It does not know how a request is begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2
+
+from launch.serve.connections import STALLED_SECONDS
+from launch.serve.kserve.grpc_calls import FAILED, Context, check_message
+from launch.serve.kserve.grpc_messages import FINAL, WANTS_FINAL, head, write_response
+from launch.serve.kserve.requests import find_model
+from launch.serve.kserve.service import Answering, KServeService
+from launch.serve.refusals import HTTP_STATUS, Refusal
+
+MOST_AT_ONCE = 1024
+"""Requests of one stream that are at work, or whose responses the client has not read: it is read no further then."""
+
+logger = logging.getLogger(__name__)
+
+
+class _ClientGoneError(Exception):
+    """Nothing can be written any more: the call is about to be cancelled."""
+
+
+class InferStream:
+    """One stream's requests: each has a task that writes what comes of it."""
+
+    def __init__(
+        self,
+        service: KServeService,
+        begin: Callable[[Any, Mapping[str, Collection[Answering]]], Awaitable[Answering]],
+        context: Context,
+    ) -> None:
+        self._service = service
+        self._begin = begin
+        self._context = context
+        self._works: defaultdict[str, set[Answering]] = defaultdict(set)
+        self._writing = asyncio.Lock()
+        self._room = asyncio.Semaphore(MOST_AT_ONCE)
+
+    async def run(self, messages: AsyncIterator[Any]) -> None:
+        """Answer all requests, until the client has sent its last one; a task that fails ends the stream."""
+        async with asyncio.TaskGroup() as tasks:
+            async for message in messages:
+                check_message(message)
+                await self._room.acquire()
+                tasks.create_task(self._answer(message)).add_done_callback(lambda task: self._room.release())
+
+    async def _answer(self, message: Any) -> None:
+        with suppress(_ClientGoneError):
+            await self._answer_or_refuse(message)
+
+    async def _answer_or_refuse(self, message: Any) -> None:
+        try:
+            work = await self._begin(message, self._works)
+            self._works[message.id].add(work)
+            try:
+                await self._respond(message, work)
+            finally:
+                work.close()
+                self._works[message.id].discard(work)
+                if not self._works[message.id]:
+                    del self._works[message.id]
+        except Refusal as refusal:
+            self._service.front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
+            await self._write_error(message, str(refusal))
+        except (TimeoutError, _ClientGoneError):
+            raise
+        except Exception:
+            logger.exception("a request of a stream failed")
+            await self._write_error(message, FAILED)
+
+    async def _respond(self, message: Any, work: Answering) -> None:
+        wants_final = message.parameters[WANTS_FINAL].bool_param if WANTS_FINAL in message.parameters else False
+        async for response in work.responses():
+            told = write_response(response)
+            told.parameters[FINAL].bool_param = response.is_last and not wants_final
+            await self._write(service_pb2.ModelStreamInferResponse(infer_response=told))
+        if wants_final:
+            told = head(find_model(message.model_name), message.id)
+            told.parameters[FINAL].bool_param = True
+            await self._write(service_pb2.ModelStreamInferResponse(infer_response=told))
+
+    async def _write_error(self, message: Any, line: str) -> None:
+        told = service_pb2.ModelInferResponse(
+            model_name=message.model_name, model_version=message.model_version, id=message.id
+        )
+        told.parameters[FINAL].bool_param = True
+        await self._write(service_pb2.ModelStreamInferResponse(error_message=line, infer_response=told))
+
+    async def _write(self, message: Any) -> None:
+        """Write one response; a client that reads nothing for long is left.
+
+        Raises:
+            TimeoutError: it has read nothing.
+            _ClientGoneError: it is gone.
+        """
+        async with self._writing, asyncio.timeout(STALLED_SECONDS):
+            try:
+                await self._context.write(message)
+            except grpc.aio.BaseError as error:
+                raise _ClientGoneError from error

@@ -1,0 +1,214 @@
+"""KServe's protocol over HTTP: the endpoints below /v2, Triton's extensions among them, and errors in its shape.
+
+An endpoint reads as it works: body → tensors → a run → a response, or one event for each. It knows HTTP through
+Starlette, and nothing of engines.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from launch.serve.event_stream import EventStream, event
+from launch.serve.http_requests import Keys, aside, parse_json, read_body, unless_gone
+from launch.serve.kserve.http_bodies import InferBody, dump, read_generate, read_infer, write_generate, write_infer
+from launch.serve.kserve.models import MODELS, VERSION, Model
+from launch.serve.kserve.requests import find_model
+from launch.serve.kserve.service import Answering, KServeService
+from launch.serve.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
+
+PREFIX = "/v2"
+
+JSON_LENGTH = "inference-header-content-length"
+"""Where tensors follow a body's JSON as bytes: the length of the JSON."""
+
+_DECOMPRESSION = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class KServeHttpApi:
+    """The endpoints below /v2."""
+
+    def __init__(self, service: KServeService, keys: Keys, max_body_bytes: int) -> None:
+        self._service = service
+        self._keys = keys
+        self._max_body_bytes = max_body_bytes
+
+    def routes(self) -> list[Route]:
+        """For the application. Health needs no key."""
+        found = [
+            Route(f"{PREFIX}/health/live", _live, methods=["GET"]),
+            Route(f"{PREFIX}/health/ready", self.ready, methods=["GET"]),
+        ]
+        self._add(found, "GET", "", self.server_metadata)
+        self._add(found, "GET", "/models/stats", self.statistics)
+        self._add(found, "POST", "/repository/index", self.index)
+        self._add(found, "POST", "/repository/models/{model}/load", _refuse_change)
+        self._add(found, "POST", "/repository/models/{model}/unload", _refuse_change)
+        for kind in ("systemsharedmemory", "cudasharedmemory"):
+            self._add(found, "GET", f"/{kind}/status", _no_regions)
+            self._add(found, "GET", f"/{kind}/region/{{region}}/status", _no_regions)
+            self._add(found, "POST", f"/{kind}/unregister", _no_regions)
+            self._add(found, "POST", f"/{kind}/region/{{region}}/register", _refuse_region)
+            self._add(found, "POST", f"/{kind}/region/{{region}}/unregister", _no_regions)
+        for model in ("/models/{model}", "/models/{model}/versions/{version}"):
+            self._add(found, "GET", model, self.metadata)
+            self._add(found, "GET", f"{model}/ready", self.ready)
+            self._add(found, "GET", f"{model}/config", self.config)
+            self._add(found, "GET", f"{model}/stats", self.statistics)
+            self._add(found, "POST", f"{model}/infer", self.infer)
+            self._add(found, "POST", f"{model}/generate", self.generate)
+            self._add(found, "POST", f"{model}/generate_stream", self.generate_stream)
+        return found
+
+    async def ready(self, request: Request) -> Response:
+        """Whether the server, or a model, answers requests: 200, or an error that says why not."""
+        self._service.check_ready(_model(request) if "model" in request.path_params else None)
+        return Response()
+
+    async def server_metadata(self, request: Request) -> Response:
+        """Name, version and extensions."""
+        return JSONResponse(self._service.server_metadata())
+
+    async def metadata(self, request: Request) -> Response:
+        """A model's inputs and outputs."""
+        return JSONResponse(_model(request).metadata())
+
+    async def config(self, request: Request) -> Response:
+        """The same as Triton's configuration has them."""
+        return JSONResponse(_model(request).config(self._service.max_batch_size))
+
+    async def statistics(self, request: Request) -> Response:
+        """Of one model, or of all."""
+        models = [_model(request)] if "model" in request.path_params else list(MODELS.values())
+        return JSONResponse({"model_stats": self._service.statistics(models)})
+
+    async def index(self, request: Request) -> Response:
+        """The models and their states."""
+        body = await read_body(request, self._max_body_bytes)
+        wanted = await aside(len(body), parse_json, body) if body.strip() else {}
+        if not isinstance(wanted, dict):
+            raise Refusal(Kind.INVALID, "the body must be a JSON object, or empty")
+        return JSONResponse(self._service.index(ready_only=wanted.get("ready") is True))
+
+    async def infer(self, request: Request) -> Response:
+        """Tensors in, tensors out."""
+        model = _model(request)
+        raw = await read_body(request, self._max_body_bytes)
+        body = await aside(len(raw), self._read_infer, raw, request)
+        work = await self._service.begin(model, body.request_id, body.tensors, body.outputs)
+        try:
+            response = await unless_gone(request, work.whole())
+        finally:
+            work.close()
+        told, told_length = write_infer(response, body)
+        if told_length is None:
+            return Response(told, media_type="application/json")
+        return Response(told, media_type="application/octet-stream", headers={JSON_LENGTH: str(told_length)})
+
+    async def generate(self, request: Request) -> Response:
+        """Inputs as a flat object in, one response out."""
+        work = await self._begin_generate(request)
+        try:
+            response = await unless_gone(request, work.whole())
+        finally:
+            work.close()
+        return Response(dump(write_generate(response)), media_type="application/json")
+
+    async def generate_stream(self, request: Request) -> Response:
+        """The same, with one event for each response."""
+        work = await self._begin_generate(request)
+        return EventStream(work, self._events(work))
+
+    async def _begin_generate(self, request: Request) -> Answering:
+        model = _model(request)
+        raw = await read_body(request, self._max_body_bytes)
+        body = await aside(len(raw), lambda: read_generate(model, parse_json(raw)))
+        return await self._service.begin(model, body.request_id, body.tensors, body.outputs)
+
+    def _read_infer(self, raw: bytes, request: Request) -> InferBody:
+        raw = _decompress(raw, request.headers.get("content-encoding"), self._max_body_bytes)
+        length = _json_length(request.headers.get(JSON_LENGTH), len(raw))
+        return read_infer(parse_json(raw[:length]), raw[length:])
+
+    async def _events(self, work: Answering) -> AsyncGenerator[bytes, None]:
+        """An error is an event, too: the status is out."""
+        try:
+            async for response in work.responses():
+                yield event(dump(write_generate(response)))
+        except Refusal as refusal:
+            self._service.front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
+            yield event(dump({"error": str(refusal)}))
+
+    def _add(self, routes: list[Route], method: str, path: str, endpoint: Endpoint) -> None:
+        """A route that asks for a key."""
+
+        async def checked(request: Request) -> Response:
+            self._keys.check(request)
+            return await endpoint(request)
+
+        routes.append(Route(PREFIX + path, checked, methods=[method]))
+
+
+def is_below(request: Request) -> bool:
+    """Whether a request, to whatever path, is to this protocol."""
+    return request.url.path == PREFIX or request.url.path.startswith(f"{PREFIX}/")
+
+
+def answer_refusal(refusal: Refusal) -> JSONResponse:
+    """The HTTP answer to a request that is not answered."""
+    return JSONResponse({"error": str(refusal)}, status_code=HTTP_STATUS[refusal.kind], headers=retry_headers(refusal))
+
+
+async def _live(request: Request) -> Response:
+    return Response()
+
+
+async def _refuse_change(request: Request) -> Response:
+    model = find_model(request.path_params["model"])
+    raise Refusal(Kind.INVALID, f"{model.name} is one of the job's models: they are not loaded or unloaded by requests")
+
+
+async def _no_regions(request: Request) -> Response:
+    return JSONResponse([])
+
+
+async def _refuse_region(request: Request) -> Response:
+    raise Refusal(Kind.INVALID, "there is no shared memory here: send tensors in the request")
+
+
+def _model(request: Request) -> Model:
+    return find_model(request.path_params["model"], request.path_params.get("version", VERSION))
+
+
+def _json_length(header: str | None, size: int) -> int:
+    if header is None:
+        return size
+    if not header.isdecimal() or not 0 < int(header[:20]) <= size:
+        raise Refusal(
+            Kind.INVALID, f"Inference-Header-Content-Length must be between 1 and {size}, the length of the body"
+        )
+    return int(header)
+
+
+def _decompress(raw: bytes, encoding: str | None, most_bytes: int) -> bytes:
+    """A body as it was before compression, which may not make more of it than a body may have."""
+    if encoding in (None, "identity"):
+        return raw
+    if encoding not in _DECOMPRESSION:
+        raise Refusal(Kind.INVALID, f"Content-Encoding may be {' or '.join(_DECOMPRESSION)}")
+    opened = zlib.decompressobj(_DECOMPRESSION[encoding])
+    try:
+        found = opened.decompress(raw, most_bytes + 1)
+    except zlib.error:
+        raise Refusal(Kind.INVALID, f"the body is not {encoding}, as Content-Encoding says") from None
+    if len(found) > most_bytes:
+        raise Refusal(Kind.TOO_LARGE, f"the body is larger than {most_bytes} bytes (server.max_body_bytes)")
+    if not opened.eof or opened.unused_data:
+        raise Refusal(Kind.INVALID, f"the body is not {encoding} as a whole, as Content-Encoding says")
+    return found

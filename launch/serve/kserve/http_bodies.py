@@ -1,0 +1,229 @@
+"""Bodies of KServe's HTTP: a request for inference as JSON, with binary tensors behind it or without; `generate`'s flat
+objects; and the responses of both.
+
+A body with binary tensors is its JSON, as long as the header Inference-Header-Content-Length says, and behind it the
+bytes of each tensor that names its `binary_data_size`, in their order. It knows JSON and bytes, and no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from launch.serve.kserve.models import VERSION, Model
+from launch.serve.kserve.requests import InferResponse, find_input
+from launch.serve.kserve.tensors import (
+    Tensor,
+    read_bytes,
+    read_shape,
+    read_values,
+    refuse_input,
+    write_bytes,
+    write_values,
+)
+from launch.serve.refusals import Kind, Refusal
+from trtrun.errors import nearest, shorten
+from trtrun.values import show_value
+
+_FIELDS = ("id", "inputs", "outputs", "parameters")
+_INPUT_FIELDS = ("name", "shape", "datatype", "parameters", "data")
+_OUTPUT_FIELDS = ("name", "parameters")
+_LONGEST_ID = 1024
+_ENCODER = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True)
+class InferBody:
+    """What a body of `infer` or `generate` says.
+
+    Attributes:
+        outputs: names of those that are wanted; none for all.
+        binary: outputs that are wanted as bytes.
+        all_binary: whether those that `outputs` does not name are wanted so.
+    """
+
+    request_id: str
+    tensors: Sequence[Tensor]
+    outputs: Sequence[str]
+    binary: frozenset[str]
+    all_binary: bool
+
+
+def read_infer(values: object, binary: bytes) -> InferBody:
+    """The body of `infer`.
+
+    Args:
+        values: of its JSON.
+        binary: what is behind it.
+
+    Raises:
+        Refusal: it is not as the protocol has it.
+    """
+    given = _read_object("the body", values, _FIELDS)
+    parameters = _read_parameters("parameters", given.get("parameters"))
+    items = given.get("inputs")
+    if not isinstance(items, list) or not items:
+        raise Refusal(Kind.INVALID, "inputs is missing: a list of tensors, one at least", "inputs")
+    tensors, at = [], 0
+    for item in items:
+        tensor, at = _read_tensor(item, binary, at)
+        tensors.append(tensor)
+    if at != len(binary):
+        raise Refusal(Kind.INVALID, f"{len(binary) - at} bytes are left behind the tensors that name binary_data_size")
+    outputs, as_bytes = _read_outputs(given.get("outputs"), bool(parameters.get("binary_data_output")))
+    return InferBody(_read_id(given), tensors, outputs, as_bytes, bool(parameters.get("binary_data_output")))
+
+
+def read_generate(model: Model, values: object) -> InferBody:
+    """The body of `generate`: inputs by their names, at the top or below `parameters`; a list is a row's values.
+
+    Raises:
+        Refusal: an input is unknown or wrong.
+    """
+    if not isinstance(values, dict):
+        raise Refusal(Kind.INVALID, f"the body must be a JSON object, not {show_value(values)}")
+    given = dict(values)
+    nested = given.pop("parameters", None)
+    if nested is not None and not isinstance(nested, dict):
+        raise Refusal(Kind.INVALID, f"parameters must be an object, not {show_value(nested)}", "parameters")
+    for name, value in (nested or {}).items():
+        if name in given:
+            raise refuse_input(name, "stands at the top and below parameters: give it once")
+        given[name] = value
+    request_id = _read_id(given)
+    given.pop("id", None)
+    tensors = []
+    for name, value in given.items():
+        spec = find_input(model, name)
+        if value is not None:
+            shape = _shape_of(value) if isinstance(value, list) else (1,)
+            data = value if isinstance(value, list) else [value]
+            tensors.append(read_values(name, spec.datatype, (1, *shape), data))
+    return InferBody(request_id, tensors, (), frozenset(), False)
+
+
+def write_infer(response: InferResponse, body: InferBody) -> tuple[bytes, int | None]:
+    """The response to `infer`.
+
+    Returns:
+        The body, and the length of its JSON where bytes follow it.
+    """
+    outputs, behind = [], []
+    for tensor in response.tensors:
+        told: dict[str, Any] = {
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": list(tensor.values.shape),
+        }
+        if tensor.name in body.binary or (body.all_binary and tensor.name not in body.outputs):
+            raw = write_bytes(tensor)
+            behind.append(raw)
+            told["parameters"] = {"binary_data_size": len(raw)}
+        else:
+            told["data"] = write_values(tensor)
+        outputs.append(told)
+    text = dump(_head(response) | {"outputs": outputs})
+    return b"".join([text, *behind]), len(text) if behind else None
+
+
+def write_generate(response: InferResponse) -> dict[str, Any]:
+    """The response to `generate`: a key for each output, lists of one value as the value."""
+    told = _head(response)
+    for tensor in response.tensors:
+        values = write_values(tensor)
+        told[tensor.name] = values[0] if len(values) == 1 else values
+    return told
+
+
+def dump(value: object) -> bytes:
+    """JSON, without spaces."""
+    return _ENCODER.encode(value)
+
+
+def _head(response: InferResponse) -> dict[str, Any]:
+    told = {"model_name": response.model.name, "model_version": VERSION}
+    return ({"id": response.request_id} if response.request_id else {}) | told
+
+
+def _read_object(what: str, value: object, known: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise Refusal(Kind.INVALID, f"{what} must be a JSON object, not {show_value(value)}")
+    for name in value:
+        if name not in known:
+            raise Refusal(Kind.INVALID, f"{what}: unknown field {show_value(name)}{nearest(name, known)}", name[:100])
+    return value
+
+
+def _read_id(given: Mapping[str, Any]) -> str:
+    value = given.get("id")
+    if value is None:
+        return ""
+    if not isinstance(value, str) or len(value) > _LONGEST_ID or not value.isprintable():
+        raise Refusal(Kind.INVALID, f"id must be a text of at most {_LONGEST_ID} printable characters", "id")
+    return value
+
+
+def _read_parameters(what: str, value: object) -> Mapping[str, Any]:
+    """Parameters of a request or a tensor. Those that nothing is known of are the client's own business."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise Refusal(Kind.INVALID, f"{what} must be an object, not {show_value(value)}", "parameters")
+    if "shared_memory_region" in value:
+        raise Refusal(
+            Kind.INVALID, "there is no shared memory here: send tensors in the request", "shared_memory_region"
+        )
+    return value
+
+
+def _read_tensor(item: object, binary: bytes, at: int) -> tuple[Tensor, int]:
+    """An input, and where the bytes of the next one begin."""
+    given = _read_object("an input", item, _INPUT_FIELDS)
+    name, datatype, shape = given.get("name"), given.get("datatype"), given.get("shape")
+    if not isinstance(name, str):
+        raise Refusal(Kind.INVALID, f"an input's name must be a text, not {show_value(name)}", "inputs")
+    if not isinstance(datatype, str) or not isinstance(shape, list):
+        raise refuse_input(name, "needs datatype, a text, and shape, a list")
+    sizes = read_shape(name, shape)
+    size = _read_parameters(name, given.get("parameters")).get("binary_data_size")
+    if size is None:
+        return read_values(name, datatype, sizes, given.get("data")), at
+    if "data" in given:
+        raise refuse_input(name, "has data and binary_data_size: give one of them")
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= len(binary) - at:
+        raise refuse_input(name, f"binary_data_size {shorten(size)}, where {len(binary) - at} bytes are left")
+    return read_bytes(name, datatype, sizes, binary[at : at + size]), at + size
+
+
+def _read_outputs(value: object, all_binary: bool) -> tuple[list[str], frozenset[str]]:
+    """Names of the outputs that are wanted, and of those that are wanted as bytes."""
+    if value is None:
+        return [], frozenset()
+    if not isinstance(value, list):
+        raise Refusal(Kind.INVALID, f"outputs must be a list, not {show_value(value)}", "outputs")
+    names, binary = [], set()
+    for item in value:
+        given = _read_object("an output", item, _OUTPUT_FIELDS)
+        name = given.get("name")
+        if not isinstance(name, str):
+            raise Refusal(Kind.INVALID, f"an output's name must be a text, not {show_value(name)}", "outputs")
+        parameters = _read_parameters(name, given.get("parameters"))
+        if parameters.get("classification"):
+            raise Refusal(Kind.INVALID, f"{shorten(name)}: there is no classification here", "outputs")
+        names.append(name)
+        if parameters.get("binary_data", all_binary) is True:
+            binary.add(name)
+    return names, frozenset(binary)
+
+
+def _shape_of(value: list[Any]) -> tuple[int, ...]:
+    """The shape of nested lists, by their first items; `read_values` counts the values."""
+    sizes: list[int] = []
+    level: Any = value
+    while isinstance(level, list) and len(sizes) < 8:
+        sizes.append(len(level))
+        level = level[0] if level else None
+    return tuple(sizes)

@@ -1,0 +1,123 @@
+#!/usr/bin/env python3
+"""An engine that computes nothing, for scripts/bench_serve.py: what is left is the front.
+
+    python scripts/bench_serve_engine.py CONFIG ROUND_MS TOKENS_PER_ROUND [--socket NAME]
+
+It greets the front as the engine of CONFIG, and gives every request TOKENS_PER_ROUND tokens a round until it has its
+max_tokens. A round takes ROUND_MS; 0 gives a request all its tokens at once, when it comes. Without --socket it is
+`trtrun serve --config CONFIG` with such an engine, which it starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from launch.serve.engine_process import hash_config
+from launch.serve.engine_socket import connect
+from launch.serve.messages import Abort, AskStatus, Close, Delta, Deltas, Generate, MessageStream, Ready, Status, encode
+from launch.serve.restarted_engine import RestartedEngine
+from launch.serve.serve import play_serve
+from trtrun import __version__, load_config
+from trtrun.core import RequestStatistics
+from trtrun.outputs import CompletionDelta
+from trtrun.scheduling.limits import SchedulerLimits
+
+TEXT = " word"
+SETTINGS = ["server.http_port=0", "server.metrics_port=0", "scheduler.max_batch_size=64"]
+LIMITS = SchedulerLimits(
+    max_batch_size=1 << 10,
+    max_num_tokens=1 << 16,
+    max_seq_len=1 << 16,
+    draft_max_seq_len=1 << 16,
+    draft_len=4,
+    block_size=16,
+    num_blocks=1 << 20,
+)
+
+
+@dataclass
+class Row:
+    """A request's place in the rounds."""
+
+    request_id: str
+    num_left: int
+    num_rounds: int = 0
+
+    def round(self, num_tokens: int) -> Delta:
+        """What a round gives it."""
+        count = min(num_tokens, self.num_left)
+        self.num_left -= count
+        self.num_rounds += 1
+        statistics = RequestStatistics(
+            num_rounds=self.num_rounds,
+            num_draft_tokens=4 * self.num_rounds,
+            num_accepted_draft_tokens=self.num_rounds,
+            acceptance_histogram=[0, self.num_rounds],
+        )
+        reason = None if self.num_left else "length"
+        tokens = tuple(range(100, 100 + count))
+        return Delta.of(CompletionDelta(self.request_id, 0, tokens, TEXT * count, statistics, None, reason))
+
+
+async def serve(config: Path, round_seconds: float, num_tokens: int, socket: str) -> None:
+    """Serve the front until it closes the connection."""
+    reader, writer = await asyncio.open_unix_connection(sock=connect(socket))
+    config_hash = hash_config(load_config(config, SETTINGS))
+    writer.write(encode(Ready(version=__version__, config_hash=config_hash, limits=asdict(LIMITS))))
+    rows: dict[str, Row] = {}
+    is_asked = asyncio.Event()
+
+    async def play() -> None:
+        due = time.perf_counter()
+        while True:
+            if not rows:
+                is_asked.clear()
+                await is_asked.wait()
+                due = time.perf_counter()
+            due = max(due + round_seconds, time.perf_counter())
+            await asyncio.sleep(due - time.perf_counter())
+            writer.write(encode(Deltas(deltas=tuple(row.round(num_tokens) for row in rows.values()))))
+            for row in [row for row in rows.values() if not row.num_left]:
+                del rows[row.request_id]
+
+    rounds = asyncio.create_task(play())
+    async for message in MessageStream(reader):
+        match message:
+            case Generate():
+                row = Row(message.request_id, message.sampling["max_tokens"])
+                if round_seconds:
+                    rows[message.request_id] = row
+                    is_asked.set()
+                else:
+                    writer.write(encode(Deltas(deltas=(row.round(row.num_left),))))
+            case Abort():
+                rows.pop(message.request_id, None)
+            case AskStatus():
+                writer.write(encode(Status(len(rows), 0, 1, 1, {})))
+            case Close():
+                break
+    rounds.cancel()
+
+
+def main() -> None:
+    """Be the engine, or the front that starts it."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("round_ms", type=float)
+    parser.add_argument("tokens_per_round", type=int)
+    parser.add_argument("--socket")
+    options = parser.parse_args()
+    if options.socket is not None:
+        asyncio.run(serve(options.config, options.round_ms / 1000, options.tokens_per_round, options.socket))
+    else:
+        config = load_config(options.config, SETTINGS)
+        sys.exit(play_serve(config, RestartedEngine(config, [sys.executable, *sys.argv])))
+
+
+if __name__ == "__main__":
+    main()

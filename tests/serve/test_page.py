@@ -1,0 +1,191 @@
+"""The page in headless Chromium, against a really served pair: what a reader sees, types and hears."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers import ONE_PROCESS, Server, serving, write_config
+
+from trtrun import LLM, SamplingParams
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: install the package chromium"),
+]
+PROMPT = "def main("
+KEY = "the key of this test"
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync"]  # fmt: skip
+SLOW = 120_000.0
+"""Milliseconds that a text may take on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "keys").write_text(KEY)
+    config = write_config(
+        folder / "serve.yaml",
+        pair,
+        ONE_PROCESS,
+        scheduler={"max_batch_size": 4},
+        kv_cache={"max_tokens": 8192},
+        server={"api_key_file": str(folder / "keys")},
+    )
+    with serving(config) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, server: Server) -> Iterator[Any]:
+    """The page, with its key given; nothing may be logged as wrong or asked of another host."""
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    page.set_default_timeout(SLOW)
+    playwright.expect.set_options(timeout=SLOW)
+    problems: list[str] = []
+    hosts: set[str] = set()
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
+    page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
+    page.goto(server.url + "/")
+    key = page.get_by_label("This server wants an API key")
+    key.fill(KEY)
+    key.press("Enter")
+    playwright.expect(page.locator("#state")).to_have_text("serving")
+    playwright.expect(key).to_be_hidden()
+    yield page
+    page.close()
+    # Refusals are logged by the browser itself.
+    assert [text for text in problems if not text.startswith("Failed to load resource")] == []
+    assert hosts == {server.url.split("/")[2]}
+
+
+def generate(page: Any, prompt: str, max_tokens: int = 48) -> None:
+    page.get_by_label("Prompt", exact=True).fill(prompt)
+    page.get_by_label("Tokens, at most").fill(str(max_tokens))
+    page.get_by_label("Prompt", exact=True).press("Control+Enter")
+    playwright.expect(page.locator("#news")).to_have_text(re.compile(r"^Done: \d+ tokens"))
+
+
+def tokens_of(page: Any) -> list[tuple[str, str]]:
+    """The text and the origin of each token that is shown."""
+    spans = page.locator("#text .token")
+    return [(span.text_content(), span.get_attribute("class").split()[1]) for span in spans.all()]
+
+
+def test_a_text_is_shown_by_how_its_tokens_came_and_compared(page: Any, llm: LLM) -> None:
+    (completion,) = llm.generate([PROMPT], SamplingParams(max_tokens=48))[0].completions
+    generate(page, PROMPT)
+    tokens = tokens_of(page)
+    assert "".join(text for text, _ in tokens) == completion.text
+    assert len(tokens) == len(completion.token_ids)
+    assert page.locator("#text").text_content() == PROMPT + completion.text
+    origins = "".join(origin for _, origin in tokens)
+    assert "a" in origins and set(origins) <= set("arbp")
+    told = [int(count.text_content()) for count in page.locator("#legend b").all()]
+    assert told == [origins.count(letter) for letter in "arbp"]
+    rounds = len(re.findall("a*[rbp]|a+$", origins))
+    assert page.locator("#round-count").text_content() == str(rounds)
+    plot = page.locator("#plot")
+    assert plot.get_attribute("aria-label").startswith(f"{rounds} rounds, ")
+    plot.focus()
+    plot.press("ArrowRight")
+    playwright.expect(page.locator("#round-hint")).to_have_text(re.compile("^Round 1: "))
+    assert page.locator(".of-round").count() == len(re.findall("a*[rbp]|a+$", origins)[0])
+    page.get_by_role("button", name="Decode plainly and compare").click()
+    verdict = page.locator("#verdict .same")
+    playwright.expect(verdict).to_have_text(f"The same text, token for token ({len(tokens)}).")
+    playwright.expect(page.locator("#news")).to_contain_text("The same text, token for token")
+    assert [float(speed.text_content()) > 0 for speed in page.locator(".speeds b").all()] == [True, True]
+
+
+def test_sampling_speculation_and_draft_length_are_what_the_form_says(page: Any, server: Server) -> None:
+    bodies: list[dict[str, Any]] = []
+    page.on("request", lambda sent: bodies.append(sent.post_data_json) if sent.method == "POST" else None)
+    page.get_by_label("Temperature").fill("0.8")
+    page.get_by_label("Seed").fill("7")
+    page.get_by_label("Draft length").fill("2")
+    generate(page, PROMPT, 24)
+    page.get_by_role("switch", name="Speculation").uncheck()
+    assert page.get_by_label("Draft length").is_disabled()
+    drafted = tokens_of(page)
+    page.locator("#go").click()
+    playwright.expect(page.locator("#text .token:not(.p)")).to_have_count(0)
+    playwright.expect(page.locator("#text .token")).to_have_count(len(drafted))
+    assert [text for text, _ in tokens_of(page)] == [text for text, _ in drafted]
+    common = {"temperature": 0.8, "seed": 7, "max_tokens": 24, "prompt": PROMPT, "return_token_origins": True}
+    for body, draft_len in zip(bodies, (2, 0), strict=True):
+        assert common.items() <= body.items() and body["draft_len"] == draft_len
+
+
+def test_texts_are_never_html_and_refusals_are_told(page: Any) -> None:
+    generate(page, "<img src=x onerror=alert(1)><b>&lt;", 8)
+    assert page.locator("#text img, #text b").count() == 0
+    assert page.locator("#text").text_content().startswith("<img src=x onerror=alert(1)><b>&lt;")
+    page.get_by_label("Prompt", exact=True).fill("x " * 2000)
+    page.locator("#go").click()
+    playwright.expect(page.get_by_role("alert")).to_contain_text("tokens")
+    generate(page, PROMPT, 8)
+    playwright.expect(page.get_by_role("alert")).to_be_hidden()
+
+
+def test_a_chat_a_stop_and_a_phone(page: Any, server: Server) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= 390
+    page.get_by_label("Chat").check(force=True)
+    generate(page, "write a loop", 16)
+    assert page.locator(".prompt-echo").count() == 0 and tokens_of(page)
+    page.get_by_label("Completion").check(force=True)
+    page.get_by_label("Tokens, at most").fill("900")
+    page.locator("#go").click()
+    playwright.expect(page.locator("#text .token").first).to_be_visible()
+    page.keyboard.press("Escape")
+    playwright.expect(page.locator("#go")).to_be_enabled()
+    assert page.locator("#compare").is_disabled(), "there is no whole text to compare with"
+    server.wait_idle()
+
+
+def test_ranks_and_schemes(page: Any) -> None:
+    ranks = page.locator("#ranks")
+    for role in ("orchestrator", "draft", "target"):
+        playwright.expect(ranks.get_by_label(f"{role} ranks")).to_contain_text("cpu:0")
+    playwright.expect(page.locator("#running")).to_have_text("0 of 4")
+    playwright.expect(page.locator("#kv")).to_have_text("0.0 %")
+    grounds = []
+    for _ in range(3):
+        grounds.append(page.evaluate("() => getComputedStyle(document.body).backgroundColor"))
+        page.locator("#theme").click()
+    assert len(set(grounds)) == 2
+
+
+def test_a_text_goes_on_behind_a_lost_engine(page: Any, server: Server, llm: LLM) -> None:
+    (completion,) = llm.generate([PROMPT], SamplingParams(max_tokens=200))[0].completions
+    page.get_by_label("Prompt", exact=True).fill(PROMPT)
+    page.get_by_label("Tokens, at most").fill("200")
+    page.locator("#go").click()
+    playwright.expect(page.locator("#text .token").nth(8)).to_be_attached()
+    os.kill(server.engine(), signal.SIGKILL)
+    playwright.expect(page.locator("#state")).to_have_text("the engine is starting")
+    playwright.expect(page.locator("#ranks li.starting")).to_have_count(3)
+    playwright.expect(page.locator("#news")).to_have_text(re.compile(r"^Done: \d+ tokens"))
+    assert page.locator("#text").text_content() == PROMPT + completion.text
+    playwright.expect(page.locator("#version")).to_contain_text("restarts of the engine: 1")
