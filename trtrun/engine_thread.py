@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -123,12 +123,13 @@ class EngineThread:
         prompt: Prompt,
         sampling: SamplingParams | None,
         generated: Mapping[int, Sequence[int]] | None,
+        group: Hashable = None,
     ) -> None:
         """Have a request added; what becomes of it goes to the mailbox."""
 
         def work(engine: LLMEngine) -> None:
             try:
-                engine.add_request(prompt, sampling, request_id, generated)
+                engine.add_request(prompt, sampling, request_id, generated, group)
             except Exception as error:
                 refuse(error)
                 return

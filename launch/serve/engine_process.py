@@ -127,7 +127,11 @@ class _Served:
         """Send what comes of one request. Where the front does not read, deltas wait in the AsyncLLM and become one."""
         try:
             deltas = self._llm.generate(
-                request.prompt_token_ids, request.sampling_params(), request.request_id, request.generated
+                request.prompt_token_ids,
+                request.sampling_params(),
+                request.request_id,
+                request.generated,
+                request.group,
             )
             async with aclosing(deltas):
                 async for delta in deltas:

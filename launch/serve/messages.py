@@ -36,13 +36,15 @@ class _Message(BaseModel):
 
 
 class Generate(_Message):
-    """Complete a prompt, from its start or behind the tokens `generated` (see `LLMEngine.add_request`)."""
+    """Complete a prompt, from its start or behind the tokens `generated`, in turns with those of other groups (see
+    `LLMEngine.add_request`)."""
 
     kind: Literal["generate"] = "generate"
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: dict[str, Any]
     generated: dict[int, tuple[int, ...]] | None = None
+    group: str | None = None
 
     @classmethod
     def of(
@@ -51,10 +53,15 @@ class Generate(_Message):
         prompt_token_ids: tuple[int, ...],
         sampling: SamplingParams,
         generated: dict[int, tuple[int, ...]] | None,
+        group: str | None = None,
     ) -> Generate:
         """The message for one request."""
         return cls(
-            request_id=request_id, prompt_token_ids=prompt_token_ids, sampling=asdict(sampling), generated=generated
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            sampling=asdict(sampling),
+            generated=generated,
+            group=group,
         )
 
     def sampling_params(self) -> SamplingParams:
