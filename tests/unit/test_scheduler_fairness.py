@@ -121,6 +121,15 @@ def test_a_short_prompt_is_read_beside_a_long_one_and_the_long_one_gets_its_half
     assert rounds.read[late] == [31] and rounds.read[long][-1] == 32, "one token is the decoding row's"
 
 
+def test_of_two_that_are_being_read_the_one_with_less_left_is_done_first() -> None:
+    rounds = Rounds()
+    long = rounds.add(1500)
+    rounds.step()
+    medium = rounds.add(120)
+    rounds.run(until=lambda: sum(rounds.read.get(medium, [])) == 120)
+    assert rounds.read[medium] == [32, 32, 32, 24] and rounds.read[long] == [64, 32, 32, 32, 40]
+
+
 def test_a_stream_of_short_prompts_leaves_half_of_each_round_to_the_long_one() -> None:
     rounds = Rounds(rows=8)
     long = rounds.add(1500)
