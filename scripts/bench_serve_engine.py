@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """An engine that computes nothing, for scripts/bench_serve.py: what is left is the front.
 
-    python scripts/bench_serve_engine.py CONFIG ROUND_MS TOKENS_PER_ROUND [--socket PATH]
+    python scripts/bench_serve_engine.py CONFIG ROUND_MS TOKENS_PER_ROUND [--socket NAME]
 
 It greets the front as the engine of CONFIG, and gives every request TOKENS_PER_ROUND tokens a round until it has its
 max_tokens. A round takes ROUND_MS; 0 gives a request all its tokens at once, when it comes. Without --socket it is
@@ -18,7 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.serve.engine_process import hash_config
+from launch.serve.engine_socket import connect
 from launch.serve.messages import Abort, AskStatus, Close, Delta, Deltas, Generate, MessageStream, Ready, Status, encode
+from launch.serve.restarted_engine import RestartedEngine
 from launch.serve.serve import play_serve
 from trtrun import __version__, load_config
 from trtrun.core import RequestStatistics
@@ -62,9 +64,9 @@ class Row:
         return Delta.of(CompletionDelta(self.request_id, 0, tokens, TEXT * count, statistics, None, reason))
 
 
-async def serve(config: Path, round_seconds: float, num_tokens: int, socket: Path) -> None:
+async def serve(config: Path, round_seconds: float, num_tokens: int, socket: str) -> None:
     """Serve the front until it closes the connection."""
-    reader, writer = await asyncio.open_unix_connection(socket)
+    reader, writer = await asyncio.open_unix_connection(sock=connect(socket))
     config_hash = hash_config(load_config(config, SETTINGS))
     writer.write(encode(Ready(version=__version__, config_hash=config_hash, limits=asdict(LIMITS))))
     rows: dict[str, Row] = {}
@@ -108,12 +110,13 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("round_ms", type=float)
     parser.add_argument("tokens_per_round", type=int)
-    parser.add_argument("--socket", type=Path)
+    parser.add_argument("--socket")
     options = parser.parse_args()
     if options.socket is not None:
         asyncio.run(serve(options.config, options.round_ms / 1000, options.tokens_per_round, options.socket))
     else:
-        sys.exit(play_serve(load_config(options.config, SETTINGS), [sys.executable, *sys.argv]))
+        config = load_config(options.config, SETTINGS)
+        sys.exit(play_serve(config, RestartedEngine(config, [sys.executable, *sys.argv])))
 
 
 if __name__ == "__main__":

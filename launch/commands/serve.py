@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import click
 
 from launch.commands.common import load, shared_options, with_config
 from launch.exit_codes import describe_exit_codes
+from trtrun.config import RuntimeConfig
 from trtrun.errors import ConfigError, PlacementError
+from trtrun.server_config import ServerSection
 
 LIBRARIES = (
     "grpc", "httptools", "jinja2", "msgspec", "prometheus_client", "starlette", "tritonclient", "uvicorn", "uvloop",
@@ -32,40 +35,64 @@ LIBRARIES = (
 def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None, **server: Any) -> int:
     """Serve the OpenAI API and Triton's models over the ranks of a job.
 
-    Starts the ranks itself, and starts them again when they end. The first SIGINT or SIGTERM drains: requests in work
-    have launch.drain_seconds to finish, new ones are refused. The second one ends at once.
+    Starts the ranks itself, and starts them again when they end. Under an mpirun or srun of your own rank 0 serves, and
+    nothing is started again. The first SIGINT or SIGTERM drains: requests in work have launch.drain_seconds to finish,
+    new ones are refused. The second one ends at once.
     """
     from parallel.mpi_rank import find_mpi_rank
 
     check_extra()
+    given = server_overrides(server)
     if find_mpi_rank() is not None:
-        raise PlacementError("trtrun serve starts mpirun itself: start it without mpirun or srun around it")
-    given = [f"server.{name}={json.dumps(value)}" for name, value in server.items() if value is not None]
+        return _serve_rank(load(config_path, [*overrides, *given], speculation))
     config = load(config_path, [*overrides, *given], speculation, is_front=True)
-    from launch.check.preflight import check_job
     from launch.placement.allocation import is_local
     from launch.serve.engine_keeper import engine_command
+    from launch.serve.restarted_engine import RestartedEngine
     from launch.serve.serve import play_serve
     from trtrun.topology import make_topology
 
     topology = make_topology(config)
     if not is_local(topology.host(0)):
         raise PlacementError(f"the orchestrator is on {topology.host(0)}: start trtrun serve there")
+    if not sys.platform.startswith("linux"):
+        raise PlacementError("trtrun serve needs Linux")
+    check_served(config)
+    words = ["--config", str(config_path), *shared_options([*overrides, *given], speculation)]
+    return play_serve(config, RestartedEngine(config, engine_command(words)))
+
+
+def _serve_rank(config: RuntimeConfig) -> int:
+    """The part of a rank that a user's own mpirun or srun has started."""
+    from launch.mpi.job import Job
+
+    job = Job(config, sys.argv[1:])
+    status = job.enter(lambda: check_served(config))
+    if status is not None:
+        return status
+    from launch.serve.serve import play_serve_rank
+
+    return play_serve_rank(job.config)
+
+
+def check_served(config: RuntimeConfig) -> None:
+    """Raise a TrtrunError for what cannot be served."""
+    from launch.check.preflight import check_job
+    from trtrun.topology import make_topology
+
     if config.speculation.forced_acceptance is not None:
         raise ConfigError("speculation.forced_acceptance: texts would be nobody's; it is for trtrun bench alone")
     if config.scheduler.max_waiting is not None:
         raise ConfigError(
             "scheduler.max_waiting: a server's queue has its limit in server.max_queue; leave this one out"
         )
-    check_job(config, topology)
-    words = ["--config", str(config_path), *shared_options([*overrides, *given], speculation)]
-    return play_serve(config, engine_command(words))
+    check_job(config, make_topology(config))
 
 
 @click.command("serve-engine", hidden=True)
 @with_config
-@click.option("--socket", required=True, type=click.Path(path_type=Path), help="Where the front listens.")
-def serve_engine(config_path: Path, overrides: tuple[str, ...], speculation: str | None, socket: Path) -> int:
+@click.option("--socket", required=True, help="Where the front listens.")
+def serve_engine(config_path: Path, overrides: tuple[str, ...], speculation: str | None, socket: str) -> int:
     """The ranks behind `trtrun serve`, which starts this."""
     from launch.mpi.job import Job
 
@@ -76,6 +103,12 @@ def serve_engine(config_path: Path, overrides: tuple[str, ...], speculation: str
     from launch.serve.engine_process import play_engine
 
     return play_engine(job.config, socket)
+
+
+def server_overrides(parameters: Mapping[str, Any]) -> list[str]:
+    """The changes of the YAML file that options of `trtrun serve` make."""
+    names = [name for name in parameters if name in ServerSection.model_fields and parameters[name] is not None]
+    return [f"server.{name}={json.dumps(parameters[name])}" for name in names]
 
 
 def check_extra() -> None:

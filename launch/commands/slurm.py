@@ -101,16 +101,18 @@ def _submit(job: BatchJob, script: str, is_followed: bool) -> int:
     logs = str(jobs[0].log) if len(jobs) == 1 else f"{jobs[0].log} to {jobs[-1].log}"
     print(f"trtrun: job {number} is submitted; log: {logs}", file=sys.stderr, flush=True)
     if is_followed:
-        return _follow(str(number))
+        return _follow(str(number), job.is_server)
+    if job.is_server:
+        print(f"trtrun: where it listens, once it does: trtrun status {number}", file=sys.stderr, flush=True)
     print(number)
     return 0
 
 
-def _follow(job: str) -> int:
+def _follow(job: str, is_server: bool) -> int:
     from launch.slurm.follow import follow
 
     try:
-        return follow(job)
+        return follow(job, is_server=is_server)
     except KeyboardInterrupt:
         print(
             f"\ntrtrun: job {job} goes on; see: trtrun status {job}, or end it: trtrun cancel {job}",
@@ -123,7 +125,7 @@ def _follow(job: str) -> int:
 @click.command()
 @click.argument("job")
 def status(job: str) -> int:
-    """Show a job's state, nodes, time, log and finished rows. JOB is a number, or ARRAY_TASK."""
+    """Show a job's state, nodes, time, log, finished rows, and where it serves. JOB is a number, or ARRAY_TASK."""
     from launch.slurm.client import find_jobs
     from launch.slurm.status import show_jobs
 

@@ -20,12 +20,13 @@ from launch.commands.check import check
 from launch.commands.merge import merge
 from launch.commands.prompts import given_sampling
 from launch.commands.run import run
+from launch.commands.serve import check_extra, check_served, serve, server_overrides
 from launch.slurm.resources import SlurmResources
 from launch.slurm.script import Array, BatchJob, Word, part_output
 from trtrun.errors import ConfigError, nearest
 from trtrun.sampling_params import SamplingParams
 
-COMMANDS: dict[str, click.Command] = {"run": run, "bench": bench, "check": check}
+COMMANDS: dict[str, click.Command] = {"run": run, "bench": bench, "check": check, "serve": serve}
 """What may be submitted."""
 
 
@@ -50,7 +51,7 @@ class Inner:
         """Changes of the YAML file that the whole command line makes."""
         speculation = self.parameters.get("speculation")
         extra = [] if speculation is None else [f"speculation.method={speculation}"]
-        return [*self.parameters["overrides"], *extra]
+        return [*self.parameters["overrides"], *server_overrides(self.parameters), *extra]
 
 
 def parse_inner(words: Sequence[str], config_path: Path, overrides: Sequence[str]) -> Inner:
@@ -85,7 +86,9 @@ def make_job(
     if inner.name != "run":
         if array is not None:
             raise click.UsageError(f"--array splits the rows of `run`; {inner.name} has none")
-        return BatchJob(resources, [*start, *inner.rest], Path.cwd())
+        if inner.name == "serve":
+            _check_serve(resources)
+        return BatchJob(resources, [*start, *inner.rest], Path.cwd(), is_server=inner.name == "serve")
     options = run_options(inner.parameters)
     rows = _check_run(options, resources, array, [*start, *inner.rest])
     output = Path(options.output).resolve() if options.output is not None and options.keeps_rows else None
@@ -128,7 +131,6 @@ def _check_run(options: RunOptions, resources: SlurmResources, array: Array | No
     """Raise for what `trtrun run` would refuse; returns the number of input rows."""
     from launch.batch.journal import check_output, finished_rows
     from launch.batch.run import check_run, read_input
-    from launch.check.preflight import check_visible_weights
     from launch.mpi.job import Job
 
     if options.resume and not options.keeps_rows:
@@ -142,14 +144,29 @@ def _check_run(options: RunOptions, resources: SlurmResources, array: Array | No
         raise ConfigError(f"--array {array.count}: the input has {len(rows)} rows: make at most as many jobs")
     if resources.has_local_models:
         check_run(Job(resources.config, words), replace(options, output=None, resume=False))
-        to_come = set(resources.hosts) - set(resources.named)
-        for text in check_visible_weights(resources.config, resources.topology, to_come):
-            print(f"trtrun: {text}", file=sys.stderr, flush=True)
+        _check_weights(resources)
     for name, part in _outputs(options, array):
         check_output(name, options.prompts_file)
         if options.keeps_rows:
             finished_rows(name, rows.of_part(part), resume=True)
     return len(rows.of_part(options.part))
+
+
+def _check_serve(resources: SlurmResources) -> None:
+    """Raise for what `trtrun serve` would refuse."""
+    check_extra()
+    if resources.has_local_models:
+        check_served(resources.config)
+        _check_weights(resources)
+
+
+def _check_weights(resources: SlurmResources) -> None:
+    """Raise for weights that can be seen from here and that the job would refuse; tell those that it may refuse."""
+    from launch.check.preflight import check_visible_weights
+
+    to_come = set(resources.hosts) - set(resources.named)
+    for text in check_visible_weights(resources.config, resources.topology, to_come):
+        print(f"trtrun: {text}", file=sys.stderr, flush=True)
 
 
 def _outputs(options: RunOptions, array: Array | None) -> Iterator[tuple[str, Part | None]]:

@@ -52,6 +52,8 @@ class Flavour:
         variables: names and values that the ranks' environment needs, where the user has not set them.
         tells: names and values for the environment of an mpirun that goes on without ranks, so that it tells its parent
             how they end (see rank_ends.py).
+        shared_memory: variable of the environment that names the folder of the ranks' shared memory; empty where the
+            library has none that a killed rank leaves behind.
         define: an environment variable for the ranks, from `{name}` and `{value}`.
         forward: environment variables of mpirun's own for ranks of other hosts, once for each `{name}`, or once for all
             `{names}`. Values do not stand there.
@@ -81,6 +83,7 @@ class Flavour:
     agents: tuple[str, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
     tells: tuple[tuple[str, str], ...] = ()
+    shared_memory: str = ""
 
     @property
     def outlives_ranks(self) -> bool:
@@ -139,6 +142,7 @@ OPENMPI = Flavour(
     ssh_variable="PRTE_MCA_plm_ssh_args",
     agents=("PRTE_MCA_plm_ssh_agent", "PRTE_MCA_plm", "plm_ssh_agent", "plm"),
     tells=(("PRTE_MCA_errmgr_base_verbose", "5"), ("PRTE_MCA_odls_base_verbose", "5")),
+    shared_memory="OMPI_MCA_btl_sm_backing_directory",
 )
 
 OPENMPI4 = Flavour(
@@ -169,6 +173,7 @@ OPENMPI4 = Flavour(
     ssh=("--mca", "plm_rsh_args", "{arguments}"),
     ssh_variable="OMPI_MCA_plm_rsh_args",
     agents=("OMPI_MCA_plm_rsh_agent", "OMPI_MCA_plm", "plm_rsh_agent", "plm"),
+    shared_memory="OMPI_MCA_btl_vader_backing_directory",
 )
 
 MPICH = Flavour(

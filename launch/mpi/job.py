@@ -27,6 +27,7 @@ from launch.mpi.mpirun import (
 from launch.mpi.output_filter import OutputFilter
 from launch.mpi.parent_death import end_with_parent
 from launch.mpi.rank_ends import RankEnds
+from launch.mpi.shared_memory import own_shared_memory
 from launch.mpi.stale_folders import remove_stale_folders
 from launch.mpi.start_progress import STARTED, StartWatch, say_hello
 from launch.mpi.start_progress import VARIABLE as STEPS_VARIABLE
@@ -123,7 +124,12 @@ class Job:
         if launch.may_lose_ranks:
             environment |= launch.choice.flavour.tells
         output = OutputFilter(self.topology.describe, ends=RankEnds() if launch.may_lose_ranks else None)
-        return supervise(command, environment, output, drain_seconds, self._watch_steps())
+        # A folder of this host is none of the others.
+        variable = "" if launch.is_placed else launch.choice.flavour.shared_memory
+        with own_shared_memory(variable, environment) as added:
+            status = supervise(command, environment | added, output, drain_seconds, self._watch_steps())
+        remove_stale_folders(environment)  # of an mpirun that was killed
+        return status
 
     def enter(self, check: Callable[[], None]) -> int | None:
         """Find this process's part in the job, and play it if it is only to start and watch mpirun.

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
-from pathlib import Path
 
+from launch.serve.engine_socket import listen
 from launch.serve.messages import (
     Abort,
     AskStatus,
@@ -171,9 +171,9 @@ class EngineClient:
         """Requests that go on."""
         return len(self._requests)
 
-    async def listen(self, socket: Path) -> None:
+    async def listen(self, socket: str) -> None:
         """Wait for engines at a socket, one after the other."""
-        self._server = await asyncio.start_unix_server(self._serve, socket)
+        self._server = await listen(socket, self._serve)
 
     def start(self, requests: Sequence[EngineRequest], inbox: Inbox) -> list[str]:
         """Have requests completed; what comes of them goes to the inbox, under their places in the list.

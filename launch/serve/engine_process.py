@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import socket
 from dataclasses import asdict
-from pathlib import Path
 
 from launch.check.rank_check import check_before_run
 from launch.exit_codes import ExitCode, FailedError
 from launch.mpi.job import finish_mpi
 from launch.mpi.start_progress import StartProgress
+from launch.serve.engine_socket import connect
 from launch.serve.messages import (
     Abort,
     AskStatus,
@@ -44,7 +43,28 @@ def hash_config(config: RuntimeConfig) -> str:
     return hashlib.sha256(config.model_dump_json().encode()).hexdigest()
 
 
-def play_engine(config: RuntimeConfig, socket_path: Path) -> int:
+async def describe_engine(llm: AsyncLLM) -> Ready:
+    """What an engine that is loaded says of itself."""
+    limits = await llm.call(lambda engine: asdict(engine.scheduler.limits))
+    return Ready(version=__version__, config_hash=hash_config(llm.config), limits=limits, memory=_memory(llm.report))
+
+
+def read_status(engine: LLMEngine) -> Status:
+    """How full an engine is. In its thread."""
+    scheduler = engine.scheduler
+    return Status(
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_free_blocks=scheduler.num_free_blocks,
+        num_blocks=scheduler.limits.num_blocks - 1,
+        totals=engine.statistics(),
+        num_prefilling=scheduler.num_running - scheduler.num_decoding,
+        num_prefill_tokens=scheduler.num_prefill_tokens,
+        num_preempted=scheduler.num_preempted,
+    )
+
+
+def play_engine(config: RuntimeConfig, socket_name: str) -> int:
     """This rank's part: workers serve rank 0 until the job is over, rank 0 serves the front until that ends.
 
     Raises:
@@ -60,17 +80,16 @@ def play_engine(config: RuntimeConfig, socket_path: Path) -> int:
         return ExitCode.DONE
     StartProgress().tell_expendable(losable_ranks(config, make_topology(config)))
     with llm:
-        asyncio.run(_serve(llm, socket_path))
+        asyncio.run(_serve(llm, socket_name))
     finish_mpi()
     return ExitCode.DONE
 
 
-async def _serve(llm: AsyncLLM, socket_path: Path) -> None:
-    connection = socket.socket(socket.AF_UNIX)
+async def _serve(llm: AsyncLLM, socket_name: str) -> None:
     try:
-        connection.connect(str(socket_path))
+        connection = connect(socket_name)
     except OSError as error:
-        raise FailedError(f"the front cannot be reached at {socket_path}: {error.strerror}") from None
+        raise FailedError(f"the front cannot be reached at {socket_name}: {error.strerror}") from None
     connection.setblocking(False)
     # The transport that reads owns its file descriptor; the engine's thread writes through one of its own.
     outbox = Outbox(connection.dup(), asyncio.get_running_loop())
@@ -97,15 +116,7 @@ class _Served:
         Raises:
             RankFailedError: a rank failed.
         """
-        limits = await self._llm.call(lambda engine: asdict(engine.scheduler.limits))
-        self._outbox.send(
-            Ready(
-                version=__version__,
-                config_hash=hash_config(self._llm.config),
-                limits=limits,
-                memory=_memory(self._llm.report),
-            )
-        )
+        self._outbox.send(await describe_engine(self._llm))
         reading = asyncio.create_task(self._read(messages))
         try:
             await asyncio.wait((reading, self._failed), return_when=asyncio.FIRST_COMPLETED)
@@ -124,7 +135,7 @@ class _Served:
                 case Abort():
                     self._llm.abort(message.request_id)
                 case AskStatus():
-                    self._outbox.send(await self._llm.call(_status))
+                    self._outbox.send(await self._llm.call(read_status))
                 case Close():
                     return
                 case _:
@@ -148,20 +159,6 @@ class _Served:
     def _fail(self, error: RankFailedError) -> None:
         if not self._failed.done():
             self._failed.set_exception(error)
-
-
-def _status(engine: LLMEngine) -> Status:
-    scheduler = engine.scheduler
-    return Status(
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting,
-        num_free_blocks=scheduler.num_free_blocks,
-        num_blocks=scheduler.limits.num_blocks - 1,
-        totals=engine.statistics(),
-        num_prefilling=scheduler.num_running - scheduler.num_decoding,
-        num_prefill_tokens=scheduler.num_prefill_tokens,
-        num_preempted=scheduler.num_preempted,
-    )
 
 
 def _memory(report: StartReport) -> dict[str, int]:

@@ -13,7 +13,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from launch.serve.engine_client import EngineClient, EngineRequest, Inbox
+from launch.serve.engine_client import EngineRequest, Inbox
+from launch.serve.engines import Engine
 from launch.serve.limits import Door, Ticket, out_of_time
 from launch.serve.metrics import FrontMetrics
 from launch.serve.refusals import Kind, Refusal
@@ -74,7 +75,7 @@ class Generation:
 
     def __init__(
         self,
-        client: EngineClient,
+        client: Engine,
         requests: Sequence[EngineRequest],
         ticket: Ticket,
         metrics: FrontMetrics,
@@ -168,7 +169,7 @@ class Front:
         tokenizer: None where prompts are token ids alone.
         draft_len: tokens drafted in a round, at most; 0 where none are.
         door: who is let in.
-        client: of the engine.
+        client: the engine.
         metrics: what is counted.
     """
 
@@ -179,7 +180,7 @@ class Front:
         tokenizer: Tokenizer | None,
         draft_len: int,
         door: Door,
-        client: EngineClient,
+        client: Engine,
         metrics: FrontMetrics,
         timeout: float,
     ) -> None:

@@ -73,7 +73,7 @@ def make_application(front: Front, routes: Sequence[Route]) -> Starlette:
         """A defect, whose traceback is in the log."""
         return _count(front, _plain_error(request, "the server failed; its log says how", HTTPException(500)))
 
-    return Starlette(
+    application = Starlette(
         routes=[Route("/health", health, methods=["GET"]), Route("/version", version, methods=["GET"]), *routes],
         middleware=[Middleware(RequestLog)],
         exception_handlers={
@@ -83,6 +83,8 @@ def make_application(front: Front, routes: Sequence[Route]) -> Starlette:
             Exception: fail,
         },
     )
+    application.router.redirect_slashes = False  # a path is right, or it is not there
+    return application
 
 
 def make_metrics_application(front: Front) -> Starlette:
@@ -92,7 +94,9 @@ def make_metrics_application(front: Front) -> Starlette:
         status = await front.client.ask_status()
         return Response(front.metrics.render(front.client.ready, status), media_type=CONTENT_TYPE_LATEST)
 
-    return Starlette(routes=[Route("/metrics", metrics, methods=["GET"])])
+    application = Starlette(routes=[Route("/metrics", metrics, methods=["GET"])])
+    application.router.redirect_slashes = False
+    return application
 
 
 @dataclass

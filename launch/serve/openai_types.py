@@ -147,9 +147,9 @@ def _read_fields(values: object, known: frozenset[str], model_name: str) -> dict
         raise Refusal(Kind.INVALID, f"the body must be a JSON object, not {show_value(values)}")
     for name in values:
         if name not in known:
-            raise Refusal(
-                Kind.INVALID, f"unknown field {show_value(name)}{nearest(name, known)}", name[:100], "unknown_field"
-            )
+            told = name[:100].encode(errors="backslashreplace").decode()  # half a character cannot be sent back
+            line = f"unknown field {show_value(name)}{nearest(name, known)}"
+            raise Refusal(Kind.INVALID, line, told, "unknown_field")
     given = {name: value for name, value in values.items() if value is not None and name not in IGNORED_FIELDS}
     for name, harmless in UNSUPPORTED_FIELDS.items():
         if name not in given:

@@ -1,30 +1,27 @@
 """`trtrun serve`: the front's process from its start to its end.
 
 It listens, starts the engine, says where it listens once the engine is there, and drains on a signal. What requests go
-through is `front`'s and its protocols' business, what engines do `engine_process`'s.
+through is `front`'s and its protocols' business; where the engine runs, and whether it is started again, is that of
+`restarted_engine` or `own_engine`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import shutil
+import os
 import signal
 import sys
-import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
+from contextlib import nullcontext, suppress
 
 import uvloop
 
-from launch.exit_codes import ExitCode, FailedError
-from launch.mpi.drain import DRAIN_SIGNALS, end_at_once
-from launch.mpi.mpirun import build_environment
+from launch.check.rank_check import check_before_run
+from launch.exit_codes import ExitCode
+from launch.mpi.drain import DRAIN_SIGNALS, Drain, end_at_once
+from launch.mpi.job import finish_mpi, is_reporting_rank
 from launch.serve.chat_template import read_chat_template
 from launch.serve.connections import allow_open_files
-from launch.serve.engine_client import EngineClient
-from launch.serve.engine_keeper import EngineKeeper, RestartLimit
-from launch.serve.engine_process import hash_config
+from launch.serve.engines import EngineEvents, EngineRun
 from launch.serve.front import Front
 from launch.serve.http_requests import Keys
 from launch.serve.http_server import (
@@ -43,22 +40,19 @@ from launch.serve.kserve.grpc_servicer import KServeServicer
 from launch.serve.kserve.http_api import KServeHttpApi
 from launch.serve.kserve.service import KServeService
 from launch.serve.limits import Door, server_ending
-from launch.serve.messages import Ready
 from launch.serve.metrics import FrontMetrics
 from launch.serve.openai_api import OpenAIApi
+from launch.serve.own_engine import OwnEngine
 from launch.serve.page_routes import page_routes
 from launch.serve.status import StatusBoard
-from trtrun import __version__
+from launch.slurm.reach import describe_way, tell_way
+from trtrun.async_llm import AsyncLLM
 from trtrun.config import RuntimeConfig
-from trtrun.errors import ConfigError
 from trtrun.models.config import read_model_config
 from trtrun.prompts import PromptReader
 from trtrun.server_config import ServerSection
 from trtrun.text import read_tokenizer
 from trtrun.topology import make_topology
-
-LONGEST_SOCKET_PATH = 100
-"""Characters; the system's limit for sockets is 108 bytes."""
 
 METRICS_CONNECTIONS = 64
 """That may be open on the metrics port."""
@@ -67,13 +61,12 @@ ERROR_SECONDS = 1.0
 """For the last words to streams that are cut off."""
 
 
-def play_serve(config: RuntimeConfig, engine: Sequence[str]) -> int:
+def play_serve(config: RuntimeConfig, running: EngineRun) -> int:
     """Serve until a signal ends it.
 
     Args:
         config: checked, with all that command line options say.
-        engine: the words that start an engine which reads the same configuration (`engine_command`); `--socket PATH` is
-            added to them.
+        running: the engine, not yet started.
 
     Returns:
         The exit status: done when every request had its answer, drained where some were cut off, the engine's own where
@@ -82,6 +75,7 @@ def play_serve(config: RuntimeConfig, engine: Sequence[str]) -> int:
     Raises:
         ConfigError: it cannot listen, or a file of keys or certificates is wrong.
         FailedError: the engine ended too often.
+        RankFailedError: a rank failed, and nothing starts it again.
     """
     section = config.server
     check_tls(section)
@@ -93,13 +87,27 @@ def play_serve(config: RuntimeConfig, engine: Sequence[str]) -> int:
         say(
             f"WARNING: {section.host} is reached from other hosts, and no API key is asked for: set server.api_key_file"
         )
-    with tempfile.TemporaryDirectory(prefix="trtrun-serve-") as folder:  # mode 0700
-        engine_socket = Path(folder) / "engine"
-        if len(str(engine_socket)) > LONGEST_SOCKET_PATH:
-            raise ConfigError(f"{folder} is too long a path for a socket: set TMPDIR to a shorter one")
-        # uvloop's loop takes half the time of asyncio's own for what streams do most: write to a socket.
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(config, keys, engine_socket, engine, http, metrics))
+    # uvloop's loop takes half the time of asyncio's own for what streams do most: write to a socket.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(config, keys, running, http, metrics))
+
+
+def play_serve_rank(config: RuntimeConfig) -> int:
+    """The part of a rank that a user's own launcher has started: rank 0 serves, and the others compute for it.
+
+    Raises:
+        TrtrunError: as of `play_serve`; the ranks do not fit together, or a model cannot be loaded.
+        RankFailedError: a rank failed.
+    """
+    with Drain().listening() if not is_reporting_rank() else nullcontext():
+        check_before_run(config)
+        if is_reporting_rank():
+            status = play_serve(config, OwnEngine(config))
+        else:
+            AsyncLLM.open(config)
+            status = ExitCode.DONE
+    finish_mpi()
+    return status
 
 
 def model_name(config: RuntimeConfig) -> str:
@@ -113,27 +121,22 @@ def say(line: str) -> None:
         print(f"trtrun: {line}", file=sys.stderr, flush=True)
 
 
-async def _serve(
-    config: RuntimeConfig, keys: Keys, engine_socket: Path, engine: Sequence[str], http: Listener, metrics: Listener
-) -> int:
-    return await _Server(config, keys, engine_socket, engine).run(http, metrics)
+async def _serve(config: RuntimeConfig, keys: Keys, running: EngineRun, http: Listener, metrics: Listener) -> int:
+    return await _Server(config, keys, running).run(http, metrics)
 
 
 class _Server:
     """The parts of a server, joined, and its states: starting, serving, draining, over."""
 
-    def __init__(self, config: RuntimeConfig, keys: Keys, engine_socket: Path, engine: Sequence[str]) -> None:
+    def __init__(self, config: RuntimeConfig, keys: Keys, running: EngineRun) -> None:
         section = config.server
         self._config = config
-        self._engine_socket = engine_socket
+        self._running = running
         directory = config.tokenizer or config.target.model
         tokenizer = read_tokenizer(directory)
         model = read_model_config(config.target.model)
         name = model_name(config)
         self._door = Door(config.scheduler.max_batch_size, section.max_queue, section.max_streams)
-        self._client = EngineClient()
-        self._client.accepts = self._is_same
-        self._client.on_ready, self._client.on_lost = self._engine_is_there, self._engine_is_gone
         self._metrics = FrontMetrics(name, config.draft_len)
         self._front = Front(
             name,
@@ -141,7 +144,7 @@ class _Server:
             tokenizer,
             config.draft_len,
             self._door,
-            self._client,
+            running.engine,
             self._metrics,
             section.request_timeout_s,
         )
@@ -155,14 +158,6 @@ class _Server:
             *page_routes(),
         ]
         self._servicer = KServeServicer(kserve, keys)
-        self._keeper = EngineKeeper(
-            [*engine, "--socket", str(engine_socket)],
-            build_environment(),
-            RestartLimit(section.max_restarts, section.restart_window_s),
-            self._say_restart,
-        )
-        self._config_hash = hash_config(config)
-        self._has_changed = False
         self._is_ready = asyncio.Event()
         self._stopped_by: int | None = None
         self._is_asked = asyncio.Event()
@@ -174,28 +169,25 @@ class _Server:
             loop.add_signal_handler(number, self._hear, number)
         section = self._config.server
         grpc = GrpcServer(self._servicer, section)
-        await self._client.listen(self._engine_socket)
         servers = (
             HttpServer(make_application(self._front, self._routes), http, section, section.max_connections),
             grpc,
             HttpServer(make_metrics_application(self._front), metrics, section, METRICS_CONNECTIONS),
         )
         serving = asyncio.create_task(run_all(*servers))
-        keeping = asyncio.create_task(self._keeper.keep())
+        events = EngineEvents(self._engine_is_there, self._engine_is_gone, self._engine_is_restarted)
+        keeping = asyncio.create_task(self._running.keep(events))
         waiting = asyncio.create_task(self._is_ready.wait())
         asked = asyncio.create_task(self._is_asked.wait())
         try:
             await asyncio.wait((serving, keeping, waiting, asked), return_when=asyncio.FIRST_COMPLETED)
             if self._is_ready.is_set():
-                say(
-                    f"{self._front.model_name} is served at {_address(section, http)}, metrics at "
-                    f"{_address(section, metrics)}/metrics, gRPC at {_host(section)}:{grpc.port}"
-                )
+                self._say_addresses(section, http, metrics, grpc.port)
                 await asyncio.wait((serving, keeping, asked), return_when=asyncio.FIRST_COMPLETED)
             is_whole = await self._drain() if asked.done() and not keeping.done() else True
             return await self._end(keeping, is_whole)
         finally:
-            self._client.end_all(server_ending())
+            self._running.engine.end_all(server_ending())
             for server in servers:
                 server.finish()
             _, late = await asyncio.wait((serving,), timeout=ERROR_SECONDS)
@@ -204,6 +196,16 @@ class _Server:
             for task in (waiting, asked, *late):
                 task.cancel()
             await asyncio.gather(serving, waiting, asked, return_exceptions=True)
+
+    def _say_addresses(self, section: ServerSection, http: Listener, metrics: Listener, grpc_port: int) -> None:
+        url = _address(section, http)
+        say(
+            f"{self._front.model_name} is served at {url}, metrics at {_address(section, metrics)}/metrics, gRPC at "
+            f"{_host(section)}:{grpc_port}"
+        )
+        way = describe_way(url, is_loopback(http), os.environ)
+        if way is not None:
+            say(tell_way(way))
 
     async def _drain(self) -> bool:
         """Let requests in work finish within the time that they have; whether all did."""
@@ -222,18 +224,9 @@ class _Server:
         """End the engine, or take note of its end."""
         if keeping.done():
             self._door.is_closing = True
-            status = keeping.result()
-            if self._has_changed:
-                raise FailedError(
-                    "the configuration has changed while it was served, and the engine was started again with another "
-                    "one: start the server again"
-                )
-            return status
-        self._client.end_all(server_ending())
-        if self._client.ready is None:
-            self._keeper.kill()  # it is only starting
-        self._client.close()
-        await self._keeper.close()
+            return keeping.result()
+        self._running.engine.end_all(server_ending())
+        await self._running.close()
         await keeping
         if not is_whole:
             say("drained: the requests that were left have ended with an error")
@@ -241,36 +234,27 @@ class _Server:
 
     def _hear(self, number: int) -> None:
         """The first signal drains; a SIGINT or SIGTERM after it ends."""
+        if self._running.is_abandoned():
+            end_at_once(number)
         if self._stopped_by is not None:
             if number == signal.SIGUSR1:
                 return
-            self._keeper.kill()
-            shutil.rmtree(self._engine_socket.parent, ignore_errors=True)
+            self._running.kill()
             end_at_once(number)
         self._stopped_by = number
         self._is_asked.set()
 
-    def _is_same(self, ready: Ready) -> bool:
-        """Whether an engine has read what the front has, and so goes on with the same texts."""
-        self._has_changed = ready.config_hash != self._config_hash or ready.version != __version__
-        if self._has_changed:
-            self._keeper.kill()
-        return not self._has_changed
-
     def _engine_is_there(self) -> None:
-        self._keeper.note_up()
         self._door.is_open = True
         self._is_ready.set()
-
-    def _say_restart(self, line: str) -> None:
-        self._client.drop()
-        self._metrics.count_restart()
-        say(line)
 
     def _engine_is_gone(self) -> None:
         self._door.is_open = False
         self._metrics.count_loss()
-        self._keeper.note_silence()
+
+    def _engine_is_restarted(self, line: str) -> None:
+        self._metrics.count_restart()
+        say(line)
 
 
 def _address(section: ServerSection, listener: Listener) -> str:

@@ -70,8 +70,13 @@ class Tail:
         return data
 
 
-def follow(job: str, find: Callable[[str], list[SlurmJob]] = find_jobs) -> int:
+def follow(job: str, find: Callable[[str], list[SlurmJob]] = find_jobs, is_server: bool = False) -> int:
     """Show a job's logs and states until it ends; return its exit status, of an array the first that is not 0.
+
+    Args:
+        job: its number.
+        find: what Slurm says of it.
+        is_server: whether it serves, and so has no rows.
 
     Raises:
         SlurmError: Slurm does not answer, or has forgotten the job.
@@ -102,7 +107,7 @@ def follow(job: str, find: Callable[[str], list[SlurmJob]] = find_jobs) -> int:
     time.sleep(SETTLE_SECONDS)
     _show(tails, is_last=True)
     for item in jobs:
-        print(f"trtrun: {describe_end(item)}", file=sys.stderr, flush=True)
+        print(f"trtrun: {describe_end(item, is_server)}", file=sys.stderr, flush=True)
     return next((item.exit_status for item in jobs if item.exit_status), ExitCode.DONE)
 
 
@@ -114,10 +119,11 @@ def describe_state(job: SlurmJob) -> str:
     return f"job {job.label} is {job.state}{where}{why}{again}"
 
 
-def describe_end(job: SlurmJob) -> str:
+def describe_end(job: SlurmJob, is_server: bool = False) -> str:
     """How a job ended, as one line."""
     why = f" ({job.reason})" if job.reason and job.reason != "NonZeroExitCode" else ""
-    drained = ": drained, rows are left; the same command goes on with them" if _is_drained(job) else ""
+    left = "some requests were cut off" if is_server else "rows are left; the same command goes on with them"
+    drained = f": drained, {left}" if _is_drained(job) else ""
     return f"job {job.label} {job.state}{why} after {job.elapsed}, exit status {job.exit_status}{drained}"
 
 

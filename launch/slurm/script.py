@@ -79,6 +79,7 @@ class BatchJob:
             tasks' files are made from.
         rows: input rows, None where the command has none.
         array: None for a single job.
+        is_server: whether the command serves until it is told to end, and then drains.
     """
 
     resources: SlurmResources
@@ -87,6 +88,12 @@ class BatchJob:
     output: Path | None = None
     rows: int | None = None
     array: Array | None = None
+    is_server: bool = False
+
+    @property
+    def drains(self) -> bool:
+        """Whether a signal has the command end what it has begun."""
+        return self.is_server or self.output is not None
 
     @property
     def slurm(self) -> SlurmSection:
@@ -169,7 +176,7 @@ def _directives(job: BatchJob) -> Iterator[str]:
     if slurm.exclusive:
         yield "--exclusive"
     yield "--requeue" if slurm.requeue and job.output is not None else "--no-requeue"
-    if job.output is not None:
+    if job.drains:
         yield f"--signal=B:USR1@{slurm.signal_seconds}"
     yield from slurm.extra
 
@@ -177,7 +184,8 @@ def _directives(job: BatchJob) -> Iterator[str]:
 def _record(job: BatchJob) -> str:
     """What `trtrun status` wants to know of the job, as one line of ASCII."""
     output = None if job.output is None else str(job.output)
-    return json.dumps({"output": output, "rows": job.rows, "parts": job.array.count if job.array else None})
+    record = {"output": output, "rows": job.rows, "parts": job.array.count if job.array else None}
+    return json.dumps(record | ({"server": True} if job.is_server else {}))
 
 
 def _describe_ranks(job: BatchJob) -> Iterator[str]:
@@ -219,14 +227,15 @@ def _wrap(words: Iterable[str | Word]) -> Iterator[str]:
 
 
 def _body(job: BatchJob) -> str:
-    """Run the command; where rows are kept, so that a signal drains it."""
+    """Run the command; where rows are kept or requests answered, so that a signal drains it."""
+    drain_seconds = job.resources.config.launch.drain_seconds
     if job.output is None:
-        return PLAIN_BODY
+        return draining_body("", drain_seconds, requeues=False) if job.is_server else PLAIN_BODY
     partial = shlex.quote(f"{job.output}.partial")
     if job.array is not None:
         word = part_output(job.output, job.array.count)
         partial = str(Word(word.before, f"{word.after}.partial"))
-    return draining_body(partial, job.resources.config.launch.drain_seconds, job.slurm.requeue)
+    return draining_body(partial, drain_seconds, job.slurm.requeue)
 
 
 def _check(job: BatchJob) -> None:
@@ -239,16 +248,16 @@ def _check(job: BatchJob) -> None:
     if "%" not in str(folder) and not folder.is_dir():
         raise ConfigError(f"launch.slurm.output: {folder} does not exist, and Slurm does not make it: make it")
     limit = parse_time(slurm.time) if slurm.time is not None else None
-    if job.output is None:
-        if slurm.requeue and job.words[0] == "run":
-            raise ConfigError("launch.slurm.requeue: only a run with --output FILE.jsonl keeps rows to go on with")
+    if job.output is None and slurm.requeue and job.words[0] == "run":
+        raise ConfigError("launch.slurm.requeue: only a run with --output FILE.jsonl keeps rows to go on with")
+    if not job.drains:
         return
     if limit is not None and limit <= slurm.signal_seconds:
         raise ConfigError(
             f"launch.slurm.time: with a limit of {slurm.time} the warning {slurm.signal_seconds} s before the end "
             f"(launch.slurm.signal_seconds) would come at once: ask for more time, or for a shorter warning"
         )
-    if slurm.requeue and slurm.signal_seconds < drain_seconds + END_SECONDS:
+    if (slurm.requeue or job.is_server) and slurm.signal_seconds < drain_seconds + END_SECONDS:
         raise ConfigError(
             f"launch.slurm.signal_seconds: a warning of {slurm.signal_seconds} s is too short for "
             f"launch.drain_seconds ({drain_seconds:g}) and {END_SECONDS:g} s to end: raise it, or drain for less"

@@ -23,7 +23,7 @@ wait "$child" || wait "$child"\
 
 _DRAINING_BODY = """\
 # USR1 is Slurm's warning before the time limit, TERM comes from `trtrun cancel`. Either makes the command drain: it
-# begins no more rows, gives those in flight {drain_seconds:g} s, keeps what is done, and ends with status {drained}.
+# begins nothing more, what is in flight has {drain_seconds:g} s, and where something is left the status is {drained}.
 child='' heard='' again=yes
 hear() {{
     heard=$1 again=yes

@@ -1,4 +1,4 @@
-"""`trtrun status`: what Slurm says of a job, and how many of its rows are finished.
+"""`trtrun status`: what Slurm says of a job, how many of its rows are finished, and where its server listens.
 
 It prints. It changes nothing.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 from launch.batch.merge import part_path
 from launch.slurm.client import SlurmJob, read_record
 from launch.slurm.follow import describe_end, describe_state
+from launch.slurm.reach import find_served
 
 
 def show_jobs(jobs: Sequence[SlurmJob]) -> None:
@@ -30,7 +31,8 @@ def describe(job: SlurmJob, record: Mapping[str, object]) -> Iterator[str]:
         job: what Slurm says.
         record: what `trtrun submit` wrote down.
     """
-    yield f"{describe_end(job) if job.has_ended else describe_state(job)}"
+    is_server = record.get("server") is True
+    yield f"{describe_end(job, is_server) if job.has_ended else describe_state(job)}"
     yield f"  name     {job.name}"
     yield f"  nodes    {job.nodes or f'{job.num_nodes}, none yet'}"
     yield f"  elapsed  {job.elapsed}"
@@ -38,11 +40,25 @@ def describe(job: SlurmJob, record: Mapping[str, object]) -> Iterator[str]:
         yield f"  starts   {job.restarts + 1}"
     if job.log is not None:
         yield f"  log      {job.log}"
+    if is_server and job.is_running:
+        yield from describe_served(job)
     output = _output(job, record)
     if output is not None:
         total = f" of {record.get('rows')}" if record.get("parts") is None else ""
         yield f"  output   {output}"
         yield f"  rows     {count_rows(output)}{total} done"
+
+
+def describe_served(job: SlurmJob) -> Iterator[str]:
+    """Where a job's server listens, and how it is reached."""
+    try:
+        log = job.log.read_text(encoding="utf-8", errors="replace") if job.log is not None else ""
+    except OSError:
+        log = ""
+    served = find_served(log)
+    yield f"  served   {served.url if served is not None else 'not yet: see the log'}"
+    if served is not None and served.way is not None:
+        yield f"  reach    {served.way}"
 
 
 def count_rows(output: Path) -> int:

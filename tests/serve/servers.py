@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,8 +36,11 @@ class Server:
         url, metrics_url, grpc_address: once it is ready.
     """
 
-    def __init__(self, config: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "launch.cli", "serve", "--config", str(config), *arguments]
+    def __init__(
+        self, config: Path, *arguments: str, environment: dict[str, str] | None = None, launcher: Sequence[str] = ()
+    ) -> None:
+        python = [sys.executable, *(("-m", "mpi4py") if launcher else ())]
+        command = [*launcher, *python, "-m", "launch.cli", "serve", "--config", str(config), *arguments]
         paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             command,
@@ -129,9 +132,9 @@ class Server:
 
 
 @contextmanager
-def serving(config: Path, *arguments: str) -> Iterator[Server]:
+def serving(config: Path, *arguments: str, launcher: Sequence[str] = ()) -> Iterator[Server]:
     """A server that is ready, and is ended at the end."""
-    server = Server(config, *arguments)
+    server = Server(config, *arguments, launcher=launcher)
     try:
         yield server.wait_ready()
     finally:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from servers import ONE_PROCESS, PATIENCE, THREE_RANKS, Server, children_of, is_alive, serving, wait_until, write_config
+from streams import Streamed
 
 from trtrun import LLM, SamplingParams
 
@@ -22,58 +21,6 @@ LONG: dict[str, Any] = {"max_tokens": 100, "ignore_eos": True, "logprobs": 1}
 GREEDY: dict[str, Any] = {**LONG, "temperature": 0.0}
 SEEDED: dict[str, Any] = {**LONG, "temperature": 0.8, "seed": 3, "n": 2, "repetition_penalty": 1.1, "stop": ["zqzq"]}
 SETTINGS: dict[str, Any] = {"scheduler": {"max_batch_size": 4}, "kv_cache": {"max_tokens": 8192}}
-
-
-class Streamed:
-    """A streaming request that is read as it comes."""
-
-    def __init__(self, server: Server, prompt: str, options: dict[str, Any]) -> None:
-        values = {"model": "pair", "prompt": prompt, **options}
-        self._values = values | {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
-        self._url = server.url + "/v1/completions"
-        self.tokens: dict[int, list[int]] = {}
-        self.texts: dict[int, str] = {}
-        self.num_logprobs = 0
-        self.errors: list[dict[str, Any]] = []
-        self.last: dict[str, Any] = {}
-        self.has_begun = threading.Event()
-
-    def read(self) -> Streamed:
-        """Read to the end."""
-        with httpx.stream("POST", self._url, json=self._values, timeout=PATIENCE) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    self._take(json.loads(line.removeprefix("data: ")))
-        return self
-
-    def _take(self, chunk: dict[str, Any]) -> None:
-        if "error" in chunk:
-            self.errors.append(chunk["error"])
-            return
-        self.last = chunk
-        for choice in chunk["choices"]:
-            index = choice["index"]
-            self.tokens.setdefault(index, []).extend(choice["token_ids"])
-            self.texts[index] = self.texts.get(index, "") + choice["text"]
-            self.num_logprobs += len((choice["logprobs"] or {"tokens": ()})["tokens"])
-            if len(self.tokens[index]) >= 8:
-                self.has_begun.set()
-
-    def check(self, llm: LLM) -> None:
-        """Compare it with what nobody has disturbed, and its counters with itself."""
-        assert not self.errors
-        options = {name: value for name, value in self._values.items() if name in SamplingParams.__dataclass_fields__}
-        (output,) = llm.generate([self._values["prompt"]], SamplingParams(**options))
-        for completion in output.completions:
-            assert tuple(self.tokens[completion.index]) == completion.token_ids
-            assert self.texts[completion.index] == completion.text
-        total = sum(map(len, self.tokens.values()))
-        assert self.last["usage"]["completion_tokens"] == self.num_logprobs == total
-        speculation = self.last["metrics"]["speculative_decoding"]
-        num_first = total - speculation["num_spec_steps"] - speculation["num_accepted_draft_tokens"]
-        # Each round gives a token beside the accepted ones, and so does the prefill of each engine. The last round may
-        # give too many.
-        assert len(self.tokens) * -5 < num_first <= len(self.tokens) * 3
 
 
 def check_streams_over(server: Server, llm: LLM, losses: list[Callable[[], int]]) -> None:
@@ -167,9 +114,18 @@ def test_a_configuration_that_changed_ends_the_server(pair: Path, tmp_path: Path
 
 
 @pytest.mark.long
-def test_the_ranks_end_with_a_front_that_is_killed(pair: Path, tmp_path: Path) -> None:
-    with serving(write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)) as server:
-        processes = [server.engine(), *(server.rank(rank) for rank in range(3))]
+@pytest.mark.parametrize("devices", [ONE_PROCESS, THREE_RANKS], ids=["one process", "three ranks"])
+def test_a_front_that_is_killed_leaves_no_process_and_no_file(
+    pair: Path, tmp_path: Path, devices: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    with serving(write_config(tmp_path / "serve.yaml", pair, devices, **SETTINGS)) as server:
+        processes = [server.engine()]
+        if devices is THREE_RANKS:
+            processes += [server.rank(rank) for rank in range(3)]
         server.process.kill()
         for process in processes:
             wait_until(lambda process=process: None if is_alive(process) else True, f"the end of {process}")  # type: ignore[misc]
+    assert not list(temporary.iterdir())

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_messages import LIMITS, SAMPLING, delta_of, run
 
-from launch.serve import messages
+from launch.serve import engine_socket, messages
 from launch.serve.engine_client import EngineClient, EngineRequest, Inbox
 from launch.serve.messages import Abort, Delta, Deltas, Ended, Generate, MessageStream, Ready, encode
 from launch.serve.refusals import Kind, Refusal
@@ -25,8 +24,8 @@ class Engine:
         self._messages, self.writer = MessageStream(reader), writer
 
     @classmethod
-    async def connect(cls, socket: Path) -> Engine:
-        engine = cls(*await asyncio.open_unix_connection(socket))
+    async def connect(cls, socket: str) -> Engine:
+        engine = cls(*await asyncio.open_unix_connection(sock=engine_socket.connect(socket)))
         engine.send(Ready(version="1", config_hash="h", limits=asdict(LIMITS)))
         return engine
 
@@ -45,9 +44,9 @@ class Engine:
             await asyncio.sleep(0)
 
 
-def with_client(tmp_path: Path, check: Callable[[EngineClient, Path], Coroutine[Any, Any, None]]) -> None:
+def with_client(check: Callable[[EngineClient, str], Coroutine[Any, Any, None]]) -> None:
     async def work() -> None:
-        client, socket = EngineClient(), tmp_path / "engine"
+        client, socket = EngineClient(), engine_socket.make_name()
         await client.listen(socket)
         try:
             await check(client, socket)
@@ -57,8 +56,8 @@ def with_client(tmp_path: Path, check: Callable[[EngineClient, Path], Coroutine[
     run(work())
 
 
-def test_a_request_goes_to_the_next_engine_with_its_tokens(tmp_path: Path) -> None:
-    async def check(client: EngineClient, socket: Path) -> None:
+def test_a_request_goes_to_the_next_engine_with_its_tokens() -> None:
+    async def check(client: EngineClient, socket: str) -> None:
         inbox = Inbox()
         client.start([EngineRequest((1, 2), SAMPLING)], inbox)  # before there is an engine
         first = await Engine.connect(socket)
@@ -84,11 +83,11 @@ def test_a_request_goes_to_the_next_engine_with_its_tokens(tmp_path: Path) -> No
         assert last.statistics.num_draft_tokens == 8
         second.writer.close()
 
-    with_client(tmp_path, check)
+    with_client(check)
 
 
-def test_a_request_that_ends_engines_is_ended(tmp_path: Path) -> None:
-    async def check(client: EngineClient, socket: Path) -> None:
+def test_a_request_that_ends_engines_is_ended() -> None:
+    async def check(client: EngineClient, socket: str) -> None:
         inboxes = [Inbox(), Inbox()]
         for inbox in inboxes:
             client.start([EngineRequest((1,), SAMPLING)], inbox)
@@ -103,11 +102,11 @@ def test_a_request_that_ends_engines_is_ended(tmp_path: Path) -> None:
         assert caught.value.kind is Kind.FAILED
         assert client.num_requests == 1
 
-    with_client(tmp_path, check)
+    with_client(check)
 
 
-def test_aborted_and_refused_requests_are_not_given_back(tmp_path: Path) -> None:
-    async def check(client: EngineClient, socket: Path) -> None:
+def test_aborted_and_refused_requests_are_not_given_back() -> None:
+    async def check(client: EngineClient, socket: str) -> None:
         engine = await Engine.connect(socket)
         while client.ready is None:
             await asyncio.sleep(0)
@@ -122,12 +121,12 @@ def test_aborted_and_refused_requests_are_not_given_back(tmp_path: Path) -> None
         await engine.die(client)
         assert client.num_requests == 0
 
-    with_client(tmp_path, check)
+    with_client(check)
 
 
-def test_only_one_engine_is_listened_to_and_it_has_to_speak_the_protocol(tmp_path: Path) -> None:
-    async def check(client: EngineClient, socket: Path) -> None:
-        reader, writer = await asyncio.open_unix_connection(socket)
+def test_only_one_engine_is_listened_to_and_it_has_to_speak_the_protocol() -> None:
+    async def check(client: EngineClient, socket: str) -> None:
+        reader, writer = await asyncio.open_unix_connection(sock=engine_socket.connect(socket))
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         assert await reader.read() == b"" and client.ready is None
         first = await Engine.connect(socket)
@@ -146,17 +145,17 @@ def test_only_one_engine_is_listened_to_and_it_has_to_speak_the_protocol(tmp_pat
         assert [delta.token_ids for _, delta in await inbox.take()] == [(4,)]
         third.writer.close()
 
-    with_client(tmp_path, check)
+    with_client(check)
 
 
-def test_an_engine_that_is_not_accepted_gets_nothing(tmp_path: Path) -> None:
-    async def check(client: EngineClient, socket: Path) -> None:
+def test_an_engine_that_is_not_accepted_gets_nothing() -> None:
+    async def check(client: EngineClient, socket: str) -> None:
         client.start([EngineRequest((1,), SAMPLING)], Inbox())
         client.accepts = lambda ready: ready.config_hash == "other"
         engine = await Engine.connect(socket)
         assert await engine.hear() is None and client.ready is None and client.num_requests == 1
 
-    with_client(tmp_path, check)
+    with_client(check)
 
 
 def test_a_slow_reader_gets_one_delta_a_completion() -> None:

@@ -241,3 +241,19 @@ def test_rows_of_another_input_are_found_before_submission(here: Path) -> None:
     script_of(*run())
     with pytest.raises(ConfigError, match=r"o\.part-1-of-2\.jsonl\.partial"):
         script_of(*run(), array=Array(2))
+
+
+def test_a_server_is_warned_before_its_time_limit_and_drains(here: Path) -> None:
+    script = script_of("serve", "--http-port", "0", slurm={"time": "2:00:00", "requeue": True})
+    assert "#SBATCH --signal=B:USR1@120\n" in script and "#SBATCH --no-requeue\n" in script
+    assert "kill -s USR1" in script and '"server": true' in script
+    assert words_in_shell(script)[-5:] == ["serve", "--config", "run.yaml", "--http-port", "0"]
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    with pytest.raises(ConfigError, match=r"too short for launch\.drain_seconds"):
+        script_of("serve", slurm={"signal_seconds": 35})
+    with pytest.raises(ConfigError, match=r"server\.http_port"):
+        script_of("serve", "--http-port", "70000")
+    with pytest.raises(ConfigError, match=r"scheduler\.max_waiting"):
+        script_of("serve", "--set", "scheduler.max_waiting=3")
+    with pytest.raises(click.UsageError, match="serve has none"):
+        script_of("serve", array=Array(2))

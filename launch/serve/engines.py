@@ -1,0 +1,89 @@
+"""What the front needs of an engine, wherever that runs: two faces, one for requests and one for the server.
+
+There are two of each: `restarted_engine` has an engine in processes of its own and starts it again, `own_engine` has it
+in this process. It knows no process and no socket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from launch.serve.engine_client import EngineRequest, Inbox
+from launch.serve.messages import Ready, Status
+from launch.serve.refusals import Refusal
+from trtrun.scheduling.limits import SchedulerLimits
+
+
+class Engine(Protocol):
+    """Completes requests.
+
+    Attributes:
+        ready: what the engine has said of itself; None while there is none.
+        limits: of that engine.
+    """
+
+    ready: Ready | None
+    limits: SchedulerLimits | None
+
+    def start(self, requests: Sequence[EngineRequest], inbox: Inbox) -> list[str]:
+        """Have requests completed; what comes of them goes to the inbox, under their places in the list.
+
+        Returns:
+            Their ids, for `abort`.
+        """
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; those that have ended are passed over."""
+
+    def end_all(self, error: Refusal) -> None:
+        """End every request with an error that its reader is told."""
+
+    async def ask_status(self) -> Status | None:
+        """How full the engine is; None where there is none, or it does not say so in time."""
+
+
+@dataclass
+class EngineEvents:
+    """What an engine tells the server.
+
+    Attributes:
+        on_ready, on_lost: it is there; it is gone.
+        on_restart: it is started again; with a line for the user.
+    """
+
+    on_ready: Callable[[], None]
+    on_lost: Callable[[], None]
+    on_restart: Callable[[str], None]
+
+
+class EngineRun(Protocol):
+    """An engine from its start to its end.
+
+    Attributes:
+        engine: for requests, the same over all restarts.
+    """
+
+    @property
+    def engine(self) -> Engine: ...
+
+    async def keep(self, events: EngineEvents) -> int:
+        """Start the engine and keep it until `close`, or until it cannot be kept.
+
+        Returns:
+            The exit status: of an engine that was told to end, or that could not start.
+
+        Raises:
+            FailedError: it ended, and is not started again.
+            RankFailedError: a rank of it failed, and it is not started again.
+        """
+
+    async def close(self) -> None:
+        """Let the engine end; `keep` then returns."""
+
+    def kill(self) -> None:
+        """End the engine now, as far as its processes do not end with this one."""
+
+    def is_abandoned(self) -> bool:
+        """Whether a SIGTERM is none of a user's, but the end of whoever has started this process."""

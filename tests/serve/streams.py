@@ -1,0 +1,64 @@
+"""Streams that are read as they come, and compared with what nobody has disturbed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import httpx
+from servers import PATIENCE, Server
+
+from trtrun import LLM, SamplingParams
+
+
+class Streamed:
+    """A streaming request that is read as it comes."""
+
+    def __init__(self, server: Server, prompt: str, options: dict[str, Any]) -> None:
+        values = {"model": "pair", "prompt": prompt, **options}
+        self._values = values | {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+        self._url = server.url + "/v1/completions"
+        self.tokens: dict[int, list[int]] = {}
+        self.texts: dict[int, str] = {}
+        self.num_logprobs = 0
+        self.errors: list[dict[str, Any]] = []
+        self.last: dict[str, Any] = {}
+        self.has_begun = threading.Event()
+
+    def read(self) -> Streamed:
+        """Read to the end."""
+        with httpx.stream("POST", self._url, json=self._values, timeout=PATIENCE) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    self._take(json.loads(line.removeprefix("data: ")))
+        return self
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        if "error" in chunk:
+            self.errors.append(chunk["error"])
+            return
+        self.last = chunk
+        for choice in chunk["choices"]:
+            index = choice["index"]
+            self.tokens.setdefault(index, []).extend(choice["token_ids"])
+            self.texts[index] = self.texts.get(index, "") + choice["text"]
+            self.num_logprobs += len((choice["logprobs"] or {"tokens": ()})["tokens"])
+            if len(self.tokens[index]) >= 8:
+                self.has_begun.set()
+
+    def check(self, llm: LLM) -> None:
+        """Compare it with what nobody has disturbed, and its counters with itself."""
+        assert not self.errors
+        options = {name: value for name, value in self._values.items() if name in SamplingParams.__dataclass_fields__}
+        (output,) = llm.generate([self._values["prompt"]], SamplingParams(**options))
+        for completion in output.completions:
+            assert tuple(self.tokens[completion.index]) == completion.token_ids
+            assert self.texts[completion.index] == completion.text
+        total = sum(map(len, self.tokens.values()))
+        assert self.last["usage"]["completion_tokens"] == self.num_logprobs == total
+        speculation = self.last["metrics"]["speculative_decoding"]
+        num_first = total - speculation["num_spec_steps"] - speculation["num_accepted_draft_tokens"]
+        # Each round gives a token beside the accepted ones, and so does the prefill of each engine. The last round may
+        # give too many.
+        assert len(self.tokens) * -5 < num_first <= len(self.tokens) * 3

@@ -1,0 +1,89 @@
+"""`trtrun submit -- serve` on a real Slurm: found by `trtrun status`, used, and drained before the limit."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from batch import Run
+from cluster import Cluster, wait_for
+
+pytestmark = pytest.mark.timeout(300)
+Config = Callable[..., Path]
+LONG = {
+    "model": "target",
+    "prompt": "def main(",
+    "temperature": 0,
+    "max_tokens": 200,
+    "ignore_eos": True,
+    "stream": True,
+}
+
+
+def submit(trtrun: Run, file: Path) -> int:
+    """Submit a server; its job's number."""
+    done = trtrun("submit", "--config", file, "--", "serve", "--http-port", "0", "--metrics-port", "0")
+    assert done.returncode == 0, done.stderr
+    job = int(done.stdout)
+    assert f"trtrun: where it listens, once it does: trtrun status {job}\n" in done.stderr
+    return job
+
+
+def find_url(cluster: Cluster, trtrun: Run, job: int) -> str:
+    """Where it listens, as the status tells it."""
+
+    def ask() -> dict[str, str] | None:
+        assert cluster.show(job)["JobState"] in ("PENDING", "RUNNING")
+        lines = trtrun("status", job).stdout.splitlines()
+        values = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines if line.startswith("  ")}
+        return values if values.get("served", "").startswith("http") else None
+
+    told = wait_for(ask, 120, "the server listens")
+    port = told["served"].rpartition(":")[2]
+    assert told["reach"].startswith(f"ssh -N -L {port}:127.0.0.1:{port} ") and "n1" in told["reach"]
+    return told["served"]
+
+
+def stream(url: str, begun: threading.Event) -> list[Any]:
+    """All events of a stream."""
+    found: list[Any] = []
+    with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=120) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                begun.set()
+                found.append(json.loads(line.removeprefix("data: ")))
+    return found
+
+
+@pytest.mark.parametrize("way", ["the warning", "trtrun cancel"])
+def test_a_server_is_found_used_and_drained(
+    cluster: Cluster, trtrun: Run, config: Config, folder: Path, way: str
+) -> None:
+    job = submit(trtrun, config(1, kv_cache={"max_tokens": 4096}))
+    url = find_url(cluster, trtrun, job)
+    begun = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(stream, url, begun)
+        assert begun.wait(120)
+        if way == "trtrun cancel":
+            assert trtrun("cancel", job).returncode == 0
+        else:
+            cluster.call("scancel", "--batch", "--signal=USR1", str(job))  # as Slurm sends it
+        events = reading.result(timeout=120)
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    wait_for(lambda: cluster.show(job)["JobState"] == "COMPLETED", 60, "the job ends")
+    log = (folder / f"trtrun-{job}.log").read_text(encoding="utf-8")
+    assert "trtrun: SIGUSR1: no more requests are let in, the 1 in work have 30 s" in log
+    assert f"job {job} COMPLETED" in trtrun("status", job).stdout
+    assert len(cluster.ranks(job)) == 0
+
+
+def test_what_cannot_be_served_is_told_before_submission(trtrun: Run, config: Config) -> None:
+    done = trtrun("submit", "--config", config(1), "--", "serve", "--http-prot", "0")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
