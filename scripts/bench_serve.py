@@ -124,6 +124,7 @@ class Clients:
             "client_cpu": max(item["cpu_s"] for item in told) / seconds,
             "front_cpu_s": front_after - front,
             "engine_cpu_s": engine_after - engine,
+            "front_cpu_us_per_chunk": 1e6 * (front_after - front) / chunks,
             "front_cpu_ms_per_1000_tokens": 1e6 * (front_after - front) / tokens,
             "engine_cpu_ms_per_1000_tokens": 1e6 * (engine_after - engine) / tokens,
         }
@@ -143,9 +144,9 @@ def measure_clients(
         clients.measure(max_tokens, requests)
         results = [clients.measure(max_tokens, requests) for _ in range(options.repeats)]
         if options.verbose:
-            print(
-                f"{num_streams} streams, first tokens in ms: {[round(item['first_token_ms'], 1) for item in results]}"
-            )
+            for name in ("first_token_ms", "tokens_per_s"):
+                told = [round(item[name], 1) for item in results]
+                print(f"{num_streams} streams, {name} of each repeat: {told}", flush=True)
         return medians(results)
 
 
@@ -167,7 +168,11 @@ def measure_here(llm: LLM, num_streams: int, options: argparse.Namespace) -> dic
         }
 
     run()
-    return medians([run() for _ in range(options.repeats)])
+    results = [run() for _ in range(options.repeats)]
+    if options.verbose:
+        told = [round(item["first_token_ms"], 1) for item in results]
+        print(f"{num_streams} prompts in this process, first_token_ms of each repeat: {told}", flush=True)
+    return medians(results)
 
 
 def bench_models(options: argparse.Namespace) -> list[dict[str, float]]:
@@ -190,7 +195,7 @@ def bench_models(options: argparse.Namespace) -> list[dict[str, float]]:
                 "served_first_token_ms": through["first_token_ms"],
                 "added_time_to_first_token_ms": through["first_token_ms"] - own["first_token_ms"],
                 "in_process_cpu_ms_per_1000_tokens": own["cpu_ms_per_1000_tokens"],
-                **_some(through, "engine_cpu_ms_per_1000_tokens", "front_cpu_ms_per_1000_tokens", "tokens_per_chunk"),
+                **_some(through, "engine_cpu_ms_per_1000_tokens", "front_cpu_us_per_chunk", "tokens_per_chunk"),
                 **_some(through, "client_cpu"),
             }
         )
@@ -219,6 +224,7 @@ def bench_front(options: argparse.Namespace) -> dict[str, Any]:
                     "streams": count,
                     **_some(found, "tokens_per_s", "chunks_per_s", "tokens_per_chunk", "first_token_ms", "client_cpu"),
                     "front_cpu_ms_per_1000_deltas": found["front_cpu_ms_per_1000_tokens"] * TOKENS_PER_ROUND,
+                    **_some(found, "front_cpu_us_per_chunk"),
                     "front_cpu": found["front_cpu_s"] / found["seconds"],
                 }
             )

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
@@ -22,6 +23,12 @@ from trtrun.recipients import Recipient, flush
 from trtrun.sampling_params import SamplingParams
 
 T = TypeVar("T")
+
+GATHER_SECONDS = 0.0005
+"""After a rest the first round begins once no request has come for so long: about what a server needs for one."""
+
+MOST_GATHER_SECONDS = 0.004
+"""How long that may take."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +70,13 @@ class EngineThread:
         prompt: Prompt,
         sampling: SamplingParams | None,
         generated: Mapping[int, Sequence[int]] | None,
+        group: Hashable = None,
     ) -> None:
         """Have a request added; what becomes of it goes to the recipient."""
 
         def work(engine: LLMEngine) -> None:
             try:
-                engine.add_request(prompt, sampling, request_id, generated)
+                engine.add_request(prompt, sampling, request_id, generated, group)
             except Exception as error:
                 refuse(error)
                 return
@@ -160,10 +168,27 @@ class EngineThread:
         with self._has_orders:
             while not (self._orders or self._is_closing or engine.has_work):
                 self._has_orders.wait()
+        was_idle = not engine.has_work
+        self._do_waiting(engine)
+        if was_idle and engine.has_work:
+            self._gather(engine)
+        return not self._is_closing
+
+    def _gather(self, engine: LLMEngine) -> None:
+        """Wait a moment for more, before the first round after a rest. Requests often come several at once, and a round
+        that has begun with the first one alone makes all others wait for its end."""
+        began = time.monotonic()
+        while not self._is_closing and time.monotonic() - began < MOST_GATHER_SECONDS:
+            with self._has_orders:
+                if not self._orders and not self._has_orders.wait(GATHER_SECONDS):
+                    return
+            self._do_waiting(engine)
+
+    def _do_waiting(self, engine: LLMEngine) -> None:
+        with self._has_orders:
             orders, self._orders = self._orders, deque()
         for order in orders:
             order.do(engine)
-        return not self._is_closing
 
     def _step(self, engine: LLMEngine) -> None:
         if not engine.has_work:

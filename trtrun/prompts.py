@@ -40,6 +40,8 @@ class PromptReader:
         if not tokens:
             raise InvalidRequestError("the prompt is empty: it needs at least one token")
         size = self._model.vocab_size
+        if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < size:
+            return tokens  # in the interpreter's own loops: prompts may be long, and rounds wait for this
         for token in tokens:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
                 raise InvalidRequestError(f"prompt token {shorten(token)} is not a token id between 0 and {size - 1}")

@@ -28,6 +28,8 @@ class ServerSection(Section):
         max_connections: that may be open at once on the HTTP port; a request on one beyond is answered with 503.
         max_body_bytes: of one request; larger ones are answered with 413.
         request_timeout_s: from a request's arrival to its end.
+        exclude_input_in_output: whether whole outputs of Triton's models begin behind the prompt, where a request does
+            not say; None where that is so of texts, and not of tokens.
         max_restarts: how often the engine may be started again within `restart_window_s`, before the server ends.
         restart_window_s: seconds over which restarts are counted.
     """
@@ -45,6 +47,7 @@ class ServerSection(Section):
     max_connections: Annotated[int, Number, Field(ge=1, le=1_000_000)] = 1024
     max_body_bytes: Annotated[int, Number, Field(ge=1024, le=2**27)] = 2**24
     request_timeout_s: Seconds = 600.0
+    exclude_input_in_output: bool | None = None
     max_restarts: Annotated[int, Number, Field(ge=0, le=1000)] = 3
     restart_window_s: Seconds = 600.0
 

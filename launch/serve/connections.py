@@ -74,7 +74,10 @@ class Connections:
         """End the connections that do not move."""
         now = self.now()
         for protocol in list(self.open):
-            protocol.end_if_stuck(now)
+            try:
+                protocol.end_if_stuck(now)
+            except Exception:
+                logger.exception("a connection could not be looked at")
 
 
 class BoundedProtocol(HttpToolsProtocol):

@@ -37,6 +37,7 @@ SHORT_BODY = 1 << 16
 """Bytes whose JSON is read in less time than a stream would notice."""
 
 _LONGEST_ID = 128
+_JSON = json.JSONDecoder(object_pairs_hook=unique_keys)
 _MOST_KEY_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,9 @@ class RequestLog:
         finally:
             seconds = time.perf_counter() - began
             path = scope["path"][:200].encode("unicode_escape").decode()
-            logger.info("%s: %s %s: %d after %.3f s", request_id, scope["method"], path, status, seconds)
+            # A page that is looked at asks every second.
+            level = logging.DEBUG if path == "/status" and status == 200 else logging.INFO
+            logger.log(level, "%s: %s %s: %d after %.3f s", request_id, scope["method"], path, status, seconds)
 
 
 class Keys:
@@ -167,7 +170,7 @@ def parse_json(body: bytes) -> object:
         Refusal: it is none, or an object in it has a key twice.
     """
     try:
-        return json.loads(body.decode(), object_pairs_hook=unique_keys)
+        return _JSON.decode(body.decode())
     except UnicodeDecodeError as error:
         reason = f"byte {error.start + 1} is not valid UTF-8"
     except json.JSONDecodeError as error:

@@ -34,6 +34,7 @@ from launch.serve.http_server import (
     make_metrics_application,
     run_all,
 )
+from launch.serve.kserve.asks import ModelFacts
 from launch.serve.kserve.grpc_server import GrpcServer
 from launch.serve.kserve.grpc_servicer import KServeServicer
 from launch.serve.kserve.http_api import KServeHttpApi
@@ -148,9 +149,8 @@ class _Server:
             section.request_timeout_s,
         )
         template = read_chat_template(directory) if tokenizer is not None else None
-        kserve = KServeService(
-            self._front, model.eos_token_ids, config.scheduler.max_batch_size, config.kv_cache.block_size
-        )
+        facts = ModelFacts(tokenizer, model.eos_token_ids, config.draft_len, section.exclude_input_in_output)
+        kserve = KServeService(self._front, facts, config.scheduler.max_batch_size, config.kv_cache.block_size)
         self._routes = [
             *OpenAIApi(self._front, template, keys, section.max_body_bytes).routes(),
             *KServeHttpApi(kserve, keys, section.max_body_bytes).routes(),

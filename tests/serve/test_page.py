@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +114,7 @@ def test_a_text_is_shown_by_how_its_tokens_came_and_compared(page: Any, llm: LLM
     page.get_by_role("button", name="Decode plainly and compare").click()
     verdict = page.locator("#verdict .same")
     playwright.expect(verdict).to_have_text(f"The same text, token for token ({len(tokens)}).")
+    playwright.expect(page.locator("#news")).to_contain_text("The same text, token for token")
     assert [float(speed.text_content()) > 0 for speed in page.locator(".speeds b").all()] == [True, True]
 
 
@@ -157,6 +160,7 @@ def test_a_chat_a_stop_and_a_phone(page: Any, server: Server) -> None:
     playwright.expect(page.locator("#text .token").first).to_be_visible()
     page.keyboard.press("Escape")
     playwright.expect(page.locator("#go")).to_be_enabled()
+    assert page.locator("#compare").is_disabled(), "there is no whole text to compare with"
     server.wait_idle()
 
 
@@ -171,3 +175,17 @@ def test_ranks_and_schemes(page: Any) -> None:
         grounds.append(page.evaluate("() => getComputedStyle(document.body).backgroundColor"))
         page.locator("#theme").click()
     assert len(set(grounds)) == 2
+
+
+def test_a_text_goes_on_behind_a_lost_engine(page: Any, server: Server, llm: LLM) -> None:
+    (completion,) = llm.generate([PROMPT], SamplingParams(max_tokens=200))[0].completions
+    page.get_by_label("Prompt", exact=True).fill(PROMPT)
+    page.get_by_label("Tokens, at most").fill("200")
+    page.locator("#go").click()
+    playwright.expect(page.locator("#text .token").nth(8)).to_be_attached()
+    os.kill(server.engine(), signal.SIGKILL)
+    playwright.expect(page.locator("#state")).to_have_text("the engine is starting")
+    playwright.expect(page.locator("#ranks li.starting")).to_have_count(3)
+    playwright.expect(page.locator("#news")).to_have_text(re.compile(r"^Done: \d+ tokens"))
+    assert page.locator("#text").text_content() == PROMPT + completion.text
+    playwright.expect(page.locator("#version")).to_contain_text("restarts of the engine: 1")

@@ -127,6 +127,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     (TOKENS, tokens(stop_words_list=[5, 1]), 400, "shape [1, 2]"),
     (TOKENS, tokens(draft_logits=[[0.5]]), 400, "draft_logits: drafts are compared"),
     (TOKENS, tokens(draft_acceptance_threshold=0.5), 400, "accepted without loss alone"),
+    (TOKENS, tokens(decoder_input_ids=[1, 2]), 400, "decoder_input_ids: this is not supported"),
     (TOKENS, tokens(stop=True), 400, "send it on that stream"),
     ("/v2/models/preprocessing/generate", {"QUERY": "x", "REQUEST_OUTPUT_LEN": 1, "IMAGE_URL": "a"}, 400, "IMAGE_URL"),
     ("/v2/models/postprocessing/generate", {"TOKENS_BATCH": [[5]], "SEQUENCE_LENGTH": [2]}, 400, "between 0 and 1"),

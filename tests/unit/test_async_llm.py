@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 from pipelines import configuration, make_llm, prompt_of
 
-from trtrun import AsyncLLM, SamplingParams
+from trtrun import AsyncLLM, SamplingParams, engine_thread
 from trtrun.errors import CheckpointError, InvalidRequestError, QueueFullError, RankFailedError
 from trtrun.llm_engine import LLMEngine
 from trtrun.outputs import CompletionDelta
@@ -206,3 +206,33 @@ def test_what_cannot_be_opened_says_so(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError):
         AsyncLLM.open(configuration(tmp_path, None))
+
+
+def test_requests_that_come_together_have_their_first_round_together(
+    async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    def begin(engine: LLMEngine) -> None:
+        step = engine.step
+
+        def step_and_tell() -> list[CompletionDelta]:
+            started.append(len(engine._requests))
+            return step()
+
+        monkeypatch.setattr(engine, "step", step_and_tell)
+        # A round waits for as long as this test takes, and then for no more at all.
+        monkeypatch.setattr(engine_thread, "MOST_GATHER_SECONDS", 100.0)
+        monkeypatch.setattr(engine_thread, "GATHER_SECONDS", 100.0)
+
+    async def work() -> None:
+        await async_llm.call(begin)
+        reading = [asyncio.create_task(collect(async_llm, prompt_of(5, number), GREEDY)) for number in range(4)]
+        await asyncio.sleep(0)
+        assert await async_llm.call(lambda engine: len(engine._requests)) == 4 and not started
+        await async_llm.call(lambda engine: monkeypatch.setattr(engine_thread, "GATHER_SECONDS", 0.0))
+        for deltas in await asyncio.gather(*reading):
+            assert len(tokens(deltas)) == 16
+
+    run(work())
+    assert started[0] == 4

@@ -77,12 +77,12 @@ def test_word_lists_of_other_clients() -> None:
             read_word_list("x", np.array([[1, 2, 3], ends], np.int32))
 
 
-def ask(model: str, **values: Any) -> Ask:
+def ask(model: str, facts: ModelFacts = FACTS, **values: Any) -> Ask:
     """What a request of one row asks for."""
     given = {"text_input": "x", "max_tokens": 7} if MODELS[model].has_text else {}
     given = given or {"input_ids": [5, 6, 7], "input_lengths": 2, "request_output_len": 7}
     body = read_generate(find_model(model), given | values)
-    (found,) = read_asks(check_request(find_model(model), "", body.tensors, (), 8), FACTS)
+    (found,) = read_asks(check_request(find_model(model), "", body.tensors, (), 8), facts)
     return found
 
 
@@ -123,6 +123,17 @@ def test_what_inputs_become() -> None:
     assert target.stop_sequences == ((1, 2),) and target.pad_token == 9
     endless = ask("tensorrt_llm", end_id=-1)
     assert endless.end_tokens == frozenset() and endless.sampling.ignore_eos and not endless.sampling.stop_token_ids
+
+
+@pytest.mark.parametrize(
+    ("configured", "of_text", "of_tokens"), [(None, False, True), (True, False, False), (False, True, True)]
+)
+def test_where_outputs_begin(configured: bool | None, of_text: bool, of_tokens: bool) -> None:
+    facts = ModelFacts(FACTS.tokenizer, (0,), 4, configured)
+    assert ask("ensemble", facts).has_prompt == ask("tensorrt_llm_bls", facts).has_prompt == of_text
+    assert ask("tensorrt_llm", facts).has_prompt == ask("tensorrt_llm_draft", facts).has_prompt == of_tokens
+    for model in ("ensemble", "tensorrt_llm"):
+        assert [ask(model, facts, exclude_input_in_output=value).has_prompt for value in (True, False)] == [False, True]
 
 
 def test_every_input_that_is_not_supported_is_known_to_a_model() -> None:

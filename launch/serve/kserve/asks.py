@@ -37,8 +37,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "return_context_logits": (False,),
     "return_generation_logits": (False,),
     "beam_width": (0, 1),
-    "decoder_input_ids": (),
-    "decoder_input_lengths": (0,),
+    "decoder_input_lengths": (0, 1),
     "draft_logits": (),
     "draft_acceptance_threshold": (0.0,),
     "runtime_top_p_min": (0.0,),
@@ -94,11 +93,14 @@ class ModelFacts:
         tokenizer: None where there is none.
         eos_token_ids: tokens that end a text; may be none.
         draft_len: tokens drafted in a round, at most; 0 where none are.
+        excludes_prompt: whether whole outputs begin behind the prompt where a request does not say; None where that is
+            so of texts alone.
     """
 
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
     draft_len: int
+    excludes_prompt: bool | None = None
 
     @property
     def end_id(self) -> int:
@@ -119,6 +121,9 @@ def read_asks(request: InferRequest, facts: ModelFacts) -> list[Ask]:
         values = request.inputs.get(name)
         if values is not None and values.size and not all(value in harmless for value in values.ravel().tolist()):
             raise refuse_input(name, f"{_REASONS.get(name, 'this is not supported here')}: leave the input out")
+    beginning = request.inputs.get("decoder_input_ids")
+    if beginning is not None and beginning.shape[1] > 1:  # preprocessing makes one, which says nothing
+        raise refuse_input("decoder_input_ids", "this is not supported here: leave the input out")
     asks = [_read_ask(Row(request.inputs, place), request, facts) for place in range(request.batch_size)]
     if len({ask.sampling.n for ask in asks}) > 1:
         raise refuse_input("num_return_sequences", "all rows of a batch must have the same number")
@@ -135,6 +140,9 @@ def _read_ask(row: Row, request: InferRequest, facts: ModelFacts) -> Ask:
     except InvalidRequestError as error:
         raise Refusal(Kind.INVALID, str(error)) from None
     end_id = row.number("end_id", facts.end_id)
+    # The clients' own loops over the models of tokens go on with what comes back; texts come without the prompt, as
+    # both are set up in the instructions for them.
+    excludes_prompt = has_text if facts.excludes_prompt is None else facts.excludes_prompt
     return Ask(
         prompt,
         sampling,
@@ -142,9 +150,7 @@ def _read_ask(row: Row, request: InferRequest, facts: ModelFacts) -> Ask:
         end_tokens,
         row.number("pad_id", max(end_id, 0)),
         row.flag("stream" if has_text else "streaming"),
-        # The clients' own loops over the models of tokens go on with what comes back; texts come without the prompt, as
-        # both are set up in the instructions for them.
-        not row.flag("exclude_input_in_output", has_text),
+        not row.flag("exclude_input_in_output", excludes_prompt),
         sampling.logprobs is not None,
         row.flag("return_kv_cache_reuse_stats") or any(name.startswith("kv_cache_") for name in request.outputs),
     )

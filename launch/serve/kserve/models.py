@@ -172,6 +172,8 @@ _PREPROCESSING_INPUTS = [
 _PREPROCESSING_OUTPUTS = [
     _needed("INPUT_ID", "INT32", -1),
     _needed("REQUEST_INPUT_LEN", "INT32", 1),
+    _needed("DECODER_INPUT_ID", "INT32", -1),
+    _needed("REQUEST_DECODER_INPUT_LEN", "INT32", 1),
     _needed("BAD_WORDS_IDS", "INT32", 2, -1),
     _needed("STOP_WORDS_IDS", "INT32", 2, -1),
     _needed("EMBEDDING_BIAS", "FP32", -1),

@@ -46,6 +46,8 @@ def _preprocess(request: InferRequest, tokenizer: Tokenizer, facts: ModelFacts) 
     return [
         Tensor("INPUT_ID", "INT32", padded),
         _column("REQUEST_INPUT_LEN", list(map(len, tokens))),
+        _column("DECODER_INPUT_ID", pad_ids),
+        _column("REQUEST_DECODER_INPUT_LEN", [1] * len(rows)),
         Tensor("BAD_WORDS_IDS", "INT32", _words(rows, "BAD_WORDS_DICT", tokenizer)),
         Tensor("STOP_WORDS_IDS", "INT32", _words(rows, "STOP_WORDS_DICT", tokenizer)),
         Tensor("EMBEDDING_BIAS", "FP32", _biases(rows, tokenizer)),

@@ -63,18 +63,18 @@ class Answering(Protocol):
 class KServeService:
     """The models over a front."""
 
-    def __init__(self, front: Front, eos_token_ids: tuple[int, ...], max_batch_size: int, block_size: int) -> None:
+    def __init__(self, front: Front, facts: ModelFacts, max_batch_size: int, block_size: int) -> None:
         """Serve a front's model.
 
         Args:
             front: whose door and metrics these are, too.
-            eos_token_ids: of the model.
+            facts: of the model.
             max_batch_size: rows that a request may have.
             block_size: tokens of a KV block.
         """
         self.front = front
         self.max_batch_size = max_batch_size
-        self._facts = ModelFacts(front.tokenizer, eos_token_ids, front.draft_len)
+        self._facts = facts
         self._block_size = block_size
         for name in MODELS:
             front.metrics.models.totals(name)
@@ -194,7 +194,7 @@ class _Processed:
 
 def _stop(request: InferRequest, beside: Mapping[str, Collection[Answering]] | None) -> None:
     """Stop what has the same id on the same stream: nobody ends the requests of others."""
-    if beside is None or not request.request_id:
+    if beside is None:
         raise refuse_input(STOP, "stops a request of the same stream and id: send it on that stream, with its id")
     for work in beside.get(request.request_id, ()):
         work.stop()

@@ -28,7 +28,7 @@ export class EngineView {
     this.showState(status.state);
     model.textContent = status.model;
     method.textContent = tellMethod(status.speculation);
-    version.textContent = `trtrun ${status.version}${status.restarts ? `, engine restarted ${status.restarts} times` : ""}`;
+    version.textContent = `trtrun ${status.version}${status.restarts ? `, restarts of the engine: ${status.restarts}` : ""}`;
     const { queue } = status;
     const usage = status.kv_cache.usage;
     running.textContent = queue.running === null ? "–" : `${queue.running} of ${queue.max_running}`;

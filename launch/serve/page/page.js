@@ -18,7 +18,9 @@ const speeds = new SpeedView(document.querySelector(".speeds"), elements.verdict
 
 let server = null; // the last status
 let asked = null; // what the text on the page was asked for with
+let isWhole = false; // whether that text is there to its end
 let stopping = null; // of the request in work
+let needsKey = false; // whether the server has refused to answer without one
 
 // What is asked for.
 
@@ -72,12 +74,16 @@ async function decode(request, onTokens) {
 async function generate() {
   if (stopping || !server || !elements.ask.reportValidity()) return;
   asked = readForm();
+  isWhole = false;
   showProblem("");
   speeds.clear();
   speeds.isProbabilistic = server.speculation.use_logits && asked.body.temperature > 0;
   tokens.begin(asked.echo);
   const rounds = new Rounds();
+  legend.show(rounds.counts);
   plot.show(rounds.list, server.speculation.draft_len);
+  showAcceptance(rounds, null);
+  elements.news.textContent = "";
   const name = asked.isSpeculative && server.speculation.method !== "none" ? "speculative" : "plain";
   await guarded(async () => {
     const { run, speculation } = await decode(asked, (run, choice) => {
@@ -92,8 +98,8 @@ async function generate() {
     });
     speeds.set(name, run);
     showAcceptance(rounds, speculation);
-    elements.compare.disabled = name === "plain";
-    asked.body.max_tokens = Math.max(1, run.tokens.length);
+    isWhole = true;
+    setBusy(false);
     const share = speculation && speculation.num_draft_tokens ? `, ${percent(speculation.draft_acceptance_rate)} of the draft tokens accepted` : "";
     elements.news.textContent = `Done: ${run.tokens.length} tokens, ${Math.round(run.speed)} per second${share}.`;
   });
@@ -107,6 +113,7 @@ async function compare() {
   await guarded(async () => {
     const { run } = await decode(plain, (run) => speeds.set("plain", run));
     speeds.set("plain", run);
+    elements.news.textContent = elements.verdict.innerText;
   });
 }
 
@@ -128,7 +135,7 @@ function showAcceptance(rounds, speculation) {
   elements["acceptance-length"].textContent = drafted.length ? (1 + accepted / drafted.length).toFixed(2) : "–";
   elements["acceptance-rate"].textContent =
     speculation && speculation.num_draft_tokens ? percent(speculation.draft_acceptance_rate) : "–";
-  elements["round-count"].textContent = String(rounds.list.length);
+  elements["round-count"].textContent = rounds.list.length ? String(rounds.list.length) : "–";
 }
 
 function percent(share) {
@@ -138,7 +145,7 @@ function percent(share) {
 function setBusy(isBusy) {
   elements.go.disabled = isBusy;
   elements.stop.disabled = !isBusy;
-  elements.compare.disabled = isBusy || !asked || !asked.isSpeculative || server.speculation.method === "none";
+  elements.compare.disabled = isBusy || !isWhole || !asked.isSpeculative || server.speculation.method === "none";
   elements.text.setAttribute("aria-busy", String(isBusy));
 }
 
@@ -148,6 +155,7 @@ function showProblem(text) {
 }
 
 function askForKey(error) {
+  needsKey = true;
   const isNew = elements["key-bar"].hidden;
   elements["key-bar"].hidden = false;
   if (isNew) elements.key.focus();
@@ -168,7 +176,11 @@ function fitForm(status) {
     chat.querySelector("input").disabled = !status.chat;
     if (!status.chat) chat.title = "The checkpoint has no chat template";
   }
-  if (status.max_seq_len) elements["max-tokens"].max = status.max_seq_len;
+  const most = elements["max-tokens"];
+  if (status.max_seq_len && Number(most.max) !== status.max_seq_len) {
+    most.max = status.max_seq_len;
+    most.value = Math.min(Number(most.value), status.max_seq_len);
+  }
   server = status;
   showSettings();
 }
@@ -183,7 +195,7 @@ function showSettings() {
 // How the server stands, as long as somebody looks.
 
 async function watch() {
-  if (document.visibilityState === "visible") {
+  if (document.visibilityState === "visible" && !needsKey) {
     try {
       const answer = await status();
       fitForm(answer);
@@ -200,7 +212,12 @@ async function watch() {
 // Colours: the system's, or the one chosen here.
 
 const THEMES = ["auto", "light", "dark"];
-let theme = localStorage.getItem("trtrun-theme") ?? "auto";
+let theme = "auto";
+try {
+  theme = localStorage.getItem("trtrun-theme") ?? "auto";
+} catch {
+  // This browser keeps nothing for pages: the system's colours, then.
+}
 
 function showTheme() {
   document.documentElement.dataset.theme = theme;
@@ -210,8 +227,12 @@ function showTheme() {
 
 elements.theme.addEventListener("click", () => {
   theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
-  localStorage.setItem("trtrun-theme", theme);
   showTheme();
+  try {
+    localStorage.setItem("trtrun-theme", theme);
+  } catch {
+    // Then it holds until the page is closed.
+  }
 });
 
 elements.ask.addEventListener("submit", (event) => {
@@ -233,6 +254,7 @@ elements.compare.addEventListener("click", compare);
 elements["key-bar"].addEventListener("submit", (event) => {
   event.preventDefault();
   useKey(elements.key.value.trim());
+  needsKey = false;
   showProblem("");
 });
 
