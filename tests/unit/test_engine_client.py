@@ -176,8 +176,8 @@ def test_a_slow_reader_gets_one_delta_a_completion() -> None:
     run(check())
 
 
-def test_requests_that_came_together_are_a_group_on_every_engine(tmp_path: Path) -> None:
-    async def check(client: EngineClient, socket: Path) -> None:
+def test_requests_that_came_together_are_a_group_on_every_engine() -> None:
+    async def check(client: EngineClient, socket: str) -> None:
         inbox = Inbox()
         client.start([EngineRequest((number,), SAMPLING) for number in range(3)], inbox)
         client.start([EngineRequest((7,), SAMPLING)], inbox)
@@ -187,4 +187,4 @@ def test_requests_that_came_together_are_a_group_on_every_engine(tmp_path: Path)
             assert groups[0] == groups[1] == groups[2] != groups[3] and None not in groups
             await engine.die(client)
 
-    with_client(tmp_path, check)
+    with_client(check)
