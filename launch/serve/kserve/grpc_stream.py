@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -25,6 +26,10 @@ MOST_AT_ONCE = 1024
 """Requests of one stream that are at work, or whose responses the client has not read: it is read no further then."""
 
 logger = logging.getLogger(__name__)
+
+
+class _ClientGoneError(Exception):
+    """Nothing can be written any more: the call is about to be cancelled."""
 
 
 class InferStream:
@@ -52,6 +57,10 @@ class InferStream:
                 tasks.create_task(self._answer(message)).add_done_callback(lambda task: self._room.release())
 
     async def _answer(self, message: Any) -> None:
+        with suppress(_ClientGoneError):
+            await self._answer_or_refuse(message)
+
+    async def _answer_or_refuse(self, message: Any) -> None:
         try:
             work = await self._begin(message, self._works)
             self._works[message.id].add(work)
@@ -65,7 +74,7 @@ class InferStream:
         except Refusal as refusal:
             self._service.front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
             await self._write_error(message, str(refusal))
-        except (TimeoutError, grpc.RpcError):
+        except (TimeoutError, _ClientGoneError):
             raise
         except Exception:
             logger.exception("a request of a stream failed")
@@ -90,6 +99,14 @@ class InferStream:
         await self._write(service_pb2.ModelStreamInferResponse(error_message=line, infer_response=told))
 
     async def _write(self, message: Any) -> None:
-        """Write one response; a client that reads nothing for long is left."""
+        """Write one response; a client that reads nothing for long is left.
+
+        Raises:
+            TimeoutError: it has read nothing.
+            _ClientGoneError: it is gone.
+        """
         async with self._writing, asyncio.timeout(STALLED_SECONDS):
-            await self._context.write(message)
+            try:
+                await self._context.write(message)
+            except grpc.aio.BaseError as error:
+                raise _ClientGoneError from error
