@@ -98,7 +98,9 @@ async def serve(config: Path, round_seconds: float, num_tokens: int, socket: str
             case Abort():
                 rows.pop(message.request_id, None)
             case AskStatus():
-                writer.write(encode(Status(len(rows), 0, 1, 1, {})))
+                writer.write(
+                    encode(Status(num_running=len(rows), num_waiting=0, num_free_blocks=1, num_blocks=1, totals={}))
+                )
             case Close():
                 break
     rounds.cancel()

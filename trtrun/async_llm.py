@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
 from itertools import count
 from typing import Any, TypeVar
 
@@ -89,6 +89,7 @@ class AsyncLLM:
         sampling: SamplingParams | None = None,
         request_id: RequestId | None = None,
         generated: Mapping[int, Sequence[int]] | None = None,
+        group: Hashable = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Complete a prompt and yield what is new, until all its completions have ended.
 
@@ -98,7 +99,7 @@ class AsyncLLM:
             prompt: a text or token ids.
             sampling: None is greedy.
             request_id: the caller's own, which `abort` takes; None makes one.
-            generated: see `LLMEngine.add_request`.
+            generated, group: see `LLMEngine.add_request`.
 
         Yields:
             Deltas in the order of rounds, those of each completion apart. Where the reader was slower than the rounds,
@@ -112,7 +113,7 @@ class AsyncLLM:
         if request_id is None:
             request_id = f"async {next(self._numbers)}"
         mailbox = Mailbox(asyncio.get_running_loop())
-        self._thread.add(mailbox, request_id, prompt, sampling, generated)
+        self._thread.add(mailbox, request_id, prompt, sampling, generated, group)
         try:
             while deltas := await mailbox.take():
                 for delta in deltas:
@@ -128,13 +129,14 @@ class AsyncLLM:
         sampling: SamplingParams | None,
         request_id: RequestId,
         generated: Mapping[int, Sequence[int]] | None = None,
+        group: Hashable = None,
     ) -> None:
         """Complete a prompt as `generate` does, and give what comes to a recipient in the engine core's thread.
 
         For programs that hand on what comes, such as to another process: no event loop has to wake up for it, and the
         rounds wait for none. What goes wrong ends the recipient. `abort` ends the request.
         """
-        self._thread.add(recipient, request_id, prompt, sampling, generated)
+        self._thread.add(recipient, request_id, prompt, sampling, generated, group)
 
     def abort(self, request_id: RequestId) -> None:
         """End a request before its next round; its iterator ends with what it has. Nothing where it is not known. Any

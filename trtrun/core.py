@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ ACCEPTED, RECOVERED, BONUS, PLAIN = "a", "r", "b", "p"
 was kept whole, its own where no draft was verified: the first behind a prompt, or in a round without one."""
 
 
+@cache
 def token_origins(num_draft_tokens: int, num_tokens: int) -> str:
     """How each token came that a row gained in a round which verified `num_draft_tokens`: a letter each."""
     if num_draft_tokens == 0:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
@@ -70,12 +70,13 @@ class EngineThread:
         prompt: Prompt,
         sampling: SamplingParams | None,
         generated: Mapping[int, Sequence[int]] | None,
+        group: Hashable = None,
     ) -> None:
         """Have a request added; what becomes of it goes to the recipient."""
 
         def work(engine: LLMEngine) -> None:
             try:
-                engine.add_request(prompt, sampling, request_id, generated)
+                engine.add_request(prompt, sampling, request_id, generated, group)
             except Exception as error:
                 refuse(error)
                 return

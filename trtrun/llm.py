@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -190,6 +190,7 @@ class LLM:
         pending: dict[RequestId, PendingRequest] = {}
         held: tuple[int, tuple[Prompt, SamplingParams]] | None = None
         left: float | None = None
+        call = object()  # its prompts are one group: those of another thread's call wait for none of them but in turn
         try:
             while True:
                 left = seconds_left() if seconds_left is not None else None
@@ -198,7 +199,7 @@ class LLM:
                     if item is None:
                         break
                     try:
-                        refused = self._begin(item[0], *item[1], pending)
+                        refused = self._begin(item[0], *item[1], pending, call)
                     except QueueFullError:
                         held = item  # others fill the queue: it is taken up again after a round
                         break
@@ -301,7 +302,12 @@ class LLM:
         return not pending or self.engine.num_waiting < self.config.scheduler.max_batch_size
 
     def _begin(
-        self, index: int, prompt: Prompt, sampling: SamplingParams, pending: dict[RequestId, PendingRequest]
+        self,
+        index: int,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        pending: dict[RequestId, PendingRequest],
+        group: Hashable = None,
     ) -> RequestOutput | None:
         """Queue a prompt and enter it in `pending`; returns the output of one that is refused.
 
@@ -311,7 +317,7 @@ class LLM:
         text = prompt if isinstance(prompt, str) else None
         with self._exclusive():
             try:
-                request_id = self.engine.add_request(prompt, sampling)
+                request_id = self.engine.add_request(prompt, sampling, group=group)
             except QueueFullError as error:
                 if self.engine.has_unfinished_requests:
                     raise

@@ -14,7 +14,7 @@ time (see `llm`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
@@ -144,6 +144,7 @@ class LLMEngine:
         sampling: SamplingParams | None = None,
         request_id: RequestId | None = None,
         generated: Mapping[int, Sequence[int]] | None = None,
+        group: Hashable = None,
     ) -> RequestId:
         """Queue the `n` completions of a prompt, all or none.
 
@@ -158,6 +159,8 @@ class LLMEngine:
             request_id: the caller's own; None makes one.
             generated: output tokens by completion, of a request that goes on. Completions that are not named have
                 ended. Deltas tell only what is new: tokens, text and statistics begin behind these tokens.
+            group: of requests that somebody asked for together: groups take turns at rows, and none keeps another one
+                waiting. None makes the request a group of its own.
 
         Returns:
             The request's id, which its deltas carry.
@@ -182,7 +185,9 @@ class LLMEngine:
         try:
             for index, part in parts.items():
                 self._owners[part.request_id] = (request, index)
-                request.going_on[part.request_id] = self._add_completion(part, behind[index])
+                request.going_on[part.request_id] = self._add_completion(
+                    part, behind[index], ("request", request_id) if group is None else group
+                )
             self._requests[request_id] = request
         except BaseException:
             for part in parts.values():
@@ -198,11 +203,11 @@ class LLMEngine:
             raise InvalidRequestError(f"generated must name completions between 0 and {count - 1}, one at least")
         return {index: self._prompts.encode(tokens) if tokens else () for index, tokens in generated.items()}
 
-    def _add_completion(self, part: Request, generated: Sequence[int]) -> Completion:
+    def _add_completion(self, part: Request, generated: Sequence[int], group: Hashable) -> Completion:
         text = None
         if self.tokenizer is not None:
             text = CompletionText(IncrementalDetokenizer(self.tokenizer, part.prompt_token_ids), part.sampling.stop)
-        completion = self.scheduler.add(part, text, generated)
+        completion = self.scheduler.add(part, text, generated, group)
         _new_text(completion, generated)  # it has been told
         return completion
 

@@ -104,6 +104,7 @@ class _OpenRequest:
 
     Attributes:
         generated: output tokens of each completion that goes on.
+        group: of the requests that came with it.
         before: counters of each completion from engines that are gone.
         told: counters of each completion that its reader has been told, `before` among them.
         num_losses: engines that it has lost since its last token.
@@ -114,6 +115,7 @@ class _OpenRequest:
     request: EngineRequest
     inbox: Inbox
     generated: dict[int, list[int]]
+    group: str
     before: dict[int, RequestStatistics] = field(default_factory=dict)
     told: dict[int, RequestStatistics] = field(default_factory=dict)
     num_losses: int = 0
@@ -122,7 +124,7 @@ class _OpenRequest:
         """What an engine is sent, a first or a later one."""
         has_begun = len(self.generated) < self.request.sampling.n or any(self.generated.values())
         generated = {index: tuple(tokens) for index, tokens in self.generated.items()} if has_begun else None
-        return Generate.of(self.request_id, self.request.prompt_token_ids, self.request.sampling, generated)
+        return Generate.of(self.request_id, self.request.prompt_token_ids, self.request.sampling, generated, self.group)
 
     def take(self, delta: CompletionDelta) -> None:
         """Keep an engine's delta, and tell the reader."""
@@ -179,11 +181,12 @@ class EngineClient:
         Returns:
             Their ids, for `abort`.
         """
-        ids = []
+        ids: list[str] = []
         for number, request in enumerate(requests):
             request_id = f"request {next(self._ids)}"
             generated: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
-            opened = _OpenRequest(request_id, number, request, inbox, generated)
+            group = ids[0] if ids else request_id
+            opened = _OpenRequest(request_id, number, request, inbox, generated, group)
             self._requests[request_id] = opened
             self._submit(opened)
             ids.append(request_id)

@@ -148,7 +148,9 @@ class _Served:
         except InvalidRequestError as error:
             sending.end(error)
             return
-        self._llm.deliver(sending, request.prompt_token_ids, sampling, request.request_id, request.generated)
+        self._llm.deliver(
+            sending, request.prompt_token_ids, sampling, request.request_id, request.generated, request.group
+        )
 
     def _hear_failure(self, error: RankFailedError) -> None:
         """In the engine's thread."""

@@ -39,12 +39,14 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Generate(_Message, frozen=True, tag="generate"):
-    """Complete a prompt, from its start or behind the tokens `generated` (see `LLMEngine.add_request`)."""
+    """Complete a prompt, from its start or behind the tokens `generated`, in turns with those of other groups (see
+    `LLMEngine.add_request`)."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: dict[str, Any]
     generated: dict[int, tuple[int, ...]] | None = None
+    group: str | None = None
 
     @classmethod
     def of(
@@ -53,6 +55,7 @@ class Generate(_Message, frozen=True, tag="generate"):
         prompt_token_ids: tuple[int, ...],
         sampling: SamplingParams,
         generated: dict[int, tuple[int, ...]] | None,
+        group: str | None = None,
     ) -> Generate:
         """The message for one request."""
         return cls(
@@ -60,6 +63,7 @@ class Generate(_Message, frozen=True, tag="generate"):
             prompt_token_ids=prompt_token_ids,
             sampling=sampling.as_mapping(),
             generated=generated,
+            group=group,
         )
 
     def sampling_params(self) -> SamplingParams:

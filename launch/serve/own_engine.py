@@ -91,7 +91,7 @@ class OwnEngine:
         """See `Engine`."""
         ids = [f"request {next(self._ids)}" for _ in requests]
         for number, (request_id, request) in enumerate(zip(ids, requests, strict=True)):
-            task = asyncio.create_task(self._complete(request_id, number, request, inbox))
+            task = asyncio.create_task(self._complete(request_id, number, request, inbox, ids[0]))
             self._requests[request_id] = (inbox, task)
         return ids
 
@@ -123,9 +123,9 @@ class OwnEngine:
         StartProgress().tell_expendable(losable_ranks(self._config, make_topology(self._config)))
         return llm
 
-    async def _complete(self, request_id: str, number: int, request: EngineRequest, inbox: Inbox) -> None:
+    async def _complete(self, request_id: str, number: int, request: EngineRequest, inbox: Inbox, group: str) -> None:
         assert self._llm is not None
-        deltas = self._llm.generate(request.prompt_token_ids, request.sampling, request_id)
+        deltas = self._llm.generate(request.prompt_token_ids, request.sampling, request_id, group=group)
         try:
             async with aclosing(deltas):
                 async for delta in deltas:

@@ -16,6 +16,7 @@ from cluster import Cluster, wait_for
 
 pytestmark = pytest.mark.timeout(300)
 Config = Callable[..., Path]
+PORTS = [word for name in ("http", "grpc", "metrics") for word in (f"--{name}-port", "0")]
 LONG = {
     "model": "target",
     "prompt": "def main(",
@@ -28,7 +29,7 @@ LONG = {
 
 def submit(trtrun: Run, file: Path) -> int:
     """Submit a server; its job's number."""
-    done = trtrun("submit", "--config", file, "--", "serve", "--http-port", "0", "--metrics-port", "0")
+    done = trtrun("submit", "--config", file, "--", "serve", *PORTS)
     assert done.returncode == 0, done.stderr
     job = int(done.stdout)
     assert f"trtrun: where it listens, once it does: trtrun status {job}\n" in done.stderr

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from trtrun.core import FinishReason, Request, RoundPlan
@@ -134,13 +135,13 @@ class Job:
         self.results: deque[tuple[list[int], list[list[int]], list[int]]] = deque()
         self.requests: dict[int, Completion] = {}
         self.streamed: dict[int, list[int]] = {}
-        self.first_admissions: list[int] = []
+        self.first_admissions: dict[Hashable, list[int]] = {}
         self.verified: set[int] = set()
         self.num_rounds = 0
         self.most_drafted: int | None = None
 
-    def add(self, request: Request) -> Completion:
-        running = self.scheduler.add(request)
+    def add(self, request: Request, group: str | None = None) -> Completion:
+        running = self.scheduler.add(request, group=group)
         self.requests[request.request_id] = running
         self.streamed[request.request_id] = []
         self.verified.update(chain(list(request.prompt_token_ids) + reference(request, self.limits)[0]))
@@ -161,11 +162,13 @@ class Job:
         assert spent <= self.limits.max_num_tokens
         assert all(chunk.length > 0 for chunk in plan.prefill)
         for admission in plan.admissions:
-            if admission.request_id not in self.first_admissions:
-                self.first_admissions.append(admission.request_id)
+            of_group = self.first_admissions.setdefault(self.requests[admission.request_id].group, [])
+            if admission.request_id not in of_group:
+                of_group.append(admission.request_id)
             assert admission.num_cached_tokens < len(admission.tokens)
             assert admission.num_prompt_tokens == len(self.requests[admission.request_id].request.prompt_token_ids)
-        assert self.first_admissions == sorted(self.first_admissions), "first come first served"
+        for of_group in self.first_admissions.values():
+            assert of_group == sorted(of_group), "first come first served"
         return plan
 
     def execute(self) -> None:
@@ -230,7 +233,7 @@ class Job:
                 choices += ["commit"] * 2
             choice = self.random.choice(choices)
             if choice == "add":
-                self.add(arriving.popleft())
+                self.add(arriving.popleft(), self.random.choice((None, None, "one", "other")))
             elif choice == "schedule":
                 self.schedule()
             elif choice == "execute":

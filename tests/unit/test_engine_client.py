@@ -174,3 +174,17 @@ def test_a_slow_reader_gets_one_delta_a_completion() -> None:
                 await inbox.take()
 
     run(check())
+
+
+def test_requests_that_came_together_are_a_group_on_every_engine() -> None:
+    async def check(client: EngineClient, socket: str) -> None:
+        inbox = Inbox()
+        client.start([EngineRequest((number,), SAMPLING) for number in range(3)], inbox)
+        client.start([EngineRequest((7,), SAMPLING)], inbox)
+        for _ in range(2):
+            engine = await Engine.connect(socket)
+            groups = [(await engine.hear()).group for _ in range(4)]
+            assert groups[0] == groups[1] == groups[2] != groups[3] and None not in groups
+            await engine.die(client)
+
+    with_client(check)

@@ -150,3 +150,26 @@ def test_prompts_of_every_kind(llm: LLM) -> None:
     assert all("\n" not in str(output.error) and len(str(output.error)) < 300 for output in outputs)
     assert "a list of token ids, not None" in str(outputs[1].error)
     llm.check_idle()
+
+
+@pytest.mark.parametrize(
+    "groups", [("call", "call", None), (None, None, None)], ids=["a call of two", "three requests"]
+)
+def test_groups_take_turns_at_rows_and_their_texts_stay(folder: Path, groups: tuple[str | None, ...]) -> None:
+    """Two rows: the last request, one completion, waits for none of the many but those that have begun."""
+    with make_llm(folder / "target", scheduler={"max_batch_size": 2}) as llm:
+        asked = [SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.8, seed=5, n=n) for n in (6, 2, 1)]
+        expected = [llm.generate([[7, 8, 9]], sampling)[0] for sampling in asked]
+        for number, (sampling, group) in enumerate(zip(asked, groups, strict=True)):
+            llm.engine.add_request([7, 8, 9], sampling, number, group=group)
+        found = run(llm)
+        llm.check_idle()
+    ended = list(dict.fromkeys(key for key, deltas in found.items()))  # in order of their first deltas
+    assert [key for key in ended if key[0] == 2] == [(2, 0)] and ended.index((2, 0)) <= 2
+    if groups[0] is not None:
+        assert [key for key in ended if key[0] != 2] == [*((0, n) for n in range(6)), (1, 0), (1, 1)]
+    else:
+        assert ended.index((1, 0)) <= 3
+    for (request_id, index), deltas in found.items():
+        tokens = tuple(token for delta in deltas for token in delta.token_ids)
+        assert tokens == expected[int(request_id)].completions[index].token_ids

@@ -72,12 +72,13 @@ def test_decode_rows_come_before_prefill_and_prefill_takes_what_is_left() -> Non
     assert plan.sampled_rows == [0, 1]
     commit(scheduler, plan, [6], [6])
     plan = schedule(scheduler)
-    assert [(c.start, c.length, c.is_last) for c in plan.prefill] == [(2, 2, False)]
-    commit(scheduler, plan, [6], [6])
-    commit(scheduler, schedule(scheduler), [6], [6])
+    # Half of it for the oldest, the rest for the shortest.
+    assert [(c.row, c.start, c.length, c.is_last) for c in plan.prefill] == [(3, 0, 1, True), (2, 2, 1, False)]
+    assert plan.sampled_rows == [0, 1, 3]
+    commit(scheduler, plan, [6], [6], [6])
     plan = schedule(scheduler)
-    assert [(c.row, c.start, c.length, c.is_last) for c in plan.prefill] == [(2, 6, 1, True), (3, 0, 1, True)]
-    assert plan.sampled_rows == [0, 1, 2, 3]
+    assert plan.draft_lens.tolist() == [3, 2, 0], "and drafts leave a prompt that is being read its share"
+    assert [(c.row, c.start, c.length, c.is_last) for c in plan.prefill] == [(2, 3, 2, False)]
 
 
 def test_tight_budget_cuts_drafts_before_it_cuts_rows() -> None:
@@ -288,7 +289,7 @@ def test_preemption_takes_the_newest_row_and_puts_it_first_in_the_queue() -> Non
         commit(scheduler, plan, *[[6]] * len(plan.sampled_rows))
     assert states[0].statistics.num_preemptions == 0 and states[0].row == 0
     assert plan.dropped_rows == (1,) and plan.decode_rows.tolist() == [0] and plan.admissions == ()
-    assert scheduler._waiting.first() is states[1] and scheduler.num_waiting == 3
+    assert next(scheduler._waiting.in_turn()) is states[1] and scheduler.num_waiting == 3
     assert scheduler.num_preempted == 1
     first_admitted = states[1].statistics.admitted
     assert first_admitted is not None and first_admitted >= states[1].statistics.arrival

@@ -1,4 +1,4 @@
-"""The running batch: which request holds which row and which blocks, in order of arrival.
+"""The running batch: which request holds which row and which blocks, in order of admission.
 
 It moves rows and blocks and keeps them whole. It does not know rounds, token budgets or draft lengths: when to admit or
 to make room is `scheduler.py`'s decision.
@@ -19,7 +19,7 @@ class RunningBatch:
     """Rows and blocks of the requests that run.
 
     Attributes:
-        requests: in order of admission, which is the order of arrival; only the last one is ever preempted.
+        requests: in order of admission; only the last one is ever preempted.
         pool: the blocks.
         cache: which of them hold reusable tokens.
     """
@@ -41,6 +41,10 @@ class RunningBatch:
     def has_free_row(self) -> bool:
         """Whether another request could get a row."""
         return bool(self._free_rows)
+
+    def num_to_read(self, running: Completion) -> int:
+        """Tokens that a waiting request would have to compute if it got a row now: those that are not in the cache."""
+        return len(running.token_ids) - len(running.table.match_prefix(running.token_ids)) * self._limits.block_size
 
     def try_admit(self, running: Completion, drafted: bool, followed: bool) -> bool:
         """Give a request a row and blocks for all its tokens, reusing cached ones; False when blocks are short."""

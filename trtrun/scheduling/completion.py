@@ -6,6 +6,7 @@ Plain state without rules: the scheduler changes it, the engine core makes delta
 from __future__ import annotations
 
 import enum
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -39,6 +40,8 @@ class Completion:
         num_missed_rounds: rounds that the draft engine sat out since it last fed the row; each gave one token.
         last_accepted: draft tokens that the last round accepted.
         most_drafted: most tokens to draft for it in a round.
+        group: of completions that were asked for together, which share their turns (`queue.py`).
+        num_overtaken: how often another one got a row while this one was next and waited for blocks.
         given_draft: the draft that came with the request, as long as the output is its start; then empty.
     """
 
@@ -60,6 +63,8 @@ class Completion:
     last_accepted: int = 0
     most_drafted: int = 0
     given_draft: tuple[int, ...] = ()
+    group: Hashable = None
+    num_overtaken: int = 0
 
     @property
     def num_output_tokens(self) -> int:
@@ -70,6 +75,11 @@ class Completion:
     def is_decoding(self) -> bool:
         """Whether the row's whole prefill is planned, so that it drafts and verifies from the next plan on."""
         return self.num_prefilled == self.num_admitted_tokens
+
+    @property
+    def num_unread(self) -> int:
+        """Of the tokens that prefill computes for the row, those that are not planned yet."""
+        return self.num_admitted_tokens - self.num_prefilled
 
     @property
     def may_follow_given_draft(self) -> bool:

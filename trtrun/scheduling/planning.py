@@ -74,10 +74,10 @@ class PlanBuilder:
         running.num_pending_tokens += draft_len + 1
         self.budget -= draft_len + 1
 
-    def prefill(self, running: Completion) -> None:
-        """Have a row compute as many of its admission tokens as fit; the last chunk's result counts as pending."""
+    def prefill(self, running: Completion, most: int) -> None:
+        """Have a row compute its next admission tokens, at most `most`; the last chunk's result counts as pending."""
         start = running.num_prefilled
-        length = min(running.num_admitted_tokens - start, self.budget)
+        length = min(running.num_unread, most)
         end = start + length
         is_last = end == running.num_admitted_tokens
         running.num_prefilled = end

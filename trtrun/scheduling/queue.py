@@ -1,48 +1,127 @@
-"""The waiting queue: requests without a row, first come first served, preempted ones ahead of the rest.
+"""The waiting queue: completions without a row, in turns between those who asked for them.
 
-It knows the order only; when a request may leave the queue is the scheduler's decision.
+Completions that were asked for together are a group: those of one request, or of one call. The group with the fewest
+rows is next, and of several such groups the one that has waited longest since it came, or since its number of rows
+changed; within a group it is first come first served. So a group of many completions keeps no other one waiting, and is
+itself never passed by for good: once it has no row, only groups that were there before it go first. (Max-min fairness
+of rows.) Preempted completions have had their turn: they come before all others, the earliest admitted first.
+
+It knows the order only; when a completion may leave the queue is `admission.py`'s decision.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 
 from trtrun.scheduling.completion import Completion
 
 
-class WaitingQueue:
-    """Requests in order of arrival.
+@dataclass(eq=False, slots=True)
+class _Group:
+    """Completions that were asked for together.
 
-    A preempted request goes to the front. The scheduler preempts the most recently admitted row first, and rows are
-    admitted in order of arrival, so the queue stays sorted by arrival.
+    Attributes:
+        num_rows: of them that have a row.
+        waiting: those that never had one, in order of arrival.
     """
 
+    num_rows: int = 0
+    waiting: deque[Completion] = field(default_factory=deque)
+
+
+class WaitingQueue:
+    """Completions without a row. It is told of all that get one, and lose it."""
+
     def __init__(self) -> None:
-        self._queue: deque[Completion] = deque()
+        self._preempted: deque[Completion] = deque()
+        self._groups: dict[Hashable, _Group] = {}
+        # Groups in which a completion waits, by their number of rows, those that have been there longest first.
+        self._turns: dict[int, OrderedDict[_Group, None]] = {}
+        self._num_waiting = 0
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._preempted) + self._num_waiting
 
-    def __iter__(self) -> Iterator[Completion]:
-        return iter(self._queue)
+    @property
+    def num_preempted(self) -> int:
+        """Completions that have lost a row."""
+        return len(self._preempted)
 
-    def first(self) -> Completion:
-        """The request that is next, which stays in the queue."""
-        return self._queue[0]
+    def in_turn(self) -> Iterator[Completion]:
+        """The completions that may leave the queue now, the next one first: a preempted one, or each group's first.
+        The queue must not be changed meanwhile."""
+        if self._preempted:
+            yield self._preempted[0]
+            return
+        for num_rows in sorted(self._turns):
+            for group in self._turns[num_rows]:
+                yield group.waiting[0]
 
-    def pop(self) -> Completion:
-        """Take the request that is next."""
-        return self._queue.popleft()
+    def add(self, completion: Completion) -> None:
+        """A new completion arrives."""
+        group = self._groups.setdefault(completion.group, _Group())
+        group.waiting.append(completion)
+        self._num_waiting += 1
+        if len(group.waiting) == 1:
+            self._enter(group)
 
-    def push_back(self, running: Completion) -> None:
-        """A new request arrives."""
-        self._queue.append(running)
+    def take(self, completion: Completion) -> None:
+        """One of those in turn gets a row."""
+        if self._preempted:
+            assert self._preempted[0] is completion
+            self._preempted.popleft()
+            self._change_rows(completion, 1)
+            return
+        group = self._groups[completion.group]
+        assert group.waiting[0] is completion
+        self._leave(group)
+        group.waiting.popleft()
+        self._num_waiting -= 1
+        group.num_rows += 1
+        self._enter(group)
 
-    def push_front(self, running: Completion) -> None:
-        """A preempted request comes back."""
-        self._queue.appendleft(running)
+    def put_back(self, completion: Completion) -> None:
+        """A completion was preempted, and is the earliest admitted of those that are."""
+        self._change_rows(completion, -1)
+        self._preempted.appendleft(completion)
 
-    def remove(self, running: Completion) -> None:
-        """Take a request out wherever it stands."""
-        self._queue.remove(running)
+    def end_row(self, completion: Completion) -> None:
+        """A completion with a row has ended."""
+        self._change_rows(completion, -1)
+
+    def remove(self, completion: Completion) -> None:
+        """Take a completion out wherever it stands."""
+        if completion in self._preempted:
+            self._preempted.remove(completion)
+            return
+        group = self._groups[completion.group]
+        self._num_waiting -= 1
+        group.waiting.remove(completion)
+        if not group.waiting:
+            self._leave(group)
+            self._forget_if_empty(completion.group)
+
+    def _change_rows(self, completion: Completion, change: int) -> None:
+        group = self._groups.setdefault(completion.group, _Group())
+        if group.waiting:
+            self._leave(group)
+        group.num_rows += change
+        self._enter(group)
+        self._forget_if_empty(completion.group)
+
+    def _enter(self, group: _Group) -> None:
+        if group.waiting:
+            self._turns.setdefault(group.num_rows, OrderedDict())[group] = None
+
+    def _leave(self, group: _Group) -> None:
+        groups = self._turns[group.num_rows]
+        del groups[group]
+        if not groups:
+            del self._turns[group.num_rows]
+
+    def _forget_if_empty(self, name: Hashable) -> None:
+        group = self._groups[name]
+        if not group.num_rows and not group.waiting:
+            del self._groups[name]

@@ -6,26 +6,31 @@ tensors or how drafts are verified. `schedule` makes a plan, `commit` takes its 
 committed length and an upper bound; blocks and contexts are reserved for the upper bound, so that ranks, which know
 the true length from verdicts, never meet a position without a block.
 
-First come first served: rows are admitted in order of arrival, and only the most recently admitted row is ever
-preempted, so the oldest row always makes progress and nothing can wait for ever.
+Rows go in turns to those who ask (`queue.py`), and a round's tokens to decoding rows first, then to prompts
+(`admission.py`). Only the most recently admitted row is ever preempted, and gets a row again before all that wait, so
+the oldest row always makes progress and nothing can wait for ever.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from trtrun.core import FinishReason, Request, RequestStatistics, RoundPlan, token_origins
 from trtrun.detokenizer import CompletionText
 from trtrun.errors import InvalidRequestError, QueueFullError
+from trtrun.scheduling.admission import Admission
 from trtrun.scheduling.batch import RunningBatch
 from trtrun.scheduling.completion import NO_ROW, Completion, PlannedRow, RowResult, Work
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.planning import PlanBuilder
 from trtrun.scheduling.queue import WaitingQueue
 from trtrun.scheduling.stop_rules import append_tokens
+
+_SHARE_OF_PROMPTS = 4
+"""One part in so many of a round's tokens is not drafted where prompts wait to be read."""
 
 
 class _Outstanding(NamedTuple):
@@ -41,6 +46,7 @@ class Scheduler:
         self.limits = limits
         self._batch = RunningBatch(limits)
         self._waiting = WaitingQueue()
+        self._admission = Admission(limits, self._batch, self._waiting)
         self._requests: dict[int, Completion] = {}
         self._outstanding: deque[_Outstanding] = deque()
         self._next_round = 0
@@ -74,7 +80,7 @@ class Scheduler:
     @property
     def num_preempted(self) -> int:
         """Requests without a row that had one."""
-        return sum(running.num_admitted_tokens > 0 for running in self._waiting)
+        return self._waiting.num_preempted
 
     @property
     def num_outstanding(self) -> int:
@@ -91,14 +97,22 @@ class Scheduler:
         """Blocks whose tokens a new row could reuse."""
         return len(self._batch.cache)
 
-    def add(self, request: Request, text: CompletionText | None = None, generated: Sequence[int] = ()) -> Completion:
-        """Put a completion at the end of the waiting queue and return its state, which lives on after its end.
+    def add(
+        self,
+        request: Request,
+        text: CompletionText | None = None,
+        generated: Sequence[int] = (),
+        group: Hashable = None,
+    ) -> Completion:
+        """Put a completion into the waiting queue and return its state, which lives on after its end.
 
         Args:
             request: what is asked.
             text: the output as text, without any so far; None without a tokenizer.
             generated: output tokens of a completion that goes on where another engine left it. They count as output in
                 every respect, as those of a preempted completion do.
+            group: of completions that were asked for together: rows are shared fairly between groups. None makes it a
+                group of its own.
 
         Raises:
             InvalidRequestError: it can never run, wants more drafted than is, or had ended with one of the tokens in
@@ -119,6 +133,7 @@ class Scheduler:
             text=text,
             statistics=RequestStatistics(arrival=time.perf_counter()),
             most_drafted=self.limits.draft_len if most_drafted is None else most_drafted,
+            group=("completion", request.request_id) if group is None else group,
             given_draft=request.sampling.draft_token_ids[: request.sampling.max_tokens],
         )
         appended, reason = append_tokens(completion, generated, self.limits)
@@ -129,7 +144,7 @@ class Scheduler:
                 f"({reason}); another engine with other limits may have made them"
             )
         self._requests[request.request_id] = completion
-        self._waiting.push_back(completion)
+        self._waiting.add(completion)
         return completion
 
     def check_room(self, count: int) -> None:
@@ -159,6 +174,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._batch = RunningBatch(self.limits)
         self._batch.drop_all()
+        self._admission = Admission(self.limits, self._batch, self._waiting)
 
     def cancel(self, request_id: int) -> bool:
         """End a request at once with reason "cancelled"; False when it is unknown or has ended.
@@ -172,7 +188,7 @@ class Scheduler:
         if running.row == NO_ROW:
             self._waiting.remove(running)
         else:
-            self._batch.release(running)
+            self._release(running)
         self._finish(running, FinishReason.CANCELLED, time.perf_counter())
         return True
 
@@ -216,13 +232,14 @@ class Scheduler:
         if not self._requests:
             return None
         plan = PlanBuilder(self.limits.max_num_tokens)
-        self._plan_decoding(plan, self.limits.draft_len if draft_len is None else draft_len, takes_given)
-        for running in self._batch.requests:
-            if plan.budget <= 0:
-                break
-            if not running.is_decoding:
-                plan.prefill(running)
-        self._plan_admissions(plan)
+        num_decoding = self.num_decoding
+        has_free_row = self._batch.has_free_row()
+        has_prompts = num_decoding < self.num_running or (has_free_row and len(self._waiting) > 0)
+        # Where prompts are to be read, drafts leave them a share of the round: else they might never be.
+        kept = num_decoding + (plan.budget // _SHARE_OF_PROMPTS if has_prompts else 0)
+        self._plan_decoding(plan, self.limits.draft_len if draft_len is None else draft_len, takes_given, kept)
+        if has_prompts:
+            self._admission.plan_prompts(plan, self._speculating)
         if plan.is_empty:
             if not self._outstanding:
                 raise RuntimeError(f"nothing can run and nothing is outstanding: {self._describe_work()}")
@@ -233,22 +250,22 @@ class Scheduler:
         self._next_round += 1
         return built
 
-    def _plan_decoding(self, plan: PlanBuilder, draft_len: int, takes_given: bool) -> None:
+    def _plan_decoding(self, plan: PlanBuilder, draft_len: int, takes_given: bool, kept: int) -> None:
+        """Plan the decoding rows; drafts leave `kept` tokens of the budget, one for each of these rows among them."""
         batch = self._batch
-        later = self.num_decoding
         index = 0
         while index < len(batch.requests):  # preemption shortens the list from its end
             running = batch.requests[index]
             index += 1
             if not running.is_decoding:
                 continue
-            later -= 1
             if plan.budget <= 0:
                 break
             # Each row further back keeps one token of the budget, so that drafts never keep a row from running.
             follows_given = takes_given and running.given_draft and running.may_follow_given_draft
             wanted = self.limits.draft_len if follows_given else draft_len
-            most = self._choose_draft_len(running, min(wanted, max(0, plan.budget - 1 - later)))
+            most = self._choose_draft_len(running, min(wanted, max(0, plan.budget - kept)))
+            kept -= 1
             if most is None:
                 continue
             # The row's last token is written at position longest - 1 at most, its drafts behind it.
@@ -256,7 +273,7 @@ class Scheduler:
             if running.num_pending_rounds and batch.room(running) < longest:
                 continue  # the outstanding result will say how much it needs at most, which may be there
             for preempted in batch.make_room(running, longest):
-                self._waiting.push_front(preempted)
+                self._waiting.put_back(preempted)
             if running.row == NO_ROW:
                 break
             most = min(most, batch.room(running) - longest)
@@ -282,20 +299,6 @@ class Scheduler:
             running.drafted = running.followed = False
             return 0
         return min(most, left_in_draft)
-
-    def _plan_admissions(self, plan: PlanBuilder) -> None:
-        draft_context = self.limits.draft_max_seq_len
-        while self._waiting and self._batch.has_free_row() and plan.budget > 0:
-            running = self._waiting.first()
-            fits = draft_context is None or len(running.token_ids) + 2 <= draft_context
-            drafted = self._speculating and running.most_drafted > 0 and fits
-            if not self._batch.try_admit(running, drafted, followed=drafted and draft_context is not None):
-                return  # first come first served: nobody overtakes
-            self._waiting.pop()
-            if running.statistics.admitted is None:
-                running.statistics.admitted = time.perf_counter()
-            plan.admit(running)
-            plan.prefill(running)
 
     def commit(
         self,
@@ -366,7 +369,7 @@ class Scheduler:
         running.num_pending_rounds -= 1
         running.num_pending_tokens -= planned.draft_len + 1
         if num_tokens == 0:
-            self._batch.release(running)
+            self._release(running)
             self._finish(running, FinishReason.ERROR, now)
             return RowResult(running, [], index)
         running.last_accepted = num_tokens - 1
@@ -382,7 +385,7 @@ class Scheduler:
         lacking = 2 + planned.num_missed_rounds if planned.followed else 1
         self._commit_blocks(planned, len(running.token_ids) - lacking)
         if reason is not None:
-            self._batch.release(running)
+            self._release(running)
             self._finish(running, reason, now)
         return RowResult(running, new_token_ids, index, token_origins(verified, num_tokens)[: len(new_token_ids)])
 
@@ -391,6 +394,10 @@ class Scheduler:
         has_draft_store = self._speculating and self.limits.draft_max_seq_len is not None
         if planned.followed or not has_draft_store:
             planned.completion.table.commit(planned.completion.token_ids, num_positions)
+
+    def _release(self, running: Completion) -> None:
+        self._batch.release(running)
+        self._waiting.end_row(running)
 
     def _finish(self, running: Completion, reason: FinishReason, now: float) -> None:
         running.finish_reason = reason
