@@ -239,7 +239,7 @@ def find_fault(request: OddRequest, answered: Answered) -> str | None:
     text = answered.body.decode(errors="replace")
     if answered.status is None:
         return "the connection was closed without an answer" if request.is_whole else None
-    if "Traceback" in text:
+    if "Traceback" in text and b"Traceback" not in request.data:  # an error may quote what was sent
         return f"a traceback: {text[:500]}"
     if 200 <= answered.status < 300:
         is_openai = b" /v1/" in request.data[:20]  # KServe's streams just end
