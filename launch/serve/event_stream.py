@@ -61,9 +61,8 @@ class EventStream(Response):
             async with aclosing(self._events):
                 await self._stream(send)
         except asyncio.CancelledError:
-            if not self._is_gone:
-                raise
-            streaming.uncancel()
+            if not self._is_gone or streaming.uncancel():
+                raise  # somebody else's
         finally:
             watching.cancel()
             self._end_pings()

@@ -75,8 +75,9 @@ def test_a_stream_ends_with_its_client() -> None:
         while len(work.sent) < 2:
             await asyncio.sleep(0)
         work.is_gone.set()
-        await answering
-        assert has_ended and work.is_closed
+        await asyncio.wait((answering,), timeout=30)
+        assert answering.done() and has_ended and work.is_closed
+        answering.result()
 
     run(check())
 
