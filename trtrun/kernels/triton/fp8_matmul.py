@@ -29,9 +29,6 @@ _GROUP = 128
 """Inputs that are added up in the matrix units. Every tile has a multiple of them, so that all tiles group alike."""
 
 _FEWEST_ROWS, _FEW_ROWS, _SOME_ROWS, _MANY_ROWS = 16, 32, 64, 256
-_NARROW, _NARROWEST = 4096, 3072
-"""Features of weights whose tiles of 64 features would be too few for all multiprocessors."""
-
 _LIBRARY_ROWS = 512
 """From so many rows on torch's product is faster, on an H200 by a quarter at 1,024."""
 
@@ -40,26 +37,22 @@ _CHECKED_ROWS = (_LIBRARY_ROWS, 1000, _MOST_LIBRARY_ROWS)
 
 
 class Tile(NamedTuple):
-    """What one program computes at a time, and how: rows x features of the result, by so many inputs. Sideways the
-    activations are the side of the matrix units that is 64 wide."""
+    """What one program computes at a time, and how: rows x features of the result, by so many inputs."""
 
     rows: int
     features: int
     inputs: int
     num_stages: int
     num_warps: int = 4
-    is_sideways: bool = False
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _product_kernel(
     x, x_scale, codes, scale, bias, y, rows, features, inputs, x_stride,
     ROWS: tl.constexpr, FEATURES: tl.constexpr, INPUTS: tl.constexpr, GROUP: tl.constexpr,
-    IS_EVEN: tl.constexpr, ROUNDS: tl.constexpr, ADDS: tl.constexpr, LINES: tl.constexpr,
-    IS_SIDEWAYS: tl.constexpr, EARLY: tl.constexpr,
+    IS_EVEN: tl.constexpr, ROUNDS: tl.constexpr, ADDS: tl.constexpr, LINES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The weight is the side of the matrix units that is 64 wide, unless it is too narrow to keep all multiprocessors
-    reading so. Programs that share its
+    """The weight is the side of the matrix units that is 64 wide, so few rows waste nothing. Programs that share its
     features follow each other, so that it comes out of memory once."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     feature = tl.program_id(1) * FEATURES + tl.arange(0, FEATURES)
@@ -69,7 +62,7 @@ def _product_kernel(
     fetch(codes, start, inputs, LINES, EARLY)
     begin(EARLY)
     row_start = row.to(tl.int64) * x_stride
-    total = tl.zeros((ROWS, FEATURES) if IS_SIDEWAYS else (FEATURES, ROWS), dtype=tl.float32)
+    total = tl.zeros((FEATURES, ROWS), dtype=tl.float32)
     for first in range(0, inputs, INPUTS):
         number = first + tl.arange(0, INPUTS)
         if IS_EVEN:
@@ -81,14 +74,10 @@ def _product_kernel(
                 codes + start[:, None] + number[None, :], mask=known[None, :], other=0.0, eviction_policy="evict_first"
             )
             values = tl.load(x + row_start[None, :] + number[:, None], mask=is_row[None, :] & known[:, None], other=0.0)
-        if IS_SIDEWAYS:
-            total = tl.dot(tl.trans(values), tl.trans(weights), total, max_num_imprecise_acc=GROUP)
-        elif ROUNDS:
+        if ROUNDS:
             total = tl.dot(weights, values, total, max_num_imprecise_acc=GROUP)
         else:
             total = tl.dot(weights.to(x.dtype.element_ty), values, total)
-    if IS_SIDEWAYS:
-        total = tl.trans(total)
     factor = tl.load(scale + feature, mask=is_feature, other=0.0)[:, None]
     if ROUNDS:
         total *= factor
@@ -126,7 +115,7 @@ def chain_product(
             rows, features, inputs, values.stride(0),
             ROWS=tile.rows, FEATURES=tile.features, INPUTS=tile.inputs, GROUP=_GROUP, IS_EVEN=inputs % tile.inputs == 0,
             ROUNDS=x_scale is not None, ADDS=bias is not None, LINES=lines_of(codes, tile.features),
-            IS_SIDEWAYS=tile.is_sideways, num_warps=tile.num_warps, num_stages=tile.num_stages, **early(codes),
+            num_warps=tile.num_warps, num_stages=tile.num_stages, **early(codes),
         )  # fmt: skip
     return y
 
@@ -147,15 +136,6 @@ def _tile(rows: int, rounds: bool, shared: int) -> Tile:
         tile = Tile(128, 128, 128, 4, 8)
     else:
         tile = Tile(_SOME_ROWS, 128, 128, 4 if rounds else 3, 8)
-    return _that_fits(tile, rounds, shared)
-
-
-def _sideways_tile(features: int, shared: int) -> Tile:
-    """For a narrow weight and up to `_SOME_ROWS` rows: four times as many programs."""
-    return _that_fits(Tile(_SOME_ROWS, 16 if features <= _NARROWEST else 32, 256, 8, is_sideways=True), True, shared)
-
-
-def _that_fits(tile: Tile, rounds: bool, shared: int) -> Tile:
     stage = (tile.features + tile.rows * (1 if rounds else 2)) * tile.inputs
     return tile._replace(num_stages=max(1, min(tile.num_stages, shared // stage)))
 
@@ -178,9 +158,6 @@ class TritonFp8Matmul:
     ) -> None:
         self._codes, self._scale, self._bias = codes, scale, bias
         self.takes_rounded_rows = rounds_activations
-        self._sideways: Tile | None = None
-        if rounds_activations and codes.shape[0] <= _NARROW and _sideways_agrees(codes, scale):
-            self._sideways = _sideways_tile(codes.shape[0], shared_bytes(codes.device))
         self._uses_library = rounds_activations and bias is None and _library_agrees(codes, scale)
 
     def __call__(self, x: Activations) -> torch.Tensor:
@@ -197,8 +174,7 @@ class TritonFp8Matmul:
             and x.dtype is torch.bfloat16
         ):
             return self._multiply_many(x)
-        rows = len(x.codes) if isinstance(x, RoundedRows) else len(x)
-        return chain_product(x, self._codes, self._scale, self._bias, self._sideways if rows <= _SOME_ROWS else None)
+        return chain_product(x, self._codes, self._scale, self._bias)
 
     def _multiply_many(self, x: RoundedRows) -> torch.Tensor:
         """By torch, as many rows at a time as were tried; what is left by the kernel."""
@@ -211,23 +187,6 @@ class TritonFp8Matmul:
             else:
                 made.append(chain_product(part, self._codes, self._scale, None))
         return made[0] if len(made) == 1 else torch.cat(made)
-
-
-_agreeing_sideways: dict[tuple[torch.Size, torch.device], bool] = {}
-
-
-def _sideways_agrees(codes: torch.Tensor, scale: torch.Tensor) -> bool:
-    """Whether matrix units give the same bits with the sides changed, for weights of that shape. Tried once, with
-    random rows."""
-    key = (codes.shape, codes.device)
-    if key not in _agreeing_sideways:
-        tile = _sideways_tile(codes.shape[0], shared_bytes(codes.device))
-        generator = torch.Generator(codes.device).manual_seed(0)
-        values = torch.randn((_SOME_ROWS, codes.shape[1]), generator=generator, device=codes.device)
-        rounded = round_activations(values.to(torch.bfloat16 if codes.is_cuda else torch.float16))
-        expected = chain_product(rounded, codes, scale, None)
-        _agreeing_sideways[key] = torch.equal(chain_product(rounded, codes, scale, None, tile), expected)
-    return _agreeing_sideways[key]
 
 
 _agreeing: dict[tuple[torch.Size, torch.device], bool] = {}
