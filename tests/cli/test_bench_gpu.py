@@ -43,6 +43,7 @@ def rows_of(text: str, title: str) -> list[dict[str, str]]:
     return [dict(zip(cells[0], row, strict=True)) for row in cells[2:]]
 
 
+@pytest.mark.long
 def test_a_placement_has_its_speed_phases_memory_and_texts(trtrun: Run, tmp_path: Path) -> None:
     output = tmp_path / "figures.jsonl"
     part = "8b:target2-draft-beside"

@@ -82,6 +82,7 @@ def test_bench_of_prompt_lookup_compares_it_with_plain_decoding(config: Configs,
     assert "speculative_over_plain" in entry["ratios"]
 
 
+@pytest.mark.long
 def test_bench_over_ranks_draws_a_seed_and_prints_json_alone(config: Configs, trtrun: Run) -> None:
     done = trtrun("bench", "--config", config(FOUR_RANKS), "--rows", "2", "--repeats", 1, "--max-tokens", 4, "--json")
     assert done.returncode == 0, done.stderr

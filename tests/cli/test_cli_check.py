@@ -82,6 +82,7 @@ def test_prompt_lookup_is_checked_without_a_draft_rank(config: Configs, trtrun: 
     }  # fmt: skip
 
 
+@pytest.mark.long
 def test_tables_show_ranks_and_links(config: Configs, trtrun: Run) -> None:
     done = trtrun("check", "--config", config(FOUR_RANKS))
     assert (done.returncode, done.stderr) == (0, "")
@@ -216,6 +217,7 @@ def test_a_corrupted_message_is_told_with_its_link(config: Configs, trtrun: Run)
     assert "4 ranks on 1 host: failed" in done.stdout
 
 
+@pytest.mark.long
 def test_a_wrong_sum_is_told_with_its_group(config: Configs, trtrun: Run) -> None:
     done = trtrun("check", "--config", config(FOUR_RANKS), "--json", env=with_fault("2 wrong-sum"))
     assert done.returncode == 1

@@ -102,6 +102,7 @@ def test_an_interpreter_without_vllm_is_refused_before_anything_runs(
         assert said in line
 
 
+@pytest.mark.long
 def test_a_vllm_that_runs_ends_with_its_processes_when_bench_is_ended(
     config: Configs, start_trtrun: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_worker_whose_threads_cannot_run_is_named_and_leaves_its_stack(
     assert seconds_since(done.stdout, done.ended) < SOON
 
 
+@pytest.mark.long
 def test_an_orchestrator_that_stands_still_in_python_is_named(run_ranks: RunRanks, models: dict[str, str]) -> None:
     done = run_ranks(4, PROGRAM, env=case(models, "python", 0), timeout=TIMEOUT)
     assert done.returncode != 0
@@ -127,6 +128,7 @@ def test_an_orchestrator_that_stands_still_in_python_is_named(run_ranks: RunRank
     assert "stuck_in_python" in stack_of(done.stderr, NAMES[0])
 
 
+@pytest.mark.long
 def test_an_orchestrator_whose_threads_cannot_run_is_named_by_a_worker(
     run_ranks: RunRanks, models: dict[str, str]
 ) -> None:
@@ -294,6 +296,7 @@ def test_a_stopped_worker_is_named_with_its_last_round(start_job: StartJob, mode
             assert "parallel" in stack_of(stderr, name)  # all others wait
 
 
+@pytest.mark.long
 def test_the_workers_of_a_stopped_orchestrator_end_themselves(start_job: StartJob, models: dict[str, str]) -> None:
     job = start_job(case(models, "endless", -1))
     job.wait_for("running")

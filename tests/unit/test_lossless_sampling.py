@@ -223,7 +223,7 @@ def test_the_small_distribution_is_worth_testing(exact: torch.Tensor) -> None:
         pytest.param("noisy", False, 2, "none", marks=pytest.mark.long),
         pytest.param("useless", True, 2, "none", marks=pytest.mark.long),
         pytest.param("noisy", True, 1, "none", marks=pytest.mark.long),
-        (None, False, 1, "none"),
+        pytest.param(None, False, 1, "none", marks=pytest.mark.long),
         pytest.param("noisy", True, 2, "int8", marks=pytest.mark.long),
     ],
 )

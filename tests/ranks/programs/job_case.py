@@ -38,12 +38,12 @@ def fail_later(owner: type, name: str) -> None:
     original: Callable[..., Any] = getattr(owner, name)
     calls = 0
 
-    def changed(self: Any, *arguments: Any) -> Any:
+    def changed(self: Any, *arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == ROUNDS + 3:  # warm-up verifies up to three times
             fail()
-        return original(self, *arguments)
+        return original(self, *arguments, **options)
 
     setattr(owner, name, changed)
 
