@@ -102,6 +102,7 @@ def test_a_worker_that_stands_still_in_python_is_named_and_not_the_ranks_that_wa
     assert LIMIT <= seconds_since(done.stdout, done.ended) < SOON
 
 
+@pytest.mark.long
 def test_a_worker_whose_threads_cannot_run_is_named_and_leaves_its_stack(
     run_ranks: RunRanks, models: dict[str, str]
 ) -> None:
@@ -166,6 +167,7 @@ def test_a_round_of_several_times_the_limit_goes_on_while_layers_get_done(
     assert slow is not None and float(slow[1]) > 3 * LIMIT, done.stdout
 
 
+@pytest.mark.long
 def test_a_worker_that_stands_still_inside_a_layer_is_named(run_ranks: RunRanks, models: dict[str, str]) -> None:
     done = run_ranks(4, PROGRAM, env=case(models, "layer", 3), timeout=TIMEOUT)
     assert done.returncode != 0

@@ -86,7 +86,10 @@ def test_a_program_may_catch_the_failure_of_a_rank_and_ends_non_zero_all_the_sam
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("fails", "style"), [("orchestrator", "with"), ("orchestrator", "bare"), ("program", "bare")])
+@pytest.mark.parametrize(
+    ("fails", "style"),
+    [("orchestrator", "with"), pytest.param("orchestrator", "bare", marks=pytest.mark.long), ("program", "bare")],
+)
 def test_an_exception_at_the_orchestrator_reaches_the_program_and_ends_the_job(
     run_ranks: RunRanks, models: dict[str, str], fails: str, style: str
 ) -> None:

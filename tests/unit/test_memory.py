@@ -110,9 +110,9 @@ def measure(
     ("draft", "dtype", "quantization"),
     [
         ("", "bfloat16", "none"),
-        ("draft", "bfloat16", "none"),
+        pytest.param("draft", "bfloat16", "none", marks=pytest.mark.long),
         ("", "float32", "none"),
-        ("draft", "bfloat16", "int8"),
+        pytest.param("draft", "bfloat16", "int8", marks=pytest.mark.long),
         ("target", "bfloat16", "int8"),
         pytest.param("target", "bfloat16", "fp8", marks=pytest.mark.long),
     ],
