@@ -79,17 +79,18 @@ def time_products(features: int, inputs: int, rows: list[int], repeats: int) -> 
 
 
 def time_attention(queries: int, context: int, repeats: int) -> dict[str, object]:
-    """Microseconds of one layer's attention for one row with `queries` positions behind `context` tokens."""
+    """Microseconds of a layer's attention, rotation included: `queries` positions of a row behind `context` tokens."""
     blocks = -(-(context + queries) // BLOCK_SIZE)
     tables, positions = torch.arange(1, blocks + 1).view(1, -1), torch.arange(context, context + queries).view(1, -1)
     fused = torch.randn(queries, HEADS + 2 * KV_HEADS, HEAD_DIM).bfloat16()
-    query, key, value = fused.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    query_key, value = fused.split((HEADS + KV_HEADS, KV_HEADS), dim=1)
+    angles = (torch.rand(2, queries, 1, HEAD_DIM) * 2 - 1).bfloat16().unbind()
     calls = {}
     for name, backend in (("own", NativeAttention(HEAD_DIM)), ("torch", GatherAttention())):
         layer = KVStore(1, blocks + 1, KV_HEADS, BLOCK_SIZE, HEAD_DIM, torch.bfloat16, torch.device("cpu")).layer(0)
         batch = AttentionBatch([AttentionSegment(0, 1, queries, tables, positions)], BLOCK_SIZE)
         calls[name] = lambda backend=backend, layer=layer, batch=batch: [
-            backend.forward(query, key, value, layer, batch, 0.125, None) for _ in range(10)
+            backend.forward(query_key, value, angles, layer, batch, 0.125, None) for _ in range(10)
         ]
     seconds = in_turns(calls, repeats)
     entry: dict[str, object] = {"context": context, "queries": queries}

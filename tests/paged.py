@@ -23,6 +23,12 @@ T = TypeVar("T")
 CPU = torch.device("cpu")
 
 
+def straight(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Angles of nothing for values [tokens, heads, head]: what is rotated by them stays as it is."""
+    one = torch.ones_like(value[:, :1])
+    return one, torch.zeros_like(one)
+
+
 class LockStepGroup:
     """Shared state of the ranks of one group in one process."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, make_checkpoint
-from paged import PagedModel
+from paged import PagedModel, straight
 from pipelines import configuration, noisy_copy, prompt_of, run_alone, tokens_of
 from torch.nn import functional
 
@@ -134,8 +134,9 @@ def test_a_query_has_the_same_bits_alone_in_a_round_and_in_a_prompt(
 
     def attend(first: int, stop: int, tables: torch.Tensor) -> torch.Tensor:
         segment = AttentionSegment(0, 1, stop - first, tables, positions[:, first:stop])
-        query, key, value = fused[first:stop].split([heads, kv_heads, kv_heads], dim=1)
-        return PagedAttention().forward(query, key, value, store, AttentionBatch([segment], 16), head_dim**-0.5, window)
+        query_key, value = fused[first:stop].split([heads + kv_heads, kv_heads], dim=1)
+        batch, angles = AttentionBatch([segment], 16), straight(value)
+        return PagedAttention().forward(query_key, value, angles, store, batch, head_dim**-0.5, window)
 
     whole = attend(0, queries, tables)
     for first in {0, 1, queries // 3, queries // 2, queries - 6, queries - 1}:

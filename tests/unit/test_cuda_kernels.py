@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from paged import straight
 from torch.nn import functional
 
 from trtrun.attention.gather import GatherAttention
@@ -65,12 +66,12 @@ def test_paged_attention_equals_gathered_attention(
     positions = first + torch.arange(queries, device="cuda")
     positions[-1, queries // 2 + 1 :] = -1  # padding
     fused = random(rows * queries, heads + 2 * kv_heads, head_dim, dtype=dtype)
-    query, key, value = fused.split([heads, kv_heads, kv_heads], dim=1)
+    query_key, value = fused.split([heads + kv_heads, kv_heads], dim=1)
     stores, outputs = [], []
     for backend in (GatherAttention(), PagedAttention()):
         own = store.clone()
         batch = AttentionBatch([AttentionSegment(0, rows, queries, tables, positions)], block_size)
-        outputs.append(backend.forward(query, key, value, own, batch, head_dim**-0.5, window))
+        outputs.append(backend.forward(query_key, value, straight(value), own, batch, head_dim**-0.5, window))
         stores.append(own[:, 1:])  # the null block may hold anything
     assert torch.equal(*stores)
     real = positions.flatten() >= 0
@@ -87,16 +88,17 @@ def test_split_contexts_take_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch
     tables = (torch.randperm(rows * blocks, device="cuda") + 1).view(rows, blocks)
     positions = torch.randint(0, blocks * 16 - queries, (rows, 1), device="cuda") + torch.arange(queries, device="cuda")
     fused = random(rows * queries, heads + 4, 64, dtype=torch.bfloat16)
-    query, key, value = fused.split([heads, 2, 2], dim=1)
+    query_key, value = fused.split([heads + 2, 2], dim=1)
     batch = AttentionBatch([AttentionSegment(0, rows, queries, tables, positions)], 16)
-    backend, outputs, peaks = paged_attention.PagedAttention(), [], []
+    backend, outputs, peaks, angles = paged_attention.PagedAttention(), [], [], straight(value)
     for most in (1 << 40, 1 << 20, 1):
         monkeypatch.setattr(paged_attention, "PARTIAL_BYTES", most)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        outputs.append(backend.forward(query, key, value, store, batch, 0.125, None))
-        peaks.append(torch.cuda.max_memory_allocated() - before - outputs[-1].nbytes)
+        outputs.append(backend.forward(query_key, value, angles, store, batch, 0.125, None))
+        # The output itself, and the rotated queries, which are as large.
+        peaks.append(torch.cuda.max_memory_allocated() - before - 2 * outputs[-1].nbytes)
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
     assert peaks[1] < (1 << 20) + 4096 < peaks[0] and peaks[2] < peaks[0] / 8
 
@@ -138,8 +140,8 @@ def test_rotating_on_the_way_to_the_store(head_dim: int, dtype: torch.dtype) -> 
     tables, positions = torch.tensor([[1], [2], [3]], device="cuda"), torch.arange(9, device="cuda").view(3, 3) % 3
     batch, backend = AttentionBatch([AttentionSegment(0, 3, 3, tables, positions)], 16), PagedAttention()
     stores = [torch.zeros(2, 4, 2, 16, head_dim, dtype=dtype, device="cuda") for _ in range(2)]
-    expected = backend.forward(rotated[:, :4], rotated[:, 4:], value, stores[0], batch, 0.2, None)
-    found = backend.rotate_and_forward(query_key, value, (cosine, sine), stores[1], batch, 0.2, None)
+    expected = backend.forward(rotated, value, straight(value), stores[0], batch, 0.2, None)
+    found = backend.forward(query_key, value, (cosine, sine), stores[1], batch, 0.2, None)
     assert stores[0].any() and torch.equal(*stores)
     assert torch.equal(found, expected)
 

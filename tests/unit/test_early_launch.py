@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +11,6 @@ import torch
 
 from trtrun import kernels
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported, for all tests of a process
 pytest.importorskip("triton", reason="triton is not installed")
 FOLDER = Path(kernels.__file__).parent / "triton"
 

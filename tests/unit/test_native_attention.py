@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from native import leave_to_torch, needs_kernels
+from paged import straight
 
 from trtrun.attention.backend import HostAttention
 from trtrun.kernels.cpu.attention import NativeAttention
@@ -60,9 +61,9 @@ class Case:
         )
         # As the model has them: side by side, so that a token's heads lie apart from the next token's.
         fused = torch.cat((query, key, value), dim=1)
-        query, key, value = fused.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        batch = AttentionBatch(parts, self.block_size)
-        found = self.attention.forward(query, key, value, self.store.layer(0), batch, self.scale, self.window)
+        query_key, value = fused.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
+        batch, angles = AttentionBatch(parts, self.block_size), straight(value)
+        found = self.attention.forward(query_key, value, angles, self.store.layer(0), batch, self.scale, self.window)
         return [
             found[part.start : part.stop].view(part.rows, part.queries, self.heads, self.head_dim) for part in parts
         ]
@@ -172,7 +173,7 @@ def test_large_scores_stay_numbers() -> None:
 def test_every_store_meets_one_kernel(dtype: torch.dtype, head_dim: int, block_size: int, own: bool) -> None:
     """What the kernel does not take is torch's, and both give the same attention."""
     generator = torch.Generator().manual_seed(0)
-    query, key, value = torch.randn(3, 20, 2, head_dim, generator=generator).to(dtype)
+    query_key, value = torch.randn(20, 6, head_dim, generator=generator).to(dtype).split((4, 2), dim=1)
     tables = torch.arange(1, 1 + -(-20 // block_size)).unsqueeze(0)
     stores = [KVStore(1, 4, 2, block_size, head_dim, dtype, torch.device("cpu")) for _ in range(2)]
     found = []
@@ -180,7 +181,7 @@ def test_every_store_meets_one_kernel(dtype: torch.dtype, head_dim: int, block_s
         for store in stores:
             batch = AttentionBatch([AttentionSegment(0, 1, 20, tables, span(0, 20))], block_size)
             attention = HostAttention(dtype, head_dim)
-            found.append(attention.forward(query, key, value, store.layer(0), batch, 0.2, None).float())
+            found.append(attention.forward(query_key, value, straight(value), store.layer(0), batch, 0.2, None).float())
             leave_to_torch(patch)
     assert torch.allclose(*found, rtol=2**-6, atol=2**-6)
     assert torch.equal(stores[0].data, stores[1].data) is not own  # the kernel lays its tiles out in its own way

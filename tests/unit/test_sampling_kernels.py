@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 import random as python_random
 from collections.abc import Callable, Sequence
 
@@ -24,8 +23,6 @@ from trtrun.speculation import verify as verification
 from trtrun.speculation.verify import accept_by_probability, accept_by_token, verify
 
 HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are defined
 triton = pytest.importorskip("triton", reason="triton is not installed")
 tl = triton.language
 noise = importlib.import_module("trtrun.kernels.triton.sampling.noise")

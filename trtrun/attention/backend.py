@@ -7,7 +7,7 @@ module knows device, dtype and the size of heads. It does not know which token s
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -30,27 +30,27 @@ class AttentionBackend(Protocol):
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
+        query_key: torch.Tensor,
         value: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
         store_layer: torch.Tensor,
         batch: AttentionBatch,
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """Store the new keys and values, then attend.
+        """Rotate queries and keys, store the new keys and values, then attend.
 
         Args:
-            query: [tokens, heads, head], rotated.
-            key: [tokens, kv_heads, head], rotated.
+            query_key: [tokens, heads + kv_heads, head]: the queries, then the keys.
             value: [tokens, kv_heads, head].
+            angles: cosines and signed sines, [tokens, 1, head] each; see RotaryEmbedding.
             store_layer: keys, then values of this layer, [2, blocks, kv_heads, block, head].
             batch: the forward's segments.
             scale: factor of the scores.
             window: sliding window in tokens, None for full attention.
 
         Returns:
-            [tokens, heads, head] in query's dtype.
+            [tokens, heads, head] in query_key's dtype.
         """
         ...
 
@@ -64,28 +64,6 @@ class AttentionBackend(Protocol):
             source: [n] int64 blocks.
             target: [n] int64 blocks, each with its offset at most once.
             offset: [n] int64: places in a block, the same in both.
-        """
-        ...
-
-
-@runtime_checkable
-class RotatingAttention(AttentionBackend, Protocol):
-    """A backend that rotates queries and keys itself, on the way to the store."""
-
-    def rotate_and_forward(
-        self,
-        query_key: torch.Tensor,
-        value: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        store_layer: torch.Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """`forward` behind the rotation by `angles` (what `RotaryEmbedding.lookup` returns), with the same bits.
-
-        Args:
-            query_key: [tokens, heads + kv_heads, head], not rotated: the queries, then the keys.
         """
         ...
 
@@ -104,9 +82,9 @@ class HostAttention:
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
+        query_key: torch.Tensor,
         value: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
         store_layer: torch.Tensor,
         batch: AttentionBatch,
         scale: float,
@@ -114,7 +92,7 @@ class HostAttention:
     ) -> torch.Tensor:
         """See AttentionBackend. One store must always meet the same kernel: they lay its tiles out differently."""
         backend = self._choose(store_layer.shape[3])
-        return backend.forward(query, key, value, store_layer, batch, scale, window)
+        return backend.forward(query_key, value, angles, store_layer, batch, scale, window)
 
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from trtrun.kernels.rotation import rotate
 from trtrun.kernels.row_buckets import bucket_rows
 from trtrun.kvcache.segments import AttentionBatch, ContextGroup
 from trtrun.kvcache.store import copy_plain_tokens
@@ -37,9 +38,9 @@ class GatherAttention:
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
+        query_key: torch.Tensor,
         value: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
         store_layer: torch.Tensor,
         batch: AttentionBatch,
         scale: float,
@@ -47,6 +48,8 @@ class GatherAttention:
     ) -> torch.Tensor:
         """See AttentionBackend."""
         _, num_blocks, kv_heads, _, head_dim = store_layer.shape
+        rotated = rotate(query_key, *angles)
+        query, key = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
         write = batch.write_index((num_blocks, kv_heads))
         fresh = torch.cat((key.reshape(-1, head_dim), value.reshape(-1, head_dim)))
         store_layer.view(-1, head_dim).index_copy_(0, write, fresh)

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from trtrun.kernels.cpu import fused as native
-
 # Tables grow by whole chunks of this many positions and each chunk is computed alone: the bits of an angle must not
 # depend on how far the table had grown before.
 _CHUNK = 2048
@@ -117,7 +115,6 @@ class RotaryEmbedding:
     def __init__(self, rope: RopeConfig, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(rope, head_dim)
         self._attention_factor = rope.attention_factor
-        self._half = head_dim // 2
         self._cosines = torch.empty(0, head_dim, dtype=dtype, device=device)
         self._sines = torch.empty(0, head_dim, dtype=dtype, device=device)
 
@@ -137,17 +134,7 @@ class RotaryEmbedding:
         """Cosines and signed sines of `positions` ([tokens] int64, on the device, inside what `reserve` covers).
 
         Returns:
-            Two tensors [tokens, 1, head_dim] of the model's dtype, for `rotate`.
+            Two tensors [tokens, 1, head_dim] of the model's dtype, for `AttentionBackend.forward`.
         """
         cosine = self._cosines.index_select(0, positions).unsqueeze(1)
         return cosine, self._sines.index_select(0, positions).unsqueeze(1)
-
-    def rotate(self, heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-        """Rotate `heads` [tokens, heads, head_dim] by the angles that `lookup` returned; returns a new tensor.
-
-        Each product and the sum are rounded to the dtype, as transformers does; a fused multiply-add would round
-        differently in vectorised loops and in their scalar tails, and so depend on the number of tokens.
-        """
-        if native.fuses(heads.dtype, heads.device, self._half):
-            return native.rotate(heads, cosine, sine)
-        return (heads * cosine).add_(torch.roll(heads, self._half, 2).mul_(sine))

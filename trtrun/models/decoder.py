@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trtrun.attention.backend import AttentionBackend, RotatingAttention
+from trtrun.attention.backend import AttentionBackend
 from trtrun.kernels.rounded_rows import Activations
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
@@ -40,15 +40,11 @@ class DecoderLayer:
     output: RowParallelLinear
     post_attention_norm: RMSNorm
     mlp: GatedMLP
-    rotary: RotaryEmbedding
     attention: AttentionBackend
     heads: int
     kv_heads: int
     head_dim: int
     window: int | None
-
-    def __post_init__(self) -> None:
-        self._rotating = self.attention if isinstance(self.attention, RotatingAttention) else None
 
     def forward(
         self,
@@ -77,26 +73,10 @@ class DecoderLayer:
         query_key, value = fused[:, :rotated_heads], fused[:, rotated_heads:]
         if self.qk_norm is not None:
             query_key = self.qk_norm(query_key)
-        attended = self._attend(query_key, value, angles, batch, store_layer)
+        scale = self.head_dim**-0.5
+        attended = self.attention.forward(query_key, value, angles, store_layer, batch, scale, self.window)
         delta = self.output(attended.flatten(1))
         return self.mlp(_normalise(self.post_attention_norm, hidden, delta, self.mlp.takes_rounded_rows))
-
-    def _attend(
-        self,
-        query_key: torch.Tensor,
-        value: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        batch: AttentionBatch,
-        store_layer: torch.Tensor,
-    ) -> torch.Tensor:
-        """query_key [tokens, heads + kv_heads, head], not yet rotated → what the queries attended to, [tokens, heads,
-        head]."""
-        scale = self.head_dim**-0.5
-        if self._rotating is not None:
-            return self._rotating.rotate_and_forward(query_key, value, angles, store_layer, batch, scale, self.window)
-        query_key = self.rotary.rotate(query_key, *angles)
-        query, key = query_key[:, : self.heads], query_key[:, self.heads :]
-        return self.attention.forward(query, key, value, store_layer, batch, scale, self.window)
 
 
 def _normalise(norm: RMSNorm, hidden: torch.Tensor, delta: torch.Tensor | None, rounds: bool) -> Activations:

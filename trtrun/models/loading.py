@@ -112,10 +112,7 @@ def load_model(
     reader.release_buffer()
     rotary = RotaryEmbedding(config.rope, config.head_dim, dtype, device)
     attention = attention_backend(device, dtype, config.head_dim)
-    layers = [
-        _load_layer(reader, config, layout, index, rotary, attention, communicator)
-        for index in range(config.num_layers)
-    ]
+    layers = [_load_layer(reader, config, layout, index, attention, communicator) for index in range(config.num_layers)]
     reader.release_buffer()
     final_norm = RMSNorm(reader.tensor(layout.final_norm()), config.rms_norm_eps)
     embedding = reader.tensor(layout.embedding())
@@ -145,7 +142,6 @@ def _load_layer(
     config: ModelConfig,
     layout: ShardLayout,
     index: int,
-    rotary: RotaryEmbedding,
     attention: AttentionBackend,
     communicator: Communicator,
 ) -> DecoderLayer:
@@ -166,7 +162,6 @@ def _load_layer(
             reader.linear(weights["gate_up"], weights.get("gate_up_bias")),
             RowParallelLinear(reader.linear(weights["down"]), reader.optional(weights.get("down_bias")), communicator),
         ),
-        rotary=rotary,
         attention=attention,
         heads=heads,
         kv_heads=kv_heads,

@@ -29,6 +29,7 @@ from trtrun.kernels.cpu.attention_code import (
 )
 from trtrun.kernels.cpu.emitter import LANES
 from trtrun.kernels.cpu.machine import Kernel, compile_kernels
+from trtrun.kernels.rotation import rotate
 from trtrun.kvcache.segments import AttentionBatch
 
 _NO_WINDOW = 1 << 30
@@ -46,9 +47,9 @@ class NativeAttention:
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
+        query_key: torch.Tensor,
         value: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
         store_layer: torch.Tensor,
         batch: AttentionBatch,
         scale: float,
@@ -56,6 +57,8 @@ class NativeAttention:
     ) -> torch.Tensor:
         """See `AttentionBackend`; for blocks that `takes_blocks` takes."""
         kv_heads, block_size = store_layer.shape[2:4]
+        rotated = rotate(query_key, *angles)
+        query, key = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
         output = torch.empty(query.shape, dtype=query.dtype)
         for segment in batch.segments:
             table = segment.block_tables

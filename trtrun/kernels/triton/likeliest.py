@@ -1,4 +1,4 @@
-"""The largest numbers of each row, one or a few, in Triton for CUDA: a vocabulary of logits is read once.
+"""The few largest numbers of each row, in Triton for CUDA: a vocabulary of logits is read once.
 
 It knows tensors. It does not know what the numbers mean, or when Triton can be used (see support.py).
 """
@@ -37,6 +37,7 @@ def _largest_of_pieces_kernel(
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = piece * PIECE + tl.arange(0, PIECE)
     value = tl.load(numbers + row * stride + position, mask=position < width, other=float("-inf")).to(tl.float32)
+    value = tl.where(value != value, float("inf"), value)  # else NaN would be passed over
     at = (row * tl.num_programs(1) + piece) * COUNT
     _keep_largest(value, position, values + at, positions + at, COUNT, width)
 
@@ -54,58 +55,11 @@ def _largest_of_rows_kernel(
     _keep_largest(value, position, best + row * COUNT, found + row * COUNT, COUNT, width)
 
 
-@triton.jit
-def _first_of_pieces_kernel(numbers, stride, width, values, positions, PIECE: tl.constexpr, EARLY: tl.constexpr):
-    begin(EARLY)
-    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    position = piece * PIECE + tl.arange(0, PIECE)
-    value = tl.load(numbers + row * stride + position, mask=position < width, other=float("-inf"))
-    value = tl.where(value != value, float("inf"), value)  # else NaN would be passed over
-    best, lane = tl.max(value, axis=0, return_indices=True)
-    at = row * tl.num_programs(1) + piece
-    tl.store(values + at, best)
-    tl.store(positions + at, piece * PIECE + lane)
-
-
-@triton.jit
-def _first_of_rows_kernel(values, positions, candidates, found, PADDED: tl.constexpr, EARLY: tl.constexpr):
-    begin(EARLY)
-    row = tl.program_id(0).to(tl.int64)
-    candidate = tl.arange(0, PADDED)
-    value = tl.load(values + row * candidates + candidate, mask=candidate < candidates, other=float("-inf"))
-    _, piece = tl.max(value, axis=0, return_indices=True)
-    tl.store(found + row, tl.load(positions + row * candidates + piece).to(tl.int64))
-
-
-def argmax(numbers: torch.Tensor) -> torch.Tensor:
-    """Where the largest number of each row stands, the first one where several are.
-
-    Args:
-        numbers: [rows, width] float32 on CUDA, each row contiguous. NaN counts as infinite.
-
-    Returns:
-        [rows] int64; 0 where all are -inf.
-    """
-    rows, width = numbers.shape
-    found = torch.empty(rows, dtype=torch.int64, device=numbers.device)
-    if rows:
-        pieces = triton.cdiv(width, _PIECE)
-        values = torch.empty((rows, pieces), dtype=torch.float32, device=numbers.device)
-        positions = torch.empty((rows, pieces), dtype=torch.int32, device=numbers.device)
-        _first_of_pieces_kernel[(rows, pieces)](
-            numbers, numbers.stride(0), width, values, positions, PIECE=_PIECE, num_warps=4, **early(numbers)
-        )
-        _first_of_rows_kernel[(rows,)](
-            values, positions, pieces, found, PADDED=triton.next_power_of_2(pieces), num_warps=1, **early(numbers)
-        )
-    return found
-
-
 def likeliest(numbers: torch.Tensor, count: int) -> torch.Tensor:
     """Where the `count` largest numbers of each row stand, the largest first.
 
     Args:
-        numbers: [rows, width] on CUDA, each row contiguous, without NaN.
+        numbers: [rows, width] on CUDA, each row contiguous. NaN counts as infinite.
         count: how many, at most `width`.
 
     Returns:
@@ -113,6 +67,9 @@ def likeliest(numbers: torch.Tensor, count: int) -> torch.Tensor:
         may come twice.
     """
     rows, width = numbers.shape
+    found = torch.empty((rows, count), dtype=torch.int64, device=numbers.device)
+    if not rows:
+        return found
     pieces = triton.cdiv(width, _PIECE)
     values = torch.empty((rows, pieces * count), dtype=torch.float32, device=numbers.device)
     positions = torch.empty((rows, pieces * count), dtype=torch.int64, device=numbers.device)
@@ -120,7 +77,6 @@ def likeliest(numbers: torch.Tensor, count: int) -> torch.Tensor:
         numbers, numbers.stride(0), width, values, positions, COUNT=count, PIECE=_PIECE, num_warps=4, **early(numbers)
     )
     best = torch.empty((rows, count), dtype=torch.float32, device=numbers.device)
-    found = torch.empty((rows, count), dtype=torch.int64, device=numbers.device)
     _largest_of_rows_kernel[(rows,)](
         values, positions, pieces * count, width, best, found,
         COUNT=count, PADDED=triton.next_power_of_2(pieces * count), num_warps=4,

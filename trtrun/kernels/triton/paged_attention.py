@@ -17,7 +17,7 @@ import triton.language as tl
 
 from trtrun.kernels.triton.attention_shares import combine_kernel, merge, power
 from trtrun.kernels.triton.early_launch import begin, early
-from trtrun.kernels.triton.paged_store import rotate_and_write, write
+from trtrun.kernels.triton.paged_store import rotate_and_write
 from trtrun.kernels.triton.support import shared_bytes
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import copy_plain_tokens
@@ -142,7 +142,7 @@ def _attend_kernel(
 
 
 class PagedAttention:
-    """A RotatingAttention that copies no context: each program follows the block table."""
+    """An AttentionBackend that copies no context: each program follows the block table."""
 
     tile: int | None = _LARGEST_TILE
 
@@ -154,24 +154,6 @@ class PagedAttention:
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        store_layer: torch.Tensor,
-        batch: AttentionBatch,
-        scale: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """See AttentionBackend."""
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for segment in batch.segments:
-            write(key, value, store_layer, segment)
-        for segment in batch.segments:
-            self._attend(query, store_layer, segment, scale, window, output)
-        return output
-
-    def rotate_and_forward(
-        self,
         query_key: torch.Tensor,
         value: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
@@ -180,7 +162,7 @@ class PagedAttention:
         scale: float,
         window: int | None,
     ) -> torch.Tensor:
-        """See RotatingAttention."""
+        """See AttentionBackend."""
         tokens, kv_heads, head_dim = value.shape
         query = query_key.new_empty((tokens, query_key.shape[1] - kv_heads, head_dim))
         for segment in batch.segments:

@@ -1,6 +1,6 @@
 """Writing keys and values to the paged KV store, as Triton kernels for CUDA, with the rotation before it.
 
-Rotation rounds where the torch operations of `RotaryEmbedding.rotate` round. It knows tensors; it does not know who
+Rotation rounds where the torch operations of `trtrun.kernels.rotation` round. It knows tensors; it does not know who
 attends.
 """
 
@@ -45,25 +45,6 @@ def _slot(
 
 # Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them.
 @triton.jit(do_not_specialize=["queries", "position_row", "position_query", "table_row"])
-def _write_kernel(
-    key, value, positions, tables, store, value_offset,
-    key_token, key_head, value_token, value_head, position_row, position_query, table_row,
-    queries, kv_heads,
-    BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One token's key and value of one head."""
-    begin(EARLY)
-    token, head = tl.program_id(0), tl.program_id(1)
-    slot = _slot(positions, tables, token, queries, kv_heads, head, position_row, position_query, table_row, BLOCK_SIZE)
-    element = tl.arange(0, PADDED)
-    inside = element < HEAD
-    target = slot * HEAD + element
-    tl.store(store + target, tl.load(key + token * key_token + head * key_head + element, mask=inside), mask=inside)
-    fresh = tl.load(value + token * value_token + head * value_head + element, mask=inside)
-    tl.store(store + value_offset + target, fresh, mask=inside)
-
-
-@triton.jit(do_not_specialize=["queries", "position_row", "position_query", "table_row"])
 def _rotate_and_write_kernel(
     query_key, value, cosine, sine, positions, tables, store, value_offset, rotated,
     query_token, query_head, value_token, value_head, position_row, position_query, table_row,
@@ -91,20 +72,6 @@ def _rotate_and_write_kernel(
         else:
             base = value + token.to(tl.int64) * value_token + kv_head * value_head
             tl.store(target + value_offset, tl.load(base + element, mask=inside), mask=inside)
-
-
-def write(key: torch.Tensor, value: torch.Tensor, store_layer: torch.Tensor, segment: AttentionSegment) -> None:
-    """Write the keys and values of a segment's tokens, [tokens of the batch, kv_heads, head] each, the keys rotated."""
-    key, value = key[segment.start : segment.stop], value[segment.start : segment.stop]
-    _, num_blocks, kv_heads, block_size, head_dim = store_layer.shape
-    _write_kernel[(key.shape[0], kv_heads)](
-        key, value, segment.positions, segment.block_tables, store_layer,
-        num_blocks * kv_heads * block_size * head_dim,
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        segment.positions.stride(0), segment.positions.stride(1), segment.block_tables.stride(0),
-        segment.queries, kv_heads,
-        BLOCK_SIZE=block_size, HEAD=head_dim, PADDED=triton.next_power_of_2(head_dim), num_warps=1, **early(key),
-    )  # fmt: skip
 
 
 def rotate_and_write(
