@@ -1,12 +1,17 @@
 #!/usr/bin/env python3
-"""Sends each endpoint of a `trtrun serve` a thousand requests that nobody should send, and reads every answer.
+"""Sends each endpoint of a `trtrun serve`, and each call over gRPC, a thousand requests that nobody should send, and
+reads every answer.
 
-    python scripts/serve_fuzz.py [--requests 1000] [--url http://127.0.0.1:8000 --model NAME] [--seed 1]
+    python scripts/serve_fuzz.py [--requests 1000] [--only http|grpc] [--seed 1]
+                                 [--url http://127.0.0.1:8000 --grpc 127.0.0.1:8001 --model NAME]
 
-Without --url the shipped pair is served in one process. Malformed JSON, wrong types, huge numbers, NaN, deep nesting,
-broken Unicode, wrong methods, odd headers, broken HTTP: each has to get an answer of the 4xx kind in one line, or the
-thing asked for; no 5xx, no traceback, nothing that hangs. What fails is made as small as possible and shown. The last
-line is JSON: answers by status for each endpoint. Exit status 1 where anything failed.
+Without addresses the shipped pair is served in one process. Over HTTP: malformed JSON, wrong types, huge numbers, NaN,
+deep nesting, broken Unicode, wrong methods, odd headers, broken HTTP; each has to get an answer of the 4xx kind in one
+line, or the thing asked for. Over gRPC: wrong names, shapes, datatypes and contents, damaged messages, bytes that are
+no HTTP/2, and thousands of calls that are cancelled or cut; each has to get a status that says what is wrong, or the
+thing asked for. No 5xx, no traceback, nothing that hangs, and afterwards the same tokens as before. What fails is made
+as small as possible and shown. The last line is JSON: answers by status for each endpoint and call. Exit status 1 where
+anything failed.
 """
 
 from __future__ import annotations
@@ -16,81 +21,82 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis.database import InMemoryExampleDatabase
-from hypothesis.errors import Flaky
-from served.odd_requests import (
-    Endpoint,
-    OddRequest,
-    exchange,
-    find_fault,
-    kserve_endpoints,
-    odd_requests,
-    openai_endpoints,
-)  # fmt: skip
+import grpc
+import httpx
+from served.fuzz import PATIENCE, try_endpoint, try_method
+from served.odd_calls import METHODS, ODD_BYTES, cancel_calls, cut_calls, send_bytes
+from served.odd_requests import kserve_endpoints, openai_endpoints
 from served.server import Server, TrialError, write_config, write_tokenizer
 
-PATIENCE = 120.0
+LONGEST = 56
+"""Tokens of a stream that is given up: most of the context of the server that is started here."""
 
 
-class FaultError(AssertionError):
-    """An answer that must not be."""
+class Trial:
+    """What is tried, and what has come of it.
 
+    Attributes:
+        told: answers by status, for each endpoint and call.
+        faults: answers that must not be.
+    """
 
-def try_endpoint(endpoint: Endpoint, url: str, count: int, number: int) -> tuple[Counter[str], str | None]:
-    """Send requests to one endpoint; answers by status, and the smallest request that went wrong, if one did."""
-    statuses: Counter[str] = Counter()
+    def __init__(self, count: int, number: int) -> None:
+        self.told: dict[str, dict[str, int]] = {}
+        self.faults: list[str] = []
+        self._count = count
+        self._number = number
 
-    @seed(number)
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=InMemoryExampleDatabase(),
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink),
-    )
-    @given(request=odd_requests(endpoint))
-    def send(request: OddRequest) -> None:
-        try:
-            answered = exchange(url, request, PATIENCE)
-        except TimeoutError:
-            raise FaultError(f"no end within {PATIENCE:g} s\nsent: {request.data[:1500]!r}") from None
-        statuses[str(answered.status or "closed")] += 1
-        if fault := find_fault(request, answered):
-            raise FaultError(f"{fault}\nsent: {request.data[:1500]!r}")
+    def try_http(self, url: str, metrics_url: str, model: str) -> None:
+        """All endpoints; those of the metrics where there is an address."""
+        for endpoint in [*openai_endpoints(model), *kserve_endpoints()]:
+            base = metrics_url if endpoint.is_metrics else url
+            if base:
+                self._tell(endpoint.path, *try_endpoint(endpoint, base, self._count, self._number))
 
-    try:
-        send()
-    except (FaultError, Flaky) as fault:
-        return statuses, str(fault)
-    return statuses, None
+    def try_grpc(self, address: str) -> None:
+        """All calls, then bytes that are none, then calls that are given up."""
+        with grpc.insecure_channel(address) as channel:
+            for method in METHODS:
+                self._tell(method, *try_method(channel, method, self._count, self._number))
+        for data in ODD_BYTES:
+            send_bytes(address, data, PATIENCE)
+        asyncio.run(cancel_calls(address, LONGEST, 4 * self._count))
+        asyncio.run(cut_calls(address, LONGEST, max(1, self._count // 10)))
 
-
-def try_all(url: str, metrics_url: str, model: str, options: argparse.Namespace) -> dict[str, object]:
-    """All endpoints; returns what to tell."""
-    told: dict[str, object] = {}
-    faults = []
-    for endpoint in [*openai_endpoints(model), *kserve_endpoints()]:
-        base = metrics_url if endpoint.is_metrics else url
-        if not base:
-            continue
-        statuses, fault = try_endpoint(endpoint, base, options.requests, options.seed)
-        told[endpoint.path] = dict(statuses)
-        print(f"{endpoint.path}: {dict(statuses)}", flush=True)
+    def _tell(self, name: str, statuses: dict[str, int], fault: str | None) -> None:
+        self.told[name] = dict(statuses)
+        print(f"{name}: {self.told[name]}", flush=True)
         if fault is not None:
-            faults.append(fault)
-            print(f"FAULT: {endpoint.path}: {fault}", flush=True)
-    return {"endpoints": told, "faults": faults}
+            self.faults.append(f"{name}: {fault}")
+            print(f"FAULT: {self.faults[-1]}", flush=True)
 
 
-async def serve_and_try(options: argparse.Namespace, folder: Path) -> dict[str, object]:
+def try_server(trial: Trial, addresses: tuple[str, str, str], model: str, only: str | None) -> None:
+    """Everything, or what one protocol has; addresses are those of HTTP, the metrics and gRPC."""
+    url, metrics_url, grpc_address = addresses
+    before = ask_tokens(url, model)
+    if only in (None, "http"):
+        trial.try_http(url, metrics_url, model)
+    if only in (None, "grpc") and grpc_address:
+        trial.try_grpc(grpc_address)
+    if (after := ask_tokens(url, model)) != before:
+        trial.faults.append(f"other tokens than before: {after}, not {before}")
+
+
+def ask_tokens(url: str, model: str) -> list[int]:
+    """The tokens behind a prompt, which are always the same."""
+    body = {"model": model, "prompt": "def main(", "temperature": 0, "max_tokens": 24, "return_token_ids": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE, trust_env=False).raise_for_status()
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+async def serve_and_try(trial: Trial, only: str | None, folder: Path) -> None:
     """The same on a server of its own, which is looked at afterwards."""
     temporary = folder / "tmp"
     temporary.mkdir()
@@ -106,41 +112,41 @@ async def serve_and_try(options: argparse.Namespace, folder: Path) -> dict[str, 
     await server.start(PATIENCE)
     try:
         address = urlsplit(server.metrics_url)
-        base = f"{address.scheme}://{address.netloc}"
-        told = await asyncio.to_thread(try_all, server.url, base, server.model, options)
+        addresses = (server.url, f"{address.scheme}://{address.netloc}", server.grpc_address)
+        await asyncio.to_thread(try_server, trial, addresses, server.model, only)
         await server.wait_healthy(PATIENCE)
         metrics = await server.metrics()
     finally:
         status = await server.end(PATIENCE)
-    faults = told["faults"]
-    assert isinstance(faults, list)
-    faults += [line for line in server.lines if "Traceback" in line or " ERROR " in line]
+    trial.faults += [line for line in server.lines if "Traceback" in line or " ERROR " in line]
     if metrics["vllm:kv_cache_usage_perc"] or metrics["vllm:num_requests_running"] or status:
-        faults.append(f"the server is not whole afterwards: status {status}, {metrics}")
-    return told
+        trial.faults.append(f"the server is not whole afterwards: status {status}, {metrics}")
 
 
 def main() -> int:
     """Try it, and tell."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--requests", type=int, default=1000, help="to each endpoint")
+    parser.add_argument("--requests", type=int, default=1000, help="to each endpoint, and calls of each kind")
+    parser.add_argument("--only", choices=("http", "grpc"), help="one of the protocols; default: both")
     parser.add_argument("--url", help="of a server that runs already")
+    parser.add_argument("--grpc", default="", help="its HOST:PORT for gRPC")
     parser.add_argument("--model", help="its name there")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     if (options.url is None) != (options.model is None):
         parser.error("--url and --model go together")
+    trial = Trial(options.requests, options.seed)
     try:
         if options.url is not None:
-            told = try_all(options.url, "", options.model, options)
+            try_server(trial, (options.url, "", options.grpc), options.model, options.only)
         else:
             with tempfile.TemporaryDirectory(prefix="serve-fuzz-") as folder:
-                told = asyncio.run(serve_and_try(options, Path(folder)))
+                asyncio.run(serve_and_try(trial, options.only, Path(folder)))
     except TrialError as error:
         print(f"serve_fuzz.py: {error}", file=sys.stderr)
         return 1
-    print(json.dumps(told))
-    return 1 if told["faults"] else 0
+    print(json.dumps({"endpoints": trial.told, "faults": trial.faults}))
+    return 1 if trial.faults else 0
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from trtrun.core import Request
@@ -18,6 +19,8 @@ from trtrun.text import Tokenizer
 
 Prompt = str | Sequence[int]
 
+_KEPT_WORD_LISTS = 16
+
 
 class PromptReader:
     """Turns prompts and sampling parameters into requests of one model."""
@@ -25,6 +28,8 @@ class PromptReader:
     def __init__(self, model: ModelConfig, tokenizer: Tokenizer | None) -> None:
         self._model = model
         self._tokenizer = tokenizer
+        # The prompts of one call have the same words, which are made tokens once.
+        self._bad_word_ids = lru_cache(_KEPT_WORD_LISTS)(tokenizer.bad_word_ids) if tokenizer is not None else None
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The prompt's tokens.
@@ -93,11 +98,11 @@ class PromptReader:
         except Exception as error:  # the library raises bare Exception, and Python for half a surrogate pair
             raise InvalidRequestError(f"the prompt cannot be tokenized: {one_line(error)}") from None
 
-    def _encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        if self._tokenizer is None or not words:
+    def _encode_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        if self._bad_word_ids is None or not words:
             return ()
         try:
-            return self._tokenizer.bad_word_ids(words)
+            return self._bad_word_ids(words)
         except Exception as error:
             raise InvalidRequestError(f"bad_words cannot be tokenized: {one_line(error)}") from None
 

@@ -13,11 +13,13 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
+from launch.serve.aside import SHORT_TEXT, aside
 from launch.serve.engine_client import EngineRequest, Inbox
 from launch.serve.engines import Engine
 from launch.serve.limits import Door, Ticket, out_of_time
 from launch.serve.metrics import FrontMetrics
 from launch.serve.refusals import Kind, Refusal
+from launch.serve.words import check_words
 from trtrun.core import RequestStatistics
 from trtrun.errors import InvalidRequestError
 from trtrun.outputs import CompletionDelta
@@ -27,9 +29,6 @@ from trtrun.text import Tokenizer
 
 MOST_PROMPTS = 1024
 """Of one request."""
-
-SHORT_TEXT = 4096
-"""Characters that are tokenized at once; what is longer is left to another thread, so that no stream waits for it."""
 
 
 @dataclass(frozen=True)
@@ -209,27 +208,40 @@ class Front:
         seeded = [parameters.with_seed() for parameters in of_each]
         ticket = self.door.enter(sum(parameters.n for parameters in seeded))
         try:
-            requests = [
-                EngineRequest(await self._read(prompt, parameters), parameters)
-                for prompt, parameters in zip(prompts, seeded, strict=True)
-            ]
+            is_long = sum(map(len, prompts)) + sum(map(_num_letters, seeded)) > SHORT_TEXT
+            tokens = await aside(is_long, self._read, prompts, seeded)
+            requests = self._check(tokens, seeded)
             return Generation(self.client, requests, ticket, self.metrics, self._timeout)
         except BaseException:
             ticket.leave()
             raise
 
-    async def _read(self, prompt: Prompt, sampling: SamplingParams) -> tuple[int, ...]:
-        """The tokens of a prompt that the engine will take."""
-        is_long = isinstance(prompt, str) and len(prompt) > SHORT_TEXT
+    def _read(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams]) -> list[tuple[int, ...]]:
+        """The tokens of each prompt; and whether the model can follow what is asked for. In any thread."""
         try:
-            encode = self._prompts.encode
-            tokens = await asyncio.to_thread(encode, prompt) if is_long else encode(prompt)
-            self.door.check_open()  # the engine may be gone by now, and its limits with it
-            limits = self.client.limits
-            assert limits is not None
-            limits.check_prompt(len(tokens))
-            limits.check_draft_len(sampling.draft_len)
-            self._prompts.check(sampling)
+            tokens = [self._prompts.encode(prompt) for prompt in prompts]
+            for parameters in {id(parameters): parameters for parameters in sampling}.values():
+                check_words("stop", parameters.stop)
+                check_words("bad_words", parameters.bad_words)
+                self._prompts.check(parameters)
         except InvalidRequestError as error:
             raise Refusal(Kind.INVALID, str(error)) from None
         return tokens
+
+    def _check(self, tokens: Sequence[tuple[int, ...]], sampling: Sequence[SamplingParams]) -> list[EngineRequest]:
+        """Requests that the engine will take."""
+        self.door.check_open()  # the engine may be gone by now, and its limits with it
+        limits = self.client.limits
+        assert limits is not None
+        try:
+            for of_prompt, parameters in zip(tokens, sampling, strict=True):
+                limits.check_prompt(len(of_prompt))
+                limits.check_draft_len(parameters.draft_len)
+        except InvalidRequestError as error:
+            raise Refusal(Kind.INVALID, str(error)) from None
+        return list(map(EngineRequest, tokens, sampling))
+
+
+def _num_letters(sampling: SamplingParams) -> int:
+    """Of the words that have to become tokens."""
+    return sum(map(len, sampling.bad_words))

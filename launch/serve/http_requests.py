@@ -13,28 +13,25 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from launch.batch.rows import unique_keys
+from launch.serve.aside import SHORT_BODY, aside
 from launch.serve.refusals import Kind, Refusal
 from trtrun.errors import ConfigError, InvalidRequestError, reading
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 REQUEST_ID = "x-request-id"
 
 BODY_SECONDS = 60.0
 """How long a client may take to send a body."""
-
-SHORT_BODY = 1 << 16
-"""Bytes whose JSON is read in less time than a stream would notice."""
 
 _LONGEST_ID = 128
 _JSON = json.JSONDecoder(object_pairs_hook=unique_keys)
@@ -54,9 +51,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(REQUEST_ID, "")
-        is_fit = 0 < len(given) <= _LONGEST_ID and given.isascii() and given.isprintable()
-        request_id = given if is_fit else uuid.uuid4().hex
+        request_id = choose_id(Headers(scope=scope).get(REQUEST_ID, ""))
         scope.setdefault("state", {})["request_id"] = request_id
         began, status = time.perf_counter(), 0
 
@@ -75,6 +70,12 @@ class RequestLog:
             # A page that is looked at asks every second.
             level = logging.DEBUG if path == "/status" and status == 200 else logging.INFO
             logger.log(level, "%s: %s %s: %d after %.3f s", request_id, scope["method"], path, status, seconds)
+
+
+def choose_id(given: str) -> str:
+    """A request's id: the client's own where it can stand in answers and logs, else a new one."""
+    is_fit = 0 < len(given) <= _LONGEST_ID and given.isascii() and given.isprintable()
+    return given if is_fit else uuid.uuid4().hex
 
 
 class Keys:
@@ -131,14 +132,7 @@ async def read_json_body(request: Request, most_bytes: int) -> object:
         Refusal: it is larger, no JSON, or an object in it has a key twice.
     """
     body = await read_body(request, most_bytes)
-    return await aside(len(body), parse_json, body)
-
-
-async def aside(size: int, work: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
-    """Do work on so many bytes: at once where they are few, else beside the streams."""
-    if size < SHORT_BODY:
-        return work(*arguments, **options)
-    return await asyncio.to_thread(work, *arguments, **options)
+    return await aside(len(body) > SHORT_BODY, parse_json, body)
 
 
 async def read_body(request: Request, most_bytes: int) -> bytes:

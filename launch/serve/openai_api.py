@@ -6,11 +6,9 @@ Starlette, and nothing of engines.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,9 +16,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from launch.serve.aside import SHORT_TEXT, aside
 from launch.serve.chat_template import ChatTemplate
 from launch.serve.event_stream import EventStream, LastEvents, event
-from launch.serve.front import SHORT_TEXT, Front, Generation, Piece
+from launch.serve.front import Front, Generation, Piece
 from launch.serve.http_requests import Keys, read_json_body, unless_gone
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
@@ -171,10 +170,9 @@ class OpenAIApi:
                 "chat_template.jinja to its tokenizer's directory",
                 code="no_chat_template",
             )
-        length = sum(len(message["content"]) for message in call.messages)
-        work = partial(_encode_chat, self._template, self._front.tokenizer, call.messages)
+        is_long = sum(len(message["content"]) for message in call.messages) > SHORT_TEXT
         try:
-            return work() if length <= SHORT_TEXT else await asyncio.to_thread(work)
+            return await aside(is_long, _encode_chat, self._template, self._front.tokenizer, call.messages)
         except InvalidRequestError as error:
             raise Refusal(Kind.INVALID, str(error), "messages") from None
 

@@ -104,7 +104,9 @@ _VALUES = st.recursive(
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(_TEXTS, inner, max_size=3)),
     max_leaves=12,
 )
-_DAMAGE = (b"", b"\0", b"\xff\xfe", b"\xc3\x28", b"{", b"]", b'"', b",", b"NaN", b"1e999", b"\\u0000", b"\xed\xa0\x80")
+DAMAGE = (b"", b"\0", b"\xff\xfe", b"\xc3\x28", b"{", b"]", b'"', b",", b"NaN", b"1e999", b"\\u0000", b"\xed\xa0\x80")
+"""Put into bytes in place of some of them."""
+
 _METHODS = ("POST", "GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "BREW")
 _TAILS = ("/", "?", "?x=%00", "/%2e%2e/", "%ff", "?" + "x" * 9000)
 _HEADERS = (
@@ -145,7 +147,7 @@ def bodies(draw: st.DrawFn, endpoint: Endpoint) -> bytes:
     body = _dump(values)
     if kind == "damaged":
         place = draw(st.integers(0, max(0, len(body) - 1)))
-        body = body[:place] + draw(st.sampled_from(_DAMAGE)) + body[place + draw(st.integers(0, 3)) :]
+        body = body[:place] + draw(st.sampled_from(DAMAGE)) + body[place + draw(st.integers(0, 3)) :]
     return body
 
 
@@ -234,6 +236,11 @@ def exchange(url: str, request: OddRequest, patience: float) -> Answered:
             return Answered(None, "", b"")
 
 
+def is_one_line(message: str) -> bool:
+    """Whether an error says what is wrong, and no more than that."""
+    return bool(message.strip()) and "\n" not in message.strip() and len(message) <= LONGEST_LINE
+
+
 def find_fault(request: OddRequest, answered: Answered) -> str | None:
     """Why an answer must not be; None for what was asked for, and for a refusal of the 4xx kind in one line."""
     text = answered.body.decode(errors="replace")
@@ -254,6 +261,6 @@ def find_fault(request: OddRequest, answered: Answered) -> str | None:
     if answered.content_type.startswith("application/json"):
         error = json.loads(text)["error"]
         message = error if isinstance(error, str) else error["message"]
-    if not message.strip() or "\n" in message.strip() or len(message) > LONGEST_LINE:
+    if not is_one_line(message):
         return f"HTTP {answered.status}, not in one line: {message[:500]!r}"
     return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import secrets
 import signal
 import sys
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from served.said import read_addresses, read_metrics
 from trtrun.config import ASSETS
 
 T = TypeVar("T")
@@ -31,8 +31,6 @@ SHARED = "OMPI_MCA_btl_sm_backing_directory="
 
 CLEAR_SECONDS = 60.0
 """How long processes and files may take to be gone after whoever needed them."""
-
-_READY = re.compile(r"trtrun: (\S+) is served at (\S+), metrics at (\S+), gRPC at \S+$")
 
 
 class TrialError(Exception):
@@ -71,13 +69,13 @@ class Server:
     Attributes:
         folder: for its temporary files, and for nothing else.
         lines: what it has said.
-        model, url, metrics_url: once it is ready.
+        model, url, metrics_url, grpc_address: once it is ready.
     """
 
     def __init__(self, config: Path, folder: Path, arguments: tuple[str, ...] = ()) -> None:
         self.folder = folder
         self.lines: list[str] = []
-        self.model = self.url = self.metrics_url = ""
+        self.model = self.url = self.metrics_url = self.grpc_address = ""
         self._mark = secrets.token_hex(8)
         self._command = [sys.executable, "-m", "launch.cli", "serve", "--config", str(config), *arguments]
         self._process: asyncio.subprocess.Process | None = None
@@ -118,8 +116,9 @@ class Server:
         assert process.stderr is not None
         async for line in process.stderr:
             self.lines.append(line.decode(errors="replace").rstrip("\n"))
-            if ready := _READY.match(self.lines[-1]):
-                self.model, self.url, self.metrics_url = ready.groups()
+            if told := read_addresses(self.lines[-1]):
+                self.model, self.url, self.metrics_url = told.model, told.url, told.metrics_url
+                self.grpc_address = told.grpc_address
             self._news.set()
 
     @property
@@ -181,15 +180,9 @@ class Server:
                 await asyncio.sleep(0.02)
 
     async def metrics(self) -> dict[str, float]:
-        """Every sample by its name, without the label of the model."""
+        """See `read_metrics`."""
         async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
-            text = (await client.get(self.metrics_url)).raise_for_status().text
-        found = {}
-        for line in text.splitlines():
-            if not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                found[re.sub(r'model_name="[^"]*",?', "", name).replace("{}", "").replace(",}", "}")] = float(value)
-        return found
+            return read_metrics((await client.get(self.metrics_url)).raise_for_status().text)
 
     def resident_bytes(self) -> dict[str, int]:
         """Memory that each part holds and shares with no other."""

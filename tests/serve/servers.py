@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,14 +16,16 @@ from typing import Any, TypeVar
 
 import httpx
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from served.said import read_addresses, read_metrics
+
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[2]
 ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}
 THREE_RANKS = {"target": ["cpu:1"], "draft": ["cpu:0"]}
 PATIENCE = 150.0
 """Seconds that anything may take on a busy machine before a test gives up on it."""
-
-_READY = re.compile(r"trtrun: (\S+) is served at (\S+), metrics at (\S+), gRPC at (\S+)$")
 
 
 class Server:
@@ -77,9 +78,9 @@ class Server:
 
     def wait_ready(self) -> Server:
         """Wait until it says where it listens."""
-        ready = _READY.match(self.wait_for("is served at"))
-        assert ready is not None
-        _, self.url, self.metrics_url, self.grpc_address = ready.groups()
+        told = read_addresses(self.wait_for("is served at"))
+        assert told is not None
+        self.url, self.metrics_url, self.grpc_address = told.url, told.metrics_url, told.grpc_address
         return self
 
     def wait_ended(self) -> int:
@@ -89,14 +90,8 @@ class Server:
         return status
 
     def metrics(self) -> dict[str, float]:
-        """Every sample by its name; labels are in it but for the model's name."""
-        text = httpx.get(self.metrics_url, timeout=PATIENCE, verify=False).raise_for_status().text
-        found = {}
-        for line in text.splitlines():
-            if not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                found[re.sub(r'model_name="[^"]*",?', "", name).replace("{}", "").replace(",}", "}")] = float(value)
-        return found
+        """See `read_metrics`."""
+        return read_metrics(httpx.get(self.metrics_url, timeout=PATIENCE, verify=False).raise_for_status().text)
 
     def wait_idle(self) -> dict[str, float]:
         """Wait until nothing runs or waits; returns the metrics of then."""

@@ -1,27 +1,31 @@
-"""Requests that nobody should send: each gets what it asks for, or one line; scripts/serve_fuzz.py sends many more."""
+"""Requests and calls that nobody should send: each gets what it asks for, or one line, and afterwards the server gives
+the same tokens; scripts/serve_fuzz.py sends many more."""
 
 from __future__ import annotations
 
-import sys
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
+import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from servers import ONE_PROCESS, PATIENCE, ROOT, Server, serving, write_config
+from served.fuzz import try_endpoint, try_method
+from served.odd_calls import (
+    METHODS,
+    ODD_BYTES,
+    OddCall,
+    Outcome,
+    cancel_calls,
+    cut_calls,
+    find_call_fault,
+    send_bytes,
+)
+from served.odd_requests import Answered, OddRequest, find_fault, kserve_endpoints, openai_endpoints
+from servers import ONE_PROCESS, PATIENCE, Server, serving, write_config
+from triton_clients import GREEDY, connected, expected, inputs_of, of_tokens
 
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from served.odd_requests import (
-    Answered,
-    Endpoint,
-    OddRequest,
-    exchange,
-    find_fault,
-    kserve_endpoints,
-    odd_requests,
-    openai_endpoints,
-)  # fmt: skip
+from trtrun import LLM
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -40,33 +44,46 @@ def server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         yield server
 
 
-def send_odd_requests(endpoint: Endpoint, url: str, count: int) -> None:
-    """Send some, the same ones each time."""
-
-    @settings(
-        max_examples=count,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate,),
-    )
-    @given(request=odd_requests(endpoint))
-    def send(request: OddRequest) -> None:
-        assert find_fault(request, exchange(url, request, PATIENCE)) is None, request
-
-    send()
+def check_whole(server: Server, llm: LLM) -> None:
+    """Nothing is left of what was sent, and the tokens are the same as ever."""
+    assert server.wait_idle()["vllm:kv_cache_usage_perc"] == 0
+    assert not [line for line in server.lines if "Traceback" in line or "ERROR" in line]
+    assert llm.tokenizer is not None
+    tokens = llm.tokenizer.encode("def main(")
+    (completion,) = expected(llm, "def main(", GREEDY)
+    with connected("grpc", server) as client:
+        result = client.infer("tensorrt_llm", inputs_of("grpc", of_tokens(tokens, GREEDY)))
+    assert np.array_equal(result.as_numpy("output_ids")[0, 0], [*tokens, *completion.token_ids])
 
 
-def test_odd_requests_are_answered_in_one_line(server: Server) -> None:
+def test_odd_requests_are_answered_in_one_line(server: Server, llm: LLM) -> None:
     for endpoint in openai_endpoints("pair"):
         url = server.metrics_url.removesuffix("/metrics") if endpoint.is_metrics else server.url
-        send_odd_requests(endpoint, url, 60 if endpoint.body is not None else 10)
+        _, fault = try_endpoint(endpoint, url, 60 if endpoint.body is not None else 10, 1)
+        assert fault is None, endpoint.path
     for endpoint in kserve_endpoints():
-        send_odd_requests(endpoint, server.url, 12 if endpoint.body is not None else 2)
-    metrics = server.wait_idle()
-    assert metrics["vllm:kv_cache_usage_perc"] == 0
-    assert not [line for line in server.lines if "Traceback" in line or "ERROR" in line]
+        _, fault = try_endpoint(endpoint, server.url, 12 if endpoint.body is not None else 2, 1)
+        assert fault is None, endpoint.path
+    check_whole(server, llm)
+
+
+def test_odd_calls_are_answered_with_a_status_in_one_line(server: Server, llm: LLM) -> None:
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        for method in METHODS:
+            statuses, fault = try_method(channel, method, 120 if "Infer" in method else 6, 1)
+            assert fault is None, method
+            assert statuses.total() >= 6
+    for data in ODD_BYTES:
+        send_bytes(server.grpc_address, data, PATIENCE)
+    check_whole(server, llm)
+
+
+def test_calls_that_are_given_up_leave_nothing_behind(server: Server, llm: LLM) -> None:
+    before = server.wait_idle()["trtrun:requests_aborted_total"]
+    asyncio.run(cancel_calls(server.grpc_address, 56, 200))
+    asyncio.run(cut_calls(server.grpc_address, 56, 8))
+    check_whole(server, llm)
+    assert server.metrics()["trtrun:requests_aborted_total"] > before
 
 
 @pytest.mark.parametrize(
@@ -85,3 +102,20 @@ def test_the_judge_sees_what_must_not_be(status: int | None, kind: str, body: by
     assert (
         find_fault(OddRequest(b"POST /v1/completions HTTP/1.1\r\n\r\n", True), Answered(status, kind, body)) is not None
     )
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Outcome(grpc.StatusCode.INTERNAL, "the server failed; its log says how"),
+        Outcome(grpc.StatusCode.UNKNOWN, "Unexpected <class 'ValueError'>"),
+        Outcome(grpc.StatusCode.CANCELLED, "x"),
+        Outcome(grpc.StatusCode.INVALID_ARGUMENT, ""),
+        Outcome(grpc.StatusCode.INVALID_ARGUMENT, "two\nlines"),
+        Outcome(grpc.StatusCode.INVALID_ARGUMENT, "Traceback (most recent call last)"),
+        Outcome(grpc.StatusCode.OK, "", ("the server failed; its log says how",)),
+        Outcome(grpc.StatusCode.OK, "", ("x" * 5000,)),
+    ],
+)
+def test_the_judge_of_calls_sees_what_must_not_be(outcome: Outcome) -> None:
+    assert find_call_fault(OddCall("ModelInfer", (b"",)), outcome) is not None

@@ -74,7 +74,9 @@ BAD: list[tuple[str, Any, int, str]] = [
     (INFER, infer(tensor("temperature", "FP32", [1, 1], [1e300])), 400, "is no FP32"),
     (INFER, infer(tensor("temperature", "FP32", [1, 1], 1.0)), 400, "data must be a list"),
     (INFER, infer(tensor("temperature", "FP32", [-1, 1], [1.0])), 400, "whole numbers from 0"),
-    (INFER, infer(tensor("temperature", "FP32", [2**39, 2**39], [1.0])), 400, "1 values for a shape of"),
+    (INFER, infer(tensor("temperature", "FP32", [2**39, 2**39], [1.0])), 400, "larger than any tensor"),
+    (INFER, infer(tensor("lora_weights", "FP16", [0, 2**39, 2**39], [])), 400, "larger than any tensor"),
+    (INFER, infer(tensor("temperature", "FP32", [1, 1], [10**400])), 400, "is no FP32"),
     (INFER, infer(tensor("temperature", "FP32", [1] * 9, [1.0])), 400, "9 dimensions"),
     (INFER, infer(tensor("top_k", "INT32", [1, 1], [2**31])), 400, "is no INT32"),
     (INFER, infer(tensor("top_k", "INT32", [1, 1], [True])), 400, "is no INT32"),
@@ -108,6 +110,10 @@ BAD: list[tuple[str, Any, int, str]] = [
     (GENERATE, generate(end_id=-2), 400, "end_id: must be a token id, or -1"),
     (GENERATE, generate(end_id=4096), 400, "between 0 and 4095"),
     (GENERATE, generate(num_draft_tokens=3), 400, "ensemble has no input 'num_draft_tokens'"),
+    (GENERATE, generate(stop_words=["a"] * 1025), 400, "stop_words has 1025 entries; 1024 are the most"),
+    (GENERATE, generate(bad_words=["a"] * 1025), 400, "bad_words has 1025 entries"),
+    (GENERATE, generate(embedding_bias_words=["a"] * 1025), 400, "embedding_bias_words has 1025 entries"),
+    (TOKENS, tokens(stop_words_list=[[5] * 1025, list(range(1, 1026))]), 400, "stop_words_list has 1025 entries"),
     (GENERATE, generate(embedding_bias_words=["a"]), 400, "0 weights for 1 words"),
     (GENERATE, generate(embedding_bias_words=["a"], embedding_bias_weights=[500.0]), 400, "between -100 and 100"),
     (BLS, generate(num_draft_tokens=-1), 400, "num_draft_tokens: must be 0 (plain decoding) or more"),
@@ -130,6 +136,8 @@ BAD: list[tuple[str, Any, int, str]] = [
     (TOKENS, tokens(decoder_input_ids=[1, 2]), 400, "decoder_input_ids: this is not supported"),
     (TOKENS, tokens(stop=True), 400, "send it on that stream"),
     ("/v2/models/preprocessing/generate", {"QUERY": "x", "REQUEST_OUTPUT_LEN": 1, "IMAGE_URL": "a"}, 400, "IMAGE_URL"),
+    ("/v2/models/preprocessing/generate",
+     {"QUERY": "x", "REQUEST_OUTPUT_LEN": 1, "BAD_WORDS_DICT": ["a"] * 1025}, 400, "BAD_WORDS_DICT has 1025 entries"),
     ("/v2/models/postprocessing/generate", {"TOKENS_BATCH": [[5]], "SEQUENCE_LENGTH": [2]}, 400, "between 0 and 1"),
     ("/v2/models/postprocessing/generate", {"TOKENS_BATCH": [[-5]], "SEQUENCE_LENGTH": [1]}, 400, "is no token id"),
     ("/v2/models/nothing/infer", infer(), 404, 'no model "nothing"'),
@@ -162,7 +170,8 @@ def test_bad_requests_are_one_line_that_says_what_is_wrong(server: Server) -> No
 def test_what_asks_for_nothing_is_accepted(server: Server) -> None:
     nothing = {"beam_width": 1, "return_context_logits": False, "lora_task_id": 0, "decoder_text_input": "",
                "image_url_input": "", "length_penalty": 2.0, "use_draft_logits": False, "stream": None, "pad_id": 2,
-               "prompt_vocab_size": 0, "embedding_bias_words": [], "min_length": 1}  # fmt: skip
+               "prompt_vocab_size": 0, "embedding_bias_words": [], "min_length": 1, "priority": 1,
+               "parameters": {"timeout": 1000, "sequence_id": 5, "sequence_start": True}}  # fmt: skip
     for more in ({}, {"num_draft_tokens": 0}, {"num_draft_tokens": 100, "use_draft_logits": True}):
         answer = server.post(BLS, generate(**(nothing | more)))
         assert answer.status_code == 200, answer.text
@@ -222,9 +231,14 @@ def test_grpc_refuses_with_a_status_and_the_same_lines(server: Server) -> None:
                 client.infer(model, inputs_of("grpc", values))
             assert caught.value.status() == str(status) and line in caught.value.message(), caught.value
         message = service_pb2.ModelInferRequest(model_name="ensemble")
-        for raws, line in (([b""], "1 raw_input_contents for 2 inputs"), ([], "0 values in bytes_contents")):
+        for shape, raws, line in (
+            ([1, 1], [b""], "1 raw_input_contents for 2 inputs"),
+            ([1, 1], [], "0 values in bytes_contents"),
+            ([2**32, 2**32], [], "larger than any tensor"),  # 0 where numbers have 64 bits
+            ([-1, 1], [], "whole numbers from 0"),
+        ):
             del message.inputs[:], message.raw_input_contents[:]
-            message.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
+            message.inputs.add(name="text_input", datatype="BYTES", shape=shape)
             message.inputs.add(name="max_tokens", datatype="INT32", shape=[1, 1])
             message.raw_input_contents.extend(raws)
             with pytest.raises(grpc.RpcError, match=line):

@@ -35,6 +35,19 @@ def with_outbox(check: Check) -> None:
     run(work())
 
 
+class CountingSocket:
+    """A connection that counts what is written to it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.num_sends = 0
+        self.fileno, self.close = connection.fileno, connection.close
+        self._connection = connection
+
+    def send(self, data: memoryview) -> int:
+        self.num_sends += 1
+        return self._connection.send(data)
+
+
 def sending(outbox: Outbox, name: str, failures: list[RankFailedError] | None = None, n: int = 1) -> Sending:
     recipient = Sending(outbox, name, [].append if failures is None else failures.append)
     recipient.begin(n)
@@ -131,18 +144,32 @@ def test_refusals_are_told_and_failures_are_heard() -> None:
     with_outbox(check)
 
 
-def test_a_front_that_is_gone_hurts_nobody() -> None:
+def test_a_front_that_is_gone_is_written_to_no_more() -> None:
     async def work() -> None:
+        loop = asyncio.get_running_loop()
+        unhandled: list[dict[str, Any]] = []
+        loop.set_exception_handler(lambda _, told: unhandled.append(told))
         own, fronts = socket.socketpair()
         own.setblocking(False)
-        outbox = Outbox(own, asyncio.get_running_loop())
-        fronts.close()
+        counted = CountingSocket(own)
+        outbox = Outbox(counted, loop)  # type: ignore[arg-type]
         recipient = sending(outbox, "a")
-        for _ in range(3):
+
+        def put_and_send() -> None:
             recipient.put(of_request("a", delta_of((1,))))
             flush([recipient])
-        outbox.send(Abort(request_id="a"))
+            outbox.send(Abort(request_id="a"))
+
+        put_and_send()
+        assert counted.num_sends == 2
+        fronts.close()
+        put_and_send()  # the first of these hears that the front is gone
+        put_and_send()
+        assert counted.num_sends == 3
         outbox.close()
-        outbox.send(Abort(request_id="a"))
+        put_and_send()
+        assert counted.num_sends == 3 and own.fileno() == -1
+        await asyncio.sleep(0)
+        assert not unhandled
 
     run(work())

@@ -15,7 +15,7 @@ from launch.serve.kserve.http_bodies import read_generate
 from launch.serve.kserve.models import MODELS
 from launch.serve.kserve.requests import check_request, find_model
 from launch.serve.kserve.runs import _Completion
-from launch.serve.kserve.tensors import DATATYPES, read_bytes, read_values, write_bytes, write_values
+from launch.serve.kserve.tensors import DATATYPES, read_bytes, read_shape, read_values, write_bytes, write_values
 from launch.serve.kserve.word_lists import read_word_list, write_word_lists
 from launch.serve.refusals import Kind, Refusal
 from trtrun.config import ASSETS
@@ -58,6 +58,13 @@ def test_any_bytes_are_a_tensor_or_refused(datatype: str, shape: list[int], raw:
         assert tensor.values.shape == tuple(shape)
         if datatype != "BOOL":  # of which any byte but 0 is true
             assert write_bytes(tensor) == raw
+
+
+@pytest.mark.parametrize("shape", [(2**39, 2**39), (0, 2**39, 2**39), (2**39, 2**39, 0), (0, 2**41), (2**64,)])
+def test_shapes_beyond_what_arrays_have_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(Refusal, match="larger than any tensor"):
+        read_shape("x", shape)
+    assert read_bytes("x", "INT32", read_shape("x", (0, 2**39)), b"").values.shape == (0, 2**39)
 
 
 @given(st.lists(st.lists(st.lists(st.integers(0, 4095), min_size=1, max_size=4), max_size=4), min_size=1, max_size=3))

@@ -230,15 +230,13 @@ def _read_prompt(row: Row) -> tuple[int, ...]:
 
 
 def _read_stops(row: Row, facts: ModelFacts) -> tuple[tuple[int, ...], ...]:
-    words = row.texts("stop_words")
-    return read_word_list("stop_words_list", row.array("stop_words_list")) + tuple(
-        tokens for word in words if (tokens := _spell(word, "stop_words", facts))
-    )
+    spelled = tuple(_spell(word, "stop_words", facts) for word in row.words("stop_words"))
+    return read_word_list("stop_words_list", row.array("stop_words_list")) + tuple(filter(None, spelled))
 
 
 def _read_bad_words(row: Row, facts: ModelFacts) -> tuple[str, ...]:
     """Words that must not be generated, as texts."""
-    words = [word for word in row.texts("bad_words") if word]
+    words = [word for word in row.words("bad_words") if word]
     for tokens in read_word_list("bad_words_list", row.array("bad_words_list")):
         word = _tokenizer("bad_words_list", facts).decode(tokens, skip_special_tokens=False)
         if not word or tokens not in _tokenizer("bad_words_list", facts).bad_word_ids([word]):
@@ -253,7 +251,7 @@ def _read_bias(row: Row, request: InferRequest, facts: ModelFacts) -> dict[int, 
     dense: Array | None = row.array("embedding_bias")
     if dense is not None:
         bias = {token: float(value) for token, value in enumerate(dense.tolist()) if value}
-    words, weights = row.texts("embedding_bias_words"), row.numbers("embedding_bias_weights")
+    words, weights = row.words("embedding_bias_words"), row.numbers("embedding_bias_weights")
     if len(words) != len(weights):
         raise refuse_input("embedding_bias_weights", f"{len(weights)} weights for {len(words)} words")
     for word, weight in zip(words, weights, strict=True):

@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
 import grpc
 
 from launch.serve.connections import STALLED_SECONDS
-from launch.serve.http_requests import REQUEST_ID, Keys
+from launch.serve.http_requests import REQUEST_ID, Keys, choose_id
 from launch.serve.metrics import FrontMetrics
 from launch.serve.refusals import HTTP_STATUS, Kind, Refusal
 
@@ -52,8 +51,7 @@ class ObservedCall:
 
     async def __aenter__(self) -> None:
         sent = {key: value for key, value in self._context.invocation_metadata() or () if isinstance(value, str)}
-        given = sent.get(REQUEST_ID, "")
-        self._request_id = given if 0 < len(given) <= 128 and given.isprintable() else uuid.uuid4().hex
+        self._request_id = choose_id(sent.get(REQUEST_ID, ""))
         await self._context.send_initial_metadata(((REQUEST_ID, self._request_id),))
         if self._keys is not None:
             try:

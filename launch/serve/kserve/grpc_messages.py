@@ -5,6 +5,7 @@ It knows protobuf messages and tensors. It does not know calls or streams.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from google.protobuf.json_format import ParseDict
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from launch.serve.kserve.models import VERSION, Model
-from launch.serve.kserve.requests import InferResponse
+from launch.serve.kserve.requests import InferResponse, no_shared_memory
 from launch.serve.kserve.tensors import DATATYPES, Tensor, read_bytes, read_shape, refuse_input, write_bytes
 from launch.serve.refusals import Kind, Refusal
 
@@ -50,7 +51,7 @@ def read_tensors(request: Any) -> list[Tensor]:
     tensors = []
     for place, item in enumerate(request.inputs):
         if "shared_memory_region" in item.parameters:
-            raise refuse_input(item.name, "there is no shared memory here: send tensors in the request")
+            raise no_shared_memory()
         shape = read_shape(item.name, list(item.shape))
         if raws:
             tensors.append(read_bytes(item.name, item.datatype, shape, raws[place]))
@@ -108,10 +109,10 @@ def _read_contents(item: Any, shape: tuple[int, ...]) -> Tensor:
     if field is None or dtype is None:
         raise refuse_input(item.name, f"datatype {item.datatype[:20]!r} needs raw_input_contents, or is unknown here")
     found = list(getattr(item.contents, field))
-    values = np.empty(len(found), dtype)
-    if len(found) != int(np.prod(shape, dtype=np.int64)):
+    if len(found) != math.prod(shape):
         raise refuse_input(item.name, f"{len(found)} values in {field} for the shape {list(shape)}")
     if item.datatype == "UINT8" and any(value > 255 for value in found):
         raise refuse_input(item.name, "a value is no UINT8")
+    values = np.empty(len(found), dtype)
     values[:] = found
     return Tensor(item.name, item.datatype, values.reshape(shape))

@@ -26,6 +26,13 @@ END_SECONDS = 0.5
 """For calls that are still there when the server ends, such as streams without requests."""
 
 
+PING_SECONDS = 30.0
+"""After so long without a word a client with a call at work is asked whether it is there."""
+
+ANSWER_SECONDS = 20.0
+"""How long it may take to say so. Hosts that vanish do not close their connections, and calls are counted."""
+
+
 class GrpcServer:
     """The gRPC port, from `open` until `finish`.
 
@@ -41,6 +48,8 @@ class GrpcServer:
                 ("grpc.max_receive_message_length", section.max_body_bytes + MESSAGE_OVERHEAD),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", 0),  # a port that is taken is an error
+                ("grpc.keepalive_time_ms", round(PING_SECONDS * 1000)),
+                ("grpc.http2.ping_timeout_ms", round(ANSWER_SECONDS * 1000)),
             ),
             maximum_concurrent_rpcs=section.max_connections,  # of calls: connections alone cannot be counted
         )

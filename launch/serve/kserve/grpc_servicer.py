@@ -11,7 +11,8 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2
 
-from launch.serve.http_requests import Keys, aside
+from launch.serve.aside import SHORT_BODY, aside
+from launch.serve.http_requests import Keys
 from launch.serve.kserve.grpc_calls import Context, ObservedCall, check_message
 from launch.serve.kserve.grpc_messages import (
     read_outputs,
@@ -23,8 +24,8 @@ from launch.serve.kserve.grpc_messages import (
 )
 from launch.serve.kserve.grpc_stream import InferStream
 from launch.serve.kserve.models import MODELS
-from launch.serve.kserve.requests import find_model
-from launch.serve.kserve.service import Answering, KServeService
+from launch.serve.kserve.requests import find_model, fixed_models, no_shared_memory
+from launch.serve.kserve.service import Answering, KServeService, Stopping
 from launch.serve.refusals import Kind, Refusal
 
 Handler = Callable[["KServeServicer", Any, Context], Awaitable[Any]]
@@ -105,12 +106,12 @@ class KServeServicer:
     @_call()
     async def RepositoryModelLoad(self, message: Any, context: Context) -> Any:
         """Refused: the models are the job's."""
-        raise _fixed_models(message.model_name)
+        raise fixed_models(message.model_name)
 
     @_call()
     async def RepositoryModelUnload(self, message: Any, context: Context) -> Any:
         """Refused: the models are the job's."""
-        raise _fixed_models(message.model_name)
+        raise fixed_models(message.model_name)
 
     @_call()
     async def SystemSharedMemoryStatus(self, message: Any, context: Context) -> Any:
@@ -125,7 +126,7 @@ class KServeServicer:
     @_call()
     async def SystemSharedMemoryRegister(self, message: Any, context: Context) -> Any:
         """Refused."""
-        raise _no_shared_memory()
+        raise no_shared_memory()
 
     @_call()
     async def CudaSharedMemoryStatus(self, message: Any, context: Context) -> Any:
@@ -140,7 +141,7 @@ class KServeServicer:
     @_call()
     async def CudaSharedMemoryRegister(self, message: Any, context: Context) -> Any:
         """Refused."""
-        raise _no_shared_memory()
+        raise no_shared_memory()
 
     @_call()
     async def TraceSetting(self, message: Any, context: Context) -> Any:
@@ -166,18 +167,7 @@ class KServeServicer:
         async with self.observing(context, "ModelStreamInfer"):
             await InferStream(self._service, self._begin, context).run(messages)
 
-    async def _begin(self, message: Any, beside: Mapping[str, Collection[Answering]] | None = None) -> Answering:
+    async def _begin(self, message: Any, beside: Mapping[str, Collection[Stopping]] | None = None) -> Answering:
         model = find_model(message.model_name, message.model_version)
-        tensors = await aside(message.ByteSize(), read_tensors, message)
+        tensors = await aside(message.ByteSize() > SHORT_BODY, read_tensors, message)
         return await self._service.begin(model, message.id, tensors, read_outputs(message), beside)
-
-
-def _fixed_models(name: str) -> Refusal:
-    model = find_model(name)
-    return Refusal(
-        Kind.INVALID, f"{model.name} is one of the job's models: they are not loaded or unloaded by requests"
-    )
-
-
-def _no_shared_memory() -> Refusal:
-    return Refusal(Kind.INVALID, "there is no shared memory here: send tensors in the request")

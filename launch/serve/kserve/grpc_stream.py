@@ -19,7 +19,7 @@ from launch.serve.connections import STALLED_SECONDS
 from launch.serve.kserve.grpc_calls import FAILED, Context, check_message
 from launch.serve.kserve.grpc_messages import FINAL, WANTS_FINAL, head, write_response
 from launch.serve.kserve.requests import find_model
-from launch.serve.kserve.service import Answering, KServeService
+from launch.serve.kserve.service import Answering, KServeService, Stopping
 from launch.serve.refusals import HTTP_STATUS, Refusal
 
 MOST_AT_ONCE = 1024
@@ -32,19 +32,39 @@ class _ClientGoneError(Exception):
     """Nothing can be written any more: the call is about to be cancelled."""
 
 
+class _Place:
+    """A request's place among those of its stream, from the moment that it has come."""
+
+    def __init__(self) -> None:
+        self._work: Answering | None = None
+        self._is_stopped = False
+
+    def fill(self, work: Answering) -> None:
+        """The request has been let in."""
+        self._work = work
+        if self._is_stopped:
+            work.stop()
+
+    def stop(self) -> None:
+        """Its client wants no more of it, be it at work or not let in yet."""
+        self._is_stopped = True
+        if self._work is not None:
+            self._work.stop()
+
+
 class InferStream:
     """One stream's requests: each has a task that writes what comes of it."""
 
     def __init__(
         self,
         service: KServeService,
-        begin: Callable[[Any, Mapping[str, Collection[Answering]]], Awaitable[Answering]],
+        begin: Callable[[Any, Mapping[str, Collection[Stopping]]], Awaitable[Answering]],
         context: Context,
     ) -> None:
         self._service = service
         self._begin = begin
         self._context = context
-        self._works: defaultdict[str, set[Answering]] = defaultdict(set)
+        self._places: defaultdict[str, set[_Place]] = defaultdict(set)
         self._writing = asyncio.Lock()
         self._room = asyncio.Semaphore(MOST_AT_ONCE)
 
@@ -61,16 +81,15 @@ class InferStream:
             await self._answer_or_refuse(message)
 
     async def _answer_or_refuse(self, message: Any) -> None:
+        place = _Place()
+        self._places[message.id].add(place)
         try:
-            work = await self._begin(message, self._works)
-            self._works[message.id].add(work)
+            work = await self._begin(message, self._places)
+            place.fill(work)
             try:
                 await self._respond(message, work)
             finally:
                 work.close()
-                self._works[message.id].discard(work)
-                if not self._works[message.id]:
-                    del self._works[message.id]
         except Refusal as refusal:
             self._service.front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
             await self._write_error(message, str(refusal))
@@ -79,6 +98,10 @@ class InferStream:
         except Exception:
             logger.exception("a request of a stream failed")
             await self._write_error(message, FAILED)
+        finally:
+            self._places[message.id].discard(place)
+            if not self._places[message.id]:
+                del self._places[message.id]
 
     async def _respond(self, message: Any, work: Answering) -> None:
         wants_final = message.parameters[WANTS_FINAL].bool_param if WANTS_FINAL in message.parameters else False

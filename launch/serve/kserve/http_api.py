@@ -13,11 +13,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from launch.serve.aside import SHORT_BODY, aside
 from launch.serve.event_stream import EventStream, event
-from launch.serve.http_requests import Keys, aside, parse_json, read_body, unless_gone
+from launch.serve.http_requests import Keys, parse_json, read_body, unless_gone
 from launch.serve.kserve.http_bodies import InferBody, dump, read_generate, read_infer, write_generate, write_infer
 from launch.serve.kserve.models import MODELS, VERSION, Model
-from launch.serve.kserve.requests import find_model
+from launch.serve.kserve.requests import find_model, fixed_models, no_shared_memory
 from launch.serve.kserve.service import Answering, KServeService
 from launch.serve.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
 
@@ -91,7 +92,7 @@ class KServeHttpApi:
     async def index(self, request: Request) -> Response:
         """The models and their states."""
         body = await read_body(request, self._max_body_bytes)
-        wanted = await aside(len(body), parse_json, body) if body.strip() else {}
+        wanted = await aside(len(body) > SHORT_BODY, parse_json, body) if body.strip() else {}
         if not isinstance(wanted, dict):
             raise Refusal(Kind.INVALID, "the body must be a JSON object, or empty")
         return JSONResponse(self._service.index(ready_only=wanted.get("ready") is True))
@@ -100,7 +101,8 @@ class KServeHttpApi:
         """Tensors in, tensors out."""
         model = _model(request)
         raw = await read_body(request, self._max_body_bytes)
-        body = await aside(len(raw), self._read_infer, raw, request)
+        is_long = len(raw) > SHORT_BODY or "content-encoding" in request.headers  # a few bytes may become many
+        body = await aside(is_long, self._read_infer, raw, request)
         work = await self._service.begin(model, body.request_id, body.tensors, body.outputs)
         try:
             response = await unless_gone(request, work.whole())
@@ -128,7 +130,7 @@ class KServeHttpApi:
     async def _begin_generate(self, request: Request) -> Answering:
         model = _model(request)
         raw = await read_body(request, self._max_body_bytes)
-        body = await aside(len(raw), lambda: read_generate(model, parse_json(raw)))
+        body = await aside(len(raw) > SHORT_BODY, lambda: read_generate(model, parse_json(raw)))
         return await self._service.begin(model, body.request_id, body.tensors, body.outputs)
 
     def _read_infer(self, raw: bytes, request: Request) -> InferBody:
@@ -170,8 +172,7 @@ async def _live(request: Request) -> Response:
 
 
 async def _refuse_change(request: Request) -> Response:
-    model = find_model(request.path_params["model"])
-    raise Refusal(Kind.INVALID, f"{model.name} is one of the job's models: they are not loaded or unloaded by requests")
+    raise fixed_models(request.path_params["model"])
 
 
 async def _no_regions(request: Request) -> Response:
@@ -179,7 +180,7 @@ async def _no_regions(request: Request) -> Response:
 
 
 async def _refuse_region(request: Request) -> Response:
-    raise Refusal(Kind.INVALID, "there is no shared memory here: send tensors in the request")
+    raise no_shared_memory()
 
 
 def _model(request: Request) -> Model:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from launch.serve.kserve.models import VERSION, Model
-from launch.serve.kserve.requests import InferResponse, find_input
+from launch.serve.kserve.requests import InferResponse, find_input, no_shared_memory
 from launch.serve.kserve.tensors import (
     Tensor,
     read_bytes,
@@ -31,6 +31,10 @@ from trtrun.values import show_value
 _FIELDS = ("id", "inputs", "outputs", "parameters")
 _INPUT_FIELDS = ("name", "shape", "datatype", "parameters", "data")
 _OUTPUT_FIELDS = ("name", "parameters")
+_REQUEST_PARAMETERS = ("priority", "timeout", "sequence_id", "sequence_start", "sequence_end")
+"""Triton's own parameters of a request, which have no effect here. Beside a generate request's inputs they have to be
+told from a name that is wrong."""
+
 _LONGEST_ID = 1024
 _ENCODER = msgspec.json.Encoder()
 
@@ -97,6 +101,8 @@ def read_generate(model: Model, values: object) -> InferBody:
     given.pop("id", None)
     tensors = []
     for name, value in given.items():
+        if name in _REQUEST_PARAMETERS:
+            continue
         spec = find_input(model, name)
         if value is not None:
             shape = _shape_of(value) if isinstance(value, list) else (1,)
@@ -173,9 +179,7 @@ def _read_parameters(what: str, value: object) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise Refusal(Kind.INVALID, f"{what} must be an object, not {show_value(value)}", "parameters")
     if "shared_memory_region" in value:
-        raise Refusal(
-            Kind.INVALID, "there is no shared memory here: send tensors in the request", "shared_memory_region"
-        )
+        raise no_shared_memory()
     return value
 
 

@@ -82,17 +82,17 @@ def _words(rows: list[Row], name: str, tokenizer: Tokenizer) -> Array:
     if not rows[0].has(name):
         return np.zeros((len(rows), 2, 0), np.int32)
     return write_word_lists(
-        [[tokenizer.encode(word, add_special_tokens=False) for word in row.texts(name) if word] for row in rows]
+        [[tokenizer.encode(word, add_special_tokens=False) for word in row.words(name) if word] for row in rows]
     )
 
 
 def _biases(rows: list[Row], tokenizer: Tokenizer) -> Array:
     """[batch, vocabulary] float32 numbers for logits; [batch, 0] without words."""
-    if not any(row.texts("EMBEDDING_BIAS_WORDS") for row in rows):
+    if not any(row.words("EMBEDDING_BIAS_WORDS") for row in rows):
         return np.zeros((len(rows), 0), np.float32)
     biases = np.zeros((len(rows), tokenizer.vocab_size), np.float32)
     for place, row in enumerate(rows):
-        words, weights = row.texts("EMBEDDING_BIAS_WORDS"), row.numbers("EMBEDDING_BIAS_WEIGHTS")
+        words, weights = row.words("EMBEDDING_BIAS_WORDS"), row.numbers("EMBEDDING_BIAS_WEIGHTS")
         if len(words) != len(weights):
             raise refuse_input("EMBEDDING_BIAS_WEIGHTS", f"{len(weights)} weights for {len(words)} words")
         for word, weight in zip(words, weights, strict=True):

@@ -33,6 +33,13 @@ class InferRequest:
     outputs: Sequence[str]
     batch_size: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all inputs."""
+        return sum(
+            sum(map(len, values.flat)) if values.dtype == object else values.nbytes for values in self.inputs.values()
+        )
+
 
 @dataclass(frozen=True)
 class InferResponse:
@@ -65,6 +72,23 @@ def find_model(name: str, version: str = "") -> Model:
             "model_not_found",
         )  # fmt: skip
     return model
+
+
+def fixed_models(name: str) -> Refusal:
+    """What a request to load or unload a model is told.
+
+    Raises:
+        Refusal: there is no model of that name.
+    """
+    model = find_model(name)
+    return Refusal(
+        Kind.INVALID, f"{model.name} is one of the job's models: they are not loaded or unloaded by requests"
+    )
+
+
+def no_shared_memory() -> Refusal:
+    """What a request is told whose tensors, or responses, are to lie in shared memory."""
+    return Refusal(Kind.INVALID, "there is no shared memory here: send tensors in the request")
 
 
 def check_request(

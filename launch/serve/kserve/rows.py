@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from launch.serve.kserve.tensors import Array, refuse_input
+from launch.serve.words import check_words
 
 
 class Row:
@@ -60,6 +61,16 @@ class Row:
             return () if values is None else tuple(value.decode() for value in values.ravel())
         except UnicodeDecodeError as error:
             raise refuse_input(name, f"byte {error.start + 1} of a text is not valid UTF-8") from None
+
+    def words(self, name: str) -> tuple[str, ...]:
+        """The texts of an input that become tokens, each by itself.
+
+        Raises:
+            Refusal: as of `texts`; or there are too many, or they are too long.
+        """
+        found = self.texts(name)
+        check_words(name, found)
+        return found
 
     def integers(self, name: str) -> tuple[int, ...]:
         """The whole numbers of an input; none where it is not there."""

@@ -6,13 +6,11 @@ know how requests and responses travel.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
-from launch.serve.front import SHORT_TEXT, Front
+from launch.serve.aside import SHORT_TEXT, aside
+from launch.serve.front import Front
 from launch.serve.kserve.asks import ModelFacts, read_asks
 from launch.serve.kserve.models import MODELS, POSTPROCESSING, PREPROCESSING, VERSION, Model
 from launch.serve.kserve.processing import process
@@ -37,10 +35,16 @@ EXTENSIONS = (
 STOP = "stop"
 """Input of the models of tokens that ends another request."""
 
-_NOTHING = np.empty(0, np.object_)
+
+class Stopping(Protocol):
+    """A request that can be stopped."""
+
+    def stop(self) -> None:
+        """Its client wants no more of it: what there is becomes its last response."""
+        ...
 
 
-class Answering(Protocol):
+class Answering(Stopping, Protocol):
     """A request at work. One of `whole` and `responses` is called once; `close` always."""
 
     async def whole(self) -> InferResponse:
@@ -49,10 +53,6 @@ class Answering(Protocol):
 
     def responses(self) -> AsyncIterator[InferResponse]:
         """Responses as they come, one at least; the last says so."""
-        ...
-
-    def stop(self) -> None:
-        """Its client wants no more of it: what there is becomes its last response."""
         ...
 
     def close(self) -> None:
@@ -121,13 +121,13 @@ class KServeService:
         request_id: str,
         tensors: Sequence[Tensor],
         outputs: Sequence[str],
-        beside: Mapping[str, Collection[Answering]] | None = None,
+        beside: Mapping[str, Collection[Stopping]] | None = None,
     ) -> Answering:
         """Let a request in.
 
         Args:
             model, request_id, tensors, outputs: of the request.
-            beside: what is at work on the same stream, by request id, for requests that stop another one; None where
+            beside: what has come on the same stream, by request id, for requests that stop another one; None where
                 there is no stream.
 
         Raises:
@@ -144,7 +144,7 @@ class KServeService:
                 _stop(request, beside)
                 counted.succeed()
                 return _Processed(InferResponse(model, request_id))
-            asks = read_asks(request, self._facts)
+            asks = await aside(request.num_bytes > SHORT_TEXT, read_asks, request, self._facts)
             return await Run.begin(request, asks, self.front, self._block_size, counted)
         except BaseException as error:
             counted.fail_with(error)
@@ -156,12 +156,8 @@ class KServeService:
         counted.enter(Stage.INFER)
         tokenizer = self.front.tokenizer
         assert tokenizer is not None
-        size = sum(len(text) for text in request.inputs.get("QUERY", _NOTHING).ravel())
-        size += request.inputs.get("TOKENS_BATCH", _NOTHING).size
         with counted:
-            if size <= SHORT_TEXT:
-                return process(request, tokenizer, self._facts)
-            return await asyncio.to_thread(process, request, tokenizer, self._facts)
+            return await aside(request.num_bytes > SHORT_TEXT, process, request, tokenizer, self._facts)
 
     def _check_text(self, model: Model) -> None:
         if model.has_text and self.front.tokenizer is None:
@@ -192,7 +188,7 @@ class _Processed:
         """There is nothing to give up."""
 
 
-def _stop(request: InferRequest, beside: Mapping[str, Collection[Answering]] | None) -> None:
+def _stop(request: InferRequest, beside: Mapping[str, Collection[Stopping]] | None) -> None:
     """Stop what has the same id on the same stream: nobody ends the requests of others."""
     if beside is None:
         raise refuse_input(STOP, "stops a request of the same stream and id: send it on that stream, with its id")

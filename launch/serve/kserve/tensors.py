@@ -31,7 +31,10 @@ DATATYPES: dict[str, np.dtype[Any]] = {
 """Those that the models have, as they lie in memory; BYTES are arrays of `bytes`."""
 
 MOST_DIMENSIONS = 8
-"""Of a tensor that is read; the models' have four at most."""
+"""Of a tensor that is read; the models' have five at most."""
+
+MOST_VALUES = 1 << 40
+"""That a shape may speak of: many times what a request has room for, and few enough to reckon with."""
 
 _LENGTH_BYTES = 4
 
@@ -58,13 +61,16 @@ def read_shape(name: str, shape: Sequence[object]) -> tuple[int, ...]:
     """A shape: whole numbers, none below 0.
 
     Raises:
-        Refusal: it is something else, or has too many dimensions.
+        Refusal: it is something else, has too many dimensions, or speaks of more values than there can be.
     """
     if len(shape) > MOST_DIMENSIONS:
         raise refuse_input(name, f"a shape of {len(shape)} dimensions; {MOST_DIMENSIONS} are the most")
-    sizes = tuple(size for size in shape if isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 2**40)
+    sizes = tuple(size for size in shape if isinstance(size, int) and not isinstance(size, bool) and size >= 0)
     if len(sizes) < len(shape):
         raise refuse_input(name, f"shape {shorten(list(shape))} must hold whole numbers from 0")
+    # A size of 0 leaves no values; the other sizes have to be numbers that arrays can have all the same.
+    if math.prod(size or 1 for size in sizes) > MOST_VALUES:
+        raise refuse_input(name, f"shape {shorten(list(shape))} is larger than any tensor that fits into a request")
     return sizes
 
 
@@ -156,7 +162,7 @@ def _read_value(name: str, datatype: str, dtype: np.dtype[Any], value: object) -
     if datatype == "BOOL" and isinstance(value, bool):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if dtype.kind == "f" and abs(value) <= np.finfo(dtype).max:
+        if dtype.kind == "f" and abs(value) <= float(np.finfo(dtype).max):  # Python compares numbers of any size
             return value
         if dtype.kind in "iu" and isinstance(value, int) and np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
             return value

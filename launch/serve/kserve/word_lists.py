@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from launch.serve.kserve.tensors import Array, refuse_input
+from launch.serve.words import check_words
 
 
 def read_word_list(name: str, values: Array | None) -> tuple[tuple[int, ...], ...]:
@@ -23,7 +24,7 @@ def read_word_list(name: str, values: Array | None) -> tuple[tuple[int, ...], ..
         values: [2, length] int32; None for no words.
 
     Raises:
-        Refusal: ends do not rise, or lie behind the tokens.
+        Refusal: ends do not rise, or lie behind the tokens; or there are too many words, or they are too long.
     """
     if values is None:
         return ()
@@ -37,6 +38,7 @@ def read_word_list(name: str, values: Array | None) -> tuple[tuple[int, ...], ..
             raise refuse_input(name, f"word {len(words)} ends at {end}, where it begins at {begin} of {len(tokens)}")
         words.append(tuple(tokens[begin:end]))
         begin = end
+    check_words(name, words)
     return tuple(words)
 
 

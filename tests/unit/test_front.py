@@ -1,0 +1,121 @@
+"""The way of a request through the front, without an engine: what is held to limits, and what is done beside the event
+loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from launch.serve.engine_client import EngineRequest, Inbox
+from launch.serve.front import Front
+from launch.serve.limits import Door
+from launch.serve.metrics import FrontMetrics
+from launch.serve.refusals import Kind, Refusal
+from trtrun.config import ASSETS
+from trtrun.models.config import read_model_config
+from trtrun.prompts import PromptReader
+from trtrun.sampling_params import SamplingParams
+from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.text import read_tokenizer
+
+TOKENIZER = read_tokenizer(ASSETS / "target")
+
+
+class WatchedTokenizer:
+    """Keeps which threads make tokens, and what of."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+        self.words: list[Sequence[str]] = []
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert TOKENIZER is not None
+        self.threads.append(threading.get_ident())
+        return TOKENIZER.encode(text, add_special_tokens)
+
+    def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        assert TOKENIZER is not None
+        self.threads.append(threading.get_ident())
+        self.words.append(tuple(words))
+        return TOKENIZER.bad_word_ids(self.words[-1])
+
+
+class NoEngine:
+    """Takes requests, and nothing comes of them."""
+
+    ready: Any = None
+
+    def __init__(self) -> None:
+        self.limits = SchedulerLimits(8, 4096, 100_000, None, draft_len=4, block_size=16, num_blocks=10_000)
+        self.requests: list[EngineRequest] = []
+
+    def start(self, requests: Sequence[EngineRequest], inbox: Inbox) -> list[str]:
+        self.requests += requests
+        return [str(number) for number in range(len(requests))]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        pass
+
+
+def begin(prompts: list[Any], sampling: SamplingParams) -> tuple[WatchedTokenizer, NoEngine]:
+    """Let a request in and give it up."""
+    tokenizer: Any = WatchedTokenizer()
+    engine: Any = NoEngine()
+    door = Door(8, 2048, 16, is_open=True)
+    prompt_reader = PromptReader(read_model_config(ASSETS / "target"), tokenizer)
+
+    async def work() -> None:
+        front = Front("m", prompt_reader, tokenizer, 4, door, engine, FrontMetrics("m", 4), 60.0)
+        (await front.begin(prompts, sampling)).close()
+
+    try:
+        asyncio.run(work())
+    finally:
+        assert door.num_requests == door.num_completions == 0
+    return tokenizer, engine
+
+
+@pytest.mark.parametrize(
+    ("prompts", "words", "is_aside"),
+    [
+        (["def main("], (), False),
+        (["def main("] * 3, ("os",), False),
+        (["x = 1\n" * 1000], (), True),
+        (["def main(" * 10] * 100, (), True),  # each is short
+        (["def main("], ("some words " * 50,) * 10, True),
+    ],
+    ids=["short", "some", "long", "many", "words"],
+)
+def test_long_texts_become_tokens_beside_the_streams(
+    prompts: list[str], words: tuple[str, ...], is_aside: bool
+) -> None:
+    tokenizer, engine = begin(prompts, SamplingParams(bad_words=words))
+    assert {thread != threading.get_ident() for thread in tokenizer.threads} == {is_aside}
+    assert TOKENIZER is not None
+    assert [list(request.prompt_token_ids) for request in engine.requests] == list(map(TOKENIZER.encode, prompts))
+    assert len({request.sampling.seed for request in engine.requests}) == 1
+
+
+def test_words_of_many_prompts_become_tokens_once() -> None:
+    tokenizer, _ = begin(["a", "b", "c"], SamplingParams(bad_words=("os", "sys")))
+    assert tokenizer.words == [("os", "sys")]
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_words_have_limits(name: str) -> None:
+    begin(["x"], SamplingParams(**{name: ("os",) * 1024}))
+    for words in (("os",) * 1025, ("x" * 40_000, "y" * 40_000)):
+        with pytest.raises(Refusal, match="are the most") as caught:
+            begin(["x"], SamplingParams(**{name: words}))
+        assert caught.value.kind is Kind.INVALID and caught.value.field == name
+
+
+def test_the_first_prompt_that_is_wrong_refuses_all() -> None:
+    with pytest.raises(Refusal, match="not a token id between"):
+        begin(["x", [10**6]], SamplingParams())
+    with pytest.raises(Refusal, match="draft_len"):
+        begin(["x"], SamplingParams(draft_len=5))
