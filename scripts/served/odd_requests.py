@@ -111,6 +111,7 @@ _METHODS = ("POST", "GET", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE",
 _TAILS = ("/", "?", "?x=%00", "/%2e%2e/", "%ff", "?" + "x" * 9000)
 _HEADERS = (
     "content-type: text/plain", "content-type: application/x-www-form-urlencoded", "content-type: \xff",
+    "inference-header-content-length: 20", "inference-header-content-length: -1", "content-encoding: deflate",
     "content-type: multipart/form-data; boundary=x", "content-encoding: gzip", "expect: 100-continue",
     "authorization: Bearer x", "authorization: Basic =", "authorization:", "x-request-id: " + "x" * 500,
     "x-request-id: \x7f\x80\xff", "accept: text/event-stream;q=x", "accept-encoding: br;q=-1", "range: bytes=5-1",

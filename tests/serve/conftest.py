@@ -38,10 +38,10 @@ def llm(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="session")
-def triton_server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """What the tests of Triton's front share."""
+def server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """What all tests share that need no other server."""
     config = write_config(
-        tmp_path_factory.mktemp("triton") / "serve.yaml",
+        tmp_path_factory.mktemp("serve") / "serve.yaml",
         pair,
         ONE_PROCESS,
         scheduler={"max_batch_size": 8},

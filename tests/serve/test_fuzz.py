@@ -23,7 +23,7 @@ from served.odd_calls import (
 )
 from served.odd_requests import Answered, OddRequest, find_fault, kserve_endpoints, openai_endpoints
 from servers import ONE_PROCESS, PATIENCE, Server, serving, write_config
-from triton_clients import GREEDY, connected, expected, inputs_of, of_tokens
+from triton_clients import GREEDY, PROMPT, connected, expected, inputs_of, of_tokens, tokens_of
 
 from trtrun import LLM
 
@@ -48,9 +48,8 @@ def check_whole(server: Server, llm: LLM) -> None:
     """Nothing is left of what was sent, and the tokens are the same as ever."""
     assert server.wait_idle()["vllm:kv_cache_usage_perc"] == 0
     assert not [line for line in server.lines if "Traceback" in line or "ERROR" in line]
-    assert llm.tokenizer is not None
-    tokens = llm.tokenizer.encode("def main(")
-    (completion,) = expected(llm, "def main(", GREEDY)
+    tokens = tokens_of(llm, PROMPT)
+    (completion,) = expected(llm, PROMPT, GREEDY)
     with connected("grpc", server) as client:
         result = client.infer("tensorrt_llm", inputs_of("grpc", of_tokens(tokens, GREEDY)))
     assert np.array_equal(result.as_numpy("output_ids")[0, 0], [*tokens, *completion.token_ids])

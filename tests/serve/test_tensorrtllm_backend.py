@@ -40,11 +40,11 @@ def run(script: str, *words: str) -> str:
 @pytest.mark.parametrize(
     "more", [[], ["--stop-words", "return", "--bad-words", "self", "None"]], ids=["plain", "words"]
 )
-def test_the_client_that_drafts_itself(triton_server: Server, llm: LLM, more: list[str]) -> None:
+def test_the_client_that_drafts_itself(server: Server, llm: LLM, more: list[str]) -> None:
     prompt = "What is Ubuntu operation system?"
     text = run(
         "inflight_batcher_llm/client/e2e_grpc_speculative_decoding_client.py",
-        f"--url-target={triton_server.grpc_address}", *MODELS, "--output-len=40", "--num-draft-tokens=4", "--end-id=0",
+        f"--url-target={server.grpc_address}", *MODELS, "--output-len=40", "--num-draft-tokens=4", "--end-id=0",
         "--pad-id=0", "--prompt", prompt, *more,
     )  # fmt: skip
     if not more:
@@ -66,10 +66,10 @@ def test_the_client_that_drafts_itself(triton_server: Server, llm: LLM, more: li
     ],
     ids=["bls with logits", "bls", "client", "words", "client with a penalty", "bls with penalties"],
 )
-def test_its_test_of_speculative_decoding(triton_server: Server, tmp_path: Path, more: list[str]) -> None:
+def test_its_test_of_speculative_decoding(server: Server, tmp_path: Path, more: list[str]) -> None:
     dataset = tmp_path / "input_data.json"
     dataset.write_text(json.dumps(ROWS))
-    url = triton_server.grpc_address
+    url = server.grpc_address
     said = run(
         "tools/inflight_batcher_llm/speculative_decoding_test.py", "--max-input-len=2500", f"--dataset={dataset}",
         f"--url-control={url}", f"--url-target={url}", f"--url-draft={url}", *MODELS,

@@ -15,14 +15,13 @@ import pytest
 import tritonclient.grpc as grpcclient
 from servers import ONE_PROCESS, PATIENCE, THREE_RANKS, serving, write_config
 from test_serve_ends import certificate, run_refused  # noqa: F401
-from triton_clients import GREEDY, StreamReader, connected, expected, inputs_of, of_text, text_of
+from triton_clients import GREEDY, PROMPT, StreamReader, connected, expected, inputs_of, of_text, text_of
 from tritonclient.utils import InferenceServerException
 
 from trtrun import LLM
 
 pytestmark = pytest.mark.timeout(300)
 SETTINGS: dict[str, Any] = {"scheduler": {"max_batch_size": 1}, "kv_cache": {"max_tokens": 2048}}
-PROMPT = "def main("
 
 
 def status_of(client: Any, values: dict[str, Any], **others: Any) -> str:

@@ -4,7 +4,6 @@ clients that go away."""
 from __future__ import annotations
 
 import json
-import random
 import struct
 import zlib
 from typing import Any
@@ -13,20 +12,12 @@ import grpc
 import httpx
 import pytest
 from servers import PATIENCE, Server
-from triton_clients import StreamReader, connected, inputs_of, of_text
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from triton_clients import LONG, StreamReader, connected, inputs_of, of_text
+from tritonclient.grpc import service_pb2
 from tritonclient.utils import InferenceServerException
 
-from launch.serve.kserve.models import MODELS
-
 pytestmark = pytest.mark.timeout(300)
-LONG: dict[str, Any] = {"max_tokens": 900, "end_id": -1}
 JSON_LENGTH = "Inference-Header-Content-Length"
-
-
-@pytest.fixture
-def server(triton_server: Server) -> Server:
-    return triton_server
 
 
 def tensor(name: str, datatype: str, shape: Any, data: Any = None, **others: Any) -> dict[str, Any]:
@@ -291,78 +282,3 @@ def test_a_full_queue_is_429_and_resource_exhausted(server: Server) -> None:
         assert caught.value.status() == str(grpc.StatusCode.RESOURCE_EXHAUSTED)
         client.stop_stream(cancel_requests=True)
     server.wait_idle()
-
-
-ODD: list[Any] = [
-    None, True, 0, -1, 2**31, 2**63, 1.5, 1e308, "", "x", "\u0000", "é" * 500, [], [[]], ["x", None], [0, 1], {},
-    [[1, 2], [2, -1]], [[[]]], [True], "\ud83d",
-]  # fmt: skip
-PATHS = ["infer", "generate", "generate_stream", "config", "", "stats"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(4))
-def test_random_requests_are_answered_or_refused_in_one_line(server: Server, seed: int) -> None:
-    choose = random.Random(seed)
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
-        for _ in range(250):
-            model = MODELS[choose.choice(sorted(MODELS))]
-            path = choose.choice(PATHS)
-            names = choose.sample(sorted(model.inputs), choose.randint(0, min(4, len(model.inputs))))
-            if path == "infer":
-                inputs = [
-                    tensor(name, choose.choice([model.inputs[name].datatype, "INT32", "FP99"]),
-                           choose.choice([[1, 1], [1], [1, 2], [2, 1], [0], [1, 2, 1]]), choose.choice(ODD))
-                    for name in names
-                ]  # fmt: skip
-                values: Any = {"inputs": [TEXT, LENGTH, *inputs] if model.name == "ensemble" else inputs}
-            else:
-                values = generate() | {name: choose.choice(ODD) for name in names}
-            content = json.dumps(values).encode()
-            if choose.random() < 0.2:
-                place = choose.randrange(len(content))
-                content = content[:place] + choose.randbytes(choose.randint(0, 4)) + content[place + 1 :]
-            headers = {JSON_LENGTH: str(choose.randint(0, len(content)))} if choose.random() < 0.2 else {}
-            answer = client.request(
-                choose.choice(["POST", "POST", "GET"]), f"/v2/models/{model.name}/{path}".rstrip("/"), content=content,
-                headers=headers,
-            )  # fmt: skip
-            assert answer.status_code in (200, 400, 404, 405, 413), (model.name, path, values, answer.text)
-            if answer.status_code != 200:
-                line = answer.json()["error"]
-                assert "\n" not in line and "Traceback" not in line
-    server.wait_idle()
-    assert not [line for line in server.lines if "Traceback" in line or "ERROR" in line]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(4))
-def test_random_messages_are_answered_or_refused(server: Server, seed: int) -> None:
-    choose = random.Random(seed)
-    allowed = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
-    with grpc.insecure_channel(server.grpc_address) as channel:
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        for _ in range(250):
-            model = MODELS[choose.choice(sorted(MODELS))]
-            message = service_pb2.ModelInferRequest(model_name=model.name)
-            for name in choose.sample(sorted(model.inputs), choose.randint(0, min(5, len(model.inputs)))):
-                shape = choose.choice([[1, 1], [1], [1, 2], [2, 1], [-1, 1], [2**62, 2], []])
-                datatype = choose.choice([model.inputs[name].datatype] * 3 + ["INT32", "FP16", "x"])
-                message.inputs.add(name=name, datatype=datatype, shape=shape)
-                message.raw_input_contents.append(choose.randbytes(choose.choice([0, 1, 4, 5, 8])))
-            if choose.random() < 0.3:
-                del message.raw_input_contents[:]
-            try:
-                stub.ModelInfer(message, timeout=PATIENCE)
-            except grpc.RpcError as error:
-                assert error.code() in allowed and "the server failed" not in error.details(), (message, error)
-            raw = message.SerializeToString()
-            place = choose.randrange(len(raw))
-            damaged = raw[:place] + choose.randbytes(choose.randint(0, 4)) + raw[place + 1 :]
-            call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-            try:
-                call(damaged, timeout=PATIENCE)
-            except grpc.RpcError as error:
-                assert error.code() in allowed and "the server failed" not in str(error.details())
-    server.wait_idle()
-    assert not [line for line in server.lines if "Traceback" in line or "ERROR" in line]

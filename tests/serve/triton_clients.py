@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import tritonclient.grpc
 import tritonclient.http
 from servers import PATIENCE, Server
@@ -25,6 +26,23 @@ AS_PARAMETERS: dict[int, SamplingParams] = {
     id(SEEDED): SamplingParams(max_tokens=12, temperature=float(np.float32(0.9)), seed=7,
                                presence_penalty=float(np.float32(0.4))),
 }  # fmt: skip
+
+PROMPT = "def main("
+LONG: dict[str, Any] = {"max_tokens": 900, "end_id": -1}
+both_protocols = pytest.mark.parametrize("protocol", [pytest.param("http", marks=pytest.mark.long), "grpc"])
+both_ways = pytest.mark.parametrize(
+    "options", [pytest.param(GREEDY, marks=pytest.mark.long), SEEDED], ids=["greedy", "seed"]
+)
+every_way = pytest.mark.parametrize(
+    ("protocol", "options"),
+    [
+        ("http", GREEDY),
+        ("grpc", SEEDED),
+        pytest.param("http", SEEDED, marks=pytest.mark.long),
+        pytest.param("grpc", GREEDY, marks=pytest.mark.long),
+    ],
+    ids=["http, greedy", "grpc, seed", "http, seed", "grpc, greedy"],
+)
 
 _TYPES = {bool: np.bool_, int: np.int32, float: np.float32, str: np.object_}
 _UNSIGNED = ("random_seed",)
@@ -89,6 +107,12 @@ def expected(llm: LLM, prompt: Any, options: Mapping[str, Any], **changes: Any) 
     base = AS_PARAMETERS[id(options)]
     values = {name: getattr(base, name) for name in ("max_tokens", "temperature", "seed", "presence_penalty")}
     return list(llm.generate([prompt], SamplingParams(**(values | changes)))[0].completions)
+
+
+def tokens_of(llm: LLM, text: str) -> list[int]:
+    """The tokens of a text."""
+    assert llm.tokenizer is not None
+    return llm.tokenizer.encode(text)
 
 
 class StreamReader:
