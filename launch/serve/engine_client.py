@@ -1,9 +1,9 @@
-"""The front's side of the engine's socket: requests that outlive engines.
+"""The front's side of the engine's socket.
 
 A request is sent to the engine that is there, and whatever comes back is kept: its tokens, as long as it goes on. When
 the engine's connection ends, the request waits; the next engine gets it with those tokens and goes on behind them, and
-its reader sees a pause. It knows the messages. It does not know how engines are started (`engine_keeper`), or what
-prompts and texts are for.
+its reader sees a pause (`open_requests`). It knows the messages. It does not know how engines are started
+(`engine_keeper`), or what prompts and texts are for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from itertools import count
 
 from launch.serve.engine_socket import listen
@@ -24,7 +23,6 @@ from launch.serve.messages import (
     Delta,
     Deltas,
     Ended,
-    Generate,
     Message,
     MessageError,
     MessageStream,
@@ -32,10 +30,8 @@ from launch.serve.messages import (
     Status,
     encode,
 )
+from launch.serve.open_requests import EngineRequest, Inbox, OpenRequest
 from launch.serve.refusals import Kind, Refusal
-from trtrun.core import RequestStatistics
-from trtrun.outputs import CompletionDelta, merge_deltas
-from trtrun.sampling_params import SamplingParams
 from trtrun.scheduling.limits import SchedulerLimits
 
 MOST_LOSSES = 3
@@ -46,102 +42,6 @@ STATUS_SECONDS = 1.0
 """How long an engine may take to say how full it is: a round, for most."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineRequest:
-    """One prompt to complete.
-
-    Attributes:
-        prompt_token_ids: checked against the model and the engine's limits.
-        sampling: with a seed, so that another engine goes on with the same tokens.
-    """
-
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
-
-
-class Inbox:
-    """What one reader has not taken yet of its requests, which it numbers. Never full: a reader that is slow gets fewer
-    and larger deltas, with no more tokens than it asked for."""
-
-    def __init__(self) -> None:
-        self._deltas: dict[tuple[int, int], list[CompletionDelta]] = {}
-        self._error: Refusal | None = None
-        self._has_news = asyncio.Event()
-
-    def put(self, number: int, delta: CompletionDelta) -> None:
-        """Keep what came of request `number`."""
-        self._deltas.setdefault((number, delta.index), []).append(delta)
-        self._has_news.set()
-
-    def end(self, error: Refusal) -> None:
-        """Nothing will come any more, of any request."""
-        self._error = self._error or error
-        self._has_news.set()
-
-    async def take(self) -> list[tuple[int, CompletionDelta]]:
-        """Wait for news and return them with the numbers of their requests, one delta a completion.
-
-        Raises:
-            Refusal: the end came instead, once all before it is taken.
-        """
-        while not self._deltas:
-            if self._error is not None:
-                raise self._error
-            await self._has_news.wait()
-            self._has_news.clear()
-        taken, self._deltas = self._deltas, {}
-        self._has_news.clear()
-        if self._error is not None:
-            self._has_news.set()
-        return [(number, merge_deltas(deltas)) for (number, _), deltas in taken.items()]
-
-
-@dataclass(eq=False)
-class _OpenRequest:
-    """A request that goes on, with all that a new engine needs to go on with it.
-
-    Attributes:
-        generated: output tokens of each completion that goes on.
-        group: of the requests that came with it.
-        before: counters of each completion from engines that are gone.
-        told: counters of each completion that its reader has been told, `before` among them.
-        num_losses: engines that it has lost since its last token.
-    """
-
-    request_id: str
-    number: int
-    request: EngineRequest
-    inbox: Inbox
-    generated: dict[int, list[int]]
-    group: str
-    before: dict[int, RequestStatistics] = field(default_factory=dict)
-    told: dict[int, RequestStatistics] = field(default_factory=dict)
-    num_losses: int = 0
-
-    def message(self) -> Generate:
-        """What an engine is sent, a first or a later one."""
-        has_begun = len(self.generated) < self.request.sampling.n or any(self.generated.values())
-        generated = {index: tuple(tokens) for index, tokens in self.generated.items()} if has_begun else None
-        return Generate.of(self.request_id, self.request.prompt_token_ids, self.request.sampling, generated, self.group)
-
-    def take(self, delta: CompletionDelta) -> None:
-        """Keep an engine's delta, and tell the reader."""
-        before = self.before.get(delta.index)
-        if before is not None:
-            delta = replace(delta, statistics=_add(before, delta.statistics))
-        self.told[delta.index] = delta.statistics
-        self.generated[delta.index] += delta.token_ids
-        self.num_losses = 0
-        if delta.finish_reason is not None:
-            del self.generated[delta.index]
-        self.inbox.put(self.number, delta)
-
-    def lose_engine(self) -> None:
-        """The engine is gone: the next one counts from zero."""
-        self.before = dict(self.told)
-        self.num_losses += 1
 
 
 class EngineClient:
@@ -161,9 +61,9 @@ class EngineClient:
         self.on_ready: Callable[[], None] = lambda: None
         self.on_lost: Callable[[], None] = lambda: None
         self._writer: asyncio.StreamWriter | None = None
-        self._requests: dict[str, _OpenRequest] = {}
+        self._requests: dict[str, OpenRequest] = {}
         self._ids = count()
-        self._statuses: deque[asyncio.Future[Status]] = deque()
+        self._statuses: deque[asyncio.Future[Status | None]] = deque()
         self._server: asyncio.Server | None = None
 
     @property
@@ -186,7 +86,7 @@ class EngineClient:
             request_id = f"request {next(self._ids)}"
             generated: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
             group = ids[0] if ids else request_id
-            opened = _OpenRequest(request_id, number, request, inbox, generated, group)
+            opened = OpenRequest(request_id, number, request, inbox, generated, group)
             self._requests[request_id] = opened
             self._submit(opened)
             ids.append(request_id)
@@ -208,12 +108,12 @@ class EngineClient:
         """How full the engine is; None where there is none, or it does not say so in time."""
         if self._writer is None:
             return None
-        answer: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Status | None] = asyncio.get_running_loop().create_future()
         self._statuses.append(answer)
         self._send(AskStatus())
         try:
             return await asyncio.wait_for(answer, STATUS_SECONDS)
-        except (TimeoutError, asyncio.CancelledError):
+        except TimeoutError:
             return None
 
     def drop(self) -> None:
@@ -229,7 +129,7 @@ class EngineClient:
             self._server.close()
         self._send(Close())
 
-    def _submit(self, opened: _OpenRequest) -> None:
+    def _submit(self, opened: OpenRequest) -> None:
         """Send a request to the engine that is there, for the first time or again."""
         try:
             self._send(opened.message())
@@ -271,9 +171,8 @@ class EngineClient:
 
     def _detach(self) -> None:
         self.ready = self.limits = self._writer = None
-        for answer in self._statuses:
-            answer.cancel()
-        self._statuses.clear()
+        while self._statuses:
+            self._answer_status(None)
         for opened in list(self._requests.values()):
             opened.lose_engine()
             if opened.num_losses >= MOST_LOSSES:
@@ -293,13 +192,17 @@ class EngineClient:
                 if opened is not None:
                     opened.inbox.end(Refusal(Kind.INVALID, message.error))
             case Status():
-                while self._statuses:
-                    answer = self._statuses.popleft()
-                    if not answer.done():
-                        answer.set_result(message)
-                        return
+                self._answer_status(message)
             case _:
                 raise MessageError(f"the engine sent a message that is the front's: {type(message).__name__}")
+
+    def _answer_status(self, status: Status | None) -> None:
+        """Answer who has asked first, and still waits."""
+        while self._statuses:
+            answer = self._statuses.popleft()
+            if not answer.done():
+                answer.set_result(status)
+                return
 
     def _take_delta(self, delta: Delta) -> None:
         opened = self._requests.get(delta.request_id)
@@ -307,21 +210,3 @@ class EngineClient:
             opened.take(delta.completion_delta())
             if not opened.generated:
                 del self._requests[delta.request_id]
-
-
-def _add(before: RequestStatistics, now: RequestStatistics) -> RequestStatistics:
-    """Counters of a completion over several engines."""
-    length = max(len(before.acceptance_histogram), len(now.acceptance_histogram))
-    histogram = [0] * length
-    for counts in (before.acceptance_histogram, now.acceptance_histogram):
-        for place, number in enumerate(counts):
-            histogram[place] += number
-    return RequestStatistics(
-        num_rounds=before.num_rounds + now.num_rounds,
-        num_draft_tokens=before.num_draft_tokens + now.num_draft_tokens,
-        num_accepted_draft_tokens=before.num_accepted_draft_tokens + now.num_accepted_draft_tokens,
-        num_cached_prompt_tokens=before.num_cached_prompt_tokens,
-        num_preemptions=before.num_preemptions + now.num_preemptions,
-        admitted=before.admitted,
-        acceptance_histogram=histogram,
-    )

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from launch.serve.engine_client import EngineRequest, Inbox
 from launch.serve.messages import Ready, Status
+from launch.serve.open_requests import EngineRequest, Inbox
 from launch.serve.refusals import Refusal
 from trtrun.scheduling.limits import SchedulerLimits
 

@@ -14,10 +14,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from launch.serve.aside import SHORT_TEXT, aside
-from launch.serve.engine_client import EngineRequest, Inbox
 from launch.serve.engines import Engine
 from launch.serve.limits import Door, Ticket, out_of_time
 from launch.serve.metrics import FrontMetrics
+from launch.serve.open_requests import EngineRequest, Inbox
 from launch.serve.refusals import Kind, Refusal
 from launch.serve.words import check_words
 from trtrun.core import RequestStatistics

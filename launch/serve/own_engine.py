@@ -15,11 +15,11 @@ from itertools import count
 from launch.exit_codes import ExitCode
 from launch.mpi.drain import end_at_once
 from launch.mpi.start_progress import StartProgress
-from launch.serve.engine_client import EngineRequest, Inbox
 from launch.serve.engine_process import describe_engine, read_status
 from launch.serve.engines import EngineEvents
 from launch.serve.limits import server_ending
 from launch.serve.messages import Ready, Status
+from launch.serve.open_requests import EngineRequest, Inbox
 from launch.serve.refusals import Kind, Refusal
 from launch.terminal import Bar
 from trtrun.async_llm import AsyncLLM

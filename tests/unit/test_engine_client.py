@@ -11,8 +11,9 @@ import pytest
 from engine_messages import LIMITS, SAMPLING, delta_of, run
 
 from launch.serve import engine_socket, messages
-from launch.serve.engine_client import EngineClient, EngineRequest, Inbox
-from launch.serve.messages import Abort, Delta, Deltas, Ended, Generate, MessageStream, Ready, encode
+from launch.serve.engine_client import EngineClient
+from launch.serve.messages import Abort, AskStatus, Delta, Deltas, Ended, Generate, MessageStream, Ready, Status, encode
+from launch.serve.open_requests import EngineRequest, Inbox
 from launch.serve.refusals import Kind, Refusal
 from trtrun.outputs import CompletionDelta
 
@@ -186,5 +187,25 @@ def test_requests_that_came_together_are_a_group_on_every_engine() -> None:
             groups = [(await engine.hear()).group for _ in range(4)]
             assert groups[0] == groups[1] == groups[2] != groups[3] and None not in groups
             await engine.die(client)
+
+    with_client(check)
+
+
+def test_who_asks_how_full_the_engine_is_hears_it_or_that_there_is_none() -> None:
+    async def check(client: EngineClient, socket: str) -> None:
+        assert await client.ask_status() is None
+        engine = await Engine.connect(socket)
+        while client.ready is None:
+            await asyncio.sleep(0)
+        asked = [asyncio.create_task(client.ask_status()) for _ in range(3)]
+        for _ in asked:
+            assert isinstance(await engine.hear(), AskStatus)
+        asked[0].cancel()
+        engine.send(status := Status(num_running=1, num_waiting=2, num_free_blocks=3, num_blocks=4, totals={}))
+        assert await asked[1] == status
+        await engine.die(client)
+        assert await asked[2] is None
+        with pytest.raises(asyncio.CancelledError):  # who gives up is not answered
+            await asked[0]
 
     with_client(check)

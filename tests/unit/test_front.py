@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from launch.serve.engine_client import EngineRequest, Inbox
 from launch.serve.front import Front
 from launch.serve.limits import Door
 from launch.serve.metrics import FrontMetrics
+from launch.serve.open_requests import EngineRequest, Inbox
 from launch.serve.refusals import Kind, Refusal
 from trtrun.config import ASSETS
 from trtrun.models.config import read_model_config
