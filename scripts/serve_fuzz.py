@@ -108,7 +108,8 @@ async def serve_and_try(trial: Trial, only: str | None, folder: Path) -> None:
         kv_cache={"max_tokens": 2048},
         server={"max_queue": 24, "max_body_bytes": 1 << 20},
     )
-    server = Server(config, temporary)
+    logs = folder / "logs"
+    server = Server(config, temporary, ("--log-dir", str(logs)))
     await server.start(PATIENCE)
     try:
         address = urlsplit(server.metrics_url)
@@ -118,7 +119,8 @@ async def serve_and_try(trial: Trial, only: str | None, folder: Path) -> None:
         metrics = await server.metrics()
     finally:
         status = await server.end(PATIENCE)
-    trial.faults += [line for line in server.lines if "Traceback" in line or " ERROR " in line]
+    lines = [*server.lines, *(line for file in sorted(logs.iterdir()) for line in file.read_text().splitlines())]
+    trial.faults += [line for line in lines if "Traceback" in line or " ERROR " in line][:20]
     if metrics["vllm:kv_cache_usage_perc"] or metrics["vllm:num_requests_running"] or status:
         trial.faults.append(f"the server is not whole afterwards: status {status}, {metrics}")
 

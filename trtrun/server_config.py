@@ -21,11 +21,12 @@ class ServerSection(Section):
         host: address that is listened on; a loopback address is reachable from this host alone.
         http_port, grpc_port, metrics_port: 0 takes a free one.
         model_name: what clients call the model; None takes the name of the target's directory.
-        api_key_file: one key a line; requests to /v1 need one of them.
+        api_key_file: one key a line; all requests but those for health, the version, the page and the metrics need one.
         tls_cert, tls_key: PEM files; both or none.
         max_queue: completions that may wait for a row; requests beyond are answered with 429.
         max_streams: requests that may be in work at once, waiting ones among them; the same.
-        max_connections: that may be open at once on the HTTP port; a request on one beyond is answered with 503.
+        max_connections: that may be open at once on the HTTP port; a request on one beyond is answered with 503. Over
+            gRPC so many calls may be open.
         max_body_bytes: of one request; larger ones are answered with 413.
         request_timeout_s: from a request's arrival to its end.
         exclude_input_in_output: whether whole outputs of Triton's models begin behind the prompt, where a request does

@@ -78,8 +78,19 @@ class Generation:
         requests: Sequence[EngineRequest],
         ticket: Ticket,
         metrics: FrontMetrics,
+        arrived: float,
         timeout: float,
     ) -> None:
+        """Have requests completed.
+
+        Args:
+            client: the engine.
+            requests: one for each prompt.
+            ticket: given back at the end.
+            metrics: that observe it.
+            arrived: when it came, in seconds of `time.perf_counter`.
+            timeout: seconds from then on.
+        """
         self.prompts = [request.prompt_token_ids for request in requests]
         self.usage = Usage(sum(map(len, self.prompts)))
         self._n = requests[0].sampling.n
@@ -89,11 +100,11 @@ class Generation:
         self._inbox = Inbox()
         self._is_closed = False
         sampling = requests[0].sampling
-        self._observed = metrics.requests.begin(
-            self.usage.num_prompt_tokens, sampling.n, sampling.max_tokens, time.perf_counter()
-        )
+        self._observed = metrics.requests.begin(self.usage.num_prompt_tokens, sampling.n, sampling.max_tokens, arrived)
         self._ids = client.start(requests, self._inbox)
-        self._timer = asyncio.get_running_loop().call_later(timeout, self.give_up, out_of_time(timeout))
+        self._timer = asyncio.get_running_loop().call_later(
+            max(0.0, arrived + timeout - time.perf_counter()), self.give_up, out_of_time(timeout)
+        )
 
     @property
     def queue_seconds(self) -> float:
@@ -202,6 +213,7 @@ class Front:
         Raises:
             Refusal: it is wrong, or there is no room.
         """
+        arrived = time.perf_counter()
         if not 0 < len(prompts) <= MOST_PROMPTS:
             raise Refusal(Kind.INVALID, f"a request has 1 to {MOST_PROMPTS} prompts, not {len(prompts)}", "prompt")
         of_each = [sampling.with_seed()] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
@@ -211,7 +223,7 @@ class Front:
             is_long = sum(map(len, prompts)) + sum(map(_num_letters, seeded)) > SHORT_TEXT
             tokens = await aside(is_long, self._read, prompts, seeded)
             requests = self._check(tokens, seeded)
-            return Generation(self.client, requests, ticket, self.metrics, self._timeout)
+            return Generation(self.client, requests, ticket, self.metrics, arrived, self._timeout)
         except BaseException:
             ticket.leave()
             raise

@@ -31,7 +31,12 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")
-def server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="module")
+def server(pair: Path, logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     config = write_config(
         tmp_path_factory.mktemp("fuzz") / "serve.yaml",
         pair,
@@ -40,14 +45,16 @@ def server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         kv_cache={"max_tokens": 2048},
         server={"max_queue": 24, "max_body_bytes": 1 << 20},
     )
-    with serving(config) as server:
+    with serving(config, "--log-dir", str(logs)) as server:
         yield server
 
 
-def check_whole(server: Server, llm: LLM) -> None:
-    """Nothing is left of what was sent, and the tokens are the same as ever."""
+def check_whole(server: Server, llm: LLM, logs: Path) -> None:
+    """Nothing is left of what was sent, nothing has failed, and the tokens are the same as ever."""
     assert server.wait_idle()["vllm:kv_cache_usage_perc"] == 0
-    assert not [line for line in server.lines if "Traceback" in line or "ERROR" in line]
+    lines = [*server.lines, *(line for file in logs.iterdir() for line in file.read_text().splitlines())]
+    assert len(lines) > len(server.lines)
+    assert not [line for line in lines if "Traceback" in line or " ERROR " in line]
     tokens = tokens_of(llm, PROMPT)
     (completion,) = expected(llm, PROMPT, GREEDY)
     with connected("grpc", server) as client:
@@ -55,7 +62,7 @@ def check_whole(server: Server, llm: LLM) -> None:
     assert np.array_equal(result.as_numpy("output_ids")[0, 0], [*tokens, *completion.token_ids])
 
 
-def test_odd_requests_are_answered_in_one_line(server: Server, llm: LLM) -> None:
+def test_odd_requests_are_answered_in_one_line(server: Server, llm: LLM, logs: Path) -> None:
     for endpoint in openai_endpoints("pair"):
         url = server.metrics_url.removesuffix("/metrics") if endpoint.is_metrics else server.url
         _, fault = try_endpoint(endpoint, url, 60 if endpoint.body is not None else 10, 1)
@@ -63,10 +70,10 @@ def test_odd_requests_are_answered_in_one_line(server: Server, llm: LLM) -> None
     for endpoint in kserve_endpoints():
         _, fault = try_endpoint(endpoint, server.url, 12 if endpoint.body is not None else 2, 1)
         assert fault is None, endpoint.path
-    check_whole(server, llm)
+    check_whole(server, llm, logs)
 
 
-def test_odd_calls_are_answered_with_a_status_in_one_line(server: Server, llm: LLM) -> None:
+def test_odd_calls_are_answered_with_a_status_in_one_line(server: Server, llm: LLM, logs: Path) -> None:
     with grpc.insecure_channel(server.grpc_address) as channel:
         for method in METHODS:
             statuses, fault = try_method(channel, method, 120 if "Infer" in method else 6, 1)
@@ -74,14 +81,14 @@ def test_odd_calls_are_answered_with_a_status_in_one_line(server: Server, llm: L
             assert statuses.total() >= 6
     for data in ODD_BYTES:
         send_bytes(server.grpc_address, data, PATIENCE)
-    check_whole(server, llm)
+    check_whole(server, llm, logs)
 
 
-def test_calls_that_are_given_up_leave_nothing_behind(server: Server, llm: LLM) -> None:
+def test_calls_that_are_given_up_leave_nothing_behind(server: Server, llm: LLM, logs: Path) -> None:
     before = server.wait_idle()["trtrun:requests_aborted_total"]
     asyncio.run(cancel_calls(server.grpc_address, 56, 200))
     asyncio.run(cut_calls(server.grpc_address, 56, 8))
-    check_whole(server, llm)
+    check_whole(server, llm, logs)
     assert server.metrics()["trtrun:requests_aborted_total"] > before
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 
-from launch.serve.front import Front
+from launch.serve.front import Front, Generation
 from launch.serve.limits import Door
 from launch.serve.metrics import FrontMetrics
 from launch.serve.open_requests import EngineRequest, Inbox
@@ -61,8 +61,14 @@ class NoEngine:
         pass
 
 
-def begin(prompts: list[Any], sampling: SamplingParams) -> tuple[WatchedTokenizer, NoEngine]:
-    """Let a request in and give it up."""
+async def leave(generation: Generation) -> None:
+    """Make nothing of a request."""
+
+
+def begin(
+    prompts: list[Any], sampling: SamplingParams, use: Callable[[Generation], Awaitable[None]] = leave
+) -> tuple[WatchedTokenizer, NoEngine]:
+    """Let a request in, use it, and give it up."""
     tokenizer: Any = WatchedTokenizer()
     engine: Any = NoEngine()
     door = Door(8, 2048, 16, is_open=True)
@@ -70,7 +76,11 @@ def begin(prompts: list[Any], sampling: SamplingParams) -> tuple[WatchedTokenize
 
     async def work() -> None:
         front = Front("m", prompt_reader, tokenizer, 4, door, engine, FrontMetrics("m", 4), 60.0)
-        (await front.begin(prompts, sampling)).close()
+        generation = await front.begin(prompts, sampling)
+        try:
+            await use(generation)
+        finally:
+            generation.close()
 
     try:
         asyncio.run(work())
@@ -119,3 +129,21 @@ def test_the_first_prompt_that_is_wrong_refuses_all() -> None:
         begin(["x", [10**6]], SamplingParams())
     with pytest.raises(Refusal, match="draft_len"):
         begin(["x"], SamplingParams(draft_len=5))
+
+
+def test_the_time_of_a_request_runs_from_its_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("launch.serve.front.time.perf_counter", lambda: now)
+
+    def encode(tokenizer: WatchedTokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        nonlocal now
+        now += 61.0  # longer than a request may take
+        return [1]
+
+    monkeypatch.setattr(WatchedTokenizer, "encode", encode)
+
+    async def use(generation: Generation) -> None:
+        with pytest.raises(Refusal, match="was not done within 60 s"):
+            await asyncio.wait_for(generation.take(), 30)
+
+    begin(["x"], SamplingParams(), use)
