@@ -66,7 +66,9 @@ async def leave(generation: Generation) -> None:
 
 
 def begin(
-    prompts: list[Any], sampling: SamplingParams, use: Callable[[Generation], Awaitable[None]] = leave
+    prompts: list[Any],
+    sampling: SamplingParams | list[SamplingParams],
+    use: Callable[[Generation], Awaitable[None]] = leave,
 ) -> tuple[WatchedTokenizer, NoEngine]:
     """Let a request in, use it, and give it up."""
     tokenizer: Any = WatchedTokenizer()
@@ -111,8 +113,10 @@ def test_long_texts_become_tokens_beside_the_streams(
 
 
 def test_words_of_many_prompts_become_tokens_once() -> None:
-    tokenizer, _ = begin(["a", "b", "c"], SamplingParams(bad_words=("os", "sys")))
-    assert tokenizer.words == [("os", "sys")]
+    of_each = [SamplingParams(bad_words=("os", "sys"), seed=seed) for seed in range(3)]
+    for sampling in (of_each[0], of_each):
+        tokenizer, engine = begin(["a", "b", "c"], sampling)
+        assert tokenizer.words == [("os", "sys")] and len(engine.requests) == 3
 
 
 @pytest.mark.parametrize("name", ["stop", "bad_words"])
