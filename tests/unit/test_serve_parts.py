@@ -135,6 +135,15 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
         Keys.read(tmp_path / "none")
 
 
+def test_a_key_is_a_bearers() -> None:
+    keys = Keys(["one", "two"])
+    for authorization in ("Bearer two", "bearer  one "):
+        keys.check_header(authorization)
+    for authorization in ("", "two", "Basic two", "Bearer", "Bearer three", "Bearer one two", "\xff \xff"):
+        assert refusal_of(lambda sent=authorization: keys.check_header(sent)).kind is Kind.UNAUTHORIZED
+    Keys(()).check_header("")
+
+
 def test_bodies_that_are_no_json_are_one_line() -> None:
     assert parse_json(b'{"a": [1, null]}') == {"a": [1, None]}
     for body in (b"", b"{", b"\xc3", b"[" * 100000, b"1" * 100000, b'{"a":1,"a":2}'):
