@@ -46,6 +46,7 @@ def server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         ONE_PROCESS,
         scheduler={"max_batch_size": 8},
         kv_cache={"max_tokens": 16384},
+        speculation={"draft_len": 4, "pacing": "fixed"},  # every round drafts, however slow the machine is
         server={"max_queue": 24, "max_body_bytes": 20000},
     )
     with serving(config) as server:

@@ -58,7 +58,19 @@ def test_every_model_gives_the_tokens_of_the_python_api(
             assert result.as_numpy("output_ids").tolist() == [[list(completion.token_ids)]]
 
 
-def test_a_drafts_tokens_of_the_clients_own_change_nothing(server: Server, llm: LLM) -> None:
+def total(server: Server, name: str) -> float:
+    return server.wait_idle()[f"vllm:spec_decode_{name}_total"]
+
+
+def test_drafts_are_as_long_as_a_request_wants_them(server: Server) -> None:
+    with connected("grpc", server) as client:
+        for options, is_drafted in (({}, True), ({"num_draft_tokens": 0}, False), ({"num_draft_tokens": 9}, True)):
+            before = total(server, "num_draft_tokens")
+            client.infer("tensorrt_llm_bls", inputs_of("grpc", of_text(PROMPT, GREEDY | options)))
+            assert (total(server, "num_draft_tokens") > before) == is_drafted, options
+
+
+def test_a_drafts_tokens_of_the_clients_own_change_nothing_but_the_rounds(server: Server, llm: LLM) -> None:
     tokens = tokens_of(llm, PROMPT)
     (completion,) = expected(llm, PROMPT, GREEDY)
     right, wrong = list(completion.token_ids[:6]), [*completion.token_ids[:2], 5, 6, 7, 8]
@@ -67,6 +79,11 @@ def test_a_drafts_tokens_of_the_clients_own_change_nothing(server: Server, llm: 
             values = of_tokens(tokens, GREEDY) | {"draft_input_ids": np.array([draft], np.int32)}
             result = client.infer("tensorrt_llm", inputs_of("grpc", values))
             assert result.as_numpy("output_ids")[0, 0].tolist() == [*tokens, *completion.token_ids]
+        before = total(server, "num_drafts")
+        values = of_tokens(tokens, GREEDY) | {"draft_input_ids": list(completion.token_ids)}
+        client.infer("tensorrt_llm", inputs_of("grpc", values))
+        # Behind the first token, each round accepts four tokens and adds one.
+        assert total(server, "num_drafts") - before == -(-(len(completion.token_ids) - 1) // 5)
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
