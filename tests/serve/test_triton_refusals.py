@@ -280,5 +280,16 @@ def test_a_full_queue_is_429_and_resource_exhausted(server: Server) -> None:
         with pytest.raises(InferenceServerException) as caught:
             other.infer("ensemble", inputs_of("grpc", more))
         assert caught.value.status() == str(grpc.StatusCode.RESOURCE_EXHAUSTED)
+        message = service_pb2.ModelInferRequest(model_name="ensemble")
+        for name, datatype, field, value in (
+            ("text_input", "BYTES", "bytes_contents", b"x"),
+            ("max_tokens", "INT32", "int_contents", 1),
+            ("num_return_sequences", "INT32", "int_contents", 5),
+        ):
+            item = message.inputs.add(name=name, datatype=datatype, shape=[1, 1])
+            getattr(item.contents, field).append(value)
+        with pytest.raises(grpc.RpcError) as refused:
+            other._client_stub.ModelInfer(message)
+        assert dict(refused.value.trailing_metadata())["retry-after"] == "1"
         client.stop_stream(cancel_requests=True)
     server.wait_idle()
