@@ -141,6 +141,11 @@ class ForwardGraphs:
         """Whether so many tiles of prompts, of `width` queries each, are computed through a graph."""
         return self._bucket(tiles) * width <= MOST_PROMPT_TOKENS
 
+    def prompt_tiles(self, width: int) -> list[int]:
+        """The numbers of tiles of `width` queries that have graphs of their own."""
+        buckets = {self._bucket(tiles) for tiles in range(1, MOST_PROMPT_TOKENS // width + 1)}
+        return sorted(tiles for tiles in buckets if self.takes_prompts(tiles, width))
+
     def run(
         self, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, last_only: bool
     ) -> torch.Tensor:

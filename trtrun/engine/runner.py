@@ -112,6 +112,17 @@ class Engine:
         """Whether forwards that rounds repeat are graphs."""
         return self._graphs is not None
 
+    def prompt_shapes(self) -> list[tuple[int, int]]:
+        """Numbers of tiles and their width of prompts that are computed through graphs, a pair for each graph, the
+        largest first; none where there are no graphs, or prompts are no tiles."""
+        if self._graphs is None or self._prompt_width is None:
+            return []
+        narrow = self._narrowest_tile
+        lengths = range(1, self._prompt_width + 1)
+        widths = {max(narrow, padded_width(length, self._prompt_width)) for length in lengths}
+        shapes = [(tiles, width) for width in widths for tiles in self._graphs.prompt_tiles(width)]
+        return sorted(shapes, key=lambda shape: shape[0] * shape[1], reverse=True)
+
     @property
     def num_graphs(self) -> int:
         """Graphs that are held."""
