@@ -21,6 +21,9 @@ from trtrun.engine.runner import Engine
 _CONTEXTS = (64, 1024)
 """One that a program attends to by itself, and one that is split."""
 
+_LAST_ROUNDS = 8
+"""Up to which draft_len rounds of one row are run, one for each: every request's end may need any of them."""
+
 
 def warm_up(engine: Engine, draft_lens: Collection[int], max_tokens: int, max_rows: int, *, verifies: bool) -> None:
     """Run prefills, and the forwards of rounds of one row and, through graphs, of more.
@@ -69,8 +72,9 @@ def _numbers_of_rows(engine: Engine, max_rows: int) -> list[int]:
 
 
 def _lens_of(rows: int, draft_lens: Collection[int]) -> list[int]:
-    """The largest first. Of one row all below it: the last rounds of a request draft no more than it may still have."""
-    return sorted(range(max(draft_lens) + 1) if rows == 1 else set(draft_lens), reverse=True)
+    """The largest first. Of one row short ones, too: the last rounds of a request draft no more than it may have."""
+    last = range(min(max(draft_lens), _LAST_ROUNDS) + 1) if rows == 1 else ()
+    return sorted({*draft_lens, *last}, reverse=True)
 
 
 def _chunk(row: int, length: int) -> PrefillChunk:
