@@ -113,7 +113,5 @@ def rotate_and_write(
 
 
 def _tokens_at_once(heads: int) -> int:
-    """Tokens of one program, for so many heads of tokens: a device begins about one program a nanosecond."""
-    if heads < 4096:
-        return 1
-    return 4 if heads < 65536 else 16
+    """Tokens of one program, for so many heads of all tokens: a device begins no more than a program a nanosecond."""
+    return 1 << min(4, max(0, (heads // 768).bit_length() - 1))
