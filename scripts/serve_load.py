@@ -6,8 +6,8 @@
 The shipped pair is served on CPU ranks, or what a configuration says. Clients ask questions of mixed lengths and kinds,
 streamed and not, whose answers `trtrun run` has written before; some cancel in the middle, some go away before the
 answer, some send nonsense. In the end every request has had its exact answer, or the refusal that it deserved; nothing
-hangs; no row runs, every KV block is free; and no process has grown. The last line is JSON. Exit status 1 where any of
-this is not so.
+hangs; no row runs, every KV block is free; and no process has grown once it was warm. The last line is JSON. Exit
+status 1 where any of this is not so.
 """
 
 from __future__ import annotations
@@ -83,6 +83,9 @@ class Load:
 
     async def _ask_on(self, choose: random.Random) -> None:
         async with httpx.AsyncClient(base_url=self._server.url, timeout=PATIENCE, trust_env=False) as client:
+            # All of them at once, early: what each thread of the front keeps for a long body, it then has.
+            for body, status in NONSENSE:
+                await self._send_nonsense(client, body, status)
             while time.monotonic() < self._end:
                 try:
                     await asyncio.wait_for(self._ask(client, choose), PATIENCE)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +18,7 @@ import pytest
 from engine_messages import LIMITS, SAMPLING, delta_of, reader_of, run
 
 from launch.commands import serve as serve_command
-from launch.serve import messages
+from launch.serve import engine_keeper, messages
 from launch.serve.chat_template import ChatTemplate, read_chat_template
 from launch.serve.engine_keeper import RestartLimit
 from launch.serve.http_requests import Keys, parse_json
@@ -133,6 +135,44 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
         Keys.read(file)
     with pytest.raises(ConfigError, match="cannot be read"):
         Keys.read(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"good\nclef\xc3\xa9\n", "line 2: an API key has printable ASCII characters alone"),
+        (b"good\r\n\xff\xfe\r\n", "line 2: "),
+        (b"a\0b\n", "line 1: "),
+        (b" \r\n\n", "holds no API key"),
+        (b"k" * ((1 << 20) + 1), "has more than 1048576 bytes"),
+    ],
+)
+def test_keys_that_no_client_could_send_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "keys").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        Keys.read(tmp_path / "keys")
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_an_engine_that_is_late_is_told_and_one_that_is_killed_is_not(
+    is_killed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_keeper, "END_SECONDS", 0.0)
+
+    async def check() -> None:
+        command = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"]
+        keeper = engine_keeper.EngineKeeper(command, os.environ, RestartLimit(0, 1.0), lambda line: None)
+        keeping = asyncio.create_task(keeper.keep())
+        while keeper._process is None:
+            await asyncio.sleep(0.001)
+        if is_killed:
+            keeper.kill()
+        else:
+            await keeper.close()
+        assert await keeping in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
+
+    run(check())
+    assert ("has not ended by itself" in caplog.text) is not is_killed
 
 
 def test_bodies_that_are_no_json_are_one_line() -> None:
