@@ -26,7 +26,7 @@ SAMPLES = 720
         (lambda share: 200, False),
         (lambda share: 200 + 80 * (1 - math.exp(-8 * share)), False),
         (lambda share: 200 + 40 * (share > 0.3), False),
-        (lambda share: 200 + 12 * math.sin(200 * share), False),
+        (lambda share: 200 + 6 * math.sin(200 * share), False),
         (lambda share: 200 + 80 * share, True),
         (lambda share: 200 + 80 * max(0.0, share - 0.5), True),
     ],
@@ -35,7 +35,7 @@ SAMPLES = 720
 def test_growth_behind_the_warming_up_is_a_fault(
     size_at: Callable[[float], float], is_fault: bool, tmp_path: Path
 ) -> None:
-    load = Load(Server(tmp_path, tmp_path), [], argparse.Namespace(minutes=60))
+    load = Load(Server(tmp_path, tmp_path), [], argparse.Namespace())
     load.sizes = {
         "front": [int(size_at(place / SAMPLES) * MIB) for place in range(SAMPLES)],
         "engine": [300 * MIB] * SAMPLES,

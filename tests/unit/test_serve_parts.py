@@ -18,11 +18,12 @@ import pytest
 from engine_messages import LIMITS, SAMPLING, delta_of, reader_of, run
 
 from launch.commands import serve as serve_command
+from launch.commands.serve import server_overrides
 from launch.serve import engine_keeper, messages
 from launch.serve.chat_template import ChatTemplate, read_chat_template
 from launch.serve.engine_keeper import RestartLimit
 from launch.serve.http_requests import Keys, parse_json
-from launch.serve.http_server import is_loopback, listen
+from launch.serve.http_server import Listener, is_loopback, listen
 from launch.serve.limits import Door
 from launch.serve.messages import Abort, Delta, Deltas, Ended, Generate, MessageError, MessageStream, Ready, encode
 from launch.serve.refusals import Kind, Refusal
@@ -129,7 +130,14 @@ def test_restarts_are_counted_within_their_window() -> None:
 def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(" one \n\ntwo\n")
-    assert len(Keys.read(file)._digests) == 2 and not Keys.read(None).are_needed
+    keys = Keys.read(file)
+    assert keys.are_needed and not Keys.read(None).are_needed
+    Keys.read(None).check_header("")
+    for header in ("Bearer one", "bearer  two "):
+        keys.check_header(header)
+    for header in ("", "one", "Bearer", "Bearer ", "Basic one", "Bearer on", "Bearer one two", "Bearer one\ntwo"):
+        with pytest.raises(Refusal, match="wants an API key"):
+            keys.check_header(header)
     file.write_text("\n \n")
     with pytest.raises(ConfigError, match="holds no API key"):
         Keys.read(file)
@@ -185,6 +193,8 @@ def test_connections_do_not_wait_for_acknowledgements() -> None:
     listener = listen("127.0.0.1", 0, "server.http_port")
     with listener.socket, socket.create_connection(("127.0.0.1", listener.port)):
         assert is_loopback(listener)
+        with listen("0.0.0.0", 0, "server.http_port").socket as opened:
+            assert not is_loopback(Listener(opened, 0))
         listener.socket.settimeout(60)
         accepted, _ = listener.socket.accept()
         with accepted:
@@ -275,6 +285,11 @@ def test_the_server_section_is_checked(values: dict[str, Any], message: str) -> 
     with pytest.raises(ConfigError, match=message):
         make_config({"target": {"model": "asset:target", "devices": ["cpu:0"]}, "speculation": {"method": "none"},
                      "server": values})  # fmt: skip
+
+
+def test_options_of_the_command_line_become_keys_of_the_section() -> None:
+    given = {"host": "::1", "http_port": 0, "grpc_port": None, "api_key_file": "my keys", "part": 5}
+    assert server_overrides(given) == ['server.host="::1"', "server.http_port=0", 'server.api_key_file="my keys"']
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
