@@ -40,7 +40,7 @@ PATIENCE = 300.0
 SAMPLE_SECONDS = 5.0
 """Between two looks at memory."""
 
-GROWTH, GROWTH_BYTES = 1.02, 4 << 20
+GROWTH, GROWTH_BYTES = 1.01, 4 << 20
 """How much larger a process may be in the last quarter of the time than in the one before: until then it warms up."""
 
 MOST_WARMING = 64

@@ -228,6 +228,19 @@ def test_the_engine_under_the_names_of_tritons_backend() -> None:
     assert samples['vllm:cache_config_info{block_size="16",enable_prefix_caching="True",num_gpu_blocks="31"}'] == 1
 
 
+def test_an_engine_in_a_long_round_is_up_and_as_full_as_it_last_said() -> None:
+    metrics = busy_metrics()
+    told, later = samples_of(metrics.render(READY, STATUS)), samples_of(metrics.render(READY, None))
+    timestamp = next(name for name in told if "timestamp" in name)
+    assert told.pop(timestamp) <= later.pop(timestamp) and told == later and told["trtrun:engine_up"] == 1
+    metrics.count_loss()
+    starting = samples_of(metrics.render(None, None))
+    assert starting["trtrun:engine_up"] == 0 and starting["vllm:num_requests_running"] == 0
+    next_one = samples_of(metrics.render(READY, None))
+    assert next_one["trtrun:engine_up"] == 0, "it has said nothing so far"
+    assert next_one["vllm:num_requests_running"] == 0, "the engine before said it"
+
+
 def test_without_an_engine_only_what_the_front_knows_is_told() -> None:
     samples = samples_of(FrontMetrics("pair", 0).render(None, None))
     assert samples["trtrun:engine_up"] == 0 and samples["trtrun:requests_aborted_total"] == 0
