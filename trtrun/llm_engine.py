@@ -353,8 +353,7 @@ def _new_text(completion: Completion, gained: Sequence[int]) -> str:
     if completion.text is None:
         return ""
     if not completion.request.sampling.stop:
-        for token in gained:
-            completion.text.append(token)
+        completion.text.extend(gained)
     text = completion.text.take()
     return text if completion.finish_reason is None else text + completion.text.finish()
 
