@@ -36,7 +36,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"llm", "async_llm"}),
         frozenset({"engine_thread"}),
         frozenset({"llm_engine", "pending", "interrupts", "recipients"}),
-        frozenset({"prompts", "roles"}),
+        frozenset({"prompts", "roles", "deltas"}),
         frozenset({"speculation"}),
         frozenset({"scheduling"}),
         frozenset({"engine"}),

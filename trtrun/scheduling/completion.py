@@ -93,6 +93,11 @@ class Completion:
         if list(self.given_draft[end - num_new_tokens : end]) != new or end >= len(self.given_draft):
             self.given_draft = ()
 
+    def finish(self, reason: FinishReason, now: float) -> None:
+        """It has ended, at `now` seconds of `time.perf_counter`; its row and blocks are another's business."""
+        self.finish_reason = reason
+        self.statistics.finished = now
+
     @property
     def longest(self) -> int:
         """Upper bound of the row's length once the plans that are out have their results."""
