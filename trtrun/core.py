@@ -126,9 +126,10 @@ class RequestStatistics:
         self.num_rounds += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_draft_tokens += num_accepted
-        while len(self.acceptance_histogram) <= num_accepted:
-            self.acceptance_histogram.append(0)
-        self.acceptance_histogram[num_accepted] += 1
+        histogram = self.acceptance_histogram
+        while len(histogram) <= num_accepted:
+            histogram.append(0)
+        histogram[num_accepted] += 1
 
     def copy(self) -> RequestStatistics:
         """The same counts and times, which stay as they are."""
@@ -238,7 +239,8 @@ class RoundPlan:
     @cached_property
     def sampled_rows(self) -> list[int]:
         """Rows that get tokens this round: decode rows in order, then rows whose last prefill chunk runs."""
-        return [int(row) for row in self.decode_rows] + [chunk.row for chunk in self.prefill if chunk.is_last]
+        rows: list[int] = self.decode_rows.tolist()
+        return rows + [chunk.row for chunk in self.prefill if chunk.is_last]
 
 
 @dataclass

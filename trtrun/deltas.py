@@ -31,15 +31,15 @@ def make_delta(
     completion, gained = result.completion, result.new_token_ids
     reason = completion.finish_reason
     return CompletionDelta(
-        request_id=request_id,
-        index=index,
-        token_ids=tuple(gained),
-        text=new_text(completion, gained),
-        statistics=completion.statistics,
-        logprobs=_asked_logprobs(completion, logprobs, len(gained)),
-        finish_reason=None if reason is None else str(reason),
-        error=NOT_FINITE if reason is FinishReason.ERROR else None,
-        token_origins=result.token_origins,
+        request_id,
+        index,
+        tuple(gained),
+        new_text(completion, gained),
+        completion.statistics,
+        _asked_logprobs(completion, logprobs, len(gained)) if logprobs is not None else None,
+        None if reason is None else str(reason),
+        NOT_FINITE if reason is FinishReason.ERROR else None,
+        result.token_origins,
     )
 
 
@@ -50,20 +50,19 @@ def make_lost_delta(request_id: RequestId, index: int, completion: Completion) -
 
 def new_text(completion: Completion, gained: Sequence[int]) -> str:
     """The text that a round added. With stop strings the stop rules have made it, token by token."""
-    if completion.text is None:
+    growing = completion.text
+    if growing is None:
         return ""
-    if not completion.request.sampling.stop:
-        completion.text.extend(gained)
-    text = completion.text.take()
-    return text if completion.finish_reason is None else text + completion.text.finish()
+    text = growing.take() if completion.request.sampling.stop else growing.extend(gained)
+    return text if completion.finish_reason is None else text + growing.finish()
 
 
 def _asked_logprobs(
-    completion: Completion, logprobs: Sequence[TokenLogprobs] | None, count: int
+    completion: Completion, logprobs: Sequence[TokenLogprobs], count: int
 ) -> tuple[TokenLogprobs, ...] | None:
     """As many alternatives as the request asked for: the verdict is as wide as the widest of its rows."""
     wanted = completion.request.sampling.logprobs
-    if logprobs is None or wanted is None:
+    if wanted is None:
         return None
     return tuple(
         TokenLogprobs(entry.token_id, entry.logprob, entry.alternatives[:wanted]) for entry in logprobs[:count]

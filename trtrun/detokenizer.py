@@ -138,10 +138,10 @@ class CompletionText:
         if not self._is_cut:
             self._pending += self._detokenizer.append(token_id)
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Add tokens."""
-        if not self._is_cut:
-            self._pending += self._detokenizer.extend(token_ids)
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """Add tokens of a completion without stop strings; returns what `take` would."""
+        assert not self._stop
+        return self._detokenizer.extend(token_ids)
 
     def pass_stops(self) -> None:
         """Stop strings that are whole by now end nothing; one that is not may still."""
@@ -163,10 +163,7 @@ class CompletionText:
     def take(self) -> str:
         """The text that is new since the last call and will not change, whatever follows. Where it is taken has no
         bearing on where it ends: what may become a stop string stays."""
-        if not self._stop:
-            text, self._pending = self._pending, ""
-            return text
-        shown = len(self._pending) - (0 if self._is_cut else self._num_held_back())
+        shown = len(self._pending) - (self._num_held_back() if self._stop and not self._is_cut else 0)
         text, self._pending = self._pending[:shown], self._pending[shown:]
         self._num_passed = max(0, self._num_passed - shown)
         return text

@@ -25,6 +25,12 @@ def kept_integers(values: Sequence[int], device: torch.device) -> Tensor:
     return _kept(tuple(values), device)
 
 
+@lru_cache(maxsize=64)
+def kept_range(start: int, stop: int, device: torch.device) -> Tensor:
+    """`torch.arange(start, stop)` int64 on `device`, made once. Nobody may change the tensor."""
+    return torch.arange(start, stop, device=device)
+
+
 @lru_cache(maxsize=1024)
 def _kept(values: tuple[int, ...], device: torch.device) -> Tensor:
     return device_integers(values, device)

@@ -20,7 +20,7 @@ from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM
 from trtrun.sampling.keyed_ranks import KeyedRanks
-from trtrun.tensors import device_integers, kept_integers
+from trtrun.tensors import device_integers, kept_integers, kept_range
 
 _NARROWEST_TILE = 16
 """Queries of a tile of prompts in a graph, at least: few widths make few graphs."""
@@ -157,11 +157,12 @@ class Engine:
             [rows, vocab] float32.
         """
         width = 1 << (max(counts) - 1).bit_length()
-        steps = torch.arange(-width, 0, device=self.device)
-        positions = self.rows.lengths[rows].unsqueeze(1) + steps
+        steps = kept_range(-width, 0, self.device)
+        places = positions = self.rows.lengths[rows].unsqueeze(1) + steps
         if width > 2:
             positions = torch.where(-steps <= kept_integers(counts, self.device).unsqueeze(1), positions, -1)
-        tokens = self.rows.token_ids[rows.unsqueeze(1), positions.clamp(min=0)].to(torch.int64)
+            places = positions.clamp(min=0)
+        tokens = self.rows.token_ids[rows.unsqueeze(1), places].to(torch.int64)
         return self._run_rows(rows, tokens, positions, context, last_only=True)
 
     @torch.inference_mode()

@@ -104,8 +104,7 @@ class Completion:
         return len(self.token_ids) + self.num_pending_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What one round gave one completion.
 
     Attributes:

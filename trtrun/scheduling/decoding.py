@@ -27,7 +27,7 @@ class Decoding:
     @property
     def num_rows(self) -> int:
         """Rows whose prefill is planned to its end."""
-        return sum(running.is_decoding for running in self._batch.requests)
+        return sum([running.is_decoding for running in self._batch.requests])
 
     def load(self) -> tuple[int, int]:
         """`num_rows`, and how many of them are as if nothing were drafted for them: one that wants fewer tokens drafted
@@ -37,19 +37,22 @@ class Decoding:
         most = self._limits.draft_len
         return len(wanted), len(wanted) + -sum(wanted) // most if most else 0
 
-    def plan_rows(self, plan: PlanBuilder, draft_len: int, takes_given: bool, has_prompts: bool) -> None:
+    def plan_rows(
+        self, plan: PlanBuilder, num_decoding: int, draft_len: int, takes_given: bool, has_prompts: bool
+    ) -> None:
         """Plan the decoding rows, the oldest first, and preempt the newest where blocks are short.
 
         Args:
             plan: nothing is in it yet.
+            num_decoding: `num_rows`.
             draft_len: most tokens to draft for a row.
             takes_given: whether rows have the drafts that came with their requests verified, whatever `draft_len` says.
             has_prompts: whether prompts are to be read in the round.
         """
-        batch = self._batch
+        batch, limits = self._batch, self._limits
         # Where prompts are to be read, drafts leave them a share of the round: else they might never be. And each row
         # further back keeps one token of the budget, so that drafts never keep a row from running.
-        kept = self.num_rows + (plan.budget // _SHARE_OF_PROMPTS if has_prompts else 0)
+        kept = num_decoding + (plan.budget // _SHARE_OF_PROMPTS if has_prompts else 0)
         index = 0
         while index < len(batch.requests):  # preemption shortens the list from its end
             running = batch.requests[index]
@@ -59,26 +62,28 @@ class Decoding:
             if plan.budget <= 0:
                 break
             follows_given = takes_given and running.given_draft and running.may_follow_given_draft
-            wanted = self._limits.draft_len if follows_given else draft_len
-            most = self._choose_draft_len(running, min(wanted, max(0, plan.budget - kept)))
+            wanted = limits.draft_len if follows_given else draft_len
+            longest = running.longest
+            most = self._choose_draft_len(running, longest, min(wanted, max(0, plan.budget - kept)))
             kept -= 1
             if most is None:
                 continue
-            # The row's last token is written at position longest - 1 at most, its drafts behind it.
-            longest = running.longest
-            if running.num_pending_rounds and batch.room(running) < longest:
-                continue  # the outstanding result will say how much it needs at most, which may be there
-            for preempted in batch.make_room(running, longest):
-                self._waiting.put_back(preempted)
-            if running.row == NO_ROW:
-                break
-            most = min(most, batch.room(running) - longest)
-            plan.add_blocks(running, running.table.reserve(longest + most))
-            plan.decode(running, most)
+            # The row's last token is written at position longest - 1 at most, its drafts behind it. In most rounds the
+            # blocks that it holds take them all.
+            if longest + most > running.table.capacity:
+                if running.num_pending_rounds and batch.room(running) < longest:
+                    continue  # the outstanding result will say how much it needs at most, which may be there
+                for preempted in batch.make_room(running, longest):
+                    self._waiting.put_back(preempted)
+                if running.row == NO_ROW:
+                    break
+                most = min(most, batch.room(running) - longest)
+                plan.add_blocks(running, running.table.reserve(longest + most))
+            plan.decode(running, longest, most)
 
-    def _choose_draft_len(self, running: Completion, most: int) -> int | None:
-        """Tokens to draft for a row, or None to leave it out until its outstanding result is known."""
-        longest = running.longest
+    def _choose_draft_len(self, running: Completion, longest: int, most: int) -> int | None:
+        """Tokens to draft for a row, which may get `longest` tokens long by then, or None to leave it out until its
+        outstanding result is known."""
         left_in_context = self._limits.max_length - longest
         # Each outstanding round gives one token at least; with none left the row is sure to end at that commit.
         left_to_generate = running.request.sampling.max_tokens - running.num_output_tokens - running.num_pending_rounds

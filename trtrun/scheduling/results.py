@@ -48,7 +48,8 @@ def check_result(planned: PlannedRound | None, round_index: int, num_counts: int
 
 def commit_chunk(planned: PlannedRow) -> None:
     """Offer for reuse what a prompt's chunk has written."""
-    _commit_blocks(planned, planned.end)
+    running = planned.completion
+    running.table.commit(running.token_ids, planned.end, planned.followed)
 
 
 def commit_row(
@@ -74,34 +75,30 @@ def commit_row(
     Raises:
         RuntimeError: it gained more than it can have.
     """
-    running = planned.completion
-    request = running.request
-    if not 0 <= num_tokens <= verified + 1 <= planned.draft_len + 1 or len(tokens) < num_tokens:
+    running, most_drafted = planned.completion, planned.draft_len
+    if not 0 <= num_tokens <= verified + 1 <= most_drafted + 1 or len(tokens) < num_tokens:
         raise RuntimeError(
-            f"request {request.request_id} got {num_tokens} tokens ({len(tokens)} listed) "
-            f"from a round that verified {verified} of {planned.draft_len}"
+            f"request {running.request.request_id} got {num_tokens} tokens ({len(tokens)} listed) "
+            f"from a round that verified {verified} of {most_drafted}"
         )
     running.num_pending_rounds -= 1
-    running.num_pending_tokens -= planned.draft_len + 1
+    running.num_pending_tokens -= most_drafted + 1
     if num_tokens == 0:
         running.finish(FinishReason.ERROR, now)
         return RowResult(running, [], index)
     running.last_accepted = num_tokens - 1
+    statistics = running.statistics
     if planned.work is Work.DECODE:
-        running.statistics.record_round(verified, num_tokens - 1)
-    if running.statistics.first_token is None:
-        running.statistics.first_token = now
+        statistics.record_round(verified, num_tokens - 1)
+    if statistics.first_token is None:
+        statistics.first_token = now
     new_token_ids, reason = append_tokens(running, tokens[:num_tokens], limits)
     if running.given_draft:
         running.compare_given_draft(len(new_token_ids))
     # The target has written all but the last token. The draft may lack the one before it too (the bonus hole) and
     # one for each round that it sat out, and writes them at its next catch-up.
     lacking = 2 + planned.num_missed_rounds if planned.followed else 1
-    _commit_blocks(planned, len(running.token_ids) - lacking)
+    running.table.commit(running.token_ids, len(running.token_ids) - lacking, planned.followed)
     if reason is not None:
         running.finish(reason, now)
     return RowResult(running, new_token_ids, index, token_origins(verified, num_tokens)[: len(new_token_ids)])
-
-
-def _commit_blocks(planned: PlannedRow, num_positions: int) -> None:
-    planned.completion.table.commit(planned.completion.token_ids, num_positions, in_draft_store=planned.followed)

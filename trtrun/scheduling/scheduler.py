@@ -226,18 +226,18 @@ class Scheduler:
             return None
         plan = PlanBuilder(self.limits.max_num_tokens)
         has_free_row = self._batch.has_free_row()
-        has_prompts = self.num_decoding < self.num_running or (has_free_row and len(self._waiting) > 0)
-        self._decoding.plan_rows(
-            plan, self.limits.draft_len if draft_len is None else draft_len, takes_given, has_prompts
-        )
+        num_decoding = self.num_decoding
+        has_prompts = num_decoding < self.num_running or (has_free_row and len(self._waiting) > 0)
+        most_drafted = self.limits.draft_len if draft_len is None else draft_len
+        self._decoding.plan_rows(plan, num_decoding, most_drafted, takes_given, has_prompts)
         if has_prompts:
             self._admission.plan_prompts(plan, self._speculating)
         if plan.is_empty:
             if not self._outstanding:
                 raise RuntimeError(f"nothing can run and nothing is outstanding: {self._describe_work()}")
             return None
-        plan.settle_drafting()
-        self._outstanding.append(PlannedRound(self._next_round, plan.sampled(), plan.chunks()))
+        sampled = plan.settle_drafting()
+        self._outstanding.append(PlannedRound(self._next_round, sampled, plan.chunks()))
         built = plan.build(self._next_round, self._batch.take_dropped())
         self._next_round += 1
         return built

@@ -55,7 +55,7 @@ def accept_by_token(target_tokens: Tensor, draft_tokens: Tensor, draft_lens: Ten
         tokens: [R, K + 1] int64, the tokens gained, then -1.
     """
     if not draft_tokens.shape[1]:  # a plain round: a dozen operations less to launch
-        return torch.ones_like(draft_lens), target_tokens
+        return kept_integers([1] * len(draft_lens), draft_lens.device), target_tokens
     if triton_works(target_tokens.device.type):
         from trtrun.kernels.triton.sampling.acceptance import accept_by_token as accept_in_one
 
@@ -242,7 +242,7 @@ def _accept_both_ways(
 
 
 def _logprobs(logits: Tensor, sampling: RowSampling, rows: Sequence[int], tokens: Tensor) -> VerdictLogprobs | None:
-    asked = [(place, wanted) for place, row in enumerate(rows) if (wanted := sampling.wants_logprobs(row)) is not None]
+    asked = sampling.wanted_logprobs(rows)
     if not asked:
         return None
     widest = max(wanted for _, wanted in asked)
