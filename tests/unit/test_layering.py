@@ -34,7 +34,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun": (
         frozenset({"llm", "async_llm"}),
-        frozenset({"engine_thread"}),
+        frozenset({"engine_thread", "shared_engine"}),
         frozenset({"llm_engine", "pending", "interrupts", "recipients"}),
         frozenset({"prompts", "roles", "deltas"}),
         frozenset({"speculation"}),
