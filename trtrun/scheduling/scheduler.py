@@ -17,9 +17,10 @@ import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 
-from trtrun.core import FinishReason, Request, RequestStatistics, RoundPlan
+from trtrun.core import FinishReason, Request, RoundPlan
 from trtrun.detokenizer import CompletionText
 from trtrun.errors import InvalidRequestError, QueueFullError
+from trtrun.request_statistics import RequestStatistics
 from trtrun.scheduling.admission import Admission
 from trtrun.scheduling.batch import RunningBatch
 from trtrun.scheduling.completion import NO_ROW, Completion, RowResult
