@@ -120,10 +120,9 @@ class LLMEngine:
         """Whether a request waits or runs, or a plan is still out."""
         return self.has_unfinished_requests or self.orchestrator.has_work
 
-    @property
-    def num_waiting(self) -> int:
-        """Completions without a row."""
-        return self.scheduler.num_waiting
+    def num_waiting_of(self, group: Hashable) -> int:
+        """Completions of a group, as `add_request` was given it, that never had a row."""
+        return self.scheduler.num_waiting_of(group)
 
     def add_request(
         self,

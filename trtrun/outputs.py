@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from trtrun.core import RequestStatistics, TokenLogprobs
+from trtrun.core import TokenLogprobs
+from trtrun.request_statistics import RequestStatistics
 
 RequestId = int | str
 """How a caller names a request."""

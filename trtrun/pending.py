@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from trtrun.core import RequestStatistics, TokenLogprobs
+from trtrun.core import TokenLogprobs
 from trtrun.outputs import CompletionDelta, CompletionOutput, RequestOutput
+from trtrun.request_statistics import RequestStatistics
 from trtrun.sampling_params import SamplingParams
 
 

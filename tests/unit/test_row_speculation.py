@@ -12,9 +12,9 @@ from checkpoints import make_checkpoint, make_draft
 from pipelines import make_llm, noisy_copy, prompt_of, tokens_of, useless_draft
 
 from trtrun import LLM, SamplingParams
-from trtrun.core import RequestStatistics, token_origins
 from trtrun.errors import InvalidRequestError
 from trtrun.outputs import CompletionDelta, CompletionOutput, merge_deltas
+from trtrun.request_statistics import RequestStatistics, token_origins
 from trtrun.speculation.given_drafts import with_certain_tokens
 from trtrun.speculation.verify import accept_by_probability
 

@@ -10,9 +10,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trtrun.core import FinishReason, Request, RequestStatistics
+from trtrun.core import FinishReason, Request
 from trtrun.detokenizer import CompletionText
 from trtrun.kvcache.tables import BlockTable
+from trtrun.request_statistics import RequestStatistics
 
 NO_ROW = -1
 
@@ -111,7 +112,7 @@ class RowResult(NamedTuple):
         completion: already updated; its `finish_reason` is set where this round ended it.
         new_token_ids: tokens appended to its output: the verdict's, cut at the token that ended it.
         index_in_verdict: its place in `plan.sampled_rows`, for logprobs.
-        token_origins: how each of the new tokens came, a letter each; see `core.token_origins`.
+        token_origins: how each of the new tokens came, a letter each; see `request_statistics`.
     """
 
     completion: Completion

@@ -17,9 +17,10 @@ import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 
-from trtrun.core import FinishReason, Request, RequestStatistics, RoundPlan
+from trtrun.core import FinishReason, Request, RoundPlan
 from trtrun.detokenizer import CompletionText
 from trtrun.errors import InvalidRequestError, QueueFullError
+from trtrun.request_statistics import RequestStatistics
 from trtrun.scheduling.admission import Admission
 from trtrun.scheduling.batch import RunningBatch
 from trtrun.scheduling.completion import NO_ROW, Completion, RowResult
@@ -68,6 +69,10 @@ class Scheduler:
     def num_waiting(self) -> int:
         """Requests without a row, preempted ones among them."""
         return len(self._waiting)
+
+    def num_waiting_of(self, group: Hashable) -> int:
+        """Requests of a group, as `add` was given it, that never had a row."""
+        return self._waiting.num_waiting_of(group)
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -145,8 +150,18 @@ class Scheduler:
         return completion
 
     def check_room(self, count: int) -> None:
-        """Raise QueueFullError unless `count` more may wait."""
+        """Refuse `count` more that cannot all wait.
+
+        Raises:
+            QueueFullError: not now.
+            InvalidRequestError: never.
+        """
         most = self.limits.max_waiting
+        if most is not None and count > most:
+            raise InvalidRequestError(
+                f"{count} completions are asked for at once, but scheduler.max_waiting is {most}: ask for fewer, or "
+                "raise it"
+            )
         if most is not None and len(self._waiting) + count > most:
             raise QueueFullError(
                 f"the queue is full: {len(self._waiting)} completions wait, {count} more are asked for and "
