@@ -89,9 +89,10 @@ class RequestStatistics:
         self.num_rounds += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_draft_tokens += num_accepted
-        while len(self.acceptance_histogram) <= num_accepted:
-            self.acceptance_histogram.append(0)
-        self.acceptance_histogram[num_accepted] += 1
+        histogram = self.acceptance_histogram
+        while len(histogram) <= num_accepted:
+            histogram.append(0)
+        histogram[num_accepted] += 1
 
     def copy(self) -> RequestStatistics:
         """The same counts and times, which stay as they are."""

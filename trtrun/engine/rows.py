@@ -88,7 +88,7 @@ class RowState:
             from trtrun.kernels.triton.row_tokens import advance
 
             return advance(self.token_ids, self.lengths, rows, num_tokens, tokens)
-        lengths = self.lengths[rows]
+        lengths = self.lengths.index_select(0, rows)
         columns = lengths.unsqueeze(1) + kept_range(0, tokens.shape[1], self.device)
         self.token_ids[rows.unsqueeze(1), columns] = tokens.to(torch.int32)
         self.lengths[rows] = lengths + num_tokens
@@ -110,7 +110,7 @@ class RowState:
             from trtrun.kernels.triton.row_tokens import with_drafts
 
             return with_drafts(self.token_ids, self.lengths, rows, draft_tokens, draft_lens)
-        newest = self.lengths[rows] - 1
+        newest = self.lengths.index_select(0, rows) - 1
         tokens, positions = self.token_ids[rows, newest].to(torch.int64).unsqueeze(1), newest.unsqueeze(1)
         if not draft_tokens.shape[1]:
             return tokens, positions
@@ -141,4 +141,4 @@ class RowState:
 
     def tables(self, rows: torch.Tensor, blocks: int) -> torch.Tensor:
         """[rows, blocks] int64: the rows' tables, cut to `blocks` columns or to what there is."""
-        return self.block_tables[rows, : min(blocks, self.block_tables.shape[1])]
+        return self.block_tables[:, :blocks].index_select(0, rows)

@@ -24,27 +24,25 @@ class Decoding:
         self._batch = batch
         self._waiting = waiting
 
-    @property
-    def num_rows(self) -> int:
-        """Rows whose prefill is planned to its end."""
-        return sum([running.is_decoding for running in self._batch.requests])
+    def rows(self) -> list[Completion]:
+        """Rows whose prefill is planned to its end, in order of admission."""
+        return [running for running in self._batch.requests if running.is_decoding]
 
     def load(self) -> tuple[int, int]:
-        """`num_rows`, and how many of them are as if nothing were drafted for them: one that wants fewer tokens drafted
-        than the limits' counts as its share of a row."""
-        decoding = [running for running in self._batch.requests if running.is_decoding]
-        wanted = [running.most_drafted if running.drafted else 0 for running in decoding]
+        """How many `rows` there are, and how many of them are as if nothing were drafted for them: one that wants fewer
+        tokens drafted than the limits' counts as its share of a row."""
+        wanted = [running.most_drafted if running.drafted else 0 for running in self.rows()]
         most = self._limits.draft_len
         return len(wanted), len(wanted) + -sum(wanted) // most if most else 0
 
     def plan_rows(
-        self, plan: PlanBuilder, num_decoding: int, draft_len: int, takes_given: bool, has_prompts: bool
+        self, plan: PlanBuilder, rows: list[Completion], draft_len: int, takes_given: bool, has_prompts: bool
     ) -> None:
         """Plan the decoding rows, the oldest first, and preempt the newest where blocks are short.
 
         Args:
             plan: nothing is in it yet.
-            num_decoding: `num_rows`.
+            rows: `rows`.
             draft_len: most tokens to draft for a row.
             takes_given: whether rows have the drafts that came with their requests verified, whatever `draft_len` says.
             has_prompts: whether prompts are to be read in the round.
@@ -52,14 +50,9 @@ class Decoding:
         batch, limits = self._batch, self._limits
         # Where prompts are to be read, drafts leave them a share of the round: else they might never be. And each row
         # further back keeps one token of the budget, so that drafts never keep a row from running.
-        kept = num_decoding + (plan.budget // _SHARE_OF_PROMPTS if has_prompts else 0)
-        index = 0
-        while index < len(batch.requests):  # preemption shortens the list from its end
-            running = batch.requests[index]
-            index += 1
-            if not running.is_decoding:
-                continue
-            if plan.budget <= 0:
+        kept = len(rows) + (plan.budget // _SHARE_OF_PROMPTS if has_prompts else 0)
+        for running in rows:
+            if plan.budget <= 0 or running.row == NO_ROW:  # preempted meanwhile, and so were all behind it
                 break
             follows_given = takes_given and running.given_draft and running.may_follow_given_draft
             wanted = limits.draft_len if follows_given else draft_len

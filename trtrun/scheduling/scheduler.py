@@ -63,7 +63,7 @@ class Scheduler:
     @property
     def num_decoding(self) -> int:
         """Requests whose prefill is planned to its end: those that draft and verify in the next plan."""
-        return self._decoding.num_rows
+        return len(self._decoding.rows())
 
     @property
     def num_waiting(self) -> int:
@@ -241,10 +241,10 @@ class Scheduler:
             return None
         plan = PlanBuilder(self.limits.max_num_tokens)
         has_free_row = self._batch.has_free_row()
-        num_decoding = self.num_decoding
-        has_prompts = num_decoding < self.num_running or (has_free_row and len(self._waiting) > 0)
+        decoding = self._decoding.rows()
+        has_prompts = len(decoding) < self.num_running or (has_free_row and len(self._waiting) > 0)
         most_drafted = self.limits.draft_len if draft_len is None else draft_len
-        self._decoding.plan_rows(plan, num_decoding, most_drafted, takes_given, has_prompts)
+        self._decoding.plan_rows(plan, decoding, most_drafted, takes_given, has_prompts)
         if has_prompts:
             self._admission.plan_prompts(plan, self._speculating)
         if plan.is_empty:

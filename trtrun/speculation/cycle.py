@@ -162,7 +162,7 @@ def verify_round(
             logits,
             state.sampling,
             sampled,
-            state.lengths[rows],
+            state.lengths.index_select(0, rows),
             state.token_ids,
             proposed.tokens,
             proposed.draft_lens,

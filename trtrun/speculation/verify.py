@@ -190,7 +190,8 @@ def verify(
             num_tokens, tokens = accept_by_token(target_tokens, draft_tokens, draft_lens)
         else:
             num_tokens, tokens = accept_forced(target_tokens, draft_tokens, draft_lens, lengths, forced_acceptance)
-    chosen_logits = logits.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    index = tokens.clamp(min=0) if draft_tokens.shape[1] else tokens  # padding stands behind drafts alone
+    chosen_logits = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1)
     return Verdict(num_tokens, tokens, draft_lens, _logprobs(logits, sampling, rows, tokens), chosen_logits)
 
 

@@ -26,7 +26,7 @@ from trtrun.speculation.ahead.guessing import Guesser
 from trtrun.speculation.ahead.paths import Guesses, RowPath
 from trtrun.speculation.given_drafts import HostGivenDrafts
 from trtrun.speculation.protocols import AheadEngine, Step
-from trtrun.tensors import device_integers, kept_integers
+from trtrun.tensors import device_integers, inference, kept_integers
 
 
 class AheadDrafter(Generic[Step]):
@@ -68,7 +68,7 @@ class AheadDrafter(Generic[Step]):
         """The draft engine."""
         return self._engine
 
-    @torch.inference_mode()
+    @inference
     def warm_up(self, guess_steps: Sequence[int]) -> None:
         """First use of what rounds with so many guesses run, and of a fresh draft of one row. It writes to the null
         block alone."""
@@ -90,7 +90,7 @@ class AheadDrafter(Generic[Step]):
                 self._paths[admission.row] = RowPath(len(admission.tokens), admission.num_cached_tokens)
                 self._last_prompt_tokens[admission.row] = int(admission.tokens[-1])
 
-    @torch.inference_mode()
+    @inference
     def propose(self, plan: RoundPlan) -> HostDraft:
         """The draft of every decode row: foreseen, made now, or none.
 
@@ -122,7 +122,7 @@ class AheadDrafter(Generic[Step]):
                 probs[place, :count, : self._vocab_size] = of_row[:count]
         return probs
 
-    @torch.inference_mode()
+    @inference
     def anticipate(self, plan: RoundPlan, *, guesses: bool = True) -> int:
         """Feed the prompts of the round, and draft for its likely verdicts, until all of it is known on the host.
 
@@ -159,7 +159,7 @@ class AheadDrafter(Generic[Step]):
             path.ranked = [*path.ranked[: len(path.draft)], candidates]
         return len(self._guesses.listed)
 
-    @torch.inference_mode()
+    @inference
     def learn(self, plan: RoundPlan, verdict: HostVerdict) -> None:
         """Take in what the target decided for the plan's sampled rows, and look for it among the guesses."""
         self._write_history(plan.sampled_rows, verdict.tokens)

@@ -18,7 +18,7 @@ from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, Workplace
 from trtrun.speculation.given_drafts import GivenDrafts, with_certain_tokens
 from trtrun.speculation.protocols import DraftEngine, Rows, Step
-from trtrun.tensors import kept_integers, kept_range
+from trtrun.tensors import inference, kept_integers, kept_range
 
 
 class DraftModelDrafter(Generic[Step]):
@@ -51,7 +51,7 @@ class DraftModelDrafter(Generic[Step]):
         self._engine.begin_round(plan)
         self._given.begin_round(plan)
 
-    @torch.inference_mode()
+    @inference
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
         """See Drafter. A model always has a proposal: as many tokens as the plan asks for."""
         self._engine.prefill([chunk for chunk in plan.prefill if chunk.followed])
@@ -99,7 +99,7 @@ class DraftModelDrafter(Generic[Step]):
             tokens [R, draft_len] int64 and draft_probs [picks, draft_len, target vocab] float32 or None.
         """
         state = self._engine.rows
-        lengths = state.lengths[rows]
+        lengths = state.lengths.index_select(0, rows)
         chosen, probabilities = [], []
         positions = lengths.unsqueeze(1) + kept_range(0, plan.draft_len - 1, rows.device)
         if min(most) < plan.draft_len:
