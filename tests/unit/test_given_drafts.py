@@ -113,10 +113,11 @@ def test_drafts_go_with_their_rows() -> None:
     device.write(0, 1)
     device.write(1, 1)
     first = plan(admission(0, [1], [5, 6]), admission(1, [1], [7, 8]))
-    second = plan(admission(1, [1], [9]), dropped=[0, 1])
-    third = plan(admission(1, [1], []))
-    expected: list[list[list[int]] | None] = [[[5, 6], [7, 8]], [[], [9]], None]
-    for given, proposed in zip((first, second, third), expected, strict=True):
+    second = plan(admission(1, [1], [4, 3]), dropped=[1])
+    third = plan(admission(1, [1], [9]), dropped=[0, 1])
+    fourth = plan(admission(1, [1], []))
+    expected: list[list[list[int]] | None] = [[[5, 6], [7, 8]], [[5, 6], [4, 3]], [[], [9]], None]
+    for given, proposed in zip((first, second, third, fourth), expected, strict=True):
         device.given.begin_round(given)
         host.begin_round(given)
         assert device.propose(0, 1) == proposed
