@@ -152,6 +152,28 @@ def test_where_nothing_is_drafted_only_0_is_a_draft_len(pair: tuple[Path, Path])
     assert refused == "draft_len is 1, but nothing is drafted here: leave it out"
 
 
+@pytest.mark.parametrize("name", ["fixed", "plans ahead"])
+def test_rows_without_drafts_reuse_blocks_that_the_draft_does_not_have(pair: tuple[Path, Path], name: str) -> None:
+    prompt = prompt_of(70, seed=1)
+    with make(pair, name) as llm:
+
+        def run(*own: int | None) -> list[int]:
+            """How much of the prompt was there already, for one row after the other."""
+            asked = [SamplingParams(max_tokens=12, ignore_eos=True, draft_len=most) for most in own]
+            outputs = [llm.generate([prompt], [one])[0] for one in asked]
+            texts.extend(tokens_of(outputs))
+            return [output.completions[0].statistics.num_cached_prompt_tokens for output in outputs]
+
+        texts: list[Any] = []
+        assert run(0, 0) == [0, 64]
+        assert run(None, None) == [0, 64], "the draft has to read it once"
+        assert run(0, 2, 0) == [64] * 3
+        llm.check_idle()
+        llm.set_speculation(False)
+        run(None)
+    assert texts == [texts[-1]] * len(texts)
+
+
 @pytest.mark.parametrize(
     ("num_draft_tokens", "num_tokens", "origins"),
     [(0, 1, "p"), (4, 1, "r"), (4, 4, "aaar"), (4, 3, "aar"), (4, 5, "aaaab"), (1, 2, "ab"), (4, 0, "r"), (0, 0, "")],

@@ -67,6 +67,17 @@ def test_the_group_with_the_fewest_rows_is_next_whenever_it_came() -> None:
     assert queue.in_turn() == ["b3", "a3"]
 
 
+def test_a_group_is_the_same_one_as_long_as_any_of_it_runs_or_waits() -> None:
+    queue = Queue("a1", "a2", "c1", "c2")
+    queue.take("a1", "c1", "a2")
+    queue.end("a1", "c1")
+    queue.add("a3", "b1")
+    assert queue.in_turn() == ["c2", "b1", "a3"], "a still has a row"
+    queue.take("c2", "b1", "a3")
+    queue.end("a2", "a3", "b1", "c2")
+    assert not queue.queue._groups
+
+
 def test_preempted_ones_come_alone_and_the_earliest_admitted_first() -> None:
     queue = Queue("a1", "b1", "c1", "d1")
     queue.take("a1", "b1", "c1")

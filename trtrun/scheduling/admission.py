@@ -53,8 +53,6 @@ class Admission:
                 kept = 0
             if plan.budget > kept:
                 plan.prefill(running, plan.budget - kept)
-        if kept:
-            plan.prefill(oldest, kept)
         self._admit(plan, plan.budget, None, speculating)
 
     def _admit(self, plan: PlanBuilder, budget: int, below: int | None, speculating: bool) -> None:

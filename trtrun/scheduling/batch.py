@@ -1,7 +1,7 @@
 """The running batch: which request holds which row and which blocks, in order of admission.
 
 It moves rows and blocks and keeps them whole. It does not know rounds, token budgets or draft lengths: when to admit or
-to make room is `scheduler.py`'s decision.
+to make room is decided in `admission.py` and `decoding.py`.
 """
 
 from __future__ import annotations

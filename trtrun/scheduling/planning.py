@@ -1,6 +1,7 @@
 """A round plan under construction: collects rows, block updates and the token budget, then freezes to a RoundPlan.
 
-It knows the layout of `RoundPlan` and nothing of policy: who gets into the round is `scheduler.py`'s decision.
+It knows the layout of `RoundPlan` and nothing of policy: who gets into the round is decided in `decoding.py` and
+`admission.py`.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ tensors or how drafts are verified. `schedule` makes a plan, `commit` takes its 
 committed length and an upper bound; blocks and contexts are reserved for the upper bound, so that ranks, which know
 the true length from verdicts, never meet a position without a block.
 
-Rows go in turns to those who ask (`queue.py`), and a round's tokens to decoding rows first, then to prompts
-(`admission.py`). Only the most recently admitted row is ever preempted, and gets a row again before all that wait, so
-the oldest row always makes progress and nothing can wait for ever.
+Rows go in turns to those who ask (`queue.py`), and a round's tokens to decoding rows first (`decoding.py`), then to
+prompts (`admission.py`); `results.py` takes in what a round gave. Only the most recently admitted row is ever
+preempted, and gets a row again before all that wait, so the oldest row always makes progress and nothing can wait for
+ever.
 """
 
 from __future__ import annotations
