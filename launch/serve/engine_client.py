@@ -33,8 +33,8 @@ from launch.serve.messages import (
     encode,
 )
 from launch.serve.refusals import Kind, Refusal
-from trtrun.core import RequestStatistics
 from trtrun.outputs import CompletionDelta, merge_deltas
+from trtrun.request_statistics import RequestStatistics
 from trtrun.sampling_params import SamplingParams
 from trtrun.scheduling.limits import SchedulerLimits
 

@@ -18,10 +18,10 @@ from launch.serve.engines import Engine
 from launch.serve.limits import Door, Ticket, out_of_time
 from launch.serve.metrics import FrontMetrics
 from launch.serve.refusals import Kind, Refusal
-from trtrun.core import RequestStatistics
 from trtrun.errors import InvalidRequestError
 from trtrun.outputs import CompletionDelta
 from trtrun.prompts import Prompt, PromptReader
+from trtrun.request_statistics import RequestStatistics
 from trtrun.sampling_params import SamplingParams
 from trtrun.text import Tokenizer
 
