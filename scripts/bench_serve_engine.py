@@ -23,8 +23,8 @@ from launch.serve.messages import Abort, AskStatus, Close, Delta, Deltas, Genera
 from launch.serve.restarted_engine import RestartedEngine
 from launch.serve.serve import play_serve
 from trtrun import __version__, load_config
-from trtrun.core import RequestStatistics
 from trtrun.outputs import CompletionDelta
+from trtrun.request_statistics import RequestStatistics
 from trtrun.scheduling.limits import SchedulerLimits
 
 TEXT = " word"

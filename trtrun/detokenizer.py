@@ -9,18 +9,17 @@ from collections.abc import Sequence
 
 from tokenizers.decoders import DecodeStream
 
-from trtrun.text import Tokenizer
+from trtrun.text import REPLACEMENT, Tokenizer
 
 _CONTEXT = 5
 """Prompt tokens that decide how the first output token is spelled (its leading space)."""
 
-_REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are not (yet) UTF-8
 _MAX_HELD = 8
 """Tokens after which bytes that are no character are let go of: an unfinished one has at most three bytes."""
 
 
 class IncrementalDetokenizer:
-    """Turns token ids into text as they come, one step of `tokenizers`' DecodeStream a token.
+    """Turns token ids into text as they come: what is known of each token, or a step of `tokenizers`' DecodeStream.
 
     Text is held back while it ends in an unfinished character: what `append` returned is never taken back. The pieces
     add up to the text of all tokens at once, except where a decoder would replace finished characters in hindsight
@@ -40,13 +39,29 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._context = list(prompt_token_ids[-_CONTEXT:])
-        if tokenizer.decode(self._context, skip_special_tokens).endswith(_REPLACEMENT):
+        if tokenizer.decode(self._context, skip_special_tokens).endswith(REPLACEMENT):
             self._context = []
-        self._stream: DecodeStream | None = self._begin_stream()
+        self._own_texts = tokenizer.own_texts(skip_special_tokens)
+        self._stream: DecodeStream | None = None
+        self._is_stream_due = True  # begun when a token needs it
         self._held: list[int] = []
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that is now certain: what `append` gives, token by token."""
+        if self._own_texts is not None and not self._held and token_ids:
+            texts = [self._own_texts[token] for token in token_ids]
+            if all(texts):
+                self._pass(token_ids[-1])
+                return "".join(texts)
+        return "".join([self.append(token) for token in token_ids])
 
     def append(self, token_id: int) -> str:
         """Add one token; returns the text that is now certain, which may be empty."""
+        if self._own_texts is not None and not self._held and (own := self._own_texts[token_id]):
+            self._pass(token_id)
+            return own
+        if self._is_stream_due:
+            self._stream, self._is_stream_due = self._begin_stream(), False
         self._held.append(token_id)
         text = self._step(token_id)
         if text:
@@ -64,6 +79,11 @@ class IncrementalDetokenizer:
         self._context, self._held = self._held, []
         return text
 
+    def _pass(self, token_id: int) -> None:
+        """The text is certain up to a token, the newest: a stream begins behind it."""
+        self._context = [token_id]
+        self._stream, self._is_stream_due = None, True
+
     def _begin_stream(self) -> DecodeStream:
         return DecodeStream(ids=list(self._context), skip_special_tokens=self._skip)
 
@@ -76,7 +96,7 @@ class IncrementalDetokenizer:
                 self._stream = None
         # Behind bytes that are no characters a stream cannot begin: two decodes a token, until text is certain again.
         text = self._new_text(len(self._held))
-        return "" if text.endswith(_REPLACEMENT) else text
+        return "" if text.endswith(REPLACEMENT) else text
 
     def _release(self) -> str:
         """Bytes that will never become a character, or tokens without text: let go of all but the last few, at a place
@@ -117,6 +137,11 @@ class CompletionText:
         """Add one token."""
         if not self._is_cut:
             self._pending += self._detokenizer.append(token_id)
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """Add tokens of a completion without stop strings; returns what `take` would."""
+        assert not self._stop
+        return self._detokenizer.extend(token_ids)
 
     def pass_stops(self) -> None:
         """Stop strings that are whole by now end nothing; one that is not may still."""

@@ -10,15 +10,13 @@ A program whose configuration needs several ranks is started on every rank by mp
         if llm is not None:  # rank 0; the others have served until it closed
             outputs = llm.generate(["def main("])
 
-This module collects deltas of the engine core (`llm_engine`) for those who asked for them. It knows calls, threads and
-interrupts; it does not know rounds or ranks.
+This module puts deltas of the engine core (`llm_engine`) together to outputs. It knows calls and their prompts; it does
+not know how threads share the core (`shared_engine`), rounds or ranks.
 """
 
 from __future__ import annotations
 
 import os
-import weakref
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -28,12 +26,13 @@ import torch
 
 from trtrun.config import RuntimeConfig, make_one_device_config
 from trtrun.errors import InvalidRequestError, PlacementError, QueueFullError
-from trtrun.interrupts import FairLock, held_interrupts, listening
+from trtrun.interrupts import listening
 from trtrun.llm_engine import LLMEngine
 from trtrun.outputs import CompletionDelta, RequestId, RequestOutput, StartReport
 from trtrun.pending import PendingRequest
 from trtrun.prompts import Prompt
 from trtrun.sampling_params import SamplingParams
+from trtrun.shared_engine import SharedEngine
 from trtrun.text import Tokenizer
 
 
@@ -111,15 +110,7 @@ class LLM:
         self.config: RuntimeConfig = engine.config
         self.report: StartReport = engine.report
         self.tokenizer: Tokenizer | None = engine.tokenizer
-        self._closed = False
-        self._turn = FairLock()
-        self._inboxes: dict[RequestId, deque[CompletionDelta]] = {}
-        # Requests that nobody reads any more. Whoever has the turn next aborts them: an iterator may be thrown away
-        # anywhere, also by a garbage collection inside the engine core.
-        self._given_up: deque[RequestId] = deque()
-        # A program that forgets to close, or dies of an exception, must not leave the other ranks waiting: MPI's own
-        # end waits for all of them. This runs before it, and when the object is thrown away.
-        self._finalizer = weakref.finalize(self, engine.close)
+        self._shared = SharedEngine(engine)
 
     def __enter__(self) -> LLM:
         return self
@@ -131,9 +122,7 @@ class LLM:
 
     def close(self) -> None:
         """Let all ranks end; the object is of no use afterwards. Calling it again does nothing."""
-        with held_interrupts(), self._turn:
-            self._closed = True
-            self._finalizer()
+        self._shared.close()
 
     def generate(
         self,
@@ -154,7 +143,7 @@ class LLM:
             One output a prompt, in their order. A prompt that can never run has `error` set; the others go on. Prompts
             that were given up have no output.
         """
-        self._check_open()
+        self._shared.check_open()
         prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * len(prompts)
@@ -185,7 +174,7 @@ class LLM:
             Each prompt's output as soon as it is there; `index` counts the prompts from 0. A prompt that can never run
             has `error` set. Prompts that were given up have no output.
         """
-        self._check_open()
+        self._shared.check_open()
         source = enumerate(prompts)
         pending: dict[RequestId, PendingRequest] = {}
         held: tuple[int, tuple[Prompt, SamplingParams]] | None = None
@@ -194,7 +183,7 @@ class LLM:
         try:
             while True:
                 left = seconds_left() if seconds_left is not None else None
-                while left is None and self._has_room(pending):
+                while left is None and self._has_room(pending, call):
                     item, held = held or next(source, None), None
                     if item is None:
                         break
@@ -209,24 +198,26 @@ class LLM:
                     self._wind_down(pending, left)
                 if not pending and (held is None or left is not None):
                     break
-                self._pump()
-                for request_id in [key for key in pending if self._inboxes[key]]:
-                    output = pending[request_id].take(self._inboxes[request_id])
+                self._shared.step()
+                inboxes = self._shared.inboxes
+                for request_id in [key for key in pending if inboxes[key]]:
+                    output = pending[request_id].take(inboxes[request_id])
                     if output is not None:
                         self._forget(request_id, pending)
                         yield output
-            self._settle()
+            self._shared.settle()
         finally:
-            self._given_up.extend(pending)
+            self._shared.give_up(pending)
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[CompletionDelta]:
         """Complete one prompt and yield its tokens and text as rounds commit them. Ending the iteration early, or
         throwing the iterator away, cancels the request.
 
         Raises:
+            QueueFullError: as many requests wait as may (`scheduler.max_waiting`).
             InvalidRequestError: the prompt can never run, `n` is not 1, or the engine lost the request.
         """
-        self._check_open()
+        self._shared.check_open()
         if sampling is not None and sampling.n != 1:
             raise InvalidRequestError("a stream has one completion: set n to 1")
         pending: dict[RequestId, PendingRequest] = {}
@@ -235,10 +226,10 @@ class LLM:
             if refused is not None:
                 raise InvalidRequestError(str(refused.error))
             (request_id,) = pending
-            inbox = self._inboxes[request_id]
+            inbox = self._shared.inboxes[request_id]
             while True:
                 while not inbox:
-                    self._pump()
+                    self._shared.step()
                 delta = inbox.popleft()
                 if delta.finish_reason is not None:
                     self._forget(request_id, pending)
@@ -247,9 +238,9 @@ class LLM:
                 yield delta
                 if delta.finish_reason is not None:
                     break
-            self._settle()
+            self._shared.settle()
         finally:
-            self._given_up.extend(pending)
+            self._shared.give_up(pending)
 
     def statistics(self) -> dict[str, Any]:
         """Totals since the start or the last reset, ready for JSON; times are seconds."""
@@ -261,45 +252,17 @@ class LLM:
 
     def set_speculation(self, enabled: bool) -> None:
         """Switch between drafting and the target alone, between calls. Without a draft it stays off."""
-        with self._exclusive():
-            self.engine.set_speculation(enabled)
+        with self._shared.turn() as engine:
+            engine.set_speculation(enabled)
 
     def check_idle(self) -> None:
         """Raise RuntimeError when no request runs but a KV block is still held: a defect."""
-        with self._exclusive():
-            self.engine.check_idle()
+        with self._shared.turn() as engine:
+            engine.check_idle()
 
-    def _check_open(self) -> None:
-        """Raise InvalidRequestError after `close`: the ranks have ended, and nobody would ever answer."""
-        if self._closed:
-            raise InvalidRequestError("this LLM is closed: make another one")
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """The engine core to one thread, uninterrupted, once what was given up is aborted."""
-        with held_interrupts(), self._turn:
-            self._check_open()
-            while self._given_up:
-                request_id = self._given_up.popleft()
-                self.engine.abort_request(request_id)
-                self._inboxes.pop(request_id, None)
-            self.engine.drain()
-            yield
-
-    def _settle(self) -> None:
-        """Take in what rounds still give for requests that have ended, so that nothing is left for later calls."""
-        with self._exclusive():
-            pass
-
-    def _pump(self) -> None:
-        """One round for all requests, whoever asked for them."""
-        with self._exclusive():
-            for delta in self.engine.step():
-                if delta.request_id in self._inboxes:
-                    self._inboxes[delta.request_id].append(delta)
-
-    def _has_room(self, pending: dict[RequestId, PendingRequest]) -> bool:
-        return not pending or self.engine.num_waiting < self.config.scheduler.max_batch_size
+    def _has_room(self, pending: dict[RequestId, PendingRequest], call: object) -> bool:
+        """Whether another prompt of a call may wait; what others have waiting takes none of its turns."""
+        return not pending or self.engine.num_waiting_of(call) < self.config.scheduler.max_batch_size
 
     def _begin(
         self,
@@ -315,17 +278,15 @@ class LLM:
             QueueFullError: there is no room now, but there will be.
         """
         text = prompt if isinstance(prompt, str) else None
-        with self._exclusive():
+        with self._shared.turn() as engine:  # one turn for all of it: an interrupt would lose the request
             try:
-                request_id = self.engine.add_request(prompt, sampling, group=group)
-            except QueueFullError as error:
-                if self.engine.has_unfinished_requests:
-                    raise
-                return RequestOutput(index, text, (), (), str(error))
+                request_id = engine.add_request(prompt, sampling, group=group)
+            except QueueFullError:
+                raise
             except InvalidRequestError as error:
                 return RequestOutput(index, text, (), (), str(error))
-            self._inboxes[request_id] = deque()
-            pending[request_id] = PendingRequest(index, text, self.engine.prompt_token_ids(request_id), sampling)
+            self._shared.open_inbox(request_id)
+            pending[request_id] = PendingRequest(index, text, engine.prompt_token_ids(request_id), sampling)
         return None
 
     def _wind_down(self, pending: dict[RequestId, PendingRequest], seconds_left: float) -> None:
@@ -333,14 +294,14 @@ class LLM:
 
         A prompt of several completions has begun when one of them has: the others may still be admitted.
         """
-        with self._exclusive():
+        with self._shared.turn() as engine:
             for request_id in list(pending):
-                if seconds_left <= 0 or not self.engine.has_begun(request_id):
-                    self.engine.abort_request(request_id)
+                if seconds_left <= 0 or not engine.has_begun(request_id):
+                    engine.abort_request(request_id)
                     self._forget(request_id, pending)
 
     def _forget(self, request_id: RequestId, pending: dict[RequestId, PendingRequest]) -> None:
-        self._inboxes.pop(request_id, None)
+        self._shared.forget(request_id)
         pending.pop(request_id, None)
 
 

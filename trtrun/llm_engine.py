@@ -20,32 +20,24 @@ from itertools import count
 from typing import Any, TypeVar
 
 from trtrun.config import RuntimeConfig
-from trtrun.core import FinishReason, Request, TokenLogprobs
+from trtrun.core import Request
+from trtrun.deltas import make_delta, make_lost_delta, new_text
 from trtrun.detokenizer import CompletionText, IncrementalDetokenizer
-from trtrun.drafting_methods import DraftModelSection
 from trtrun.errors import InvalidRequestError, RankFailedError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.outputs import CompletionDelta, RequestId, StartReport
 from trtrun.prompts import Prompt, PromptReader
 from trtrun.roles.job import StartedJob, open_job
-from trtrun.roles.memory_requirements import guess_steps
-from trtrun.roles.orchestrator import Orchestrator, RowGain
+from trtrun.roles.orchestrator import RowGain
+from trtrun.roles.policies import make_orchestrator
 from trtrun.roles.startup import target_context
 from trtrun.sampling_params import SamplingParams
 from trtrun.scheduling.completion import Completion
 from trtrun.scheduling.limits import SchedulerLimits
-from trtrun.scheduling.scheduler import Scheduler
-from trtrun.speculation.ahead.policy import AheadPolicy
-from trtrun.speculation.pacing import Pacer
 from trtrun.telemetry import RunStatistics
 from trtrun.text import Tokenizer, read_shared_tokenizer
-from trtrun.threads import outnumber_cores
 
 T = TypeVar("T")
-
-NOT_FINITE = (
-    "the target's logits are not finite (NaN or infinite): the checkpoint may be damaged, or need another dtype"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +71,7 @@ class LLMEngine:
         self.config = config
         self.tokenizer = tokenizer
         self.report: StartReport = job.report
-        self.orchestrator = Orchestrator(
-            Scheduler(limits),
-            job.engine_ranks,
-            Pacer(config.speculation.draft_len) if config.is_paced else None,
-            ahead=_ahead_policy(config),
-        )
+        self.orchestrator = make_orchestrator(config, limits, job.engine_ranks)
         self.scheduler = self.orchestrator.scheduler
         self._prompts = PromptReader(model, tokenizer)
         self._request_ids, self._completion_ids = count(), count()
@@ -133,10 +120,9 @@ class LLMEngine:
         """Whether a request waits or runs, or a plan is still out."""
         return self.has_unfinished_requests or self.orchestrator.has_work
 
-    @property
-    def num_waiting(self) -> int:
-        """Completions without a row."""
-        return self.scheduler.num_waiting
+    def num_waiting_of(self, group: Hashable) -> int:
+        """Completions of a group, as `add_request` was given it, that never had a row."""
+        return self.scheduler.num_waiting_of(group)
 
     def add_request(
         self,
@@ -208,7 +194,7 @@ class LLMEngine:
         if self.tokenizer is not None:
             text = CompletionText(IncrementalDetokenizer(self.tokenizer, part.prompt_token_ids), part.sampling.stop)
         completion = self.scheduler.add(part, text, generated, group)
-        _new_text(completion, generated)  # it has been told
+        new_text(completion, generated)  # it has been told
         return completion
 
     def abort_request(self, request_id: RequestId) -> bool:
@@ -307,26 +293,15 @@ class LLMEngine:
         return deltas
 
     def _tell(self, gain: RowGain) -> CompletionDelta:
-        completion, gained = gain.result.completion, gain.result.new_token_ids
+        completion = gain.result.completion
         completion_id = completion.request.request_id
         request, index = self._owners[completion_id]
-        reason = completion.finish_reason
-        if reason is not None:
+        if completion.finish_reason is not None:
             del self._owners[completion_id], request.going_on[completion_id]
             if not request.going_on:
                 del self._requests[request.request_id]
             self.orchestrator.totals.add_request(completion.statistics)
-        return CompletionDelta(
-            request_id=request.request_id,
-            index=index,
-            token_ids=tuple(gained),
-            text=_new_text(completion, gained),
-            statistics=completion.statistics,
-            logprobs=_asked_logprobs(completion, gain.logprobs, len(gained)),
-            finish_reason=None if reason is None else str(reason),
-            error=NOT_FINITE if reason is FinishReason.ERROR else None,
-            token_origins=gain.result.token_origins,
-        )
+        return make_delta(request.request_id, index, gain.result, gain.logprobs)
 
     def _recover(self) -> None:
         """After an exception from the middle of a round: forget all requests, so that the next one finds all whole.
@@ -334,11 +309,7 @@ class LLMEngine:
         The requests end with an error, which the next step tells.
         """
         for completion_id, (request, index) in self._owners.items():
-            statistics = request.going_on[completion_id].statistics
-            error = "lost when another call to the same engine ended with an error"
-            self._lost.append(
-                CompletionDelta(request.request_id, index, (), "", statistics, None, str(FinishReason.ERROR), error)
-            )
+            self._lost.append(make_lost_delta(request.request_id, index, request.going_on[completion_id]))
         self._owners.clear()
         self._requests.clear()
         try:
@@ -346,41 +317,3 @@ class LLMEngine:
         except BaseException as error:
             self._failure = RankFailedError(f"the engine could not go on after an error ({error}); start it again")
             raise
-
-
-def _new_text(completion: Completion, gained: Sequence[int]) -> str:
-    """The text that a round added. With stop strings the stop rules have made it, token by token."""
-    if completion.text is None:
-        return ""
-    if not completion.request.sampling.stop:
-        for token in gained:
-            completion.text.append(token)
-    text = completion.text.take()
-    return text if completion.finish_reason is None else text + completion.text.finish()
-
-
-def _asked_logprobs(
-    completion: Completion, logprobs: list[TokenLogprobs] | None, count: int
-) -> tuple[TokenLogprobs, ...] | None:
-    """As many alternatives as the request asked for: the verdict is as wide as the widest of its rows."""
-    wanted = completion.request.sampling.logprobs
-    if logprobs is None or wanted is None:
-        return None
-    return tuple(
-        TokenLogprobs(entry.token_id, entry.logprob, entry.alternatives[:wanted]) for entry in logprobs[:count]
-    )
-
-
-def _ahead_policy(config: RuntimeConfig) -> AheadPolicy | None:
-    """What decides how much is drafted ahead; None where nothing is.
-
-    CPU ranks that share cores would slow the verification that they draft beside, so nothing is guessed there unless
-    the user has said so.
-    """
-    if not config.drafts_ahead:
-        return None
-    assert config.draft is not None and isinstance(config.speculation, DraftModelSection)
-    devices = sorted({*config.draft.devices, *config.target.devices})
-    waits = config.speculation.ahead == "auto" and outnumber_cores(devices, config.threads)
-    steps = [] if waits else guess_steps(config)
-    return AheadPolicy(steps, config.speculation.draft_len, always_redrafts=config.speculation.use_logits)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from trtrun.core import RequestStatistics, TokenLogprobs
+from trtrun.core import TokenLogprobs
+from trtrun.request_statistics import RequestStatistics
 
 RequestId = int | str
 """How a caller names a request."""
@@ -58,9 +59,10 @@ class RequestOutput:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CompletionDelta:
-    """What one round added to a completion.
+    """What one round added to a completion. Nobody changes it; it is not frozen because each row of each round makes
+    one, and freezing takes a microsecond.
 
     Attributes:
         request_id: of the request, as `LLMEngine.add_request` returned it.

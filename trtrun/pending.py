@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from trtrun.core import RequestStatistics, TokenLogprobs
+from trtrun.core import TokenLogprobs
 from trtrun.outputs import CompletionDelta, CompletionOutput, RequestOutput
+from trtrun.request_statistics import RequestStatistics
 from trtrun.sampling_params import SamplingParams
 
 
@@ -55,9 +56,11 @@ class PendingRequest:
             parts.text.append(delta.text)
             parts.token_ids += delta.token_ids
             parts.token_origins.append(delta.token_origins)
-            parts.logprobs += delta.logprobs or ()
+            if delta.logprobs is not None:
+                parts.logprobs += delta.logprobs
             parts.statistics = delta.statistics
-            self._error = self._error or delta.error
+            if delta.error is not None and self._error is None:
+                self._error = delta.error
             if delta.finish_reason is not None:
                 parts.finish_reason = delta.finish_reason
                 self._num_finished += 1

@@ -55,7 +55,7 @@ def _first_problem(error: ValidationError, kind: type[Section], above: Sequence[
         keys = ", ".join(_known_keys(kind, below))
         return f"{name}: must be a section with keys ({keys}), not {describe_kind(problem['input'])}"
     if problem["type"].startswith("path_"):
-        message = "must be the path of a directory"
+        message = "must be the path of a file or directory"
     message = message.replace("Input should be", "must be").split(", unable")[0].split(", got")[0]
     shown = "nothing" if problem["input"] is None else shorten(problem["input"])
     return f"{name}: {message}, not {shown}".replace("\n", " ")

@@ -21,7 +21,7 @@ class ServerSection(Section):
         host: address that is listened on; a loopback address is reachable from this host alone.
         http_port, grpc_port, metrics_port: 0 takes a free one.
         model_name: what clients call the model; None takes the name of the target's directory.
-        api_key_file: one key a line; all requests but those for health, the version, the page and the metrics need one.
+        api_key_file: one key a line; requests of the APIs need one of them.
         tls_cert, tls_key: PEM files; both or none.
         max_queue: completions that may wait for a row; requests beyond are answered with 429.
         max_streams: requests that may be in work at once, waiting ones among them; the same.

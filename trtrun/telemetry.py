@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from trtrun.core import ForesightStatistics, RequestStatistics
+from trtrun.request_statistics import ForesightStatistics, RequestStatistics
 
 ROUND_PARTS = ("drafting", "transferring", "verifying", "planning", "committing", "messages", "between_rounds")
 """What `round_parts` shares the time of rounds out to."""

@@ -1,15 +1,33 @@
-"""Tensors that the host fills and a device computes with, made without waiting for the device.
+"""Tensors that the host fills and a device computes with, made without waiting for the device; and torch's mode for it.
 
 It knows numbers. It does not know what they mean.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def inference(function: Callable[P, R]) -> Callable[P, R]:
+    """`torch.inference_mode()` around a function. Where a caller has entered it already nothing is done: each entry
+    takes microseconds of the host's time, and a round goes through several such functions."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def device_integers(values: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
@@ -23,6 +41,12 @@ def kept_integers(values: Sequence[int], device: torch.device) -> Tensor:
     The last ones are kept: a copy takes ten microseconds of the host's time, in which a GPU has nothing to do.
     """
     return _kept(tuple(values), device)
+
+
+@lru_cache(maxsize=64)
+def kept_range(start: int, stop: int, device: torch.device) -> Tensor:
+    """`torch.arange(start, stop)` int64 on `device`, made once. Nobody may change the tensor."""
+    return torch.arange(start, stop, device=device)
 
 
 @lru_cache(maxsize=1024)

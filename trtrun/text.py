@@ -6,15 +6,33 @@ It knows the `tokenizers` library and nothing of models, requests or ranks. Text
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import tokenizers
-from tokenizers.decoders import DecodeStream
+from tokenizers.decoders import ByteLevel, DecodeStream
 
 from trtrun.errors import CheckpointError, one_line
 
 _SLOW_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+
+
+REPLACEMENT = "\ufffd"
+"""What a decoder writes for bytes that are not (yet) UTF-8."""
+
+
+class _OwnTexts(dict[int, str]):
+    """The texts of tokens that are whole characters each, made when first asked for; empty for the others."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+
+    def __missing__(self, token_id: int) -> str:
+        text = self._tokenizer.decode([token_id], self._skip)
+        self[token_id] = text = "" if REPLACEMENT in text else text
+        return text
 
 
 class Tokenizer:
@@ -26,6 +44,10 @@ class Tokenizer:
         backend.no_truncation()
         self._backend = backend
         self.path = path
+        # Such a decoder joins the bytes of its tokens, and nothing else: behind whole characters a token of whole
+        # characters is spelled alike wherever it stands.
+        self._spells_alike = isinstance(backend.decoder, ByteLevel)
+        self._own_texts: dict[bool, _OwnTexts] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with the beginning-of-sequence token where the checkpoint's tokenizer adds one."""
@@ -41,6 +63,15 @@ class Tokenizer:
         """Add one token to a stream of this tokenizer; returns the text that it completes, if any."""
         text: str | None = stream.step(self._backend, token_id)
         return text
+
+    def own_texts(self, skip_special_tokens: bool = True) -> Mapping[int, str] | None:
+        """What each token adds to a text that ends in a whole character, whatever that is: empty for tokens of parts of
+        characters and for those without text, of which a stream or `decode` has to tell. None where what a token adds
+        depends on those before it.
+        """
+        if not self._spells_alike:
+            return None
+        return self._own_texts.setdefault(skip_special_tokens, _OwnTexts(self, skip_special_tokens))
 
     @property
     def vocab_size(self) -> int:

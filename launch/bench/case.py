@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-from trtrun.core import ForesightStatistics
+from trtrun.request_statistics import ForesightStatistics
 from trtrun.telemetry import ROUND_PARTS
 
 Prompts = list[list[int]]

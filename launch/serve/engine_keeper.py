@@ -89,7 +89,7 @@ class EngineKeeper:
     def note_silence(self) -> None:
         """The engine says nothing any more: it has to end soon."""
         if self._process is not None and self._deadline is None:
-            self._deadline = asyncio.get_running_loop().call_later(END_SECONDS, self._end)
+            self._deadline = asyncio.get_running_loop().call_later(END_SECONDS, self._end_late)
 
     async def keep(self) -> int:
         """Start the engine, and start it again when it ends, until `close`.
@@ -135,12 +135,17 @@ class EngineKeeper:
         self._is_closing = True
         self._end()
 
+    def _end_late(self) -> None:
+        """The engine had to end by itself, and its time for that is over."""
+        if self._process is not None and self._process.returncode is None:
+            logger.warning("the engine (process %d) has not ended by itself", self._process.pid)
+        self._end()
+
     def _end(self) -> None:
         """Ask the process to end, which it passes on to its ranks; one that does not is killed."""
         process = self._process
         if process is None or process.returncode is not None:
             return
-        logger.warning("the engine (process %d) has not ended by itself", process.pid)
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         loop = asyncio.get_running_loop()

@@ -20,10 +20,10 @@ from launch.serve.metrics import FrontMetrics
 from launch.serve.open_requests import EngineRequest, Inbox
 from launch.serve.refusals import Kind, Refusal
 from launch.serve.words import check_words
-from trtrun.core import RequestStatistics
 from trtrun.errors import InvalidRequestError
 from trtrun.outputs import CompletionDelta
 from trtrun.prompts import Prompt, PromptReader
+from trtrun.request_statistics import RequestStatistics
 from trtrun.sampling_params import SamplingParams
 from trtrun.text import Tokenizer
 

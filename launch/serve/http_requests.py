@@ -90,13 +90,20 @@ class Keys:
         """One key a line; empty lines do not count.
 
         Raises:
-            ConfigError: the file cannot be read, or holds no key.
+            ConfigError: the file cannot be read, is too large, or holds no key, or one that no header can hold.
         """
         if path is None:
             return cls(())
-        with reading(path, ConfigError), path.open(encoding="utf-8") as opened:
-            text = opened.read(_MOST_KEY_BYTES)
-        keys = [line.strip() for line in text.splitlines() if line.strip()]
+        with reading(path, ConfigError), path.open("rb") as opened:
+            content = opened.read(_MOST_KEY_BYTES + 1)
+        if len(content) > _MOST_KEY_BYTES:
+            raise ConfigError(f"{path} has more than {_MOST_KEY_BYTES} bytes: that is no file of API keys, one a line")
+        keys = []
+        for number, line in enumerate(content.split(b"\n"), start=1):
+            key = line.decode("ascii", errors="replace").strip()
+            if not (key.isascii() and (not key or key.isprintable())):
+                raise ConfigError(f"{path}, line {number}: an API key has printable ASCII characters alone")
+            keys += [key] if key else []
         if not keys:
             raise ConfigError(f"{path} holds no API key: write one a line")
         return cls(keys)

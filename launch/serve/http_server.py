@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 import socket
-import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from launch.serve.limits import RETRY_SECONDS
 from launch.serve.openai_api import answer_refusal
 from launch.serve.refusals import Refusal
 from trtrun import __version__
-from trtrun.errors import ConfigError, one_line
+from trtrun.errors import ConfigError
 from trtrun.server_config import ServerSection
 
 KEEP_ALIVE_SECONDS = 30
@@ -126,7 +126,10 @@ def listen(host: str, port: int, key: str) -> Listener:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         opened = socket.create_server(found[4][:2], family=found[0], backlog=_BACKLOG)
     except OSError as error:
-        raise ConfigError(f"server.host, {key}: cannot listen on {host} port {port}: {error.strerror}") from None
+        # A name that is not found has a number of its own; to the others Python adds the address once more.
+        number = None if isinstance(error, socket.gaierror) else error.errno
+        reason = error.strerror if number is None else os.strerror(number)
+        raise ConfigError(f"server.host, {key}: cannot listen on {host} port {port}: {reason}") from None
     opened.setblocking(False)
     # Connections inherit it. asyncio sets it only on sockets that name their protocol, and without it the second part
     # of an answer waits 40 ms for the client to acknowledge the first.
@@ -137,20 +140,6 @@ def listen(host: str, port: int, key: str) -> Listener:
 def is_loopback(listener: Listener) -> bool:
     """Whether only this host reaches it."""
     return ipaddress.ip_address(listener.socket.getsockname()[0].partition("%")[0]).is_loopback
-
-
-def check_tls(section: ServerSection) -> None:
-    """Raise ConfigError for files that make no TLS."""
-    if section.tls_cert is None or section.tls_key is None:
-        return
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(section.tls_cert, section.tls_key)
-    except (OSError, ssl.SSLError) as error:
-        reason = error.strerror if isinstance(error, FileNotFoundError) else one_line(error)
-        raise ConfigError(
-            f"server.tls_cert {section.tls_cert}, server.tls_key {section.tls_key}: no certificate and its key in PEM: "
-            f"{reason}"
-        ) from None
 
 
 class HttpServer(uvicorn.Server):

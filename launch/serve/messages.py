@@ -17,9 +17,10 @@ from typing import Any
 
 import msgspec
 
-from trtrun.core import RequestStatistics, TokenLogprobs
+from trtrun.core import TokenLogprobs
 from trtrun.errors import TrtrunError, one_line
 from trtrun.outputs import CompletionDelta
+from trtrun.request_statistics import RequestStatistics
 from trtrun.sampling_params import SamplingParams
 from trtrun.scheduling.limits import SchedulerLimits
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from launch.serve.messages import Generate
 from launch.serve.refusals import Refusal
-from trtrun.core import RequestStatistics
 from trtrun.outputs import CompletionDelta, merge_deltas
+from trtrun.request_statistics import RequestStatistics
 from trtrun.sampling_params import SamplingParams
 
 

@@ -15,7 +15,8 @@ from typing import Any
 from launch.serve.front import Piece, Usage
 from launch.serve.openai_types import Answering
 from launch.serve.token_texts import TokenTexts
-from trtrun.core import RequestStatistics, TokenLogprobs
+from trtrun.core import TokenLogprobs
+from trtrun.request_statistics import RequestStatistics
 from trtrun.text import Tokenizer
 
 _REPLACEMENT = "\ufffd"

@@ -27,7 +27,6 @@ from launch.serve.http_requests import Keys
 from launch.serve.http_server import (
     HttpServer,
     Listener,
-    check_tls,
     is_loopback,
     listen,
     make_application,
@@ -45,6 +44,7 @@ from launch.serve.openai_api import OpenAIApi
 from launch.serve.own_engine import OwnEngine
 from launch.serve.page_routes import page_routes
 from launch.serve.status import StatusBoard
+from launch.serve.tls import check_tls
 from launch.slurm.reach import describe_way, tell_way
 from trtrun.async_llm import AsyncLLM
 from trtrun.config import RuntimeConfig

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from launch.serve.front import Front
 from launch.serve.http_requests import Keys
-from launch.serve.messages import Status
+from launch.serve.messages import Ready, Status
 from parallel.topology import Role, Topology
 from trtrun import __version__
 from trtrun.config import RuntimeConfig
@@ -44,6 +44,7 @@ class StatusBoard:
         self._has_template = has_template
         self._asking: asyncio.Task[Status | None] | None = None
         self._asked_at = 0.0
+        self._told: tuple[Ready, Status] | None = None
 
     def routes(self) -> list[Route]:
         """For the application."""
@@ -55,11 +56,15 @@ class StatusBoard:
         return JSONResponse(self._describe(await self._ask()), headers={"cache-control": "no-store"})
 
     async def _ask(self) -> Status | None:
-        """What the engine says, at most `FRESH_SECONDS` old."""
+        """What the engine says, at most `FRESH_SECONDS` old, or what it has last said where it is in a long round; None
+        while there is none."""
         now = time.monotonic()
         if self._asking is None or (self._asking.done() and now - self._asked_at > FRESH_SECONDS):
             self._asking, self._asked_at = asyncio.create_task(self._front.client.ask_status()), now
-        return await asyncio.shield(self._asking)
+        status, ready = await asyncio.shield(self._asking), self._front.client.ready
+        if ready is not None and status is not None:
+            self._told = ready, status
+        return self._told[1] if self._told is not None and self._told[0] is ready else None
 
     def _describe(self, engine: Status | None) -> dict[str, Any]:
         front, config = self._front, self._config

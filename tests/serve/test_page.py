@@ -189,3 +189,34 @@ def test_a_text_goes_on_behind_a_lost_engine(page: Any, server: Server, llm: LLM
     playwright.expect(page.locator("#news")).to_have_text(re.compile(r"^Done: \d+ tokens"))
     assert page.locator("#text").text_content() == PROMPT + completion.text
     playwright.expect(page.locator("#version")).to_contain_text("restarts of the engine: 1")
+    # The pause is no speed of either way.
+    page.locator("#compare").click()
+    playwright.expect(page.locator("#verdict")).to_have_text("The same text, token for token (200).")
+    playwright.expect(page.locator("[data-run=speculative] .first")).to_contain_text("started again meanwhile")
+
+
+def test_a_server_that_is_gone_is_shown_as_gone(page: Any) -> None:
+    playwright.expect(page.locator("#running")).to_have_text("0 of 4")
+    page.route("**/status", lambda route: route.abort())
+    playwright.expect(page.locator("#state")).to_have_text("no answer")
+    for number in ("#running", "#waiting", "#kv"):
+        playwright.expect(page.locator(number)).to_have_text("–")
+    playwright.expect(page.locator("#ranks li.unknown")).to_have_count(3)
+    page.unroute("**/status")
+    playwright.expect(page.locator("#running")).to_have_text("0 of 4")
+    playwright.expect(page.locator("#ranks li.up")).to_have_count(3)
+
+
+def test_the_form_follows_a_server_that_comes_back_with_other_limits(page: Any) -> None:
+    page.get_by_label("Chat").check(force=True)
+
+    def answer(route: Any) -> None:
+        status = route.fetch().json()
+        status["speculation"]["draft_len"], status["chat"] = 2, False
+        route.fulfill(json=status)
+
+    page.route("**/status", answer)
+    playwright.expect(page.get_by_label("Draft length")).to_have_attribute("max", "2")
+    playwright.expect(page.get_by_label("Chat")).to_be_disabled()
+    playwright.expect(page.get_by_label("Completion")).to_be_checked()
+    generate(page, PROMPT, 8)

@@ -155,9 +155,8 @@ def test_what_is_wrong_at_the_start_is_one_line_and_status_2(pair: Path, tmp_pat
     config = write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in run_refused(
-            "--config", config, "--http-port", port
-        )
+        line = run_refused("--config", config, "--http-port", port)
+    assert line.endswith(f"cannot listen on 127.0.0.1 port {port}: Address already in use")
 
 
 @pytest.mark.long
@@ -165,7 +164,7 @@ def test_what_is_wrong_at_the_start_is_one_line_and_status_2(pair: Path, tmp_pat
     ("words", "text"),
     [
         (["--tls-cert", "x"], "TLS needs server.tls_cert and server.tls_key, both"),
-        (["--tls-cert", "x", "--tls-key", "y"], "no certificate and its key in PEM"),
+        (["--tls-cert", "/nowhere", "--tls-key", "y"], "server.tls_cert /nowhere cannot be read"),
         (["--api-key-file", "/nowhere"], "/nowhere cannot be read"),
         (["--api-key-file", "/dev/null"], "/dev/null holds no API key"),
         (["--http-port", "70000"], "server.http_port"),

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from trtrun.core import RequestStatistics, TokenLogprobs
+from trtrun.core import TokenLogprobs
 from trtrun.outputs import CompletionDelta
+from trtrun.request_statistics import RequestStatistics
 from trtrun.sampling_params import SamplingParams
 from trtrun.scheduling.limits import SchedulerLimits
 

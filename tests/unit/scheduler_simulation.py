@@ -38,8 +38,15 @@ def target_token(checksum: int) -> int:
     return zlib.crc32(checksum.to_bytes(4, "little")) % VOCABULARY
 
 
-def make_request(request_id: int, prompt: list[int], max_tokens: int = 8, stop_ids: tuple[int, ...] = ()) -> Request:
-    return Request(request_id, tuple(prompt), SamplingParams(max_tokens=max_tokens, seed=1), stop_ids)
+def make_request(
+    request_id: int,
+    prompt: list[int],
+    max_tokens: int = 8,
+    stop_ids: tuple[int, ...] = (),
+    draft_len: int | None = None,
+) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, seed=1, draft_len=draft_len)
+    return Request(request_id, tuple(prompt), sampling, stop_ids)
 
 
 def reference(request: Request, limits: SchedulerLimits) -> tuple[list[int], FinishReason]:
@@ -259,15 +266,17 @@ class Job:
         return checked
 
     def check_shared_blocks(self) -> None:
-        """Every block on offer is written whole by both engines with one verified chain."""
-        for block in self.scheduler._batch.cache.blocks:
+        """Every block on offer is written whole with one verified chain, by both engines unless it is said to be in the
+        target's store alone."""
+        cache = self.scheduler._batch.cache
+        for block in cache.blocks:
             content = self.target.content(block)
             for slot in content:
                 assert slot is not None and slot[1] in self.verified, f"block {block} holds an unverified token"
             positions = [slot[0] for slot in content if slot is not None]
             assert positions[0] % self.limits.block_size == 0
             assert positions == list(range(positions[0], positions[0] + self.limits.block_size))
-            if self.scheduler._speculating and self.has_draft_store:
+            if block not in cache._target_only:
                 assert self.draft.content(block) == content, f"the draft has not written block {block} whole"
 
     def _propose(self, row: int, draft_len: int, catch_up: int, frozen: frozenset[int]) -> list[int]:

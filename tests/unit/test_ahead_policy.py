@@ -27,9 +27,10 @@ def run_rounds(
 def test_without_steps_nothing_is_guessed_and_all_is_drafted_again() -> None:
     policy = AheadPolicy((), 5, always_redrafts=False)
     assert policy.num_guesses(3) == 0
-    policy.record_draft(3, 0, 0.0, 2, 5.0)
-    policy.record_round(3, 0.1, 0.1, [1, 1, 1], [0, 0, 0])
-    assert policy.redraft_from(3) == 1
+    for _ in range(10):
+        policy.record_draft(3, 0, 0.0, 2, 5.0)
+        policy.record_round(3, 0.1, 0.1, [1, 1, 1], [0, 0, 0])
+    assert policy.redraft_from(3) == 1, "nothing else would ever be drafted"
 
 
 @pytest.mark.parametrize(("rows", "first"), [(1, 4), (2, 8), (4, 16), (5, 32), (16, 64), (32, 128), (500, 128)])
@@ -78,6 +79,28 @@ def test_it_steps_back_to_what_gains_most() -> None:
     chosen = run_rounds(AheadPolicy(STEPS, 5, always_redrafts=False), 4, lambda count: 0.03 * count)
     assert chosen[0] == 16 and set(chosen[-20:]) == {4}, chosen
     assert chosen == sorted(chosen, reverse=True)
+
+
+def test_each_row_has_a_guess_however_long_they_take() -> None:
+    chosen = run_rounds(AheadPolicy(STEPS, 5, always_redrafts=False), 8, lambda count: 0.1 * count)
+    assert min(chosen) == chosen[-1] == 8, chosen
+
+
+@pytest.mark.parametrize(("seconds", "best"), [(0.089, 16), (0.098, 8)])
+def test_a_verdict_and_a_draft_have_to_travel_in_what_is_left_of_a_verification(seconds: float, best: int) -> None:
+    policy = AheadPolicy((8, 16), 5, always_redrafts=False)
+    chances = [0.5] * 8 + [0.52] * 8
+    for _ in range(40):
+        count = policy.num_guesses(1)
+        policy.record_draft(1, count, 0.05 if count == 8 else seconds, 0, 0.0, chances)
+        policy.record_round(1, 0.1, 0.11, [5], [4])
+    assert policy.num_guesses(1) == best
+
+
+def test_what_was_far_too_slow_is_tried_again_later_than_what_was_a_little() -> None:
+    policy = AheadPolicy((4, 8), 5, always_redrafts=False)
+    chosen = run_rounds(policy, 1, lambda count: 1.0 if count == 8 else 0.05, rounds=2000)
+    assert 5 <= chosen.count(8) <= 7, "four times to know, then every eleven hundred rounds"
 
 
 def test_it_follows_the_machine() -> None:

@@ -130,10 +130,15 @@ def test_silu_and_multiply(features: int, dtype: torch.dtype) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("head_dim", [24, 64, 128])
-def test_rotating_on_the_way_to_the_store(head_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("at_once", [1, 4, 16])
+def test_rotating_on_the_way_to_the_store(
+    head_dim: int, dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What torch rotates, bit for bit, in the store and behind it."""
+    from trtrun.kernels.triton import paged_store
     from trtrun.kernels.triton.paged_attention import PagedAttention
 
+    monkeypatch.setattr(paged_store, "_tokens_at_once", lambda heads: at_once)
     query_key, value = random(9, 7, head_dim, dtype=dtype)[:, 1:7], random(9, 2, head_dim, dtype=dtype)
     cosine, sine = random(9, 1, head_dim, dtype=dtype), random(9, 1, head_dim, dtype=dtype)
     rotated = (query_key * cosine).add_(torch.roll(query_key, head_dim // 2, 2).mul_(sine))

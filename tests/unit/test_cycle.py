@@ -183,8 +183,8 @@ class _Greedy:
     def __init__(self, greedy: set[int]) -> None:
         self._greedy = greedy
 
-    def is_greedy(self, row: int) -> bool:
-        return row in self._greedy
+    def sampled_indices(self, rows: list[int]) -> list[int]:
+        return [index for index, row in enumerate(rows) if row not in self._greedy]
 
 
 def test_a_report_of_another_round_is_a_defect_that_is_seen() -> None:

@@ -7,6 +7,7 @@ would, so buckets, padding and copies are tested here, and capturing itself wher
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from trtrun.engine import graphs as engine_graphs
 from trtrun.engine import runner
 from trtrun.engine.graphs import ForwardGraphs
 from trtrun.roles import startup
+from trtrun.speculation.pacing import Pacer
 
 LENGTHS = (1, 2, 17, 33, 64, 90)
 COUNT = 40
@@ -108,6 +110,40 @@ def test_short_prompts_go_through_graphs_and_long_ones_do_not(
     padded = {shape for shape in shapes if shape[1] > 4}
     assert {shape[1] for shape in padded} == {16, 32}
     assert max(rows * width for rows, width in padded) == 64 and max(rows for rows, _ in padded) > 1
+
+
+@pytest.mark.parametrize("max_rows", [4, 6])
+def test_what_requests_that_come_together_need_is_captured_at_the_start(
+    tmp_path: Path, captures: list[int], monkeypatch: pytest.MonkeyPatch, max_rows: int
+) -> None:
+    """Short prompts, however many at a time, rounds of the draft_len that the pacer tries first, and last rounds."""
+    monkeypatch.setattr(HostAttention, "tile", 64)  # 32 queries of two heads each
+    target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
+    draft = make_draft(tmp_path / "draft", target, 1)
+    made: list[Any] = []
+    make = ForwardGraphs._make
+
+    def logged(self: ForwardGraphs, shape: Any, *others: Any) -> Any:
+        made.append(shape)
+        return make(self, shape, *others)
+
+    monkeypatch.setattr(ForwardGraphs, "_make", logged)
+    draft_lens = cycle([4, 2, 2])
+    monkeypatch.setattr(Pacer, "choose", lambda *_: next(draft_lens))
+    scheduler = {"max_batch_size": max_rows}
+    speculation = {"draft_len": 4, "pacing": "measured"}
+    with make_llm(target, draft, speculation=speculation, scheduler=scheduler) as llm:
+        verified = {(shape.rows, shape.queries) for shape in made if not shape.last_only}
+        assert {(rows, draft_len + 1) for rows in (1, 2, 4, max_rows) for draft_len in (0, 2, 4)} <= verified
+        chains = {(shape.rows, shape.queries) for shape in made if shape.num_ranked}
+        assert {(rows, draft_len - 1) for rows in (1, 2, 4, max_rows) for draft_len in (2, 4)} <= chains
+        del made[:]
+        for count in range(1, max_rows + 1):
+            for length in (3, 16, 17, 31, 60):
+                prompts = [prompt_of(length, seed=100 * count + number) for number in range(count)]
+                llm.generate(prompts, SamplingParams(max_tokens=2))
+        llm.generate([prompt_of(8)], SamplingParams(max_tokens=40))
+    assert not made
 
 
 def test_a_graph_serves_every_input_of_its_bucket() -> None:

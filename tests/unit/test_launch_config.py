@@ -76,7 +76,7 @@ def test_a_whole_section(tmp_path: Path) -> None:
         ({"heartbeat_seconds": True}, "launch.heartbeat_seconds: must be a number, not true"),
         ({"drain_seconds": float("nan")}, "launch.drain_seconds: must be greater than 0"),
         ({"start_seconds": "soon"}, "launch.start_seconds: must be a valid number"),
-        ({"log_directory": 3}, "launch.log_directory: must be the path of a directory"),
+        ({"log_directory": 3}, "launch.log_directory: must be the path of a file or directory"),
         ({"slurm": {"account": "a\n#SBATCH --uid=0"}}, "launch.slurm.account: 'a\\n#SBATCH --uid=0' must be one line"),
         ({"slurm": {"setup": "module load cuda"}}, "launch.slurm.setup: must be a list"),
         ({"slurm": {"nodes": 0}}, "launch.slurm.nodes: must be greater than or equal to 1"),

@@ -14,9 +14,9 @@ from launch.batch.input import InputRows
 from launch.batch.journal import RowJournal, check_output, finished_rows
 from launch.batch.rows import PromptRow, output_row, refused_row
 from launch.batch.written import IndexSet, RowTable, WrittenRow
-from trtrun.core import RequestStatistics
 from trtrun.errors import ConfigError
 from trtrun.outputs import CompletionOutput, RequestOutput
+from trtrun.request_statistics import RequestStatistics
 
 
 def write(tmp_path: Path, text: str) -> Path:

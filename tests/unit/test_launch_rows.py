@@ -15,9 +15,10 @@ from launch.batch.messages import MOST_REFUSALS, Refusals
 from launch.batch.options import Part
 from launch.batch.ordered import RowStream, TextPrinter, open_writer
 from launch.batch.rows import PromptRow, output_row, refused_row
-from trtrun.core import RequestStatistics, TokenLogprobs
+from trtrun.core import TokenLogprobs
 from trtrun.errors import ConfigError, InvalidRequestError
 from trtrun.outputs import CompletionOutput, RequestOutput
+from trtrun.request_statistics import RequestStatistics
 from trtrun.sampling_params import SamplingParams
 
 

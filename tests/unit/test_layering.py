@@ -34,9 +34,9 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun": (
         frozenset({"llm", "async_llm"}),
-        frozenset({"engine_thread"}),
+        frozenset({"engine_thread", "shared_engine"}),
         frozenset({"llm_engine", "pending", "interrupts", "recipients"}),
-        frozenset({"prompts", "roles"}),
+        frozenset({"prompts", "roles", "deltas"}),
         frozenset({"speculation"}),
         frozenset({"scheduling"}),
         frozenset({"engine"}),
@@ -48,7 +48,18 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"topology", "detokenizer"}),
         frozenset({"wire", "spans", "telemetry", "outputs", "text", "registry", "config", "section_check"}),
         frozenset({"drafting_methods"}),
-        frozenset({"core", "yaml_source", "threads", "tensors", "device_lists", "launch_config", "server_config"}),
+        frozenset(
+            {
+                "core",
+                "request_statistics",
+                "yaml_source",
+                "threads",
+                "tensors",
+                "device_lists",
+                "launch_config",
+                "server_config",
+            }
+        ),
         frozenset({"sampling_params"}),
         frozenset({"values"}),
         frozenset({"errors"}),

@@ -84,8 +84,25 @@ def test_a_full_queue_is_refused_in_words_and_nothing_of_the_request_stays(folde
         outputs = llm.generate(["x"] * 20, SamplingParams(max_tokens=3))
         assert [output.error for output in outputs] == [None] * 20
         (refused,) = llm.generate(["x"], SamplingParams(n=4, max_tokens=3))
-        assert "max_waiting is 3" in str(refused.error)
+        assert str(refused.error).startswith("4 completions are asked for at once, but scheduler.max_waiting is 3:")
         llm.check_idle()
+
+
+def test_a_call_takes_its_prompts_whatever_others_have_waiting(folder: Path) -> None:
+    with make_llm(folder / "target", scheduler={"max_batch_size": 4}) as llm:
+        llm.engine.add_request("a", SamplingParams(n=20, max_tokens=8, ignore_eos=True))
+        taken = 0
+
+        def prompts() -> Iterator[tuple[str, SamplingParams]]:
+            nonlocal taken
+            for _ in range(8):
+                taken += 1
+                yield "b", SamplingParams(max_tokens=4, ignore_eos=True)
+
+        outputs = llm.generate_as_completed(prompts())
+        next(outputs)
+        assert taken >= 4, "as many as there are rows, though more than these wait before them"
+        assert len(list(outputs)) == 7
 
 
 def test_max_waiting_is_a_key_of_the_yaml_file(folder: Path) -> None:
@@ -113,7 +130,7 @@ def test_prompts_are_taken_as_rows_become_free(llm: LLM) -> None:
     assert len(set(indexes)) == 60 and set(range(40)) <= set(indexes)
     outputs.close()  # type: ignore[attr-defined]
     llm.check_idle()
-    assert not llm._inboxes
+    assert not llm._shared.inboxes
 
 
 def test_logits_that_are_not_finite_end_the_row_with_an_error(llm: LLM) -> None:

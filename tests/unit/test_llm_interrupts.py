@@ -49,7 +49,7 @@ def places(llm: LLM) -> dict[str, tuple[Any, str]]:
         "advancing": (ranks._worker.target.rows, "advance"),  # type: ignore[attr-defined]
         "collecting": (ranks, "collect"),
         "committing": (llm.engine.scheduler, "commit"),
-        "making text": (CompletionText, "take"),
+        "making text": (CompletionText, "extend"),
     }
 
 

@@ -12,9 +12,9 @@ from checkpoints import make_checkpoint, make_draft
 from pipelines import make_llm, noisy_copy, prompt_of, tokens_of, useless_draft
 
 from trtrun import LLM, SamplingParams
-from trtrun.core import RequestStatistics, token_origins
 from trtrun.errors import InvalidRequestError
 from trtrun.outputs import CompletionDelta, CompletionOutput, merge_deltas
+from trtrun.request_statistics import RequestStatistics, token_origins
 from trtrun.speculation.given_drafts import with_certain_tokens
 from trtrun.speculation.verify import accept_by_probability
 
@@ -150,6 +150,28 @@ def test_where_nothing_is_drafted_only_0_is_a_draft_len(pair: tuple[Path, Path])
         assert llm.generate([[1, 2]], SamplingParams(max_tokens=3, draft_len=0))[0].error is None
         refused = llm.generate([[1, 2]], SamplingParams(max_tokens=3, draft_len=1))[0].error
     assert refused == "draft_len is 1, but nothing is drafted here: leave it out"
+
+
+@pytest.mark.parametrize("name", ["fixed", "plans ahead"])
+def test_rows_without_drafts_reuse_blocks_that_the_draft_does_not_have(pair: tuple[Path, Path], name: str) -> None:
+    prompt = prompt_of(70, seed=1)
+    with make(pair, name) as llm:
+
+        def run(*own: int | None) -> list[int]:
+            """How much of the prompt was there already, for one row after the other."""
+            asked = [SamplingParams(max_tokens=12, ignore_eos=True, draft_len=most) for most in own]
+            outputs = [llm.generate([prompt], [one])[0] for one in asked]
+            texts.extend(tokens_of(outputs))
+            return [output.completions[0].statistics.num_cached_prompt_tokens for output in outputs]
+
+        texts: list[Any] = []
+        assert run(0, 0) == [0, 64]
+        assert run(None, None) == [0, 64], "the draft has to read it once"
+        assert run(0, 2, 0) == [64] * 3
+        llm.check_idle()
+        llm.set_speculation(False)
+        run(None)
+    assert texts == [texts[-1]] * len(texts)
 
 
 @pytest.mark.parametrize(

@@ -217,13 +217,16 @@ def test_parameters_follow_the_row_and_are_dropped_with_it() -> None:
     sampling, token_ids, lengths = sampler_for(
         [admission(0, [1], seeded(temperature=1.0, logprobs=3, top_k=2, seed=9))]
     )
-    assert not sampling.is_greedy(0) and sampling.wants_logprobs(0) == 3 and sampling.seeds([0]).tolist() == [9]
-    assert sampling.sampled_indices([0]) == [0]
+    assert sampling.wanted_logprobs([0]) == [(0, 3)] and sampling.seeds([0]).tolist() == [9]
+    assert sampling.sampled_indices([0]) == [0] and not sampling.passes([0]) and not sampling.needs_history([0])
     sampling.drop(0)
     with pytest.raises(KeyError):
-        sampling.is_greedy(0)
+        sampling.steps([0])
+    sampling.admit(admission(0, [1], seeded(presence_penalty=1.0)))
+    assert sampling.sampled_indices([0]) == [] and not sampling.passes([0]) and sampling.needs_history([0])
     sampling.admit(admission(0, [1], seeded(seed=2**63 - 1)))
-    assert sampling.is_greedy(0) and sampling.wants_logprobs(0) is None and sampling.seeds([0]).tolist() == [2**63 - 1]
+    assert sampling.passes([0]) and not sampling.needs_history([0]) and sampling.seeds([0]).tolist() == [2**63 - 1]
+    assert sampling.sampled_indices([0]) == [] and sampling.wanted_logprobs([0]) == []
     logits = torch.randn(1, 1, VOCAB)
     assert sampling.process(logits, [0], lengths, token_ids) is logits
     with pytest.raises(ValueError, match="no seed"):

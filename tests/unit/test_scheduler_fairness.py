@@ -130,6 +130,26 @@ def test_of_two_that_are_being_read_the_one_with_less_left_is_done_first() -> No
     assert rounds.read[medium] == [32, 32, 32, 24] and rounds.read[long] == [64, 32, 32, 32, 40]
 
 
+def test_a_long_prompt_whose_start_is_in_the_cache_is_a_short_one() -> None:
+    rounds = Rounds()
+    rounds.add(101, first=9)
+    rounds.run()
+    rounds.add(150)
+    rounds.step()
+    known = rounds.add(101, first=9)
+    rounds.step()
+    assert rounds.read[known] == [1], "86 tokens of the other one are left, and of this one all but the last are there"
+
+
+def test_what_the_last_prompts_leave_of_a_round_goes_to_the_next_one_at_once() -> None:
+    rounds = Rounds()
+    first = rounds.add(70)
+    rounds.step()
+    longer = rounds.add(30)
+    rounds.step()
+    assert rounds.read == {first: [64, 6], longer: [30]}
+
+
 def test_a_stream_of_short_prompts_leaves_half_of_each_round_to_the_long_one() -> None:
     rounds = Rounds(rows=8)
     long = rounds.add(1500)

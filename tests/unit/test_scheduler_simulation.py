@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_simulation import VOCABULARY, Job, make_request
 
+from trtrun.scheduling.completion import Completion
 from trtrun.scheduling.scheduler import SchedulerLimits
 
 PROFILE = settings(max_examples=150, deadline=None, derandomize=True, database=None)
@@ -37,7 +39,8 @@ def jobs(draw: st.DrawFn) -> tuple[SchedulerLimits, list, int, float]:
         # Prompts share stems, so that reuse happens; some are equal to an earlier one.
         stem, tail = draw(st.sampled_from(stems)), draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=6))
         stop = draw(st.sampled_from([(), (0,), (1, 2)]))
-        requests.append(make_request(number, (stem + tail)[:longest], draw(st.integers(1, 20)), stop))
+        plain = draw(st.sampled_from([None, None, 0]))
+        requests.append(make_request(number, (stem + tail)[:longest], draw(st.integers(1, 20)), stop, plain))
     return chosen, requests, draw(st.integers(0, 2**32)), draw(st.sampled_from([0.0, 0.5, 0.9, 1.0]))
 
 
@@ -93,14 +96,35 @@ def test_only_verified_blocks_are_shared() -> None:
     assert reused > 0
 
 
-def test_rows_beyond_the_draft_context_share_nothing() -> None:
+def test_what_was_written_beyond_the_draft_context_is_shared_with_rows_that_it_does_not_follow() -> None:
     job = Job(SchedulerLimits(2, 64, 60, 12, 3, 2, 100, True, 0), 1, 1.0)
     first = job.add(make_request(0, [1, 2, 3, 4], 30))
     while job.scheduler.has_work:
         job.step()
-    assert job.scheduler.num_cached_blocks <= 6, "the draft has written 12 positions at most"
-    job.add(make_request(1, first.token_ids, 5))
+    followed = job.add(make_request(1, first.token_ids[:10], 1))
+    longer = job.add(make_request(2, first.token_ids, 5))
     job.run([])
+    assert followed.statistics.num_cached_prompt_tokens == 8, "what the draft has written, too"
+    assert longer.statistics.num_cached_prompt_tokens == 32, "all of 34 tokens but the newest, in blocks of 2"
+
+
+@pytest.mark.parametrize("plans_ahead", [0, 1])
+def test_rows_that_want_no_drafts_share_their_blocks_where_others_are_drafted(plans_ahead: int) -> None:
+    prompt = [1, 2, 3, 4, 5, 6, 0, 1]
+    job = Job(SchedulerLimits(2, 64, 60, 60, 3, 2, 100, True, plans_ahead), 1, 0.7)
+
+    def run(number: int, tokens: list[int], draft_len: int | None) -> Completion:
+        running = job.add(make_request(number, tokens, 6, draft_len=draft_len))
+        job.run([])
+        return running
+
+    plain = run(0, prompt, 0)
+    again = run(1, plain.token_ids, 0)
+    assert again.statistics.num_cached_prompt_tokens == 12, "of 14 tokens, which end with the newest"
+    drafted = run(2, plain.token_ids, None)
+    assert drafted.statistics.num_cached_prompt_tokens == 0, "the draft has not written these"
+    assert run(3, drafted.token_ids, None).statistics.num_cached_prompt_tokens >= 14, "now it has"
+    assert run(4, drafted.token_ids, 0).statistics.num_cached_prompt_tokens >= 14
 
 
 def test_speculation_can_be_switched_between_requests() -> None:

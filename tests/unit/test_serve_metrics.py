@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from dataclasses import asdict, replace
@@ -16,6 +17,7 @@ from launch.serve import messages
 from launch.serve.metrics import FrontMetrics, ModelRecorder, Stage
 from launch.serve.metrics.models import name_counters
 from launch.serve.refusals import Kind, Refusal
+from trtrun.sampling_params import LARGEST_COUNT
 
 ROOT = Path(__file__).resolve().parents[2]
 READY = messages.Ready(version="1", config_hash="h", limits=asdict(LIMITS), memory={"cpu": 5, "gpu": 7})
@@ -98,7 +100,11 @@ def test_totals_go_on_over_engines_and_names_are_vllms() -> None:
         assert line in text
     assert f"trtrun:rounds_total{{{labels}}} 14.0" in later
     assert f"trtrun:engine_restarts_total{{{labels}}} 1.0" in later
+    metrics.count_loss()
+    assert f"trtrun:rounds_total{{{labels}}} 21.0" in metrics.render(READY, status).decode()
     assert f"trtrun:engine_up{{{labels}}} 0.0" in metrics.render(None, None).decode()
+    assert metrics.totals.num_restarts == 1
+    assert metrics.totals.mean_acceptance_length == pytest.approx(1 + 1 / 3)
 
 
 def test_requests_count_for_the_model_that_they_name_with_the_time_of_each_stage() -> None:
@@ -123,6 +129,40 @@ def test_requests_count_for_the_model_that_they_name_with_the_time_of_each_stage
         assert float(text.split(f"nv_inference_{name}{labels} ")[1].split("\n")[0]) == value
     assert 'nv_inference_request_failure{model="ensemble",reason="REJECTED",version="1"} 1.0' in text
     assert 'nv_inference_request_failure{model="ensemble",reason="OTHER",version="1"} 0.0' in text
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Refusal(Kind.BUSY, ""), "REJECTED"),
+        (Refusal(Kind.UNAVAILABLE, ""), "REJECTED"),
+        (Refusal(Kind.TIMEOUT, ""), "BACKEND"),
+        (Refusal(Kind.INVALID, ""), "OTHER"),
+        (Refusal(Kind.UNKNOWN_MODEL, ""), None),
+        (asyncio.CancelledError(), "CANCELED"),
+        (GeneratorExit(), "CANCELED"),
+        (ValueError(), "BACKEND"),
+    ],
+)
+def test_a_request_fails_once_for_the_reason_that_ended_it(error: BaseException, reason: str | None) -> None:
+    recorder = ModelRecorder()
+    request = recorder.begin("ensemble")
+    request.fail_with(error)
+    totals = recorder.totals("ensemble")
+    assert totals.num_failures == ({reason: 1} if reason else {})
+    if reason:
+        request.succeed()
+        request.fail_with(ValueError())
+        assert totals.num_successes == 0 and totals.num_failures == {reason: 1}
+
+
+def test_a_request_that_is_given_up_is_no_whole_one_and_no_limit_is_no_size() -> None:
+    metrics = FrontMetrics("pair", 4)
+    metrics.requests.begin(10, 1, LARGEST_COUNT, 1.0).end(is_whole=False, now=2.0)
+    samples = samples_of(metrics.render(READY, STATUS))
+    assert samples["trtrun:requests_aborted_total"] == 1
+    assert samples["vllm:e2e_request_latency_seconds_count"] == 0
+    assert samples["vllm:request_params_n_count"] == 1 and samples["vllm:request_params_max_tokens_count"] == 0
 
 
 def test_a_requests_time_is_shared_out_to_queue_prompt_and_decoding() -> None:
@@ -155,11 +195,15 @@ def test_acceptance_lengths_are_a_histogram_of_rounds() -> None:
     assert [samples[f'trtrun:acceptance_length_bucket{{le="{n}.0"}}'] for n in range(1, 6)] == [0, 6, 6, 6, 6]
     assert samples["trtrun:acceptance_length_sum"] == 12 and samples["trtrun:acceptance_length_count"] == 6
     assert samples['vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"}'] == 6
+    assert samples['vllm:spec_decode_num_accepted_tokens_per_pos_total{position="1"}'] == 0
     assert samples['vllm:spec_decode_num_accepted_tokens_per_pos_total{position="3"}'] == 0
+    assert 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="4"}' not in samples
 
 
 def test_the_engine_under_the_names_of_tritons_backend() -> None:
-    samples = samples_of(busy_metrics().render(READY, STATUS))
+    metrics = busy_metrics()
+    metrics.requests.begin(10, 1, 5, 1.0).end(is_whole=True, now=2.0)  # on a bucket's bound
+    samples = samples_of(metrics.render(READY, STATUS))
 
     def told(name: str, label: str) -> dict[str, float]:
         pattern = re.compile(rf'nv_trt_llm_{name}_metrics{{.*{label}="(\w+)".*}}')
@@ -176,11 +220,25 @@ def test_the_engine_under_the_names_of_tritons_backend() -> None:
     general = told("general", "general_type")
     assert general["iteration_counter"] == 7 and general["timestamp"] > 1e15
     labels = 'model="tensorrt_llm",response_metric_type="total_{}_tokens",version="1"'
-    assert samples[f"nv_llm_input_token_len_sum{{{labels.format('input')}}}"] == 40
-    assert samples[f'nv_llm_input_token_len_bucket{{le="50",{labels.format("input")}}}'] == 1
-    assert samples[f'nv_llm_output_token_len_bucket{{le="10",{labels.format("output")}}}'] == 1
+    assert samples[f"nv_llm_input_token_len_sum{{{labels.format('input')}}}"] == 50
+    assert samples[f'nv_llm_input_token_len_bucket{{le="10",{labels.format("input")}}}'] == 1
+    assert samples[f'nv_llm_input_token_len_bucket{{le="50",{labels.format("input")}}}'] == 2
+    assert samples[f'nv_llm_output_token_len_bucket{{le="10",{labels.format("output")}}}'] == 2
     assert samples["trtrun:draft_hit_rate"] == 0.5
     assert samples['vllm:cache_config_info{block_size="16",enable_prefix_caching="True",num_gpu_blocks="31"}'] == 1
+
+
+def test_an_engine_in_a_long_round_is_up_and_as_full_as_it_last_said() -> None:
+    metrics = busy_metrics()
+    told, later = samples_of(metrics.render(READY, STATUS)), samples_of(metrics.render(READY, None))
+    timestamp = next(name for name in told if "timestamp" in name)
+    assert told.pop(timestamp) <= later.pop(timestamp) and told == later and told["trtrun:engine_up"] == 1
+    metrics.count_loss()
+    starting = samples_of(metrics.render(None, None))
+    assert starting["trtrun:engine_up"] == 0 and starting["vllm:num_requests_running"] == 0
+    next_one = samples_of(metrics.render(READY, None))
+    assert next_one["trtrun:engine_up"] == 0, "it has said nothing so far"
+    assert next_one["vllm:num_requests_running"] == 0, "the engine before said it"
 
 
 def test_without_an_engine_only_what_the_front_knows_is_told() -> None:
@@ -192,6 +250,9 @@ def test_without_an_engine_only_what_the_front_knows_is_told() -> None:
 def test_the_dashboard_asks_for_what_is_exposed_and_the_page_of_docs_has_every_name() -> None:
     exposition = busy_metrics().render(READY, STATUS)
     exposed = set(re.findall(r"^([\w:]+)", exposition.decode(), re.MULTILINE))
+    labels: dict[str, set[str]] = {}
+    for name, inside in re.findall(r"^([\w:]+){(.*)}", exposition.decode(), re.MULTILINE):
+        labels.setdefault(name, set()).update(re.findall(r'(\w+)="', inside))
     board = json.loads((ROOT / "docs" / "grafana" / "trtrun-serve.json").read_text(encoding="utf-8"))
     assert board["uid"] == "trtrun-serve"
     panels = [panel for panel in board["panels"] if panel["type"] != "row"]
@@ -202,6 +263,13 @@ def test_the_dashboard_asks_for_what_is_exposed_and_the_page_of_docs_has_every_n
             names = set(re.findall(r"\b(?:vllm|trtrun):\w+|\bnv_\w+", target["expr"]))
             assert names and names <= exposed, (panel["title"], names - exposed)
             assert target["expr"].count("(") == target["expr"].count(")")
+            asked = set(re.findall(r'(\w+)=~?"', target["expr"])) | set(
+                re.findall(r"{{(\w+)}}", target["legendFormat"])
+            )
+            for group in re.findall(r"\b(?:by|ignoring) \(([^)]*)\)", target["expr"]):
+                asked |= {label.strip() for label in group.split(",")}
+            told = set().union(*(labels.get(name, set()) for name in names))
+            assert asked <= told, (panel["title"], asked - told)
     families = {family.name for family in text_string_to_metric_families(exposition.decode())}
     documented = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
     assert not [name for name in sorted(families) if name not in documented]

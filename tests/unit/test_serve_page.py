@@ -35,6 +35,7 @@ def test_every_file_is_served_with_its_type_and_the_policy(client: TestClient, n
     assert policy["default-src"] == "'none'" and policy["frame-ancestors"] == "'none'"
     assert {policy[name] for name in ("script-src", "style-src", "img-src", "connect-src")} == {"'self'"}
     assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer" and answer.headers["cache-control"] == "no-cache"
     again = client.get(path_of(name), headers={"if-none-match": answer.headers["etag"]})
     assert again.status_code == 304 and again.content == b""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,11 +18,12 @@ import pytest
 from engine_messages import LIMITS, SAMPLING, delta_of, reader_of, run
 
 from launch.commands import serve as serve_command
-from launch.serve import messages
+from launch.commands.serve import server_overrides
+from launch.serve import engine_keeper, messages
 from launch.serve.chat_template import ChatTemplate, read_chat_template
 from launch.serve.engine_keeper import RestartLimit
 from launch.serve.http_requests import Keys, parse_json
-from launch.serve.http_server import is_loopback, listen
+from launch.serve.http_server import Listener, is_loopback, listen
 from launch.serve.limits import Door
 from launch.serve.messages import Abort, Delta, Deltas, Ended, Generate, MessageError, MessageStream, Ready, encode
 from launch.serve.refusals import Kind, Refusal
@@ -127,7 +130,14 @@ def test_restarts_are_counted_within_their_window() -> None:
 def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(" one \n\ntwo\n")
-    assert len(Keys.read(file)._digests) == 2 and not Keys.read(None).are_needed
+    keys = Keys.read(file)
+    assert keys.are_needed and not Keys.read(None).are_needed
+    Keys.read(None).check_header("")
+    for header in ("Bearer one", "bearer  two "):
+        keys.check_header(header)
+    for header in ("", "one", "Bearer", "Bearer ", "Basic one", "Bearer on", "Bearer one two", "Bearer one\ntwo"):
+        with pytest.raises(Refusal, match="wants an API key"):
+            keys.check_header(header)
     file.write_text("\n \n")
     with pytest.raises(ConfigError, match="holds no API key"):
         Keys.read(file)
@@ -144,6 +154,44 @@ def test_a_key_is_a_bearers() -> None:
     Keys(()).check_header("")
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"good\nclef\xc3\xa9\n", "line 2: an API key has printable ASCII characters alone"),
+        (b"good\r\n\xff\xfe\r\n", "line 2: "),
+        (b"a\0b\n", "line 1: "),
+        (b" \r\n\n", "holds no API key"),
+        (b"k" * ((1 << 20) + 1), "has more than 1048576 bytes"),
+    ],
+)
+def test_keys_that_no_client_could_send_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "keys").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        Keys.read(tmp_path / "keys")
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_an_engine_that_is_late_is_told_and_one_that_is_killed_is_not(
+    is_killed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_keeper, "END_SECONDS", 0.0)
+
+    async def check() -> None:
+        command = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"]
+        keeper = engine_keeper.EngineKeeper(command, os.environ, RestartLimit(0, 1.0), lambda line: None)
+        keeping = asyncio.create_task(keeper.keep())
+        while keeper._process is None:
+            await asyncio.sleep(0.001)
+        if is_killed:
+            keeper.kill()
+        else:
+            await keeper.close()
+        assert await keeping in (128 + signal.SIGTERM, 128 + signal.SIGKILL)
+
+    run(check())
+    assert ("has not ended by itself" in caplog.text) is not is_killed
+
+
 def test_bodies_that_are_no_json_are_one_line() -> None:
     assert parse_json(b'{"a": [1, null]}') == {"a": [1, None]}
     for body in (b"", b"{", b"\xc3", b"[" * 100000, b"1" * 100000, b'{"a":1,"a":2}'):
@@ -154,6 +202,8 @@ def test_connections_do_not_wait_for_acknowledgements() -> None:
     listener = listen("127.0.0.1", 0, "server.http_port")
     with listener.socket, socket.create_connection(("127.0.0.1", listener.port)):
         assert is_loopback(listener)
+        with listen("0.0.0.0", 0, "server.http_port").socket as opened:
+            assert not is_loopback(Listener(opened, 0))
         listener.socket.settimeout(60)
         accepted, _ = listener.socket.accept()
         with accepted:
@@ -244,6 +294,11 @@ def test_the_server_section_is_checked(values: dict[str, Any], message: str) -> 
     with pytest.raises(ConfigError, match=message):
         make_config({"target": {"model": "asset:target", "devices": ["cpu:0"]}, "speculation": {"method": "none"},
                      "server": values})  # fmt: skip
+
+
+def test_options_of_the_command_line_become_keys_of_the_section() -> None:
+    given = {"host": "::1", "http_port": 0, "grpc_port": None, "api_key_file": "my keys", "part": 5}
+    assert server_overrides(given) == ['server.host="::1"', "server.http_port=0", 'server.api_key_file="my keys"']
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,42 @@ def test_any_bytes_add_up_to_the_whole_text(tmp_path_factory: pytest.TempPathFac
     assert whole_text(detokenizer, ids) == tokenizer.decode(ids)
 
 
+class Streaming(Tokenizer):
+    """Without the table of what each token adds: a decoder's stream tells all of it."""
+
+    def own_texts(self, skip_special_tokens: bool = True) -> None:
+        return None
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    rounds=st.lists(st.lists(st.integers(0, 290), max_size=6), max_size=20),
+    text=st.lists(st.sampled_from(["ab", "東", "🦙", " é", "\ufffd"]), max_size=8),
+    prompt=st.lists(st.integers(0, 290), max_size=6),
+    skips=st.booleans(),
+)
+def test_a_table_of_tokens_gives_the_text_of_the_stream(
+    tmp_path_factory: pytest.TempPathFactory, rounds: list[list[int]], text: list[str], prompt: list[int], skips: bool
+) -> None:
+    """Whatever a round brings: parts of characters, special tokens, ids without a token."""
+    path = tmp_path_factory.getbasetemp() / "table"
+    if not path.exists():
+        byte_tokenizer(path, merges=20, special=("<think>",))
+    backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    fast, slow = Tokenizer(backend, path), Streaming(backend, path)
+    assert fast.own_texts() is not None
+    rounds = [*rounds, *map(fast.encode, text)]
+    table, stream, single = (IncrementalDetokenizer(one, prompt, skips) for one in (fast, slow, fast))
+    for ids in rounds:
+        expected = "".join([stream.append(token) for token in ids])
+        assert table.extend(ids) == expected == "".join([single.append(token) for token in ids])
+    assert table.flush() == stream.flush() == single.flush()
+
+
+def test_tokens_that_are_spelled_by_their_neighbours_have_no_table(tmp_path: Path) -> None:
+    assert sentencepiece_tokenizer(tmp_path).own_texts() is None
+
+
 def test_work_per_token_is_bounded(tmp_path: Path) -> None:
     """Tokens decoded grow linearly, also for bytes that never become a character."""
     make_tokenizer(tmp_path)

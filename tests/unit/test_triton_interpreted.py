@@ -107,10 +107,15 @@ def test_the_small_operations(dtype: torch.dtype) -> None:
 
 
 @DTYPES
-def test_rotating_on_the_way_to_the_store_has_the_same_bits(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("at_once", [1, 4, 16])
+def test_rotating_on_the_way_to_the_store_has_the_same_bits(
+    dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two segments, padding, heads whose size is no power of two; and queries that lie apart from the values."""
+    from trtrun.kernels.triton import paged_store
     from trtrun.kernels.triton.paged_attention import PagedAttention
 
+    monkeypatch.setattr(paged_store, "_tokens_at_once", lambda heads: at_once)
     torch.manual_seed(2)
     heads, kv_heads, head_dim, tokens = 4, 2, 24, 7
     query_key, value = (torch.randn(tokens, count, head_dim).to(dtype) for count in (heads + kv_heads, kv_heads))

@@ -19,8 +19,9 @@ from launch.serve.kserve.tensors import DATATYPES, read_bytes, read_shape, read_
 from launch.serve.kserve.word_lists import read_word_list, write_word_lists
 from launch.serve.refusals import Kind, Refusal
 from trtrun.config import ASSETS
-from trtrun.core import RequestStatistics, TokenLogprobs
+from trtrun.core import TokenLogprobs
 from trtrun.outputs import CompletionDelta
+from trtrun.request_statistics import RequestStatistics
 from trtrun.sampling_params import SamplingParams
 from trtrun.text import read_tokenizer
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trtrun.core import PrefillChunk, RoundPlan, RowAdmission
 from trtrun.sampling_params import SamplingParams
 from trtrun.wire.plans import decode_plan, encode_plan
-from trtrun.wire.reports import ReportArrays, RoundTimes, decode_report
+from trtrun.wire.reports import ReportArrays, RoundReport, RoundTimes, decode_report
 
 TOKEN = st.integers(0, 2**31 - 1)
 ROW = st.integers(0, 4095)
@@ -97,12 +97,19 @@ def test_a_plan_comes_back_as_it_was(plan: RoundPlan) -> None:
     assert_same(decode_plan(encode_plan(plan)), plan)
 
 
+def come_back(report: ReportArrays) -> RoundReport:
+    """The report of another process, which is also that of the own one."""
+    found = decode_report(report.encode())
+    assert report.unpack() == found
+    return found
+
+
 def test_a_report_comes_back_as_it_was() -> None:
     tokens = np.array([[5, 6, 7], [8, -1, -1]])
     ids = np.arange(2 * 3 * 4).reshape(2, 3, 4)
     values = -np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4) / 8
-    report = decode_report(
-        ReportArrays(41, RoundTimes(0.25, 0.5, 0.75), np.array([3, 1]), np.array([2, 0]), tokens, ids, values).encode()
+    report = come_back(
+        ReportArrays(41, RoundTimes(0.25, 0.5, 0.75), np.array([3, 1]), np.array([2, 0]), tokens, ids, values)
     )
     assert (report.round_index, report.is_verdict) == (41, True)
     assert report.times == RoundTimes(0.25, 0.5, 0.75)
@@ -114,7 +121,7 @@ def test_a_report_comes_back_as_it_was() -> None:
 
 
 def test_a_report_without_a_verdict_says_so() -> None:
-    report = decode_report(ReportArrays(7, RoundTimes(drafting=1.0)).encode())
+    report = come_back(ReportArrays(7, RoundTimes(drafting=1.0)))
     assert not report.is_verdict
     assert (report.num_tokens, report.draft_lens, report.tokens, report.logprobs) == ([], [], [], [])
 
@@ -129,13 +136,13 @@ def test_chances_of_hits_come_back_behind_whatever_else_there_is(has_verdict: bo
         report = ReportArrays(
             7, RoundTimes(), ones[0], ones[0], ones, np.ones((1, 1, 2), dtype=np.int64), values, hit_chances=chances
         )
-    found = decode_report(report.encode())
+    found = come_back(report)
     assert found.hit_chances == [0.5, 0.75, 0.875]
     assert [entry.logprob for row in found.logprobs for entry in row] == ([-1.5] if has_verdict else [])
 
 
 def test_an_empty_verdict_is_a_verdict() -> None:
     empty = np.zeros((0, 3), dtype=np.int64)
-    report = decode_report(ReportArrays(7, RoundTimes(), empty[:, 0], empty[:, 0], empty).encode())
+    report = come_back(ReportArrays(7, RoundTimes(), empty[:, 0], empty[:, 0], empty))
     assert report.is_verdict
     assert report.tokens == []

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -141,6 +142,11 @@ class ForwardGraphs:
         """Whether so many tiles of prompts, of `width` queries each, are computed through a graph."""
         return self._bucket(tiles) * width <= MOST_PROMPT_TOKENS
 
+    def prompt_tiles(self, width: int) -> list[int]:
+        """The numbers of tiles of `width` queries that have graphs of their own."""
+        buckets = {self._bucket(tiles) for tiles in range(1, MOST_PROMPT_TOKENS // width + 1)}
+        return sorted(tiles for tiles in buckets if self.takes_prompts(tiles, width))
+
     def run(
         self, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, last_only: bool
     ) -> torch.Tensor:
@@ -161,8 +167,10 @@ class ForwardGraphs:
         def work(tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
             return self._forward(tokens, positions, block_tables, last_only)
 
-        output = self._logits[: shape.rows if last_only else shape.rows * queries]
-        self._replay(shape, (tokens, positions, block_tables), work, output)
+        def shared() -> torch.Tensor:
+            return self._logits[: shape.rows if last_only else shape.rows * queries]
+
+        self._replay(shape, (tokens, positions, block_tables), work, shared)
         return self._logits[: rows if last_only else rows * queries]
 
     def run_chain(
@@ -206,9 +214,9 @@ class ForwardGraphs:
                 token = ranked[-1][:, 0]
             return torch.stack(ranked, dim=1)
 
-        output = first.new_empty((shape.rows, steps, num_ranked))
         parameters = () if keyed is None else (keyed.rows, keyed.lengths)
-        return self._replay(shape, (first, positions, block_tables, *parameters), work, output)[:rows]
+        made = partial(first.new_empty, (shape.rows, steps, num_ranked))
+        return self._replay(shape, (first, positions, block_tables, *parameters), work, made)[:rows]
 
     def _bucket(self, rows: int) -> int:
         bucket = 1 << (rows - 1).bit_length()
@@ -220,13 +228,13 @@ class ForwardGraphs:
         shape: _Shape,
         inputs: tuple[torch.Tensor, ...],
         work: Callable[..., torch.Tensor],
-        output: torch.Tensor,
+        make_output: Callable[[], torch.Tensor],
     ) -> torch.Tensor:
-        """Run the graph of `shape` on tokens, positions, block tables and whatever else is by row; make it first, with
-        `output`, if need be."""
+        """Run the graph of `shape` on tokens, positions, block tables and whatever else is by row; make it first, to
+        write to what `make_output` gives, if need be."""
         captured = self._graphs.get(shape)
         if captured is None:
-            captured = self._graphs[shape] = self._make(shape, inputs, work, output)
+            captured = self._graphs[shape] = self._make(shape, inputs, work, make_output())
             # Now and not before: capturing has waited for the device, so that none of the others is still running.
             if len(self._graphs) > self._most_graphs:
                 self._graphs.popitem(last=False)

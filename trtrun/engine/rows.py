@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from trtrun.core import RoundPlan
 from trtrun.kernels.triton.support import triton_works
 from trtrun.sampling.row_sampling import RowSampling
-from trtrun.tensors import device_integers
+from trtrun.tensors import device_integers, kept_range
 
 
 class RowState:
@@ -65,8 +66,10 @@ class RowState:
             self.block_tables[row].zero_()
             self.sampling.admit(admission)
         if len(plan.block_updates):
-            updates = torch.from_numpy(plan.block_updates).to(self.device, torch.int64, non_blocking=True)
-            self.block_tables[updates[:, 0], updates[:, 1]] = updates[:, 2]
+            row, index, block = plan.block_updates.astype(np.int64).T
+            places = np.stack((row * self.block_tables.shape[1] + index, block))
+            where, blocks = torch.from_numpy(places).to(self.device, non_blocking=True).unbind()
+            self.block_tables.view(-1).index_copy_(0, where, blocks)
 
     def fresh_blocks(self, plan: RoundPlan) -> list[int]:
         """Blocks that rows get in a plan to write to, without those whose keys and values they share with others."""
@@ -85,8 +88,8 @@ class RowState:
             from trtrun.kernels.triton.row_tokens import advance
 
             return advance(self.token_ids, self.lengths, rows, num_tokens, tokens)
-        lengths = self.lengths[rows]
-        columns = lengths.unsqueeze(1) + torch.arange(tokens.shape[1], device=self.device)
+        lengths = self.lengths.index_select(0, rows)
+        columns = lengths.unsqueeze(1) + kept_range(0, tokens.shape[1], self.device)
         self.token_ids[rows.unsqueeze(1), columns] = tokens.to(torch.int32)
         self.lengths[rows] = lengths + num_tokens
 
@@ -107,11 +110,11 @@ class RowState:
             from trtrun.kernels.triton.row_tokens import with_drafts
 
             return with_drafts(self.token_ids, self.lengths, rows, draft_tokens, draft_lens)
-        newest = self.lengths[rows] - 1
+        newest = self.lengths.index_select(0, rows) - 1
         tokens, positions = self.token_ids[rows, newest].to(torch.int64).unsqueeze(1), newest.unsqueeze(1)
         if not draft_tokens.shape[1]:
             return tokens, positions
-        steps = torch.arange(draft_tokens.shape[1] + 1, device=self.device)
+        steps = kept_range(0, draft_tokens.shape[1] + 1, self.device)
         positions = torch.where(steps <= draft_lens.clamp(min=0).unsqueeze(1), positions + steps, -1)
         return torch.cat((tokens, draft_tokens), dim=1), positions
 
@@ -138,4 +141,4 @@ class RowState:
 
     def tables(self, rows: torch.Tensor, blocks: int) -> torch.Tensor:
         """[rows, blocks] int64: the rows' tables, cut to `blocks` columns or to what there is."""
-        return self.block_tables[rows, : min(blocks, self.block_tables.shape[1])]
+        return self.block_tables[:, :blocks].index_select(0, rows)

@@ -20,7 +20,7 @@ from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM
 from trtrun.sampling.keyed_ranks import KeyedRanks
-from trtrun.tensors import device_integers, kept_integers
+from trtrun.tensors import device_integers, inference, kept_integers, kept_range
 
 _NARROWEST_TILE = 16
 """Queries of a tile of prompts in a graph, at least: few widths make few graphs."""
@@ -112,6 +112,17 @@ class Engine:
         """Whether forwards that rounds repeat are graphs."""
         return self._graphs is not None
 
+    def prompt_shapes(self) -> list[tuple[int, int]]:
+        """Numbers of tiles and their width of prompts that are computed through graphs, a pair for each graph, the
+        largest first; none where there are no graphs, or prompts are no tiles."""
+        if self._graphs is None or self._prompt_width is None:
+            return []
+        narrow = self._narrowest_tile
+        lengths = range(1, self._prompt_width + 1)
+        widths = {max(narrow, padded_width(length, self._prompt_width)) for length in lengths}
+        shapes = [(tiles, width) for width in widths for tiles in self._graphs.prompt_tiles(width)]
+        return sorted(shapes, key=lambda shape: shape[0] * shape[1], reverse=True)
+
     @property
     def num_graphs(self) -> int:
         """Graphs that are held."""
@@ -129,7 +140,7 @@ class Engine:
             # The kernels on GPUs never read what a row does not see; those on CPUs read whole blocks.
             self._store.clear(self.rows.fresh_blocks(plan))
 
-    @torch.inference_mode()
+    @inference
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Compute keys and values of the chunks (the draft engine's prefill)."""
         if self._prefill_by_graph(chunks) is not None:
@@ -139,7 +150,7 @@ class Engine:
         if builder.num_tokens:
             self._forward(builder.build())
 
-    @torch.inference_mode()
+    @inference
     def catch_up(self, rows: torch.Tensor, counts: Sequence[int], context: int) -> torch.Tensor:
         """Feed each row's last tokens and return the logits after the last one.
 
@@ -157,14 +168,15 @@ class Engine:
             [rows, vocab] float32.
         """
         width = 1 << (max(counts) - 1).bit_length()
-        steps = torch.arange(-width, 0, device=self.device)
-        positions = self.rows.lengths[rows].unsqueeze(1) + steps
+        steps = kept_range(-width, 0, self.device)
+        places = positions = self.rows.lengths.index_select(0, rows).unsqueeze(1) + steps
         if width > 2:
             positions = torch.where(-steps <= kept_integers(counts, self.device).unsqueeze(1), positions, -1)
-        tokens = self.rows.token_ids[rows.unsqueeze(1), positions.clamp(min=0)].to(torch.int64)
+            places = positions.clamp(min=0)
+        tokens = self.rows.token_ids[rows.unsqueeze(1), places].to(torch.int64)
         return self._run_rows(rows, tokens, positions, context, last_only=True)
 
-    @torch.inference_mode()
+    @inference
     def feed(self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
         """Feed rows with block tables `tables` some tokens each.
 
@@ -179,7 +191,7 @@ class Engine:
         run = self._forward_rows if self._graphs is None else self._graphs.run
         return run(tokens, positions, tables, True)
 
-    @torch.inference_mode()
+    @inference
     def prepare_steps(self, tables: torch.Tensor, positions: torch.Tensor) -> Sequence[StepBatch | GraphStep]:
         """Make ready to feed rows one token each, several times: what the steps share is computed once.
 
@@ -196,7 +208,7 @@ class Engine:
         builder.add_tables(tables, positions, positions)
         return builder.build_steps()
 
-    @torch.inference_mode()
+    @inference
     def decode(self, step: StepBatch | GraphStep, tokens: torch.Tensor) -> torch.Tensor:
         """Feed one token a row: tokens [rows] int64 → logits [rows, vocab] float32."""
         if isinstance(step, GraphStep):
@@ -205,7 +217,7 @@ class Engine:
         positions = step.segments[0].positions.reshape(-1).clamp(min=0)
         return self._model.logits(self._forward(ForwardBatch(tokens, positions, step)))
 
-    @torch.inference_mode()
+    @inference
     def rank_steps(
         self,
         first: torch.Tensor,
@@ -224,7 +236,7 @@ class Engine:
             return None
         return self._graphs.run_chain(first, positions, tables, vocab_size, num_ranked, keyed)
 
-    @torch.inference_mode()
+    @inference
     def verify_forward(self, plan: RoundPlan, draft_tokens: torch.Tensor, draft_lens: torch.Tensor) -> torch.Tensor:
         """One forward over draft_len + 1 positions of every decode row, and over every prefill chunk.
 

@@ -1,12 +1,15 @@
 """First use of every kernel, before the first request: nothing initialises under load.
 
 oneDNN and cuBLAS choose or compile kernels at the first call of each shape, which costs milliseconds, and a CUDA graph
-takes a tenth of a second to capture. This runs the shapes that rounds have: of one row, and where there are graphs of
-as many rows as each graph is for. Contexts are short; longer ones have graphs that are captured when they first come.
-It writes to the null block only, so it leaves no trace in the KV store's owners.
+takes up to a tenth of a second to capture. This runs the shapes that rounds have: of one row, and where there are
+graphs of as many rows as each graph is for, and of as many short prompts as may come together. Contexts are short;
+longer ones have graphs that are captured when they first come. It writes to the null block only, so it leaves no trace
+in the KV store's owners.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -15,14 +18,14 @@ from trtrun.core import PrefillChunk, RoundPlan
 from trtrun.engine.graphs import MOST_PROMPT_TOKENS
 from trtrun.engine.runner import Engine
 
-_LENGTHS = (8, 32, 64, 128, 256, MOST_PROMPT_TOKENS)
-"""Of prompts, one for each usual number of tiles."""
-
 _CONTEXTS = (64, 1024)
 """One that a program attends to by itself, and one that is split."""
 
+_LAST_ROUNDS = 8
+"""Up to which draft_len rounds of one row are run, one for each: every request's end may need any of them."""
 
-def warm_up(engine: Engine, draft_len: int, max_tokens: int, max_rows: int, *, verifies: bool) -> None:
+
+def warm_up(engine: Engine, draft_lens: Collection[int], max_tokens: int, max_rows: int, *, verifies: bool) -> None:
     """Run prefills, and the forwards of rounds of one row and, through graphs, of more.
 
     Collective over the engine's tensor-parallel group. The rows' tables hold no block, so that all that is written goes
@@ -30,7 +33,7 @@ def warm_up(engine: Engine, draft_len: int, max_tokens: int, max_rows: int, *, v
 
     Args:
         engine: freshly made; no request has run on it.
-        draft_len: tokens that rounds will draft; 0 without speculation.
+        draft_lens: how many tokens rounds will draft: the numbers that are sure to come; 0 alone without speculation.
         max_tokens: of a round: no forward here is larger than those that memory was set aside for.
         max_rows: of a round.
         verifies: whether it is a target engine; others draft.
@@ -38,19 +41,26 @@ def warm_up(engine: Engine, draft_len: int, max_tokens: int, max_rows: int, *, v
     # Rows of two zero tokens stand in for requests.
     engine.rows.lengths[:max_rows].fill_(2)
     longest = engine.rows.token_ids.shape[1] - engine.rows.max_draft_len - 2
-    lengths = _LENGTHS if engine.has_graphs else ()
-    for length in sorted({min(length, longest, max_tokens) for length in (2, *lengths)}):
-        engine.prefill([PrefillChunk(row=0, start=0, length=length, is_last=False, followed=True)])
+    lengths = (2, MOST_PROMPT_TOKENS) if engine.has_graphs else (2,)
+    for length in sorted({min(length, longest, max_tokens) for length in lengths}):
+        engine.prefill([_chunk(0, length)])
+    for tiles, width in engine.prompt_shapes():
+        rows = min(tiles, max_rows)
+        of_each = [width * len(range(row, tiles, rows)) for row in range(rows)]
+        if sum(of_each) <= max_tokens and of_each[0] <= longest:
+            engine.prefill([_chunk(row, length) for row, length in enumerate(of_each)])
     if engine.has_graphs:
         for context in sorted({min(context, longest) for context in _CONTEXTS}):
             engine.catch_up(torch.zeros(1, dtype=torch.int64, device=engine.device), [2], context=context)
     for rows in _numbers_of_rows(engine, max_rows):
         if verifies:
-            for length in sorted({0, draft_len}):
+            for length in _lens_of(rows, {0, *draft_lens}):
                 if rows == 1 or rows * (length + 1) <= max_tokens:
                     _verify(engine, rows, length)
-        elif draft_len:
-            _draft(engine, rows, draft_len)
+        else:
+            for length in _lens_of(rows, draft_lens):
+                if length:
+                    _draft(engine, rows, length)
     engine.rows.lengths[:max_rows].zero_()
 
 
@@ -59,6 +69,16 @@ def _numbers_of_rows(engine: Engine, max_rows: int) -> list[int]:
     if not engine.has_graphs:
         return [1]
     return sorted({min(1 << power, max_rows) for power in range(max_rows.bit_length() + 1)}, reverse=True)
+
+
+def _lens_of(rows: int, draft_lens: Collection[int]) -> list[int]:
+    """The largest first. Of one row short ones, too: the last rounds of a request draft no more than it may have."""
+    last = range(min(max(draft_lens), _LAST_ROUNDS) + 1) if rows == 1 else ()
+    return sorted({*draft_lens, *last}, reverse=True)
+
+
+def _chunk(row: int, length: int) -> PrefillChunk:
+    return PrefillChunk(row=row, start=0, length=length, is_last=False, followed=True)
 
 
 def _verify(engine: Engine, rows: int, length: int) -> None:

@@ -1,8 +1,8 @@
 """Reuse of full blocks between rows: a block is found again by the chain of all tokens up to its end.
 
-It knows digests of token chains and the blocks that hold them. It does not know which tokens are verified or written:
-`BlockTable.commit` is told that by the scheduler. The idea of hashing (parent, tokens of the block) is from vLLM's
-automatic prefix caching.
+It knows digests of token chains, the blocks that hold them, and which of these hold them in the target's store alone.
+It does not know which tokens are verified or written: `BlockTable.commit` is told that by the scheduler. The idea of
+hashing (parent, tokens of the block) is from vLLM's automatic prefix caching.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class PrefixCache:
         self._pool = pool
         self._block_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
+        self._target_only: set[int] = set()
         pool.on_evict = self._forget
 
     def __len__(self) -> int:
@@ -53,26 +54,37 @@ class PrefixCache:
         """All blocks that may be handed to another row."""
         return frozenset(self._digest_of)
 
-    def match(self, digests: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest cached chain that `digests` starts with. Takes no reference."""
+    def match(self, digests: Sequence[bytes], in_draft_store: bool = True) -> list[int]:
+        """Blocks of the longest cached chain that `digests` starts with, in the draft's store too if that is asked for.
+        Takes no reference."""
         found = []
         for digest in digests:
             block = self._block_of.get(digest)
-            if block is None:
+            if block is None or (in_draft_store and block in self._target_only):
                 break
             found.append(block)
         return found
 
-    def register(self, block: int, digest: bytes) -> None:
-        """Offer a held block for reuse. Where another block already holds the same chain, that one stays.
+    def register(self, block: int, digest: bytes, in_draft_store: bool = True) -> None:
+        """Offer a held block for reuse. Where another block already holds the same chain, that one stays, unless it is
+        in the target's store alone and this one is not.
 
-        The caller guarantees that all its tokens are verified, that every engine has written it whole, and that
-        nobody writes to it again.
+        The caller guarantees that all its tokens are verified, that the target has written it whole, and the draft too
+        with `in_draft_store`, and that nobody writes to it again.
         """
-        if self.enabled and digest not in self._block_of and block not in self._digest_of:
-            self._block_of[digest] = block
-            self._digest_of[block] = digest
-            self._pool.mark_cached(block)
+        if not self.enabled or block in self._digest_of:
+            return
+        other = self._block_of.get(digest)
+        if other is not None:
+            if not in_draft_store or other not in self._target_only:
+                return
+            self._forget(other)
+            self._pool.unmark_cached(other)
+        self._block_of[digest] = block
+        self._digest_of[block] = digest
+        if not in_draft_store:
+            self._target_only.add(block)
+        self._pool.mark_cached(block)
 
     def clear(self) -> None:
         """Forget every chain; evictable blocks become free."""
@@ -80,6 +92,8 @@ class PrefixCache:
             self._pool.unmark_cached(block)
         self._block_of.clear()
         self._digest_of.clear()
+        self._target_only.clear()
 
     def _forget(self, block: int) -> None:
         del self._block_of[self._digest_of.pop(block)]
+        self._target_only.discard(block)

@@ -35,8 +35,9 @@ class BlockTable:
         """Positions that the blocks held so far can take."""
         return len(self.blocks) * self._block_size
 
-    def match_prefix(self, tokens: Sequence[int]) -> list[int]:
-        """Cached blocks that hold the start of `tokens`, leaving at least the last token to be computed.
+    def match_prefix(self, tokens: Sequence[int], in_draft_store: bool = True) -> list[int]:
+        """Cached blocks that hold the start of `tokens`, leaving at least the last token to be computed; those that are
+        in the target's store alone among them unless `in_draft_store`.
 
         The last token is computed again because its logits are needed, and only keys and values are stored.
         """
@@ -44,7 +45,7 @@ class BlockTable:
             return []
         count = (len(tokens) - 1) // self._block_size
         extend_digests(self._digests, tokens, self._block_size, count)
-        return self._cache.match(self._digests[:count])
+        return self._cache.match(self._digests[:count], in_draft_store)
 
     def adopt(self, blocks: Sequence[int]) -> None:
         """Start the (empty) table with blocks from `match_prefix`, for reading only."""
@@ -67,19 +68,20 @@ class BlockTable:
             self.blocks.extend(self._pool.allocate(missing))
         return first_new
 
-    def commit(self, tokens: Sequence[int], num_positions: int) -> None:
+    def commit(self, tokens: Sequence[int], num_positions: int, in_draft_store: bool = True) -> None:
         """Offer for reuse the full blocks within the first `num_positions` positions.
 
         Args:
             tokens: the row's verified tokens, at least `num_positions`.
-            num_positions: positions whose tokens are verified, that every engine has written, and that no engine
-                will write again.
+            num_positions: positions whose tokens are verified, that the target has written, and that no engine will
+                write again.
+            in_draft_store: whether the draft has written them too; False where it does not follow the row.
         """
         full = num_positions // self._block_size
         if full > self.num_committed_blocks and self._cache.enabled:
             extend_digests(self._digests, tokens, self._block_size, full)
             for index in range(self.num_committed_blocks, full):
-                self._cache.register(self.blocks[index], self._digests[index])
+                self._cache.register(self.blocks[index], self._digests[index], in_draft_store)
             self.num_committed_blocks = full
 
     def release(self) -> None:

@@ -22,6 +22,7 @@ from trtrun.layers.norm import RMSNorm
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.layer import Linear
 from trtrun.models.config import ModelConfig
+from trtrun.tensors import inference
 
 
 @dataclass
@@ -127,7 +128,7 @@ class CausalLM:
         """Make rotary tables for positions [0, positions) now; needed before a graph is captured, free otherwise."""
         self._rotary.reserve(positions)
 
-    @torch.inference_mode()
+    @inference
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch, store: KVStore
     ) -> torch.Tensor:
@@ -158,7 +159,7 @@ class CausalLM:
         """Copy all layers' keys and values of single tokens; see `AttentionBackend.copy_tokens`."""
         self._layers[0].attention.copy_tokens(store.data, source, target, offset)
 
-    @torch.inference_mode()
+    @inference
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [n, hidden] of `forward` → [n, vocab_size] float32, on the ranks that read them (`VocabularyHead`)."""
         return self._head(hidden)

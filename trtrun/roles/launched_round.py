@@ -7,7 +7,7 @@ this one is read: then the device goes from one to the other without a gap. It d
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from trtrun.roles.verdict_report import VerdictCopy
@@ -63,4 +63,4 @@ class DecidedRound:
 
     def finish(self) -> ReportArrays:
         """See LaunchedRound."""
-        return replace(self.verdict.wait(), times=self.take_times())
+        return self.verdict.wait(self.take_times)

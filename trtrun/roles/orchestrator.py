@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from trtrun.core import RoundPlan, TokenLogprobs
 from trtrun.roles.engine_ranks import EngineRanks
@@ -23,8 +24,7 @@ from trtrun.telemetry import RunStatistics
 from trtrun.wire.reports import RoundReport
 
 
-@dataclass(frozen=True, slots=True)
-class RowGain:
+class RowGain(NamedTuple):
     """What a round gave one completion, and the log probabilities of its verdict where the row asked for them: at
     least one entry a token, with as many alternatives as any row of the round asked for."""
 
@@ -72,7 +72,7 @@ class Orchestrator:
         self._committed = 0
         self._log: SpanLog | None = None
         self._published: deque[_PublishedPlan] = deque()
-        self._row_wants_logprobs: dict[int, bool] = {}
+        self._rows_with_logprobs: set[int] = set()
 
     @property
     def has_work(self) -> bool:
@@ -191,8 +191,13 @@ class Orchestrator:
         Worked out when the plan goes out: by the time its verdict is here, a row may belong to another request.
         """
         for admission in plan.admissions:
-            self._row_wants_logprobs[admission.row] = admission.sampling.logprobs is not None
-        return [place for place, row in enumerate(plan.sampled_rows) if self._row_wants_logprobs[row]]
+            if admission.sampling.logprobs is not None:
+                self._rows_with_logprobs.add(admission.row)
+            else:
+                self._rows_with_logprobs.discard(admission.row)
+        if not self._rows_with_logprobs:
+            return []
+        return [place for place, row in enumerate(plan.sampled_rows) if row in self._rows_with_logprobs]
 
     def _collect(self) -> RoundReport:
         """The next verdict; reports of the draft leader on the way only add their times."""
@@ -232,5 +237,5 @@ class Orchestrator:
         results = commit_round(
             self.scheduler, published.plan, report, self._pacer, seconds, num_plain=published.num_plain
         )
-        self.totals.num_tokens += sum(len(result.new_token_ids) for result in results)
+        self.totals.num_tokens += sum([len(result.new_token_ids) for result in results])
         return [RowGain(result, logprobs.get(result.index_in_verdict)) for result in results]

@@ -52,6 +52,7 @@ from trtrun.roles.memory_requirements import (
     round_shape,
 )
 from trtrun.roles.workplace import RankWorkplace
+from trtrun.speculation.pacing import first_trial
 
 Progress = Callable[[int, int], None]
 """Bytes of weights that are in place so far and in the end, on this rank."""
@@ -239,9 +240,11 @@ class RankStartup:
         engines = {role: self._make_engine(role, loaded, num_blocks) for role, loaded in self._engines.items()}
         self._activity.start(Phase.WARMING_UP)
         limits = self._config.scheduler
+        draft_len = self._config.draft_len
+        draft_lens = {draft_len, first_trial(draft_len)} if self._config.is_paced else {draft_len}
         for role, engine in engines.items():
             verifies = role == "target"
-            warm_up(engine, self._config.draft_len, limits.max_num_tokens, limits.max_batch_size, verifies=verifies)
+            warm_up(engine, draft_lens, limits.max_num_tokens, limits.max_batch_size, verifies=verifies)
         worker = self._workplace(engines, num_blocks).make_worker()
         self._activity.rest()
         return worker, self._report(num_blocks)

@@ -5,7 +5,7 @@ It knows the verdict's tensors and the report's layout. It does not know who rea
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -50,16 +50,19 @@ class VerdictCopy:
         """Whether `wait` would not wait."""
         return self._event is None or self._event.query()
 
-    def wait(self) -> ReportArrays:
-        """Wait for the copy, and make the report of it, without times.
+    def wait(self, take_times: Callable[[], RoundTimes] = RoundTimes) -> ReportArrays:
+        """Wait for the copy, and make the report of it.
 
         A row with a logit that is not finite gains no token: looking for that here costs the device nothing.
+
+        Args:
+            take_times: tells what phases took, once the copy is there.
         """
         if self._event is not None:
             self._event.synchronize()
         if not self._copies:
             tokens = np.empty((0, 1), dtype=np.int64)
-            return ReportArrays(self._round_index, RoundTimes(), tokens[:, 0], tokens[:, 0], tokens)
+            return ReportArrays(self._round_index, take_times(), tokens[:, 0], tokens[:, 0], tokens)
         packed = self._copies[0].numpy()
         width = self._width
         num_tokens, tokens = packed[:, 0], packed[:, 2 : 2 + width]
@@ -67,11 +70,11 @@ class VerdictCopy:
         if not chosen.all():
             num_tokens = np.where((chosen | (tokens < 0)).all(axis=1), num_tokens, 0)
         draft_lens = np.maximum(packed[:, 1], 0)
-        report = ReportArrays(self._round_index, RoundTimes(), num_tokens, draft_lens, tokens)
+        arrays = (num_tokens, draft_lens, tokens)
         if len(self._copies) == 1:
-            return report
+            return ReportArrays(self._round_index, take_times(), *arrays)
         _, ids, values = self._copies
-        return replace(report, logprob_ids=ids.numpy(), logprob_values=values.numpy())
+        return ReportArrays(self._round_index, take_times(), *arrays, ids.numpy(), values.numpy())
 
 
 def _to_host(source: torch.Tensor) -> torch.Tensor:

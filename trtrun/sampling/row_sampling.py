@@ -48,6 +48,11 @@ class RowSampling:
         self.numbers = torch.zeros((max_rows, columns.NUM_NUMBERS), dtype=torch.float32, device=self.device)
         self.integers = torch.zeros((max_rows, columns.NUM_INTEGERS), dtype=torch.int64, device=self.device)
         self._steps: dict[int, RowSteps] = {}
+        # Of these: rows that do not take the likeliest token, whose logits change before, that report log
+        # probabilities. Most batches have none, which every round asks several times.
+        self._sampled: set[int] = set()
+        self._changed: set[int] = set()
+        self._reporting: set[int] = set()
 
     def admit(self, admission: RowAdmission) -> None:
         """Take over the parameters of the request that got row `admission.row`.
@@ -71,16 +76,29 @@ class RowSampling:
         ]
         self.integers[row].copy_(torch.tensor(integers, dtype=torch.int64), non_blocking=True)
         self.numbers[row].copy_(torch.tensor(numbers, dtype=torch.float32), non_blocking=True)
-        self._steps[row] = steps
+        self._take(row, steps)
 
     def drop(self, row: int) -> None:
         """Forget a row whose request ended or was preempted; nothing if there is none."""
         self._steps.pop(row, None)
+        for members in (self._sampled, self._changed, self._reporting):
+            members.discard(row)
+
+    def _take(self, row: int, steps: RowSteps) -> None:
+        """Enter the steps of a row."""
+        self.drop(row)
+        self._steps[row] = steps
+        if not steps.greedy:
+            self._sampled.add(row)
+        if steps.penalties or steps.own_tables:
+            self._changed.add(row)
+        if steps.logprobs is not None:
+            self._reporting.add(row)
 
     def share(self, rows: Sequence[int], own: Sequence[int]) -> None:
         """Give each of the rows `own` the parameters of the row beside it in `rows`."""
         for row, guest in zip(rows, own, strict=True):
-            self._steps[guest] = self._steps[row]
+            self._take(guest, self._steps[row])
         if not self.passes(rows):
             source, target = self._index(rows), self._index(own)
             self.integers[target] = self.integers[source]
@@ -88,29 +106,27 @@ class RowSampling:
 
     def needs_history(self, rows: Sequence[int]) -> bool:
         """Whether any of the rows has penalties, biases or bans, most of which look at its tokens so far. Host-side."""
-        return any(steps.penalties or steps.own_tables for steps in map(self._steps.__getitem__, rows))
+        return bool(self._changed) and not self._changed.isdisjoint(rows)
 
     def passes(self, rows: Sequence[int]) -> bool:
         """Whether all of the rows take the likeliest token of what the model gives. Host-side."""
-        return not any(
-            not steps.greedy or steps.penalties or steps.own_tables for steps in map(self._steps.__getitem__, rows)
-        )
+        return not (self._sampled and not self._sampled.isdisjoint(rows)) and not self.needs_history(rows)
 
     def steps(self, rows: Sequence[int]) -> list[RowSteps]:
         """Which steps each of the rows takes. Host-side."""
         return [self._steps[row] for row in rows]
 
-    def is_greedy(self, row: int) -> bool:
-        """Whether the row takes the most likely token. Host-side."""
-        return self._steps[row].greedy
-
-    def wants_logprobs(self, row: int) -> int | None:
-        """How many alternatives the row reports at each position (0: the chosen token alone), or None. Host-side."""
-        return self._steps[row].logprobs
+    def wanted_logprobs(self, rows: Sequence[int]) -> list[tuple[int, int]]:
+        """Indices within `rows` of those that report log probabilities, each with how many alternatives at each
+        position (0: the chosen token alone). Host-side."""
+        if not self._reporting:
+            return []
+        wanted = ((index, self._steps[row].logprobs) for index, row in enumerate(rows))
+        return [(index, count) for index, count in wanted if count is not None]
 
     def sampled_indices(self, rows: Sequence[int]) -> list[int]:
         """Indices within `rows` of the rows that are not greedy. Host-side."""
-        return [index for index, row in enumerate(rows) if not self._steps[row].greedy]
+        return [index for index, row in enumerate(rows) if row in self._sampled] if self._sampled else []
 
     def seeds(self, rows: Sequence[int]) -> Tensor:
         """[R] int64 on the device."""

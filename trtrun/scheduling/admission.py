@@ -53,8 +53,6 @@ class Admission:
                 kept = 0
             if plan.budget > kept:
                 plan.prefill(running, plan.budget - kept)
-        if kept:
-            plan.prefill(oldest, kept)
         self._admit(plan, plan.budget, None, speculating)
 
     def _admit(self, plan: PlanBuilder, budget: int, below: int | None, speculating: bool) -> None:
@@ -75,11 +73,12 @@ class Admission:
         draft_context = self._limits.draft_max_seq_len
         blocked: Completion | None = None
         for running in islice(self._waiting.in_turn(), _MOST_LOOKED_AT):
-            if below is not None and self._batch.num_to_read(running) >= below:
-                continue
             fits = draft_context is None or len(running.token_ids) + 2 <= draft_context
             drafted = speculating and running.most_drafted > 0 and fits
-            if self._batch.try_admit(running, drafted, followed=drafted and draft_context is not None):
+            followed = drafted and draft_context is not None
+            if below is not None and self._batch.num_to_read(running, followed) >= below:
+                continue
+            if self._batch.try_admit(running, drafted, followed):
                 self._waiting.take(running)
                 if blocked is not None:
                     blocked.num_overtaken += 1

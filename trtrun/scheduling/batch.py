@@ -1,7 +1,7 @@
 """The running batch: which request holds which row and which blocks, in order of admission.
 
 It moves rows and blocks and keeps them whole. It does not know rounds, token budgets or draft lengths: when to admit or
-to make room is `scheduler.py`'s decision.
+to make room is decided in `admission.py` and `decoding.py`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class RunningBatch:
         """Whether another request could get a row."""
         return bool(self._free_rows)
 
-    def num_to_read(self, running: Completion) -> int:
+    def num_to_read(self, running: Completion, followed: bool) -> int:
         """Tokens that a waiting request would have to compute if it got a row now: those that are not in the cache."""
-        return len(running.token_ids) - len(running.table.match_prefix(running.token_ids)) * self._limits.block_size
+        cached = running.table.match_prefix(running.token_ids, in_draft_store=followed)
+        return len(running.token_ids) - len(cached) * self._limits.block_size
 
     def try_admit(self, running: Completion, drafted: bool, followed: bool) -> bool:
         """Give a request a row and blocks for all its tokens, reusing cached ones; False when blocks are short."""
@@ -53,7 +54,7 @@ class RunningBatch:
         available = self.pool.num_available - len(self.requests) * self._growth
         if available <= 0:
             return False
-        cached = running.table.match_prefix(running.token_ids)
+        cached = running.table.match_prefix(running.token_ids, in_draft_store=followed)
         length = len(running.token_ids)
         needed = -(-length // self._limits.block_size) - len(cached)
         # Reused blocks that nobody holds are counted as available but are about to be taken.

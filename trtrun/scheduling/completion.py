@@ -10,9 +10,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trtrun.core import FinishReason, Request, RequestStatistics
+from trtrun.core import FinishReason, Request
 from trtrun.detokenizer import CompletionText
 from trtrun.kvcache.tables import BlockTable
+from trtrun.request_statistics import RequestStatistics
 
 NO_ROW = -1
 
@@ -93,21 +94,25 @@ class Completion:
         if list(self.given_draft[end - num_new_tokens : end]) != new or end >= len(self.given_draft):
             self.given_draft = ()
 
+    def finish(self, reason: FinishReason, now: float) -> None:
+        """It has ended, at `now` seconds of `time.perf_counter`; its row and blocks are another's business."""
+        self.finish_reason = reason
+        self.statistics.finished = now
+
     @property
     def longest(self) -> int:
         """Upper bound of the row's length once the plans that are out have their results."""
         return len(self.token_ids) + self.num_pending_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What one round gave one completion.
 
     Attributes:
         completion: already updated; its `finish_reason` is set where this round ended it.
         new_token_ids: tokens appended to its output: the verdict's, cut at the token that ended it.
         index_in_verdict: its place in `plan.sampled_rows`, for logprobs.
-        token_origins: how each of the new tokens came, a letter each; see `core.token_origins`.
+        token_origins: how each of the new tokens came, a letter each; see `request_statistics`.
     """
 
     completion: Completion

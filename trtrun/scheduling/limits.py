@@ -6,6 +6,7 @@ Plain data with validation; it knows no plan and no row.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from trtrun.config import RuntimeConfig
 from trtrun.errors import ConfigError, InvalidRequestError
@@ -77,7 +78,7 @@ class SchedulerLimits:
         """Tokens that the whole KV store holds."""
         return (self.num_blocks - 1) * self.block_size
 
-    @property
+    @cached_property
     def max_length(self) -> int:
         """Tokens at which a request ends with reason "length": the context's end, or the whole store's."""
         return min(self.max_seq_len, self.num_stored_tokens)

@@ -1,6 +1,7 @@
 """A round plan under construction: collects rows, block updates and the token budget, then freezes to a RoundPlan.
 
-It knows the layout of `RoundPlan` and nothing of policy: who gets into the round is `scheduler.py`'s decision.
+It knows the layout of `RoundPlan` and nothing of policy: who gets into the round is decided in `decoding.py` and
+`admission.py`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ class PlanBuilder:
 
     Attributes:
         budget: tokens that still fit into the round.
-        decoding: rows that draft and verify, in plan order.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.decoding: list[PlannedRow] = []
+        self._decoding: list[tuple[Completion, int]] = []
         self._last_chunks: list[PlannedRow] = []
         self._chunks: list[PlannedRow] = []
         self._prefill: list[PrefillChunk] = []
@@ -37,7 +37,7 @@ class PlanBuilder:
     @property
     def is_empty(self) -> bool:
         """Whether no row would run."""
-        return not self.decoding and not self._prefill
+        return not self._decoding and not self._prefill
 
     def admit(self, running: Completion) -> None:
         """Announce a row that just got its place, with its whole block table."""
@@ -64,15 +64,17 @@ class PlanBuilder:
         for index in range(first_new, len(blocks)):
             self._updates.append((running.row, index, blocks[index]))
 
-    def decode(self, running: Completion, draft_len: int) -> None:
-        """Have a row draft and verify `draft_len` tokens; counts the result as pending."""
-        self._max_context = max(self._max_context, running.longest + draft_len + 1)
-        self.decoding.append(_planned(running, Work.DECODE, draft_len))
+    def decode(self, running: Completion, longest: int, draft_len: int) -> None:
+        """Have a row of up to `longest` tokens draft and verify `draft_len` more; counts the result as pending."""
+        most_gained = draft_len + 1
+        if longest + most_gained > self._max_context:
+            self._max_context = longest + most_gained
+        self._decoding.append((running, draft_len))
         if running.given_draft and draft_len and running.may_follow_given_draft:
             self._given.append(running.row)
         running.num_pending_rounds += 1
-        running.num_pending_tokens += draft_len + 1
-        self.budget -= draft_len + 1
+        running.num_pending_tokens += most_gained
+        self.budget -= most_gained
 
     def prefill(self, running: Completion, most: int) -> None:
         """Have a row compute its next admission tokens, at most `most`; the last chunk's result counts as pending."""
@@ -87,31 +89,34 @@ class PlanBuilder:
         if is_last:
             running.num_pending_rounds += 1
             running.num_pending_tokens += 1
-            self._last_chunks.append(_planned(running, Work.LAST_CHUNK))
+            self._last_chunks.append(_prefilled(running, Work.LAST_CHUNK))
         else:
-            self._chunks.append(_planned(running, Work.CHUNK, end=end))
+            self._chunks.append(_prefilled(running, Work.CHUNK, end))
 
-    def settle_drafting(self) -> None:
+    def settle_drafting(self) -> list[PlannedRow]:
         """Decide whether the draft engine feeds the decoding rows in this round; call it once, when all are planned.
+
+        Returns:
+            Rows that get tokens, in the order of `RoundPlan.sampled_rows`.
 
         Where nothing is drafted it may sit the round out, and feed what it missed later: its weights are then read
         once in several rounds. Each round that it missed gave one token, so the host knows how many it lacks.
         """
-        followed = [planned.completion for planned in self.decoding if planned.followed]
-        sits_out = all(planned.draft_len == 0 for planned in self.decoding) and all(
-            running.num_missed_rounds < MAX_MISSED_ROUNDS for running in followed
+        sits_out = not any(draft_len for _, draft_len in self._decoding) and all(
+            running.num_missed_rounds < MAX_MISSED_ROUNDS for running, _ in self._decoding if running.followed
         )
-        for place, planned in enumerate(self.decoding):
-            running = planned.completion
-            feeds = planned.followed and not sits_out
-            # Two tokens are always fed: the newest, and the one before it, which may be the bonus hole.
-            self._catch_up.append(2 + running.num_missed_rounds if feeds else 0)
-            running.num_missed_rounds = 0 if feeds else running.num_missed_rounds + 1
-            self.decoding[place] = planned._replace(num_missed_rounds=running.num_missed_rounds)
-
-    def sampled(self) -> list[PlannedRow]:
-        """Rows that get tokens, in the order of `RoundPlan.sampled_rows`."""
-        return self.decoding + self._last_chunks
+        planned = []
+        for running, draft_len in self._decoding:
+            drafted, followed = running.drafted, running.followed
+            if followed and not sits_out:
+                # Two tokens are always fed: the newest, and the one before it, which may be the bonus hole.
+                self._catch_up.append(2 + running.num_missed_rounds)
+                running.num_missed_rounds = missed = 0
+            else:
+                self._catch_up.append(0)
+                running.num_missed_rounds = missed = running.num_missed_rounds + 1
+            planned.append(PlannedRow(running, running.epoch, Work.DECODE, draft_len, drafted, followed, missed, 0))
+        return planned + self._last_chunks
 
     def chunks(self) -> list[PlannedRow]:
         """Rows whose prefill goes on after this round."""
@@ -119,9 +124,9 @@ class PlanBuilder:
 
     def build(self, round_index: int, dropped_rows: tuple[int, ...]) -> RoundPlan:
         """Freeze to the plan that ranks get."""
-        rows = [planned.completion.row for planned in self.decoding]
+        rows = [running.row for running, _ in self._decoding]
         # -1 says that nothing is drafted for the row in any round; 0 leaves it a row that may be drafted later.
-        lengths = [planned.draft_len if planned.drafted else -1 for planned in self.decoding]
+        lengths = [draft_len if running.drafted else -1 for running, draft_len in self._decoding]
         return RoundPlan(
             round_index=round_index,
             dropped_rows=dropped_rows,
@@ -136,6 +141,6 @@ class PlanBuilder:
         )
 
 
-def _planned(running: Completion, work: Work, draft_len: int = 0, end: int = 0) -> PlannedRow:
-    """The row's part as it stands now; rounds that the draft engine missed are known when all are planned."""
-    return PlannedRow(running, running.epoch, work, draft_len, running.drafted, running.followed, 0, end)
+def _prefilled(running: Completion, work: Work, end: int = 0) -> PlannedRow:
+    """The part of a row whose prompt is read."""
+    return PlannedRow(running, running.epoch, work, 0, running.drafted, running.followed, 0, end)

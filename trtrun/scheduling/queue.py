@@ -49,6 +49,11 @@ class WaitingQueue:
         """Completions that have lost a row."""
         return len(self._preempted)
 
+    def num_waiting_of(self, name: Hashable) -> int:
+        """Completions of a group that never had a row."""
+        group = self._groups.get(name)
+        return len(group.waiting) if group is not None else 0
+
     def in_turn(self) -> Iterator[Completion]:
         """The completions that may leave the queue now, the next one first: a preempted one, or each group's first.
         The queue must not be changed meanwhile."""

@@ -5,7 +5,7 @@ It knows one completion and the limits; rows, blocks and plans are the scheduler
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from trtrun.core import FinishReason
 from trtrun.scheduling.completion import Completion
@@ -13,12 +13,15 @@ from trtrun.scheduling.limits import SchedulerLimits
 
 
 def append_tokens(
-    completion: Completion, tokens: Iterable[int], limits: SchedulerLimits
+    completion: Completion, tokens: Sequence[int], limits: SchedulerLimits
 ) -> tuple[list[int], FinishReason | None]:
     """Append tokens until one ends the completion; return those appended and the reason, None when it goes on.
 
     Only a completion with stop strings needs its text here; that of the others is made when nobody waits for it.
     """
+    if _none_ends(completion, tokens, limits):
+        completion.token_ids += tokens
+        return [*tokens], None
     appended: list[int] = []
     for token in tokens:
         completion.token_ids.append(token)
@@ -27,6 +30,17 @@ def append_tokens(
         if reason is not None:
             return appended, reason
     return appended, None
+
+
+def _none_ends(completion: Completion, tokens: Sequence[int], limits: SchedulerLimits) -> bool:
+    """Whether it is plain that the completion goes on behind all of the tokens, as it does in most rounds."""
+    request, count = completion.request, len(tokens)
+    sampling = request.sampling
+    if sampling.stop or len(completion.token_ids) + count >= limits.max_length:
+        return False
+    if completion.num_output_tokens + count >= sampling.max_tokens:
+        return False
+    return not request.stop_ids or not any(stop_id in tokens for stop_id in request.stop_ids)
 
 
 def _reason_to_end(completion: Completion, token: int, limits: SchedulerLimits) -> FinishReason | None:

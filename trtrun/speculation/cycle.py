@@ -71,8 +71,8 @@ def begin_round(
 
 def probability_rows(plan: RoundPlan, sampling: RowSampling) -> list[int]:
     """Indices into `plan.decode_rows` of the rows that are drafted and not greedy."""
-    lens = zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), strict=True)
-    return [index for index, (row, draft_len) in enumerate(lens) if draft_len > 0 and not sampling.is_greedy(row)]
+    lens = plan.draft_lens.tolist()
+    return [index for index in sampling.sampled_indices(plan.decode_rows.tolist()) if lens[index] > 0]
 
 
 def draft_round(drafter: Drafter, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
@@ -148,8 +148,8 @@ def verify_round(
     """
     device, num_decode = engine.device, len(plan.decode_rows)
     if draft is None:
-        nothing = torch.zeros((num_decode, 1), dtype=torch.int64, device=device)
-        draft = Draft(nothing[:, :0], nothing[:, 0])
+        nothing = kept_integers([0] * num_decode, device)
+        draft = Draft(nothing.view(num_decode, 1)[:, :0], nothing)
     logits = engine.verify_forward(plan, draft.tokens, draft.draft_lens)
     sampled = plan.sampled_rows
     if not sampled:
@@ -162,7 +162,7 @@ def verify_round(
             logits,
             state.sampling,
             sampled,
-            state.lengths[rows],
+            state.lengths.index_select(0, rows),
             state.token_ids,
             proposed.tokens,
             proposed.draft_lens,

@@ -72,6 +72,11 @@ class _Load:
         }
 
 
+def first_trial(draft_len: int) -> int:
+    """What every load tries first beside the configured `draft_len`: rounds of it are sure to come."""
+    return draft_len // 2
+
+
 class Pacer:
     """Chooses draft_len, between 0 and the configured one, from what rounds took and what was accepted."""
 
@@ -173,7 +178,7 @@ class Pacer:
     def _trial(self, load: _Load) -> int:
         """The draft_len to try next: one far off at first, then the neighbour that was seen least recently."""
         if len(load.known_seconds()) < 2:
-            half = self._most // 2
+            half = first_trial(self._most)
             return half if half != load.current else self._most
         neighbours = [value for value in (load.current - 1, load.current + 1) if 0 <= value <= self._most]
         return min(neighbours, key=lambda draft_len: load.last_seen.get(draft_len, 0))

@@ -55,7 +55,7 @@ def accept_by_token(target_tokens: Tensor, draft_tokens: Tensor, draft_lens: Ten
         tokens: [R, K + 1] int64, the tokens gained, then -1.
     """
     if not draft_tokens.shape[1]:  # a plain round: a dozen operations less to launch
-        return torch.ones_like(draft_lens), target_tokens
+        return kept_integers([1] * len(draft_lens), draft_lens.device), target_tokens
     if triton_works(target_tokens.device.type):
         from trtrun.kernels.triton.sampling.acceptance import accept_by_token as accept_in_one
 
@@ -190,7 +190,8 @@ def verify(
             num_tokens, tokens = accept_by_token(target_tokens, draft_tokens, draft_lens)
         else:
             num_tokens, tokens = accept_forced(target_tokens, draft_tokens, draft_lens, lengths, forced_acceptance)
-    chosen_logits = logits.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    index = tokens.clamp(min=0) if draft_tokens.shape[1] else tokens  # padding stands behind drafts alone
+    chosen_logits = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1)
     return Verdict(num_tokens, tokens, draft_lens, _logprobs(logits, sampling, rows, tokens), chosen_logits)
 
 
@@ -242,7 +243,7 @@ def _accept_both_ways(
 
 
 def _logprobs(logits: Tensor, sampling: RowSampling, rows: Sequence[int], tokens: Tensor) -> VerdictLogprobs | None:
-    asked = [(place, wanted) for place, row in enumerate(rows) if (wanted := sampling.wants_logprobs(row)) is not None]
+    asked = sampling.wanted_logprobs(rows)
     if not asked:
         return None
     widest = max(wanted for _, wanted in asked)

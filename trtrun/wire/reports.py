@@ -147,7 +147,20 @@ class ReportArrays:
 
     def unpack(self) -> RoundReport:
         """The report as the orchestrator reads it."""
-        return decode_report(self.encode())
+        num_tokens: list[int] = [] if self.num_tokens is None else self.num_tokens.tolist()
+        return RoundReport(
+            round_index=self.round_index,
+            times=self.times,
+            is_verdict=self.num_tokens is not None,
+            num_tokens=num_tokens,
+            draft_lens=self.draft_lens.tolist(),
+            tokens=[row[:count] for row, count in zip(self.tokens.tolist(), num_tokens, strict=True)],
+            logprobs=_list_logprobs(self.logprob_ids, self.logprob_values) if len(self.logprob_ids) else [],
+            foreseen=list(map(bool, self.foreseen.tolist())) or [False] * len(num_tokens),
+            num_guesses=self.num_guesses,
+            num_redrafted=self.num_redrafted,
+            hit_chances=self.hit_chances.astype(np.float32).tolist(),
+        )
 
 
 def decode_report(payload: bytes) -> RoundReport:
@@ -181,6 +194,11 @@ def _decode_logprobs(payload: bytes, at: int, shape: tuple[int, int, int]) -> li
     count = math.prod(shape)
     ids = np.frombuffer(payload, dtype=np.int64, count=count, offset=at).reshape(shape)
     values = np.frombuffer(payload, dtype=np.float32, count=count, offset=at + 8 * count).reshape(shape)
+    return _list_logprobs(ids, values)
+
+
+def _list_logprobs(ids: np.ndarray, values: np.ndarray) -> list[list[TokenLogprobs]]:
+    """[rows, width, 1 + alternatives] → for each row one entry a position."""
     return [_token_logprobs(row_ids, row_values) for row_ids, row_values in zip(ids, values, strict=True)]
 
 

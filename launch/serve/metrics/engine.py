@@ -14,19 +14,27 @@ PHASES = ("drafting", "transferring", "verifying", "committing", "orchestrating"
 
 
 class EngineMetrics(Collector):
-    """How full the engine is, and where its rounds' time goes."""
+    """How full the engine is, and where its rounds' time goes.
+
+    Attributes:
+        status: as the engine has last told it; None while there is none.
+    """
 
     def __init__(self, labels: dict[str, str]) -> None:
         self._names, self._values = list(labels), list(labels.values())
         self._ready: Ready | None = None
-        self._status: Status | None = None
+        self.status: Status | None = None
         self._before: dict[str, float] = {}
         self._totals: dict[str, float] = {}
 
     def take(self, ready: Ready | None, status: Status | None) -> None:
-        """How the engine stands; None where there is none, or it did not say."""
-        self._ready, self._status = ready, status
-        if status is not None:
+        """How the engine stands; no `ready` where there is none, no `status` where it does not say, as in a long
+        round: it then stands as it did."""
+        self._ready = ready
+        if ready is None:
+            self.status = None
+        elif status is not None:
+            self.status = status
             self._totals = _numbers(status)
 
     def forget(self) -> None:
@@ -34,6 +42,7 @@ class EngineMetrics(Collector):
         for name, value in self._totals.items():
             self._before[name] = self._before.get(name, 0.0) + value
         self._totals = {}
+        self.status = None
 
     @property
     def num_rounds(self) -> float:
@@ -42,7 +51,7 @@ class EngineMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All families, as the registry asks for them."""
-        status = self._status
+        status = self.status
         usage = status.kv_usage if status is not None else 0.0
         yield self._gauge("trtrun:engine_up", "1 while the engine is there.", float(status is not None))
         yield self._gauge(

@@ -69,7 +69,7 @@ class FrontMetrics:
             status: of the engine just now; None where there is none, or it does not say.
         """
         self._engine.take(ready, status)
-        self._triton.take(ready, status, self._engine.num_rounds)
+        self._triton.take(ready, self._engine.status, self._engine.num_rounds)
         return name_counters(generate_latest(self._registry))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

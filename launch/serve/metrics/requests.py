@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from launch.serve.metrics.totals import FrontTotals
 from launch.serve.metrics.triton import TritonMetrics
-from trtrun.core import RequestStatistics
 from trtrun.outputs import CompletionDelta
+from trtrun.request_statistics import RequestStatistics
 from trtrun.sampling_params import LARGEST_COUNT
 
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trtrun.core import RequestStatistics
 from trtrun.outputs import CompletionDelta
+from trtrun.request_statistics import RequestStatistics
 
 _NOTHING = RequestStatistics()
 

@@ -23,6 +23,18 @@ export class EngineView {
     if (element.textContent !== STATES[state]) element.textContent = STATES[state];
   }
 
+  /** The server does not answer: what was shown of it is over. */
+  showGone() {
+    this.showState("gone");
+    const { running, waiting, kv, ranks } = this.elements;
+    for (const element of [running, waiting, kv]) element.textContent = "–";
+    for (const rank of ranks.querySelectorAll("li:not(.directory)")) {
+      rank.className = "unknown";
+      rank.title = STATES.gone;
+    }
+    this.shownRanks = "";
+  }
+
   show(status) {
     const { model, method, version, running, waiting, kv } = this.elements;
     this.showState(status.state);

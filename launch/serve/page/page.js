@@ -52,6 +52,7 @@ function readForm() {
 /** Stream one text; returns its run, and what speculation did for it. Rejects with what ended it. */
 async function decode(request, onTokens) {
   const run = new Run();
+  const { restarts } = server;
   let speculation = null;
   stopping = new AbortController();
   setBusy(true);
@@ -64,6 +65,7 @@ async function decode(request, onTokens) {
       onTokens(run, choice);
     }
     run.isWhole = true;
+    run.isInterrupted = server.restarts !== restarts;
     return { run, speculation };
   } finally {
     stopping = null;
@@ -166,7 +168,7 @@ function askForKey(error) {
 function fitForm(status) {
   const longest = status.speculation.draft_len;
   const slider = elements["draft-len"];
-  if (!server) {
+  if (!server || server.speculation.draft_len !== longest || server.chat !== status.chat) {
     slider.max = Math.max(1, longest);
     slider.value = longest;
     const canDraft = longest > 0;
@@ -174,7 +176,8 @@ function fitForm(status) {
     elements.speculation.disabled = !canDraft;
     const chat = elements["chat-choice"];
     chat.querySelector("input").disabled = !status.chat;
-    if (!status.chat) chat.title = "The checkpoint has no chat template";
+    chat.title = status.chat ? "" : "The checkpoint has no chat template";
+    if (!status.chat) elements.ask.querySelector("[name=kind][value=completion]").checked = true;
   }
   const most = elements["max-tokens"];
   if (status.max_seq_len && Number(most.max) !== status.max_seq_len) {
@@ -203,7 +206,7 @@ async function watch() {
       elements["key-bar"].hidden = true;
     } catch (error) {
       if (error instanceof ApiError && error.status === 401) askForKey(error);
-      else engine.showState("gone");
+      else engine.showGone();
     }
   }
   setTimeout(watch, stopping ? BUSY_MILLISECONDS : IDLE_MILLISECONDS);

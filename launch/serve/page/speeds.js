@@ -8,6 +8,7 @@ export class Run {
     this.numFirst = 0;
     this.tokens = [];
     this.isWhole = false;
+    this.isInterrupted = false; // whether the engine was started again meanwhile, so that its speed says nothing
   }
 
   add(tokenIds) {
@@ -62,8 +63,7 @@ export class SpeedView {
       const run = this.runs[name];
       row.number.textContent = run && run.speed ? tell(run.speed) : "–";
       row.bar.style.width = run && fastest ? `${(100 * run.speed) / fastest}%` : "0";
-      row.first.textContent = run && run.first
-        ? `first token after ${Math.round(run.firstMilliseconds)} ms, ${run.tokens.length} in all` : "";
+      row.first.textContent = run && run.first ? tellFirst(run) : "";
     }
     this.verdict.replaceChildren(...this.judge());
   }
@@ -72,7 +72,8 @@ export class SpeedView {
     const { speculative, plain } = this.runs;
     if (!speculative || !plain) return [];
     const parts = [];
-    if (plain.isWhole && speculative.isWhole && plain.speed && speculative.speed) {
+    const isFair = !plain.isInterrupted && !speculative.isInterrupted;
+    if (plain.isWhole && speculative.isWhole && plain.speed && speculative.speed && isFair) {
       const ratio = document.createElement("b");
       const times = speculative.speed / plain.speed;
       ratio.textContent = `${times.toFixed(2)} times as fast`;
@@ -103,6 +104,11 @@ export class SpeedView {
     }
     return told;
   }
+}
+
+function tellFirst(run) {
+  const pause = run.isInterrupted ? "; the engine was started again meanwhile" : "";
+  return `first token after ${Math.round(run.firstMilliseconds)} ms, ${run.tokens.length} in all${pause}`;
 }
 
 function tell(speed) {

@@ -18,6 +18,7 @@ import triton.language as tl
 from trtrun.kernels.triton.attention_shares import combine_kernel, merge, power
 from trtrun.kernels.triton.early_launch import begin, early
 from trtrun.kernels.triton.paged_store import rotate_and_write
+from trtrun.kernels.triton.prompts.choice import is_chosen
 from trtrun.kernels.triton.support import shared_bytes
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import copy_plain_tokens
@@ -49,6 +50,20 @@ def _sum_weights(weights, KEYS: tl.constexpr):
     # Beside 3 a float32 has just that step, and its bits count up with it. A sum may go round; the difference does not.
     whole = tl.sum((weights + 3.0).to(tl.int32, bitcast=True), axis=1) - (0x40400000 * KEYS & 0x7FFFFFFF)
     return whole.to(tl.float32) * (1.0 / (1 << 22))
+
+
+@triton.jit
+def _slots(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """Places of a step's keys in the store, [KEYS] int32, counted in heads."""
+    if KEYS % BLOCK_SIZE == 0:
+        # What does not change from step to step is said apart, and slots have 32 bits: a third less arithmetic.
+        within = tl.arange(0, KEYS)
+        block = tl.load(table + first // BLOCK_SIZE + within // BLOCK_SIZE, mask=known, other=0).to(tl.int32)
+        slot = block * (kv_heads * BLOCK_SIZE) + (kv_head * BLOCK_SIZE + within % BLOCK_SIZE)
+    else:
+        block = tl.load(table + at // BLOCK_SIZE, mask=known, other=0).to(tl.int32)
+        slot = (block * kv_heads + kv_head) * BLOCK_SIZE + at % BLOCK_SIZE
+    return slot
 
 
 @triton.jit(do_not_specialize=[*_VARYING, "shares"])
@@ -101,15 +116,7 @@ def _attend_kernel(
                 gathered = tl.zeros([TILE, HEAD_PADDED], tl.float32)
         at = first + tl.arange(0, KEYS)
         known = at < stop
-        if KEYS % BLOCK_SIZE == 0:
-            # What does not change from step to step is said apart, and slots have 32 bits: a third less arithmetic.
-            within = tl.arange(0, KEYS)
-            block = tl.load(table + first // BLOCK_SIZE + within // BLOCK_SIZE, mask=known, other=0).to(tl.int32)
-            slot = block * (kv_heads * BLOCK_SIZE) + (kv_head * BLOCK_SIZE + within % BLOCK_SIZE)
-        else:
-            block = tl.load(table + at // BLOCK_SIZE, mask=known, other=0).to(tl.int32)
-            slot = (block * kv_heads + kv_head) * BLOCK_SIZE + at % BLOCK_SIZE
-        base = slot.to(tl.int64) * HEAD
+        base = _slots(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE, KEYS).to(tl.int64) * HEAD
         keys = tl.load(store + base[None, :] + element[:, None], mask=known[None, :] & inside[:, None], other=0.0)
         scores = tl.dot(rotated, keys, input_precision=PRECISION)
         if (first + KEYS > first_own + 1) | (first <= last - window):  # some query does not see some key
@@ -185,11 +192,18 @@ class PagedAttention:
         heads, kv_heads = query.shape[1], store_layer.shape[2]
         block_size, head_dim = store_layer.shape[3:]
         shares = -(-segment.block_tables.shape[1] * block_size // _SHARE)
-        is_split = shares > 1 and segment.queries * (heads // kv_heads) <= _MOST_SPLIT
+        places = segment.queries * (heads // kv_heads)
+        is_split = shares > 1 and places <= _MOST_SPLIT
+        reach = 1 << 30 if window is None else window
+        if places > _MOST_SPLIT and is_chosen(store_layer, _SHARE, _attend_rows):
+            from trtrun.kernels.triton.prompts.attention import attend
+
+            attend(query, store_layer, segment.block_tables, segment.positions, scale, reach, _SHARE, output)
+            return
         for rows in _split_rows(segment, heads * (head_dim + 2) * 4 * shares if is_split else 0):
             tokens = slice(rows.start * segment.queries, rows.stop * segment.queries)
             tables, positions = segment.block_tables[rows], segment.positions[rows]
-            _attend_rows(query[tokens], store_layer, tables, positions, scale, window, shares, is_split, output[tokens])
+            _attend_rows(query[tokens], store_layer, tables, positions, scale, reach, _SHARE, output[tokens], is_split)
 
 
 def _split_rows(segment: AttentionSegment, partial_bytes: int) -> list[slice]:
@@ -204,17 +218,16 @@ def _attend_rows(
     tables: torch.Tensor,
     positions: torch.Tensor,
     scale: float,
-    window: int | None,
-    shares: int,
-    is_split: bool,
+    window: int,
+    share: int,
     output: torch.Tensor,
+    is_split: bool = False,
 ) -> None:
-    """Attend for some rows: query and output [rows * queries, heads, head], tables [rows, blocks], positions
-    [rows, queries]."""
+    """Attend for some rows; see `prompts.attention.attend`. With `is_split` shares have programs of their own."""
     _, num_blocks, kv_heads, block_size, head_dim = store_layer.shape
     rows, queries = positions.shape
     tokens, heads, _ = query.shape
-    group = heads // kv_heads
+    group, shares = heads // kv_heads, -(-tables.shape[1] * block_size // share)
     is_wide, head_padded = query.dtype is torch.float32, max(16, _padded(head_dim))
     keys, largest = _sizes(head_padded, query.itemsize, shared_bytes(query.device))
     tile = min(_MOST_SPLIT if is_split else largest, max(16, _padded(queries * group)))
@@ -222,22 +235,21 @@ def _attend_rows(
     slots = tokens * heads * shares if is_split else 0
     sums, peaks = query.new_empty((2, slots), dtype=torch.float32)
     partial = query.new_empty((slots, head_dim), dtype=torch.float32)
-    reach = 1 << 30 if window is None else window
     _attend_kernel[(rows, kv_heads, shares if is_split else tiles)](
         query, store_layer, num_blocks * kv_heads * block_size * head_dim,
         tables, positions, output, sums, peaks, partial, scale,
         query.stride(0), query.stride(1),
         positions.stride(0), positions.stride(1), tables.stride(0),
-        queries, kv_heads, group, reach, shares,
-        BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=head_padded, TILE=tile, SHARE=_SHARE,
+        queries, kv_heads, group, window, shares,
+        BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=head_padded, TILE=tile, SHARE=share,
         KEYS=keys, IS_SPLIT=is_split, PRECISION="ieee" if is_wide else "tf32",
         num_warps=8 if tile == _LARGEST_TILE else 4, num_stages=_STAGES, **early(query),
     )  # fmt: skip
     if is_split:
         combine_kernel[(tokens * heads,)](
             sums, peaks, partial, positions, output,
-            positions.stride(0), positions.stride(1), queries, heads, shares, reach,
-            SHARE=_SHARE, HEAD=head_dim, HEAD_PADDED=_padded(head_dim), AT_ONCE=8, num_warps=1, **early(query),
+            positions.stride(0), positions.stride(1), queries, heads, shares, window,
+            SHARE=share, HEAD=head_dim, HEAD_PADDED=_padded(head_dim), AT_ONCE=8, num_warps=1, **early(query),
         )  # fmt: skip
 
 

@@ -15,63 +15,66 @@ from trtrun.kvcache.segments import AttentionSegment
 
 
 @triton.jit
-def _rotated_head(base, cosine, sine, token, HEAD: tl.constexpr, PADDED: tl.constexpr):
-    """The head at `base`, rotated by the angles of its token: [PADDED]."""
-    element = tl.arange(0, PADDED)
-    inside = element < HEAD
-    kind = base.dtype.element_ty
-    own = tl.load(base + element, mask=inside, other=0.0).to(tl.float32)
-    partner = tl.load(base + (element + HEAD // 2) % HEAD, mask=inside, other=0.0).to(tl.float32)
+def _rotated(start, cosine, sine, token, known, HEAD: tl.constexpr, PADDED: tl.constexpr):
+    """The heads that begin at `start` [TOKENS, 1], rotated by the angles of their tokens: [TOKENS, PADDED]."""
+    element = tl.arange(0, PADDED)[None, :]
+    mask = known & (element < HEAD)
+    kind = start.dtype.element_ty
+    own = tl.load(start + element, mask=mask, other=0.0).to(tl.float32)
+    partner = tl.load(start + (element + HEAD // 2) % HEAD, mask=mask, other=0.0).to(tl.float32)
     # Each product is rounded by itself: a compiler would make one of a product and the sum behind it.
-    nothing = tl.zeros((PADDED,), tl.float32)
-    straight = tl.fma(own, tl.load(cosine + token * HEAD + element, mask=inside, other=0.0).to(tl.float32), nothing)
-    crossed = tl.fma(partner, tl.load(sine + token * HEAD + element, mask=inside, other=0.0).to(tl.float32), nothing)
+    nothing = tl.zeros_like(own)
+    straight = tl.fma(own, tl.load(cosine + token * HEAD + element, mask=mask, other=0.0).to(tl.float32), nothing)
+    crossed = tl.fma(partner, tl.load(sine + token * HEAD + element, mask=mask, other=0.0).to(tl.float32), nothing)
     return (straight.to(kind).to(tl.float32) + crossed.to(kind).to(tl.float32)).to(kind)
 
 
 @triton.jit
 def _slot(
-    positions, tables, token, queries, kv_heads, head, position_row, position_query, table_row,
+    positions, tables, token, known, queries, kv_heads, head, position_row, position_query, table_row,
     BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Place in the store of one token's key of one head, counted in heads."""
+    """Places in the store of some tokens' keys of one head, counted in heads: of `token`'s shape."""
     row, query = token // queries, token % queries
-    position = tl.load(positions + row * position_row + query * position_query)
+    position = tl.load(positions + row * position_row + query * position_query, mask=known, other=-1)
     place = tl.maximum(position, 0)
-    block = tl.load(tables + row * table_row + place // BLOCK_SIZE)
-    block = tl.where(position < 0, 0, block)  # padding goes to the null block
+    block = tl.load(tables + row * table_row + place // BLOCK_SIZE, mask=position >= 0, other=0)
+    # Padding goes to the null block.
     return (block * kv_heads + head) * BLOCK_SIZE + place % BLOCK_SIZE
 
 
 # Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them.
-@triton.jit(do_not_specialize=["queries", "position_row", "position_query", "table_row"])
+@triton.jit(do_not_specialize=["tokens", "queries", "position_row", "position_query", "table_row"])
 def _rotate_and_write_kernel(
     query_key, value, cosine, sine, positions, tables, store, value_offset, rotated,
     query_token, query_head, value_token, value_head, position_row, position_query, table_row,
-    queries, heads, kv_heads,
-    BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, EARLY: tl.constexpr,
+    tokens, queries, heads, kv_heads,
+    BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: those of queries, of keys, and of values, in this order."""
+    """One head of TOKENS tokens: those of queries, of keys, and of values, in this order."""
     begin(EARLY)
-    token, head = tl.program_id(0), tl.program_id(1)
-    element = tl.arange(0, PADDED)
-    inside = element < HEAD
+    head = tl.program_id(1)
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    known = token < tokens
+    element = tl.arange(0, PADDED)[None, :]
+    mask = known & (element < HEAD)
     if head < heads:
-        base = query_key + token.to(tl.int64) * query_token + head * query_head
-        made = _rotated_head(base, cosine, sine, token, HEAD, PADDED)
-        tl.store(rotated + (token.to(tl.int64) * heads + head) * HEAD + element, made, mask=inside)
+        start = query_key + token * query_token + head * query_head
+        made = _rotated(start, cosine, sine, token, known, HEAD, PADDED)
+        tl.store(rotated + (token * heads + head) * HEAD + element, made, mask=mask)
     else:
         kv_head = (head - heads) % kv_heads
         slot = _slot(
-            positions, tables, token, queries, kv_heads, kv_head, position_row, position_query, table_row, BLOCK_SIZE
-        )
+            positions, tables, token, known, queries, kv_heads, kv_head, position_row, position_query, table_row,
+            BLOCK_SIZE,
+        )  # fmt: skip
         target = store + slot * HEAD + element
         if head < heads + kv_heads:
-            base = query_key + token.to(tl.int64) * query_token + head * query_head
-            tl.store(target, _rotated_head(base, cosine, sine, token, HEAD, PADDED), mask=inside)
+            start = query_key + token * query_token + head * query_head
+            tl.store(target, _rotated(start, cosine, sine, token, known, HEAD, PADDED), mask=mask)
         else:
-            base = value + token.to(tl.int64) * value_token + kv_head * value_head
-            tl.store(target + value_offset, tl.load(base + element, mask=inside), mask=inside)
+            start = value + token * value_token + kv_head * value_head
+            tl.store(target + value_offset, tl.load(start + element, mask=mask), mask=mask)
 
 
 def rotate_and_write(
@@ -96,12 +99,19 @@ def rotate_and_write(
     query_key, value, rotated = query_key[tokens], value[tokens], rotated[tokens]
     cosine, sine = (table[tokens] for table in angles)
     _, num_blocks, kv_heads, block_size, head_dim = store_layer.shape
-    heads = rotated.shape[1]
-    _rotate_and_write_kernel[(value.shape[0], heads + 2 * kv_heads)](
+    count, heads = rotated.shape[:2]
+    at_once = _tokens_at_once(count * (heads + 2 * kv_heads))
+    _rotate_and_write_kernel[(triton.cdiv(count, at_once), heads + 2 * kv_heads)](
         query_key, value, cosine, sine, segment.positions, segment.block_tables, store_layer,
         num_blocks * kv_heads * block_size * head_dim, rotated,
         query_key.stride(0), query_key.stride(1), value.stride(0), value.stride(1),
         segment.positions.stride(0), segment.positions.stride(1), segment.block_tables.stride(0),
-        segment.queries, heads, kv_heads,
-        BLOCK_SIZE=block_size, HEAD=head_dim, PADDED=triton.next_power_of_2(head_dim), num_warps=1, **early(value),
+        count, segment.queries, heads, kv_heads,
+        BLOCK_SIZE=block_size, HEAD=head_dim, PADDED=triton.next_power_of_2(head_dim), TOKENS=at_once,
+        num_warps=max(1, at_once // 4), **early(value),
     )  # fmt: skip
+
+
+def _tokens_at_once(heads: int) -> int:
+    """Tokens of one program, for so many heads of all tokens: a device begins no more than a program a nanosecond."""
+    return 1 << min(4, max(0, (heads // 768).bit_length() - 1))

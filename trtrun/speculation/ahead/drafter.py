@@ -1,9 +1,8 @@
 """Drafts with a model on devices of its own, ahead of the verdicts: the device side of drafting ahead.
 
 In a round it proposes what it has foreseen, or drafts again, and then drafts for the likely verdicts of the round
-while the target verifies. A guess is a row of its own to the engine: it shares the blocks of the real row's front, has
-a copy of the last, partly filled one, and writes into blocks that only the draft's store has. When a guess comes true,
-its keys and values are copied to the row's own blocks.
+while the target verifies (`guessing.py`). When a guess comes true, its keys and values are copied to the row's own
+blocks.
 
 Source: Speculative Speculative Decoding (arXiv:2603.03251); here a row that was guessed wrong need not hold up others.
 It knows an engine by protocol, the rows' sampling parameters and verdicts. It does not know the target, messages or
@@ -13,7 +12,6 @@ clocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Generic
 
 import torch
@@ -21,29 +19,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from trtrun.core import HostDraft, HostVerdict, RoundPlan
-from trtrun.speculation.ahead.chains import Chains, Chosen
-from trtrun.speculation.ahead.fan_out import MOST_RANKS, FanOut
+from trtrun.speculation.ahead.chains import Chains
+from trtrun.speculation.ahead.fan_out import FanOut
 from trtrun.speculation.ahead.guess_space import GuessSpace
-from trtrun.speculation.ahead.paths import Guess, Guesses, RowPath
+from trtrun.speculation.ahead.guessing import Guesser
+from trtrun.speculation.ahead.paths import Guesses, RowPath
 from trtrun.speculation.given_drafts import HostGivenDrafts
 from trtrun.speculation.protocols import AheadEngine, Step
-from trtrun.tensors import device_integers, kept_integers
-
-
-@dataclass(frozen=True)
-class _Computed:
-    """Guesses whose tokens are still on the device.
-
-    Attributes:
-        fed: the rows that were fed, and `after` [rows, ranks]: the likeliest tokens behind their paths.
-        first: [guesses] int64: the token of each verdict that was guessed.
-        chosen: the drafts behind these.
-    """
-
-    fed: list[int]
-    after: Tensor
-    first: Tensor | None = None
-    chosen: Chosen | None = None
+from trtrun.tensors import device_integers, inference, kept_integers
 
 
 class AheadDrafter(Generic[Step]):
@@ -69,13 +52,11 @@ class AheadDrafter(Generic[Step]):
         self._draft_len = draft_len
         self._use_logits = use_logits
         self._space = space
-        blocks = [list(space.blocks(index)) for index in range(space.most_guesses)]
-        self._scratch = device_integers(blocks, engine.device)
         self._fan_out = FanOut(draft_len)
+        self._guesser = Guesser(engine, self._chains, space, self._fan_out)
         self._paths: dict[int, RowPath] = {}
         self._last_prompt_tokens: dict[int, int] = {}
         self._guesses = Guesses()
-        self._computed: _Computed | None = None
         self._hits: dict[int, int] = {}
         self._moves: list[tuple[int, int, int]] = []
         self._probs: dict[int, Tensor] = {}
@@ -87,7 +68,7 @@ class AheadDrafter(Generic[Step]):
         """The draft engine."""
         return self._engine
 
-    @torch.inference_mode()
+    @inference
     def warm_up(self, guess_steps: Sequence[int]) -> None:
         """First use of what rounds with so many guesses run, and of a fresh draft of one row. It writes to the null
         block alone."""
@@ -109,7 +90,7 @@ class AheadDrafter(Generic[Step]):
                 self._paths[admission.row] = RowPath(len(admission.tokens), admission.num_cached_tokens)
                 self._last_prompt_tokens[admission.row] = int(admission.tokens[-1])
 
-    @torch.inference_mode()
+    @inference
     def propose(self, plan: RoundPlan) -> HostDraft:
         """The draft of every decode row: foreseen, made now, or none.
 
@@ -141,7 +122,7 @@ class AheadDrafter(Generic[Step]):
                 probs[place, :count, : self._vocab_size] = of_row[:count]
         return probs
 
-    @torch.inference_mode()
+    @inference
     def anticipate(self, plan: RoundPlan, *, guesses: bool = True) -> int:
         """Feed the prompts of the round, and draft for its likely verdicts, until all of it is known on the host.
 
@@ -154,7 +135,7 @@ class AheadDrafter(Generic[Step]):
         """
         most = min(plan.num_guesses, self._space.most_guesses) if guesses else 0
         self._move()
-        self._guesses, self._computed = Guesses(), None
+        self._guesses = Guesses()
         self._hits.clear()  # they point into the guesses of the round before
         chunks = [chunk for chunk in plan.prefill if chunk.followed and chunk.row in self._paths]
         self._engine.prefill(chunks)
@@ -166,17 +147,19 @@ class AheadDrafter(Generic[Step]):
             return 0
         paths = [self._paths[row] for row in rows]
         self._write_history(rows, [path.draft for path in paths])
-        after = self._chains.feed(rows, [path.take_unfed() for path in paths], [path.end for path in paths])
-        self._computed = _Computed(rows, after.ranked[:, 0])
+        fed = self._chains.feed(rows, [path.take_unfed() for path in paths], [path.end for path in paths])
+        after = fed.ranked[:, 0]
         # With draft_probs the tokens of a seed depend on a draft's length, so it must be a fresh draft's.
         steps = self._draft_len if self._use_logits else plan.draft_len or self._draft_len
         guessed = [row for row in rows if self._may_guess(row, steps)]
         if most and guessed:
-            self._guess(guessed, most, steps)
-        self._read_guesses()  # now, so that the next draft is known as soon as the verdict is
+            places = {row: place for place, row in enumerate(rows)}
+            self._guesses = self._guesser.draft(self._paths, guessed, after, places, self._has_given, most, steps)
+        for path, candidates in zip(paths, after.tolist(), strict=True):
+            path.ranked = [*path.ranked[: len(path.draft)], candidates]
         return len(self._guesses.listed)
 
-    @torch.inference_mode()
+    @inference
     def learn(self, plan: RoundPlan, verdict: HostVerdict) -> None:
         """Take in what the target decided for the plan's sampled rows, and look for it among the guesses."""
         self._write_history(plan.sampled_rows, verdict.tokens)
@@ -309,88 +292,7 @@ class AheadDrafter(Generic[Step]):
         end = self._paths[row].end
         return end + steps + 1 < self._engine.most_positions and not self._given.behind(row, end + 1, 1)
 
-    def _guess(self, rows: list[int], most: int, steps: int) -> None:
-        """Draft `steps` tokens for the likeliest verdicts of `rows`, which were fed, at most `most` in all."""
-        engine, computed = self._engine, self._computed
-        assert computed is not None
-        listed, known, ranks = self._list_guesses(rows, most)
-        if not listed:
-            return
-        starts = [guess.start for guess in listed]
-        own_rows = self._space.rows(len(listed))
-        described = device_integers(
-            [
-                (guess.row, guess.start // engine.block_size, token, computed.fed.index(guess.row), rank)
-                for guess, token, rank in zip(listed, known, ranks, strict=True)
-            ],
-            engine.device,
-        )
-        real, column, token, fed, at_rank = described.unbind(1)
-        first = torch.where(token < 0, computed.after[fed, at_rank], token)
-        scratch = self._scratch[: len(listed)]
-        engine.copy_blocks(engine.rows.block_tables[real, column], scratch[:, 0])
-        tables = _with_scratch(engine.tables(real, max(starts) + steps), column, scratch)
-        self._share(listed, own_rows)
-        chosen = self._chains.step(own_rows, tables, first, starts, [steps] * len(listed))
-        self._guesses = Guesses(listed)
-        self._computed = _Computed(computed.fed, computed.after, first, chosen)
-
-    def _share(self, listed: list[Guess], own_rows: list[int]) -> None:
-        """Give the guesses' rows the parameters of the real ones, and their tokens where any of them looks at these."""
-        rows = [guess.row for guess in listed]
-        state = self._engine.rows
-        state.sampling.share(rows, own_rows)
-        if state.sampling.needs_history(rows):
-            state.share_tokens(rows, own_rows)
-
-    def _list_guesses(self, rows: list[int], most: int) -> tuple[list[Guess], list[int], list[int]]:
-        """The guesses of a round; of each the token, -1 where only the device knows it, and its rank there."""
-        listed: list[Guess] = []
-        known: list[int] = []
-        ranks: list[int] = []
-        share, more = divmod(most, len(rows))
-        for number, row in enumerate(rows):
-            path = self._paths[row]
-            budget = share + (number < more)
-            counts = self._fan_out.allocate(len(path.draft), budget)
-            if row in self._has_given:  # no other place has candidates
-                counts = [0] * len(path.draft) + [min(budget, MOST_RANKS)]
-            for num_accepted, count in enumerate(counts):
-                on_host = num_accepted < len(path.draft)
-                for rank in range(min(count, len(path.ranked[num_accepted])) if on_host else count):
-                    listed.append(Guess(row, num_accepted, path.length + num_accepted))
-                    known.append(path.ranked[num_accepted][rank] if on_host else -1)
-                    ranks.append(rank)
-        return listed, known, ranks
-
-    def _read_guesses(self) -> None:
-        """Bring what was computed to the host."""
-        computed, self._computed = self._computed, None
-        if computed is None:
-            return
-        for row, candidates in zip(computed.fed, computed.after.tolist(), strict=True):
-            path = self._paths[row]
-            path.ranked = [*path.ranked[: len(path.draft)], candidates]
-        if computed.first is None or computed.chosen is None:
-            return
-        chosen = computed.chosen
-        tokens = torch.cat((computed.first.unsqueeze(1), chosen.tokens), dim=1).tolist()
-        ranked = chosen.ranked.tolist()
-        self._guesses.settle([of_guess[0] for of_guess in tokens], [of_guess[1:] for of_guess in tokens], ranked)
-        if chosen.probs is not None:
-            own_rows = self._space.rows(len(tokens))
-            for place, index in enumerate(self._engine.rows.sampling.sampled_indices(own_rows)):
-                self._guesses.probs[index] = chosen.probs[place]
-
 
 def _without_chosen(tokens: Sequence[int], ranked: Sequence[Sequence[int]]) -> list[list[int]]:
     """Of each place of a draft the candidates beside its token; `ranked` may have more places."""
     return [[one for one in every if one != token] for token, every in zip(tokens, ranked, strict=False)]
-
-
-def _with_scratch(tables: Tensor, column: Tensor, scratch: Tensor) -> Tensor:
-    """Block tables [guesses, blocks] with `scratch` [guesses, blocks of one] from `column` [guesses] on."""
-    width = tables.shape[1]
-    wide = functional.pad(tables, (0, scratch.shape[1]))
-    columns = column.unsqueeze(1) + torch.arange(scratch.shape[1], device=tables.device)
-    return wide.scatter_(1, columns, scratch)[:, :width].contiguous()

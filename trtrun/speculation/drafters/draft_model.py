@@ -18,7 +18,7 @@ from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, Workplace
 from trtrun.speculation.given_drafts import GivenDrafts, with_certain_tokens
 from trtrun.speculation.protocols import DraftEngine, Rows, Step
-from trtrun.tensors import kept_integers
+from trtrun.tensors import inference, kept_integers, kept_range
 
 
 class DraftModelDrafter(Generic[Step]):
@@ -51,28 +51,34 @@ class DraftModelDrafter(Generic[Step]):
         self._engine.begin_round(plan)
         self._given.begin_round(plan)
 
-    @torch.inference_mode()
+    @inference
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
         """See Drafter. A model always has a proposal: as many tokens as the plan asks for."""
         self._engine.prefill([chunk for chunk in plan.prefill if chunk.followed])
         device, draft_len = self._engine.device, plan.draft_len
-        draft_lens = kept_integers(plan.draft_lens.clip(min=0).tolist(), device)
-        tokens = torch.zeros((len(plan.decode_rows), draft_len), dtype=torch.int64, device=device)
+        most = [max(0, length) for length in plan.draft_lens.tolist()]
+        draft_lens = kept_integers(most, device)
         counts = plan.catch_up.tolist()
         followed = [index for index, count in enumerate(counts) if count > 0]
-        if not followed:
-            return Draft(tokens, draft_lens)
-        row_list = plan.decode_rows[followed].tolist()
-        rows = kept_integers(row_list, device)
-        logits = self._engine.catch_up(rows, [counts[index] for index in followed], plan.max_context)
-        if draft_len == 0:
-            return Draft(tokens, draft_lens)
+        row_list: list[int] = plan.decode_rows.tolist()
+        all_followed = len(followed) == len(row_list)  # as in most rounds, where fewer operations are launched
+        if not all_followed:
+            row_list, most = ([of_row[index] for index in followed] for of_row in (row_list, most))
+        if followed:
+            rows = kept_integers(row_list, device)
+            logits = self._engine.catch_up(rows, [counts[index] for index in followed], plan.max_context)
+        if not followed or draft_len == 0:
+            return Draft(torch.zeros((len(counts), draft_len), dtype=torch.int64, device=device), draft_lens)
         wanted = set(probability_rows)
         picks = [place for place, index in enumerate(followed) if index in wanted]
-        places = kept_integers(followed, device)
         given = self._given.propose(plan)
+        if all_followed:
+            tokens, probs = self._steps(plan, row_list, rows, most, logits, picks, given)
+            return Draft(tokens, draft_lens, probs)
+        places = kept_integers(followed, device)
         given = None if given is None else (given[0][places], given[1][places])
-        steps, probs = self._steps(plan, row_list, rows, draft_lens[places], logits, picks, given)
+        steps, probs = self._steps(plan, row_list, rows, most, logits, picks, given)
+        tokens = torch.zeros((len(counts), draft_len), dtype=torch.int64, device=device)
         tokens[places] = steps
         return Draft(tokens, draft_lens, probs)
 
@@ -81,22 +87,24 @@ class DraftModelDrafter(Generic[Step]):
         plan: RoundPlan,
         row_list: list[int],
         rows: torch.Tensor,
-        lens: torch.Tensor,
+        most: list[int],
         logits: torch.Tensor,
         picks: list[int],
         given: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """draft_len steps for `rows` [R], from the logits [R, vocab] after their newest token; `given` are tokens
-        [R, draft_len] and where they take the place of the model's.
+        """draft_len steps for `rows` [R], of which each needs as many as `most` says, from the logits [R, vocab] after
+        their newest token; `given` are tokens [R, draft_len] and where they take the place of the model's.
 
         Returns:
             tokens [R, draft_len] int64 and draft_probs [picks, draft_len, target vocab] float32 or None.
         """
         state = self._engine.rows
-        lengths = state.lengths[rows]
+        lengths = state.lengths.index_select(0, rows)
         chosen, probabilities = [], []
-        fed = torch.arange(plan.draft_len - 1, device=rows.device)
-        positions = torch.where(fed + 1 < lens.unsqueeze(1), lengths.unsqueeze(1) + fed, -1)
+        positions = lengths.unsqueeze(1) + kept_range(0, plan.draft_len - 1, rows.device)
+        if min(most) < plan.draft_len:
+            needed = kept_range(1, plan.draft_len, rows.device) < kept_integers(most, rows.device).unsqueeze(1)
+            positions = torch.where(needed, positions, -1)
         tables = self._engine.tables(rows, plan.max_context)
         if self._engine.has_graphs and not picks and given is None:
             chained = self._chain(row_list, lengths, positions, tables, logits)

@@ -17,7 +17,7 @@ from trtrun.drafting_methods import PromptLookupSection
 from trtrun.speculation.drafter import DRAFTERS, Drafter, Workplace
 from trtrun.speculation.given_drafts import GivenDrafts
 from trtrun.speculation.protocols import Rows
-from trtrun.tensors import kept_integers
+from trtrun.tensors import inference, kept_integers
 
 _MOST_POSITIONS = 1 << 20
 """Positions that are compared at a time: with many rows of long contexts, memory stays within twenty megabytes."""
@@ -42,7 +42,7 @@ class NgramDrafter:
         """See Drafter."""
         self._given.begin_round(plan)
 
-    @torch.inference_mode()
+    @inference
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
         """See Drafter."""
         device = self.rows.lengths.device
@@ -81,7 +81,7 @@ class NgramDrafter:
             counts: [R] int64: how many of them there are, 0 where nothing was found.
         """
         token_ids = self.rows.token_ids[rows, :columns]
-        last = self.rows.lengths[rows].unsqueeze(1) - 1
+        last = self.rows.lengths.index_select(0, rows).unsqueeze(1) - 1
         places = torch.arange(columns, dtype=torch.int32, device=rows.device)
         # agrees[r, e]: the tokens up to place e are those up to the row's last one, as far back as was compared yet.
         agrees = places < last

@@ -1,0 +1,105 @@
+"""What a round's result means for its rows: tokens, ends, counts, and blocks that others may reuse from then on.
+
+It knows completions and what was planned for them. It does not know who gets a row next, ranks or how drafts are
+verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from trtrun.core import FinishReason
+from trtrun.request_statistics import token_origins
+from trtrun.scheduling.completion import PlannedRow, RowResult, Work
+from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.scheduling.stop_rules import append_tokens
+
+
+class PlannedRound(NamedTuple):
+    """A plan that has no result yet.
+
+    Attributes:
+        round_index: of the plan.
+        sampled: rows that get tokens, in the order of `RoundPlan.sampled_rows`.
+        chunks: rows whose prefill goes on after this round.
+    """
+
+    round_index: int
+    sampled: list[PlannedRow]
+    chunks: list[PlannedRow]
+
+
+def check_result(planned: PlannedRound | None, round_index: int, num_counts: int, num_lists: int) -> PlannedRound:
+    """The round that is due, of which a result for `round_index` with so many counts and token lists must be.
+
+    Raises:
+        RuntimeError: it is of another round, or has another number of rows.
+    """
+    if planned is None or planned.round_index != round_index:
+        due = planned.round_index if planned is not None else "none"
+        raise RuntimeError(f"result of round {round_index} but the round due is {due}")
+    if num_counts != len(planned.sampled) or num_lists != len(planned.sampled):
+        raise RuntimeError(
+            f"result of round {round_index} has {num_counts} counts and {num_lists} token lists "
+            f"for {len(planned.sampled)} rows"
+        )
+    return planned
+
+
+def commit_chunk(planned: PlannedRow) -> None:
+    """Offer for reuse what a prompt's chunk has written."""
+    running = planned.completion
+    running.table.commit(running.token_ids, planned.end, planned.followed)
+
+
+def commit_row(
+    planned: PlannedRow,
+    index: int,
+    verified: int,
+    num_tokens: int,
+    tokens: Sequence[int],
+    limits: SchedulerLimits,
+    now: float,
+) -> RowResult:
+    """Append a sampled row's tokens, up to one that ends it, and offer its verified blocks for reuse.
+
+    Args:
+        planned: the row's part in the plan; its completion is still in that row.
+        index: its place among the sampled rows.
+        verified: draft tokens that were verified.
+        num_tokens: tokens that it gained; 0 ends it with reason "error".
+        tokens: at least that many token ids.
+        limits: say when it is as long as it may be.
+        now: seconds of `time.perf_counter`.
+
+    Raises:
+        RuntimeError: it gained more than it can have.
+    """
+    running, most_drafted = planned.completion, planned.draft_len
+    if not 0 <= num_tokens <= verified + 1 <= most_drafted + 1 or len(tokens) < num_tokens:
+        raise RuntimeError(
+            f"request {running.request.request_id} got {num_tokens} tokens ({len(tokens)} listed) "
+            f"from a round that verified {verified} of {most_drafted}"
+        )
+    running.num_pending_rounds -= 1
+    running.num_pending_tokens -= most_drafted + 1
+    if num_tokens == 0:
+        running.finish(FinishReason.ERROR, now)
+        return RowResult(running, [], index)
+    running.last_accepted = num_tokens - 1
+    statistics = running.statistics
+    if planned.work is Work.DECODE:
+        statistics.record_round(verified, num_tokens - 1)
+    if statistics.first_token is None:
+        statistics.first_token = now
+    new_token_ids, reason = append_tokens(running, tokens[:num_tokens], limits)
+    if running.given_draft:
+        running.compare_given_draft(len(new_token_ids))
+    # The target has written all but the last token. The draft may lack the one before it too (the bonus hole) and
+    # one for each round that it sat out, and writes them at its next catch-up.
+    lacking = 2 + planned.num_missed_rounds if planned.followed else 1
+    running.table.commit(running.token_ids, len(running.token_ids) - lacking, planned.followed)
+    if reason is not None:
+        running.finish(reason, now)
+    return RowResult(running, new_token_ids, index, token_origins(verified, num_tokens)[: len(new_token_ids)])
