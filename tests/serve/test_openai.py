@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import httpx
@@ -55,6 +56,8 @@ def test_completions_are_those_of_the_python_api(client: openai.OpenAI, llm: LLM
             [entry.logprob for entry in completion.logprobs or ()], abs=1e-5
         )
         assert all(len(top) <= 3 for top in choice.logprobs.top_logprobs or ())
+        lengths = map(len, choice.logprobs.tokens or ())
+        assert choice.logprobs.text_offset == list(accumulate(lengths, initial=0))[:-1]
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == sum(len(output.prompt_token_ids) for output in outputs)
     assert answer.usage.completion_tokens == sum(len(completion.token_ids) for completion in completions)
