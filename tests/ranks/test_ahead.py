@@ -16,8 +16,8 @@ from mpi4py import MPI
 from pipelines import Reference, noisy_copy, prompt_of, tokens_of
 from test_jobs import COUNT, HERE, alone, job_configuration, prompts, run_job, sampling
 
-from trtrun import LLM, SamplingParams, llm_engine
-from trtrun.roles import target_worker
+from trtrun import LLM, SamplingParams
+from trtrun.roles import policies, target_worker
 from trtrun.speculation.ahead.fan_out import FanOut
 from trtrun.speculation.ahead.paths import Guesses
 from trtrun.speculation.ahead.policy import NEVER, AheadPolicy
@@ -171,7 +171,7 @@ def test_guesses_change_no_text(
 def test_auto_guesses_where_ranks_have_cores(
     folder: Path, name: str, ahead: str, outnumber: bool, guesses: bool, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(llm_engine, "outnumber_cores", lambda *_: outnumber)
+    monkeypatch.setattr(policies, "outnumber_cores", lambda *_: outnumber)
 
     def use(llm: LLM) -> tuple[dict[str, Any], bool]:
         llm.generate(prompts(), SamplingParams(max_tokens=COUNT))

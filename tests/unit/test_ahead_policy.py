@@ -33,7 +33,9 @@ def test_without_steps_nothing_is_guessed_and_all_is_drafted_again() -> None:
     assert policy.redraft_from(3) == 1, "nothing else would ever be drafted"
 
 
-@pytest.mark.parametrize(("rows", "first"), [(1, 4), (2, 8), (4, 16), (5, 32), (16, 64), (32, 128), (500, 128)])
+@pytest.mark.parametrize(
+    ("rows", "first"), [(1, 4), (2, 8), (4, 16), (5, 32), (16, 64), (32, 128), (64, 128), (500, 128)]
+)
 def test_before_anything_is_known_each_row_gets_a_few(rows: int, first: int) -> None:
     assert AheadPolicy(STEPS, 5, always_redrafts=False).num_guesses(rows) == first
 

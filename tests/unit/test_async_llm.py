@@ -136,8 +136,13 @@ def test_refusals_reach_their_reader_alone(async_llm: AsyncLLM) -> None:
             await collect(async_llm, "abc", GREEDY, request_id="one")
         with pytest.raises(InvalidRequestError, match="empty"):
             await collect(async_llm, [], GREEDY)
-        with pytest.raises(QueueFullError):
+        with pytest.raises(InvalidRequestError, match="100 completions are asked for at once"):
             await collect(async_llm, "abc", SamplingParams(n=100))
+        many = async_llm.generate("abc", SamplingParams(n=40, max_tokens=64, ignore_eos=True))
+        await anext(many)
+        with pytest.raises(QueueFullError):
+            await collect(async_llm, "abc", SamplingParams(n=30))
+        await many.aclose()
         assert [delta async for delta in going_on][-1].finish_reason == "length"
 
     run(read())

@@ -358,3 +358,12 @@ def test_with_use_logits_the_text_of_a_seed_does_not_depend_on_times(pair: tuple
 def test_a_pacing_of_another_name_is_refused(pair: tuple[Path, Path]) -> None:
     with pytest.raises(ConfigError, match=r"speculation\.pacing.*measured.*fixed"):
         configuration(*pair, speculation={"pacing": "clever"})
+
+
+def test_a_load_that_is_new_begins_as_the_nearest_one_does() -> None:
+    pacer = Pacer(4)
+    pacer.record(1, 4, 0.1, [(4, 4)])
+    for _ in range(300):
+        draft_len = pacer.choose(32)
+        pacer.record(32, draft_len, 0.1 * (1 + 10 * draft_len), [(draft_len, 0)] * 32 if draft_len else [])
+    assert (pacer.choose(28), pacer.choose(2)) == (0, 4)
