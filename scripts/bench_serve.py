@@ -2,7 +2,7 @@
 """What the way through `trtrun serve` costs, with models and without.
 
     python scripts/bench_serve.py --config run.yaml [--parts models,front] [--streams 1,16,64] [--max-tokens 128]
-        [--repeats 5] [--warm-ups 8] [--client-processes 1] [--set KEY=VALUE]
+        [--repeats 5] [--warm-up-seconds 10] [--client-processes 1] [--set KEY=VALUE]
 
 `models`: tokens a second and time to the first token through the server, against `LLM.generate` in one process. The
 configuration has one slot; prompts are the same texts, greedy. `front`: the front with an engine that computes nothing
@@ -11,8 +11,8 @@ configuration has one slot; prompts are the same texts, greedy. `front`: the fro
 Clients (bench_serve_client.py) have processes of their own and parse nothing while they are timed; `client_cpu` says
 how much of the time one of them was at work. CPU seconds of front and engine are of their processes, user and system:
 on a busy machine they say more than times. Medians over the repeats; the last line is JSON. On a GPU the first rounds
-of a shape compile kernels and capture graphs: --warm-ups runs come before those that count, as many on both sides, and
--v tells them all.
+of a shape compile kernels and capture graphs, and streams meet more shapes than a batch: for --warm-up-seconds nothing
+is counted, on both sides. -v tells every run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle
@@ -143,18 +143,21 @@ def measure_clients(
     """Medians over the repeats, behind those that are not counted; clients of their own."""
     with ExitStack() as stack:
         clients = Clients(server, num_streams, options.client_processes, stack)
-        results = [clients.measure(max_tokens, requests) for _ in range(options.warm_ups + options.repeats)]
-        return counted(f"{num_streams} streams", results, options)
+        return counted(f"{num_streams} streams", lambda: clients.measure(max_tokens, requests), options)
 
 
-def counted(what: str, results: Sequence[dict[str, float]], options: argparse.Namespace) -> dict[str, float]:
-    """Medians over those that count; tells all of them where that is asked for."""
+def counted(what: str, run: Callable[[], dict[str, float]], options: argparse.Namespace) -> dict[str, float]:
+    """Medians over the runs that count, behind those that warm up; tells all of them where that is asked for."""
+    began = time.perf_counter()
+    warm = [run()]
+    while time.perf_counter() - began < options.warm_up_seconds:
+        warm.append(run())
+    results = [run() for _ in range(options.repeats)]
     if options.verbose:
         for name in ("first_token_ms", "tokens_per_s"):
-            told = [round(item[name], 1) for item in results]
-            warm = f"{told[: options.warm_ups]}, then {told[options.warm_ups :]}"
-            print(f"{what}, {name} of each warm-up and repeat: {warm}", flush=True)
-    return medians(results[options.warm_ups :])
+            told = [[round(item[name], 1) for item in runs] for runs in (warm, results)]
+            print(f"{what}, {name} while warming up: {told[0]}, then {told[1]}", flush=True)
+    return medians(results)
 
 
 def measure_here(llm: LLM, num_streams: int, options: argparse.Namespace) -> dict[str, float]:
@@ -174,8 +177,7 @@ def measure_here(llm: LLM, num_streams: int, options: argparse.Namespace) -> dic
             "cpu_ms_per_1000_tokens": 1e6 * cpu / tokens,
         }
 
-    results = [run() for _ in range(options.warm_ups + options.repeats)]
-    return counted(f"{num_streams} prompts in this process", results, options)
+    return counted(f"{num_streams} prompts in this process", run, options)
 
 
 def bench_models(options: argparse.Namespace) -> list[dict[str, float]]:
@@ -248,12 +250,13 @@ def main() -> None:
     parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 16, 64])
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--warm-ups", type=int, default=8)
+    parser.add_argument("--warm-up-seconds", type=float, default=10.0)
     parser.add_argument("--client-processes", type=int, default=1)
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("-v", "--verbose", action="store_true")
     options = parser.parse_args()
-    told: dict[str, Any] = {"max_tokens": options.max_tokens, "warm_ups": options.warm_ups, "repeats": options.repeats}
+    told: dict[str, Any] = {"max_tokens": options.max_tokens, "warm_up_seconds": options.warm_up_seconds}
+    told["repeats"] = options.repeats
     if "models" in options.parts:
         told["models"] = bench_models(options)
     if "front" in options.parts:
