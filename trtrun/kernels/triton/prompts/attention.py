@@ -125,32 +125,6 @@ def _attend(
         number = take_tile(turn, board)
 
 
-@gluon.jit
-def _attend_first(
-    query, output, positions, query_shared, keys, values, barriers, board,
-    rows, parts, queries, kv_heads, group, window, stretch, query_token, query_head, position_row,
-    position_query,
-    HEAD: gl.constexpr, SHARE: gl.constexpr,
-):  # fmt: skip
-    _attend(
-        0, query, output, positions, query_shared, keys, values, barriers, board, rows, parts, queries, kv_heads,
-        group, window, stretch, query_token, query_head, position_row, position_query, HEAD, SHARE,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _attend_second(
-    query, output, positions, query_shared, keys, values, barriers, board,
-    rows, parts, queries, kv_heads, group, window, stretch, query_token, query_head, position_row,
-    position_query,
-    HEAD: gl.constexpr, SHARE: gl.constexpr,
-):  # fmt: skip
-    _attend(
-        1, query, output, positions, query_shared, keys, values, barriers, board, rows, parts, queries, kv_heads,
-        group, window, stretch, query_token, query_head, position_row, position_query, HEAD, SHARE,
-    )  # fmt: skip
-
-
 # Numbers that change from round to round or from model to model: a kernel for each kind of them takes long to compile.
 @gluon.jit(
     do_not_specialize=[
@@ -195,12 +169,12 @@ def _prompt_kernel(
     stretch = scale * 1.4426950408889634  # exp2 is the faster one: the factor is log2(e)
     gl.warp_specialize(
         [
-            (_attend_first, (
-                query, output, positions, query_shared, keys, values, barriers, board, rows, parts, queries,
+            (_attend, (
+                0, query, output, positions, query_shared, keys, values, barriers, board, rows, parts, queries,
                 kv_heads, group, window, stretch, query_token, query_head, position_row, position_query, HEAD, SHARE,
             )),
-            (_attend_second, (
-                query, output, positions, query_shared, keys, values, barriers, board, rows, parts, queries,
+            (_attend, (
+                1, query, output, positions, query_shared, keys, values, barriers, board, rows, parts, queries,
                 kv_heads, group, window, stretch, query_token, query_head, position_row, position_query, HEAD, SHARE,
             )),
             (copy, (
