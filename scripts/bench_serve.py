@@ -184,7 +184,7 @@ def bench_models(options: argparse.Namespace) -> list[dict[str, float]]:
     """Through the server, and then in this process."""
     settings = [word for setting in options.set for word in ("--set", setting)]
     command = [sys.executable, "-m", "launch.cli", "serve", "--config", options.config, *settings]
-    with serving([*command, "--http-port", "0", "--metrics-port", "0"]) as server:
+    with serving([*command, "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]) as server:
         served = {count: measure_clients(server, count, options, options.max_tokens) for count in options.streams}
     with LLM(config=load_config(options.config, options.set)) as llm:
         here = {count: measure_here(llm, count, options) for count in options.streams}

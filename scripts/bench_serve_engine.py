@@ -28,7 +28,7 @@ from trtrun.request_statistics import RequestStatistics
 from trtrun.scheduling.limits import SchedulerLimits
 
 TEXT = " word"
-SETTINGS = ["server.http_port=0", "server.metrics_port=0", "scheduler.max_batch_size=64"]
+SETTINGS = ["server.http_port=0", "server.grpc_port=0", "server.metrics_port=0", "scheduler.max_batch_size=64"]
 LIMITS = SchedulerLimits(
     max_batch_size=1 << 10,
     max_num_tokens=1 << 16,

@@ -137,6 +137,10 @@ def main() -> int:
     options = parser.parse_args()
     if (options.url is None) != (options.model is None):
         parser.error("--url and --model go together")
+    if options.grpc and options.url is None:
+        parser.error("--grpc is of the server that --url names")
+    if options.only == "grpc" and options.url is not None and not options.grpc:
+        parser.error("--only grpc wants --grpc HOST:PORT beside --url")
     trial = Trial(options.requests, options.seed)
     try:
         if options.url is not None:

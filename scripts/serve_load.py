@@ -77,8 +77,8 @@ class Load:
         self.sizes: dict[str, list[int]] = {}
 
     async def warm_up(self, block_size: int) -> None:
-        """Have every thread of the front read a long body, and every KV block of the engine written: what they keep for
-        good they then have, and it does not look like growth.
+        """Have every thread of the front make tokens of a long text, and every KV block of the engine written: what they
+        keep for good they then have, and it does not look like growth.
 
         Args:
             block_size: tokens of a KV block.
@@ -104,6 +104,8 @@ class Load:
                 for number in range(self._options.clients):
                     clients.create_task(self._ask_on(random.Random(self._options.seed * 1000 + number)))
         finally:
+            if sampling.done():
+                sampling.result()  # sizes could not be read: nothing is known of memory
             sampling.cancel()
 
     async def _ask_on(self, choose: random.Random) -> None:

@@ -103,16 +103,23 @@ class EngineThread:
         self._order(_Order(work, lambda error: None))
 
     def call(self, work: Callable[[LLMEngine], T]) -> Future[T]:
-        """Have something done between two rounds."""
+        """Have something done between two rounds, unless the future has been cancelled until then."""
         future: Future[T] = Future()
 
+        # Who has given up waiting has cancelled the future, which then takes nothing any more.
         def run(engine: LLMEngine) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(work(engine))
             except Exception as error:
                 future.set_exception(error)
 
-        self._order(_Order(run, future.set_exception))
+        def refuse(error: Exception) -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+        self._order(_Order(run, refuse))
         return future
 
     def close(self) -> None:

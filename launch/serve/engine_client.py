@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 
+from launch.serve import engines
 from launch.serve.engine_socket import listen
 from launch.serve.messages import (
     Abort,
@@ -37,9 +38,6 @@ from trtrun.scheduling.limits import SchedulerLimits
 MOST_LOSSES = 3
 """Engines that a request may lose in a row without a token in between: it may be what ends them. No more than the
 restarts that a server has by default: the others go on."""
-
-STATUS_SECONDS = 1.0
-"""How long an engine may take to say how full it is: a round, for most."""
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +110,7 @@ class EngineClient:
         self._statuses.append(answer)
         self._send(AskStatus())
         try:
-            return await asyncio.wait_for(answer, STATUS_SECONDS)
+            return await asyncio.wait_for(answer, engines.STATUS_SECONDS)
         except TimeoutError:
             return None
 

@@ -109,6 +109,7 @@ class _Served:
         self._outbox = outbox
         self._loop = asyncio.get_running_loop()
         self._failed: asyncio.Future[None] = self._loop.create_future()
+        self._telling: set[asyncio.Task[None]] = set()
 
     async def follow(self, messages: MessageStream) -> None:
         """Greet the front and do what it says, until it closes or is gone.
@@ -124,8 +125,10 @@ class _Served:
                 self._failed.result()
             reading.result()
         finally:
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            tasks = (reading, *self._telling)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _read(self, messages: MessageStream) -> None:
         async for message in messages:
@@ -135,11 +138,22 @@ class _Served:
                 case Abort():
                     self._llm.abort(message.request_id)
                 case AskStatus():
-                    self._outbox.send(await self._llm.call(read_status))
+                    # The engine answers between two rounds; what comes behind the question does not wait for that.
+                    telling = asyncio.create_task(self._tell_status())
+                    self._telling.add(telling)
+                    telling.add_done_callback(self._telling.discard)
                 case Close():
                     return
                 case _:
                     raise MessageError(f"the front sent a message that is the engine's: {type(message).__name__}")
+
+    async def _tell_status(self) -> None:
+        try:
+            self._outbox.send(await self._llm.call(read_status))
+        except RankFailedError as error:
+            self._fail(error)
+        except InvalidRequestError:
+            pass  # it is closed
 
     def _begin(self, request: Generate) -> None:
         sending = Sending(self._outbox, request.request_id, self._hear_failure)

@@ -15,6 +15,9 @@ from launch.serve.open_requests import EngineRequest, Inbox
 from launch.serve.refusals import Refusal
 from trtrun.scheduling.limits import SchedulerLimits
 
+STATUS_SECONDS = 1.0
+"""How long an engine may take to say how full it is: a round, for most."""
+
 
 class Engine(Protocol):
     """Completes requests.

@@ -125,6 +125,8 @@ def listen(host: str, port: int, key: str) -> Listener:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         opened = socket.create_server(found[4][:2], family=found[0], backlog=_BACKLOG)
+    except UnicodeError:
+        raise ConfigError(f"server.host: '{host}' is no name of a host") from None
     except OSError as error:
         # A name that is not found has a number of its own; to the others Python adds the address once more.
         number = None if isinstance(error, socket.gaierror) else error.errno

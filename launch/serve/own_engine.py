@@ -15,6 +15,7 @@ from itertools import count
 from launch.exit_codes import ExitCode
 from launch.mpi.drain import end_at_once
 from launch.mpi.start_progress import StartProgress
+from launch.serve import engines
 from launch.serve.engine_process import describe_engine, read_status
 from launch.serve.engines import EngineEvents
 from launch.serve.limits import server_ending
@@ -112,8 +113,8 @@ class OwnEngine:
         if self._llm is None or self.ready is None:
             return None
         try:
-            return await self._llm.call(read_status)
-        except (RankFailedError, InvalidRequestError):
+            return await asyncio.wait_for(self._llm.call(read_status), engines.STATUS_SECONDS)
+        except (RankFailedError, InvalidRequestError, TimeoutError):
             return None
 
     def _open(self) -> AsyncLLM:

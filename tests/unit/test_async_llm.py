@@ -128,6 +128,23 @@ def test_a_request_goes_on_behind_its_tokens(async_llm: AsyncLLM) -> None:
     assert tokens(rest) == tokens(whole)[7:]
 
 
+def test_who_gives_up_asking_disturbs_nobody(async_llm: AsyncLLM) -> None:
+    """As a limit on the time of an answer does."""
+
+    async def work() -> None:
+        stream = async_llm.generate(prompt_of(5), GREEDY)
+        first = await anext(stream)
+        for _ in range(3):
+            asking = asyncio.create_task(async_llm.statistics())
+            await asyncio.sleep(0)
+            asking.cancel()
+        rest = [delta async for delta in stream]
+        assert len(tokens([first, *rest])) == 16
+        assert await async_llm.statistics()
+
+    run(work())
+
+
 def test_refusals_reach_their_reader_alone(async_llm: AsyncLLM) -> None:
     async def read() -> None:
         going_on = async_llm.generate("abc", GREEDY, "one")

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from launch.serve import connections
 from launch.serve.connections import HEAD_SECONDS, MOST_HEAD_BYTES, SPARE_SECONDS, STALLED_SECONDS
 from launch.serve.http_server import HttpServer, listen
+from trtrun.errors import ConfigError
 from trtrun.server_config import ServerSection
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -220,3 +221,9 @@ def test_the_limit_on_open_files_is_raised_as_far_as_it_goes(
     assert given == [(2320, 4096)] and not caplog.records
     connections.allow_open_files(10000)
     assert given[-1] == (4096, 4096) and "raise ulimit -n to 10320" in caplog.text
+
+
+@pytest.mark.parametrize("host", ["x..y", "a" * 70])
+def test_what_is_no_name_of_a_host(host: str) -> None:
+    with pytest.raises(ConfigError, match=r"server.host: '.*' is no name of a host"):
+        listen(host, 0, "server.http_port")

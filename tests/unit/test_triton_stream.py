@@ -132,3 +132,20 @@ def test_a_call_ends_whose_client_has_vanished(monkeypatch: pytest.MonkeyPatch) 
         await serving
 
     asyncio.run(work())
+
+
+def test_a_connection_without_calls_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "IDLE_SECONDS", 0.1)
+
+    async def work() -> None:
+        servicer: Any = Servicer()
+        server = GrpcServer(servicer, ServerSection(grpc_port=0))
+        serving = asyncio.create_task(server.run_here())
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))  # and no settings
+        await asyncio.wait_for(reader.read(), 60)
+        writer.close()
+        server.finish()
+        await serving
+
+    asyncio.run(work())

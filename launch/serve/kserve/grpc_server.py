@@ -25,12 +25,14 @@ MESSAGE_OVERHEAD = 1 << 12
 END_SECONDS = 0.5
 """For calls that are still there when the server ends, such as streams without requests."""
 
-
 PING_SECONDS = 30.0
 """After so long without a word a client with a call at work is asked whether it is there."""
 
 ANSWER_SECONDS = 20.0
 """How long it may take to say so. Hosts that vanish do not close their connections, and calls are counted."""
+
+IDLE_SECONDS = 300.0
+"""How long a connection without a call is kept. Clients connect again by themselves."""
 
 
 class GrpcServer:
@@ -50,6 +52,7 @@ class GrpcServer:
                 ("grpc.so_reuseport", 0),  # a port that is taken is an error
                 ("grpc.keepalive_time_ms", round(PING_SECONDS * 1000)),
                 ("grpc.http2.ping_timeout_ms", round(ANSWER_SECONDS * 1000)),
+                ("grpc.max_connection_idle_ms", round(IDLE_SECONDS * 1000)),
             ),
             maximum_concurrent_rpcs=section.max_connections,  # of calls: connections alone cannot be counted
         )
