@@ -77,8 +77,8 @@ class Load:
         self.sizes: dict[str, list[int]] = {}
 
     async def warm_up(self, block_size: int) -> None:
-        """Have every thread of the front make tokens of a long text, and every KV block of the engine written: what they
-        keep for good they then have, and it does not look like growth.
+        """Have every thread of the front make tokens of a long text, and every KV block of the engine written: what
+        they keep for good they then have, and it does not look like growth.
 
         Args:
             block_size: tokens of a KV block.

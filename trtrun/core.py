@@ -54,9 +54,10 @@ class RowAdmission:
         request_id: for messages only.
         tokens: [length] int32: the prompt, and after a preemption the output so far behind it.
         num_prompt_tokens: how many of `tokens` are the prompt; penalties and min_tokens count from there.
-        num_cached_tokens: leading tokens whose keys and values both engines already hold (block reuse).
-        followed: whether a draft store follows the row; False where there is none, and where the row is longer than
-            the draft's context.
+        num_cached_tokens: leading tokens whose keys and values the target already holds (block reuse), and the draft,
+            too, where it follows the row.
+        followed: whether a draft store follows the row; False where there is none, where nothing is drafted for the
+            row, and where it is longer than the draft's context.
         sampling: temperature 0 is greedy; `sampling.seed` is never None here.
         stop_ids: tokens masked until min_tokens are out.
         bad_word_ids: token sequences that must not be generated.

@@ -44,9 +44,12 @@ def warm_up(engine: Engine, draft_lens: Collection[int], max_tokens: int, max_ro
     lengths = (2, MOST_PROMPT_TOKENS) if engine.has_graphs else (2,)
     for length in sorted({min(length, longest, max_tokens) for length in lengths}):
         engine.prefill([_chunk(0, length)])
-    for tiles, width in engine.prompt_shapes():
+    shapes = engine.prompt_shapes()
+    widest = max((width for _, width in shapes), default=0)
+    for tiles, width in shapes:
         rows = min(tiles, max_rows)
-        of_each = [width * len(range(row, tiles, rows)) for row in range(rows)]
+        # A row has several tiles only of the widest: a longer chunk is cut into wider ones where there are any.
+        of_each = [width * (len(range(row, tiles, rows)) if width == widest else 1) for row in range(rows)]
         if sum(of_each) <= max_tokens and of_each[0] <= longest:
             engine.prefill([_chunk(row, length) for row, length in enumerate(of_each)])
     if engine.has_graphs:

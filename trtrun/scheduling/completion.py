@@ -137,7 +137,7 @@ class PlannedRow(NamedTuple):
         epoch: its admission when the plan was made.
         work: what the row does.
         draft_len: tokens it verifies, 0 in prefill.
-        drafted, followed: of the request, when the plan was made.
+        followed: of the request, when the plan was made.
         num_missed_rounds: rounds, this one included, since it last fed the row.
         end: positions below which the row is written after a CHUNK; 0 for the others.
     """
@@ -146,7 +146,6 @@ class PlannedRow(NamedTuple):
     epoch: int
     work: Work
     draft_len: int
-    drafted: bool
     followed: bool
     num_missed_rounds: int
     end: int

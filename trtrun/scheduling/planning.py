@@ -107,15 +107,14 @@ class PlanBuilder:
         )
         planned = []
         for running, draft_len in self._decoding:
-            drafted, followed = running.drafted, running.followed
-            if followed and not sits_out:
+            if running.followed and not sits_out:
                 # Two tokens are always fed: the newest, and the one before it, which may be the bonus hole.
                 self._catch_up.append(2 + running.num_missed_rounds)
                 running.num_missed_rounds = missed = 0
             else:
                 self._catch_up.append(0)
                 running.num_missed_rounds = missed = running.num_missed_rounds + 1
-            planned.append(PlannedRow(running, running.epoch, Work.DECODE, draft_len, drafted, followed, missed, 0))
+            planned.append(PlannedRow(running, running.epoch, Work.DECODE, draft_len, running.followed, missed, 0))
         return planned + self._last_chunks
 
     def chunks(self) -> list[PlannedRow]:
@@ -143,4 +142,4 @@ class PlanBuilder:
 
 def _prefilled(running: Completion, work: Work, end: int = 0) -> PlannedRow:
     """The part of a row whose prompt is read."""
-    return PlannedRow(running, running.epoch, work, 0, running.drafted, running.followed, 0, end)
+    return PlannedRow(running, running.epoch, work, 0, running.followed, 0, end)
