@@ -179,7 +179,7 @@ def test_warming_up_changes_nothing_of_rows(model: CausalLM) -> None:
     drafter = make_drafter(model, 4, 20, 40, 3, False, 8)
     store = drafter.engine._store.data  # type: ignore[attr-defined]
     store.fill_(7.0)
-    drafter.warm_up([2, 8])
+    drafter.warm_up([2, 8], {3, 1})
     assert (store[:, :, 1:] == 7.0).all()
 
 

@@ -25,7 +25,15 @@ _LAST_ROUNDS = 8
 """Up to which draft_len rounds of one row are run, one for each: every request's end may need any of them."""
 
 
-def warm_up(engine: Engine, draft_lens: Collection[int], max_tokens: int, max_rows: int, *, verifies: bool) -> None:
+def warm_up(
+    engine: Engine,
+    draft_lens: Collection[int],
+    max_tokens: int,
+    max_rows: int,
+    *,
+    verifies: bool,
+    num_ranked: int = 1,
+) -> None:
     """Run prefills, and the forwards of rounds of one row and, through graphs, of more.
 
     Collective over the engine's tensor-parallel group. The rows' tables hold no block, so that all that is written goes
@@ -37,6 +45,7 @@ def warm_up(engine: Engine, draft_lens: Collection[int], max_tokens: int, max_ro
         max_tokens: of a round: no forward here is larger than those that memory was set aside for.
         max_rows: of a round.
         verifies: whether it is a target engine; others draft.
+        num_ranked: tokens of each drafted place that its drafter wants ranked: graphs are told apart by it.
     """
     # Rows of two zero tokens stand in for requests.
     engine.rows.lengths[:max_rows].fill_(2)
@@ -63,7 +72,7 @@ def warm_up(engine: Engine, draft_lens: Collection[int], max_tokens: int, max_ro
         else:
             for length in _lens_of(rows, draft_lens):
                 if length:
-                    _draft(engine, rows, length)
+                    _draft(engine, rows, length, num_ranked)
     engine.rows.lengths[:max_rows].zero_()
 
 
@@ -100,7 +109,7 @@ def _verify(engine: Engine, rows: int, length: int) -> None:
     engine.verify_forward(plan, drafted, torch.full((rows,), length, device=engine.device))
 
 
-def _draft(engine: Engine, rows: int, draft_len: int) -> None:
+def _draft(engine: Engine, rows: int, draft_len: int, num_ranked: int) -> None:
     places = torch.arange(rows, device=engine.device)
     context = 2 + draft_len
     engine.catch_up(places, [2] * rows, context=context)
@@ -109,5 +118,6 @@ def _draft(engine: Engine, rows: int, draft_len: int) -> None:
     first = torch.zeros(rows, dtype=torch.int64, device=engine.device)
     # As the drafter calls it: a graph keeps the number of ids to choose from.
     vocab_size = engine.rows.sampling.vocab_size
-    if draft_len > 1 and engine.rank_steps(first, positions, tables, vocab_size, 1) is None:
+    ranked = min(num_ranked, vocab_size)
+    if draft_len > 1 and engine.rank_steps(first, positions, tables, vocab_size, ranked) is None:
         engine.decode(engine.prepare_steps(tables, positions)[0], first)

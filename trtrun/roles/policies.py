@@ -13,7 +13,7 @@ from trtrun.roles.orchestrator import Orchestrator
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.ahead.policy import AheadPolicy
-from trtrun.speculation.pacing import Pacer
+from trtrun.speculation.pacing import Pacer, first_trial
 from trtrun.threads import outnumber_cores
 
 
@@ -21,6 +21,12 @@ def make_orchestrator(config: RuntimeConfig, limits: SchedulerLimits, ranks: Eng
     """The orchestrator of a job, over its engine ranks."""
     pacer = Pacer(config.speculation.draft_len) if config.is_paced else None
     return Orchestrator(Scheduler(limits), ranks, pacer, ahead=_ahead_policy(config))
+
+
+def sure_draft_lens(config: RuntimeConfig) -> set[int]:
+    """What rounds are sure to draft: as much as is configured, and what pacing tries first."""
+    most = config.draft_len
+    return {most, first_trial(most)} if config.is_paced else {most}
 
 
 def _ahead_policy(config: RuntimeConfig) -> AheadPolicy | None:

@@ -51,8 +51,9 @@ from trtrun.roles.memory_requirements import (
     resolve_dtype,
     round_shape,
 )
+from trtrun.roles.policies import sure_draft_lens
 from trtrun.roles.workplace import RankWorkplace
-from trtrun.speculation.pacing import first_trial
+from trtrun.speculation.ahead.chains import NUM_RANKED
 
 Progress = Callable[[int, int], None]
 """Bytes of weights that are in place so far and in the end, on this rank."""
@@ -240,11 +241,12 @@ class RankStartup:
         engines = {role: self._make_engine(role, loaded, num_blocks) for role, loaded in self._engines.items()}
         self._activity.start(Phase.WARMING_UP)
         limits = self._config.scheduler
-        draft_len = self._config.draft_len
-        draft_lens = {draft_len, first_trial(draft_len)} if self._config.is_paced else {draft_len}
         for role, engine in engines.items():
-            verifies = role == "target"
-            warm_up(engine, draft_lens, limits.max_num_tokens, limits.max_batch_size, verifies=verifies)
+            verifies, is_apart = role == "target", role == "draft" and self._config.drafts_apart
+            # Draft ranks of their own feed rows one token, as a draft of two does, or draft all anew.
+            lens, ranked = ({2, self._config.draft_len}, NUM_RANKED) if is_apart else (sure_draft_lens(self._config), 1)
+            sizes = (limits.max_num_tokens, limits.max_batch_size)
+            warm_up(engine, lens, *sizes, verifies=verifies, num_ranked=ranked)
         worker = self._workplace(engines, num_blocks).make_worker()
         self._activity.rest()
         return worker, self._report(num_blocks)

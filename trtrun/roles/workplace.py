@@ -22,6 +22,7 @@ from trtrun.roles.draft_worker import DraftWorker
 from trtrun.roles.engine_ranks import AnyWorker
 from trtrun.roles.memory_requirements import guess_space, guess_steps
 from trtrun.roles.phase_clock import HostPhases, PhaseClock, phase_clock
+from trtrun.roles.policies import sure_draft_lens
 from trtrun.roles.target_worker import TargetWorker
 from trtrun.roles.worker import Worker
 from trtrun.speculation.ahead.drafter import AheadDrafter
@@ -115,7 +116,7 @@ class RankWorkplace:
         topology, groups = self.topology, self.groups
         assert groups.mail is not None and groups.workers is not None
         drafter = self.make_ahead_drafter()
-        drafter.warm_up(guess_steps(self.config))
+        drafter.warm_up(guess_steps(self.config), sure_draft_lens(self.config))
         return DraftWorker(
             drafter=drafter,
             peers=groups.workers,

@@ -11,7 +11,7 @@ clocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Generic
 
 import torch
@@ -69,10 +69,11 @@ class AheadDrafter(Generic[Step]):
         return self._engine
 
     @inference
-    def warm_up(self, guess_steps: Sequence[int]) -> None:
-        """First use of what rounds with so many guesses run, and of a fresh draft of one row. It writes to the null
-        block alone."""
-        for count, steps in ((1, self._draft_len - 1), *((count, self._draft_len) for count in guess_steps)):
+    def warm_up(self, guess_steps: Sequence[int], draft_lens: Collection[int]) -> None:
+        """First use of what rounds run, with so many guesses and each draft_len, and of a fresh draft of one row. It
+        writes to the null block alone."""
+        guesses = {(count, steps) for count in guess_steps for steps in draft_lens}
+        for count, steps in sorted({(1, self._draft_len - 1), *guesses}, reverse=True):
             if steps:
                 self._chains.warm_up(count, steps)
 
