@@ -216,11 +216,15 @@ class Front:
         arrived = time.perf_counter()
         if not 0 < len(prompts) <= MOST_PROMPTS:
             raise Refusal(Kind.INVALID, f"a request has 1 to {MOST_PROMPTS} prompts, not {len(prompts)}", "prompt")
+        # Before anything goes through the words: there may be a million of them, and every stream waits.
+        for parameters in _distinct([sampling] if isinstance(sampling, SamplingParams) else sampling):
+            check_words("stop", parameters.stop)
+            check_words("bad_words", parameters.bad_words)
         of_each = [sampling.with_seed()] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         seeded = [parameters.with_seed() for parameters in of_each]
         ticket = self.door.enter(sum(parameters.n for parameters in seeded))
         try:
-            is_long = sum(map(len, prompts)) + sum(map(_num_letters, seeded)) > SHORT_TEXT
+            is_long = sum(map(len, prompts)) + sum(map(_num_letters, _distinct(seeded))) > SHORT_TEXT
             tokens = await aside(is_long, self._read, prompts, seeded)
             requests = self._check(tokens, seeded)
             return Generation(self.client, requests, ticket, self.metrics, arrived, self._timeout)
@@ -232,9 +236,7 @@ class Front:
         """The tokens of each prompt; and whether the model can follow what is asked for. In any thread."""
         try:
             tokens = [self._prompts.encode(prompt) for prompt in prompts]
-            for parameters in {id(parameters): parameters for parameters in sampling}.values():
-                check_words("stop", parameters.stop)
-                check_words("bad_words", parameters.bad_words)
+            for parameters in _distinct(sampling):
                 self._prompts.check(parameters)
         except InvalidRequestError as error:
             raise Refusal(Kind.INVALID, str(error)) from None
@@ -252,6 +254,11 @@ class Front:
         except InvalidRequestError as error:
             raise Refusal(Kind.INVALID, str(error)) from None
         return list(map(EngineRequest, tokens, sampling))
+
+
+def _distinct(sampling: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """Each object once: the prompts of a request share theirs."""
+    return list({id(parameters): parameters for parameters in sampling}.values())
 
 
 def _num_letters(sampling: SamplingParams) -> int:

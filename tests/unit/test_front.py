@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -126,6 +126,39 @@ def test_words_have_limits(name: str) -> None:
         with pytest.raises(Refusal, match="are the most") as caught:
             begin(["x"], SamplingParams(**{name: words}))
         assert caught.value.kind is Kind.INVALID and caught.value.field == name
+
+
+class CountedWords(tuple[str, ...]):
+    """Words that count how often they are gone through."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.num_passes += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+@pytest.mark.parametrize("is_list", [False, True])
+def test_too_many_words_are_refused_without_a_look_at_them(name: str, is_list: bool) -> None:
+    words = CountedWords(("os",) * 1025)
+    sampling = SamplingParams()
+    object.__setattr__(sampling, name, words)  # the constructor would make them a plain tuple
+    with pytest.raises(Refusal, match=f"{name} has 1025 entries"):
+        begin(["x"] * 100, [sampling] * 100 if is_list else sampling)
+    assert words.num_passes == 0
+
+
+def test_words_of_many_prompts_are_checked_and_counted_once() -> None:
+    words = CountedWords(("os", "sys"))
+    sampling = SamplingParams(seed=1)
+    object.__setattr__(sampling, "bad_words", words)
+    passes = []
+    for prompts in (["x"], ["x"] * 100):
+        words.num_passes = 0
+        begin(prompts, sampling)
+        passes.append(words.num_passes)
+    assert passes[0] == passes[1]
 
 
 def test_the_first_prompt_that_is_wrong_refuses_all() -> None:
