@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -98,22 +99,24 @@ class OpenAIApi:
             )
         return JSONResponse(self._model())
 
-    async def _read_completion(self, values: object) -> _Asked:
-        call = read_completion(values, self._front.model_name)
+    async def _read_completion(self, request: Request) -> _Asked:
+        read = partial(read_completion, model_name=self._front.model_name)
+        call = await read_json_body(request, self._max_body_bytes, read)
         return _Asked(call.prompts, call.answering)
 
-    async def _read_chat(self, values: object) -> _Asked:
-        call = read_chat(values, self._front.model_name)
+    async def _read_chat(self, request: Request) -> _Asked:
+        read = partial(read_chat, model_name=self._front.model_name)
+        call = await read_json_body(request, self._max_body_bytes, read)
         return _Asked([await self._chat_prompt(call)], call.answering)
 
     async def _answer(
-        self, request: Request, read: Callable[[object], Awaitable[_Asked]], kind: type[Answer]
+        self, request: Request, read: Callable[[Request], Awaitable[_Asked]], kind: type[Answer]
     ) -> Response:
         """From a body to its answer, counted as a request for the one model."""
         self._keys.check(request)
         counted = self._front.metrics.models.begin(self._front.model_name)
         try:
-            asked = await read(await read_json_body(request, self._max_body_bytes))
+            asked = await read(request)
             generation = await self._front.begin(asked.prompts, asked.answering.sampling)
             counted.num_inferences = len(asked.prompts) * asked.answering.sampling.n
             counted.enter(Stage.INFER)

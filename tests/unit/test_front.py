@@ -5,60 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_front
 
-from launch.serve.front import Front, Generation
-from launch.serve.limits import Door
-from launch.serve.metrics import FrontMetrics
-from launch.serve.open_requests import EngineRequest, Inbox
+from launch.serve.front import Generation
 from launch.serve.refusals import Kind, Refusal
-from trtrun.config import ASSETS
-from trtrun.models.config import read_model_config
-from trtrun.prompts import PromptReader
 from trtrun.sampling_params import SamplingParams
-from trtrun.scheduling.limits import SchedulerLimits
-from trtrun.text import read_tokenizer
-
-TOKENIZER = read_tokenizer(ASSETS / "target")
-
-
-class WatchedTokenizer:
-    """Keeps which threads make tokens, and what of."""
-
-    def __init__(self) -> None:
-        self.threads: list[int] = []
-        self.words: list[Sequence[str]] = []
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        assert TOKENIZER is not None
-        self.threads.append(threading.get_ident())
-        return TOKENIZER.encode(text, add_special_tokens)
-
-    def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        assert TOKENIZER is not None
-        self.threads.append(threading.get_ident())
-        self.words.append(tuple(words))
-        return TOKENIZER.bad_word_ids(self.words[-1])
-
-
-class NoEngine:
-    """Takes requests, and nothing comes of them."""
-
-    ready: Any = None
-
-    def __init__(self) -> None:
-        self.limits = SchedulerLimits(8, 4096, 100_000, None, draft_len=4, block_size=16, num_blocks=10_000)
-        self.requests: list[EngineRequest] = []
-
-    def start(self, requests: Sequence[EngineRequest], inbox: Inbox) -> list[str]:
-        self.requests += requests
-        return [str(number) for number in range(len(requests))]
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        pass
 
 
 async def leave(generation: Generation) -> None:
@@ -71,13 +26,10 @@ def begin(
     use: Callable[[Generation], Awaitable[None]] = leave,
 ) -> tuple[WatchedTokenizer, NoEngine]:
     """Let a request in, use it, and give it up."""
-    tokenizer: Any = WatchedTokenizer()
-    engine: Any = NoEngine()
-    door = Door(8, 2048, 16, is_open=True)
-    prompt_reader = PromptReader(read_model_config(ASSETS / "target"), tokenizer)
+    tokenizer, engine = WatchedTokenizer(), NoEngine()
+    front = make_front(tokenizer, engine)
 
     async def work() -> None:
-        front = Front("m", prompt_reader, tokenizer, 4, door, engine, FrontMetrics("m", 4), 60.0)
         generation = await front.begin(prompts, sampling)
         try:
             await use(generation)
@@ -87,7 +39,7 @@ def begin(
     try:
         asyncio.run(work())
     finally:
-        assert door.num_requests == door.num_completions == 0
+        assert front.door.num_requests == front.door.num_completions == 0
     return tokenizer, engine
 
 

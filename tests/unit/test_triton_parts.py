@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from launch.serve.kserve.asks import UNSUPPORTED, Ask, ModelFacts, read_asks
 from launch.serve.kserve.http_bodies import read_generate
 from launch.serve.kserve.models import MODELS
-from launch.serve.kserve.requests import check_request, find_model
+from launch.serve.kserve.requests import InferRequest, check_request, find_model
 from launch.serve.kserve.runs import _Completion
 from launch.serve.kserve.tensors import DATATYPES, read_bytes, read_shape, read_values, write_bytes, write_values
 from launch.serve.kserve.word_lists import read_word_list, write_word_lists
@@ -142,6 +142,29 @@ def test_where_outputs_begin(configured: bool | None, of_text: bool, of_tokens: 
     assert ask("tensorrt_llm", facts).has_prompt == ask("tensorrt_llm_draft", facts).has_prompt == of_tokens
     for model in ("ensemble", "tensorrt_llm"):
         assert [ask(model, facts, exclude_input_in_output=value).has_prompt for value in (True, False)] == [False, True]
+
+
+class CountedText(bytes):
+    """Texts that count how often their lengths are asked for."""
+
+    num_asked = 0
+
+    def __len__(self) -> int:
+        CountedText.num_asked += 1
+        return super().__len__()
+
+
+@pytest.mark.parametrize(
+    ("num_texts", "length", "is_longer", "num_asked"), [(4, 25, False, 4), (4, 26, True, 4), (101, 0, True, 0)]
+)
+def test_inputs_of_many_texts_are_long_whatever_is_in_them(
+    num_texts: int, length: int, is_longer: bool, num_asked: int
+) -> None:
+    texts = np.empty((1, num_texts), np.object_)
+    texts[0, :] = [CountedText(b"x" * length) for _ in range(num_texts)]
+    CountedText.num_asked = 0
+    request = InferRequest(find_model("ensemble"), "", {"stop_words": texts}, (), 1)
+    assert request.is_longer(100) is is_longer and CountedText.num_asked == num_asked
 
 
 def test_every_input_that_is_not_supported_is_known_to_a_model() -> None:

@@ -144,7 +144,7 @@ class KServeService:
                 _stop(request, beside)
                 counted.succeed()
                 return _Processed(InferResponse(model, request_id))
-            asks = await aside(request.num_bytes > SHORT_TEXT, read_asks, request, self._facts)
+            asks = await aside(request.is_longer(SHORT_TEXT), read_asks, request, self._facts)
             return await Run.begin(request, asks, self.front, self._block_size, counted)
         except BaseException as error:
             counted.fail_with(error)
@@ -157,7 +157,7 @@ class KServeService:
         tokenizer = self.front.tokenizer
         assert tokenizer is not None
         with counted:
-            return await aside(request.num_bytes > SHORT_TEXT, process, request, tokenizer, self._facts)
+            return await aside(request.is_longer(SHORT_TEXT), process, request, tokenizer, self._facts)
 
     def _check_text(self, model: Model) -> None:
         if model.has_text and self.front.tokenizer is None:
