@@ -206,6 +206,33 @@ def test_where_a_completion_ends(
     assert gain.sum_log_probs == -sum(found) and gain.num_tokens == 2 + len(found)
 
 
+class CountedWord(tuple[int, ...]):
+    """Stop sequences that count how often one is compared."""
+
+    num_compared = 0
+    __hash__ = tuple.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        CountedWord.num_compared += 1
+        return super().__eq__(other)
+
+
+def test_many_stop_sequences_are_not_gone_through_for_every_token() -> None:
+    stops = (*(CountedWord((place, place + 1, 7)) for place in range(1000)), CountedWord((3, 9)))
+    asked = Ask("x", SamplingParams(), stops, frozenset(), 0, True, False, False, False)
+    completion = _Completion(asked, 0, 0, [1], None)
+    CountedWord.num_compared = 0
+    assert completion.take(delta(list(range(2000, 2100)))).tokens == list(range(2000, 2100))
+    assert completion.take(delta([500, 501, 7, 8])).tokens == [500, 501, 7] and completion.is_over
+    assert CountedWord.num_compared < len(stops)
+
+
+def test_no_model_has_two_lists_of_stop_words() -> None:
+    # Each list has limits of its own.
+    for model in MODELS.values():
+        assert not {"stop_words", "stop_words_list"} <= model.inputs.keys()
+
+
 def test_configurations_name_datatypes_as_triton_does() -> None:
     from google.protobuf.json_format import ParseDict
     from tritonclient.grpc import model_config_pb2
