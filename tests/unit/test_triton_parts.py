@@ -85,6 +85,17 @@ def test_word_lists_of_other_clients() -> None:
             read_word_list("x", np.array([[1, 2, 3], ends], np.int32))
 
 
+def test_word_lists_have_limits_in_tokens() -> None:
+    length = 1 << 16
+    assert len(read_word_list("x", np.array([[1] * length, [length] + [-1] * (length - 1)], np.int32))) == 1
+    with pytest.raises(Refusal, match="x is 65537 tokens long in all; 65536 are the most"):
+        read_word_list("x", np.array([[1] * (length + 1), [1, length + 1] + [-1] * (length - 1)], np.int32))
+    with pytest.raises(Refusal, match="x has 1025 entries"):
+        read_word_list("x", np.array([[1] * 1025, range(1, 1026)], np.int32))
+    with pytest.raises(Refusal, match="stop_words is 65537 characters long in all"):
+        ask("ensemble", stop_words=["x", "y" * length])
+
+
 def ask(model: str, facts: ModelFacts = FACTS, **values: Any) -> Ask:
     """What a request of one row asks for."""
     given = {"text_input": "x", "max_tokens": 7} if MODELS[model].has_text else {}
