@@ -6,13 +6,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_front
 
+from launch.serve.aside import SHORT_TEXT
 from launch.serve.front import Generation
 from launch.serve.refusals import Kind, Refusal
+from trtrun.errors import InvalidRequestError
+from trtrun.prompts import PromptReader
 from trtrun.sampling_params import SamplingParams
 
 
@@ -111,6 +115,29 @@ def test_words_of_many_prompts_are_checked_and_counted_once() -> None:
         begin(prompts, sampling)
         passes.append(words.num_passes)
     assert passes[0] == passes[1]
+
+
+@pytest.mark.parametrize("length", [10, 5000])
+@pytest.mark.parametrize("name", ["logit_bias", "stop_token_ids", "draft_token_ids"])
+def test_long_parameters_are_read_beside_the_streams(name: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = [place % 100 for place in range(length)]
+    sampling = SamplingParams(**{name: dict.fromkeys(range(length), 1.0) if name == "logit_bias" else tokens})
+    threads = []
+    with_seed, check = SamplingParams.with_seed, PromptReader.check
+
+    def watched_seed(parameters: SamplingParams) -> SamplingParams:
+        threads.append(threading.get_ident())
+        return with_seed(parameters)
+
+    def watched_check(reader: PromptReader, parameters: SamplingParams) -> None:
+        threads.append(threading.get_ident())
+        with suppress(InvalidRequestError):  # of ids beyond a small vocabulary
+            check(reader, parameters)
+
+    monkeypatch.setattr(SamplingParams, "with_seed", watched_seed)
+    monkeypatch.setattr(PromptReader, "check", watched_check)
+    begin(["x", "y"], sampling)
+    assert [thread != threading.get_ident() for thread in threads] == [length > SHORT_TEXT] * 2
 
 
 def test_the_first_prompt_that_is_wrong_refuses_all() -> None:
