@@ -203,17 +203,19 @@ class Front:
         self._prompts = prompts
         self._timeout = timeout
 
-    async def begin(self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]) -> Generation:
+    async def begin(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams], arrived: float
+    ) -> Generation:
         """Let a request in and have it completed.
 
         Args:
             prompts: each completed `sampling.n` times.
             sampling: of all of them, or of each, with the same `n`. A seed is drawn for each object without one.
+            arrived: when its body was there, in seconds of `time.perf_counter`: its time runs from then on.
 
         Raises:
             Refusal: it is wrong, or there is no room.
         """
-        arrived = time.perf_counter()
         if not 0 < len(prompts) <= MOST_PROMPTS:
             raise Refusal(Kind.INVALID, f"a request has 1 to {MOST_PROMPTS} prompts, not {len(prompts)}", "prompt")
         # Before anything goes through the words: there may be a million of them, and every stream waits.

@@ -132,18 +132,16 @@ class Keys:
             )  # fmt: skip
 
 
-async def read_json_body(request: Request, most_bytes: int, read: Callable[[object], T]) -> T:
-    """What a body asks for; no more than `most_bytes` of it are ever held.
+async def read_json(body: bytes, read: Callable[[object], T]) -> T:
+    """What a body asks for.
 
     Args:
-        request: whose body it is.
-        most_bytes: of the body.
+        body: as it came.
         read: makes it of the JSON value; runs in another thread where the body is long.
 
     Raises:
-        Refusal: it is larger, no JSON, or an object in it has a key twice; or as of `read`.
+        Refusal: it is no JSON, or an object in it has a key twice; or as of `read`.
     """
-    body = await read_body(request, most_bytes)
     return await aside(len(body) > SHORT_BODY, lambda: read(parse_json(body)))
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from starlette.requests import Request
+from starlette.types import Message
 
 from launch.serve.front import Front
 from launch.serve.limits import Door
@@ -59,3 +63,15 @@ def make_front(tokenizer: Any, engine: Any) -> Front:
     """A front of the model m, whose requests have 60 s."""
     prompts = PromptReader(read_model_config(ASSETS / "target"), tokenizer)
     return Front("m", prompts, tokenizer, 4, Door(8, 2048, 16, is_open=True), engine, FrontMetrics("m", 4), 60.0)
+
+
+def request_of(body: bytes, **path_params: str) -> Request:
+    """A request with a body, as the application gets it, of a client that stays."""
+    messages: list[Message] = [{"type": "http.request", "body": body}]
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": [], "path_params": path_params}, receive)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -34,7 +35,7 @@ def begin(
     front = make_front(tokenizer, engine)
 
     async def work() -> None:
-        generation = await front.begin(prompts, sampling)
+        generation = await front.begin(prompts, sampling, time.perf_counter())
         try:
             await use(generation)
         finally:

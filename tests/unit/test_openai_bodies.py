@@ -9,23 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fronts import NoEngine, WatchedTokenizer, make_front
+from fronts import NoEngine, WatchedTokenizer, make_front, request_of
 from starlette.requests import Request
-from starlette.types import Message
 
 from launch.serve.aside import SHORT_BODY
 from launch.serve.http_requests import Keys
 from launch.serve.openai_api import OpenAIApi
 from launch.serve.refusals import Kind, Refusal
-
-
-def request_of(body: bytes) -> Request:
-    """A request with a body, as the application gets it."""
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": body}
-
-    return Request({"type": "http", "method": "POST", "path": "/", "headers": []}, receive)
 
 
 def make_api() -> OpenAIApi:

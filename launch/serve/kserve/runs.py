@@ -143,14 +143,20 @@ class Run:
 
     @classmethod
     async def begin(
-        cls, request: InferRequest, asks: Sequence[Ask], front: Front, block_size: int, counted: ModelRequest
+        cls,
+        request: InferRequest,
+        asks: Sequence[Ask],
+        front: Front,
+        block_size: int,
+        counted: ModelRequest,
+        arrived: float,
     ) -> Run:
-        """Let the request in.
+        """Let the request in, which arrived at a time of `time.perf_counter`.
 
         Raises:
             Refusal: it is wrong, or there is no room.
         """
-        generation = await front.begin([ask.prompt for ask in asks], [ask.sampling for ask in asks])
+        generation = await front.begin([ask.prompt for ask in asks], [ask.sampling for ask in asks], arrived)
         counted.enter(Stage.INFER)
         return cls(request, asks, generation, front, block_size, counted)
 

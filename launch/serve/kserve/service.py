@@ -121,12 +121,14 @@ class KServeService:
         request_id: str,
         tensors: Sequence[Tensor],
         outputs: Sequence[str],
+        arrived: float,
         beside: Mapping[str, Collection[Stopping]] | None = None,
     ) -> Answering:
         """Let a request in.
 
         Args:
             model, request_id, tensors, outputs: of the request.
+            arrived: when it was there as a whole, in seconds of `time.perf_counter`.
             beside: what has come on the same stream, by request id, for requests that stop another one; None where
                 there is no stream.
 
@@ -145,7 +147,7 @@ class KServeService:
                 counted.succeed()
                 return _Processed(InferResponse(model, request_id))
             asks = await aside(request.is_longer(SHORT_TEXT), read_asks, request, self._facts)
-            return await Run.begin(request, asks, self.front, self._block_size, counted)
+            return await Run.begin(request, asks, self.front, self._block_size, counted, arrived)
         except BaseException as error:
             counted.fail_with(error)
             raise
