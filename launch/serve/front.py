@@ -203,57 +203,67 @@ class Front:
         self._prompts = prompts
         self._timeout = timeout
 
-    async def begin(self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]) -> Generation:
+    async def begin(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams], arrived: float
+    ) -> Generation:
         """Let a request in and have it completed.
 
         Args:
             prompts: each completed `sampling.n` times.
-            sampling: of all of them, or of each, with the same `n`.
+            sampling: of all of them, or of each, with the same `n`. A seed is drawn for each object without one.
+            arrived: when its body was there, in seconds of `time.perf_counter`: its time runs from then on.
 
         Raises:
             Refusal: it is wrong, or there is no room.
         """
-        arrived = time.perf_counter()
         if not 0 < len(prompts) <= MOST_PROMPTS:
             raise Refusal(Kind.INVALID, f"a request has 1 to {MOST_PROMPTS} prompts, not {len(prompts)}", "prompt")
-        of_each = [sampling.with_seed()] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-        seeded = [parameters.with_seed() for parameters in of_each]
-        ticket = self.door.enter(sum(parameters.n for parameters in seeded))
+        # Before anything goes through the words: there may be a million of them, and every stream waits.
+        of_each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        distinct = _distinct(of_each)
+        for parameters in distinct:
+            check_words("stop", parameters.stop)
+            check_words("bad_words", parameters.bad_words)
+        ticket = self.door.enter(sum(parameters.n for parameters in of_each))
         try:
-            is_long = sum(map(len, prompts)) + sum(map(_num_letters, seeded)) > SHORT_TEXT
-            tokens = await aside(is_long, self._read, prompts, seeded)
-            requests = self._check(tokens, seeded)
+            is_long = sum(map(len, prompts)) + sum(map(_length, distinct)) > SHORT_TEXT
+            requests = await aside(is_long, self._read, prompts, of_each)
+            self._check(requests)
             return Generation(self.client, requests, ticket, self.metrics, arrived, self._timeout)
         except BaseException:
             ticket.leave()
             raise
 
-    def _read(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams]) -> list[tuple[int, ...]]:
-        """The tokens of each prompt; and whether the model can follow what is asked for. In any thread."""
+    def _read(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams]) -> list[EngineRequest]:
+        """Prompts as tokens, with parameters that have seeds and that the model can follow. In any thread."""
         try:
             tokens = [self._prompts.encode(prompt) for prompt in prompts]
-            for parameters in {id(parameters): parameters for parameters in sampling}.values():
-                check_words("stop", parameters.stop)
-                check_words("bad_words", parameters.bad_words)
+            seeded = {id(parameters): parameters.with_seed() for parameters in _distinct(sampling)}
+            for parameters in seeded.values():
                 self._prompts.check(parameters)
         except InvalidRequestError as error:
             raise Refusal(Kind.INVALID, str(error)) from None
-        return tokens
+        return [EngineRequest(ids, seeded[id(given)]) for ids, given in zip(tokens, sampling, strict=True)]
 
-    def _check(self, tokens: Sequence[tuple[int, ...]], sampling: Sequence[SamplingParams]) -> list[EngineRequest]:
-        """Requests that the engine will take."""
+    def _check(self, requests: Sequence[EngineRequest]) -> None:
+        """Raise a Refusal unless the engine will take the requests."""
         self.door.check_open()  # the engine may be gone by now, and its limits with it
         limits = self.client.limits
         assert limits is not None
         try:
-            for of_prompt, parameters in zip(tokens, sampling, strict=True):
-                limits.check_prompt(len(of_prompt))
-                limits.check_draft_len(parameters.draft_len)
+            for request in requests:
+                limits.check_prompt(len(request.prompt_token_ids))
+                limits.check_draft_len(request.sampling.draft_len)
         except InvalidRequestError as error:
             raise Refusal(Kind.INVALID, str(error)) from None
-        return list(map(EngineRequest, tokens, sampling))
 
 
-def _num_letters(sampling: SamplingParams) -> int:
-    """Of the words that have to become tokens."""
-    return sum(map(len, sampling.bad_words))
+def _distinct(sampling: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """Each object once: the prompts of a request share theirs."""
+    return list({id(parameters): parameters for parameters in sampling}.values())
+
+
+def _length(sampling: SamplingParams) -> int:
+    """Letters of the words that have to become tokens, and tokens that have to be the model's."""
+    tokens = (sampling.logit_bias, sampling.stop_token_ids, sampling.draft_token_ids)
+    return sum(map(len, sampling.bad_words)) + sum(map(len, tokens))

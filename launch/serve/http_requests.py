@@ -13,7 +13,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -132,14 +132,17 @@ class Keys:
             )  # fmt: skip
 
 
-async def read_json_body(request: Request, most_bytes: int) -> object:
-    """The body's JSON value; no more than `most_bytes` of it are ever held.
+async def read_json(body: bytes, read: Callable[[object], T]) -> T:
+    """What a body asks for.
+
+    Args:
+        body: as it came.
+        read: makes it of the JSON value; runs in another thread where the body is long.
 
     Raises:
-        Refusal: it is larger, no JSON, or an object in it has a key twice.
+        Refusal: it is no JSON, or an object in it has a key twice; or as of `read`.
     """
-    body = await read_body(request, most_bytes)
-    return await aside(len(body) > SHORT_BODY, parse_json, body)
+    return await aside(len(body) > SHORT_BODY, lambda: read(parse_json(body)))
 
 
 async def read_body(request: Request, most_bytes: int) -> bytes:

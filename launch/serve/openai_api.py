@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from launch.serve.aside import SHORT_TEXT, aside
 from launch.serve.chat_template import ChatTemplate
 from launch.serve.event_stream import EventStream, LastEvents, event
 from launch.serve.front import Front, Generation, Piece
-from launch.serve.http_requests import Keys, read_json_body, unless_gone
+from launch.serve.http_requests import Keys, read_body, read_json, unless_gone
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
 from launch.serve.openai_answers import Answer, ChatAnswer, CompletionAnswer
@@ -98,23 +99,25 @@ class OpenAIApi:
             )
         return JSONResponse(self._model())
 
-    async def _read_completion(self, values: object) -> _Asked:
-        call = read_completion(values, self._front.model_name)
+    async def _read_completion(self, body: bytes) -> _Asked:
+        call = await read_json(body, partial(read_completion, model_name=self._front.model_name))
         return _Asked(call.prompts, call.answering)
 
-    async def _read_chat(self, values: object) -> _Asked:
-        call = read_chat(values, self._front.model_name)
+    async def _read_chat(self, body: bytes) -> _Asked:
+        call = await read_json(body, partial(read_chat, model_name=self._front.model_name))
         return _Asked([await self._chat_prompt(call)], call.answering)
 
     async def _answer(
-        self, request: Request, read: Callable[[object], Awaitable[_Asked]], kind: type[Answer]
+        self, request: Request, read: Callable[[bytes], Awaitable[_Asked]], kind: type[Answer]
     ) -> Response:
         """From a body to its answer, counted as a request for the one model."""
         self._keys.check(request)
         counted = self._front.metrics.models.begin(self._front.model_name)
         try:
-            asked = await read(await read_json_body(request, self._max_body_bytes))
-            generation = await self._front.begin(asked.prompts, asked.answering.sampling)
+            body = await read_body(request, self._max_body_bytes)
+            arrived = time.perf_counter()
+            asked = await read(body)
+            generation = await self._front.begin(asked.prompts, asked.answering.sampling, arrived)
             counted.num_inferences = len(asked.prompts) * asked.answering.sampling.n
             counted.enter(Stage.INFER)
             answer = kind(self._front.model_name, self._front.tokenizer, asked.answering, generation.prompts)
@@ -170,6 +173,7 @@ class OpenAIApi:
                 "chat_template.jinja to its tokenizer's directory",
                 code="no_chat_template",
             )
+        self._front.door.check_open()  # before work that would be for nothing
         is_long = sum(len(message["content"]) for message in call.messages) > SHORT_TEXT
         try:
             return await aside(is_long, _encode_chat, self._template, self._front.tokenizer, call.messages)

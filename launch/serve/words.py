@@ -17,12 +17,13 @@ MOST_LETTERS = 1 << 16
 """In one list: characters of its words, or tokens of those that come as tokens."""
 
 
-def check_words(name: str, words: Sequence[Sized]) -> None:
+def check_words(name: str, words: Sequence[Sized], unit: str = "characters") -> None:
     """Hold a list to the limits.
 
     Args:
         name: of the field or input, for the message.
         words: texts, or token ids of each.
+        unit: what words are made of, for the message.
 
     Raises:
         Refusal: there are too many, or they are too long.
@@ -31,4 +32,4 @@ def check_words(name: str, words: Sequence[Sized]) -> None:
         raise Refusal(Kind.INVALID, f"{name} has {len(words)} entries; {MOST_WORDS} are the most", name)
     length = sum(map(len, words))
     if length > MOST_LETTERS:
-        raise Refusal(Kind.INVALID, f"{name} is {length} characters long in all; {MOST_LETTERS} are the most", name)
+        raise Refusal(Kind.INVALID, f"{name} is {length} {unit} long in all; {MOST_LETTERS} are the most", name)

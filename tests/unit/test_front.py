@@ -5,60 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
+from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_front
 
-from launch.serve.front import Front, Generation
-from launch.serve.limits import Door
-from launch.serve.metrics import FrontMetrics
-from launch.serve.open_requests import EngineRequest, Inbox
+from launch.serve.aside import SHORT_TEXT
+from launch.serve.front import Generation
 from launch.serve.refusals import Kind, Refusal
-from trtrun.config import ASSETS
-from trtrun.models.config import read_model_config
+from trtrun.errors import InvalidRequestError
 from trtrun.prompts import PromptReader
 from trtrun.sampling_params import SamplingParams
-from trtrun.scheduling.limits import SchedulerLimits
-from trtrun.text import read_tokenizer
-
-TOKENIZER = read_tokenizer(ASSETS / "target")
-
-
-class WatchedTokenizer:
-    """Keeps which threads make tokens, and what of."""
-
-    def __init__(self) -> None:
-        self.threads: list[int] = []
-        self.words: list[Sequence[str]] = []
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        assert TOKENIZER is not None
-        self.threads.append(threading.get_ident())
-        return TOKENIZER.encode(text, add_special_tokens)
-
-    def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        assert TOKENIZER is not None
-        self.threads.append(threading.get_ident())
-        self.words.append(tuple(words))
-        return TOKENIZER.bad_word_ids(self.words[-1])
-
-
-class NoEngine:
-    """Takes requests, and nothing comes of them."""
-
-    ready: Any = None
-
-    def __init__(self) -> None:
-        self.limits = SchedulerLimits(8, 4096, 100_000, None, draft_len=4, block_size=16, num_blocks=10_000)
-        self.requests: list[EngineRequest] = []
-
-    def start(self, requests: Sequence[EngineRequest], inbox: Inbox) -> list[str]:
-        self.requests += requests
-        return [str(number) for number in range(len(requests))]
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        pass
 
 
 async def leave(generation: Generation) -> None:
@@ -71,14 +31,11 @@ def begin(
     use: Callable[[Generation], Awaitable[None]] = leave,
 ) -> tuple[WatchedTokenizer, NoEngine]:
     """Let a request in, use it, and give it up."""
-    tokenizer: Any = WatchedTokenizer()
-    engine: Any = NoEngine()
-    door = Door(8, 2048, 16, is_open=True)
-    prompt_reader = PromptReader(read_model_config(ASSETS / "target"), tokenizer)
+    tokenizer, engine = WatchedTokenizer(), NoEngine()
+    front = make_front(tokenizer, engine)
 
     async def work() -> None:
-        front = Front("m", prompt_reader, tokenizer, 4, door, engine, FrontMetrics("m", 4), 60.0)
-        generation = await front.begin(prompts, sampling)
+        generation = await front.begin(prompts, sampling, time.perf_counter())
         try:
             await use(generation)
         finally:
@@ -87,7 +44,7 @@ def begin(
     try:
         asyncio.run(work())
     finally:
-        assert door.num_requests == door.num_completions == 0
+        assert front.door.num_requests == front.door.num_completions == 0
     return tokenizer, engine
 
 
@@ -126,6 +83,62 @@ def test_words_have_limits(name: str) -> None:
         with pytest.raises(Refusal, match="are the most") as caught:
             begin(["x"], SamplingParams(**{name: words}))
         assert caught.value.kind is Kind.INVALID and caught.value.field == name
+
+
+class CountedWords(tuple[str, ...]):
+    """Words that count how often they are gone through."""
+
+    num_passes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.num_passes += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+@pytest.mark.parametrize("is_list", [False, True])
+def test_too_many_words_are_refused_without_a_look_at_them(name: str, is_list: bool) -> None:
+    words = CountedWords(("os",) * 1025)
+    sampling = SamplingParams()
+    object.__setattr__(sampling, name, words)  # the constructor would make them a plain tuple
+    with pytest.raises(Refusal, match=f"{name} has 1025 entries"):
+        begin(["x"] * 100, [sampling] * 100 if is_list else sampling)
+    assert words.num_passes == 0
+
+
+def test_words_of_many_prompts_are_checked_and_counted_once() -> None:
+    words = CountedWords(("os", "sys"))
+    sampling = SamplingParams(seed=1)
+    object.__setattr__(sampling, "bad_words", words)
+    passes = []
+    for prompts in (["x"], ["x"] * 100):
+        words.num_passes = 0
+        begin(prompts, sampling)
+        passes.append(words.num_passes)
+    assert passes[0] == passes[1]
+
+
+@pytest.mark.parametrize("length", [10, 5000])
+@pytest.mark.parametrize("name", ["logit_bias", "stop_token_ids", "draft_token_ids"])
+def test_long_parameters_are_read_beside_the_streams(name: str, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = [place % 100 for place in range(length)]
+    sampling = SamplingParams(**{name: dict.fromkeys(range(length), 1.0) if name == "logit_bias" else tokens})
+    threads = []
+    with_seed, check = SamplingParams.with_seed, PromptReader.check
+
+    def watched_seed(parameters: SamplingParams) -> SamplingParams:
+        threads.append(threading.get_ident())
+        return with_seed(parameters)
+
+    def watched_check(reader: PromptReader, parameters: SamplingParams) -> None:
+        threads.append(threading.get_ident())
+        with suppress(InvalidRequestError):  # of ids beyond a small vocabulary
+            check(reader, parameters)
+
+    monkeypatch.setattr(SamplingParams, "with_seed", watched_seed)
+    monkeypatch.setattr(PromptReader, "check", watched_check)
+    begin(["x", "y"], sampling)
+    assert [thread != threading.get_ident() for thread in threads] == [length > SHORT_TEXT] * 2
 
 
 def test_the_first_prompt_that_is_wrong_refuses_all() -> None:

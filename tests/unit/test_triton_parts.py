@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from launch.serve.kserve.asks import UNSUPPORTED, Ask, ModelFacts, read_asks
 from launch.serve.kserve.http_bodies import read_generate
 from launch.serve.kserve.models import MODELS
-from launch.serve.kserve.requests import check_request, find_model
+from launch.serve.kserve.requests import InferRequest, check_request, find_model
 from launch.serve.kserve.runs import _Completion
 from launch.serve.kserve.tensors import DATATYPES, read_bytes, read_shape, read_values, write_bytes, write_values
 from launch.serve.kserve.word_lists import read_word_list, write_word_lists
@@ -85,6 +85,17 @@ def test_word_lists_of_other_clients() -> None:
             read_word_list("x", np.array([[1, 2, 3], ends], np.int32))
 
 
+def test_word_lists_have_limits_in_tokens() -> None:
+    length = 1 << 16
+    assert len(read_word_list("x", np.array([[1] * length, [length] + [-1] * (length - 1)], np.int32))) == 1
+    with pytest.raises(Refusal, match="x is 65537 tokens long in all; 65536 are the most"):
+        read_word_list("x", np.array([[1] * (length + 1), [1, length + 1] + [-1] * (length - 1)], np.int32))
+    with pytest.raises(Refusal, match="x has 1025 entries"):
+        read_word_list("x", np.array([[1] * 1025, range(1, 1026)], np.int32))
+    with pytest.raises(Refusal, match="stop_words is 65537 characters long in all"):
+        ask("ensemble", stop_words=["x", "y" * length])
+
+
 def ask(model: str, facts: ModelFacts = FACTS, **values: Any) -> Ask:
     """What a request of one row asks for."""
     given = {"text_input": "x", "max_tokens": 7} if MODELS[model].has_text else {}
@@ -144,6 +155,29 @@ def test_where_outputs_begin(configured: bool | None, of_text: bool, of_tokens: 
         assert [ask(model, facts, exclude_input_in_output=value).has_prompt for value in (True, False)] == [False, True]
 
 
+class CountedText(bytes):
+    """Texts that count how often their lengths are asked for."""
+
+    num_asked = 0
+
+    def __len__(self) -> int:
+        CountedText.num_asked += 1
+        return super().__len__()
+
+
+@pytest.mark.parametrize(
+    ("num_texts", "length", "is_longer", "num_asked"), [(4, 25, False, 4), (4, 26, True, 4), (101, 0, True, 0)]
+)
+def test_inputs_of_many_texts_are_long_whatever_is_in_them(
+    num_texts: int, length: int, is_longer: bool, num_asked: int
+) -> None:
+    texts = np.empty((1, num_texts), np.object_)
+    texts[0, :] = [CountedText(b"x" * length) for _ in range(num_texts)]
+    CountedText.num_asked = 0
+    request = InferRequest(find_model("ensemble"), "", {"stop_words": texts}, (), 1)
+    assert request.is_longer(100) is is_longer and CountedText.num_asked == num_asked
+
+
 def test_every_input_that_is_not_supported_is_known_to_a_model() -> None:
     known = {name for model in MODELS.values() for name in model.inputs}
     assert known >= UNSUPPORTED.keys()
@@ -181,6 +215,33 @@ def test_where_a_completion_ends(
         assert gain.log_probs == [-float(token) for token in gain.tokens]
     assert tokens == found and gain.is_last == completion.is_over == has_ended
     assert gain.sum_log_probs == -sum(found) and gain.num_tokens == 2 + len(found)
+
+
+class CountedWord(tuple[int, ...]):
+    """Stop sequences that count how often one is compared."""
+
+    num_compared = 0
+    __hash__ = tuple.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        CountedWord.num_compared += 1
+        return super().__eq__(other)
+
+
+def test_many_stop_sequences_are_not_gone_through_for_every_token() -> None:
+    stops = (*(CountedWord((place, place + 1, 7)) for place in range(1000)), CountedWord((3, 9)))
+    asked = Ask("x", SamplingParams(), stops, frozenset(), 0, True, False, False, False)
+    completion = _Completion(asked, 0, 0, [1], None)
+    CountedWord.num_compared = 0
+    assert completion.take(delta(list(range(2000, 2100)))).tokens == list(range(2000, 2100))
+    assert completion.take(delta([500, 501, 7, 8])).tokens == [500, 501, 7] and completion.is_over
+    assert CountedWord.num_compared < len(stops)
+
+
+def test_no_model_has_two_lists_of_stop_words() -> None:
+    # Each list has limits of its own.
+    for model in MODELS.values():
+        assert not {"stop_words", "stop_words_list"} <= model.inputs.keys()
 
 
 def test_configurations_name_datatypes_as_triton_does() -> None:

@@ -6,8 +6,10 @@ here is refused when it asks for something. It knows inputs and SamplingParams, 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from launch.serve.kserve.models import BLS
@@ -83,6 +85,15 @@ class Ask:
     has_prompt: bool
     log_probs: bool
     reuse_stats: bool
+
+    @cached_property
+    def stops_by_length(self) -> Mapping[int, set[tuple[int, ...]]]:
+        """The stop sequences of each length, so that a token takes one look a length, not one a sequence: all streams
+        wait for it."""
+        found: defaultdict[int, set[tuple[int, ...]]] = defaultdict(set)
+        for stop in self.stop_sequences:
+            found[len(stop)].add(stop)
+        return found
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ which lets its rows go. It knows gRPC, and nothing of engines.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from typing import Any
 
@@ -168,6 +169,7 @@ class KServeServicer:
             await InferStream(self._service, self._begin, context).run(messages)
 
     async def _begin(self, message: Any, beside: Mapping[str, Collection[Stopping]] | None = None) -> Answering:
+        arrived = time.perf_counter()
         model = find_model(message.model_name, message.model_version)
         tensors = await aside(message.ByteSize() > SHORT_BODY, read_tensors, message)
-        return await self._service.begin(model, message.id, tensors, read_outputs(message), beside)
+        return await self._service.begin(model, message.id, tensors, read_outputs(message), arrived, beside)

@@ -6,8 +6,10 @@ Starlette, and nothing of engines.
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -15,7 +17,7 @@ from starlette.routing import Route
 
 from launch.serve.aside import SHORT_BODY, aside
 from launch.serve.event_stream import EventStream, event
-from launch.serve.http_requests import Keys, parse_json, read_body, unless_gone
+from launch.serve.http_requests import Keys, parse_json, read_body, read_json, unless_gone
 from launch.serve.kserve.http_bodies import InferBody, dump, read_generate, read_infer, write_generate, write_infer
 from launch.serve.kserve.models import MODELS, VERSION, Model
 from launch.serve.kserve.requests import find_model, fixed_models, no_shared_memory
@@ -101,9 +103,10 @@ class KServeHttpApi:
         """Tensors in, tensors out."""
         model = _model(request)
         raw = await read_body(request, self._max_body_bytes)
+        arrived = time.perf_counter()
         is_long = len(raw) > SHORT_BODY or "content-encoding" in request.headers  # a few bytes may become many
         body = await aside(is_long, self._read_infer, raw, request)
-        work = await self._service.begin(model, body.request_id, body.tensors, body.outputs)
+        work = await self._service.begin(model, body.request_id, body.tensors, body.outputs, arrived)
         try:
             response = await unless_gone(request, work.whole())
         finally:
@@ -130,8 +133,9 @@ class KServeHttpApi:
     async def _begin_generate(self, request: Request) -> Answering:
         model = _model(request)
         raw = await read_body(request, self._max_body_bytes)
-        body = await aside(len(raw) > SHORT_BODY, lambda: read_generate(model, parse_json(raw)))
-        return await self._service.begin(model, body.request_id, body.tensors, body.outputs)
+        arrived = time.perf_counter()
+        body = await read_json(raw, partial(read_generate, model))
+        return await self._service.begin(model, body.request_id, body.tensors, body.outputs, arrived)
 
     def _read_infer(self, raw: bytes, request: Request) -> InferBody:
         raw = _decompress(raw, request.headers.get("content-encoding"), self._max_body_bytes)

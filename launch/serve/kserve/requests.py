@@ -33,12 +33,14 @@ class InferRequest:
     outputs: Sequence[str]
     batch_size: int
 
-    @property
-    def num_bytes(self) -> int:
-        """Of all inputs."""
-        return sum(
+    def is_longer(self, most_bytes: int) -> bool:
+        """Whether all inputs have more than so many values, or bytes."""
+        if sum(values.size for values in self.inputs.values()) > most_bytes:
+            return True  # without a look at each of them, for which the event loop would stand still
+        num_bytes = (
             sum(map(len, values.flat)) if values.dtype == object else values.nbytes for values in self.inputs.values()
         )
+        return sum(num_bytes) > most_bytes
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class _Completion:
     def __init__(self, ask: Ask, row: int, sequence: int, prompt: Sequence[int], tokenizer: Tokenizer | None) -> None:
         self._ask = ask
         self._row, self._sequence = row, sequence
-        self._longest_stop = max(map(len, ask.stop_sequences), default=0)
+        self._longest_stop = max(ask.stops_by_length, default=0)
         self._tail: list[int] = []
         self._sum_log_probs = 0.0
         self._num_tokens = len(prompt)
@@ -114,7 +114,7 @@ class _Completion:
             return len(tokens), False
         for place, token in enumerate(tokens):
             self._tail = [*self._tail, token][-self._longest_stop :]
-            if any(tuple(self._tail[-len(stop) :]) == stop for stop in self._ask.stop_sequences):
+            if any(tuple(self._tail[-length:]) in stops for length, stops in self._ask.stops_by_length.items()):
                 return place + 1, True
         return len(tokens), False
 
@@ -143,14 +143,20 @@ class Run:
 
     @classmethod
     async def begin(
-        cls, request: InferRequest, asks: Sequence[Ask], front: Front, block_size: int, counted: ModelRequest
+        cls,
+        request: InferRequest,
+        asks: Sequence[Ask],
+        front: Front,
+        block_size: int,
+        counted: ModelRequest,
+        arrived: float,
     ) -> Run:
-        """Let the request in.
+        """Let the request in, which arrived at a time of `time.perf_counter`.
 
         Raises:
             Refusal: it is wrong, or there is no room.
         """
-        generation = await front.begin([ask.prompt for ask in asks], [ask.sampling for ask in asks])
+        generation = await front.begin([ask.prompt for ask in asks], [ask.sampling for ask in asks], arrived)
         counted.enter(Stage.INFER)
         return cls(request, asks, generation, front, block_size, counted)
 

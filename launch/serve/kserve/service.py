@@ -121,12 +121,14 @@ class KServeService:
         request_id: str,
         tensors: Sequence[Tensor],
         outputs: Sequence[str],
+        arrived: float,
         beside: Mapping[str, Collection[Stopping]] | None = None,
     ) -> Answering:
         """Let a request in.
 
         Args:
             model, request_id, tensors, outputs: of the request.
+            arrived: when it was there as a whole, in seconds of `time.perf_counter`.
             beside: what has come on the same stream, by request id, for requests that stop another one; None where
                 there is no stream.
 
@@ -144,8 +146,8 @@ class KServeService:
                 _stop(request, beside)
                 counted.succeed()
                 return _Processed(InferResponse(model, request_id))
-            asks = await aside(request.num_bytes > SHORT_TEXT, read_asks, request, self._facts)
-            return await Run.begin(request, asks, self.front, self._block_size, counted)
+            asks = await aside(request.is_longer(SHORT_TEXT), read_asks, request, self._facts)
+            return await Run.begin(request, asks, self.front, self._block_size, counted, arrived)
         except BaseException as error:
             counted.fail_with(error)
             raise
@@ -157,7 +159,7 @@ class KServeService:
         tokenizer = self.front.tokenizer
         assert tokenizer is not None
         with counted:
-            return await aside(request.num_bytes > SHORT_TEXT, process, request, tokenizer, self._facts)
+            return await aside(request.is_longer(SHORT_TEXT), process, request, tokenizer, self._facts)
 
     def _check_text(self, model: Model) -> None:
         if model.has_text and self.front.tokenizer is None:

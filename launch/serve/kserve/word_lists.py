@@ -38,7 +38,7 @@ def read_word_list(name: str, values: Array | None) -> tuple[tuple[int, ...], ..
             raise refuse_input(name, f"word {len(words)} ends at {end}, where it begins at {begin} of {len(tokens)}")
         words.append(tuple(tokens[begin:end]))
         begin = end
-    check_words(name, words)
+    check_words(name, words, "tokens")
     return tuple(words)
 
 

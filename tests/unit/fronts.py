@@ -1,0 +1,77 @@
+"""A front without an engine: what comes to it is read, checked and let in, and nothing is generated."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.types import Message
+
+from launch.serve.front import Front
+from launch.serve.limits import Door
+from launch.serve.metrics import FrontMetrics
+from launch.serve.open_requests import EngineRequest, Inbox
+from trtrun.config import ASSETS
+from trtrun.models.config import read_model_config
+from trtrun.prompts import PromptReader
+from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.text import read_tokenizer
+
+TOKENIZER = read_tokenizer(ASSETS / "target")
+
+
+class WatchedTokenizer:
+    """Keeps which threads make tokens, and what of."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+        self.words: list[Sequence[str]] = []
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert TOKENIZER is not None
+        self.threads.append(threading.get_ident())
+        return TOKENIZER.encode(text, add_special_tokens)
+
+    def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        assert TOKENIZER is not None
+        self.threads.append(threading.get_ident())
+        self.words.append(tuple(words))
+        return TOKENIZER.bad_word_ids(self.words[-1])
+
+
+class NoEngine:
+    """Takes requests, and nothing comes of them."""
+
+    ready: Any = None
+
+    def __init__(self) -> None:
+        self.limits = SchedulerLimits(8, 4096, 100_000, None, draft_len=4, block_size=16, num_blocks=10_000)
+        self.requests: list[EngineRequest] = []
+
+    def start(self, requests: Sequence[EngineRequest], inbox: Inbox) -> list[str]:
+        self.requests += requests
+        return [str(number) for number in range(len(requests))]
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        pass
+
+
+def make_front(tokenizer: Any, engine: Any) -> Front:
+    """A front of the model m, whose requests have 60 s."""
+    prompts = PromptReader(read_model_config(ASSETS / "target"), tokenizer)
+    return Front("m", prompts, tokenizer, 4, Door(8, 2048, 16, is_open=True), engine, FrontMetrics("m", 4), 60.0)
+
+
+def request_of(body: bytes, **path_params: str) -> Request:
+    """A request with a body, as the application gets it, of a client that stays."""
+    messages: list[Message] = [{"type": "http.request", "body": body}]
+
+    async def receive() -> Message:
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": [], "path_params": path_params}, receive)

@@ -1,0 +1,102 @@
+"""When a request's time begins: once its body is there, before it is read, whatever the protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from fronts import NoEngine, WatchedTokenizer, make_front, request_of
+from jinja2 import Template
+from tritonclient.grpc import service_pb2
+
+from launch.serve import openai_api
+from launch.serve.chat_template import ChatTemplate
+from launch.serve.front import Front
+from launch.serve.http_requests import Keys
+from launch.serve.kserve import grpc_servicer, http_api, service
+from launch.serve.kserve.asks import ModelFacts
+from launch.serve.kserve.grpc_servicer import KServeServicer
+from launch.serve.kserve.http_api import KServeHttpApi
+from launch.serve.kserve.service import KServeService
+from launch.serve.openai_api import OpenAIApi
+from launch.serve.refusals import Kind, Refusal
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+TEXT = {"text_input": "x", "max_tokens": 5}
+TENSORS = [
+    {"name": "text_input", "datatype": "BYTES", "shape": [1, 1], "data": ["x"]},
+    {"name": "max_tokens", "datatype": "INT32", "shape": [1, 1], "data": [5]},
+]
+
+
+def openai(front: Front) -> OpenAIApi:
+    return OpenAIApi(front, ChatTemplate(Template("{{ messages[0].content }}"), {}), Keys(()), 1 << 20)
+
+
+def kserve(front: Front) -> KServeService:
+    return KServeService(front, ModelFacts(front.tokenizer, (0,), 4), 8, 16)
+
+
+async def call(front: Front, endpoint: str) -> None:
+    """Send one request, and wait for what comes of it."""
+    body: dict[str, Any] = {"completions": {"model": "m", "prompt": "x"}, "chat_completions": CHAT, "generate": TEXT}
+    if endpoint == "grpc":
+        message = service_pb2.ModelInferRequest(model_name="ensemble")
+        for given in TENSORS:
+            tensor = message.inputs.add(name=given["name"], datatype=given["datatype"], shape=given["shape"])
+            if given["datatype"] == "BYTES":
+                tensor.contents.bytes_contents.append(b"x")
+            else:
+                tensor.contents.int_contents.append(5)
+        work = await KServeServicer(kserve(front), Keys(()))._begin(message)
+        try:
+            await work.whole()
+        finally:
+            work.close()
+        return
+    api = openai(front) if "completions" in endpoint else KServeHttpApi(kserve(front), Keys(()), 1 << 20)
+    ask: Callable[[Any], Awaitable[object]] = getattr(api, endpoint)
+    await ask(request_of(json.dumps(body.get(endpoint, {"inputs": TENSORS})).encode(), model="ensemble"))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "where", "slow"),
+    [
+        ("completions", openai_api, "read_completion"),
+        ("chat_completions", openai_api, "read_chat"),
+        ("chat_completions", openai_api, "_encode_chat"),
+        ("generate", http_api, "read_generate"),
+        ("generate", service, "read_asks"),
+        ("infer", http_api, "read_infer"),
+        ("grpc", grpc_servicer, "read_tensors"),
+    ],
+)
+def test_the_time_of_a_request_runs_from_its_body(
+    endpoint: str, where: Any, slow: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    work = getattr(where, slow)
+
+    def take_long(*arguments: Any, **options: Any) -> Any:
+        nonlocal now
+        now += 61.0  # longer than a request may take
+        return work(*arguments, **options)
+
+    monkeypatch.setattr(where, slow, take_long)
+    front = make_front(WatchedTokenizer(), NoEngine())
+    with pytest.raises(Refusal, match="was not done within 60 s"):
+        asyncio.run(asyncio.wait_for(call(front, endpoint), 30))
+    assert now == 61.0 and front.door.num_requests == 0
+
+
+def test_a_chat_is_not_made_tokens_while_nobody_is_let_in() -> None:
+    tokenizer = WatchedTokenizer()
+    front = make_front(tokenizer, NoEngine())
+    front.door.is_open = False
+    with pytest.raises(Refusal, match="the engine is starting") as caught:
+        asyncio.run(call(front, "chat_completions"))
+    assert caught.value.kind is Kind.UNAVAILABLE and not tokenizer.threads
