@@ -3,7 +3,8 @@
 Activations are rounded to E4M3, each row by its own largest number (fp8_rounding.py), and the matrix units multiply
 codes by codes; or they stay as they are, and weights are widened on the way. Each number of a result is one chain of
 sums over the inputs, in their order, in one kernel for any number of rows: nothing is split over programs, so neither
-the tile nor the number of rows can be seen in it. For many rows torch's product of scaled matrices, without its fast
+the tile nor the number of rows can be seen in it. For few rows on compute capability 9.0 another kernel reads weights
+faster (fp8_stream), with the same bits. For many rows torch's product of scaled matrices, without its fast
 accumulation, is the faster one and has the same bits: where a check finds that, it takes them.
 
 Matrix units of compute capability 9.0 add up products of E4M3 with fewer bits than float32 has (DeepSeek-V3,
@@ -23,6 +24,7 @@ import triton.language as tl
 from trtrun.kernels.rounded_rows import Activations, RoundedRows
 from trtrun.kernels.triton.early_launch import begin, early, fetch, lines_of
 from trtrun.kernels.triton.fp8_rounding import round_activations
+from trtrun.kernels.triton.fp8_stream.choice import Streamed
 from trtrun.kernels.triton.support import multiprocessors, shared_bytes
 
 _GROUP = 128
@@ -171,6 +173,7 @@ class TritonFp8Matmul:
     ) -> None:
         self._codes, self._scale, self._bias = codes, scale, bias
         self.takes_rounded_rows = rounds_activations
+        self._streamed = Streamed(codes, scale, bias, chain_product)
         self._uses_library = rounds_activations and bias is None and _library_agrees(codes, scale)
 
     def __call__(self, x: Activations) -> torch.Tensor:
@@ -180,13 +183,11 @@ class TritonFp8Matmul:
                 x = x.contiguous()
             if self.takes_rounded_rows:
                 x = round_activations(x)
-        if (
-            isinstance(x, RoundedRows)
-            and self._uses_library
-            and len(x.codes) >= _LIBRARY_ROWS
-            and x.dtype is torch.bfloat16
-        ):
-            return self._multiply_many(x)
+        if isinstance(x, RoundedRows):
+            if self._uses_library and len(x.codes) >= _LIBRARY_ROWS and x.dtype is torch.bfloat16:
+                return self._multiply_many(x)
+            if self._streamed.takes(x):
+                return self._streamed(x)
         return chain_product(x, self._codes, self._scale, self._bias)
 
     def _multiply_many(self, x: RoundedRows) -> torch.Tensor:
