@@ -7,9 +7,10 @@
 `models`: tokens a second and time to the first token through the server, against `LLM.generate` in one process. The
 configuration has one slot. In a burst all streams ask for their texts at once, greedy; `LLM.generate` has the same
 texts in one call. A repeat is --bursts of these one after the other without a pause, on both sides: the next one begins
-when the slowest stream has its last token. Its tokens a second are those of all bursts over the whole time; the time
-to the first token is the median over all requests. Between repeats the clients count what they have got, and the server
-rests for so long. `front`: the front with an engine that computes nothing (bench_serve_engine.py): requests a second,
+when the slowest stream has its last token. Its tokens a second are those of all bursts over the whole time. The time to
+the first token runs from the sending of a request, and from the call of `LLM.generate`: both have texts to make tokens
+of; it is the median over all requests. Between repeats the clients count what they have got, and the server rests for
+so long. `front`: the front with an engine that computes nothing (bench_serve_engine.py): requests a second,
 and what streams cost it at rounds of 2 ms.
 
 Clients (bench_serve_client.py) have a process of their own and parse nothing while they are timed; `client_cpu` says
@@ -169,11 +170,11 @@ def measure_here(llm: LLM, num_streams: int, options: argparse.Namespace) -> dic
 
     def run() -> dict[str, float]:
         before, began = _cpu_seconds(os.getpid()), time.perf_counter()
-        outputs = [output for _ in range(options.bursts) for output in llm.generate(prompts, sampling)]
+        bursts = [(time.perf_counter(), llm.generate(prompts, sampling)) for _ in range(options.bursts)]
         seconds, cpu = time.perf_counter() - began, _cpu_seconds(os.getpid()) - before
-        completions = [completion for output in outputs for completion in output.completions]
-        firsts = [(item.statistics.first_token or 0.0) - item.statistics.arrival for item in completions]
-        tokens = sum(len(item.token_ids) for item in completions)
+        told = [(asked, item) for asked, outputs in bursts for output in outputs for item in output.completions]
+        firsts = [(item.statistics.first_token or 0.0) - asked for asked, item in told]
+        tokens = sum(len(item.token_ids) for _, item in told)
         return {
             "tokens_per_s": tokens / seconds,
             "first_token_ms": 1000 * statistics.median(firsts),

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from launch.serve.aside import SHORT_TEXT, aside
 from launch.serve.engines import Engine
+from launch.serve.gathering import Gathering
 from launch.serve.limits import Door, Ticket, out_of_time
 from launch.serve.metrics import FrontMetrics
 from launch.serve.open_requests import EngineRequest, Inbox
@@ -202,6 +203,7 @@ class Front:
         self.metrics = metrics
         self._prompts = prompts
         self._timeout = timeout
+        self._gathering = Gathering(door)
 
     async def begin(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams], arrived: float
@@ -228,6 +230,7 @@ class Front:
         try:
             is_long = sum(map(len, prompts)) + sum(map(_length, distinct)) > SHORT_TEXT
             requests = await aside(is_long, self._read, prompts, of_each)
+            await self._gathering.wait()
             self._check(requests)
             return Generation(self.client, requests, ticket, self.metrics, arrived, self._timeout)
         except BaseException:
