@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from launch.serve.limits import Door
 
-MOST_SECONDS = 0.01
+MOST_SECONDS = 0.02
 """How long a request may wait here: in this time some tens are read."""
 
 _TURNS = 2
