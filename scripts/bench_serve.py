@@ -8,10 +8,12 @@
 configuration has one slot. In a burst all streams ask for their texts at once, greedy; `LLM.generate` has the same
 texts in one call. A repeat is --bursts of these one after the other without a pause, on both sides: the next one begins
 when the slowest stream has its last token. Its tokens a second are those of all bursts over the whole time. The time to
-the first token runs from the sending of a request, and from the call of `LLM.generate`: both have texts to make tokens
-of; it is the median over all requests. Between repeats the clients count what they have got, and the server rests for
-so long. `front`: the front with an engine that computes nothing (bench_serve_engine.py): requests a second,
-and what streams cost it at rounds of 2 ms.
+the first token is the median over all requests: from the sending of a request, and from the call of `LLM.generate`
+until the engine core hands its first tokens over; both have to make tokens of texts. Between repeats the clients count
+what they have got, and the server rests for so long.
+
+`front`: the front with an engine that computes nothing (bench_serve_engine.py): requests a second, and what streams
+cost it at rounds of 2 ms.
 
 Clients (bench_serve_client.py) have a process of their own and parse nothing while they are timed; `client_cpu` says
 how much of the time it was at work. CPU seconds of front and engine are of their processes, user and system: on a busy
@@ -41,6 +43,7 @@ from served.said import read_addresses
 
 from trtrun import LLM, SamplingParams, load_config
 from trtrun.config import ASSETS
+from trtrun.outputs import CompletionDelta, RequestId
 
 SCRIPTS = Path(__file__).resolve().parent
 FRONT_CONNECTIONS = 32
@@ -162,22 +165,54 @@ def counted(what: str, run: Callable[[], dict[str, float]], options: argparse.Na
     return medians(results)
 
 
-def measure_here(llm: LLM, num_streams: int, options: argparse.Namespace) -> dict[str, float]:
+class FirstTokens:
+    """When the first tokens of requests leave the engine core of an LLM, as a program that streams would have them.
+
+    Attributes:
+        seconds: from the call, of every request so far.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.seconds: list[float] = []
+        self._step = llm.engine.step
+        self._asked = 0.0
+        self._num_expected = 0
+        self._seen: set[RequestId] = set()
+        llm.engine.step = self._look  # type: ignore[method-assign]
+
+    def expect(self, num_requests: int) -> None:
+        """So many requests are asked for now."""
+        self._num_expected, self._asked = num_requests, time.perf_counter()
+        self._seen.clear()
+
+    def _look(self) -> list[CompletionDelta]:
+        deltas = self._step()
+        if len(self._seen) < self._num_expected:
+            now = time.perf_counter()
+            new = {delta.request_id for delta in deltas} - self._seen
+            self._seen |= new
+            self.seconds += [now - self._asked] * len(new)
+        return deltas
+
+
+def measure_here(llm: LLM, firsts: FirstTokens, num_streams: int, options: argparse.Namespace) -> dict[str, float]:
     """By the Python API, in this process."""
 
     prompts = read_prompts(num_streams)
     sampling = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
 
     def run() -> dict[str, float]:
+        firsts.seconds.clear()
         before, began = _cpu_seconds(os.getpid()), time.perf_counter()
-        bursts = [(time.perf_counter(), llm.generate(prompts, sampling)) for _ in range(options.bursts)]
+        outputs = []
+        for _ in range(options.bursts):
+            firsts.expect(num_streams)
+            outputs += llm.generate(prompts, sampling)
         seconds, cpu = time.perf_counter() - began, _cpu_seconds(os.getpid()) - before
-        told = [(asked, item) for asked, outputs in bursts for output in outputs for item in output.completions]
-        firsts = [(item.statistics.first_token or 0.0) - asked for asked, item in told]
-        tokens = sum(len(item.token_ids) for _, item in told)
+        tokens = sum(len(completion.token_ids) for output in outputs for completion in output.completions)
         return {
             "tokens_per_s": tokens / seconds,
-            "first_token_ms": 1000 * statistics.median(firsts),
+            "first_token_ms": 1000 * statistics.median(firsts.seconds),
             "cpu_ms_per_1000_tokens": 1e6 * cpu / tokens,
         }
 
@@ -194,7 +229,8 @@ def bench_models(options: argparse.Namespace) -> list[dict[str, float]]:
             for count in options.streams
         }
     with LLM(config=load_config(options.config, options.set)) as llm:
-        here = {count: measure_here(llm, count, options) for count in options.streams}
+        firsts = FirstTokens(llm)
+        here = {count: measure_here(llm, firsts, count, options) for count in options.streams}
     rows = []
     for count in options.streams:
         through, own = served[count], here[count]
