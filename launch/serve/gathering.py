@@ -36,8 +36,12 @@ class Gathering:
         self._num_come = 0
         self._num_waiting = 0
 
-    async def wait(self) -> None:
-        """Wait until nobody comes any more, or some have begun."""
+    async def wait(self) -> bool:
+        """Wait until nobody comes any more, or some have begun.
+
+        Returns:
+            Whether some of those that have waited are still to begin.
+        """
         self._num_come += 1
         self._num_waiting += 1
         deadline = self._clock() + MOST_SECONDS
@@ -49,6 +53,7 @@ class Gathering:
                     await asyncio.sleep(0)
         finally:
             self._num_waiting -= 1
+        return self._num_waiting > 0
 
     def _are_others_coming(self, num_come: int) -> bool:
         """Whether some have come since there were `num_come`, and all that are let in wait here."""

@@ -41,13 +41,14 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class Generate(_Message, frozen=True, tag="generate"):
     """Complete a prompt, from its start or behind the tokens `generated`, in turns with those of other groups (see
-    `LLMEngine.add_request`)."""
+    `LLMEngine.add_request`). With `more_follow` another one is sent right behind it."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: dict[str, Any]
     generated: dict[int, tuple[int, ...]] | None = None
     group: str | None = None
+    more_follow: bool = False
 
     @classmethod
     def of(
@@ -57,6 +58,7 @@ class Generate(_Message, frozen=True, tag="generate"):
         sampling: SamplingParams,
         generated: dict[int, tuple[int, ...]] | None,
         group: str | None = None,
+        more_follow: bool = False,
     ) -> Generate:
         """The message for one request."""
         return cls(
@@ -65,6 +67,7 @@ class Generate(_Message, frozen=True, tag="generate"):
             sampling=sampling.as_mapping(),
             generated=generated,
             group=group,
+            more_follow=more_follow,
         )
 
     def sampling_params(self) -> SamplingParams:

@@ -42,8 +42,8 @@ class Comers:
     async def _come(self, number: int) -> None:
         self._door.enter(1)
         self.log.append(f"{number} comes")
-        await self._gathering.wait()
-        self.log.append(f"{number} begins")
+        more_follow = await self._gathering.wait()
+        self.log.append(f"{number} begins{', more follow' * more_follow}")
 
 
 def test_those_that_come_in_turns_one_after_the_other_begin_when_the_last_is_there() -> None:
@@ -56,15 +56,17 @@ def test_those_that_come_in_turns_one_after_the_other_begin_when_the_last_is_the
 
     log = asyncio.run(work())
     assert log[:3] == ["0 comes", "1 comes", "2 comes"]
-    assert sorted(log[3:]) == ["0 begins", "1 begins", "2 begins"]
+    assert sorted(entry[:8] for entry in log[3:]) == ["0 begins", "1 begins", "2 begins"]
+    assert ["more follow" in entry for entry in log[3:]] == [True, True, False]
 
 
 def test_nobody_waits_while_another_one_is_in_work() -> None:
     door = open_door()
     door.enter(1)
     door.enter(1)
-    with pytest.raises(StopIteration):  # it is over without having waited for anything
+    with pytest.raises(StopIteration) as ended:  # without having waited for anything
         Gathering(door).wait().send(None)
+    assert ended.value.value is False
 
 
 def test_those_that_keep_coming_hold_up_nobody_for_long() -> None:
@@ -73,14 +75,14 @@ def test_those_that_keep_coming_hold_up_nobody_for_long() -> None:
     async def work() -> list[str]:
         nonlocal now
         comers = Comers(door := open_door(), Gathering(door, clock=lambda: now))
-        while len(comers.log) < 8 and "0 begins" not in comers.log:
+        while len(comers.log) < 8 and not any("0 begins" in entry for entry in comers.log):
             comers.send()
             await turn()
             now += MOST_SECONDS / 3
         return await comers.wait()
 
     log = asyncio.run(work())
-    assert log.index("0 begins") < 6
+    assert [entry[:8] for entry in log].index("0 begins") < 6
 
 
 def test_one_that_was_given_up_counts_no_more() -> None:
@@ -112,9 +114,9 @@ def test_requests_of_a_front_begin_together() -> None:
         for _ in range(3):
             beginning.append(asyncio.create_task(front.begin(["def main("], SamplingParams(), 0.0)))
             await turn()
-            assert not engine.requests
+            assert not engine.starts
         for generation in await asyncio.gather(*beginning):
             generation.close()
 
     asyncio.run(work())
-    assert len(engine.requests) == 3
+    assert engine.starts == [True, True, False]
