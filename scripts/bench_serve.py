@@ -2,17 +2,24 @@
 """What the way through `trtrun serve` costs, with models and without.
 
     python scripts/bench_serve.py --config run.yaml [--parts models,front] [--streams 1,16,64] [--max-tokens 128]
-        [--repeats 5] [--warm-up-seconds 10] [--client-processes 1] [--set KEY=VALUE]
+        [--repeats 5] [--bursts 8] [--warm-up-seconds 10] [--set KEY=VALUE]
 
 `models`: tokens a second and time to the first token through the server, against `LLM.generate` in one process. The
-configuration has one slot; prompts are the same texts, greedy. `front`: the front with an engine that computes nothing
-(bench_serve_engine.py): requests a second, and what streams cost it at rounds of 2 ms.
+configuration has one slot. In a burst all streams ask for their texts at once, greedy; `LLM.generate` has the same
+texts in one call. A repeat is --bursts of these one after the other without a pause, on both sides: the next one begins
+when the slowest stream has its last token. Its tokens a second are those of all bursts over the whole time. The time to
+the first token is the median over all requests: from the sending of a request, and from the call of `LLM.generate`
+until the engine core hands its first tokens over; both have to make tokens of texts. Between repeats the clients count
+what they have got, and the server rests for so long.
 
-Clients (bench_serve_client.py) have processes of their own and parse nothing while they are timed; `client_cpu` says
-how much of the time one of them was at work. CPU seconds of front and engine are of their processes, user and system:
-on a busy machine they say more than times. Medians over the repeats; the last line is JSON. On a GPU the first rounds
-of a shape compile kernels and capture graphs, and streams meet more shapes than a batch: for --warm-up-seconds nothing
-is counted, on both sides. -v tells every run.
+`front`: the front with an engine that computes nothing (bench_serve_engine.py): requests a second, and what streams
+cost it at rounds of 2 ms.
+
+Clients (bench_serve_client.py) have a process of their own and parse nothing while they are timed; `client_cpu` says
+how much of the time it was at work. CPU seconds of front and engine are of their processes, user and system: on a busy
+machine they say more than times. Medians over the repeats; the last line is JSON. On a GPU the first rounds of a shape
+compile kernels and capture graphs, and streams meet more shapes than a batch: for --warm-up-seconds nothing is counted,
+on both sides. -v tells every repeat.
 """
 
 from __future__ import annotations
@@ -20,23 +27,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+from served.said import read_addresses
 
 from trtrun import LLM, SamplingParams, load_config
 from trtrun.config import ASSETS
+from trtrun.outputs import CompletionDelta, RequestId
 
 SCRIPTS = Path(__file__).resolve().parent
-READY = re.compile(r"trtrun: (\S+) is served at http://(\S+):(\d+), metrics at")
 FRONT_CONNECTIONS = 32
 REQUESTS_EACH = 50
 ROUND_MS = 2.0
@@ -54,7 +63,7 @@ class Served:
 
     model: str
     host: str
-    port: str
+    port: int
     process: int
 
     def cpu_seconds(self) -> tuple[float, float]:
@@ -75,8 +84,10 @@ def serving(command: Sequence[object]) -> Iterator[Served]:
         try:
             assert process.stderr is not None
             for line in process.stderr:
-                if ready := READY.match(line):
-                    yield Served(ready[1], ready[2], ready[3], process.pid)
+                if told := read_addresses(line.rstrip("\n")):
+                    url = urlsplit(told.url)
+                    assert url.hostname is not None and url.port is not None
+                    yield Served(told.model, url.hostname, url.port, process.pid)
                     return
                 print(line, end="", file=sys.stderr)
             sys.exit("bench_serve.py: the server did not start")
@@ -85,45 +96,40 @@ def serving(command: Sequence[object]) -> Iterator[Served]:
 
 
 class Clients:
-    """Processes that read streams, all at once."""
+    """A process that reads streams, all at once."""
 
-    def __init__(self, server: Served, num_streams: int, num_processes: int, stack: ExitStack) -> None:
+    def __init__(self, server: Served, num_streams: int, process: subprocess.Popen[str]) -> None:
         self._server = server
         self._num_streams = num_streams
-        shares = [len(range(place, num_streams, num_processes)) for place in range(min(num_processes, num_streams))]
-        script = [sys.executable, str(SCRIPTS / "bench_serve_client.py"), server.host, server.port, server.model]
-        self._processes = [
-            stack.enter_context(
-                subprocess.Popen([*script, str(share)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            )
-            for share in shares
-        ]
-        self._shares = shares
+        self._process = process
 
-    def measure(self, max_tokens: int, requests: int = 1) -> dict[str, float]:
-        """Have every stream ask so many times, one after the other."""
+    @classmethod
+    @contextmanager
+    def started(cls, server: Served, num_streams: int) -> Iterator[Clients]:
+        """With a process for these streams, which ends afterwards."""
+        script = [sys.executable, str(SCRIPTS / "bench_serve_client.py")]
+        words = [*script, server.host, str(server.port), server.model, str(num_streams)]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            yield cls(server, num_streams, process)
+
+    def measure(self, max_tokens: int, bursts: int = 1, requests: int = 1) -> dict[str, float]:
+        """So many bursts, in each of which every stream asks so many times, one after the other."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        order = {"prompts": read_prompts(self._num_streams), "max_tokens": max_tokens}
         front, engine = self._server.cpu_seconds()
-        prompts = iter(read_prompts(self._num_streams))
-        for process, share in zip(self._processes, self._shares, strict=True):
-            order = {"prompts": [next(prompts) for _ in range(share)], "max_tokens": max_tokens, "requests": requests}
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(order) + "\n")
-            process.stdin.flush()
-        told = []
-        for process in self._processes:
-            assert process.stdout is not None
-            told.append(json.loads(process.stdout.readline() or sys.exit("bench_serve.py: a client has failed")))
+        self._process.stdin.write(json.dumps(order | {"bursts": bursts, "requests": requests}) + "\n")
+        self._process.stdin.flush()
+        told = json.loads(self._process.stdout.readline() or sys.exit("bench_serve.py: a client has failed"))
         front_after, engine_after = self._server.cpu_seconds()
-        seconds = max(item["ended"] for item in told) - min(item["began"] for item in told)
-        tokens, chunks = (sum(item[name] for item in told) for name in ("tokens", "chunks"))
+        seconds, tokens, chunks = told["seconds"], told["tokens"], told["chunks"]
         return {
             "seconds": seconds,
             "tokens_per_s": tokens / seconds,
-            "requests_per_s": self._num_streams * requests / seconds,
-            "first_token_ms": 1000 * statistics.median(first for item in told for first in item["firsts"]),
+            "requests_per_s": len(told["firsts"]) / seconds,
+            "first_token_ms": 1000 * statistics.median(told["firsts"]),
             "chunks_per_s": chunks / seconds,
             "tokens_per_chunk": tokens / chunks,
-            "client_cpu": max(item["cpu_s"] for item in told) / seconds,
+            "client_cpu": told["cpu_s"] / seconds,
             "front_cpu_s": front_after - front,
             "engine_cpu_s": engine_after - engine,
             "front_cpu_us_per_chunk": 1e6 * (front_after - front) / chunks,
@@ -138,12 +144,11 @@ def medians(results: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def measure_clients(
-    server: Served, num_streams: int, options: argparse.Namespace, max_tokens: int, requests: int = 1
+    server: Served, num_streams: int, options: argparse.Namespace, max_tokens: int, bursts: int = 1, requests: int = 1
 ) -> dict[str, float]:
     """Medians over the repeats, behind those that are not counted; clients of their own."""
-    with ExitStack() as stack:
-        clients = Clients(server, num_streams, options.client_processes, stack)
-        return counted(f"{num_streams} streams", lambda: clients.measure(max_tokens, requests), options)
+    with Clients.started(server, num_streams) as clients:
+        return counted(f"{num_streams} streams", lambda: clients.measure(max_tokens, bursts, requests), options)
 
 
 def counted(what: str, run: Callable[[], dict[str, float]], options: argparse.Namespace) -> dict[str, float]:
@@ -160,20 +165,54 @@ def counted(what: str, run: Callable[[], dict[str, float]], options: argparse.Na
     return medians(results)
 
 
-def measure_here(llm: LLM, num_streams: int, options: argparse.Namespace) -> dict[str, float]:
+class FirstTokens:
+    """When the first tokens of requests leave the engine core of an LLM, as a program that streams would have them.
+
+    Attributes:
+        seconds: from the call, of every request so far.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.seconds: list[float] = []
+        self._step = llm.engine.step
+        self._asked = 0.0
+        self._num_expected = 0
+        self._seen: set[RequestId] = set()
+        llm.engine.step = self._look  # type: ignore[method-assign]
+
+    def expect(self, num_requests: int) -> None:
+        """So many requests are asked for now."""
+        self._num_expected, self._asked = num_requests, time.perf_counter()
+        self._seen.clear()
+
+    def _look(self) -> list[CompletionDelta]:
+        deltas = self._step()
+        if len(self._seen) < self._num_expected:
+            now = time.perf_counter()
+            new = {delta.request_id for delta in deltas} - self._seen
+            self._seen |= new
+            self.seconds += [now - self._asked] * len(new)
+        return deltas
+
+
+def measure_here(llm: LLM, firsts: FirstTokens, num_streams: int, options: argparse.Namespace) -> dict[str, float]:
     """By the Python API, in this process."""
 
+    prompts = read_prompts(num_streams)
+    sampling = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
+
     def run() -> dict[str, float]:
+        firsts.seconds.clear()
         before, began = _cpu_seconds(os.getpid()), time.perf_counter()
-        sampling = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
-        outputs = llm.generate(read_prompts(num_streams), sampling)
+        outputs = []
+        for _ in range(options.bursts):
+            firsts.expect(num_streams)
+            outputs += llm.generate(prompts, sampling)
         seconds, cpu = time.perf_counter() - began, _cpu_seconds(os.getpid()) - before
-        completions = [completion for output in outputs for completion in output.completions]
-        firsts = [(item.statistics.first_token or 0.0) - item.statistics.arrival for item in completions]
-        tokens = sum(len(item.token_ids) for item in completions)
+        tokens = sum(len(completion.token_ids) for output in outputs for completion in output.completions)
         return {
             "tokens_per_s": tokens / seconds,
-            "first_token_ms": 1000 * statistics.median(firsts),
+            "first_token_ms": 1000 * statistics.median(firsts.seconds),
             "cpu_ms_per_1000_tokens": 1e6 * cpu / tokens,
         }
 
@@ -185,9 +224,13 @@ def bench_models(options: argparse.Namespace) -> list[dict[str, float]]:
     settings = [word for setting in options.set for word in ("--set", setting)]
     command = [sys.executable, "-m", "launch.cli", "serve", "--config", options.config, *settings]
     with serving([*command, "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]) as server:
-        served = {count: measure_clients(server, count, options, options.max_tokens) for count in options.streams}
+        served = {
+            count: measure_clients(server, count, options, options.max_tokens, options.bursts)
+            for count in options.streams
+        }
     with LLM(config=load_config(options.config, options.set)) as llm:
-        here = {count: measure_here(llm, count, options) for count in options.streams}
+        firsts = FirstTokens(llm)
+        here = {count: measure_here(llm, firsts, count, options) for count in options.streams}
     rows = []
     for count in options.streams:
         through, own = served[count], here[count]
@@ -250,13 +293,13 @@ def main() -> None:
     parser.add_argument("--streams", type=lambda text: [int(part) for part in text.split(",")], default=[1, 16, 64])
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--bursts", type=int, default=8)
     parser.add_argument("--warm-up-seconds", type=float, default=10.0)
-    parser.add_argument("--client-processes", type=int, default=1)
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("-v", "--verbose", action="store_true")
     options = parser.parse_args()
     told: dict[str, Any] = {"max_tokens": options.max_tokens, "warm_up_seconds": options.warm_up_seconds}
-    told["repeats"] = options.repeats
+    told |= {"repeats": options.repeats, "bursts": options.bursts}
     if "models" in options.parts:
         told["models"] = bench_models(options)
     if "front" in options.parts:

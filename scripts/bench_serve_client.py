@@ -3,15 +3,16 @@
 
     python scripts/bench_serve_client.py HOST PORT MODEL STREAMS < orders > answers
 
-One process, one event loop, a connection a stream, which is kept from one order to the next. An order is a line of
-JSON:
+One process, one event loop, a connection a stream, which is kept from one order to the next; those that the server has
+closed meanwhile are opened again. An order is a line of JSON:
 
-    {"prompts": ["…"], "max_tokens": 128, "requests": 1}
+    {"prompts": ["…"], "max_tokens": 128, "bursts": 8, "requests": 1}
 
-Each connection takes its prompt and asks for it `requests` times, one after the other, greedy and streaming. The answer
-is a line of JSON: when it began and ended (`time.perf_counter`, one clock for all processes of a host), seconds to the
-first token of every request, tokens, chunks, and the CPU seconds of this process: what a client takes is not the
-server's. Nothing is parsed while it is timed: an answer ends with its last chunk, and events are counted afterwards.
+In a burst each connection takes its prompt and asks for it `requests` times, one after the other, greedy and streaming.
+The next burst begins at once when the slowest connection has its last answer. The answer to the order is a line of
+JSON: seconds from the first burst's beginning to the last one's end, seconds to the first token of every request,
+tokens, chunks, and the CPU seconds of this process: what a client takes is not the server's. Nothing is parsed while it
+is timed: an answer ends with its last chunk, and events are counted afterwards.
 """
 
 from __future__ import annotations
@@ -26,9 +27,15 @@ LAST_CHUNK = b"\r\n0\r\n\r\n"
 
 
 class Stream(asyncio.Protocol):
-    """One connection. Requests go over it one after the other."""
+    """One connection. Requests go over it one after the other.
+
+    Attributes:
+        is_lost: whether the server has closed it.
+        first: `time.perf_counter` when the first token of the last request came; 0 before that.
+    """
 
     def __init__(self) -> None:
+        self.is_lost = False
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._received: list[bytes] = []
         self._tail = b""
@@ -50,11 +57,18 @@ class Stream(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """As asyncio calls it."""
+        self.is_lost = True
         if not self._done.done():
             self._done.set_exception(ConnectionError(f"the server has closed the connection ({error})"))
 
     async def ask(self, request: bytes) -> bytes:
-        """Send a request and wait for the end of its answer."""
+        """Send a request and wait for the end of its answer.
+
+        Raises:
+            ConnectionError: the connection is lost, or gets lost meanwhile.
+        """
+        if self.is_lost:
+            raise ConnectionError("the server has closed the connection")
         self._done = asyncio.get_running_loop().create_future()
         self._received, self._tail, self.first = [], b"", 0.0
         self._transport.write(request)
@@ -80,32 +94,61 @@ def read_answer(answer: bytes) -> tuple[int, int]:
     return last["usage"]["completion_tokens"], len(events) - 1
 
 
-async def follow_orders(host: str, port: int, model: str, num_streams: int) -> None:
-    """Open the connections, and do what stdin says until it ends."""
-    loop = asyncio.get_running_loop()
-    streams = [(await loop.create_connection(Stream, host, port))[1] for _ in range(num_streams)]
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        order = json.loads(line)
+class Clients:
+    """What orders are followed with.
+
+    Attributes:
+        streams: their connections; None for those that were never opened.
+    """
+
+    def __init__(self, host: str, port: int, model: str, num_streams: int) -> None:
+        self._host = host
+        self._port = port
+        self._model = model
+        self.streams: list[Stream | None] = [None] * num_streams
+
+    async def follow(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Do what an order says; returns the answer to it."""
+        requests = [make_request(self._host, self._model, prompt, order["max_tokens"]) for prompt in order["prompts"]]
         answers: list[bytes] = []
         firsts: list[float] = []
 
-        async def work(stream: Stream, prompt: str, order: dict[str, Any], answers: Any, firsts: Any) -> None:
-            request = make_request(host, model, prompt, order["max_tokens"])
+        async def work(stream: Stream, request: bytes) -> None:
             for _ in range(order["requests"]):
                 began = time.perf_counter()
                 answers.append(await stream.ask(request))
                 firsts.append(stream.first - began)
 
+        await self._open()
         used, began = time.process_time(), time.perf_counter()
-        pairs = zip(streams, order["prompts"], strict=True)
-        await asyncio.gather(*(work(stream, prompt, order, answers, firsts) for stream, prompt in pairs))
-        ended, cpu = time.perf_counter(), time.process_time() - used
+        for _ in range(order["bursts"]):
+            # A stream may have waited for the slowest one for longer than the server keeps connections.
+            pairs = zip(await self._open(), requests, strict=True)
+            await asyncio.gather(*(work(stream, request) for stream, request in pairs))
+        seconds, cpu = time.perf_counter() - began, time.process_time() - used
         read = [read_answer(answer) for answer in answers]
-        told = {"began": began, "ended": ended, "firsts": firsts, "cpu_s": cpu}
-        print(json.dumps(told | {"tokens": sum(item[0] for item in read), "chunks": sum(item[1] for item in read)}))
-        sys.stdout.flush()
+        told = {"seconds": seconds, "firsts": firsts, "cpu_s": cpu}
+        return told | {"tokens": sum(item[0] for item in read), "chunks": sum(item[1] for item in read)}
+
+    async def _open(self) -> list[Stream]:
+        """The connections, opened where they are not, or not any more."""
+        loop = asyncio.get_running_loop()
+        opened = [
+            (await loop.create_connection(Stream, self._host, self._port))[1]
+            if stream is None or stream.is_lost
+            else stream
+            for stream in self.streams
+        ]
+        self.streams = [*opened]
+        return opened
+
+
+async def follow_orders(clients: Clients) -> None:
+    """Do what stdin says until it ends."""
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        print(json.dumps(await clients.follow(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":
     HOST, PORT, MODEL, STREAMS = sys.argv[1:]
-    asyncio.run(follow_orders(HOST, int(PORT), MODEL, int(STREAMS)))
+    asyncio.run(follow_orders(Clients(HOST, int(PORT), MODEL, int(STREAMS))))

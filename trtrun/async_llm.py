@@ -130,13 +130,15 @@ class AsyncLLM:
         request_id: RequestId,
         generated: Mapping[int, Sequence[int]] | None = None,
         group: Hashable = None,
+        more_follow: bool | None = None,
     ) -> None:
         """Complete a prompt as `generate` does, and give what comes to a recipient in the engine core's thread.
 
         For programs that hand on what comes, such as to another process: no event loop has to wake up for it, and the
-        rounds wait for none. What goes wrong ends the recipient. `abort` ends the request.
+        rounds wait for none. What goes wrong ends the recipient. `abort` ends the request. After a rest the first round
+        waits a moment for other requests, unless it is told that no `more_follow` at once.
         """
-        self._thread.add(recipient, request_id, prompt, sampling, generated, group)
+        self._thread.add(recipient, request_id, prompt, sampling, generated, group, more_follow)
 
     def abort(self, request_id: RequestId) -> None:
         """End a request before its next round; its iterator ends with what it has. Nothing where it is not known. Any

@@ -24,8 +24,9 @@ from trtrun.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
-GATHER_SECONDS = 0.0005
-"""After a rest the first round begins once no request has come for so long: about what a server needs for one."""
+GATHER_SECONDS = 0.0002
+"""After a rest the first round begins once no request has come for so long, where nobody says whether more follow:
+those that are handed over one right after the other come in less."""
 
 MOST_GATHER_SECONDS = 0.004
 """How long that may take."""
@@ -52,6 +53,7 @@ class EngineThread:
         self._over: TrtrunError | None = None
         self._told_failure: RankFailedError | None = None
         self._recipients: dict[RequestId, Recipient] = {}
+        self._more_follow: bool | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> LLMEngine | None:
@@ -71,8 +73,10 @@ class EngineThread:
         sampling: SamplingParams | None,
         generated: Mapping[int, Sequence[int]] | None,
         group: Hashable = None,
+        more_follow: bool | None = None,
     ) -> None:
-        """Have a request added; what becomes of it goes to the recipient."""
+        """Have a request added; what becomes of it goes to the recipient. Whether others are added right behind it;
+        None where that is not known."""
 
         def work(engine: LLMEngine) -> None:
             try:
@@ -82,6 +86,7 @@ class EngineThread:
                 return
             recipient.begin(len(generated) if generated is not None else sampling.n if sampling is not None else 1)
             self._recipients[request_id] = recipient
+            self._more_follow = more_follow
 
         def refuse(error: Exception) -> None:
             recipient.end(error)
@@ -184,10 +189,10 @@ class EngineThread:
     def _gather(self, engine: LLMEngine) -> None:
         """Wait a moment for more, before the first round after a rest. Requests often come several at once, and a round
         that has begun with the first one alone makes all others wait for its end."""
-        began = time.monotonic()
-        while not self._is_closing and time.monotonic() - began < MOST_GATHER_SECONDS:
+        deadline = time.monotonic() + MOST_GATHER_SECONDS
+        while self._more_follow is not False and not self._is_closing and (left := deadline - time.monotonic()) > 0:
             with self._has_orders:
-                if not self._orders and not self._has_orders.wait(GATHER_SECONDS):
+                if not self._orders and not self._has_orders.wait(left if self._more_follow else GATHER_SECONDS):
                     return
             self._do_waiting(engine)
 

@@ -68,10 +68,10 @@ class PromptReader:
         self.check(sampling)
         stops = sampling.stop_token_ids + (() if sampling.ignore_eos else self._model.eos_token_ids)
         words = self._encode_bad_words(sampling.bad_words)
-        first_seed = sampling.with_seed().seed
-        assert first_seed is not None
+        first = sampling.with_seed()
+        assert first.seed is not None
         for index in range(sampling.n):
-            seeded = replace(sampling, seed=(first_seed + index) % 2**63, n=1)
+            seeded = first if first.n == 1 else replace(first, seed=(first.seed + index) % 2**63, n=1)
             yield Request(next_id(), tokens, seeded, tuple(dict.fromkeys(stops)), words)
 
     def check(self, sampling: SamplingParams) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from copy import copy
+from dataclasses import MISSING, dataclass, field, fields
 
 from trtrun.errors import InvalidRequestError, nearest
 from trtrun.values import (
@@ -123,7 +124,11 @@ class SamplingParams:
 
     def with_seed(self) -> SamplingParams:
         """The same with a seed: drawn, where there is none."""
-        return self if self.seed is not None else replace(self, seed=int.from_bytes(os.urandom(7), "little"))
+        if self.seed is not None:
+            return self
+        seeded = copy(self)  # nothing is wrong with it, and need not be checked again
+        object.__setattr__(seeded, "seed", int.from_bytes(os.urandom(7), "little"))
+        return seeded
 
     def _check_ranges(self) -> None:
         # temperature and repetition_penalty: what float32 carries beside logits without a NaN on the way.

@@ -73,8 +73,13 @@ class EngineClient:
         """Wait for engines at a socket, one after the other."""
         self._server = await listen(socket, self._serve)
 
-    def start(self, requests: Sequence[EngineRequest], inbox: Inbox) -> list[str]:
+    def start(self, requests: Sequence[EngineRequest], inbox: Inbox, more_follow: bool = False) -> list[str]:
         """Have requests completed; what comes of them goes to the inbox, under their places in the list.
+
+        Args:
+            requests: that came together.
+            inbox: their reader's.
+            more_follow: others will be started right behind them.
 
         Returns:
             Their ids, for `abort`.
@@ -86,7 +91,7 @@ class EngineClient:
             group = ids[0] if ids else request_id
             opened = OpenRequest(request_id, number, request, inbox, generated, group)
             self._requests[request_id] = opened
-            self._submit(opened)
+            self._submit(opened, more_follow or number + 1 < len(requests))
             ids.append(request_id)
         return ids
 
@@ -127,10 +132,10 @@ class EngineClient:
             self._server.close()
         self._send(Close())
 
-    def _submit(self, opened: OpenRequest) -> None:
+    def _submit(self, opened: OpenRequest, more_follow: bool) -> None:
         """Send a request to the engine that is there, for the first time or again."""
         try:
-            self._send(opened.message())
+            self._send(opened.message(more_follow))
         except MessageError as error:
             del self._requests[opened.request_id]
             opened.inbox.end(Refusal(Kind.TOO_LARGE, str(error)))
@@ -163,8 +168,9 @@ class EngineClient:
 
     def _attach(self, ready: Ready, writer: asyncio.StreamWriter) -> None:
         self.ready, self.limits, self._writer = ready, ready.scheduler_limits(), writer
-        for opened in list(self._requests.values()):
-            self._submit(opened)
+        going_on = list(self._requests.values())
+        for opened in going_on:
+            self._submit(opened, more_follow=opened is not going_on[-1])
         self.on_ready()
 
     def _detach(self) -> None:

@@ -163,7 +163,13 @@ class _Served:
             sending.end(error)
             return
         self._llm.deliver(
-            sending, request.prompt_token_ids, sampling, request.request_id, request.generated, request.group
+            sending,
+            request.prompt_token_ids,
+            sampling,
+            request.request_id,
+            request.generated,
+            request.group,
+            request.more_follow,
         )
 
     def _hear_failure(self, error: RankFailedError) -> None:

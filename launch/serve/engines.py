@@ -30,8 +30,13 @@ class Engine(Protocol):
     ready: Ready | None
     limits: SchedulerLimits | None
 
-    def start(self, requests: Sequence[EngineRequest], inbox: Inbox) -> list[str]:
+    def start(self, requests: Sequence[EngineRequest], inbox: Inbox, more_follow: bool = False) -> list[str]:
         """Have requests completed; what comes of them goes to the inbox, under their places in the list.
+
+        Args:
+            requests: that came together.
+            inbox: their reader's.
+            more_follow: others will be started right behind them.
 
         Returns:
             Their ids, for `abort`.

@@ -60,6 +60,9 @@ class EventStream(Response):
         try:
             async with aclosing(self._events):
                 await self._stream(send)
+                watching.cancel()  # to servers a client whose answer is whole is gone
+                # Streams that end together have their ends before the first of them is counted and put away.
+                await asyncio.sleep(0)
         except asyncio.CancelledError:
             if not self._is_gone or streaming.uncancel():
                 raise  # somebody else's

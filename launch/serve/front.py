@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from launch.serve.aside import SHORT_TEXT, aside
 from launch.serve.engines import Engine
+from launch.serve.gathering import Gathering
 from launch.serve.limits import Door, Ticket, out_of_time
 from launch.serve.metrics import FrontMetrics
 from launch.serve.open_requests import EngineRequest, Inbox
@@ -80,6 +81,7 @@ class Generation:
         metrics: FrontMetrics,
         arrived: float,
         timeout: float,
+        more_follow: bool = False,
     ) -> None:
         """Have requests completed.
 
@@ -90,6 +92,7 @@ class Generation:
             metrics: that observe it.
             arrived: when it came, in seconds of `time.perf_counter`.
             timeout: seconds from then on.
+            more_follow: others begin right behind it.
         """
         self.prompts = [request.prompt_token_ids for request in requests]
         self.usage = Usage(sum(map(len, self.prompts)))
@@ -101,7 +104,7 @@ class Generation:
         self._is_closed = False
         sampling = requests[0].sampling
         self._observed = metrics.requests.begin(self.usage.num_prompt_tokens, sampling.n, sampling.max_tokens, arrived)
-        self._ids = client.start(requests, self._inbox)
+        self._ids = client.start(requests, self._inbox, more_follow)
         self._timer = asyncio.get_running_loop().call_later(
             max(0.0, arrived + timeout - time.perf_counter()), self.give_up, out_of_time(timeout)
         )
@@ -202,6 +205,7 @@ class Front:
         self.metrics = metrics
         self._prompts = prompts
         self._timeout = timeout
+        self._gathering = Gathering(door)
 
     async def begin(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams], arrived: float
@@ -228,8 +232,9 @@ class Front:
         try:
             is_long = sum(map(len, prompts)) + sum(map(_length, distinct)) > SHORT_TEXT
             requests = await aside(is_long, self._read, prompts, of_each)
+            more_follow = await self._gathering.wait()
             self._check(requests)
-            return Generation(self.client, requests, ticket, self.metrics, arrived, self._timeout)
+            return Generation(self.client, requests, ticket, self.metrics, arrived, self._timeout, more_follow)
         except BaseException:
             ticket.leave()
             raise

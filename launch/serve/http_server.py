@@ -74,7 +74,7 @@ def make_application(front: Front, routes: Sequence[Route]) -> Starlette:
         return _count(front, _plain_error(request, "the server failed; its log says how", HTTPException(500)))
 
     application = Starlette(
-        routes=[Route("/health", health, methods=["GET"]), Route("/version", version, methods=["GET"]), *routes],
+        routes=[*routes, Route("/health", health, methods=["GET"]), Route("/version", version, methods=["GET"])],
         middleware=[Middleware(RequestLog)],
         exception_handlers={
             Refusal: refuse,

@@ -41,13 +41,14 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class Generate(_Message, frozen=True, tag="generate"):
     """Complete a prompt, from its start or behind the tokens `generated`, in turns with those of other groups (see
-    `LLMEngine.add_request`)."""
+    `LLMEngine.add_request`). With `more_follow` another one is sent right behind it."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: dict[str, Any]
     generated: dict[int, tuple[int, ...]] | None = None
     group: str | None = None
+    more_follow: bool = False
 
     @classmethod
     def of(
@@ -57,6 +58,7 @@ class Generate(_Message, frozen=True, tag="generate"):
         sampling: SamplingParams,
         generated: dict[int, tuple[int, ...]] | None,
         group: str | None = None,
+        more_follow: bool = False,
     ) -> Generate:
         """The message for one request."""
         return cls(
@@ -65,6 +67,7 @@ class Generate(_Message, frozen=True, tag="generate"):
             sampling=sampling.as_mapping(),
             generated=generated,
             group=group,
+            more_follow=more_follow,
         )
 
     def sampling_params(self) -> SamplingParams:
@@ -150,14 +153,15 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_u
             index=delta.index,
             token_ids=delta.token_ids,
             text=delta.text,
+            # By their places: each row of each round has them, and names would take as long as making them.
             counters=Counters(
-                num_rounds=statistics.num_rounds,
-                num_draft_tokens=statistics.num_draft_tokens,
-                num_accepted_draft_tokens=statistics.num_accepted_draft_tokens,
-                num_cached_prompt_tokens=statistics.num_cached_prompt_tokens,
-                acceptance_histogram=tuple(statistics.acceptance_histogram),
-                num_preemptions=statistics.num_preemptions,
-                queue_seconds=None if statistics.admitted is None else round(statistics.queue_seconds, 6),
+                statistics.num_rounds,
+                statistics.num_draft_tokens,
+                statistics.num_accepted_draft_tokens,
+                statistics.num_cached_prompt_tokens,
+                tuple(statistics.acceptance_histogram),
+                statistics.num_preemptions,
+                None if statistics.admitted is None else statistics.queue_seconds,
             ),
             logprobs=logprobs,
             finish_reason=delta.finish_reason,

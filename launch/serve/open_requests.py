@@ -88,11 +88,14 @@ class OpenRequest:
     told: dict[int, RequestStatistics] = field(default_factory=dict)
     num_losses: int = 0
 
-    def message(self) -> Generate:
-        """What an engine is sent, a first or a later one."""
+    def message(self, more_follow: bool) -> Generate:
+        """What an engine is sent, a first or a later one; whether others are sent right behind it."""
         has_begun = len(self.generated) < self.request.sampling.n or any(self.generated.values())
         generated = {index: tuple(tokens) for index, tokens in self.generated.items()} if has_begun else None
-        return Generate.of(self.request_id, self.request.prompt_token_ids, self.request.sampling, generated, self.group)
+        request = self.request
+        return Generate.of(
+            self.request_id, request.prompt_token_ids, request.sampling, generated, self.group, more_follow
+        )
 
     def take(self, delta: CompletionDelta) -> None:
         """Keep an engine's delta, and tell the reader."""

@@ -88,7 +88,7 @@ class OwnEngine:
         """Whether the launcher has died, which this process is told by SIGTERM."""
         return os.getppid() != self._launcher
 
-    def start(self, requests: Sequence[EngineRequest], inbox: Inbox) -> list[str]:
+    def start(self, requests: Sequence[EngineRequest], inbox: Inbox, more_follow: bool = False) -> list[str]:
         """See `Engine`."""
         ids = [f"request {next(self._ids)}" for _ in requests]
         for number, (request_id, request) in enumerate(zip(ids, requests, strict=True)):

@@ -43,16 +43,23 @@ class WatchedTokenizer:
 
 
 class NoEngine:
-    """Takes requests, and nothing comes of them."""
+    """Takes requests, and nothing comes of them.
+
+    Attributes:
+        requests: so far.
+        starts: for each start whether more were to follow.
+    """
 
     ready: Any = None
 
     def __init__(self) -> None:
         self.limits = SchedulerLimits(8, 4096, 100_000, None, draft_len=4, block_size=16, num_blocks=10_000)
         self.requests: list[EngineRequest] = []
+        self.starts: list[bool] = []
 
-    def start(self, requests: Sequence[EngineRequest], inbox: Inbox) -> list[str]:
+    def start(self, requests: Sequence[EngineRequest], inbox: Inbox, more_follow: bool = False) -> list[str]:
         self.requests += requests
+        self.starts.append(more_follow)
         return [str(number) for number in range(len(requests))]
 
     def abort(self, request_ids: Sequence[str]) -> None:

@@ -191,6 +191,21 @@ def test_requests_that_came_together_are_a_group_on_every_engine() -> None:
     with_client(check)
 
 
+def test_an_engine_hears_whether_more_requests_follow() -> None:
+    async def check(client: EngineClient, socket: str) -> None:
+        engine = await Engine.connect(socket)
+        while client.ready is None:
+            await asyncio.sleep(0)
+        client.start([EngineRequest((number,), SAMPLING) for number in range(2)], Inbox())
+        client.start([EngineRequest((number,), SAMPLING) for number in range(2)], Inbox(), more_follow=True)
+        assert [(await engine.hear()).more_follow for _ in range(4)] == [True, False, True, True]
+        await engine.die(client)
+        engine = await Engine.connect(socket)
+        assert [(await engine.hear()).more_follow for _ in range(4)] == [True, True, True, False]
+
+    with_client(check)
+
+
 def test_who_asks_how_full_the_engine_is_hears_it_or_that_there_is_none() -> None:
     async def check(client: EngineClient, socket: str) -> None:
         assert await client.ask_status() is None

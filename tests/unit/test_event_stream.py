@@ -76,6 +76,31 @@ def test_requests_that_came_together_are_begun_before_the_first_is_answered() ->
     run(check())
 
 
+def test_streams_that_end_together_have_their_ends_before_the_first_is_put_away() -> None:
+    async def check() -> None:
+        ends = asyncio.Event()
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            await ends.wait()
+            yield LastEvents(event("1"))
+
+        class LookingWork(Work):
+            def close(self) -> None:
+                super().close()
+                sent_when_closed.append([len(work.sent) for work in works])
+
+        works = [LookingWork() for _ in range(3)]
+        sent_when_closed: list[list[int]] = []
+        answering = asyncio.gather(*(work.answer(events()) for work in works))
+        while not all(work.sent for work in works):
+            await asyncio.sleep(0)
+        ends.set()
+        await answering
+        assert sent_when_closed == [[2, 2, 2]] * 3
+
+    run(check())
+
+
 def test_a_stream_ends_with_its_client() -> None:
     async def check() -> None:
         has_ended = False

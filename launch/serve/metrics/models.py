@@ -172,7 +172,9 @@ class ModelRecorder(Collector):
 
     def totals(self, model: str) -> ModelTotals:
         """What a model has answered so far; it counts from now on where it had not been asked for."""
-        return self._models.setdefault(model, ModelTotals())
+        if model not in self._models:
+            self._models[model] = ModelTotals()
+        return self._models[model]
 
     def collect(self) -> Iterator[Metric]:
         """All families, as the registry asks for them."""
