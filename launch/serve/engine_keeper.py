@@ -130,6 +130,10 @@ class EngineKeeper:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), 1.0)
 
+    def restart(self) -> None:
+        """End the engine now, which is started again as one that ended by itself."""
+        self._end()
+
     def kill(self) -> None:
         """End the engine now."""
         self._is_closing = True

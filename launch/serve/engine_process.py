@@ -18,6 +18,8 @@ from launch.mpi.start_progress import StartProgress
 from launch.serve.engine_socket import connect
 from launch.serve.messages import (
     Abort,
+    Alive,
+    AskAlive,
     AskStatus,
     Close,
     Generate,
@@ -142,6 +144,8 @@ class _Served:
                     telling = asyncio.create_task(self._tell_status())
                     self._telling.add(telling)
                     telling.add_done_callback(self._telling.discard)
+                case AskAlive():
+                    self._outbox.send(Alive(unwatched_seconds=self._llm.engine.unwatched_seconds))
                 case Close():
                     return
                 case _:

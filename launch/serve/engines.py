@@ -53,11 +53,15 @@ class EngineEvents:
 
     Attributes:
         on_ready, on_lost: it is there; it is gone.
+        on_hang: it is there and does not get on; with a line for the user.
+        on_recovery: it gets on again.
         on_restart: it is started again; with a line for the user.
     """
 
     on_ready: Callable[[], None]
     on_lost: Callable[[], None]
+    on_hang: Callable[[str], None]
+    on_recovery: Callable[[], None]
     on_restart: Callable[[str], None]
 
 

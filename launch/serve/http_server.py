@@ -92,7 +92,8 @@ def make_metrics_application(front: Front) -> Starlette:
 
     async def metrics(request: Request) -> Response:
         status = await front.client.ask_status()
-        return Response(front.metrics.render(front.client.ready, status), media_type=CONTENT_TYPE_LATEST)
+        told = front.metrics.render(front.client.ready, status, is_hanging=front.door.is_hanging)
+        return Response(told, media_type=CONTENT_TYPE_LATEST)
 
     application = Starlette(routes=[Route("/metrics", metrics, methods=["GET"])])
     application.router.redirect_slashes = False

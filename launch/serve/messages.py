@@ -2,10 +2,10 @@
 
     4 bytes, big-endian: length │ {"kind": "generate", "request_id": "…", …}
 
-The front sends Generate, Abort, AskStatus and Close; the engine sends Ready, Deltas, Ended and Status. Messages are
-plain values, checked as they are read: a field that is missing, unknown or of another type ends the connection. What
-comes with every round, a Delta for each row, is a list without names of fields (`array_like`). It does not know who
-sends what when.
+The front sends Generate, Abort, AskStatus, AskAlive and Close; the engine sends Ready, Deltas, Ended, Status and
+Alive. Messages are plain values, checked as they are read: a field that is missing, unknown or of another type ends the
+connection. What comes with every round, a Delta for each row, is a list without names of fields (`array_like`). It does
+not know who sends what when.
 """
 
 from __future__ import annotations
@@ -80,6 +80,10 @@ class Abort(_Message, frozen=True, tag="abort"):
 
 class AskStatus(_Message, frozen=True, tag="ask_status"):
     """Asks for a Status."""
+
+
+class AskAlive(_Message, frozen=True, tag="ask_alive"):
+    """Asks for an Alive."""
 
 
 class Close(_Message, frozen=True, tag="close"):
@@ -247,7 +251,17 @@ class Status(_Message, frozen=True, tag="status"):
         return self.drafts_foreseen / self.drafts_due if self.drafts_due else None
 
 
-Message = Generate | Abort | AskStatus | Close | Ready | Deltas | Ended | Status
+class Alive(_Message, frozen=True, tag="alive"):
+    """The engine's process runs. It says so at once, also in a round.
+
+    Attributes:
+        unwatched_seconds: see `LLMEngine.unwatched_seconds`.
+    """
+
+    unwatched_seconds: float
+
+
+Message = Generate | Abort | AskStatus | AskAlive | Close | Ready | Deltas | Ended | Status | Alive
 _ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 

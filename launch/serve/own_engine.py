@@ -17,6 +17,7 @@ from launch.mpi.drain import end_at_once
 from launch.mpi.start_progress import StartProgress
 from launch.serve import engines
 from launch.serve.engine_process import describe_engine, read_status
+from launch.serve.engine_watch import EngineWatch
 from launch.serve.engines import EngineEvents
 from launch.serve.limits import server_ending
 from launch.serve.messages import Ready, Status
@@ -58,14 +59,25 @@ class OwnEngine:
     async def keep(self, events: EngineEvents) -> int:
         """See `EngineRun`."""
         llm = await asyncio.to_thread(self._open)
+        # Nothing starts it again: one that hangs is only told of.
+        watch = EngineWatch(
+            self._config.launch.heartbeat_seconds,
+            ask=lambda: watch.hear(llm.engine.unwatched_seconds),
+            on_hang=events.on_hang,
+            on_recovery=events.on_recovery,
+            on_overdue=lambda: None,
+        )
+        watching = asyncio.create_task(watch.watch_on())
         try:
             self._llm, self.ready = llm, await describe_engine(llm)
             self.limits = self.ready.scheduler_limits()
+            watch.begin()
             events.on_ready()
             await self._over.wait()
             if self._failure is not None:
                 raise self._failure
         finally:
+            watching.cancel()
             self.ready = self.limits = None
             events.on_lost()
             tasks = [task for _, task in self._requests.values()]

@@ -1,4 +1,4 @@
-"""An engine in processes of its own, which is started again when it ends: keeper, socket and client joined.
+"""An engine in processes of its own, which is started again when it ends or hangs: keeper, watch, socket and client.
 
 It knows that an engine goes on with the requests of the one before it only if it has read the same configuration. It
 does not know requests.
@@ -6,6 +6,7 @@ does not know requests.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from launch.exit_codes import FailedError
@@ -14,6 +15,7 @@ from launch.serve.engine_client import EngineClient
 from launch.serve.engine_keeper import EngineKeeper, RestartLimit
 from launch.serve.engine_process import hash_config
 from launch.serve.engine_socket import make_name
+from launch.serve.engine_watch import END_SECONDS, EngineWatch
 from launch.serve.engines import EngineEvents
 from launch.serve.messages import Ready
 from trtrun import __version__
@@ -39,6 +41,7 @@ class RestartedEngine:
         self._command = [*command, "--socket", self._socket]
         self._limit = RestartLimit(config.server.max_restarts, config.server.restart_window_s)
         self._config_hash = hash_config(config)
+        self._heartbeat_seconds = config.launch.heartbeat_seconds
         self._has_changed = False
         self._keeper: EngineKeeper | None = None
 
@@ -51,16 +54,29 @@ class RestartedEngine:
 
         def begin() -> None:
             keeper.note_up()
+            watch.begin()
             events.on_ready()
 
+        def hang(cause: str) -> None:
+            events.on_hang(f"{cause}; it is ended in {END_SECONDS:g} s unless it gets on")
+
         def lose() -> None:
+            watch.end()
             events.on_lost()
             keeper.note_silence()
 
         self._keeper = keeper = EngineKeeper(self._command, build_environment(), self._limit, restart)
+        watch = EngineWatch(
+            self._heartbeat_seconds, self.engine.ask_alive, hang, events.on_recovery, on_overdue=keeper.restart
+        )
         self.engine.accepts, self.engine.on_ready, self.engine.on_lost = self._is_same, begin, lose
+        self.engine.on_alive = watch.hear
         await self.engine.listen(self._socket)
-        status = await keeper.keep()
+        watching = asyncio.create_task(watch.watch_on())
+        try:
+            status = await keeper.keep()
+        finally:
+            watching.cancel()
         if self._has_changed:
             raise FailedError(
                 "the configuration has changed while it was served, and the engine was started again with another one: "

@@ -8,6 +8,7 @@ through is `front`'s and its protocols' business; where the engine runs, and whe
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ import uvloop
 
 from launch.check.rank_check import check_before_run
 from launch.exit_codes import ExitCode
+from launch.logs import FILE_ONLY
 from launch.mpi.drain import DRAIN_SIGNALS, Drain, end_at_once
 from launch.mpi.job import finish_mpi, is_reporting_rank
 from launch.serve.chat_template import read_chat_template
@@ -59,6 +61,8 @@ METRICS_CONNECTIONS = 64
 
 ERROR_SECONDS = 1.0
 """For the last words to streams that are cut off."""
+
+logger = logging.getLogger(__name__)
 
 
 def play_serve(config: RuntimeConfig, running: EngineRun) -> int:
@@ -116,7 +120,8 @@ def model_name(config: RuntimeConfig) -> str:
 
 
 def say(line: str) -> None:
-    """Tell the user a line."""
+    """Tell the user a line, which the front's log file has, too."""
+    logger.info("%s", line, extra=FILE_ONLY)
     with suppress(OSError):
         print(f"trtrun: {line}", file=sys.stderr, flush=True)
 
@@ -175,7 +180,13 @@ class _Server:
             HttpServer(make_metrics_application(self._front), metrics, section, METRICS_CONNECTIONS),
         )
         serving = asyncio.create_task(run_all(*servers))
-        events = EngineEvents(self._engine_is_there, self._engine_is_gone, self._engine_is_restarted)
+        events = EngineEvents(
+            on_ready=self._engine_is_there,
+            on_lost=self._engine_is_gone,
+            on_hang=self._engine_hangs,
+            on_recovery=self._engine_gets_on,
+            on_restart=self._engine_is_restarted,
+        )
         keeping = asyncio.create_task(self._running.keep(events))
         waiting = asyncio.create_task(self._is_ready.wait())
         asked = asyncio.create_task(self._is_asked.wait())
@@ -249,8 +260,16 @@ class _Server:
         self._is_ready.set()
 
     def _engine_is_gone(self) -> None:
-        self._door.is_open = False
+        self._door.is_open = self._door.is_hanging = False
         self._metrics.count_loss()
+
+    def _engine_hangs(self, line: str) -> None:
+        self._door.is_hanging = True
+        say(line)
+
+    def _engine_gets_on(self) -> None:
+        self._door.is_hanging = False
+        say("the engine gets on again")
 
     def _engine_is_restarted(self, line: str) -> None:
         self._metrics.count_restart()

@@ -237,8 +237,10 @@ def test_an_engine_in_a_long_round_is_up_and_as_full_as_it_last_said() -> None:
     starting = samples_of(metrics.render(None, None))
     assert starting["trtrun:engine_up"] == 0 and starting["vllm:num_requests_running"] == 0
     next_one = samples_of(metrics.render(READY, None))
-    assert next_one["trtrun:engine_up"] == 0, "it has said nothing so far"
+    assert next_one["trtrun:engine_up"] == 1, "it is in its first round"
     assert next_one["vllm:num_requests_running"] == 0, "the engine before said it"
+    hanging = samples_of(metrics.render(READY, None, is_hanging=True))
+    assert hanging["trtrun:engine_up"] == 0
 
 
 def test_without_an_engine_only_what_the_front_knows_is_told() -> None:

@@ -39,6 +39,11 @@ class EngineRanks(Protocol):
         """Whether the draft engine is gone for good, and the target goes on alone. Cheap."""
         ...
 
+    @property
+    def unwatched_seconds(self) -> float:
+        """How long a round has got no further that no heartbeat watches; 0 between rounds. From any thread."""
+        ...
+
     def publish(self, plan: RoundPlan) -> None:
         """Send a plan to every engine rank, without waiting.
 
@@ -107,14 +112,22 @@ class SoloRanks:
         self._tracer = PhaseTracer(worker)
         self._plans: deque[RoundPlan] = deque()
         self._launched: deque[LaunchedRound] = deque()
+        self._published = -1
 
     @property
     def draft_is_lost(self) -> bool:
         """See EngineRanks; a process alone loses nothing."""
         return False
 
+    @property
+    def unwatched_seconds(self) -> float:
+        """See EngineRanks."""
+        doing = self._worker.activity.look()
+        return 0.0 if doing.is_idle else doing.still_seconds
+
     def publish(self, plan: RoundPlan) -> None:
         """See EngineRanks."""
+        self._published = plan.round_index
         self._plans.append(plan)
 
     def collect(self) -> RoundReport:
@@ -132,9 +145,15 @@ class SoloRanks:
         device = self._worker.device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
-    def stepping(self) -> AbstractContextManager[None]:
-        """See EngineRanks; nobody watches a process alone."""
-        return nullcontext()
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """See EngineRanks; who asks for `unwatched_seconds` is the only one that watches a process alone."""
+        activity = self._worker.activity
+        activity.enter(self._published, Phase.SCHEDULING)
+        try:
+            yield
+        finally:
+            activity.rest()
 
     def reset(self) -> None:
         """See EngineRanks."""
@@ -180,6 +199,11 @@ class MpiRanks:
     def draft_is_lost(self) -> bool:
         """See EngineRanks; known from the next publish or collect on."""
         return bool(self._failures.lost_ranks)
+
+    @property
+    def unwatched_seconds(self) -> float:
+        """See EngineRanks: the heartbeat watches all rounds."""
+        return 0.0
 
     def publish(self, plan: RoundPlan) -> None:
         """See EngineRanks."""

@@ -109,6 +109,12 @@ class Orchestrator:
         """Whether the draft engine is gone for good: no row will be drafted any more."""
         return self._ranks.draft_is_lost
 
+    @property
+    def unwatched_seconds(self) -> float:
+        """How long a round has got no further that no heartbeat watches, as in a job of one process; 0 between rounds.
+        From any thread."""
+        return self._ranks.unwatched_seconds
+
     def add_committing(self, seconds: float) -> None:
         """Count the time that something took, until now, between a verdict and the tokens and texts of its rows."""
         self.totals.committing += seconds
