@@ -1,4 +1,4 @@
-"""What every HTTP request goes through before and after its endpoint: an id, a key, a bounded body, an error in JSON.
+"""What every HTTP request goes through before and after its endpoint: an id, a key, JSON, a look at who is gone.
 
 It knows HTTP through Starlette. It does not know what endpoints do, or any protocol's errors: those that it raises are
 Refusals, which the application turns into answers.
@@ -29,9 +29,6 @@ from trtrun.errors import ConfigError, InvalidRequestError, reading
 T = TypeVar("T")
 
 REQUEST_ID = "x-request-id"
-
-BODY_SECONDS = 60.0
-"""How long a client may take to send a body."""
 
 _LONGEST_ID = 128
 _JSON = json.JSONDecoder(object_pairs_hook=unique_keys)
@@ -143,28 +140,6 @@ async def read_json(body: bytes, read: Callable[[object], T]) -> T:
         Refusal: it is no JSON, or an object in it has a key twice; or as of `read`.
     """
     return await aside(len(body) > SHORT_BODY, lambda: read(parse_json(body)))
-
-
-async def read_body(request: Request, most_bytes: int) -> bytes:
-    """The body; no more than `most_bytes` of it are ever held.
-
-    Raises:
-        Refusal: it is larger, or does not arrive.
-    """
-    too_large = Refusal(Kind.TOO_LARGE, f"the body is larger than {most_bytes} bytes (server.max_body_bytes)")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > most_bytes:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > most_bytes:
-                    raise too_large
-    except TimeoutError:
-        raise Refusal(Kind.TIMEOUT, f"the body was not there within {BODY_SECONDS:g} s", code="timeout") from None
-    return bytes(body)
 
 
 def parse_json(body: bytes) -> object:

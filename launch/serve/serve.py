@@ -21,6 +21,7 @@ from launch.exit_codes import ExitCode
 from launch.logs import FILE_ONLY
 from launch.mpi.drain import DRAIN_SIGNALS, Drain, end_at_once
 from launch.mpi.job import finish_mpi, is_reporting_rank
+from launch.serve.bodies import Bodies
 from launch.serve.chat_template import read_chat_template
 from launch.serve.connections import allow_open_files
 from launch.serve.engines import EngineEvents, EngineRun
@@ -156,13 +157,14 @@ class _Server:
         template = read_chat_template(directory) if tokenizer is not None else None
         facts = ModelFacts(tokenizer, model.eos_token_ids, config.draft_len, section.exclude_input_in_output)
         kserve = KServeService(self._front, facts, config.scheduler.max_batch_size, config.kv_cache.block_size)
+        bodies = Bodies(section.max_body_bytes, section.max_total_body_bytes)
         self._routes = [
-            *OpenAIApi(self._front, template, keys, section.max_body_bytes).routes(),
-            *KServeHttpApi(kserve, keys, section.max_body_bytes).routes(),
+            *OpenAIApi(self._front, template, keys, bodies).routes(),
+            *KServeHttpApi(kserve, keys, bodies).routes(),
             *StatusBoard(self._front, config, make_topology(config), keys, template is not None).routes(),
             *page_routes(),
         ]
-        self._servicer = KServeServicer(kserve, keys)
+        self._servicer = KServeServicer(kserve, keys, bodies)
         self._is_ready = asyncio.Event()
         self._stopped_by: int | None = None
         self._is_asked = asyncio.Event()
