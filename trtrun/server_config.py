@@ -62,6 +62,16 @@ class ServerSection(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_ports(self) -> ServerSection:
+        taken: dict[int, str] = {}
+        for name in ("http_port", "grpc_port", "metrics_port"):
+            port = getattr(self, name)
+            if port and port in taken:
+                raise ValueError(f"{name}: is {port}, as {taken[port]} is: give each a port of its own, or 0")
+            taken[port] = name
+        return self
+
+    @model_validator(mode="after")
     def _check_bodies(self) -> ServerSection:
         if self.max_total_body_bytes < self.max_body_bytes:
             raise ValueError(

@@ -122,11 +122,11 @@ class Keys:
         given = _digest(key.strip())
         # No early end: how long it takes does not tell which key it was.
         is_known = sum([hmac.compare_digest(given, digest) for digest in self._digests]) > 0
-        if scheme.lower() != "bearer" or not is_known:
-            raise Refusal(
-                Kind.UNAUTHORIZED, "this server wants an API key, as the header Authorization: Bearer KEY",
-                code="invalid_api_key",
-            )  # fmt: skip
+        if scheme.lower() != "bearer" or not key.strip():
+            line = "this server wants an API key, as the header Authorization: Bearer KEY"
+            raise Refusal(Kind.UNAUTHORIZED, line, code="invalid_api_key")
+        if not is_known:
+            raise Refusal(Kind.UNAUTHORIZED, "the API key is none of this server's", code="invalid_api_key")
 
 
 async def read_json(body: bytes, read: Callable[[object], T]) -> T:
@@ -148,6 +148,8 @@ def parse_json(body: bytes) -> object:
     Raises:
         Refusal: it is none, or an object in it has a key twice.
     """
+    if not body.strip():
+        raise Refusal(Kind.INVALID, "the body is empty: send a JSON object", code="invalid_json")
     try:
         return _JSON.decode(body.decode())
     except UnicodeDecodeError as error:
