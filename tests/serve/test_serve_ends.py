@@ -168,10 +168,6 @@ def test_what_is_wrong_at_the_start_is_one_line_and_status_2(pair: Path, tmp_pat
         (["--api-key-file", "/nowhere"], "/nowhere cannot be read"),
         (["--api-key-file", "/dev/null"], "/dev/null holds no API key"),
         (["--http-port", "70000"], "server.http_port"),
-        (
-            ["--http-port", "9", "--metrics-port", "9"],
-            "metrics_port: is 9, as http_port is: give each a port of its own",
-        ),
         (["--set", "server.http_prot=5"], "did you mean 'http_port'?"),
         (["--set", "scheduler.max_waiting=5"], "a server's queue has its limit in server.max_queue"),
         (["--set", "target.model=/nowhere"], "/nowhere"),

@@ -127,6 +127,13 @@ def test_restarts_are_counted_within_their_window() -> None:
     assert not RestartLimit(0, 10.0).allow()
 
 
+def test_each_port_is_one_of_its_own() -> None:
+    sections = {"target": {"model": "asset:target", "devices": ["cpu:0"]}, "speculation": {"method": "none"}}
+    with pytest.raises(ConfigError, match="metrics_port: is 9, as http_port is: give each a port of its own, or 0"):
+        make_config(sections | {"server": {"http_port": 9, "metrics_port": 9}})
+    make_config(sections | {"server": dict.fromkeys(("http_port", "grpc_port", "metrics_port"), 0)})
+
+
 def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(" one \n\ntwo\n")
