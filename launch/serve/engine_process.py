@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from contextlib import suppress
 from dataclasses import asdict
 
 from launch.check.rank_check import check_before_run
@@ -168,7 +169,8 @@ class _Served:
 
     def _hear_failure(self, error: RankFailedError) -> None:
         """In the engine's thread."""
-        self._loop.call_soon_threadsafe(self._fail, error)
+        with suppress(RuntimeError):  # the loop is closed: another request's failure has ended it
+            self._loop.call_soon_threadsafe(self._fail, error)
 
     def _fail(self, error: RankFailedError) -> None:
         if not self._failed.done():
