@@ -88,6 +88,25 @@ def test_whatever_is_killed_every_stream_goes_on(pair: Path, tmp_path: Path, llm
 
 
 @pytest.mark.long
+def test_a_rank_that_hangs_is_told_once_and_every_stream_goes_on(pair: Path, tmp_path: Path, llm: LLM) -> None:
+    config = write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS, launch={"heartbeat_seconds": 5})
+    with serving(config) as server:
+        streams = [Streamed(server, f"def f{number}(", GREEDY if number % 2 else SEEDED) for number in range(3)]
+        with ThreadPoolExecutor(3) as pool:
+            reading = [pool.submit(stream.read) for stream in streams]
+            for stream in streams:
+                assert stream.has_begun.wait(PATIENCE)
+            os.kill(server.rank(2), signal.SIGSTOP)
+            server.wait_for("it is started again (1 of ")
+            for future in reading:
+                future.result(timeout=PATIENCE).check(llm)
+        assert len([line for line in server.lines if "target rank 2 (cpu:1) failed: silent for 5 s" in line]) == 1
+        # The stack of rank 0 is that of the thread that runs the rounds, and nothing else went wrong.
+        assert any("in step" in line for line in server.lines)
+        assert not [line for line in server.lines if "Traceback" in line]
+
+
+@pytest.mark.long
 def test_a_lost_draft_rank_costs_drafts_alone(pair: Path, tmp_path: Path, llm: LLM) -> None:
     with serving(write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)) as server:
         stream = Streamed(server, "def f(", GREEDY)
