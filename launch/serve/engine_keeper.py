@@ -130,6 +130,15 @@ class EngineKeeper:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), 1.0)
 
+    def end_hung(self, cause: str) -> None:
+        """The engine, one process, hangs: end it, so that it is started again."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        logger.error("the engine (process %d) hangs: %s", process.pid, cause)
+        with suppress(ProcessLookupError):
+            process.kill()
+
     def kill(self) -> None:
         """End the engine now."""
         self._is_closing = True

@@ -8,6 +8,7 @@ in which it is whole. It does not know HTTP, prompts as text, or who reads what 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import hashlib
 from contextlib import suppress
 from dataclasses import asdict
@@ -17,9 +18,11 @@ from launch.exit_codes import ExitCode, FailedError
 from launch.mpi.job import finish_mpi
 from launch.mpi.start_progress import StartProgress
 from launch.serve.engine_socket import connect
+from launch.serve.engine_watch import is_watched
 from launch.serve.messages import (
     Abort,
     AskStatus,
+    Beat,
     Close,
     Generate,
     MessageError,
@@ -29,6 +32,7 @@ from launch.serve.messages import (
 )
 from launch.serve.outbox import Outbox, Sending
 from launch.terminal import Bar
+from parallel.watchdog.heartbeat_server import beat_seconds
 from trtrun import __version__
 from trtrun.async_llm import AsyncLLM
 from trtrun.config import RuntimeConfig
@@ -120,6 +124,8 @@ class _Served:
         """
         self._outbox.send(await describe_engine(self._llm))
         reading = asyncio.create_task(self._read(messages))
+        if is_watched(self._llm.config):
+            self._telling.add(asyncio.create_task(self._beat()))
         try:
             await asyncio.wait((reading, self._failed), return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
@@ -147,6 +153,16 @@ class _Served:
                     return
                 case _:
                     raise MessageError(f"the front sent a message that is the engine's: {type(message).__name__}")
+
+    async def _beat(self) -> None:
+        limit = self._llm.config.launch.heartbeat_seconds
+        while True:
+            doing = self._llm.engine.orchestrator.look()
+            still = doing.still_seconds if doing.phase.is_in_round else None
+            if still is not None and still > limit:
+                faulthandler.dump_traceback()  # before the front hears it, and ends this process
+            self._outbox.offer(Beat(doing=doing.words, still_seconds=still))
+            await asyncio.sleep(beat_seconds(limit))
 
     async def _tell_status(self) -> None:
         try:

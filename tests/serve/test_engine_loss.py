@@ -76,6 +76,22 @@ def test_an_engine_of_one_process_is_killed_and_every_stream_goes_on(pair: Path,
 
 
 @pytest.mark.long
+def test_an_engine_of_one_process_hangs_and_every_stream_goes_on(pair: Path, tmp_path: Path, llm: LLM) -> None:
+    """Nobody is beside it but the front."""
+    config = write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **SETTINGS, launch={"heartbeat_seconds": 5})
+    with serving(config) as server:
+        stream = Streamed(server, "def f(", SEEDED)
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(stream.read)
+            assert stream.has_begun.wait(PATIENCE)
+            os.kill(server.engine(), signal.SIGSTOP)
+            server.wait_for("hangs: it is silent for 5 s, last seen ")
+            reading.result(timeout=PATIENCE).check(llm)
+        server.wait_for("the engine was ended by SIGKILL; it is started again (1 of ")
+        assert server.wait_idle()["trtrun:engine_restarts_total"] == 1
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("victim", ["rank 0", "mpirun", "parent of mpirun"])
 def test_whatever_is_killed_every_stream_goes_on(pair: Path, tmp_path: Path, llm: LLM, victim: str) -> None:
     with serving(write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)) as server:
