@@ -123,6 +123,51 @@ def test_a_rank_that_hangs_is_told_once_and_every_stream_goes_on(pair: Path, tmp
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_is_killed_while_it_first_starts_ends_the_server(pair: Path, tmp_path: Path, rank: int) -> None:
+    server = Server(write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS))
+    try:
+        os.kill(server.rank(rank), signal.SIGKILL)
+        assert server.wait_ended() == 128 + signal.SIGKILL
+        (line,) = server.lines
+        assert f"rank {rank} " in line and "was killed by signal 9 (SIGKILL)" in line
+    finally:
+        server.end()
+
+
+@pytest.mark.long
+def test_ranks_that_are_killed_while_they_start_again_cost_no_stream(pair: Path, tmp_path: Path, llm: LLM) -> None:
+    with serving(write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)) as server:
+        stream = Streamed(server, "def f(", SEEDED)
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(stream.read)
+            assert stream.has_begun.wait(PATIENCE)
+            os.kill(server.rank(2), signal.SIGKILL)
+            for number, victim in enumerate((0, 1), start=1):
+                server.wait_for(f"({number} of 3 ")
+                os.kill(server.rank(victim), signal.SIGKILL)  # of those that are only starting
+            server.wait_for("(3 of 3 ")
+            reading.result(timeout=PATIENCE).check(llm)
+        assert server.wait_idle()["trtrun:engine_restarts_total"] == 3
+
+
+@pytest.mark.long
+def test_an_engine_that_is_killed_in_a_drain_is_started_again(pair: Path, tmp_path: Path, llm: LLM) -> None:
+    settings = SETTINGS | {"launch": {"drain_seconds": 1000}}
+    with serving(write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **settings)) as server:
+        stream = Streamed(server, "def f(", SEEDED)
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(stream.read)
+            assert stream.has_begun.wait(PATIENCE)
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for("SIGTERM: no more requests are let in, the 1 in work have")
+            os.kill(server.engine(), signal.SIGKILL)
+            server.wait_for("it is started again (1 of ")
+            reading.result(timeout=PATIENCE).check(llm)
+        assert server.wait_ended() == 0
+
+
+@pytest.mark.long
 def test_a_lost_draft_rank_costs_drafts_alone(pair: Path, tmp_path: Path, llm: LLM) -> None:
     with serving(write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)) as server:
         stream = Streamed(server, "def f(", GREEDY)
