@@ -62,7 +62,9 @@ class RestartedEngine:
             events.on_lost()
             keeper.note_silence()
 
-        self._keeper = keeper = EngineKeeper(self._command, build_environment(), self._limit, restart)
+        self._keeper = keeper = EngineKeeper(
+            self._command, build_environment(), self._limit, restart, events.on_early_end
+        )
         self.engine.accepts, self.engine.on_ready, self.engine.on_lost = self._is_same, begin, lose
         await self.engine.listen(self._socket)
         watching = asyncio.create_task(self._watch_on(keeper))

@@ -175,7 +175,7 @@ class _Server:
             HttpServer(make_metrics_application(self._front), metrics, section, METRICS_CONNECTIONS),
         )
         serving = asyncio.create_task(run_all(*servers))
-        events = EngineEvents(self._engine_is_there, self._engine_is_gone, self._engine_is_restarted)
+        events = EngineEvents(self._engine_is_there, self._engine_is_gone, self._engine_is_restarted, say)
         keeping = asyncio.create_task(self._running.keep(events))
         waiting = asyncio.create_task(self._is_ready.wait())
         asked = asyncio.create_task(self._is_asked.wait())
