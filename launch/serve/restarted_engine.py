@@ -87,8 +87,8 @@ class RestartedEngine:
         while True:
             await asyncio.sleep(self._watch.beat)
             if (cause := self._watch.find_fault()) is not None:
-                self._watch.forget()
                 keeper.end_hung(cause)
+                self.engine.drop()  # from now on: the kernel may take its time with a process that waits for a device
 
     async def close(self) -> None:
         """See `EngineRun`."""
