@@ -36,8 +36,8 @@ from served.clients import Reply, Verdict, ask
 from served.questions import Question, ask_reference, make_rows
 from served.server import Server, TrialError, write_config
 
-PATIENCE = 180.0
-"""Seconds that anything may take: a restart, a stream with a restart in it. What takes longer hangs."""
+PATIENCE = 400.0
+"""Seconds that anything may take: a restart, an answer with several restarts in it. What takes longer hangs."""
 
 STOP = "stop "
 """Begins the name of a victim that is stopped instead of killed."""
