@@ -219,18 +219,19 @@ def parse_arguments() -> argparse.Namespace:
         "--output", type=Path, metavar="FILE", help="gets each job's figures as they come, as JSON lines"
     )
     parser.add_argument("--folder", type=Path, help="where models are written (default: the temporary folder)")
-    quantization = "of the 70B-shaped {}: none, or as in the YAML file (default: fp8)"
-    parser.add_argument("--target-quantization", metavar="NAME", help=quantization.format("target"))
-    parser.add_argument("--draft-quantization", metavar="NAME", help=quantization.format("target's draft"))
+    quantization = "of the 70B-shaped {}: none, or as in the YAML file (default: {})"
+    parser.add_argument("--target-quantization", metavar="NAME", help=quantization.format("target", "fp8"))
+    parser.add_argument("--draft-quantization", metavar="NAME",
+                        help=quantization.format("target's draft", "fp8_with_head"))  # fmt: skip
     parser.add_argument("--acceptances", type=read_acceptances, default=(5.0,), metavar="A,B,…",
                         help="tokens that a round of the 70B-shaped pair gains (default: 5)")  # fmt: skip
     parser.add_argument("--vllm-python", metavar="PATH", help="the interpreter that has vLLM; adds the parts beside it")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE",
                         help="a key of every job's YAML file; may be repeated")  # fmt: skip
     arguments = parser.parse_args()
-    usual = "none" if arguments.devices == "cpu" else "fp8"
-    arguments.target_quantization = arguments.target_quantization or usual
-    arguments.draft_quantization = arguments.draft_quantization or usual
+    usual = ("none", "none") if arguments.devices == "cpu" else ("fp8", "fp8_with_head")
+    arguments.target_quantization = arguments.target_quantization or usual[0]
+    arguments.draft_quantization = arguments.draft_quantization or usual[1]
     arguments.pace = 1.0 if arguments.devices == "cuda" else 0.1
     return arguments
 

@@ -53,8 +53,9 @@ class ModelSection(Section):
         devices: "cuda:N" or "cpu:N", in tensor-parallel order; "HOST/cuda:N" where the job has named hosts.
         dtype: of weights, activations and KV; `auto` takes the checkpoint's.
         load_format: `auto` reads safetensors; `dummy` makes weights up from config.json alone, for benchmarks.
-        quantization: how weights are held: `none` as they are; rounded by `fp8`, `fp8_weight_only`, and a draft's by
-            `int8`. Rounding a draft costs acceptance, never greedy output; a rounded target is the model that speaks.
+        quantization: how weights are held: `none` as they are; rounded by `fp8`, `fp8_with_head`, `fp8_weight_only`,
+            and a draft's by `int8`. Rounding a draft costs acceptance, never greedy output; a rounded target is the
+            model that speaks.
     """
 
     model: FilePath

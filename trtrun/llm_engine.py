@@ -120,12 +120,6 @@ class LLMEngine:
         """Whether a request waits or runs, or a plan is still out."""
         return self.has_unfinished_requests or self.orchestrator.has_work
 
-    @property
-    def unwatched_seconds(self) -> float:
-        """How long a round has got no further that no heartbeat watches, as in a job of one process; 0 between rounds.
-        Any thread may ask, also while another one is in `step`."""
-        return self.orchestrator.unwatched_seconds
-
     def num_waiting_of(self, group: Hashable) -> int:
         """Completions of a group, as `add_request` was given it, that never had a row."""
         return self.scheduler.num_waiting_of(group)

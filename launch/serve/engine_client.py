@@ -19,9 +19,8 @@ from launch.serve import engines
 from launch.serve.engine_socket import listen
 from launch.serve.messages import (
     Abort,
-    Alive,
-    AskAlive,
     AskStatus,
+    Beat,
     Close,
     Delta,
     Deltas,
@@ -52,7 +51,7 @@ class EngineClient:
         limits: of that engine.
         accepts: asked whether an engine may have the requests, before it gets any.
         on_ready, on_lost: called when an engine is there, and when it is gone.
-        on_alive: called when it has answered `ask_alive`, with its `unwatched_seconds`.
+        on_beat: called with its signs of life.
     """
 
     def __init__(self) -> None:
@@ -61,7 +60,7 @@ class EngineClient:
         self.accepts: Callable[[Ready], bool] = lambda ready: True
         self.on_ready: Callable[[], None] = lambda: None
         self.on_lost: Callable[[], None] = lambda: None
-        self.on_alive: Callable[[float], None] = lambda unwatched_seconds: None
+        self.on_beat: Callable[[Beat], None] = lambda beat: None
         self._writer: asyncio.StreamWriter | None = None
         self._requests: dict[str, OpenRequest] = {}
         self._ids = count()
@@ -117,10 +116,6 @@ class EngineClient:
             return await asyncio.wait_for(answer, engines.STATUS_SECONDS)
         except TimeoutError:
             return None
-
-    def ask_alive(self) -> None:
-        """Have the engine's process say that it runs."""
-        self._send(AskAlive())
 
     def drop(self) -> None:
         """The engine's process has ended: what is left of it, such as ranks without their mpirun, is no longer listened
@@ -199,8 +194,8 @@ class EngineClient:
                     opened.inbox.end(Refusal(Kind.INVALID, message.error))
             case Status():
                 self._answer_status(message)
-            case Alive():
-                self.on_alive(message.unwatched_seconds)
+            case Beat():
+                self.on_beat(message)
             case _:
                 raise MessageError(f"the engine sent a message that is the front's: {type(message).__name__}")
 

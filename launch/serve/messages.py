@@ -2,10 +2,10 @@
 
     4 bytes, big-endian: length │ {"kind": "generate", "request_id": "…", …}
 
-The front sends Generate, Abort, AskStatus, AskAlive and Close; the engine sends Ready, Deltas, Ended, Status and
-Alive. Messages are plain values, checked as they are read: a field that is missing, unknown or of another type ends the
-connection. What comes with every round, a Delta for each row, is a list without names of fields (`array_like`). It does
-not know who sends what when.
+The front sends Generate, Abort, AskStatus and Close; the engine sends Ready, Deltas, Ended, Status and Beat. They are
+plain values, checked as they are read: a field that is missing, unknown or of another type ends the connection. What
+comes with every round, a Delta for each row, is a list without names of fields (`array_like`). It does not know who
+sends what when.
 """
 
 from __future__ import annotations
@@ -80,10 +80,6 @@ class Abort(_Message, frozen=True, tag="abort"):
 
 class AskStatus(_Message, frozen=True, tag="ask_status"):
     """Asks for a Status."""
-
-
-class AskAlive(_Message, frozen=True, tag="ask_alive"):
-    """Asks for an Alive."""
 
 
 class Close(_Message, frozen=True, tag="close"):
@@ -251,17 +247,19 @@ class Status(_Message, frozen=True, tag="status"):
         return self.drafts_foreseen / self.drafts_due if self.drafts_due else None
 
 
-class Alive(_Message, frozen=True, tag="alive"):
-    """The engine's process runs. It says so at once, also in a round.
+class Beat(_Message, frozen=True, tag="beat"):
+    """A sign of life of an engine of one process, again and again.
 
     Attributes:
-        unwatched_seconds: see `LLMEngine.unwatched_seconds`.
+        doing: what its rounds are doing, for people.
+        still_seconds: for how long a round has not got on; None between rounds.
     """
 
-    unwatched_seconds: float
+    doing: str
+    still_seconds: float | None
 
 
-Message = Generate | Abort | AskStatus | AskAlive | Close | Ready | Deltas | Ended | Status | Alive
+Message = Generate | Abort | AskStatus | Close | Ready | Deltas | Ended | Status | Beat
 _ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 

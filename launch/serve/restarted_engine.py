@@ -1,4 +1,4 @@
-"""An engine in processes of its own, which is started again when it ends or hangs: keeper, watch, socket and client.
+"""An engine in processes of its own, which is started again when it ends: keeper, socket and client joined.
 
 It knows that an engine goes on with the requests of the one before it only if it has read the same configuration. It
 does not know requests.
@@ -15,7 +15,7 @@ from launch.serve.engine_client import EngineClient
 from launch.serve.engine_keeper import EngineKeeper, RestartLimit
 from launch.serve.engine_process import hash_config
 from launch.serve.engine_socket import make_name
-from launch.serve.engine_watch import END_SECONDS, EngineWatch
+from launch.serve.engine_watch import EngineWatch, is_watched
 from launch.serve.engines import EngineEvents
 from launch.serve.messages import Ready
 from trtrun import __version__
@@ -41,9 +41,9 @@ class RestartedEngine:
         self._command = [*command, "--socket", self._socket]
         self._limit = RestartLimit(config.server.max_restarts, config.server.restart_window_s)
         self._config_hash = hash_config(config)
-        self._heartbeat_seconds = config.launch.heartbeat_seconds
         self._has_changed = False
         self._keeper: EngineKeeper | None = None
+        self._watch = EngineWatch(config.launch.heartbeat_seconds) if is_watched(config) else None
 
     async def keep(self, events: EngineEvents) -> int:
         """See `EngineRun`."""
@@ -54,25 +54,20 @@ class RestartedEngine:
 
         def begin() -> None:
             keeper.note_up()
-            watch.begin()
             events.on_ready()
 
-        def hang(cause: str) -> None:
-            events.on_hang(f"{cause}; it is ended in {END_SECONDS:g} s unless it gets on")
-
         def lose() -> None:
-            watch.end()
+            if self._watch is not None:
+                self._watch.forget()
             events.on_lost()
             keeper.note_silence()
 
-        self._keeper = keeper = EngineKeeper(self._command, build_environment(), self._limit, restart)
-        watch = EngineWatch(
-            self._heartbeat_seconds, self.engine.ask_alive, hang, events.on_recovery, on_overdue=keeper.restart
+        self._keeper = keeper = EngineKeeper(
+            self._command, build_environment(), self._limit, restart, events.on_early_end
         )
         self.engine.accepts, self.engine.on_ready, self.engine.on_lost = self._is_same, begin, lose
-        self.engine.on_alive = watch.hear
         await self.engine.listen(self._socket)
-        watching = asyncio.create_task(watch.watch_on())
+        watching = asyncio.create_task(self._watch_on(keeper))
         try:
             status = await keeper.keep()
         finally:
@@ -83,6 +78,17 @@ class RestartedEngine:
                 "start the server again"
             )
         return status
+
+    async def _watch_on(self, keeper: EngineKeeper) -> None:
+        """End an engine that hangs."""
+        if self._watch is None:
+            return
+        self.engine.on_beat = self._watch.hear
+        while True:
+            await asyncio.sleep(self._watch.beat)
+            if (cause := self._watch.find_fault()) is not None:
+                keeper.end_hung(cause)
+                self.engine.drop()  # from now on: the kernel may take its time with a process that waits for a device
 
     async def close(self) -> None:
         """See `EngineRun`."""

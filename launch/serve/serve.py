@@ -188,6 +188,7 @@ class _Server:
             on_hang=self._engine_hangs,
             on_recovery=self._engine_gets_on,
             on_restart=self._engine_is_restarted,
+            on_early_end=say,
         )
         keeping = asyncio.create_task(self._running.keep(events))
         waiting = asyncio.create_task(self._is_ready.wait())
@@ -197,7 +198,7 @@ class _Server:
             if self._is_ready.is_set():
                 self._say_addresses(section, http, metrics, grpc.port)
                 await asyncio.wait((serving, keeping, asked), return_when=asyncio.FIRST_COMPLETED)
-            is_whole = await self._drain() if asked.done() and not keeping.done() else True
+            is_whole = await self._drain(keeping) if asked.done() and not keeping.done() else True
             return await self._end(keeping, is_whole)
         finally:
             self._running.engine.end_all(server_ending())
@@ -220,8 +221,8 @@ class _Server:
         if way is not None:
             say(tell_way(way))
 
-    async def _drain(self) -> bool:
-        """Let requests in work finish within the time that they have; whether all did."""
+    async def _drain(self, keeping: asyncio.Task[int]) -> bool:
+        """Let requests in work finish within the time that they have, or until no engine will come; whether all did."""
         assert self._stopped_by is not None
         self._door.is_closing = True
         seconds = self._config.launch.drain_seconds
@@ -231,7 +232,12 @@ class _Server:
                 f"{name}: no more requests are let in, the {self._door.num_requests} in work have {seconds:g} s; a "
                 "second SIGINT or SIGTERM ends at once"
             )
-        return await self._door.wait_empty(seconds)
+        emptying = asyncio.create_task(self._door.wait_empty(seconds))
+        await asyncio.wait((emptying, keeping), return_when=asyncio.FIRST_COMPLETED)
+        if keeping.done():
+            emptying.cancel()
+            return False
+        return await emptying
 
     async def _end(self, keeping: asyncio.Task[int], is_whole: bool) -> int:
         """End the engine, or take note of its end."""

@@ -162,9 +162,8 @@ def play_large(bench: Workbench) -> None:
         forced = min(acceptance, shapes.draft_len + 1)
         (entry,) = bench.bench(bench.config("70b", ONE, forced_acceptance=forced), [1])["results"]
         plain, speculative = entry["plain"], entry["speculative"]
-        # Between the first token and the last, so that the prompt's round is in neither.
-        step, length = plain["time_per_output_token_ms"], speculative["mean_acceptance_length"]
-        rounds.append(speculative["time_per_output_token_ms"] * length)
+        step, length = plain["round_wall_ms"], speculative["mean_acceptance_length"]
+        rounds.append(speculative["round_wall_ms"])
         table.add(length, speculative["tokens_per_s"], rounds[-1], plain["tokens_per_s"], step, rounds[-1] / step)
     # A round takes as long whatever is accepted: the rest of the curve follows from the rounds above.
     mean = sum(rounds) / len(rounds)

@@ -69,7 +69,7 @@ class Options:
     kind: str
     num_devices: int
     target_quantization: str = "fp8"
-    draft_quantization: str = "fp8"
+    draft_quantization: str = "fp8_with_head"
     acceptances: tuple[float, ...] = (5.0,)
     vllm_python: str | None = None
     overrides: tuple[str, ...] = ()

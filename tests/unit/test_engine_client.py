@@ -12,20 +12,7 @@ from engine_messages import LIMITS, SAMPLING, delta_of, run
 
 from launch.serve import engine_socket, messages
 from launch.serve.engine_client import EngineClient
-from launch.serve.messages import (
-    Abort,
-    Alive,
-    AskAlive,
-    AskStatus,
-    Delta,
-    Deltas,
-    Ended,
-    Generate,
-    MessageStream,
-    Ready,
-    Status,
-    encode,
-)
+from launch.serve.messages import Abort, AskStatus, Delta, Deltas, Ended, Generate, MessageStream, Ready, Status, encode
 from launch.serve.open_requests import EngineRequest, Inbox
 from launch.serve.refusals import Kind, Refusal
 from trtrun.outputs import CompletionDelta
@@ -220,22 +207,5 @@ def test_who_asks_how_full_the_engine_is_hears_it_or_that_there_is_none() -> Non
         assert await asked[2] is None
         with pytest.raises(asyncio.CancelledError):  # who gives up is not answered
             await asked[0]
-
-    with_client(check)
-
-
-def test_who_asks_whether_the_engine_gets_on_is_told() -> None:
-    async def check(client: EngineClient, socket: str) -> None:
-        told: asyncio.Queue[float] = asyncio.Queue()
-        client.on_alive = told.put_nowait
-        client.ask_alive()  # there is none
-        engine = await Engine.connect(socket)
-        while client.ready is None:
-            await asyncio.sleep(0)
-        client.ask_alive()
-        assert isinstance(await engine.hear(), AskAlive)
-        engine.send(Alive(unwatched_seconds=1.5))
-        assert await told.get() == 1.5
-        engine.writer.close()
 
     with_client(check)

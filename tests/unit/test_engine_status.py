@@ -14,8 +14,9 @@ from engine_messages import LIMITS
 from launch.serve import engines, own_engine
 from launch.serve.engine_process import _Served
 from launch.serve.engines import EngineEvents
-from launch.serve.messages import Abort, Alive, AskAlive, AskStatus, Close, Message, Ready
+from launch.serve.messages import Abort, AskStatus, Close, Message, Ready
 from launch.serve.own_engine import OwnEngine
+from parallel.watchdog.activity import Doing, Phase
 from trtrun.config import make_config
 
 
@@ -25,7 +26,6 @@ class LongRound:
     def __init__(self) -> None:
         self.is_over = asyncio.Event()
         self.aborted: list[str] = []
-        self.engine = SimpleNamespace(unwatched_seconds=2.5)
 
     async def call(self, work: Any) -> str:
         await self.is_over.wait()
@@ -48,7 +48,7 @@ class Sent:
 
 
 async def messages() -> AsyncIterator[Message]:
-    for message in (AskStatus(), AskStatus(), AskAlive(), Abort(request_id="a"), Close()):
+    for message in (AskStatus(), AskStatus(), Abort(request_id="a"), Close()):
         yield message
 
 
@@ -57,10 +57,10 @@ def test_what_comes_behind_a_question_does_not_wait_for_the_answer() -> None:
         llm, outbox = LongRound(), Sent()
         served = _Served(llm, outbox)  # type: ignore[arg-type]
         await served._read(messages())  # type: ignore[arg-type]
-        assert llm.aborted == ["a"] and outbox.messages == [Alive(unwatched_seconds=2.5)]
+        assert llm.aborted == ["a"] and not outbox.messages
         llm.is_over.set()
         await asyncio.gather(*served._telling)
-        assert outbox.messages[1:] == ["status", "status"]
+        assert outbox.messages == ["status", "status"]
 
     asyncio.run(asyncio.wait_for(work(), 60))
 
@@ -82,8 +82,9 @@ def test_an_engine_in_this_process_that_hangs_is_told_of_and_goes_on(monkeypatch
         return Ready(version="1", config_hash="h", limits=asdict(LIMITS))
 
     async def work() -> None:
+        doing = Doing(Phase.VERIFYING, 8, still_seconds=60.0)
         llm: Any = LongRound()
-        llm.engine.unwatched_seconds = 60.0
+        llm.engine = SimpleNamespace(orchestrator=SimpleNamespace(look=lambda: doing))
         llm.close = lambda: None
         config = make_config(
             {
@@ -100,11 +101,13 @@ def test_an_engine_in_this_process_that_hangs_is_told_of_and_goes_on(monkeypatch
         def say(word: str) -> Callable[[], None]:
             return lambda: said.put_nowait(word)
 
-        events = EngineEvents(say("ready"), say("lost"), said.put_nowait, say("gets on"), said.put_nowait)
+        events = EngineEvents(
+            say("ready"), say("lost"), said.put_nowait, say("gets on"), said.put_nowait, said.put_nowait
+        )
         keeping = asyncio.create_task(engine.keep(events))
         assert await said.get() == "ready"
-        assert "its round has got no further for 0.5 s" in await said.get()
-        llm.engine.unwatched_seconds = 0.0
+        assert "it stands still in round 8 (verifying) for longer than 0.5 s" in await said.get()
+        doing = Doing(Phase.VERIFYING, 9)
         assert await said.get() == "gets on"
         await engine.close()
         assert await keeping == 0 and await said.get() == "lost"

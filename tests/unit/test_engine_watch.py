@@ -1,137 +1,76 @@
-"""An engine that hangs is told from one in a long round, and from a front that could not listen."""
+"""When an engine of one process hangs, as its front sees it."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-from checkpoints import make_checkpoint
-from pipelines import make_llm, prompt_of
 
-from launch.serve.engine_watch import END_SECONDS, EngineWatch
-from parallel.watchdog import activity
-from parallel.watchdog.activity import Activity
-from trtrun import LLM, SamplingParams
-from trtrun.roles.launched_round import DecidedRound
+from launch.serve.engine_watch import EngineWatch, is_watched
+from launch.serve.messages import Beat
+from trtrun.config import make_config
 
-LIMIT = 8.0
-BEAT = 1.0
+BETWEEN = Beat(doing="idle after round 7", still_seconds=None)
 
 
-class Watched:
-    """An engine that answers each question as it is told to, and what the watch says of it."""
+class Clock:
+    now = 100.0
 
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.answer: float | None = 0.0
-        self.events: list[str] = []
-        self.num_asked = 0
-        self.watch = EngineWatch(
-            LIMIT,
-            self.ask,
-            on_hang=self.events.append,
-            on_recovery=lambda: self.events.append("recovered"),
-            on_overdue=lambda: self.events.append("overdue"),
-            clock=lambda: self.now,
-        )
-        self.watch.begin()
-
-    def ask(self) -> None:
-        self.num_asked += 1
-        if self.answer is not None:
-            self.watch.hear(self.answer)
-
-    def go_on(self, seconds: float) -> None:
-        for _ in range(round(seconds / BEAT)):
-            self.now += BEAT
-            self.watch.look()
+    def __call__(self) -> float:
+        return self.now
 
 
-def test_an_engine_that_answers_is_asked_every_beat_and_never_hangs() -> None:
-    watched = Watched()
-    watched.go_on(5 * LIMIT)
-    watched.answer = LIMIT - 2 * BEAT  # a layer of a long round
-    watched.go_on(5 * LIMIT)
-    assert watched.events == [] and watched.num_asked == 10 * LIMIT / BEAT
+def watch_of() -> tuple[EngineWatch, Clock]:
+    clock = Clock()
+    return EngineWatch(60.0, clock), clock
 
 
-def test_one_that_says_nothing_hangs_once_and_is_overdue_once() -> None:
-    watched = Watched()
-    watched.answer = None
-    watched.go_on(LIMIT)
-    assert watched.events == [] and not watched.watch.is_hanging
-    watched.go_on(BEAT)
-    (cause,) = watched.events
-    assert cause == "the engine hangs: it has not answered for 8 s (launch.heartbeat_seconds)"
-    assert watched.watch.is_hanging
-    watched.go_on(END_SECONDS - BEAT)
-    assert watched.events == [cause]
-    watched.go_on(3 * END_SECONDS)
-    assert watched.events == [cause, "overdue"]
-    watched.watch.end()
-    watched.go_on(3 * LIMIT)
-    assert len(watched.events) == 2 and not watched.watch.is_hanging
+def pass_by(watch: EngineWatch, clock: Clock, seconds: float, beat: Beat | None = None) -> str | None:
+    """Look once a beat, and hear one where there is one."""
+    found = None
+    for _ in range(int(seconds / watch.beat)):
+        clock.now += watch.beat
+        if beat is not None:
+            watch.hear(beat)
+        found = watch.find_fault()
+    return found
 
 
-def test_one_whose_round_stands_still_hangs_until_it_gets_on() -> None:
-    watched = Watched()
-    watched.answer = LIMIT + BEAT
-    watched.go_on(2 * BEAT)
-    assert watched.events == ["the engine hangs: its round has got no further for 8 s (launch.heartbeat_seconds)"]
-    watched.answer = 0.0
-    watched.go_on(2 * BEAT)
-    assert watched.events[1:] == ["recovered"] and not watched.watch.is_hanging
+def test_an_engine_that_tells_nothing_any_more_hangs() -> None:
+    watch, clock = watch_of()
+    watch.hear(BETWEEN)
+    assert pass_by(watch, clock, 59) is None
+    assert pass_by(watch, clock, 3) == "it is silent for 60 s, last seen idle after round 7"
+    watch.hear(BETWEEN)
+    assert pass_by(watch, clock, 59) is None
 
 
-def test_a_front_that_was_stopped_has_no_news_of_the_engine() -> None:
-    watched = Watched()
-    watched.go_on(3 * BEAT)
-    watched.now += 100 * LIMIT
-    watched.watch.look()
-    assert watched.events == []
-    watched.answer = None
-    watched.go_on(LIMIT + 2 * BEAT)
-    assert len(watched.events) == 1
+def test_a_round_that_stands_still_hangs_and_a_rest_does_not() -> None:
+    watch, clock = watch_of()
+    assert pass_by(watch, clock, 500, BETWEEN) is None
+    assert pass_by(watch, clock, 500, Beat(doing="in round 8 (verifying)", still_seconds=59.0)) is None
+    still = Beat(doing="in round 8 (verifying)", still_seconds=61.0)
+    assert pass_by(watch, clock, 1, still) == "it stands still in round 8 (verifying) for longer than 60 s"
 
 
-def test_a_round_of_one_process_is_looked_at_from_another_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The layers of a long prompt are progress; a round that waits for its device makes none."""
-    now = 0.0
-    seen: list[float] = []
-    loaded: list[LLM] = []
-    finish, advance = DecidedRound.finish, Activity.advance
+def test_without_an_engine_nothing_hangs() -> None:
+    watch, clock = watch_of()
+    assert pass_by(watch, clock, 500) is None  # it loads
+    watch.hear(BETWEEN)
+    watch.forget()
+    assert pass_by(watch, clock, 500) is None
 
-    def advance_late(activity: Activity) -> None:
-        nonlocal now
-        now += 50.0
-        seen.append(look())
-        advance(activity)
 
-    def finish_late(decided: DecidedRound) -> Any:
-        nonlocal now
-        now += 500.0
-        seen.append(look())
-        return finish(decided)
+def test_a_front_that_was_stopped_itself_accuses_nobody() -> None:
+    watch, clock = watch_of()
+    watch.hear(BETWEEN)
+    assert watch.find_fault() is None
+    clock.now += 500
+    assert watch.find_fault() is None
+    assert pass_by(watch, clock, 59) is None
+    assert pass_by(watch, clock, 3) is not None
 
-    monkeypatch.setattr(activity, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(Activity, "advance", advance_late)
-    monkeypatch.setattr(DecidedRound, "finish", finish_late)
 
-    def look() -> float:
-        with ThreadPoolExecutor(1) as pool:
-            return sum(pool.map(lambda llm: llm.engine.unwatched_seconds, loaded))
-
-    with make_llm(make_checkpoint(tmp_path / "target", seed=1)) as llm:
-        loaded.append(llm)
-        seen.clear()
-        now += 5000.0
-        assert look() == 0.0, "it rests"
-        llm.generate([prompt_of(30)], SamplingParams(max_tokens=1))
-        now += 5000.0
-        assert look() == 0.0
-    assert seen[-1] == 500.0 and len(seen) > 2 and set(seen[:-1]) == {50.0}
+@pytest.mark.parametrize(("target", "is_alone"), [("cpu:0", True), ("cpu:1", False)])
+def test_ranks_watch_each_other(target: str, is_alone: bool) -> None:
+    models = {name: {"model": f"asset:{name}", "devices": ["cpu:0"]} for name in ("target", "draft")}
+    models["target"]["devices"] = [target]
+    assert is_watched(make_config(models)) is is_alone

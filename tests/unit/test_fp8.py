@@ -232,6 +232,19 @@ def test_slices_by_output_features_are_slices_of_the_whole(name: str) -> None:
     assert torch.equal(found, linear.apply(part, None, batch_invariant=True)(x))
 
 
+def test_a_head_of_codes_is_counted_and_multiplies_rounded(tmp_path: Path) -> None:
+    """The layers are those of `fp8`; logits are near the dense ones, and a tied embedding stays as it is beside it."""
+    config, hidden = read_model_config(make_checkpoint(tmp_path, tie_word_embeddings=True)), numbers(3, 64, seed=1)
+    fp8, with_head = (
+        shard_bytes(config, 0, 1, torch.bfloat16, torch.device("cuda", 0), name) for name in ("fp8", "fp8_with_head")
+    )
+    assert with_head == fp8 + 199 * 64 + 4 * 199
+    dense, rounded = (PagedModel(tmp_path, torch.bfloat16, quantization=name) for name in ("fp8", "fp8_with_head"))
+    expected, found = (model.models[0].logits(hidden).float() for model in (dense, rounded))
+    assert not torch.equal(found, expected)
+    assert (found - expected).norm() < 0.05 * expected.norm()
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_weights_are_counted_as_they_are_held_and_the_head_stays_dense(tmp_path: Path, tied: bool, name: str) -> None:
@@ -360,8 +373,9 @@ def test_dtypes_that_would_be_slower_are_refused(name: str, dtype: torch.dtype, 
 
 
 def test_targets_are_refused_what_is_for_drafts_alone() -> None:
-    for name in ("none", *NAMES):
+    for name in ("none", "fp8_with_head", *NAMES):
         assert find_quantization(name, for_target=True) is QUANTIZATIONS.get(name)
     assert find_quantization("int8", for_target=False) is QUANTIZATIONS.get("int8")
-    with pytest.raises(ConfigError, match=r"int8 is for drafts alone, .*: use one of fp8, fp8_weight_only, none"):
+    allowed = "use one of fp8, fp8_weight_only, fp8_with_head, none"
+    with pytest.raises(ConfigError, match=rf"int8 is for drafts alone, .*: {allowed}"):
         find_quantization("int8", for_target=True)

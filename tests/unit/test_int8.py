@@ -151,6 +151,7 @@ def test_dtypes_that_would_be_slower_are_refused(dtype: torch.dtype, device: str
 def test_unknown_quantizations_are_refused_with_the_nearest_name() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"unknown quantization 'int4' \(did you mean 'int8'\?\); known: fp8, fp8_weight_only, int8, none",
+        match=r"unknown quantization 'int4' \(did you mean 'int8'\?\); "
+        r"known: fp8, fp8_weight_only, fp8_with_head, int8, none",
     ):
         QUANTIZATIONS.get("int4")

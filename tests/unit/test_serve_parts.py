@@ -186,9 +186,11 @@ def test_an_engine_that_is_late_is_told_and_one_that_is_killed_is_not(
 ) -> None:
     monkeypatch.setattr(engine_keeper, "END_SECONDS", 0.0)
 
+    told: list[str] = []
+
     async def check() -> None:
         command = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"]
-        keeper = engine_keeper.EngineKeeper(command, os.environ, RestartLimit(0, 1.0), lambda line: None)
+        keeper = engine_keeper.EngineKeeper(command, os.environ, RestartLimit(0, 1.0), lambda line: None, told.append)
         keeping = asyncio.create_task(keeper.keep())
         while keeper._process is None:
             await asyncio.sleep(0.001)
@@ -200,6 +202,26 @@ def test_an_engine_that_is_late_is_told_and_one_that_is_killed_is_not(
 
     run(check())
     assert ("has not ended by itself" in caplog.text) is not is_killed
+    assert not told
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "lines"),
+    [
+        ("os.kill(os.getpid(), 9)", 137, ["the engine was ended by SIGKILL before it was up"]),
+        ("sys.exit(2)", 2, []),  # it has said why itself
+    ],
+)
+def test_an_engine_that_is_killed_before_it_is_up_is_told_of(end: str, status: int, lines: list[str]) -> None:
+    told: list[str] = []
+
+    async def check() -> None:
+        command = [sys.executable, "-c", f"import os, sys; {end}"]
+        keeper = engine_keeper.EngineKeeper(command, os.environ, RestartLimit(3, 1.0), lambda line: None, told.append)
+        assert await keeper.keep() == status
+
+    run(check())
+    assert told == lines
 
 
 def test_bodies_that_are_no_json_are_one_line() -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from parallel.control import ControlPlane, Report
-from parallel.watchdog.activity import Activity, Phase
+from parallel.watchdog.activity import NO_ROUND, Activity, Doing, Phase
 from trtrun.core import RoundPlan
 from trtrun.errors import RankFailedError
 from trtrun.roles.draft_worker import DraftWorker
@@ -39,9 +39,8 @@ class EngineRanks(Protocol):
         """Whether the draft engine is gone for good, and the target goes on alone. Cheap."""
         ...
 
-    @property
-    def unwatched_seconds(self) -> float:
-        """How long a round has got no further that no heartbeat watches; 0 between rounds. From any thread."""
+    def look(self) -> Doing:
+        """What this process's part of the rounds is doing. From any thread."""
         ...
 
     def publish(self, plan: RoundPlan) -> None:
@@ -112,23 +111,21 @@ class SoloRanks:
         self._tracer = PhaseTracer(worker)
         self._plans: deque[RoundPlan] = deque()
         self._launched: deque[LaunchedRound] = deque()
-        self._published = -1
+        self._published = NO_ROUND
 
     @property
     def draft_is_lost(self) -> bool:
         """See EngineRanks; a process alone loses nothing."""
         return False
 
-    @property
-    def unwatched_seconds(self) -> float:
+    def look(self) -> Doing:
         """See EngineRanks."""
-        doing = self._worker.activity.look()
-        return 0.0 if doing.is_idle else doing.still_seconds
+        return self._worker.activity.look()
 
     def publish(self, plan: RoundPlan) -> None:
         """See EngineRanks."""
-        self._published = plan.round_index
         self._plans.append(plan)
+        self._published = plan.round_index
 
     def collect(self) -> RoundReport:
         """See EngineRanks."""
@@ -147,13 +144,12 @@ class SoloRanks:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """See EngineRanks; who asks for `unwatched_seconds` is the only one that watches a process alone."""
-        activity = self._worker.activity
-        activity.enter(self._published, Phase.SCHEDULING)
+        """See EngineRanks; who looks from outside sees it."""
+        self._worker.activity.enter(self._published, Phase.SCHEDULING)
         try:
             yield
         finally:
-            activity.rest()
+            self._worker.activity.rest()
 
     def reset(self) -> None:
         """See EngineRanks."""
@@ -200,10 +196,9 @@ class MpiRanks:
         """See EngineRanks; known from the next publish or collect on."""
         return bool(self._failures.lost_ranks)
 
-    @property
-    def unwatched_seconds(self) -> float:
-        """See EngineRanks: the heartbeat watches all rounds."""
-        return 0.0
+    def look(self) -> Doing:
+        """See EngineRanks."""
+        return self._activity.look()
 
     def publish(self, plan: RoundPlan) -> None:
         """See EngineRanks."""

@@ -78,9 +78,13 @@ def accept_forced(
     Returns:
         as accept_by_token.
     """
+    if not draft_tokens.shape[1]:
+        return accept_by_token(target_tokens, draft_tokens, draft_lens)
     whole = math.floor(acceptance)
-    more = uniforms(torch.zeros_like(lengths), lengths, Stream.ACCEPT) < acceptance - whole
-    num_accepted = torch.minimum(whole - 1 + more.to(torch.int64), draft_lens.clamp(min=0))
+    wanted = torch.full_like(lengths, whole - 1)
+    if acceptance != whole:  # thirty operations, which other rounds do not have: without them where they can be spared
+        wanted += uniforms(torch.zeros_like(lengths), lengths, Stream.ACCEPT) < acceptance - whole
+    num_accepted = torch.minimum(wanted, draft_lens.clamp(min=0))
     return _gained(draft_tokens, num_accepted, target_tokens.gather(1, num_accepted[:, None])[:, 0])
 
 

@@ -45,11 +45,24 @@ def lines_of(weight: torch.Tensor, features: int) -> int:
 
 
 @triton.jit
-def begin(EARLY: tl.constexpr):
-    """Let the next kernel begin, and wait until all before this one is written. Before anything else but `fetch`."""
+def launch_next(EARLY: tl.constexpr):
+    """Let the next kernel begin. Before anything else but `fetch`."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_all(EARLY: tl.constexpr):
+    """Wait until all before this kernel is written."""
+    if EARLY:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def begin(EARLY: tl.constexpr):
+    """Both. Before anything else but `fetch`."""
+    launch_next(EARLY)
+    wait_for_all(EARLY)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from trtrun.kernels.cublas import forbid_split_sums
 from trtrun.kernels.triton.early_launch import begin, early, fetch, lines_of
-from trtrun.kernels.triton.support import shared_bytes
+from trtrun.kernels.triton.support import multiprocessors, shared_bytes
 
 _FEWEST_ROWS, _WIDEST = 16, 64
 """Rows of a tile."""
@@ -40,7 +40,7 @@ _CHECK_BYTES = 256 << 20
 _ALIGNED = 8
 """Numbers of half precision in 16 bytes."""
 
-_NARROW, _FEW_FEATURES, _MANY_FEATURES = 2048, 4096, 8192
+_NARROW, _FEW_FEATURES = 2048, 4096
 
 
 class Tile(NamedTuple):
@@ -92,7 +92,7 @@ def chain_product(x: torch.Tensor, weight: torch.Tensor, tile: Tile | None = Non
     y = torch.empty((rows, features), dtype=x.dtype, device=x.device)
     if rows:
         width = min(_WIDEST, max(_FEWEST_ROWS, triton.next_power_of_2(rows)))
-        tile = _that_fits(tile or _tile(width, features), width, shared_bytes(x.device))
+        tile = _that_fits(tile or _tile(width, features, x.device), width, shared_bytes(x.device))
         _product_kernel[(triton.cdiv(features, tile.features), triton.cdiv(rows, width))](
             x, weight, y, rows, features, inputs, x.stride(0),
             ROWS=width, FEATURES=tile.features, INPUTS=tile.inputs, IS_EVEN=inputs % tile.inputs == 0,
@@ -101,13 +101,13 @@ def chain_product(x: torch.Tensor, weight: torch.Tensor, tile: Tile | None = Non
     return y
 
 
-def _tile(rows: int, features: int) -> Tile:
+def _tile(rows: int, features: int, device: torch.device) -> Tile:
     """What was fastest on an H200, or nearly, for so many rows: long runs of memory, and programs enough to keep every
     multiprocessor reading."""
-    if features >= _MANY_FEATURES:
+    if features > 64 * multiprocessors(device):
         return Tile(64, 128, 4 if rows <= _FEWEST_ROWS else 3)
     if rows <= _FEWEST_ROWS and features <= _FEW_FEATURES:
-        return Tile(16, 512, 4, 2) if features <= _NARROW else Tile(32, 256, 6)
+        return Tile(16, 512, 6, 2) if features <= _NARROW else Tile(32, 256, 6)
     return Tile(64, 128, 6)
 
 

@@ -36,6 +36,12 @@ def shared_bytes(device: torch.device) -> int:
 
 
 @cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device; an H200's 132 where there is no GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@cache
 def triton_works(device_type: str) -> bool:
     """Whether kernels can be compiled and give right results on this process's current device of that type."""
     if device_type != "cuda" or torch.version.hip is not None:

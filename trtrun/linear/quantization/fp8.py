@@ -4,7 +4,8 @@ Each output feature is scaled so that its largest weight becomes 448, and rounde
 needed. `fp8` rounds activations, too, each token by the largest number of its own row (dynamic quantization per token
 and per channel, as vLLM and TensorRT-LLM have it), so that the matrix units multiply codes by codes.
 `fp8_weight_only` leaves them as they are. The vocabulary head stays dense, as it does there: its rounding would show
-most, and it is read once a round.
+most, and it is read once a round. `fp8_with_head` rounds the head, too, for drafts: they read theirs for every token,
+and in a small model it is a third of all weights.
 
 The model so made is what a target is then: speculative output is the rounded target's own, to the bit. A rank of a
 tensor-parallel group scales its own slices, so that row-parallel layers of groups of several sizes differ a little.
@@ -50,14 +51,15 @@ class Fp8:
     Args:
         name: that it is registered by, for messages.
         rounds_activations: whether each token's activations are rounded to E4M3, too.
+        takes_head: see `Quantization`.
     """
 
-    takes_head = False
     fits_targets = True
 
-    def __init__(self, name: str, *, rounds_activations: bool) -> None:
+    def __init__(self, name: str, *, rounds_activations: bool, takes_head: bool = False) -> None:
         self._name = name
         self._rounds_activations = rounds_activations
+        self.takes_head = takes_head
 
     def check(self, dtype: torch.dtype, device: torch.device) -> None:
         """bfloat16 on CPUs; on GPUs float16, too."""
@@ -110,4 +112,5 @@ def quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 QUANTIZATIONS.register("fp8")(Fp8("fp8", rounds_activations=True))
+QUANTIZATIONS.register("fp8_with_head")(Fp8("fp8_with_head", rounds_activations=True, takes_head=True))
 QUANTIZATIONS.register("fp8_weight_only")(Fp8("fp8_weight_only", rounds_activations=False))

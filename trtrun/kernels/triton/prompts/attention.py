@@ -8,8 +8,6 @@ both. It knows tensors; it does not know who takes which.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 from triton.experimental import gluon
@@ -26,6 +24,7 @@ from trtrun.kernels.triton import early_launch
 from trtrun.kernels.triton.prompts.copying import PANEL, copy
 from trtrun.kernels.triton.prompts.softmax import add_share, nothing_yet, weigh
 from trtrun.kernels.triton.prompts.tiles import HALF, KEYS, TILE, extent, take_tile, tile_of
+from trtrun.kernels.triton.support import multiprocessors
 
 _STAGES = 2
 """Steps whose keys and values are in shared memory at once."""
@@ -37,6 +36,68 @@ begin = gluon.jit(early_launch.begin.fn)
 
 
 @gluon.jit
+def _sum_tile(
+    mine, keys, values, barriers, own, first_own, last, start, stop, window, stretch, step,
+    HEAD: gl.constexpr, SHARE: gl.constexpr,
+):  # fmt: skip
+    """Half of a tile over all its steps: totals of weights, sums of values [HALF, HEAD], and steps so far."""
+    key_ready, key_free, value_ready, value_free, _settled = barriers
+    stages: gl.constexpr = keys.shape[0]
+    kind: gl.constexpr = keys.dtype
+    scored: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
+    weighed: gl.constexpr = gl.DotOperandLayout(0, summed, 2)
+    column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, scored))
+    empty = gl.zeros([HALF, KEYS], gl.float32, layout=scored)
+    peak, total, gathered = nothing_yet(scored, summed, HALF, HEAD)
+    all_peak, all_total, all_gathered = peak, total, gathered
+    stage = step % stages
+    mbarrier.wait(key_ready.index(stage), (step // stages) & 1)
+    scores = warpgroup_mma(mine, keys.index(stage).permute((1, 0)), empty, use_acc=False)
+    mbarrier.arrive(key_free.index(stage), count=1)
+    for first in range(start, stop - KEYS, KEYS):
+        if (first % SHARE == 0) & (first > start):  # a share is done
+            all_peak, all_total, all_gathered = add_share(all_peak, all_total, all_gathered, peak, total, gathered)
+            peak, total, gathered = nothing_yet(scored, summed, HALF, HEAD)
+        weights, peak, total, gathered = weigh(
+            scores, peak, total, gathered, own, column, first, first_own, last, window, stretch
+        )
+        held = gl.convert_layout(weights.to(kind), weighed)
+        stage, phase = step % stages, (step // stages) & 1
+        step += 1
+        following = step % stages
+        mbarrier.wait(value_ready.index(stage), phase)
+        pending = warpgroup_mma(held, values.index(stage), gathered, is_async=True)
+        # The next scores right behind these sums, so that the matrix units do not wait in between.
+        mbarrier.wait(key_ready.index(following), (step // stages) & 1)
+        scores = warpgroup_mma(mine, keys.index(following).permute((1, 0)), empty, use_acc=False, is_async=True)
+        gathered, scores, held = warpgroup_mma_wait(0, deps=(pending, scores, held))
+        mbarrier.arrive(key_free.index(following), count=1)
+        mbarrier.arrive(value_free.index(stage), count=1)
+    first = (stop - 1) // KEYS * KEYS
+    if (first % SHARE == 0) & (first > start):
+        all_peak, all_total, all_gathered = add_share(all_peak, all_total, all_gathered, peak, total, gathered)
+        peak, total, gathered = nothing_yet(scored, summed, HALF, HEAD)
+    weights, peak, total, gathered = weigh(
+        scores, peak, total, gathered, own, column, first, first_own, last, window, stretch
+    )
+    stage = step % stages
+    mbarrier.wait(value_ready.index(stage), (step // stages) & 1)
+    gathered = warpgroup_mma(gl.convert_layout(weights.to(kind), weighed), values.index(stage), gathered)
+    mbarrier.arrive(value_free.index(stage), count=1)
+    _, total, gathered = add_share(all_peak, all_total, all_gathered, peak, total, gathered)
+    return total, gathered, step + 1
+
+
+@gluon.jit
+def _places(row, kv_head, first_place, queries, group, layout: gl.constexpr):
+    """Query, token and head of each place of half a tile: [HALF] in a layout."""
+    place = first_place + gl.arange(0, HALF, layout=layout)
+    index = place // group
+    return index, row.to(gl.int64) * queries + index, kv_head * group + place % group
+
+
+@gluon.jit
 def _attend(
     half: gl.constexpr, query, output, positions, query_shared, keys, values, barriers, board,
     rows, parts, queries, kv_heads, group, window, stretch, query_token, query_head, position_row,
@@ -44,83 +105,38 @@ def _attend(
     HEAD: gl.constexpr, SHARE: gl.constexpr,
 ):  # fmt: skip
     """A group of four warps, which attends with half of each tile."""
-    key_ready, key_free, value_ready, value_free, _settled = barriers
-    stages: gl.constexpr = keys.shape[0]
-    kind: gl.constexpr = keys.dtype
     scored: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     summed: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD, 16])
     inner: gl.constexpr = gl.SliceLayout(1, scored)
     outer: gl.constexpr = gl.SliceLayout(1, summed)
-    weighed: gl.constexpr = gl.DotOperandLayout(0, summed, 2)
     lines: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     mine = query_shared.index(half)
-    column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, scored))
-    empty = gl.zeros([HALF, KEYS], gl.float32, layout=scored)
     turn, step = 0, 0
     number = take_tile(turn, board)
     while number >= 0:
-        row, kv_head, first_place = tile_of(number, rows, parts, kv_heads)
-        place = first_place + half * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, lines))
-        index, head = place // group, kv_head * group + place % group
+        row, kv_head, tile_place = tile_of(number, rows, parts, kv_heads)
+        first_place = tile_place + half * HALF
+        index, token, head = _places(row, kv_head, first_place, queries, group, gl.SliceLayout(1, lines))
         element = gl.arange(0, HEAD, layout=gl.SliceLayout(0, lines))
-        token = row.to(gl.int64) * queries + index
         taken = query + (token * query_token + head * query_head)[:, None] + element[None, :]
         mine.store(gl.load(taken, mask=(index < queries)[:, None], other=0.0))
         fence_async_shared()
 
         places = positions + row * position_row
-        first_own, last, start, stop = extent(places, position_query, first_place, group, queries, window, line)
-        index = (first_place + half * HALF + gl.arange(0, HALF, layout=inner)) // group
+        first_own, last, start, stop = extent(places, position_query, tile_place, group, queries, window, line)
+        index, _, _ = _places(row, kv_head, first_place, queries, group, inner)
         own = gl.load(places + index * position_query, mask=index < queries, other=0)
         own = gl.maximum(own, 0).to(gl.int32)  # padding sees key 0 alone
-
-        peak, total, gathered = nothing_yet(scored, summed, HALF, HEAD)
-        all_peak, all_total, all_gathered = peak, total, gathered
-        stage = step % stages
-        mbarrier.wait(key_ready.index(stage), (step // stages) & 1)
-        scores = warpgroup_mma(mine, keys.index(stage).permute((1, 0)), empty, use_acc=False)
-        mbarrier.arrive(key_free.index(stage), count=1)
-        for first in range(start, stop - KEYS, KEYS):
-            if (first % SHARE == 0) & (first > start):  # a share is done
-                all_peak, all_total, all_gathered = add_share(all_peak, all_total, all_gathered, peak, total, gathered)
-                peak, total, gathered = nothing_yet(scored, summed, HALF, HEAD)
-            weights, peak, total, gathered = weigh(
-                scores, peak, total, gathered, own, column, first, first_own, last, window, stretch
-            )
-            held = gl.convert_layout(weights.to(kind), weighed)
-            stage, phase = step % stages, (step // stages) & 1
-            step += 1
-            following = step % stages
-            mbarrier.wait(value_ready.index(stage), phase)
-            pending = warpgroup_mma(held, values.index(stage), gathered, is_async=True)
-            # The next scores right behind these sums, so that the matrix units do not wait in between.
-            mbarrier.wait(key_ready.index(following), (step // stages) & 1)
-            scores = warpgroup_mma(mine, keys.index(following).permute((1, 0)), empty, use_acc=False, is_async=True)
-            gathered, scores, held = warpgroup_mma_wait(0, deps=(pending, scores, held))
-            mbarrier.arrive(key_free.index(following), count=1)
-            mbarrier.arrive(value_free.index(stage), count=1)
-        first = (stop - 1) // KEYS * KEYS
-        if (first % SHARE == 0) & (first > start):
-            all_peak, all_total, all_gathered = add_share(all_peak, all_total, all_gathered, peak, total, gathered)
-            peak, total, gathered = nothing_yet(scored, summed, HALF, HEAD)
-        weights, peak, total, gathered = weigh(
-            scores, peak, total, gathered, own, column, first, first_own, last, window, stretch
+        total, gathered, step = _sum_tile(
+            mine, keys, values, barriers, own, first_own, last, start, stop, window, stretch, step, HEAD, SHARE
         )
-        stage = step % stages
-        mbarrier.wait(value_ready.index(stage), (step // stages) & 1)
-        gathered = warpgroup_mma(gl.convert_layout(weights.to(kind), weighed), values.index(stage), gathered)
-        mbarrier.arrive(value_free.index(stage), count=1)
-        step += 1
 
-        _, total, gathered = add_share(all_peak, all_total, all_gathered, peak, total, gathered)
         gathered = gathered / gl.convert_layout(gl.where(total == 0.0, 1.0, total), outer)[:, None]
-        place = first_place + half * HALF + gl.arange(0, HALF, layout=outer)
-        index, head = place // group, kv_head * group + place % group
+        index, token, head = _places(row, kv_head, first_place, queries, group, outer)
         element = gl.arange(0, HEAD, layout=gl.SliceLayout(0, summed))
-        token = row.to(gl.int64) * queries + index
         target = output + (token * (kv_heads * group) + head)[:, None] * HEAD + element[None, :]
-        gl.store(target, gathered.to(kind), mask=(index < queries)[:, None])
+        gl.store(target, gathered.to(keys.dtype), mask=(index < queries)[:, None])
         turn += 1
         number = take_tile(turn, board)
 
@@ -218,7 +234,7 @@ def attend(
     lines = num_blocks * kv_heads * block_size
     store = TensorDescriptor(store_layer, [2 * lines, head_dim], [head_dim, 1], [block_size, PANEL.value], layout)
     taken = torch.zeros(1, dtype=torch.int32, device=query.device)
-    programs = min(_multiprocessors(query.device), rows * parts * kv_heads)
+    programs = min(multiprocessors(query.device), rows * parts * kv_heads)
     _prompt_kernel[(programs,)](
         store, query, output, tables, positions, taken, scale,
         query.stride(0), query.stride(1), positions.stride(0), positions.stride(1), tables.stride(0),
@@ -226,8 +242,3 @@ def attend(
         BLOCK=block_size, HEAD=head_dim, SHARE=share, STAGES=_STAGES, num_warps=4, maxnreg=_REGISTERS,
         **early_launch.early(query),
     )  # fmt: skip
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

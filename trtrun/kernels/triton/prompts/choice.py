@@ -1,17 +1,16 @@
 """Whether prompts go through the kernel of this folder: asked once for each kind of store, by comparing bits.
 
-Gluon is new, and changes with Triton's versions: where it cannot be imported or compiled, or has other bits, the kernel
-of `paged_attention` attends for prompts, too. It knows no model.
+Where it cannot be used, the kernel of `paged_attention` attends for prompts, too. It knows no model.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import torch
 
-_logger = logging.getLogger(__name__)
+from trtrun.kernels.triton.gluon_works import has_same_bits, is_hopper
+
 _chosen: dict[tuple[torch.device, torch.dtype, int, int], bool] = {}
 
 
@@ -31,26 +30,26 @@ def is_chosen(store_layer: torch.Tensor, share: int, reference: Callable[..., No
         elif torch.cuda.is_current_stream_capturing():
             return False  # nothing can be read back now: the next one asks
         else:
-            _chosen[kind] = _agrees(*kind, share, reference)
+            _chosen[kind] = has_same_bits("attention of prompts", lambda: _compare(*kind, share, reference))
     return _chosen[kind]
 
 
 def _suits(device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
     """Whether the kernel is for this device and a store of such heads and blocks."""
     return (
-        device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) == (9, 0)
+        is_hopper(device)
         and dtype in (torch.bfloat16, torch.float16)
         and head_dim in (64, 128)
         and block_size in (8, 16, 32, 64, 128)
     )
 
 
-def _agrees(
+def _compare(
     device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int, share: int, reference: Callable[..., None]
 ) -> bool:
     """Whether both have the same bits for the last queries of a prompt of several shares."""
+    from trtrun.kernels.triton.prompts.attention import attend
+
     context, queries, heads = 3 * share - 40, 100, 2
     blocks = -(-context // block_size)
     generator = torch.Generator(device).manual_seed(0)
@@ -61,16 +60,7 @@ def _agrees(
     query, store = random(queries, heads, head_dim), random(2, blocks + 1, 1, block_size, head_dim)
     tables = torch.arange(blocks, 0, -1, device=device).unsqueeze(0)
     positions = torch.arange(context - queries, context, device=device).unsqueeze(0)
-    try:
-        from trtrun.kernels.triton.prompts.attention import attend
-
-        found, expected = torch.empty_like(query), torch.empty_like(query)
-        for kernel, output in ((attend, found), (reference, expected)):
-            kernel(query, store, tables, positions, head_dim**-0.5, 1 << 30, share, output)
-        if torch.equal(found, expected):
-            return True
-        reason = "its bits differ from those of the other kernel"
-    except Exception as error:  # import, compiler, driver: whatever it is, there is another kernel
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    _logger.warning("The faster attention of prompts is not used here (%s)", reason)
-    return False
+    found, expected = torch.empty_like(query), torch.empty_like(query)
+    for kernel, output in ((attend, found), (reference, expected)):
+        kernel(query, store, tables, positions, head_dim**-0.5, 1 << 30, share, output)
+    return torch.equal(found, expected)
