@@ -126,7 +126,8 @@ class Keys:
             line = "this server wants an API key, as the header Authorization: Bearer KEY"
             raise Refusal(Kind.UNAUTHORIZED, line, code="invalid_api_key")
         if not is_known:
-            raise Refusal(Kind.UNAUTHORIZED, "the API key is none of this server's", code="invalid_api_key")
+            line = "this server wants an API key of its own: the one that was sent is unknown here"
+            raise Refusal(Kind.UNAUTHORIZED, line, code="invalid_api_key")
 
 
 async def read_json(body: bytes, read: Callable[[object], T]) -> T:

@@ -146,7 +146,7 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
         with pytest.raises(Refusal, match="wants an API key"):
             keys.check_header(header)
     for header in ("Bearer on", "Bearer one two", "Bearer one\ntwo"):
-        with pytest.raises(Refusal, match="the API key is none of this server's"):
+        with pytest.raises(Refusal, match="wants an API key of its own"):
             keys.check_header(header)
     file.write_text("\n \n")
     with pytest.raises(ConfigError, match="holds no API key"):
