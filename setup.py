@@ -71,5 +71,5 @@ setup(
             "tritonclient[http]>=2.60,<3",
         ],
     },
-    entry_points={"console_scripts": ["trtrun = launch.cli:main"]},
+    entry_points={"console_scripts": ["trtrun = launch.console:main"]},
 )

@@ -4,11 +4,12 @@
     python scripts/serve_chaos.py [--ranks 3] [--kills 10] [--clients 8] [--victims 'rank 0,rank 2,mpirun'] [--config F]
 
 The shipped pair is served on CPU ranks, or what a configuration says. While clients stream, one part after another is
-killed: each rank, mpirun, the engine's parent, and the front itself, which is then started again. Every answer is
+killed: each rank, mpirun, the engine's parent, and the front itself, which is then started again. A victim such as
+`stop rank 2` is stopped by SIGSTOP instead, so that the heartbeat has to find it, after 5 s here. Every answer is
 compared with the one that `trtrun run` has written before: a stream ends with its exact text or with one clear error, a
 killed front breaks connections, and nothing else may happen. In the end, and after each killed front, no process and no
-file is left. The last line is JSON: what became of all requests, and how long streams paused. Exit status 1 where
-anything was wrong.
+file is left. The last line is JSON: what became of all requests, how long streams paused, and the memory that the last
+front held at first and in the end. Exit status 1 where anything was wrong.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ from served.clients import Reply, Verdict, ask
 from served.questions import Question, ask_reference, make_rows
 from served.server import Server, TrialError, write_config
 
-PATIENCE = 180.0
-"""Seconds that anything may take: a restart, a stream with a restart in it. What takes longer hangs."""
+PATIENCE = 400.0
+"""Seconds that anything may take: a restart, an answer with several restarts in it. What takes longer hangs."""
+
+STOP = "stop "
+"""Begins the name of a victim that is stopped instead of killed."""
 
 LONGEST = 160
 """Tokens of the longest completion: long enough to be met by a kill."""
@@ -107,13 +111,13 @@ class Chaos:
 
 
 async def kill_part(server: Server, chaos: Chaos, victim: str) -> dict[str, Any]:
-    """Kill a part under load and wait until the server serves again; returns how long that took, and the pauses of
-    streams that were read."""
+    """Kill or stop a part under load and wait until the server serves again; returns how long that took, and the
+    pauses of streams that were read."""
     reading = await chaos.wait_streaming()
-    process = await server.find(victim, PATIENCE)
+    process = await server.find(victim.removeprefix(STOP), PATIENCE)
     told = len(server.lines)
     before = time.perf_counter()
-    os.kill(process, signal.SIGKILL)
+    os.kill(process, signal.SIGSTOP if victim.startswith(STOP) else signal.SIGKILL)
     if victim == "front":
         server.url = ""
         await server.wait_over()
@@ -135,18 +139,26 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rows = [{**row, "ignore_eos": True} for row in make_rows(4 * options.clients, LONGEST, seed=options.seed)]
     questions = await ask_reference(config, rows, folder)
     kills = len(options.victims) * options.kills
-    server = Server(config, temporary, ("--set", f"server.max_restarts={min(1000, kills + 1)}"))
+    words = ["--set", f"server.max_restarts={min(1000, kills + 1)}"]
+    if any(victim.startswith(STOP) for victim in options.victims):
+        words += ["--set", "launch.heartbeat_seconds=5"]
+    server = Server(config, temporary, tuple(words))
     await server.start(PATIENCE)
     chaos = Chaos(server, questions, options.clients)
     asking = asyncio.create_task(chaos.ask_on())
+    held: list[int] = []
     found: dict[str, list[dict[str, Any]]] = {victim: [] for victim in options.victims}
     try:
         for number in range(options.kills):
             for victim in options.victims:
                 found[victim].append(await kill_part(server, chaos, victim))
+                if victim == "front":
+                    held.clear()
+                held.append(server.resident_bytes()["front"])
                 print(f"{number + 1}: {victim}: {show(found[victim][-1])}; {dict(chaos.verdicts)}", flush=True)
         chaos.finish()
         await asyncio.wait_for(asking, PATIENCE)
+        held.append(server.resident_bytes()["front"])
         metrics = await server.metrics()
         status = await server.end(PATIENCE)
     except BaseException:
@@ -167,6 +179,7 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "victims": {victim: summarize(times) for victim, times in found.items()},
         "requests": dict(chaos.verdicts),
         "errors": dict(chaos.errors),
+        "front_bytes": [held[0], held[-1]],
         "faults": chaos.faults + faults,
     }
 
@@ -200,7 +213,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=3, help="of the shipped pair: 1 (no mpirun), 3, 4 or 5")
     parser.add_argument("--kills", type=int, default=10, help="of each part")
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--victims", help="parts to kill, separated by commas  [default: all]")
+    parser.add_argument("--victims", help="parts to kill, or to `stop`, separated by commas  [default: kill all]")
     parser.add_argument("--seed", type=int, default=1, help="of the questions")
     options = parser.parse_args()
     if options.victims is None:
@@ -208,6 +221,8 @@ def main() -> int:
         options.victims = [*ranks, *(["mpirun"] if ranks else []), "engine", "front"]
     else:
         options.victims = [victim.strip() for victim in options.victims.split(",")]
+    if wrong := [name for name in options.victims if name.startswith(STOP) and not name.startswith(STOP + "rank ")]:
+        parser.error(f"--victims: {wrong[0]}: only ranks are watched, so only ranks can be stopped")
     with tempfile.TemporaryDirectory(prefix="serve-chaos-") as folder:
         try:
             figures = asyncio.run(run(options, Path(folder)))

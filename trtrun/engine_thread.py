@@ -165,7 +165,8 @@ class EngineThread:
                 self._step(engine)
             self._end(InvalidRequestError("this AsyncLLM is closed: make another one"))
         except RankFailedError as error:
-            logger.error("%s", error)
+            # Everybody who waits is told; a terminal need not hear it twice.
+            logger.error("%s", error, extra={"file_only": True})
             self._end(error)
         except BaseException as error:
             logger.exception("the engine's thread failed")

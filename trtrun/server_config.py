@@ -28,6 +28,7 @@ class ServerSection(Section):
         max_connections: that may be open at once on the HTTP port; a request on one beyond is answered with 503. Over
             gRPC so many calls may be open.
         max_body_bytes: of one request; larger ones are answered with 413.
+        max_total_body_bytes: of all requests whose bodies are being read; one beyond is answered with 429.
         request_timeout_s: from a request's arrival to its end.
         exclude_input_in_output: whether whole outputs of Triton's models begin behind the prompt, where a request does
             not say; None where that is so of texts, and not of tokens.
@@ -47,6 +48,7 @@ class ServerSection(Section):
     max_streams: Annotated[int, Number, Field(ge=1, le=1_000_000)] = 512
     max_connections: Annotated[int, Number, Field(ge=1, le=1_000_000)] = 1024
     max_body_bytes: Annotated[int, Number, Field(ge=1024, le=2**27)] = 2**24
+    max_total_body_bytes: Annotated[int, Number, Field(ge=1024, le=2**40)] = 2**28
     request_timeout_s: Seconds = 600.0
     exclude_input_in_output: bool | None = None
     max_restarts: Annotated[int, Number, Field(ge=0, le=1000)] = 3
@@ -57,4 +59,23 @@ class ServerSection(Section):
         if (self.tls_cert is None) != (self.tls_key is None):
             missing = "tls_key" if self.tls_key is None else "tls_cert"
             raise ValueError(f"{missing}: missing: TLS needs server.tls_cert and server.tls_key, both")
+        return self
+
+    @model_validator(mode="after")
+    def _check_ports(self) -> ServerSection:
+        taken: dict[int, str] = {}
+        for name in ("http_port", "grpc_port", "metrics_port"):
+            port = getattr(self, name)
+            if port and port in taken:
+                raise ValueError(f"{name}: is {port}, as {taken[port]} is: give each a port of its own, or 0")
+            taken[port] = name
+        return self
+
+    @model_validator(mode="after")
+    def _check_bodies(self) -> ServerSection:
+        if self.max_total_body_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_total_body_bytes: must be at least server.max_body_bytes ({self.max_body_bytes}), not "
+                f"{self.max_total_body_bytes}"
+            )
         return self

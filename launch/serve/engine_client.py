@@ -20,6 +20,7 @@ from launch.serve.engine_socket import listen
 from launch.serve.messages import (
     Abort,
     AskStatus,
+    Beat,
     Close,
     Delta,
     Deltas,
@@ -50,6 +51,7 @@ class EngineClient:
         limits: of that engine.
         accepts: asked whether an engine may have the requests, before it gets any.
         on_ready, on_lost: called when an engine is there, and when it is gone.
+        on_beat: called with its signs of life.
     """
 
     def __init__(self) -> None:
@@ -58,6 +60,7 @@ class EngineClient:
         self.accepts: Callable[[Ready], bool] = lambda ready: True
         self.on_ready: Callable[[], None] = lambda: None
         self.on_lost: Callable[[], None] = lambda: None
+        self.on_beat: Callable[[Beat], None] = lambda beat: None
         self._writer: asyncio.StreamWriter | None = None
         self._requests: dict[str, OpenRequest] = {}
         self._ids = count()
@@ -197,6 +200,8 @@ class EngineClient:
                     opened.inbox.end(Refusal(Kind.INVALID, message.error))
             case Status():
                 self._answer_status(message)
+            case Beat():
+                self.on_beat(message)
             case _:
                 raise MessageError(f"the engine sent a message that is the front's: {type(message).__name__}")
 

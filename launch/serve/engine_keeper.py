@@ -64,6 +64,7 @@ class EngineKeeper:
         environment: Mapping[str, str],
         limit: RestartLimit,
         on_restart: Callable[[str], None],
+        on_early_end: Callable[[str], None],
     ) -> None:
         """Keep what a command starts.
 
@@ -72,11 +73,13 @@ class EngineKeeper:
             environment: of the engine.
             limit: on restarts.
             on_restart: called with a line for the user before each.
+            on_early_end: called with such a line where an engine was killed before it was up, and could not say so.
         """
         self._command = ending_with_parent(command)
         self._environment = dict(environment)
         self._limit = limit
         self._on_restart = on_restart
+        self._on_early_end = on_early_end
         self._process: asyncio.subprocess.Process | None = None
         self._was_up = False
         self._is_closing = False
@@ -112,9 +115,11 @@ class EngineKeeper:
             if self._deadline is not None:
                 self._deadline.cancel()
                 self._deadline = None
-            if self._is_closing or not self._was_up:
-                return _status(status)
             cause = _describe_end(status)
+            if self._is_closing or not self._was_up:
+                if status < 0 and not self._is_closing:
+                    self._on_early_end(f"{cause} before it was up")
+                return _status(status)
             if not self._limit.allow():
                 raise FailedError(
                     f"{cause}, and was started again {self._limit} (server.max_restarts, server.restart_window_s): "
@@ -129,6 +134,15 @@ class EngineKeeper:
         while self._process is not None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), 1.0)
+
+    def end_hung(self, cause: str) -> None:
+        """The engine, one process, hangs: end it, so that it is started again."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        logger.error("the engine (process %d) hangs: %s", process.pid, cause)
+        with suppress(ProcessLookupError):
+            process.kill()
 
     def kill(self) -> None:
         """End the engine now."""

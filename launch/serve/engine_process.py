@@ -8,7 +8,9 @@ in which it is whole. It does not know HTTP, prompts as text, or who reads what 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import hashlib
+from contextlib import suppress
 from dataclasses import asdict
 
 from launch.check.rank_check import check_before_run
@@ -16,9 +18,11 @@ from launch.exit_codes import ExitCode, FailedError
 from launch.mpi.job import finish_mpi
 from launch.mpi.start_progress import StartProgress
 from launch.serve.engine_socket import connect
+from launch.serve.engine_watch import is_watched
 from launch.serve.messages import (
     Abort,
     AskStatus,
+    Beat,
     Close,
     Generate,
     MessageError,
@@ -28,6 +32,7 @@ from launch.serve.messages import (
 )
 from launch.serve.outbox import Outbox, Sending
 from launch.terminal import Bar
+from parallel.watchdog.heartbeat_server import beat_seconds
 from trtrun import __version__
 from trtrun.async_llm import AsyncLLM
 from trtrun.config import RuntimeConfig
@@ -47,6 +52,12 @@ async def describe_engine(llm: AsyncLLM) -> Ready:
     """What an engine that is loaded says of itself."""
     limits = await llm.call(lambda engine: asdict(engine.scheduler.limits))
     return Ready(version=__version__, config_hash=hash_config(llm.config), limits=limits, memory=_memory(llm.report))
+
+
+def describe_round(llm: AsyncLLM) -> Beat:
+    """What the engine is doing. In any thread."""
+    doing = llm.engine.orchestrator.look()
+    return Beat(doing=doing.words, still_seconds=doing.still_seconds if doing.phase.is_in_round else None)
 
 
 def read_status(engine: LLMEngine) -> Status:
@@ -119,6 +130,8 @@ class _Served:
         """
         self._outbox.send(await describe_engine(self._llm))
         reading = asyncio.create_task(self._read(messages))
+        if is_watched(self._llm.config):
+            self._telling.add(asyncio.create_task(self._beat()))
         try:
             await asyncio.wait((reading, self._failed), return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
@@ -147,6 +160,15 @@ class _Served:
                 case _:
                     raise MessageError(f"the front sent a message that is the engine's: {type(message).__name__}")
 
+    async def _beat(self) -> None:
+        limit = self._llm.config.launch.heartbeat_seconds
+        while True:
+            beat = describe_round(self._llm)
+            if beat.still_seconds is not None and beat.still_seconds > limit:
+                faulthandler.dump_traceback()  # before the front hears it, and ends this process
+            self._outbox.offer(beat)
+            await asyncio.sleep(beat_seconds(limit))
+
     async def _tell_status(self) -> None:
         try:
             self._outbox.send(await self._llm.call(read_status))
@@ -174,7 +196,8 @@ class _Served:
 
     def _hear_failure(self, error: RankFailedError) -> None:
         """In the engine's thread."""
-        self._loop.call_soon_threadsafe(self._fail, error)
+        with suppress(RuntimeError):  # the loop is closed: another request's failure has ended it
+            self._loop.call_soon_threadsafe(self._fail, error)
 
     def _fail(self, error: RankFailedError) -> None:
         if not self._failed.done():

@@ -58,12 +58,18 @@ class EngineEvents:
 
     Attributes:
         on_ready, on_lost: it is there; it is gone.
+        on_hang: it is there, does not get on, and nothing starts it again; with a line for the user.
+        on_recovery: it gets on again.
         on_restart: it is started again; with a line for the user.
+        on_early_end: it was killed before it was up; the same.
     """
 
     on_ready: Callable[[], None]
     on_lost: Callable[[], None]
+    on_hang: Callable[[str], None]
+    on_recovery: Callable[[], None]
     on_restart: Callable[[str], None]
+    on_early_end: Callable[[str], None]
 
 
 class EngineRun(Protocol):

@@ -1,4 +1,4 @@
-"""What every HTTP request goes through before and after its endpoint: an id, a key, a bounded body, an error in JSON.
+"""What every HTTP request goes through before and after its endpoint: an id, a key, JSON, a look at who is gone.
 
 It knows HTTP through Starlette. It does not know what endpoints do, or any protocol's errors: those that it raises are
 Refusals, which the application turns into answers.
@@ -29,9 +29,6 @@ from trtrun.errors import ConfigError, InvalidRequestError, reading
 T = TypeVar("T")
 
 REQUEST_ID = "x-request-id"
-
-BODY_SECONDS = 60.0
-"""How long a client may take to send a body."""
 
 _LONGEST_ID = 128
 _JSON = json.JSONDecoder(object_pairs_hook=unique_keys)
@@ -126,11 +123,12 @@ class Keys:
         given = _digest(key.strip())
         # No early end: how long it takes does not tell which key it was.
         is_known = sum([hmac.compare_digest(given, digest) for digest in self._digests]) > 0
-        if scheme.lower() != "bearer" or not is_known:
-            raise Refusal(
-                Kind.UNAUTHORIZED, "this server wants an API key, as the header Authorization: Bearer KEY",
-                code="invalid_api_key",
-            )  # fmt: skip
+        if scheme.lower() != "bearer" or not key.strip():
+            line = "this server wants an API key, as the header Authorization: Bearer KEY"
+            raise Refusal(Kind.UNAUTHORIZED, line, code="invalid_api_key")
+        if not is_known:
+            line = "this server wants an API key of its own: the one that was sent is unknown here"
+            raise Refusal(Kind.UNAUTHORIZED, line, code="invalid_api_key")
 
 
 async def read_json(body: bytes, read: Callable[[object], T]) -> T:
@@ -146,34 +144,14 @@ async def read_json(body: bytes, read: Callable[[object], T]) -> T:
     return await aside(len(body) > SHORT_BODY, lambda: read(parse_json(body)))
 
 
-async def read_body(request: Request, most_bytes: int) -> bytes:
-    """The body; no more than `most_bytes` of it are ever held.
-
-    Raises:
-        Refusal: it is larger, or does not arrive.
-    """
-    too_large = Refusal(Kind.TOO_LARGE, f"the body is larger than {most_bytes} bytes (server.max_body_bytes)")
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > most_bytes:
-        raise too_large
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > most_bytes:
-                    raise too_large
-    except TimeoutError:
-        raise Refusal(Kind.TIMEOUT, f"the body was not there within {BODY_SECONDS:g} s", code="timeout") from None
-    return bytes(body)
-
-
 def parse_json(body: bytes) -> object:
     """The JSON value of a body.
 
     Raises:
         Refusal: it is none, or an object in it has a key twice.
     """
+    if not body.strip():
+        raise Refusal(Kind.INVALID, "the body is empty: send a JSON object", code="invalid_json")
     try:
         return _JSON.decode(body.decode())
     except UnicodeDecodeError as error:

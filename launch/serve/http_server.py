@@ -7,10 +7,12 @@ what is counted (`metrics`).
 from __future__ import annotations
 
 import asyncio
+import difflib
+import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -37,6 +39,7 @@ from trtrun.errors import ConfigError
 from trtrun.server_config import ServerSection
 
 KEEP_ALIVE_SECONDS = 30
+METRICS_PATH = "/metrics"
 _BACKLOG = 2048
 _CLIENT_CLOSED = 499
 
@@ -62,7 +65,8 @@ def make_application(front: Front, routes: Sequence[Route]) -> Starlette:
     async def refuse_http(request: Request, error: Exception) -> Response:
         """No such path, or no such method of it."""
         assert isinstance(error, HTTPException)
-        line = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        path = request.url.path[:200]
+        line = f"{request.method} {path}: {error.detail}{_hint(path, error.headers or {}, routes)}"
         return _count(front, _plain_error(request, line, error))
 
     async def pass_over(request: Request, error: Exception) -> Response:
@@ -92,9 +96,10 @@ def make_metrics_application(front: Front) -> Starlette:
 
     async def metrics(request: Request) -> Response:
         status = await front.client.ask_status()
-        return Response(front.metrics.render(front.client.ready, status), media_type=CONTENT_TYPE_LATEST)
+        told = front.metrics.render(front.client.ready, status, is_hanging=front.door.is_hanging)
+        return Response(told, media_type=CONTENT_TYPE_LATEST)
 
-    application = Starlette(routes=[Route("/metrics", metrics, methods=["GET"])])
+    application = Starlette(routes=[Route(METRICS_PATH, metrics, methods=["GET"])])
     application.router.redirect_slashes = False
     return application
 
@@ -131,6 +136,8 @@ def listen(host: str, port: int, key: str) -> Listener:
         # A name that is not found has a number of its own; to the others Python adds the address once more.
         number = None if isinstance(error, socket.gaierror) else error.errno
         reason = error.strerror if number is None else os.strerror(number)
+        if number == errno.EADDRINUSE:
+            reason = f"{reason}; 0 takes a free one"
         raise ConfigError(f"server.host, {key}: cannot listen on {host} port {port}: {reason}") from None
     opened.setblocking(False)
     # Connections inherit it. asyncio sets it only on sockets that name their protocol, and without it the second part
@@ -202,6 +209,17 @@ async def _refuse_connection(scope: Scope, receive: Receive, send: Send) -> None
     message = "as many connections are open as may be (server.max_connections): come again later"
     answer = _plain_error(Request(scope), message, HTTPException(503, headers=headers))
     await answer(scope, receive, send)
+
+
+def _hint(path: str, headers: Mapping[str, str], routes: Sequence[Route]) -> str:
+    """What a client may have meant that asked for what there is not; empty where nothing is like it."""
+    if "Allow" in headers:
+        return f" (use {' or '.join(sorted(headers['Allow'].split(', ')))})"
+    if path.rstrip("/") == METRICS_PATH:
+        return " (metrics have a port of their own: server.metrics_port)"
+    known = [route.path for route in routes if not route.param_convertors]
+    match = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
+    return f" (did you mean {match[0]}?)" if match else ""
 
 
 def _plain_error(request: Request, message: str, error: HTTPException) -> JSONResponse:

@@ -16,7 +16,7 @@ RETRY_SECONDS = 1
 """After which a client that was turned away may try again: a queue moves with every completion that ends."""
 
 RESTART_RETRY_SECONDS = 5
-"""The same while the engine starts."""
+"""The same while the engine starts, or hangs."""
 
 
 @dataclass
@@ -28,6 +28,7 @@ class Door:
         max_queue: completions beyond these.
         max_streams: requests in work, at most.
         is_open: whether the engine is there.
+        is_hanging: whether it is there and does not get on.
         is_closing: whether the server ends: nobody is let in any more.
         num_completions, num_requests: in work.
     """
@@ -36,6 +37,7 @@ class Door:
     max_queue: int
     max_streams: int
     is_open: bool = False
+    is_hanging: bool = False
     is_closing: bool = False
     num_completions: int = 0
     num_requests: int = 0
@@ -63,6 +65,11 @@ class Door:
         if not self.is_open:
             raise Refusal(
                 Kind.UNAVAILABLE, "the engine is starting: send the request again later", code="engine_starting",
+                retry_after=RESTART_RETRY_SECONDS,
+            )  # fmt: skip
+        if self.is_hanging:
+            raise Refusal(
+                Kind.UNAVAILABLE, "the engine does not get on: send the request again later", code="engine_hanging",
                 retry_after=RESTART_RETRY_SECONDS,
             )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
     4 bytes, big-endian: length │ {"kind": "generate", "request_id": "…", …}
 
-The front sends Generate, Abort, AskStatus and Close; the engine sends Ready, Deltas, Ended and Status. Messages are
+The front sends Generate, Abort, AskStatus and Close; the engine sends Ready, Deltas, Ended, Status and Beat. They are
 plain values, checked as they are read: a field that is missing, unknown or of another type ends the connection. What
 comes with every round, a Delta for each row, is a list without names of fields (`array_like`). It does not know who
 sends what when.
@@ -251,7 +251,19 @@ class Status(_Message, frozen=True, tag="status"):
         return self.drafts_foreseen / self.drafts_due if self.drafts_due else None
 
 
-Message = Generate | Abort | AskStatus | Close | Ready | Deltas | Ended | Status
+class Beat(_Message, frozen=True, tag="beat"):
+    """A sign of life of an engine of one process, again and again.
+
+    Attributes:
+        doing: what its rounds are doing, for people.
+        still_seconds: for how long a round has not got on; None between rounds.
+    """
+
+    doing: str
+    still_seconds: float | None
+
+
+Message = Generate | Abort | AskStatus | Close | Ready | Deltas | Ended | Status | Beat
 _ENCODER = msgspec.json.Encoder()
 _DECODER: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 

@@ -18,10 +18,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from launch.serve.aside import SHORT_TEXT, aside
+from launch.serve.bodies import Bodies
 from launch.serve.chat_template import ChatTemplate
 from launch.serve.event_stream import EventStream, LastEvents, event
 from launch.serve.front import Front, Generation, Piece
-from launch.serve.http_requests import Keys, read_body, read_json, unless_gone
+from launch.serve.http_requests import Keys, read_json, unless_gone
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
 from launch.serve.openai_answers import Answer, ChatAnswer, CompletionAnswer
@@ -58,11 +59,11 @@ class _Asked:
 class OpenAIApi:
     """The endpoints below /v1."""
 
-    def __init__(self, front: Front, template: ChatTemplate | None, keys: Keys, max_body_bytes: int) -> None:
+    def __init__(self, front: Front, template: ChatTemplate | None, keys: Keys, bodies: Bodies) -> None:
         self._front = front
         self._template = template
         self._keys = keys
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
         self._created = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -114,10 +115,10 @@ class OpenAIApi:
         self._keys.check(request)
         counted = self._front.metrics.models.begin(self._front.model_name)
         try:
-            body = await read_body(request, self._max_body_bytes)
-            arrived = time.perf_counter()
-            asked = await read(body)
-            generation = await self._front.begin(asked.prompts, asked.answering.sampling, arrived)
+            with await self._bodies.read(request) as body:
+                arrived = time.perf_counter()
+                asked = await read(body.content)
+                generation = await self._front.begin(asked.prompts, asked.answering.sampling, arrived)
             counted.num_inferences = len(asked.prompts) * asked.answering.sampling.n
             counted.enter(Stage.INFER)
             answer = kind(self._front.model_name, self._front.tokenizer, asked.answering, generation.prompts)

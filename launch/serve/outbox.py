@@ -66,6 +66,12 @@ class Outbox(Outlet):
             else:
                 self._write(encode(message))
 
+    def offer(self, message: Message) -> None:
+        """Send a message if it can go out at once; else it is worth nothing."""
+        with self._lock:
+            if not self._unsent:
+                self._write(encode(message))
+
     def forget(self, request_id: str) -> None:
         """Nobody wants to know any more what waits here of a request."""
         with self._lock:

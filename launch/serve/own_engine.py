@@ -16,7 +16,8 @@ from launch.exit_codes import ExitCode
 from launch.mpi.drain import end_at_once
 from launch.mpi.start_progress import StartProgress
 from launch.serve import engines
-from launch.serve.engine_process import describe_engine, read_status
+from launch.serve.engine_process import describe_engine, describe_round, read_status
+from launch.serve.engine_watch import EngineWatch, is_watched
 from launch.serve.engines import EngineEvents
 from launch.serve.limits import server_ending
 from launch.serve.messages import Ready, Status
@@ -58,6 +59,7 @@ class OwnEngine:
     async def keep(self, events: EngineEvents) -> int:
         """See `EngineRun`."""
         llm = await asyncio.to_thread(self._open)
+        watching = asyncio.create_task(self._watch_on(llm, events))
         try:
             self._llm, self.ready = llm, await describe_engine(llm)
             self.limits = self.ready.scheduler_limits()
@@ -66,6 +68,7 @@ class OwnEngine:
             if self._failure is not None:
                 raise self._failure
         finally:
+            watching.cancel()
             self.ready = self.limits = None
             events.on_lost()
             tasks = [task for _, task in self._requests.values()]
@@ -123,6 +126,22 @@ class OwnEngine:
         assert llm is not None  # this is rank 0
         StartProgress().tell_expendable(losable_ranks(self._config, make_topology(self._config)))
         return llm
+
+    async def _watch_on(self, llm: AsyncLLM, events: EngineEvents) -> None:
+        """Tell of an engine that hangs, and of one that gets on again. Nothing starts it again."""
+        if not is_watched(self._config):
+            return
+        watch = EngineWatch(self._config.launch.heartbeat_seconds)
+        is_hanging = False
+        while True:
+            watch.hear(describe_round(llm))
+            cause = watch.find_fault()
+            if cause is not None and not is_hanging:
+                events.on_hang(f"the engine hangs: {cause}")
+            elif cause is None and is_hanging:
+                events.on_recovery()
+            is_hanging = cause is not None
+            await asyncio.sleep(watch.beat)
 
     async def _complete(self, request_id: str, number: int, request: EngineRequest, inbox: Inbox, group: str) -> None:
         assert self._llm is not None

@@ -29,7 +29,7 @@ class Kind(Enum):
     """As many are in work as may be; it is welcome later."""
 
     UNAVAILABLE = auto()
-    """The engine is starting, or the server is ending."""
+    """The engine is starting or hangs, or the server is ending."""
 
     TIMEOUT = auto()
     """It was not done in time."""

@@ -6,6 +6,7 @@ does not know requests.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from launch.exit_codes import FailedError
@@ -14,6 +15,7 @@ from launch.serve.engine_client import EngineClient
 from launch.serve.engine_keeper import EngineKeeper, RestartLimit
 from launch.serve.engine_process import hash_config
 from launch.serve.engine_socket import make_name
+from launch.serve.engine_watch import EngineWatch, is_watched
 from launch.serve.engines import EngineEvents
 from launch.serve.messages import Ready
 from trtrun import __version__
@@ -41,6 +43,7 @@ class RestartedEngine:
         self._config_hash = hash_config(config)
         self._has_changed = False
         self._keeper: EngineKeeper | None = None
+        self._watch = EngineWatch(config.launch.heartbeat_seconds) if is_watched(config) else None
 
     async def keep(self, events: EngineEvents) -> int:
         """See `EngineRun`."""
@@ -54,19 +57,38 @@ class RestartedEngine:
             events.on_ready()
 
         def lose() -> None:
+            if self._watch is not None:
+                self._watch.forget()
             events.on_lost()
             keeper.note_silence()
 
-        self._keeper = keeper = EngineKeeper(self._command, build_environment(), self._limit, restart)
+        self._keeper = keeper = EngineKeeper(
+            self._command, build_environment(), self._limit, restart, events.on_early_end
+        )
         self.engine.accepts, self.engine.on_ready, self.engine.on_lost = self._is_same, begin, lose
         await self.engine.listen(self._socket)
-        status = await keeper.keep()
+        watching = asyncio.create_task(self._watch_on(keeper))
+        try:
+            status = await keeper.keep()
+        finally:
+            watching.cancel()
         if self._has_changed:
             raise FailedError(
                 "the configuration has changed while it was served, and the engine was started again with another one: "
                 "start the server again"
             )
         return status
+
+    async def _watch_on(self, keeper: EngineKeeper) -> None:
+        """End an engine that hangs."""
+        if self._watch is None:
+            return
+        self.engine.on_beat = self._watch.hear
+        while True:
+            await asyncio.sleep(self._watch.beat)
+            if (cause := self._watch.find_fault()) is not None:
+                keeper.end_hung(cause)
+                self.engine.drop()  # from now on: the kernel may take its time with a process that waits for a device
 
     async def close(self) -> None:
         """See `EngineRun`."""

@@ -8,6 +8,7 @@ through is `front`'s and its protocols' business; where the engine runs, and whe
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -17,8 +18,10 @@ import uvloop
 
 from launch.check.rank_check import check_before_run
 from launch.exit_codes import ExitCode
+from launch.logs import FILE_ONLY
 from launch.mpi.drain import DRAIN_SIGNALS, Drain, end_at_once
 from launch.mpi.job import finish_mpi, is_reporting_rank
+from launch.serve.bodies import Bodies
 from launch.serve.chat_template import read_chat_template
 from launch.serve.connections import allow_open_files
 from launch.serve.engines import EngineEvents, EngineRun
@@ -59,6 +62,8 @@ METRICS_CONNECTIONS = 64
 
 ERROR_SECONDS = 1.0
 """For the last words to streams that are cut off."""
+
+logger = logging.getLogger(__name__)
 
 
 def play_serve(config: RuntimeConfig, running: EngineRun) -> int:
@@ -116,7 +121,8 @@ def model_name(config: RuntimeConfig) -> str:
 
 
 def say(line: str) -> None:
-    """Tell the user a line."""
+    """Tell the user a line, which the front's log file has, too."""
+    logger.info("%s", line, extra=FILE_ONLY)
     with suppress(OSError):
         print(f"trtrun: {line}", file=sys.stderr, flush=True)
 
@@ -151,13 +157,14 @@ class _Server:
         template = read_chat_template(directory) if tokenizer is not None else None
         facts = ModelFacts(tokenizer, model.eos_token_ids, config.draft_len, section.exclude_input_in_output)
         kserve = KServeService(self._front, facts, config.scheduler.max_batch_size, config.kv_cache.block_size)
+        bodies = Bodies(section.max_body_bytes, section.max_total_body_bytes)
         self._routes = [
-            *OpenAIApi(self._front, template, keys, section.max_body_bytes).routes(),
-            *KServeHttpApi(kserve, keys, section.max_body_bytes).routes(),
+            *OpenAIApi(self._front, template, keys, bodies).routes(),
+            *KServeHttpApi(kserve, keys, bodies).routes(),
             *StatusBoard(self._front, config, make_topology(config), keys, template is not None).routes(),
             *page_routes(),
         ]
-        self._servicer = KServeServicer(kserve, keys)
+        self._servicer = KServeServicer(kserve, keys, bodies)
         self._is_ready = asyncio.Event()
         self._stopped_by: int | None = None
         self._is_asked = asyncio.Event()
@@ -175,7 +182,14 @@ class _Server:
             HttpServer(make_metrics_application(self._front), metrics, section, METRICS_CONNECTIONS),
         )
         serving = asyncio.create_task(run_all(*servers))
-        events = EngineEvents(self._engine_is_there, self._engine_is_gone, self._engine_is_restarted)
+        events = EngineEvents(
+            on_ready=self._engine_is_there,
+            on_lost=self._engine_is_gone,
+            on_hang=self._engine_hangs,
+            on_recovery=self._engine_gets_on,
+            on_restart=self._engine_is_restarted,
+            on_early_end=say,
+        )
         keeping = asyncio.create_task(self._running.keep(events))
         waiting = asyncio.create_task(self._is_ready.wait())
         asked = asyncio.create_task(self._is_asked.wait())
@@ -184,7 +198,7 @@ class _Server:
             if self._is_ready.is_set():
                 self._say_addresses(section, http, metrics, grpc.port)
                 await asyncio.wait((serving, keeping, asked), return_when=asyncio.FIRST_COMPLETED)
-            is_whole = await self._drain() if asked.done() and not keeping.done() else True
+            is_whole = await self._drain(keeping) if asked.done() and not keeping.done() else True
             return await self._end(keeping, is_whole)
         finally:
             self._running.engine.end_all(server_ending())
@@ -207,8 +221,8 @@ class _Server:
         if way is not None:
             say(tell_way(way))
 
-    async def _drain(self) -> bool:
-        """Let requests in work finish within the time that they have; whether all did."""
+    async def _drain(self, keeping: asyncio.Task[int]) -> bool:
+        """Let requests in work finish within the time that they have, or until no engine will come; whether all did."""
         assert self._stopped_by is not None
         self._door.is_closing = True
         seconds = self._config.launch.drain_seconds
@@ -218,7 +232,12 @@ class _Server:
                 f"{name}: no more requests are let in, the {self._door.num_requests} in work have {seconds:g} s; a "
                 "second SIGINT or SIGTERM ends at once"
             )
-        return await self._door.wait_empty(seconds)
+        emptying = asyncio.create_task(self._door.wait_empty(seconds))
+        await asyncio.wait((emptying, keeping), return_when=asyncio.FIRST_COMPLETED)
+        if keeping.done():
+            emptying.cancel()
+            return False
+        return await emptying
 
     async def _end(self, keeping: asyncio.Task[int], is_whole: bool) -> int:
         """End the engine, or take note of its end."""
@@ -249,8 +268,16 @@ class _Server:
         self._is_ready.set()
 
     def _engine_is_gone(self) -> None:
-        self._door.is_open = False
+        self._door.is_open = self._door.is_hanging = False
         self._metrics.count_loss()
+
+    def _engine_hangs(self, line: str) -> None:
+        self._door.is_hanging = True
+        say(line)
+
+    def _engine_gets_on(self) -> None:
+        self._door.is_hanging = False
+        say("the engine gets on again")
 
     def _engine_is_restarted(self, line: str) -> None:
         self._metrics.count_restart()

@@ -69,7 +69,8 @@ class StatusBoard:
     def _describe(self, engine: Status | None) -> dict[str, Any]:
         front, config = self._front, self._config
         door, totals = front.door, front.metrics.totals
-        state = "ending" if door.is_closing else "serving" if door.is_open else "starting"
+        engine_state = "starting" if not door.is_open else "hanging" if door.is_hanging else "serving"
+        state = "ending" if door.is_closing else engine_state
         is_draft_lost = engine is not None and bool(engine.totals.get("draft_losses"))
         ready = front.client.ready
         return {

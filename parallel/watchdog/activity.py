@@ -1,5 +1,7 @@
 """What a rank's main thread is doing: marks that it sets as it goes, and that other threads read at any time.
 
+The main thread is the one that runs the rank's part of the rounds; beside an event loop that is not Python's main one.
+
 Setting one is an assignment under the interpreter's lock, with no system call and no lock of its own, so it costs well
 under a microsecond and may stand on the path of every round, and of every layer. It knows the names of phases and
 nothing of their content; who reads it is the heartbeat's business.
@@ -8,6 +10,7 @@ nothing of their content; who reads it is the heartbeat's business.
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -111,11 +114,16 @@ class Doing:
 
 
 class Activity:
-    """The marks of one process's main thread."""
+    """The marks of one process's main thread, which makes them.
 
-    __slots__ = ("_advanced", "_mark", "_progress")
+    Attributes:
+        thread: its identifier.
+    """
+
+    __slots__ = ("_advanced", "_mark", "_progress", "thread")
 
     def __init__(self) -> None:
+        self.thread = threading.get_ident()
         now = time.monotonic()
         # phase, round, when the phase began: one tuple, so that readers see a whole.
         self._mark: tuple[Phase, int, float] = (Phase.STARTED, NO_ROUND, now)

@@ -225,7 +225,7 @@ class HeartbeatClient:
     def _answer(self, message: dict[str, Any]) -> bool:
         """Take in a message of rank 0; returns whether it was the last."""
         if "question" in message:
-            stack = main_stack()
+            stack = main_stack(self._activity.thread)
             logger.warning("rank 0 asks where this rank is:\n%s", stack.text, extra={"file_only": True})
             self._messages.send({"stack": stack.text, "waits": stack.waits, "question": message["question"]})
         elif "doing" in message:

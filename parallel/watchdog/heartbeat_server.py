@@ -289,7 +289,8 @@ class HeartbeatServer:
 
     def _take_stacks(self, first: Sequence[int]) -> str:
         """The stacks of all ranks that answer, some of them first."""
-        stacks = {0: main_stack(), **self._workers.gather_stacks(STACK_SECONDS, self._stack_patience)}
+        stacks = {0: main_stack(self._activity.thread)}
+        stacks |= self._workers.gather_stacks(STACK_SECONDS, self._stack_patience)
         order = sorted(stacks, key=lambda rank: (rank not in first, rank))
         return show_stacks({self._topology.describe(rank): stacks[rank] for rank in order})
 

@@ -6,7 +6,6 @@ It knows which files of this package wait for peers. What a stack says about a j
 from __future__ import annotations
 
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,9 +38,13 @@ class Stack:
     waits: bool
 
 
-def main_stack() -> Stack:
-    """The stack of this process's main thread, whatever it is doing, as far as Python knows."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+def main_stack(thread: int) -> Stack:
+    """The stack of this process's main thread, whatever it is doing, as far as Python knows.
+
+    Args:
+        thread: identifier of the thread, see `Activity`.
+    """
+    frame = sys._current_frames().get(thread)
     # The thread may go on while its frames are read; each line is true, if not all of the same moment.
     frames = list(islice(_outward(frame), MOST_FRAMES))
     places = [(entry, entry.f_lineno) for entry in reversed(frames)]

@@ -76,6 +76,24 @@ def test_an_engine_of_one_process_is_killed_and_every_stream_goes_on(pair: Path,
 
 
 @pytest.mark.long
+def test_an_engine_of_one_process_hangs_and_every_stream_goes_on(pair: Path, tmp_path: Path, llm: LLM) -> None:
+    """Nobody is beside it but the front."""
+    config = write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **SETTINGS, launch={"heartbeat_seconds": 5})
+    with serving(config) as server:
+        stream = Streamed(server, "def f(", SEEDED)
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(stream.read)
+            assert stream.has_begun.wait(PATIENCE)
+            os.kill(server.engine(), signal.SIGSTOP)
+            server.wait_for("hangs: it is silent for 5 s, last seen ")
+            assert httpx.get(server.url + "/health").status_code == 503
+            assert server.metrics()["trtrun:engine_up"] == 0
+            reading.result(timeout=PATIENCE).check(llm)
+        server.wait_for("the engine was ended by SIGKILL; it is started again (1 of ")
+        assert server.wait_idle()["trtrun:engine_restarts_total"] == 1
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("victim", ["rank 0", "mpirun", "parent of mpirun"])
 def test_whatever_is_killed_every_stream_goes_on(pair: Path, tmp_path: Path, llm: LLM, victim: str) -> None:
     with serving(write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)) as server:
@@ -85,6 +103,84 @@ def test_whatever_is_killed_every_stream_goes_on(pair: Path, tmp_path: Path, llm
             "parent of mpirun": server.engine,
         }
         check_streams_over(server, llm, [victims[victim]] * 2)
+
+
+@pytest.mark.long
+def test_a_rank_0_that_hangs_is_found_by_its_workers(pair: Path, tmp_path: Path, llm: LLM) -> None:
+    config = write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS, launch={"heartbeat_seconds": 5})
+    with serving(config) as server:
+        stream = Streamed(server, "def f(", GREEDY)
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(stream.read)
+            assert stream.has_begun.wait(PATIENCE)
+            os.kill(server.rank(0), signal.SIGSTOP)
+            server.wait_for("orchestrator rank 0 (host) failed: silent for 5 s")
+            server.wait_for("it is started again (1 of ")
+            reading.result(timeout=PATIENCE).check(llm)
+
+
+@pytest.mark.long
+def test_a_rank_that_hangs_is_told_once_and_every_stream_goes_on(pair: Path, tmp_path: Path, llm: LLM) -> None:
+    config = write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS, launch={"heartbeat_seconds": 5})
+    with serving(config) as server:
+        streams = [Streamed(server, f"def f{number}(", GREEDY if number % 2 else SEEDED) for number in range(3)]
+        with ThreadPoolExecutor(3) as pool:
+            reading = [pool.submit(stream.read) for stream in streams]
+            for stream in streams:
+                assert stream.has_begun.wait(PATIENCE)
+            os.kill(server.rank(2), signal.SIGSTOP)
+            server.wait_for("it is started again (1 of ")
+            for future in reading:
+                future.result(timeout=PATIENCE).check(llm)
+        assert len([line for line in server.lines if "target rank 2 (cpu:1) failed: silent for 5 s" in line]) == 1
+        # The stack of rank 0 is that of the thread that runs the rounds, and nothing else went wrong.
+        assert any("in step" in line for line in server.lines)
+        assert not [line for line in server.lines if "Traceback" in line]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_is_killed_while_it_first_starts_ends_the_server(pair: Path, tmp_path: Path, rank: int) -> None:
+    server = Server(write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS))
+    try:
+        os.kill(server.rank(rank), signal.SIGKILL)
+        assert server.wait_ended() == 128 + signal.SIGKILL
+        (line,) = server.lines
+        assert f"rank {rank} " in line and "was killed by signal 9 (SIGKILL)" in line
+    finally:
+        server.end()
+
+
+@pytest.mark.long
+def test_ranks_that_are_killed_while_they_start_again_cost_no_stream(pair: Path, tmp_path: Path, llm: LLM) -> None:
+    with serving(write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)) as server:
+        stream = Streamed(server, "def f(", SEEDED)
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(stream.read)
+            assert stream.has_begun.wait(PATIENCE)
+            os.kill(server.rank(2), signal.SIGKILL)
+            for number, victim in enumerate((0, 1), start=1):
+                server.wait_for(f"({number} of 3 ")
+                os.kill(server.rank(victim), signal.SIGKILL)  # of those that are only starting
+            server.wait_for("(3 of 3 ")
+            reading.result(timeout=PATIENCE).check(llm)
+        assert server.wait_idle()["trtrun:engine_restarts_total"] == 3
+
+
+@pytest.mark.long
+def test_an_engine_that_is_killed_in_a_drain_is_started_again(pair: Path, tmp_path: Path, llm: LLM) -> None:
+    settings = SETTINGS | {"launch": {"drain_seconds": 1000}}
+    with serving(write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **settings)) as server:
+        stream = Streamed(server, "def f(", SEEDED)
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(stream.read)
+            assert stream.has_begun.wait(PATIENCE)
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for("SIGTERM: no more requests are let in, the 1 in work have")
+            os.kill(server.engine(), signal.SIGKILL)
+            server.wait_for("it is started again (1 of ")
+            reading.result(timeout=PATIENCE).check(llm)
+        assert server.wait_ended() == 0
 
 
 @pytest.mark.long

@@ -87,7 +87,12 @@ BAD: list[tuple[str, Any, int, str]] = [
     (CHATS, chat(tools=[{"type": "function"}]), 400, "tools is not supported"),
     (CHATS, chat(response_format={"type": "json_object"}), 400, "response_format is not supported"),
     (CHATS, chat(prompt="x"), 400, "unknown field"),
-    ("/v1/embeddings", body(), 404, "Not Found"),
+    ("/v1/embeddings", body(), 404, "POST /v1/embeddings: Not Found"),
+    ("/completions", body(), 404, "Not Found (did you mean /v1/completions?)"),
+    ("/v1/v1/completions", body(), 404, "Not Found (did you mean /v1/completions?)"),
+    ("/metrics", body(), 404, "metrics have a port of their own: server.metrics_port"),
+    ("/v1/models", body(), 405, "POST /v1/models: Method Not Allowed (use GET or HEAD)"),
+    (COMPLETIONS, b"", 400, "the body is empty: send a JSON object"),
 ]
 
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from servers import ONE_PROCESS, Server, serving, write_config
+from servers import ONE_PROCESS, Server, serving, wait_until, write_config
 
 from trtrun import LLM, SamplingParams
 
@@ -41,7 +42,7 @@ def server(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         ONE_PROCESS,
         scheduler={"max_batch_size": 4},
         kv_cache={"max_tokens": 8192},
-        server={"api_key_file": str(folder / "keys")},
+        server={"api_key_file": str(folder / "keys"), "max_restarts": 10},
     )
     with serving(config) as server:
         yield server
@@ -193,6 +194,49 @@ def test_a_text_goes_on_behind_a_lost_engine(page: Any, server: Server, llm: LLM
     page.locator("#compare").click()
     playwright.expect(page.locator("#verdict")).to_have_text("The same text, token for token (200).")
     playwright.expect(page.locator("[data-run=speculative] .first")).to_contain_text("started again meanwhile")
+
+
+def show_or_hide(page: Any, is_visible: bool) -> None:
+    """Let the page believe that its tab is in front of others, or behind them."""
+    state = "visible" if is_visible else "hidden"
+    page.evaluate(
+        """(state) => {
+          Object.defineProperty(document, "visibilityState", { configurable: true, get: () => state });
+          document.dispatchEvent(new Event("visibilitychange"));
+        }""",
+        state,
+    )
+
+
+def lose_engine(server: Server) -> None:
+    os.kill(server.engine(), signal.SIGKILL)
+    wait_until(lambda: httpx.get(server.url + "/health").status_code == 503 or None, "the loss of the engine")
+
+
+def test_a_hidden_page_knows_which_of_its_texts_an_engine_was_lost_in(page: Any, server: Server) -> None:
+    """It does not ask how the server stands while nobody looks."""
+    show_or_hide(page, False)
+    page.get_by_label("Prompt", exact=True).fill(PROMPT)
+    page.get_by_label("Tokens, at most").fill("200")
+    page.locator("#go").click()
+    playwright.expect(page.locator("#text .token").nth(8)).to_be_attached()
+    lose_engine(server)
+    playwright.expect(page.locator("#news")).to_have_text(re.compile(r"^Done: \d+ tokens"))
+    first = page.locator("[data-run=speculative] .first")
+    playwright.expect(first).to_contain_text("started again meanwhile")
+    page.locator("#compare").click()
+    playwright.expect(page.locator("#verdict")).to_have_text("The same text, token for token (200).")
+    # The next loss is before the next text, and none of its business.
+    lose_engine(server)
+    wait_until(lambda: httpx.get(server.url + "/health").is_success or None, "an engine")
+    show_or_hide(page, True)
+    page.locator("#go").click()
+    playwright.expect(page.locator("#news")).to_have_text(re.compile(r"^Done: \d+ tokens"))
+    playwright.expect(first).to_have_text(re.compile(r"in all$"))
+    page.locator("#compare").click()
+    playwright.expect(page.locator("#verdict")).to_have_text(
+        re.compile(r"^[\d.]+ times as fastThe same text, token for token \(200\)\.$")
+    )
 
 
 def test_a_server_that_is_gone_is_shown_as_gone(page: Any) -> None:

@@ -156,7 +156,7 @@ def test_what_is_wrong_at_the_start_is_one_line_and_status_2(pair: Path, tmp_pat
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         line = run_refused("--config", config, "--http-port", port)
-    assert line.endswith(f"cannot listen on 127.0.0.1 port {port}: Address already in use")
+    assert line.endswith(f"cannot listen on 127.0.0.1 port {port}: Address already in use; 0 takes a free one")
 
 
 @pytest.mark.long

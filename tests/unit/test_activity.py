@@ -95,12 +95,24 @@ def test_what_is_done_travels_as_json_and_nothing_else_does() -> None:
             Doing.from_dict(wrong)
 
 
-def test_another_thread_sees_the_main_threads_stack() -> None:
+def test_another_thread_sees_the_stack_of_the_one_that_makes_the_marks() -> None:
+    """In a program with an event loop that is not Python's main thread."""
     found: list[Stack] = []
-    thread = threading.Thread(target=lambda: found.append(main_stack()))
+    made, seen = threading.Event(), threading.Event()
+    activities: list[Activity] = []
+
+    def run_rounds() -> None:
+        activities.append(Activity())
+        made.set()
+        seen.wait(60)
+
+    thread = threading.Thread(target=run_rounds)
     thread.start()
+    assert made.wait(60)
+    found.append(main_stack(activities[0].thread))
+    seen.set()
     thread.join()
-    assert "test_another_thread_sees_the_main_threads_stack" in found[0].text
+    assert "in run_rounds" in found[0].text and "test_another_thread" not in found[0].text
     assert not found[0].waits
 
 

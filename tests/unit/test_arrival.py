@@ -13,6 +13,7 @@ from jinja2 import Template
 from tritonclient.grpc import service_pb2
 
 from launch.serve import openai_api
+from launch.serve.bodies import Bodies
 from launch.serve.chat_template import ChatTemplate
 from launch.serve.front import Front
 from launch.serve.http_requests import Keys
@@ -33,7 +34,7 @@ TENSORS = [
 
 
 def openai(front: Front) -> OpenAIApi:
-    return OpenAIApi(front, ChatTemplate(Template("{{ messages[0].content }}"), {}), Keys(()), 1 << 20)
+    return OpenAIApi(front, ChatTemplate(Template("{{ messages[0].content }}"), {}), Keys(()), Bodies(1 << 20, 1 << 20))
 
 
 def kserve(front: Front) -> KServeService:
@@ -51,13 +52,15 @@ async def call(front: Front, endpoint: str) -> None:
                 tensor.contents.bytes_contents.append(b"x")
             else:
                 tensor.contents.int_contents.append(5)
-        work = await KServeServicer(kserve(front), Keys(()))._begin(message)
+        work = await KServeServicer(kserve(front), Keys(()), Bodies(1 << 20, 1 << 20))._begin(message)
         try:
             await work.whole()
         finally:
             work.close()
         return
-    api = openai(front) if "completions" in endpoint else KServeHttpApi(kserve(front), Keys(()), 1 << 20)
+    api = (
+        openai(front) if "completions" in endpoint else KServeHttpApi(kserve(front), Keys(()), Bodies(1 << 20, 1 << 20))
+    )
     ask: Callable[[Any], Awaitable[object]] = getattr(api, endpoint)
     await ask(request_of(json.dumps(body.get(endpoint, {"inputs": TENSORS})).encode(), model="ensemble"))
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_messages import LIMITS
 
-from launch.serve import engines
+from launch.serve import engines, own_engine
 from launch.serve.engine_process import _Served
-from launch.serve.messages import Abort, AskStatus, Close, Message
+from launch.serve.engines import EngineEvents
+from launch.serve.messages import Abort, AskStatus, Close, Message, Ready
 from launch.serve.own_engine import OwnEngine
+from parallel.watchdog.activity import Doing, Phase
+from trtrun.config import make_config
 
 
 class LongRound:
@@ -67,5 +73,43 @@ def test_an_engine_in_this_process_is_not_waited_for_either(monkeypatch: pytest.
         engine = OwnEngine(config)
         engine._llm, engine.ready = LongRound(), object()  # type: ignore[assignment]
         assert await engine.ask_status() is None
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_an_engine_in_this_process_that_hangs_is_told_of_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def describe(llm: Any) -> Ready:
+        return Ready(version="1", config_hash="h", limits=asdict(LIMITS))
+
+    async def work() -> None:
+        doing = Doing(Phase.VERIFYING, 8, still_seconds=60.0)
+        llm: Any = LongRound()
+        llm.engine = SimpleNamespace(orchestrator=SimpleNamespace(look=lambda: doing))
+        llm.close = lambda: None
+        config = make_config(
+            {
+                "target": {"model": "asset:target", "devices": ["cpu:0"]},
+                "speculation": {"method": "none"},
+                "launch": {"heartbeat_seconds": 0.5},
+            }
+        )
+        engine = OwnEngine(config)
+        monkeypatch.setattr(engine, "_open", lambda: llm)
+        monkeypatch.setattr(own_engine, "describe_engine", describe)
+        said: asyncio.Queue[str] = asyncio.Queue()
+
+        def say(word: str) -> Callable[[], None]:
+            return lambda: said.put_nowait(word)
+
+        events = EngineEvents(
+            say("ready"), say("lost"), said.put_nowait, say("gets on"), said.put_nowait, said.put_nowait
+        )
+        keeping = asyncio.create_task(engine.keep(events))
+        assert await said.get() == "ready"
+        assert "it stands still in round 8 (verifying) for longer than 0.5 s" in await said.get()
+        doing = Doing(Phase.VERIFYING, 9)
+        assert await said.get() == "gets on"
+        await engine.close()
+        assert await keeping == 0 and await said.get() == "lost"
 
     asyncio.run(asyncio.wait_for(work(), 60))

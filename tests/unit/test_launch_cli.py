@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -99,3 +101,29 @@ def test_exit_codes_are_distinct_and_every_one_is_in_the_help() -> None:
     for code in ExitCode:
         assert f"{int(code)} {MEANINGS[code]}" in describe_exit_codes()
     assert [status_of_signal(number) for number in (2, 9, 15)] == [130, 137, 143]
+
+
+IMPORTED = """
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "launch.commands.bench":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, {before})
+sys.meta_path.insert(0, Interrupts())
+sys.argv[1:] = ["--version"]
+from launch.console import main
+main()
+"""
+"""The console script, with a Ctrl-C while it imports its commands."""
+
+
+@pytest.mark.parametrize(("before", "status"), [("signal.default_int_handler", -signal.SIGINT), ("signal.SIG_IGN", 0)])
+def test_an_interrupt_while_commands_are_imported_leaves_no_traceback(before: str, status: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED.format(before=before)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr == "" and done.returncode == status
+    assert ("version" in done.stdout) is (status == 0)

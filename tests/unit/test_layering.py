@@ -20,7 +20,7 @@ PACKAGES = {"launch": {"launch", "trtrun", "parallel"}, "trtrun": {"trtrun", "pa
 # From the top down. A room may import itself and every room below it, except its neighbours on the same line.
 LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "launch": (
-        frozenset({"demo", "tensorrt_llm"}),
+        frozenset({"demo", "tensorrt_llm", "console"}),
         frozenset({"cli"}),
         frozenset({"commands"}),
         frozenset({"plan", "bench", "serve"}),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from pipelines import make_llm, prompt_of, tokens_of
 
+from parallel.watchdog.activity import Phase
 from trtrun import LLM, SamplingParams
 from trtrun.errors import ConfigError, InvalidRequestError, QueueFullError
 from trtrun.outputs import CompletionDelta, RequestId
@@ -62,6 +63,23 @@ def test_requests_arrive_and_leave_at_any_time(llm: LLM) -> None:
     assert [tuple(gained[f"request {number}"]) for number in range(5)] == [tokens[0] for tokens in expected[:5]]
     assert tuple(gained["request 5"]) == expected[5][0][: len(gained["request 5"])]
     llm.check_idle()
+
+
+def test_who_looks_from_outside_sees_what_a_round_is_doing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front has an engine of one process ended when a round stands still."""
+    orchestrator, seen = llm.engine.orchestrator, []
+    schedule = orchestrator.scheduler.schedule
+
+    def look_and_schedule(*given: Any, **more: Any) -> Any:
+        seen.append(orchestrator.look())
+        return schedule(*given, **more)
+
+    monkeypatch.setattr(orchestrator.scheduler, "schedule", look_and_schedule)
+    llm.engine.add_request("abc", GREEDY)
+    assert orchestrator.look().is_idle
+    run(llm)
+    assert seen[0].phase is Phase.SCHEDULING and all(doing.phase.is_in_round for doing in seen)
+    assert orchestrator.look().is_idle and orchestrator.look().round_index > 0
 
 
 def test_an_id_in_use_is_refused_and_is_free_again_at_the_end(llm: LLM) -> None:

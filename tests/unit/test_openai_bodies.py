@@ -13,13 +13,14 @@ from fronts import NoEngine, WatchedTokenizer, make_front, request_of
 from starlette.requests import Request
 
 from launch.serve.aside import SHORT_BODY
+from launch.serve.bodies import Bodies
 from launch.serve.http_requests import Keys
 from launch.serve.openai_api import OpenAIApi
 from launch.serve.refusals import Kind, Refusal
 
 
 def make_api() -> OpenAIApi:
-    return OpenAIApi(make_front(WatchedTokenizer(), NoEngine()), None, Keys(()), 1 << 24)
+    return OpenAIApi(make_front(WatchedTokenizer(), NoEngine()), None, Keys(()), Bodies(1 << 24, 1 << 24))
 
 
 @pytest.mark.parametrize(

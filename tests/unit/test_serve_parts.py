@@ -127,6 +127,13 @@ def test_restarts_are_counted_within_their_window() -> None:
     assert not RestartLimit(0, 10.0).allow()
 
 
+def test_each_port_is_one_of_its_own() -> None:
+    sections = {"target": {"model": "asset:target", "devices": ["cpu:0"]}, "speculation": {"method": "none"}}
+    with pytest.raises(ConfigError, match="metrics_port: is 9, as http_port is: give each a port of its own, or 0"):
+        make_config(sections | {"server": {"http_port": 9, "metrics_port": 9}})
+    make_config(sections | {"server": dict.fromkeys(("http_port", "grpc_port", "metrics_port"), 0)})
+
+
 def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(" one \n\ntwo\n")
@@ -135,8 +142,11 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
     Keys.read(None).check_header("")
     for header in ("Bearer one", "bearer  two "):
         keys.check_header(header)
-    for header in ("", "one", "Bearer", "Bearer ", "Basic one", "Bearer on", "Bearer one two", "Bearer one\ntwo"):
+    for header in ("", "one", "Bearer", "Bearer ", "Basic one"):
         with pytest.raises(Refusal, match="wants an API key"):
+            keys.check_header(header)
+    for header in ("Bearer on", "Bearer one two", "Bearer one\ntwo"):
+        with pytest.raises(Refusal, match="wants an API key of its own"):
             keys.check_header(header)
     file.write_text("\n \n")
     with pytest.raises(ConfigError, match="holds no API key"):
@@ -176,9 +186,11 @@ def test_an_engine_that_is_late_is_told_and_one_that_is_killed_is_not(
 ) -> None:
     monkeypatch.setattr(engine_keeper, "END_SECONDS", 0.0)
 
+    told: list[str] = []
+
     async def check() -> None:
         command = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"]
-        keeper = engine_keeper.EngineKeeper(command, os.environ, RestartLimit(0, 1.0), lambda line: None)
+        keeper = engine_keeper.EngineKeeper(command, os.environ, RestartLimit(0, 1.0), lambda line: None, told.append)
         keeping = asyncio.create_task(keeper.keep())
         while keeper._process is None:
             await asyncio.sleep(0.001)
@@ -190,6 +202,26 @@ def test_an_engine_that_is_late_is_told_and_one_that_is_killed_is_not(
 
     run(check())
     assert ("has not ended by itself" in caplog.text) is not is_killed
+    assert not told
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "lines"),
+    [
+        ("os.kill(os.getpid(), 9)", 137, ["the engine was ended by SIGKILL before it was up"]),
+        ("sys.exit(2)", 2, []),  # it has said why itself
+    ],
+)
+def test_an_engine_that_is_killed_before_it_is_up_is_told_of(end: str, status: int, lines: list[str]) -> None:
+    told: list[str] = []
+
+    async def check() -> None:
+        command = [sys.executable, "-c", f"import os, sys; {end}"]
+        keeper = engine_keeper.EngineKeeper(command, os.environ, RestartLimit(3, 1.0), lambda line: None, told.append)
+        assert await keeper.keep() == status
+
+    run(check())
+    assert told == lines
 
 
 def test_bodies_that_are_no_json_are_one_line() -> None:

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
+from launch.serve.bodies import Bodies
 from launch.serve.kserve import grpc_server
 from launch.serve.kserve.grpc_server import GrpcServer
 from launch.serve.kserve.grpc_stream import InferStream
@@ -71,7 +72,9 @@ def test_a_request_is_stopped_that_is_not_let_in_yet() -> None:
             return found
 
         service: Any = None  # asked for where requests are refused, which none is here
-        await asyncio.wait_for(InferStream(service, begin, context).run(requests("a", "a")), 60)
+        await asyncio.wait_for(
+            InferStream(service, begin, Bodies(1 << 20, 1 << 20), context).run(requests("a", "a")), 60
+        )
         assert [told.infer_response.id for told in context.written] == ["a", "a"]
         assert all(found.is_closed for found in works)
 

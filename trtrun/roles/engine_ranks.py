@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from parallel.control import ControlPlane, Report
-from parallel.watchdog.activity import Activity, Phase
+from parallel.watchdog.activity import NO_ROUND, Activity, Doing, Phase
 from trtrun.core import RoundPlan
 from trtrun.errors import RankFailedError
 from trtrun.roles.draft_worker import DraftWorker
@@ -37,6 +37,10 @@ class EngineRanks(Protocol):
     @property
     def draft_is_lost(self) -> bool:
         """Whether the draft engine is gone for good, and the target goes on alone. Cheap."""
+        ...
+
+    def look(self) -> Doing:
+        """What this process's part of the rounds is doing. From any thread."""
         ...
 
     def publish(self, plan: RoundPlan) -> None:
@@ -107,15 +111,21 @@ class SoloRanks:
         self._tracer = PhaseTracer(worker)
         self._plans: deque[RoundPlan] = deque()
         self._launched: deque[LaunchedRound] = deque()
+        self._published = NO_ROUND
 
     @property
     def draft_is_lost(self) -> bool:
         """See EngineRanks; a process alone loses nothing."""
         return False
 
+    def look(self) -> Doing:
+        """See EngineRanks."""
+        return self._worker.activity.look()
+
     def publish(self, plan: RoundPlan) -> None:
         """See EngineRanks."""
         self._plans.append(plan)
+        self._published = plan.round_index
 
     def collect(self) -> RoundReport:
         """See EngineRanks."""
@@ -132,9 +142,14 @@ class SoloRanks:
         device = self._worker.device
         return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
-    def stepping(self) -> AbstractContextManager[None]:
-        """See EngineRanks; nobody watches a process alone."""
-        return nullcontext()
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """See EngineRanks; who looks from outside sees it."""
+        self._worker.activity.enter(self._published, Phase.SCHEDULING)
+        try:
+            yield
+        finally:
+            self._worker.activity.rest()
 
     def reset(self) -> None:
         """See EngineRanks."""
@@ -180,6 +195,10 @@ class MpiRanks:
     def draft_is_lost(self) -> bool:
         """See EngineRanks; known from the next publish or collect on."""
         return bool(self._failures.lost_ranks)
+
+    def look(self) -> Doing:
+        """See EngineRanks."""
+        return self._activity.look()
 
     def publish(self, plan: RoundPlan) -> None:
         """See EngineRanks."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from parallel.watchdog.activity import Doing
 from trtrun.core import RoundPlan, TokenLogprobs
 from trtrun.roles.engine_ranks import EngineRanks
 from trtrun.scheduling.completion import RowResult
@@ -108,6 +109,10 @@ class Orchestrator:
     def draft_is_lost(self) -> bool:
         """Whether the draft engine is gone for good: no row will be drafted any more."""
         return self._ranks.draft_is_lost
+
+    def look(self) -> Doing:
+        """What the thread that takes the steps is doing. From any thread."""
+        return self._ranks.look()
 
     def add_committing(self, seconds: float) -> None:
         """Count the time that something took, until now, between a verdict and the tokens and texts of its rows."""

@@ -74,7 +74,7 @@ class GrpcServer:
         if not port:
             raise ConfigError(
                 f"server.host, server.grpc_port: cannot listen on {section.host} port {section.grpc_port}: it is "
-                "taken, or not of this host"
+                "taken, or not of this host; 0 takes a free one"
             )
         return int(port)
 

@@ -13,6 +13,7 @@ from typing import Any
 from tritonclient.grpc import service_pb2
 
 from launch.serve.aside import SHORT_BODY, aside
+from launch.serve.bodies import Bodies
 from launch.serve.http_requests import Keys
 from launch.serve.kserve.grpc_calls import Context, ObservedCall, check_message
 from launch.serve.kserve.grpc_messages import (
@@ -50,9 +51,10 @@ def _call(needs_key: bool = True) -> Callable[[Handler], Handler]:
 class KServeServicer:
     """The calls. Their names are the protocol's."""
 
-    def __init__(self, service: KServeService, keys: Keys) -> None:
+    def __init__(self, service: KServeService, keys: Keys, bodies: Bodies) -> None:
         self._service = service
         self._keys = keys
+        self._bodies = bodies
 
     def observing(self, context: Context, name: str, needs_key: bool = True) -> ObservedCall:
         """What a call happens within."""
@@ -157,16 +159,17 @@ class KServeServicer:
     @_call()
     async def ModelInfer(self, message: Any, context: Context) -> Any:
         """Tensors in, tensors out."""
-        work = await self._begin(message)
-        try:
-            return write_response(await work.whole())
-        finally:
-            work.close()
+        with self._bodies.hold(message.ByteSize()):
+            work = await self._begin(message)
+            try:
+                return write_response(await work.whole())
+            finally:
+                work.close()
 
     async def ModelStreamInfer(self, messages: AsyncIterator[Any], context: Context) -> None:
         """Requests as they come, all at work at once, and responses as they come. An error ends its request alone."""
         async with self.observing(context, "ModelStreamInfer"):
-            await InferStream(self._service, self._begin, context).run(messages)
+            await InferStream(self._service, self._begin, self._bodies, context).run(messages)
 
     async def _begin(self, message: Any, beside: Mapping[str, Collection[Stopping]] | None = None) -> Answering:
         arrived = time.perf_counter()

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
+from launch.serve.bodies import Bodies
 from launch.serve.connections import STALLED_SECONDS
 from launch.serve.kserve.grpc_calls import FAILED, Context, check_message
 from launch.serve.kserve.grpc_messages import FINAL, WANTS_FINAL, head, write_response
@@ -59,10 +60,12 @@ class InferStream:
         self,
         service: KServeService,
         begin: Callable[[Any, Mapping[str, Collection[Stopping]]], Awaitable[Answering]],
+        bodies: Bodies,
         context: Context,
     ) -> None:
         self._service = service
         self._begin = begin
+        self._bodies = bodies
         self._context = context
         self._places: defaultdict[str, set[_Place]] = defaultdict(set)
         self._writing = asyncio.Lock()
@@ -84,12 +87,13 @@ class InferStream:
         place = _Place()
         self._places[message.id].add(place)
         try:
-            work = await self._begin(message, self._places)
-            place.fill(work)
-            try:
-                await self._respond(message, work)
-            finally:
-                work.close()
+            with self._bodies.hold(message.ByteSize()):
+                work = await self._begin(message, self._places)
+                place.fill(work)
+                try:
+                    await self._respond(message, work)
+                finally:
+                    work.close()
         except Refusal as refusal:
             self._service.front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
             await self._write_error(message, str(refusal))

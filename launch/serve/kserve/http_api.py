@@ -6,6 +6,7 @@ Starlette, and nothing of engines.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -16,8 +17,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from launch.serve.aside import SHORT_BODY, aside
+from launch.serve.bodies import Bodies, Body
 from launch.serve.event_stream import EventStream, event
-from launch.serve.http_requests import Keys, parse_json, read_body, read_json, unless_gone
+from launch.serve.http_requests import Keys, parse_json, read_json, unless_gone
 from launch.serve.kserve.http_bodies import InferBody, dump, read_generate, read_infer, write_generate, write_infer
 from launch.serve.kserve.models import MODELS, VERSION, Model
 from launch.serve.kserve.requests import find_model, fixed_models, no_shared_memory
@@ -37,10 +39,10 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 class KServeHttpApi:
     """The endpoints below /v2."""
 
-    def __init__(self, service: KServeService, keys: Keys, max_body_bytes: int) -> None:
+    def __init__(self, service: KServeService, keys: Keys, bodies: Bodies) -> None:
         self._service = service
         self._keys = keys
-        self._max_body_bytes = max_body_bytes
+        self._bodies = bodies
 
     def routes(self) -> list[Route]:
         """For the application. Health needs no key."""
@@ -93,8 +95,9 @@ class KServeHttpApi:
 
     async def index(self, request: Request) -> Response:
         """The models and their states."""
-        body = await read_body(request, self._max_body_bytes)
-        wanted = await aside(len(body) > SHORT_BODY, parse_json, body) if body.strip() else {}
+        with await self._bodies.read(request) as body:
+            raw = body.content
+            wanted = await aside(len(raw) > SHORT_BODY, parse_json, raw) if raw.strip() else {}
         if not isinstance(wanted, dict):
             raise Refusal(Kind.INVALID, "the body must be a JSON object, or empty")
         return JSONResponse(self._service.index(ready_only=wanted.get("ready") is True))
@@ -102,15 +105,15 @@ class KServeHttpApi:
     async def infer(self, request: Request) -> Response:
         """Tensors in, tensors out."""
         model = _model(request)
-        raw = await read_body(request, self._max_body_bytes)
-        arrived = time.perf_counter()
-        is_long = len(raw) > SHORT_BODY or "content-encoding" in request.headers  # a few bytes may become many
-        body = await aside(is_long, self._read_infer, raw, request)
-        work = await self._service.begin(model, body.request_id, body.tensors, body.outputs, arrived)
-        try:
-            response = await unless_gone(request, work.whole())
-        finally:
-            work.close()
+        with await self._bodies.read(request) as sent:
+            arrived = time.perf_counter()
+            raw = await self._decompress(sent, request.headers.get("content-encoding"))
+            body = await aside(len(raw) > SHORT_BODY, _read_infer, raw, request)
+            work = await self._service.begin(model, body.request_id, body.tensors, body.outputs, arrived)
+            try:
+                response = await unless_gone(request, work.whole())
+            finally:
+                work.close()
         told, told_length = write_infer(response, body)
         if told_length is None:
             return Response(told, media_type="application/json")
@@ -132,15 +135,18 @@ class KServeHttpApi:
 
     async def _begin_generate(self, request: Request) -> Answering:
         model = _model(request)
-        raw = await read_body(request, self._max_body_bytes)
-        arrived = time.perf_counter()
-        body = await read_json(raw, partial(read_generate, model))
-        return await self._service.begin(model, body.request_id, body.tensors, body.outputs, arrived)
+        with await self._bodies.read(request) as sent:
+            arrived = time.perf_counter()
+            body = await read_json(sent.content, partial(read_generate, model))
+            return await self._service.begin(model, body.request_id, body.tensors, body.outputs, arrived)
 
-    def _read_infer(self, raw: bytes, request: Request) -> InferBody:
-        raw = _decompress(raw, request.headers.get("content-encoding"), self._max_body_bytes)
-        length = _json_length(request.headers.get(JSON_LENGTH), len(raw))
-        return read_infer(parse_json(raw[:length]), raw[length:])
+    async def _decompress(self, sent: Body, encoding: str | None) -> bytes:
+        """A body as it was before compression, counted as long as that is: a few bytes may become many."""
+        if encoding in (None, "identity"):
+            return sent.content
+        raw = await asyncio.to_thread(_decompress, sent.content, encoding, self._bodies.most_bytes)
+        sent.count(len(raw))
+        return raw
 
     async def _events(self, work: Answering) -> AsyncGenerator[bytes, None]:
         """An error is an event, too: the status is out."""
@@ -187,6 +193,11 @@ async def _refuse_region(request: Request) -> Response:
     raise no_shared_memory()
 
 
+def _read_infer(raw: bytes, request: Request) -> InferBody:
+    length = _json_length(request.headers.get(JSON_LENGTH), len(raw))
+    return read_infer(parse_json(raw[:length]), raw[length:])
+
+
 def _model(request: Request) -> Model:
     return find_model(request.path_params["model"], request.path_params.get("version", VERSION))
 
@@ -201,10 +212,8 @@ def _json_length(header: str | None, size: int) -> int:
     return int(header)
 
 
-def _decompress(raw: bytes, encoding: str | None, most_bytes: int) -> bytes:
+def _decompress(raw: bytes, encoding: str, most_bytes: int) -> bytes:
     """A body as it was before compression, which may not make more of it than a body may have."""
-    if encoding in (None, "identity"):
-        return raw
     if encoding not in _DECOMPRESSION:
         raise Refusal(Kind.INVALID, f"Content-Encoding may be {' or '.join(_DECOMPRESSION)}")
     opened = zlib.decompressobj(_DECOMPRESSION[encoding])

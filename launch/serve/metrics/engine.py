@@ -23,14 +23,15 @@ class EngineMetrics(Collector):
     def __init__(self, labels: dict[str, str]) -> None:
         self._names, self._values = list(labels), list(labels.values())
         self._ready: Ready | None = None
+        self._is_hanging = False
         self.status: Status | None = None
         self._before: dict[str, float] = {}
         self._totals: dict[str, float] = {}
 
-    def take(self, ready: Ready | None, status: Status | None) -> None:
+    def take(self, ready: Ready | None, status: Status | None, is_hanging: bool) -> None:
         """How the engine stands; no `ready` where there is none, no `status` where it does not say, as in a long
         round: it then stands as it did."""
-        self._ready = ready
+        self._ready, self._is_hanging = ready, is_hanging
         if ready is None:
             self.status = None
         elif status is not None:
@@ -53,7 +54,8 @@ class EngineMetrics(Collector):
         """All families, as the registry asks for them."""
         status = self.status
         usage = status.kv_usage if status is not None else 0.0
-        yield self._gauge("trtrun:engine_up", "1 while the engine is there.", float(status is not None))
+        is_up = self._ready is not None and not self._is_hanging
+        yield self._gauge("trtrun:engine_up", "1 while the engine is there and gets on.", float(is_up))
         yield self._gauge(
             "vllm:num_requests_running", "Completions that have a row.", status.num_running if status else 0
         )

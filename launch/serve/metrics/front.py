@@ -61,14 +61,15 @@ class FrontMetrics:
         """A request was answered with an error."""
         self._refused.labels(**self._labels, status=status).inc()
 
-    def render(self, ready: Ready | None, status: Status | None) -> bytes:
+    def render(self, ready: Ready | None, status: Status | None, is_hanging: bool = False) -> bytes:
         """Everything, as Prometheus reads it.
 
         Args:
             ready: what the engine has said at its start; None while there is none.
             status: of the engine just now; None where there is none, or it does not say.
+            is_hanging: whether the engine is there and does not get on.
         """
-        self._engine.take(ready, status)
+        self._engine.take(ready, status, is_hanging)
         self._triton.take(ready, self._engine.status, self._engine.num_rounds)
         return name_counters(generate_latest(self._registry))
 

@@ -6,6 +6,7 @@ const KEPT = 60;
 const STATES = {
   serving: "serving",
   starting: "the engine is starting",
+  hanging: "the engine does not get on",
   ending: "the server is ending",
   gone: "no answer",
 };

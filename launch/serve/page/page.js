@@ -51,12 +51,12 @@ function readForm() {
 
 /** Stream one text; returns its run, and what speculation did for it. Rejects with what ended it. */
 async function decode(request, onTokens) {
-  const run = new Run();
-  const { restarts } = server;
   let speculation = null;
   stopping = new AbortController();
   setBusy(true);
   try {
+    const restarts = await countRestarts();
+    const run = new Run();
     for await (const event of stream(request.path, request.body, stopping.signal)) {
       const [choice] = event.choices;
       if (event.metrics) speculation = event.metrics.speculative_decoding;
@@ -65,11 +65,20 @@ async function decode(request, onTokens) {
       onTokens(run, choice);
     }
     run.isWhole = true;
-    run.isInterrupted = server.restarts !== restarts;
+    run.isInterrupted = (await countRestarts()) !== restarts;
     return { run, speculation };
   } finally {
     stopping = null;
     setBusy(false);
+  }
+}
+
+/** How often the engine has been started again. It is asked for: a page that is hidden does not watch the server. */
+async function countRestarts() {
+  try {
+    return (await status()).restarts;
+  } catch {
+    return server.restarts; // as it was last known
   }
 }
 

@@ -1,0 +1,70 @@
+"""An engine that is killed while Triton's clients wait: streams and answers are those that nobody has disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from servers import ONE_PROCESS, PATIENCE, serving, write_config
+from triton_clients import (
+    PROMPT,
+    SEEDED,
+    StreamReader,
+    connected,
+    expected,
+    inputs_of,
+    is_final,
+    of_text,
+    of_tokens,
+    text_of,
+    tokens_of,
+)
+
+from trtrun import LLM
+
+pytestmark = pytest.mark.timeout(400)
+OPTIONS: dict[str, Any] = SEEDED | {"max_tokens": 100, "end_id": -1}
+
+
+@pytest.mark.long
+def test_a_killed_engine_costs_no_stream_and_no_answer(pair: Path, tmp_path: Path, llm: LLM) -> None:
+    settings: dict[str, Any] = {"scheduler": {"max_batch_size": 8}, "kv_cache": {"max_tokens": 8192}}
+    (completion,) = expected(llm, PROMPT, SEEDED, max_tokens=100, ignore_eos=True)
+    tokens = tokens_of(llm, PROMPT)
+    with (
+        serving(write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **settings)) as server,
+        connected("grpc", server) as texts,
+        connected("grpc", server) as numbers,
+        connected("http", server) as web,
+        ThreadPoolExecutor(2) as pool,
+    ):
+
+        def read_events() -> str:
+            values = of_text(PROMPT, OPTIONS | {"stream": True})
+            url = f"{server.url}/v2/models/tensorrt_llm_bls/generate_stream"
+            with httpx.stream("POST", url, json=values, timeout=PATIENCE) as answer:
+                lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+            return "".join(json.loads(line)["text_output"] for line in lines)
+
+        events = pool.submit(read_events)
+        whole = pool.submit(web.infer, "ensemble", inputs_of("http", of_text(PROMPT, OPTIONS)))
+        readers = [StreamReader(texts), StreamReader(numbers)]
+        readers[0].send("tensorrt_llm_bls", of_text(PROMPT, OPTIONS | {"stream": True}))
+        readers[1].send("tensorrt_llm", of_tokens(tokens, OPTIONS | {"stream": True}))
+        found = [[reader.take() for _ in range(3)] for reader in readers]
+        assert not any(map(is_final, found[0] + found[1]))
+        os.kill(server.engine(), signal.SIGKILL)
+        server.wait_for("it is started again (1 of ")
+        for results, reader in zip(found, readers, strict=True):
+            results += reader.read()
+        assert "".join(map(text_of, found[0])) == completion.text == events.result(PATIENCE)
+        told = [token for result in found[1] for token in result.as_numpy("output_ids")[0, 0].tolist()]
+        assert told == list(completion.token_ids)
+        assert text_of(whole.result(PATIENCE)) == completion.text
+        assert server.wait_idle()["trtrun:engine_restarts_total"] == 1
