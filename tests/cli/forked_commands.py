@@ -95,7 +95,8 @@ def _read_all(readers: list[int], deadline: float) -> list[str]:
         finally:
             for reader in readers:
                 os.close(reader)
-    return [b"".join(parts).decode() for parts in found.values()]
+    # As subprocess reads texts.
+    return [b"".join(parts).decode().replace("\r\n", "\n").replace("\r", "\n") for parts in found.values()]
 
 
 def wait_to_be_forked(connection: socket.socket) -> dict[str, Any] | None:
