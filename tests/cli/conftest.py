@@ -39,7 +39,7 @@ def forked_commands() -> Iterator[ForkedCommands]:
 def trtrun(forked_commands: ForkedCommands) -> Run:
     """Return run(*arguments, env=…, timeout=…, words=…): the command, captured.
 
-    It is a new program where it is given words or an environment, and forked elsewhere.
+    It is a new program where it is given words or a PYTHONPATH, and forked elsewhere.
     """
 
     def run(
@@ -48,8 +48,8 @@ def trtrun(forked_commands: ForkedCommands) -> Run:
         timeout: float = 120,
         words: list[str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        if words is None and env is None:
-            return forked_commands.run(list(map(str, arguments)), command_environment(), ROOT, timeout)
+        if words is None and "PYTHONPATH" not in (env or {}):
+            return forked_commands.run(list(map(str, arguments)), command_environment(env), ROOT, timeout)
         command = [*(words or command_words()), *(str(argument) for argument in arguments)]
         return subprocess.run(
             command,
