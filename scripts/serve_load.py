@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from served.clients import Reply, Verdict, ask, ask_and_leave
 from served.questions import Question, ask_reference, make_rows
+from served.said import is_idle
 from served.server import Server, TrialError, write_config
 
 from trtrun.config import load_config
@@ -217,7 +218,7 @@ async def wait_idle(server: Server) -> dict[str, float]:
     """The metrics, once rows of clients that went away have ended, which takes a round."""
     for _ in range(100):
         metrics = await server.metrics()
-        if not (metrics["vllm:num_requests_running"] or metrics["vllm:num_requests_waiting"]):
+        if is_idle(metrics):
             break
         await asyncio.sleep(0.1)
     return metrics

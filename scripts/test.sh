@@ -12,6 +12,7 @@
 # TRTRUN_TEST_HOSTS: "no" leaves the tests on two hosts out.
 # TRTRUN_TEST_LONG: "no" leaves out what takes minutes.
 # TRTRUN_TEST_PROCESSES: processes that share the tests of one process, default one for each core, 4 at most.
+# Each part names its 25 slowest tests, of those that take 5 seconds or more.
 set -uo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -47,7 +48,7 @@ phase() { # NAME COMMAND…: run one part of the suite, and remember whether it 
     local name="$1" code
     shift
     printf '\n##### %s\n' "$name"
-    TRTRUN_TEST_TALLY="$tallies/$name" "$@" ${options[@]+"${options[@]}"}
+    TRTRUN_TEST_TALLY="$tallies/$name" "$@" --durations=25 --durations-min=5 ${options[@]+"${options[@]}"}
     code=$?
     # 5: pytest found no test for the given options in this part.
     if [[ $code != 0 && $code != 5 ]]; then

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from served.server import ROOT, TrialError
+from served.processes import ROOT
+from served.server import TrialError
 from trtrun.config import ASSETS
 
 _REFERENCE_SECONDS = 900.0

@@ -39,3 +39,9 @@ def read_metrics(text: str) -> dict[str, float]:
             name, _, value = line.rpartition(" ")
             found[re.sub(r'model_name="[^"]*",?', "", name).replace("{}", "").replace(",}", "}")] = float(value)
     return found
+
+
+def is_idle(metrics: dict[str, float]) -> bool:
+    """Whether an engine is up, and nothing runs or waits."""
+    busy = metrics["vllm:num_requests_running"] or metrics["vllm:num_requests_waiting"]
+    return bool(metrics["trtrun:engine_up"]) and not busy

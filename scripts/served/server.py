@@ -18,16 +18,16 @@ from typing import Any, TypeVar
 
 import httpx
 
+from served.processes import all_processes, environment_of, is_alive, rank_of, server_environment, words_of
 from served.said import read_addresses, read_metrics
 from trtrun.config import ASSETS
 
 T = TypeVar("T")
-ROOT = Path(__file__).resolve().parents[2]
 MARK = "TRTRUN_TRIAL"
 """Variable that every process of a server inherits: none is overlooked, whoever has become its parent."""
 
-SHARED = "OMPI_MCA_btl_sm_backing_directory="
-"""Begins the variable that tells ranks where their shared memory is."""
+SHARED = "OMPI_MCA_btl_sm_backing_directory"
+"""Variable that tells ranks where their shared memory is."""
 
 CLEAR_SECONDS = 60.0
 """How long processes and files may take to be gone after whoever needed them."""
@@ -89,9 +89,6 @@ class Server:
         Raises:
             TrialError: it does not.
         """
-        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "TMPDIR": str(self.folder), "PYTHONPATH": paths, MARK: self._mark}
-        environment.setdefault("OMP_NUM_THREADS", "1")
         self.url = ""
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
@@ -102,7 +99,7 @@ class Server:
             "--metrics-port",
             "0",
             stderr=asyncio.subprocess.PIPE,
-            env=environment,
+            env=server_environment({"TMPDIR": str(self.folder), MARK: self._mark}),
         )
         self._reading = asyncio.create_task(self._read(self._process))
         deadline = time.monotonic() + patience
@@ -131,22 +128,17 @@ class Server:
         """Every process of the server, the front's among them: process id → what it is: `front`, `engine`, `mpirun`,
         `rank N`, or the name of its program."""
         found = {}
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdecimal():
+        for process in all_processes():
+            environment = environment_of(process)
+            if environment.get(MARK) != self._mark or not is_alive(process):
                 continue
-            try:
-                items = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                is_gone = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "Z"
-            except OSError:
-                continue
-            if f"{MARK}={self._mark}" in items and not is_gone:
-                found[int(entry.name)] = self._name(int(entry.name), items, words)
-                self._shared_memory |= {Path(item.partition("=")[2]) for item in items if item.startswith(SHARED)}
+            found[process] = self._name(process, environment)
+            if SHARED in environment:
+                self._shared_memory.add(Path(environment[SHARED]))
         return found
 
-    def _name(self, process: int, environment: list[str], words: list[str]) -> str:
-        rank = next((item.partition("=")[2] for item in environment if item.startswith("OMPI_COMM_WORLD_RANK=")), None)
+    def _name(self, process: int, environment: dict[str, str]) -> str:
+        rank, words = rank_of(environment), words_of(process)
         program = Path(words[0]).name if words else ""
         if process == self.front:
             return "front"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint, make_draft
 from commands import ROOT, Configs, Run, command_environment, command_words
+from forked_commands import ForkedCommands
 
 
 @pytest.fixture(scope="session")
@@ -26,9 +27,20 @@ def config(pair: Path, tmp_path: Path) -> Configs:
     return Configs(pair, tmp_path)
 
 
+@pytest.fixture(scope="session")
+def forked_commands() -> Iterator[ForkedCommands]:
+    """A process that has imported torch, for commands to be forked from."""
+    commands = ForkedCommands(command_environment())
+    yield commands
+    commands.close()
+
+
 @pytest.fixture
-def trtrun() -> Run:
-    """Return run(*arguments, env=…, timeout=…, words=…): the real command, captured."""
+def trtrun(forked_commands: ForkedCommands) -> Run:
+    """Return run(*arguments, env=…, timeout=…, words=…): the command, captured.
+
+    It is a new program where it is given words or a PYTHONPATH, and forked elsewhere.
+    """
 
     def run(
         *arguments: object,
@@ -36,6 +48,8 @@ def trtrun() -> Run:
         timeout: float = 120,
         words: list[str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
+        if words is None and "PYTHONPATH" not in (env or {}):
+            return forked_commands.run(list(map(str, arguments)), command_environment(env), ROOT, timeout)
         command = [*(words or command_words()), *(str(argument) for argument in arguments)]
         return subprocess.run(
             command,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import threading
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
@@ -99,6 +100,7 @@ class RankHarness:
         watchdog = self._watch(item)
         try:
             result = yield
+            self._wait_for_all()
             outcomes = self._comm.allgather(list(self._outcomes))
             if any(other != self._outcomes for other in outcomes):
                 self._abort(f"{item.nodeid} went differently on the ranks: {outcomes}")
@@ -106,6 +108,15 @@ class RankHarness:
         finally:
             watchdog.cancel()
             faulthandler.cancel_dump_traceback_later()
+
+    def _wait_for_all(self) -> None:
+        """Sleep until every rank is here.
+
+        MPI's own wait keeps a core busy, which rank 0 needs where it computes alone what a test compares with.
+        """
+        barrier = self._comm.Ibarrier()
+        while not barrier.Test():
+            time.sleep(0.001)
 
     def _watch(self, item: pytest.Item) -> threading.Timer:
         """Start the clock of one test: `mark.timeout(seconds)`, or one minute."""

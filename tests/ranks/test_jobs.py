@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ from trtrun import LLM, SamplingParams, open_llm
 from trtrun.config import RuntimeConfig
 from trtrun.core import RoundPlan
 from trtrun.errors import PlacementError, TrtrunError
+from trtrun.outputs import RequestOutput
 from trtrun.roles import job
 from trtrun.roles.draft_worker import DraftWorker
 from trtrun.roles.launched_round import DecidedRound, LaunchedRound
@@ -132,6 +134,11 @@ def run_job(config: RuntimeConfig, use: Callable[[LLM], T]) -> T | None:
         return result
 
 
+def logprobs_of(output: RequestOutput) -> list[float]:
+    """Of the tokens of an output's first completion."""
+    return [entry.logprob for entry in output.completions[0].logprobs or []]
+
+
 def job_configuration(folder: Path, devices: Devices, draft: str = "noisy", **sections: Any) -> RuntimeConfig:
     sections = {
         "scheduler": {"max_batch_size": 4, "max_num_tokens": 48, "plans_ahead": 1},
@@ -141,10 +148,26 @@ def job_configuration(folder: Path, devices: Devices, draft: str = "noisy", **se
     return configuration(folder / "target", folder / draft if devices[0] else None, devices=devices, **sections)
 
 
+@pytest.fixture(scope="module")
+def in_one_process(folder: Path) -> Callable[[bool], list[RequestOutput]]:
+    """Return ask(has_draft) -> what one process writes with `sampling()`; the one who asks waits for it once."""
+
+    @cache
+    def ask(has_draft: bool) -> list[RequestOutput]:
+        devices = (("cpu:0",) if has_draft else (), ("cpu:0",))
+        return alone(job_configuration(folder, devices), lambda llm: llm.generate(prompts(), sampling()))
+
+    return ask
+
+
 @pytest.mark.parametrize("plans_ahead", [0, 1])
 @pytest.mark.parametrize("name", list(HERE))
 def test_every_placement_writes_what_transformers_and_one_process_write(
-    folder: Path, greedy: list[tuple[int, ...]], name: str, plans_ahead: int
+    folder: Path,
+    greedy: list[tuple[int, ...]],
+    in_one_process: Callable[[bool], list[RequestOutput]],
+    name: str,
+    plans_ahead: int,
 ) -> None:
     devices = HERE[name]
     scheduler = {"max_batch_size": 4, "max_num_tokens": 48, "plans_ahead": plans_ahead}
@@ -162,18 +185,19 @@ def test_every_placement_writes_what_transformers_and_one_process_write(
         if devices[0]:
             counted = [output.completions[0].statistics for output in outputs]
             assert counted[1].num_draft_tokens == 0 and counted[0].num_rounds < 12
-        logprobs = [entry.logprob for entry in outputs[2].completions[0].logprobs or []]
-        return [texts, tokens_of(outputs), logprobs, plain, llm.statistics(), llm.report]
+        return [texts, outputs, plain, llm.statistics(), llm.report]
 
     found = run_job(job_configuration(folder, devices, scheduler=scheduler), use)
     if found is None:
         return
-    texts, sampled, logprobs, plain, statistics, report = found
+    texts, outputs, plain, statistics, report = found
     assert [tokens for (tokens,) in texts] == greedy
-    one_slot = alone(job_configuration(folder, (devices[0] and ("cpu:0",), ("cpu:0",))), use)
-    assert sampled == plain == one_slot[1]
+    expected = in_one_process(bool(devices[0]))
+    sampled = tokens_of(outputs)
+    assert sampled == plain == tokens_of(expected)
+    logprobs = logprobs_of(outputs[2])
     assert len(logprobs) == len(sampled[2][0])
-    assert logprobs == pytest.approx(one_slot[2], abs=1e-4)
+    assert logprobs == pytest.approx(logprobs_of(expected[2]), abs=1e-4)
     assert statistics["num_rounds"] > 0
     assert (statistics["num_accepted_draft_tokens"] > 20) == bool(devices[0])
     workers = [rank for rank in report.ranks if rank.shard_bytes]
@@ -285,29 +309,46 @@ def test_a_rounded_target_shared_over_ranks_writes_its_plain_texts(folder: Path,
         assert accepted > 20
 
 
+WITH_PROBS: dict[str, Any] = {
+    "speculation": {"draft_len": 3, "use_logits": True},
+    "kv_cache": {"max_tokens": 104, "block_size": 8},
+}
+
+
+def use_with_probs(llm: LLM) -> list[Any]:
+    """Greedy texts, sampled ones, and how often rows were preempted."""
+    texts = tokens_of(llm.generate(prompts(), SamplingParams(max_tokens=COUNT)))
+    outputs = llm.generate(prompts(), sampling())
+    preempted = sum(output.completions[0].statistics.num_preemptions for output in outputs)
+    return [texts, tokens_of(outputs), preempted]
+
+
+@pytest.fixture(scope="module")
+def in_one_process_with_probs(folder: Path) -> Callable[[str], list[Any]]:
+    """Return ask(draft) -> what `use_with_probs` gives in one process; the one who asks waits for it once."""
+
+    @cache
+    def ask(draft: str) -> list[Any]:
+        return alone(job_configuration(folder, (("cpu:0",), ("cpu:0",)), draft, **WITH_PROBS), use_with_probs)
+
+    return ask
+
+
 @pytest.mark.parametrize("name", [name for name in HERE if HERE[name][0]])
 @pytest.mark.parametrize("draft", ["noisy", pytest.param("useless", marks=pytest.mark.long)])
 def test_draft_probabilities_cross_ranks_and_give_what_one_process_gives(
-    folder: Path, greedy: list[tuple[int, ...]], name: str, draft: str
+    folder: Path,
+    greedy: list[tuple[int, ...]],
+    in_one_process_with_probs: Callable[[str], list[Any]],
+    name: str,
+    draft: str,
 ) -> None:
     """The useless draft has one KV head, which both ranks of its group hold; rows are preempted on the way."""
-    sections: dict[str, Any] = {
-        "speculation": {"draft_len": 3, "use_logits": True},
-        "kv_cache": {"max_tokens": 104, "block_size": 8},
-    }
-
-    def use(llm: LLM) -> list[Any]:
-        texts = tokens_of(llm.generate(prompts(), SamplingParams(max_tokens=COUNT)))
-        outputs = llm.generate(prompts(), sampling())
-        preempted = sum(output.completions[0].statistics.num_preemptions for output in outputs)
-        return [texts, tokens_of(outputs), preempted]
-
-    found = run_job(job_configuration(folder, HERE[name], draft, **sections), use)
+    found = run_job(job_configuration(folder, HERE[name], draft, **WITH_PROBS), use_with_probs)
     if found is None:
         return
     assert [tokens for (tokens,) in found[0]] == greedy
-    one_slot = alone(job_configuration(folder, (("cpu:0",), ("cpu:0",)), draft, **sections), use)
-    assert found == one_slot
+    assert found == in_one_process_with_probs(draft)
     assert found[2] > 0
 
 

@@ -17,7 +17,7 @@ from traces import assert_rounds_follow, assert_whole, spans_named
 from trtrun import SamplingParams, open_llm
 from trtrun.core import RoundPlan
 from trtrun.llm import LLM
-from trtrun.roles import engine_ranks
+from trtrun.roles import engine_ranks, target_worker
 from trtrun.roles.tracing import PhaseTracer
 from trtrun.spans import ENGINES, ORCHESTRATOR, RankSpans
 
@@ -74,6 +74,7 @@ def test_spans_of_all_ranks_are_whole_and_causes_come_first(
     folder: Path, name: str, clocks: str, plans_ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = MPI.COMM_WORLD.rank
+    monkeypatch.setattr(target_worker, "SHORTEST_PATIENCE", 60.0)  # on a busy machine, too, a draft comes in time
     if clocks == "clocks apart" and rank:
         apart = partial(PhaseTracer, clock=lambda: time.perf_counter() + APART * rank)
         monkeypatch.setattr(engine_ranks, "PhaseTracer", apart)
@@ -113,7 +114,9 @@ def assert_causes_come_first(trace: list[RankSpans], plans: list[RoundPlan], is_
         assert verifying[number].end <= waiting[number].end + off[leader]
         if plan.draft_len:
             num_drafted += 1
-            assert drafting[number].end <= verifying[number].start + off[1] + off[leader]
+            # A draft rank of its own has sent its packet before its span ends, and may be stopped between the two.
+            drafted = drafting[number].end if is_shared else drafting[number].start
+            assert drafted <= verifying[number].start + off[1] + off[leader]
     for plan, following in itertools.pairwise(plans):
         if not is_shared and plan.sampled_rows:  # the draft rank has heard the verdict before its next round
             begun = verifying[plan.round_index].start

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,10 +17,10 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from served.said import read_addresses, read_metrics
+from served.processes import ROOT, children_of, ranks_below, server_environment
+from served.said import is_idle, read_addresses, read_metrics
 
 T = TypeVar("T")
-ROOT = Path(__file__).resolve().parents[2]
 ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}
 THREE_RANKS = {"target": ["cpu:1"], "draft": ["cpu:0"]}
 PATIENCE = 150.0
@@ -42,13 +41,12 @@ class Server:
     ) -> None:
         python = [sys.executable, *(("-m", "mpi4py") if launcher else ())]
         command = [*launcher, *python, "-m", "launch.cli", "serve", "--config", str(config), *arguments]
-        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self.process = subprocess.Popen(
             command,
             stderr=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **(environment or {})},
+            env=server_environment(environment),
         )
         self.lines: list[str] = []
         self.url = self.grpc_address = self.metrics_url = ""
@@ -99,8 +97,7 @@ class Server:
 
     def _idle_metrics(self) -> dict[str, float] | None:
         metrics = self.metrics()
-        is_idle = metrics["trtrun:engine_up"] and not metrics["vllm:num_requests_running"]
-        return metrics if is_idle and not metrics["vllm:num_requests_waiting"] else None
+        return metrics if is_idle(metrics) else None
 
     def engine(self) -> int:
         """Process id of the engine's first process: the engine itself, or the parent of its mpirun."""
@@ -155,43 +152,3 @@ def write_config(path: Path, model: Path, devices: dict[str, list[str]], **secti
     values |= {"server": server | sections.pop("server", {})}
     path.write_text(json.dumps(values | sections), encoding="utf-8")
     return path
-
-
-def children_of(process: int) -> list[int]:
-    """Its child processes."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == process and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
-
-
-def ranks_below(process: int) -> dict[int, int]:
-    """Process ids of the MPI ranks that descend from a process, by rank."""
-    found: dict[int, int] = {}
-    waiting = children_of(process)
-    while waiting:
-        child = waiting.pop()
-        waiting += children_of(child)
-        try:
-            variables = Path(f"/proc/{child}/environ").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        for item in variables:
-            name, _, value = item.partition("=")
-            if name == "OMPI_COMM_WORLD_RANK":
-                found[int(value)] = child
-    return found
-
-
-def is_alive(process: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import ONE_PROCESS, PATIENCE, THREE_RANKS, Server, children_of, is_alive, serving, wait_until, write_config
+from served.processes import children_of, is_alive
+from servers import ONE_PROCESS, PATIENCE, THREE_RANKS, Server, serving, wait_until, write_config
 from streams import Streamed
 
 from trtrun import LLM, SamplingParams

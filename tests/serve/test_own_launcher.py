@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import PATIENCE, THREE_RANKS, Server, ranks_below, serving, wait_until, write_config
+from served.processes import ranks_below
+from servers import PATIENCE, THREE_RANKS, Server, serving, wait_until, write_config
 from streams import Streamed
 
 from launch.mpi.library import choose_flavour

@@ -17,7 +17,8 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import ONE_PROCESS, PATIENCE, ROOT, THREE_RANKS, Server, serving, write_config
+from served.processes import ROOT
+from servers import ONE_PROCESS, PATIENCE, THREE_RANKS, Server, serving, write_config
 
 pytestmark = pytest.mark.timeout(300)
 SECRET = "a secret of the prompt"

@@ -78,37 +78,65 @@ def test_32_mixed_prompts_together_give_what_each_gives_alone(
     assert reasons == {"stop", "length"}
 
 
-@pytest.mark.parametrize("plans_ahead", [0, 1])
-@pytest.mark.parametrize("draft_len", [1, 4])
-@pytest.mark.parametrize("reuse", [False, True])
-def test_preempted_rows_give_what_they_give_undisturbed(
-    pair: tuple[Path, Path], plans_ahead: int, draft_len: int, reuse: bool
-) -> None:
-    prompts = [prompt_of(4 + 3 * index, seed=index) for index in range(12)]
-    sampling = [replace(parameters, max_tokens=60) for parameters in mixed_sampling(len(prompts))]
+CROWD = 12
+CROWD_PROMPTS = [prompt_of(4 + 3 * index, seed=index) for index in range(CROWD)]
+CROWD_SAMPLING = [replace(parameters, max_tokens=48) for parameters in mixed_sampling(CROWD)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pair: tuple[Path, Path]) -> list[list[tuple[int, ...]]]:
+    """What each row of the crowd gives with the target and the batch to itself."""
     with make_llm(pair[0], kv_cache={"enable_block_reuse": False}) as llm:
-        expected = run_alone(llm, prompts, sampling)
+        return run_alone(llm, CROWD_PROMPTS, CROWD_SAMPLING)
+
+
+@pytest.mark.parametrize(
+    ("plans_ahead", "draft_len", "reuse"),
+    [
+        # Each pair of settings meets here; all three together among those that are long.
+        (0, 1, False),
+        (0, 4, True),
+        (1, 1, True),
+        (1, 4, False),
+        *(pytest.param(*values, marks=pytest.mark.long) for values in ((0, 1, True), (0, 4, False))),
+        *(pytest.param(*values, marks=pytest.mark.long) for values in ((1, 1, False), (1, 4, True))),
+    ],
+)
+def test_preempted_rows_give_what_they_give_undisturbed(
+    pair: tuple[Path, Path], undisturbed: list[list[tuple[int, ...]]], plans_ahead: int, draft_len: int, reuse: bool
+) -> None:
     with make_llm(
         *pair,
         scheduler={**SCHEDULER, "plans_ahead": plans_ahead},
         kv_cache={"max_tokens": 200, "block_size": 8, "enable_block_reuse": reuse},
         speculation={"draft_len": draft_len},
     ) as llm:
-        outputs = llm.generate(prompts, sampling)
+        outputs = llm.generate(CROWD_PROMPTS, CROWD_SAMPLING)
         llm.check_idle()
-    assert tokens_of(outputs) == expected
+    assert tokens_of(outputs) == undisturbed
     statistics = [output.completions[0].statistics for output in outputs]
     assert sum(item.num_preemptions for item in statistics) >= 5
     # A row that asked for logprobs has one entry a token, those before its preemption included.
-    for output, parameters in zip(outputs, sampling, strict=True):
+    for output, parameters in zip(outputs, CROWD_SAMPLING, strict=True):
         completion = output.completions[0]
         if parameters.logprobs is not None:
             assert completion.logprobs is not None
             assert tuple(entry.token_id for entry in completion.logprobs) == completion.token_ids
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("plans_ahead", "max_tokens"), [(0, 8192), (1, 8192), (1, 200)])
+@pytest.mark.parametrize(
+    ("plans_ahead", "max_tokens", "seed"),
+    [
+        (0, 8192, 0),
+        (1, 8192, 1),
+        (1, 200, 2),
+        *(
+            pytest.param(*setting, seed, marks=pytest.mark.long)
+            for setting in ((0, 8192), (1, 8192), (1, 200))
+            for seed in range(3, 6)
+        ),
+    ],
+)
 def test_cancelling_midway_leaves_the_others_as_they_were(
     pair: tuple[Path, Path], alone: list[list[tuple[int, ...]]], plans_ahead: int, max_tokens: int, seed: int
 ) -> None:
@@ -174,9 +202,9 @@ def test_prefix_reuse_changes_nothing_in_either_engine(pair: tuple[Path, Path], 
     target, draft = pair
     draft = target if kind == "same" else draft
     prefix = prompt_of(61, seed=8)
-    prompts = [prefix + prompt_of(1 + 5 * index, seed=index) for index in range(6)]
+    prompts = [prefix + prompt_of(1 + 9 * index, seed=index) for index in range(4)]
     sampling = [
-        SamplingParams(max_tokens=30, seed=index, temperature=0.8 * (index % 2)) for index in range(len(prompts))
+        SamplingParams(max_tokens=20, seed=index, temperature=0.8 * (index % 2)) for index in range(len(prompts))
     ]
     results = []
     for reuse in (False, True):
@@ -201,12 +229,12 @@ def test_prefix_reuse_changes_nothing_in_either_engine(pair: tuple[Path, Path], 
             for outputs in (first, second, third)
         ]
         if reuse:
-            assert cached[0] == [0] + [56] * 5
+            assert cached[0] == [0] + [56] * 3
             assert min(cached[1]) >= 56
             # All full blocks of prompt and output whose tokens both engines have written.
-            assert min(cached[2]) >= len(prompts[0]) + 30 - 8 - 2
+            assert min(cached[2]) >= len(prompts[0]) + 20 - 8 - 2
         else:
-            assert cached == [[0] * 6] * 3
+            assert cached == [[0] * 4] * 3
         results.append(
             [
                 (output.completions[0].token_ids, output.completions[0].statistics.acceptance_histogram)
@@ -248,16 +276,17 @@ def test_too_long_prompts_are_refused_alone_with_the_numbers(pair: tuple[Path, P
 
 
 def test_a_request_that_fills_the_whole_store_ends_with_length(pair: tuple[Path, Path]) -> None:
+    prompts = [prompt_of(20, seed=1), prompt_of(25, seed=2)]
+    with make_llm(pair[0]) as llm:
+        expected = llm.generate(prompts, SamplingParams(max_tokens=64))
     for plans_ahead in (0, 1):
         with make_llm(
             *pair,
             scheduler={**SCHEDULER, "plans_ahead": plans_ahead},
             kv_cache={"max_tokens": 64, "block_size": 8},
         ) as llm:
-            outputs = llm.generate([prompt_of(20, seed=1), prompt_of(25, seed=2)], SamplingParams(max_tokens=200))
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=200))
             llm.check_idle()
-        with make_llm(pair[0]) as llm:
-            expected = llm.generate([prompt_of(20, seed=1), prompt_of(25, seed=2)], SamplingParams(max_tokens=200))
         for output, full, length in zip(outputs, expected, (20, 25), strict=True):
             tokens = output.completions[0].token_ids
             assert tokens == full.completions[0].token_ids[: 64 - length]

@@ -219,7 +219,7 @@ def test_the_reckoned_bytes_are_no_less_than_a_round_takes(tmp_path: Path, use_l
     draft = make_draft(tmp_path / "draft", target, 1)
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, (ROOT, target, draft, use_logits, 64))],
+        [sys.executable, "-c", PROGRAM, *map(str, (ROOT, target, draft, use_logits, 32))],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -230,5 +230,5 @@ def test_the_reckoned_bytes_are_no_less_than_a_round_takes(tmp_path: Path, use_l
     reckoned, taken = json.loads(done.stdout.splitlines()[-1])
     print(f"reckoned {reckoned / MIB:.0f} MiB, taken {taken / MIB:.0f} MiB")
     assert taken <= reckoned
-    logits = 64 * 5 * 30_000 * 4
+    logits = 32 * 5 * 30_000 * 4
     assert taken > 2 * logits, "the measure sees logits and what sampling makes of them"

@@ -154,8 +154,7 @@ def test_lossless_greedy_beyond_the_drafts_context(
     assert 0 < drafted[3] < drafted[0]
 
 
-@pytest.mark.parametrize("draft_vocabulary", [150, 192, 208])
-@pytest.mark.parametrize("plans_ahead", [0, 1])
+@pytest.mark.parametrize(("draft_vocabulary", "plans_ahead"), [(150, 0), (150, 1), (192, 0), (208, 1)])
 def test_lossless_greedy_with_a_vocabulary_padded_differently(
     tmp_path: Path, draft_vocabulary: int, plans_ahead: int
 ) -> None:

@@ -117,9 +117,24 @@ def test_the_parameters_do_something(plain: list[RequestOutput]) -> None:
     assert all(len({completion.token_ids for completion in output.completions}) == 3 for output in outputs["three"])
 
 
-@pytest.mark.parametrize("plans_ahead", [0, 1])
-@pytest.mark.parametrize("draft_len", [1, 3, 8])
-@pytest.mark.parametrize("kind", ["target", "noisy", "useless"])
+@pytest.mark.parametrize(
+    ("kind", "draft_len", "plans_ahead"),
+    [
+        ("noisy", 1, 0),
+        ("noisy", 1, 1),
+        ("noisy", 3, 0),
+        ("noisy", 3, 1),
+        ("noisy", 8, 0),
+        ("noisy", 8, 1),
+        # Drafts that are always right, or hardly ever: each length, with and without a plan ahead between the two.
+        ("target", 1, 1),
+        ("target", 3, 0),
+        ("target", 8, 1),
+        ("useless", 1, 0),
+        ("useless", 3, 1),
+        ("useless", 8, 0),
+    ],
+)
 def test_with_a_seed_token_mode_is_identical_to_the_target_alone(
     folder: Path, plain: list[RequestOutput], kind: str, draft_len: int, plans_ahead: int
 ) -> None:
@@ -147,7 +162,11 @@ def test_the_same_llm_with_speculation_off_is_the_target_alone(folder: Path, pla
 
 # Distribution, with draft_probs and without, of the whole pipeline.
 
-VOCAB, DRAWS, P_VALUE = 12, 20_480, 1e-4
+VOCAB, P_VALUE = 12, 1e-4
+# A wrong rule moves a table of two places by w = sqrt(sum((wrong - right)² / right)): 0.74 where all drafts are
+# accepted, 0.28 where the recovered token is drawn from the target's whole distribution. With the 53 cells that are
+# possible, a w of 0.1 is found in 99 of 100 runs with 98 / w² = 9,800 draws (noncentral chi-square).
+DRAWS = 10_240
 PROMPT = [3, 7, 1, 3]
 SETTINGS: dict[str, Any] = {"temperature": 0.9, "top_k": 9, "top_p": 0.95, "repetition_penalty": 1.15}
 PLACES = 4  # output tokens looked at; with draft_len 2 the first is prefill's, then come drafted ones and a bonus

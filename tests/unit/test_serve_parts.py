@@ -139,8 +139,7 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
     file.write_text(" one \n\ntwo\n")
     keys = Keys.read(file)
     assert keys.are_needed and not Keys.read(None).are_needed
-    Keys.read(None).check_header("")
-    for header in ("Bearer one", "bearer  two "):
+    for header in ("Bearer one", "Bearer two"):
         keys.check_header(header)
     for header in ("", "one", "Bearer", "Bearer ", "Basic one"):
         with pytest.raises(Refusal, match="wants an API key"):
@@ -159,8 +158,12 @@ def test_a_key_is_a_bearers() -> None:
     keys = Keys(["one", "two"])
     for authorization in ("Bearer two", "bearer  one "):
         keys.check_header(authorization)
-    for authorization in ("", "two", "Basic two", "Bearer", "Bearer three", "Bearer one two", "\xff \xff"):
-        assert refusal_of(lambda sent=authorization: keys.check_header(sent)).kind is Kind.UNAUTHORIZED
+    for authorization in (
+        "", "two", "Basic two", "Bearer", "Bearer ", "Bearer tw", "Bearer three", "Bearer one two", "Bearer one\ntwo",
+        "\xff \xff",
+    ):  # fmt: skip
+        refusal = refusal_of(lambda sent=authorization: keys.check_header(sent))
+        assert refusal.kind is Kind.UNAUTHORIZED and "wants an API key" in str(refusal)
     Keys(()).check_header("")
 
 
