@@ -11,7 +11,7 @@
 # TRTRUN_TEST_SLURM: "no" leaves the Slurm tests out, and installs nothing for them.
 # TRTRUN_TEST_HOSTS: "no" leaves the tests on two hosts out.
 # TRTRUN_TEST_LONG: "no" leaves out what takes minutes.
-# TRTRUN_TEST_PROCESSES: processes that share the tests of one process, default one for each core, 4 at most.
+# TRTRUN_TEST_PROCESSES: processes that share the tests of one process, default one more than there are cores, 4 at most.
 # Each part names its 25 slowest tests, of those that take 5 seconds or more.
 set -uo pipefail
 
@@ -79,7 +79,7 @@ install_slurm() { # says why it cannot
 }
 
 cores="$(env -u OMP_NUM_THREADS nproc)"
-processes="${TRTRUN_TEST_PROCESSES:-$((cores < 4 ? cores : 4))}"
+processes="${TRTRUN_TEST_PROCESSES:-$((cores < 4 ? cores + 1 : 4))}"  # tests wait for processes, too
 long=""
 [[ "${TRTRUN_TEST_LONG:-}" != no ]] || long=" and not long"
 alone=("$python" -m pytest -n "$processes" --dist worksteal -m "not mpi$long")

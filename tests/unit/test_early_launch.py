@@ -23,7 +23,11 @@ def early_kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
                 yield f"{path.name}:{node.name}", node
 
 
-KERNELS = dict(early_kernels())
+ALL = dict(early_kernels())
+STREAMED = "product.py:_stream_kernel"
+"""Whose groups of warps wait by themselves."""
+
+KERNELS = {name: node for name, node in ALL.items() if name != STREAMED}
 
 
 def calls(node: ast.AST) -> set[str]:
@@ -49,6 +53,23 @@ def test_a_kernel_waits_before_it_reads_writes_or_ends(name: str) -> None:
         assert calls(statement) <= {"tl.program_id", "tl.arange", "tl.where", "tl.zeros", "fetch"} | {
             call for call in calls(statement) if call.endswith(".to")
         }, ast.unparse(statement)
+
+
+def test_groups_of_warps_ask_for_nothing_but_weights_before_they_wait() -> None:
+    module = ast.parse((FOLDER / "fp8_stream" / "product.py").read_text(encoding="utf-8"))
+    groups = {node.name: node.body for node in module.body if isinstance(node, ast.FunctionDef)}
+    begun = [statement for statement in ALL[STREAMED].body if "_launch_next" in calls(statement)]
+    assert [ast.unparse(statement) for statement in begun] == ["_launch_next(EARLY)"]
+    assert not {"gl.load", "gl.store", "tma.async_copy_global_to_shared"} & calls(ALL[STREAMED])
+    before = {"_copy": {"gl.minimum", "range", "_ask_weights"}, "_multiply": {"gl.NVMMADistributedLayout"}}
+    for name, allowed in before.items():
+        waits = [ast.unparse(statement) == "_wait_for_all(EARLY)" for statement in groups[name]]
+        assert waits.count(True) == 1
+        early = groups[name][: waits.index(True)]
+        assert set().union(*map(calls, early)) <= allowed
+    assert calls(ast.Module(groups["_ask_weights"], [])) <= {
+        "mbarrier.expect", "ready.index", "gl.program_id", "gl.num_programs", "_ask",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("features", "inputs", "dtype"), [(16, 2048, torch.bfloat16), (64, 40, torch.float8_e4m3fn)])
