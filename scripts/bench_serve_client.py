@@ -24,6 +24,7 @@ import time
 from typing import Any
 
 LAST_CHUNK = b"\r\n0\r\n\r\n"
+NO_MORE_HEADERS = "\r\n\r\n"
 
 
 class Stream(asyncio.Protocol):
@@ -54,6 +55,10 @@ class Stream(asyncio.Protocol):
         self._tail = (self._tail + data)[-len(LAST_CHUNK) :]
         if self._tail == LAST_CHUNK and not self._done.done():
             self._done.set_result(None)
+        if len(self._received) == 1 and not data.startswith(b"HTTP/1.1 200 ") and not self._done.done():
+            words = data.decode(errors="replace")
+            said = words.partition(NO_MORE_HEADERS)[2] or words
+            self._done.set_exception(ConnectionError(f"the server answered {said}"))
 
     def connection_lost(self, error: Exception | None) -> None:
         """As asyncio calls it."""
@@ -65,7 +70,7 @@ class Stream(asyncio.Protocol):
         """Send a request and wait for the end of its answer.
 
         Raises:
-            ConnectionError: the connection is lost, or gets lost meanwhile.
+            ConnectionError: the connection is lost, or gets lost meanwhile, or the server refuses.
         """
         if self.is_lost:
             raise ConnectionError("the server has closed the connection")

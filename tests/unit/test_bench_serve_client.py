@@ -25,11 +25,13 @@ class FakeServer:
 
     Attributes:
         closes: connections, behind every answer.
+        refuses: every request.
         num_connections: so far.
         log: prompts, as their answers begin and end.
     """
 
     closes: bool = False
+    refuses: bool = False
     num_connections: int = 0
     log: list[tuple[str, str]] = field(default_factory=list)
 
@@ -43,6 +45,10 @@ class FakeServer:
                 await asyncio.sleep(0)
             self.log.append((asked["prompt"], "ends"))
             events = [{"choices": []}, {"choices": []}, {"usage": {"completion_tokens": 3}}]
+            if self.refuses:
+                writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 12\r\n\r\nno tokenizer")
+                continue
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
             writer.write(b"".join(b"data: %b\n\n" % json.dumps(event).encode() for event in events) + LAST_CHUNK)
             if self.closes:
                 break
@@ -75,6 +81,12 @@ def test_connections_that_the_server_has_closed_are_opened_again(closes: bool) -
     for told in asyncio.run(_follow(server, {"bursts": 1, "requests": 1}, times=2)):
         assert (told["tokens"], told["chunks"], len(told["firsts"])) == (6, 4, 2)
     assert server.num_connections == (4 if closes else 2)
+
+
+def test_a_refusal_is_told_at_once() -> None:
+    """As of a model without a tokenizer; and not when the server closes the connection at last."""
+    with pytest.raises(ConnectionError, match=r"^the server answered no tokenizer$"):
+        asyncio.run(_follow(FakeServer(refuses=True), {"bursts": 1, "requests": 1}))
 
 
 def test_a_burst_begins_when_the_slowest_stream_of_the_last_one_is_done() -> None:
