@@ -7,14 +7,15 @@ from dataclasses import asdict
 import pytest
 from engine_messages import LIMITS, SAMPLING, delta_of, reader_of, run
 
-from launch.serve import messages
-from launch.serve.messages import Abort, Delta, Deltas, Ended, Generate, MessageError, MessageStream, Ready, encode
+from launch.serve import message_stream
+from launch.serve.message_stream import MessageError, MessageStream, encode
+from launch.serve.messages import Abort, Delta, Deltas, Ended, Generate, Message, Ready
 
 
 def test_messages_come_back_as_they_were_sent() -> None:
     async def check() -> None:
         generate = Generate.of("request 0", (1, 2), SAMPLING, {1: (7, 8)})
-        others: list[messages.Message] = [
+        others: list[Message] = [
             Deltas(deltas=(Delta.of(delta_of((3, 4), "stop")), Delta.of(delta_of((), index=1)))),
             Ended(request_id="a", error="b"),
             Abort(request_id="c"),
@@ -48,7 +49,7 @@ def test_what_is_no_message_is_refused(body: bytes) -> None:
 
 
 def test_messages_have_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(messages, "MOST_BYTES", 100)
+    monkeypatch.setattr(message_stream, "MOST_BYTES", 100)
     with pytest.raises(MessageError, match="larger than 100"):
         encode(Abort(request_id="a" * 100))
 
