@@ -20,6 +20,7 @@ from functools import partial
 
 import torch
 
+from trtrun.kernels.graph_capture import capturing
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.likeliest import likeliest
 
@@ -73,8 +74,7 @@ class CudaCapture:
         """Capture `work`, which has run once before: libraries allocate at their first use, which a graph cannot."""
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process (the heartbeat) must not end the capture.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with capturing(graph, self._pool):
             work()
         return graph.replay
 

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch.nn import functional
 
 from trtrun.kernels.cublas import forbid_split_sums
+from trtrun.kernels.graph_capture import capturing
 from trtrun.kernels.triton.early_launch import begin, early, fetch, lines_of
 from trtrun.kernels.triton.support import multiprocessors, shared_bytes
 
@@ -190,8 +191,7 @@ def _library_is_fast(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def _seconds(call: Callable[[], torch.Tensor]) -> float:
     """What a call takes on the device, from a graph of some: launching one takes the host longer than that."""
     graph = torch.cuda.CUDAGraph()
-    # Other threads of the process (the heartbeat) must not end the capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with capturing(graph):
         for _ in range(_TIMED_CALLS):
             call()
     graph.replay()

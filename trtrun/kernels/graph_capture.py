@@ -1,0 +1,37 @@
+"""Capturing a CUDA graph while nothing else of the process disturbs it.
+
+It knows threads and Python's garbage. It does not know what is captured.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+    """Capture the block's work on the current CUDA device.
+
+    Python collects no garbage meanwhile: an earlier graph that it freed would end the capture, as a graph may not be
+    destroyed while a stream is captured. Nor do other threads (the heartbeat) end it.
+
+    Args:
+        graph: gets the work.
+        pool: of memory that graphs share (`torch.cuda.graph_pool_handle`); None gives it one of its own.
+
+    Raises:
+        RuntimeError: the block did what cannot be captured.
+    """
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if was_collecting:
+            gc.enable()
