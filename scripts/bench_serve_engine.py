@@ -20,7 +20,8 @@ from pathlib import Path
 from launch.cli import guarded
 from launch.serve.engine_process import hash_config
 from launch.serve.engine_socket import connect
-from launch.serve.messages import Abort, AskStatus, Close, Delta, Deltas, Generate, MessageStream, Ready, Status, encode
+from launch.serve.message_stream import MessageStream, encode
+from launch.serve.messages import Abort, AskStatus, Close, Delta, Deltas, Generate, Ready, Status
 from launch.serve.restarted_engine import RestartedEngine
 from launch.serve.serve import play_serve
 from trtrun import __version__, load_config

@@ -1,8 +1,8 @@
 """Write a synthetic Llama pair for benchmarks: random weights, every layer computed, and a draft that is often right.
 
 The draft is the target's first layers. The target's later layers are damped by `--damping`, so that they change the
-residual stream little and both models agree most of the time, at the cost of a full target. Needs transformers (the
-extra `test`). The text such a pair writes means nothing.
+residual stream little and both models agree most of the time, at the cost of a full target. Both have a made-up
+tokenizer (synthetic_tokenizer.py). The text such a pair writes means nothing.
 
     python scripts/make_synthetic_pair.py build/pair-300m --preset 300m
 """
@@ -11,48 +11,69 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from gpu_bench.models import Shape, write_config
+from safetensors.torch import save_file
+from synthetic_tokenizer import make_tokenizer
 
 PRESETS = {
-    "tiny": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 6, "num_attention_heads": 8,
-             "num_key_value_heads": 4, "vocab_size": 1003},
-    "300m": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16, "num_attention_heads": 16,
-             "num_key_value_heads": 8, "vocab_size": 16384},
-    "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
-           "num_key_value_heads": 8, "vocab_size": 32000},
-}  # fmt: skip
-SHARD_SIZE = "500MB"
+    "tiny": Shape(128, 344, 6, 8, 4, 1003),
+    "300m": Shape(1024, 4096, 16, 16, 8, 16384),
+    "1b": Shape(2048, 8192, 16, 32, 8, 32000),
+}
+MAX_POSITIONS = 4096
+SHARD_BYTES = 500_000_000
+DEVIATION = 0.02
+"""Of random weights; what Llama begins its training with."""
+
+FACTORS = {"embed_tokens": 50.0, "lm_head": 4.0, "q_proj": 2.0, "k_proj": 2.0}
+"""So that embeddings have unit scale, and the context matters."""
+
+FIRST_LAYERS_FACTOR = 4.0
+"""Of what the layers that the draft has, too, add to the residual stream: they decide."""
 
 
-def make_config(preset: str, layers: int | None = None) -> LlamaConfig:
-    """The preset's configuration, with another number of layers for the draft."""
-    sizes = dict(PRESETS[preset])
-    if layers is not None:
-        sizes["num_hidden_layers"] = layers
-    return LlamaConfig(
-        **sizes,
-        max_position_embeddings=4096,
-        rope_theta=500000.0,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+def make_weight(name: str, size: tuple[int, ...], draft_layers: int, damping: float) -> torch.Tensor:
+    """One tensor, float32."""
+    if len(size) == 1:  # of a norm
+        return torch.ones(size)
+    *_, kind, _ = name.split(".")
+    factor = FACTORS.get(kind, 1.0)
+    if kind in ("o_proj", "down_proj"):
+        factor = FIRST_LAYERS_FACTOR if int(name.split(".")[2]) < draft_layers else damping
+    return torch.randn(size) * (DEVIATION * factor)
 
 
-@torch.no_grad()
-def shape_weights(target: LlamaForCausalLM, draft_layers: int, damping: float) -> None:
-    """Scale random weights so that the context matters, the first layers decide and the later ones add a little."""
-    target.model.embed_tokens.weight.mul_(50.0)  # embeddings of unit scale
-    target.lm_head.weight.mul_(4.0)
-    for index, layer in enumerate(target.model.layers):
-        layer.self_attn.q_proj.weight.mul_(2.0)
-        layer.self_attn.k_proj.weight.mul_(2.0)
-        factor = 4.0 if index < draft_layers else damping
-        layer.self_attn.o_proj.weight.mul_(factor)
-        layer.mlp.down_proj.weight.mul_(factor)
+def write_model(path: Path, shape: Shape, weights: dict[str, torch.Tensor]) -> None:
+    """A model directory: config.json, tokenizer.json, and what of `weights` the shape has, some 500 MB a file."""
+    path.mkdir(parents=True, exist_ok=True)
+    write_config(path, shape, MAX_POSITIONS)
+    # Random text would end at random: no token ends it.
+    (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 1}), encoding="utf-8")
+    make_tokenizer(shape.vocabulary).save(str(path / "tokenizer.json"))
+    shards = list(_shards((name, weights[name]) for name in shape.tensors()))
+    places = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, path / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(shard, file)
+    size = sum(weights[name].nbytes for name in places)
+    index = {"metadata": {"total_size": size}, "weight_map": places}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def _shards(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[dict[str, torch.Tensor]]:
+    shard: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        if shard and sum(item.nbytes for item in shard.values()) + tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard = {}
+        shard[name] = tensor
+    yield shard
 
 
 def main() -> None:
@@ -67,17 +88,16 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(options.seed)
-    dtype = getattr(torch, options.dtype)
-    target = LlamaForCausalLM(make_config(options.preset)).to(dtype)
-    shape_weights(target, options.draft_layers, options.damping)
-    draft = LlamaForCausalLM(make_config(options.preset, options.draft_layers)).to(dtype)
-    weights = target.state_dict()
-    draft.load_state_dict({name: weights[name] for name in draft.state_dict()})
+    target = replace(PRESETS[options.preset], dtype=options.dtype)
+    draft = replace(target, layers=options.draft_layers)
+    weights = {
+        name: make_weight(name, size, options.draft_layers, options.damping).to(getattr(torch, options.dtype))
+        for name, size in target.tensors().items()
+    }
     sizes = {}
-    for name, model in (("target", target), ("draft", draft)):
-        model.generation_config.eos_token_id = None
-        model.save_pretrained(options.out / name, max_shard_size=SHARD_SIZE)
-        sizes[name] = sum(parameter.numel() for parameter in model.parameters())
+    for name, shape in (("target", target), ("draft", draft)):
+        write_model(options.out / name, shape, weights)
+        sizes[name] = sum(weights[tensor].numel() for tensor in shape.tensors())
     print(json.dumps({"parameters": sizes, "out": str(options.out)}))
 
 

@@ -158,3 +158,34 @@ class PagedModel:
         while len(table) * self.block_size < length:
             table.append(self._free.pop())
         return table
+
+
+def check_tilings(
+    device: torch.device,
+    heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    window: int,
+    tilings: Sequence[tuple[int, bool]] = ((16, False), (16, True), (32, False), (32, True), (64, False), (64, True)),
+) -> None:
+    """Tiles, split or not, have the same bits as the largest one: rows of 11 queries, one of them with padding."""
+    from trtrun.kernels.triton.paged_attention import _attend_rows
+
+    generator = torch.Generator().manual_seed(heads)
+    kv_heads, queries, blocks = 2, 11, 34
+    store = torch.randn(2, 2 * blocks + 1, kv_heads, 16, head_dim, generator=generator).to(device, dtype)
+    tables = (torch.randperm(2 * blocks, generator=generator) + 1).view(2, blocks).to(device)
+    positions = torch.tensor([[250], [520]]) + torch.arange(queries)
+    positions[0, 8:] = -1
+    query = torch.randn(2 * queries, heads, head_dim, generator=generator).to(device, dtype)
+    real = (positions.flatten() >= 0).to(device)
+
+    def attend(tile: int, is_split: bool) -> torch.Tensor:
+        output = torch.zeros_like(query)
+        _attend_rows(query, store, tables, positions.to(device), 0.2, window, 256, output, tile, is_split)
+        return output[real]
+
+    expected = attend(128, False)
+    assert expected.isfinite().all() and expected.any(dim=-1).all()
+    for tile, is_split in tilings:
+        assert torch.equal(attend(tile, is_split), expected), (tile, is_split)

@@ -17,21 +17,8 @@ from itertools import count
 
 from launch.serve import engines
 from launch.serve.engine_socket import listen
-from launch.serve.messages import (
-    Abort,
-    AskStatus,
-    Beat,
-    Close,
-    Delta,
-    Deltas,
-    Ended,
-    Message,
-    MessageError,
-    MessageStream,
-    Ready,
-    Status,
-    encode,
-)
+from launch.serve.message_stream import MessageError, MessageStream, encode
+from launch.serve.messages import Abort, AskStatus, Beat, Close, Delta, Deltas, Ended, Message, Ready, Status
 from launch.serve.open_requests import EngineRequest, Inbox, OpenRequest
 from launch.serve.refusals import Kind, Refusal
 from trtrun.scheduling.limits import SchedulerLimits

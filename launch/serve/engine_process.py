@@ -19,17 +19,8 @@ from launch.mpi.job import finish_mpi
 from launch.mpi.start_progress import StartProgress
 from launch.serve.engine_socket import connect
 from launch.serve.engine_watch import is_watched
-from launch.serve.messages import (
-    Abort,
-    AskStatus,
-    Beat,
-    Close,
-    Generate,
-    MessageError,
-    MessageStream,
-    Ready,
-    Status,
-)
+from launch.serve.message_stream import MessageError, MessageStream
+from launch.serve.messages import Abort, AskStatus, Beat, Close, Generate, Ready, Status
 from launch.serve.outbox import Outbox, Sending
 from launch.terminal import Bar
 from parallel.watchdog.heartbeat_server import beat_seconds

@@ -15,7 +15,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from launch.serve.messages import Delta, Deltas, Ended, Message, MessageError, encode
+from launch.serve.message_stream import MessageError, encode
+from launch.serve.messages import Delta, Deltas, Ended, Message
 from trtrun.errors import RankFailedError
 from trtrun.outputs import CompletionDelta, merge_deltas
 from trtrun.recipients import Outlet, Recipient

@@ -100,6 +100,12 @@ def write_model(folder: Path, name: str) -> Path:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(path / "tokenizer.json"))
+    write_config(path, shape, MOST_POSITIONS)
+    return path
+
+
+def write_config(path: Path, shape: Shape, max_positions: int) -> None:
+    """The config.json of a shape, into its directory."""
     values = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -110,7 +116,7 @@ def write_model(folder: Path, name: str) -> Path:
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "vocab_size": shape.vocabulary,
-        "max_position_embeddings": MOST_POSITIONS,
+        "max_position_embeddings": max_positions,
         "rope_theta": 500000.0,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
@@ -122,4 +128,3 @@ def write_model(folder: Path, name: str) -> Path:
         "torch_dtype": shape.dtype,
     }
     (path / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    return path

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
@@ -157,6 +158,23 @@ def world() -> Iterator[MPI.Intracomm]:
     comm = MPI.COMM_WORLD.Dup()
     yield comm
     comm.Free()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same `target`, `noisy` and `useless` for all ranks; the last has one KV head, which ranks must share."""
+    from checkpoints import make_checkpoint
+    from mpi4py import MPI
+    from pipelines import noisy_copy, useless_draft
+
+    folder = None
+    if MPI.COMM_WORLD.rank == 0:
+        folder = tmp_path_factory.mktemp("jobs")
+        target = make_checkpoint(folder / "target", seed=1, num_hidden_layers=2, num_shards=1)
+        noisy_copy(folder / "noisy", target, 0.05)
+        useless_draft(folder / "useless")
+    path: Path = MPI.COMM_WORLD.bcast(folder)
+    return path
 
 
 @pytest.fixture(params=["solo", "mpi", "nccl", "nccl without peers"])

@@ -1,6 +1,6 @@
 """Drafting ahead over real ranks: whatever is guessed, and however late it comes, the texts are the target's own.
 
-Each test runs a whole job as test_jobs.py does, whose helpers it uses, with guesses bent on every rank.
+Each test runs a whole job as test_jobs.py does, with guesses bent on every rank.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
+from jobs import COUNT, HERE, alone, job_configuration, prompts, run_job, sampling
 from mpi4py import MPI
 from pipelines import Reference, noisy_copy, prompt_of, tokens_of
-from test_jobs import COUNT, HERE, alone, job_configuration, prompts, run_job, sampling
 
 from trtrun import LLM, SamplingParams
 from trtrun.roles import policies, target_worker

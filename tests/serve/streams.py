@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -62,3 +65,18 @@ class Streamed:
         # Each round gives a token beside the accepted ones, and so does the prefill of each engine. The last round may
         # give too many.
         assert len(self.tokens) * -5 < num_first <= len(self.tokens) * 3
+
+
+@contextmanager
+def reading(*streams: Streamed) -> Iterator[None]:
+    """Read streams, each in a thread: all have begun when the block does, and behind it all are read to their ends.
+
+    What goes wrong while one is read is raised behind the block.
+    """
+    with ThreadPoolExecutor(len(streams)) as pool:
+        read = [pool.submit(stream.read) for stream in streams]
+        for stream in streams:
+            assert stream.has_begun.wait(PATIENCE)
+        yield
+        for future in read:
+            future.result(timeout=PATIENCE)

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 from served.processes import children_of, is_alive
-from servers import ONE_PROCESS, PATIENCE, THREE_RANKS, Server, serving, wait_until, write_config
-from streams import Streamed
+from servers import ONE_PROCESS, THREE_RANKS, Server, serving, wait_until, write_config
+from streams import Streamed, reading
 
 from trtrun import LLM, SamplingParams
 
@@ -28,20 +28,18 @@ def check_streams_over(server: Server, llm: LLM, losses: list[Callable[[], int]]
     """Streams and a plain request, during which processes are killed."""
     streams = [Streamed(server, f"def f{number}(", GREEDY if number % 2 else SEEDED) for number in range(3)]
     plain = {"model": "pair", "prompt": "import", **GREEDY}
-    with ThreadPoolExecutor(8) as pool:
-        reading = [pool.submit(stream.read) for stream in streams]
+    with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(server.post, "/v1/completions", plain)
-        for stream in streams:
-            assert stream.has_begun.wait(PATIENCE)
-        for number, victim in enumerate(losses):
-            wait_until(lambda: httpx.get(server.url + "/health").is_success or None, "an engine")
-            os.kill(victim(), signal.SIGKILL)
-            server.wait_for(f"({number + 1} of ")
-            assert httpx.get(server.url + "/health").status_code == 503
-            refused = server.post("/v1/completions", plain)
-            assert refused.status_code == 503 and refused.headers["retry-after"]
-        for future in reading:
-            future.result(timeout=PATIENCE).check(llm)
+        with reading(*streams):
+            for number, victim in enumerate(losses):
+                wait_until(lambda: httpx.get(server.url + "/health").is_success or None, "an engine")
+                os.kill(victim(), signal.SIGKILL)
+                server.wait_for(f"({number + 1} of ")
+                assert httpx.get(server.url + "/health").status_code == 503
+                refused = server.post("/v1/completions", plain)
+                assert refused.status_code == 503 and refused.headers["retry-after"]
+    for stream in streams:
+        stream.check(llm)
     (output,) = llm.generate(["import"], SamplingParams(**GREEDY))
     assert answer.result().json()["choices"][0]["text"] == output.completions[0].text
     metrics = server.wait_idle()
@@ -57,11 +55,8 @@ def test_a_killed_target_rank_costs_no_stream_and_too_many_end_the_server(pair: 
         assert any("target rank 2 (cpu:1) was killed by signal 9" in line for line in server.lines)
         # The one restart is used up: the next loss ends the server, with the cause.
         stream = Streamed(server, "x", GREEDY)
-        with ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(stream.read)
-            assert stream.has_begun.wait(PATIENCE)
+        with reading(stream):
             os.kill(server.rank(2), signal.SIGKILL)
-            reading.result(timeout=PATIENCE)
         assert [error["code"] for error in stream.errors] == ["server_ending"]
         assert server.wait_ended() == 1
         assert server.lines[-1].startswith(
@@ -82,14 +77,12 @@ def test_an_engine_of_one_process_hangs_and_every_stream_goes_on(pair: Path, tmp
     config = write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **SETTINGS, launch={"heartbeat_seconds": 5})
     with serving(config) as server:
         stream = Streamed(server, "def f(", SEEDED)
-        with ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(stream.read)
-            assert stream.has_begun.wait(PATIENCE)
+        with reading(stream):
             os.kill(server.engine(), signal.SIGSTOP)
             server.wait_for("hangs: it is silent for 5 s, last seen ")
             assert httpx.get(server.url + "/health").status_code == 503
             assert server.metrics()["trtrun:engine_up"] == 0
-            reading.result(timeout=PATIENCE).check(llm)
+        stream.check(llm)
         server.wait_for("the engine was ended by SIGKILL; it is started again (1 of ")
         assert server.wait_idle()["trtrun:engine_restarts_total"] == 1
 
@@ -111,13 +104,11 @@ def test_a_rank_0_that_hangs_is_found_by_its_workers(pair: Path, tmp_path: Path,
     config = write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS, launch={"heartbeat_seconds": 5})
     with serving(config) as server:
         stream = Streamed(server, "def f(", GREEDY)
-        with ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(stream.read)
-            assert stream.has_begun.wait(PATIENCE)
+        with reading(stream):
             os.kill(server.rank(0), signal.SIGSTOP)
             server.wait_for("orchestrator rank 0 (host) failed: silent for 5 s")
             server.wait_for("it is started again (1 of ")
-            reading.result(timeout=PATIENCE).check(llm)
+        stream.check(llm)
 
 
 @pytest.mark.long
@@ -125,14 +116,11 @@ def test_a_rank_that_hangs_is_told_once_and_every_stream_goes_on(pair: Path, tmp
     config = write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS, launch={"heartbeat_seconds": 5})
     with serving(config) as server:
         streams = [Streamed(server, f"def f{number}(", GREEDY if number % 2 else SEEDED) for number in range(3)]
-        with ThreadPoolExecutor(3) as pool:
-            reading = [pool.submit(stream.read) for stream in streams]
-            for stream in streams:
-                assert stream.has_begun.wait(PATIENCE)
+        with reading(*streams):
             os.kill(server.rank(2), signal.SIGSTOP)
             server.wait_for("it is started again (1 of ")
-            for future in reading:
-                future.result(timeout=PATIENCE).check(llm)
+        for stream in streams:
+            stream.check(llm)
         assert len([line for line in server.lines if "target rank 2 (cpu:1) failed: silent for 5 s" in line]) == 1
         # The stack of rank 0 is that of the thread that runs the rounds, and nothing else went wrong.
         assert any("in step" in line for line in server.lines)
@@ -156,15 +144,13 @@ def test_a_rank_that_is_killed_while_it_first_starts_ends_the_server(pair: Path,
 def test_ranks_that_are_killed_while_they_start_again_cost_no_stream(pair: Path, tmp_path: Path, llm: LLM) -> None:
     with serving(write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)) as server:
         stream = Streamed(server, "def f(", SEEDED)
-        with ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(stream.read)
-            assert stream.has_begun.wait(PATIENCE)
+        with reading(stream):
             os.kill(server.rank(2), signal.SIGKILL)
             for number, victim in enumerate((0, 1), start=1):
                 server.wait_for(f"({number} of 3 ")
                 os.kill(server.rank(victim), signal.SIGKILL)  # of those that are only starting
             server.wait_for("(3 of 3 ")
-            reading.result(timeout=PATIENCE).check(llm)
+        stream.check(llm)
         assert server.wait_idle()["trtrun:engine_restarts_total"] == 3
 
 
@@ -173,14 +159,12 @@ def test_an_engine_that_is_killed_in_a_drain_is_started_again(pair: Path, tmp_pa
     settings = SETTINGS | {"launch": {"drain_seconds": 1000}}
     with serving(write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **settings)) as server:
         stream = Streamed(server, "def f(", SEEDED)
-        with ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(stream.read)
-            assert stream.has_begun.wait(PATIENCE)
+        with reading(stream):
             server.process.send_signal(signal.SIGTERM)
             server.wait_for("SIGTERM: no more requests are let in, the 1 in work have")
             os.kill(server.engine(), signal.SIGKILL)
             server.wait_for("it is started again (1 of ")
-            reading.result(timeout=PATIENCE).check(llm)
+        stream.check(llm)
         assert server.wait_ended() == 0
 
 
@@ -188,11 +172,9 @@ def test_an_engine_that_is_killed_in_a_drain_is_started_again(pair: Path, tmp_pa
 def test_a_lost_draft_rank_costs_drafts_alone(pair: Path, tmp_path: Path, llm: LLM) -> None:
     with serving(write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)) as server:
         stream = Streamed(server, "def f(", GREEDY)
-        with ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(stream.read)
-            assert stream.has_begun.wait(PATIENCE)
+        with reading(stream):
             os.kill(server.rank(1), signal.SIGKILL)
-            reading.result(timeout=PATIENCE).check(llm)
+        stream.check(llm)
         metrics = server.wait_idle()
         assert metrics["trtrun:draft_losses_total"] == 1 and metrics["trtrun:engine_restarts_total"] == 0
         server.process.send_signal(signal.SIGINT)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from served.processes import ranks_below
-from servers import PATIENCE, THREE_RANKS, Server, serving, wait_until, write_config
-from streams import Streamed
+from servers import THREE_RANKS, Server, serving, wait_until, write_config
+from streams import Streamed, reading
 
 from launch.mpi.library import choose_flavour
 from launch.mpi.mpirun import find_mpirun
@@ -40,7 +39,7 @@ def own_rank(server: Server, rank: int) -> int:
 
 def test_rank_0_serves_the_same_texts_and_drains(pair: Path, tmp_path: Path, llm: LLM) -> None:
     config = write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)
-    with serving(config, launcher=mpirun(3)) as server, ThreadPoolExecutor(2) as pool:
+    with serving(config, launcher=mpirun(3)) as server:
         whole = server.post(
             "/v1/completions", {"model": "pair", "prompt": "import os", **SEEDED, "return_token_ids": True}
         )
@@ -56,12 +55,11 @@ def test_rank_0_serves_the_same_texts_and_drains(pair: Path, tmp_path: Path, llm
         metrics = server.wait_idle()
         assert metrics["vllm:kv_cache_usage_perc"] == 0 and metrics["trtrun:requests_aborted_total"] == 1
         stream = Streamed(server, "def f(", LONG)
-        reading = pool.submit(stream.read)
-        assert stream.has_begun.wait(PATIENCE)
-        os.kill(own_rank(server, 0), signal.SIGTERM)
-        server.wait_for("SIGTERM: no more requests are let in, the 1 in work have")
-        assert httpx.get(server.url + "/health").status_code == 503
-        reading.result(timeout=PATIENCE).check(llm)
+        with reading(stream):
+            os.kill(own_rank(server, 0), signal.SIGTERM)
+            server.wait_for("SIGTERM: no more requests are let in, the 1 in work have")
+            assert httpx.get(server.url + "/health").status_code == 503
+        stream.check(llm)
         assert server.wait_ended() == 0
 
 
@@ -69,15 +67,13 @@ def test_rank_0_serves_the_same_texts_and_drains(pair: Path, tmp_path: Path, llm
 @pytest.mark.parametrize("victim", ["target rank", "rank 0", "mpirun"])
 def test_a_kill_ends_the_server_and_every_stream(pair: Path, tmp_path: Path, victim: str) -> None:
     config = write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)
-    with serving(config, launcher=mpirun(3)) as server, ThreadPoolExecutor(1) as pool:
-        stream = Streamed(server, "def f(", LONG | {"n": 4})
-        reading = pool.submit(stream.read)
-        assert stream.has_begun.wait(PATIENCE)
+    with serving(config, launcher=mpirun(3)) as server:
         processes = [own_rank(server, rank) for rank in range(3)]
         victims = {"target rank": processes[2], "rank 0": processes[0], "mpirun": server.process.pid}
-        os.kill(victims[victim], signal.SIGKILL)
+        stream = Streamed(server, "def f(", LONG | {"n": 4})
         try:
-            reading.result(timeout=PATIENCE)
+            with reading(stream):
+                os.kill(victims[victim], signal.SIGKILL)
             assert [error["code"] for error in stream.errors] == ["server_ending"]
         except httpx.TransportError:
             pass  # mpirun was faster than the front

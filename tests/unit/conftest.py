@@ -56,3 +56,18 @@ def each_number_of_threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(request.param)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def sampling_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling takes its kernels in the interpreter, too; and pieces are small, so that small lines have several."""
+    from trtrun.kernels.triton.sampling import acceptance, choice, lines, threshold
+    from trtrun.sampling import distributions, keyed_ranks
+    from trtrun.speculation import verify
+
+    for module in (distributions, keyed_ranks, verify):
+        monkeypatch.setattr(module, "triton_works", lambda device_type: True)
+    if not torch.cuda.is_available():
+        for module in (acceptance, choice, lines, threshold):
+            monkeypatch.setattr(module, "PIECE", 32)
+        monkeypatch.setattr(threshold, "CANDIDATES", 128)

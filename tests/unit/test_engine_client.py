@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from engine_messages import LIMITS, SAMPLING, delta_of, run
 
-from launch.serve import engine_socket, messages
+from launch.serve import engine_socket
 from launch.serve.engine_client import EngineClient
-from launch.serve.messages import Abort, AskStatus, Delta, Deltas, Ended, Generate, MessageStream, Ready, Status, encode
+from launch.serve.message_stream import MessageStream, encode
+from launch.serve.messages import Abort, AskStatus, Delta, Deltas, Ended, Generate, Message, Ready, Status
 from launch.serve.open_requests import EngineRequest, Inbox
 from launch.serve.refusals import Kind, Refusal
 from trtrun.outputs import CompletionDelta
@@ -30,7 +31,7 @@ class Engine:
         engine.send(Ready(version="1", config_hash="h", limits=asdict(LIMITS)))
         return engine
 
-    def send(self, message: messages.Message) -> None:
+    def send(self, message: Message) -> None:
         self.writer.write(encode(message))
 
     def tell(self, *deltas: CompletionDelta) -> None:

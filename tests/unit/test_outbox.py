@@ -10,7 +10,8 @@ from typing import Any
 
 from engine_messages import delta_of, run
 
-from launch.serve.messages import Abort, Deltas, Ended, Message, MessageStream
+from launch.serve.message_stream import MessageStream
+from launch.serve.messages import Abort, Deltas, Ended, Message
 from launch.serve.outbox import Outbox, Sending
 from trtrun.errors import InvalidRequestError, RankFailedError
 from trtrun.outputs import CompletionDelta

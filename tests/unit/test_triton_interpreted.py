@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from paged import PagedModel, straight
+from paged import PagedModel, check_tilings, straight
 from torch.nn import functional
 
 from trtrun.attention.gather import GatherAttention
@@ -89,6 +89,11 @@ def test_attention_is_right_and_the_same_alone(
     for start, stop in ((0, 1), (queries // 2, queries // 2 + 1), (max(0, queries - 6), queries)):
         alone = attend(PagedAttention(), start, stop, functional.pad(tables, (0, 40)))
         assert torch.equal(alone, found[start:stop]), (start, stop)
+
+
+def test_attention_has_the_same_bits_however_it_is_dealt_out() -> None:
+    """Tiles of fewer queries than a row has, with programs for each share and without."""
+    check_tilings(torch.device("cpu"), 6, 24, torch.float16, 200, [(16, True), (32, False)])
 
 
 @DTYPES

@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 
 from trtrun.kernels.triton.attention_shares import combine_kernel, merge, power
+from trtrun.kernels.triton.attention_tiles import LARGEST_TILE, MOST_SPLIT, choose_tiling
 from trtrun.kernels.triton.early_launch import begin, early
 from trtrun.kernels.triton.paged_store import rotate_and_write
 from trtrun.kernels.triton.prompts.choice import is_chosen
-from trtrun.kernels.triton.support import shared_bytes
+from trtrun.kernels.triton.support import multiprocessors, shared_bytes
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import copy_plain_tokens
 
@@ -29,12 +30,6 @@ the same bits in a round, in a prompt and in any company."""
 
 PARTIAL_BYTES = 64 << 20
 """Results of shares that exist at once: 64 rows of 6 queries, 32 heads and 16k tokens have 400 MB."""
-
-_MOST_SPLIT = 64
-"""Queries of a KV head, heads counted, of which the shares have programs of their own."""
-
-_LARGEST_TILE = 128
-"""Queries of a KV head, heads counted, of one program that goes through all shares."""
 
 _KEYS, _WIDE_KEYS, _STAGES = 128, 64, 2
 """Keys of one step of a program, and of one in float32, which takes twice the room; steps that are loaded at once."""
@@ -66,11 +61,11 @@ def _slots(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE: tl.constexpr,
     return slot
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "shares"])
+@triton.jit(do_not_specialize=[*_VARYING, "shares", "tiles"])
 def _attend_kernel(
     query, store, value_offset, tables, positions, output, partial_sum, partial_peak, partial_output, scale,
     query_token, query_head, position_row, position_query, table_row,
-    queries, kv_heads, group, window, shares,
+    queries, kv_heads, group, window, shares, tiles,
     BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, HEAD_PADDED: tl.constexpr,
     TILE: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
@@ -80,7 +75,7 @@ def _attend_kernel(
     # The last tile of a prompt sees most keys: it begins first.
     row = tl.program_id(0) if IS_SPLIT else tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    place = tl.arange(0, TILE) + (0 if IS_SPLIT else tl.program_id(2) * TILE)
+    place = tl.arange(0, TILE) + tl.program_id(2) % tiles * TILE
     index, head = place // group, kv_head * group + place % group
     real = index < queries
     own = tl.load(positions + row * position_row + index * position_query, mask=real, other=0)
@@ -89,7 +84,7 @@ def _attend_kernel(
     first_own = tl.min(tl.where(real, own, last))
     oldest = tl.maximum(first_own - window + 1, 0)
     start, stop = oldest // KEYS * KEYS, last + 1
-    share = tl.program_id(2)
+    share = tl.program_id(2) // tiles
     if IS_SPLIT:
         start, stop = tl.maximum(start, share * SHARE), tl.minimum(stop, share * SHARE + SHARE)
     if start >= stop:
@@ -151,7 +146,7 @@ def _attend_kernel(
 class PagedAttention:
     """An AttentionBackend that copies no context: each program follows the block table."""
 
-    tile: int | None = _LARGEST_TILE
+    tile: int | None = LARGEST_TILE
 
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
@@ -192,10 +187,11 @@ class PagedAttention:
         heads, kv_heads = query.shape[1], store_layer.shape[2]
         block_size, head_dim = store_layer.shape[3:]
         shares = -(-segment.block_tables.shape[1] * block_size // _SHARE)
-        places = segment.queries * (heads // kv_heads)
-        is_split = shares > 1 and places <= _MOST_SPLIT
+        places, lines = segment.queries * (heads // kv_heads), segment.rows * kv_heads
+        has_prompt_kernel = is_chosen(store_layer, _SHARE, _attend_rows)
+        tile, is_split = choose_tiling(places, lines, shares, multiprocessors(query.device), has_prompt_kernel)
         reach = 1 << 30 if window is None else window
-        if places > _MOST_SPLIT and is_chosen(store_layer, _SHARE, _attend_rows):
+        if tile is None:
             from trtrun.kernels.triton.prompts.attention import attend
 
             attend(query, store_layer, segment.block_tables, segment.positions, scale, reach, _SHARE, output)
@@ -203,7 +199,8 @@ class PagedAttention:
         for rows in _split_rows(segment, heads * (head_dim + 2) * 4 * shares if is_split else 0):
             tokens = slice(rows.start * segment.queries, rows.stop * segment.queries)
             tables, positions = segment.block_tables[rows], segment.positions[rows]
-            _attend_rows(query[tokens], store_layer, tables, positions, scale, reach, _SHARE, output[tokens], is_split)
+            out = output[tokens]
+            _attend_rows(query[tokens], store_layer, tables, positions, scale, reach, _SHARE, out, tile, is_split)
 
 
 def _split_rows(segment: AttentionSegment, partial_bytes: int) -> list[slice]:
@@ -221,29 +218,31 @@ def _attend_rows(
     window: int,
     share: int,
     output: torch.Tensor,
+    tile: int = LARGEST_TILE,
     is_split: bool = False,
 ) -> None:
-    """Attend for some rows; see `prompts.attention.attend`. With `is_split` shares have programs of their own."""
+    """Attend for some rows; see `prompts.attention.attend`. A program has at most `tile` queries of a KV head, heads
+    counted. With `is_split` shares have programs of their own."""
     _, num_blocks, kv_heads, block_size, head_dim = store_layer.shape
     rows, queries = positions.shape
     tokens, heads, _ = query.shape
     group, shares = heads // kv_heads, -(-tables.shape[1] * block_size // share)
     is_wide, head_padded = query.dtype is torch.float32, max(16, _padded(head_dim))
     keys, largest = _sizes(head_padded, query.itemsize, shared_bytes(query.device))
-    tile = min(_MOST_SPLIT if is_split else largest, max(16, _padded(queries * group)))
+    tile = min(tile, largest, max(16, _padded(queries * group)))
     tiles = -(-queries * group // tile)
     slots = tokens * heads * shares if is_split else 0
     sums, peaks = query.new_empty((2, slots), dtype=torch.float32)
     partial = query.new_empty((slots, head_dim), dtype=torch.float32)
-    _attend_kernel[(rows, kv_heads, shares if is_split else tiles)](
+    _attend_kernel[(rows, kv_heads, tiles * shares if is_split else tiles)](
         query, store_layer, num_blocks * kv_heads * block_size * head_dim,
         tables, positions, output, sums, peaks, partial, scale,
         query.stride(0), query.stride(1),
         positions.stride(0), positions.stride(1), tables.stride(0),
-        queries, kv_heads, group, window, shares,
+        queries, kv_heads, group, window, shares, tiles,
         BLOCK_SIZE=block_size, HEAD=head_dim, HEAD_PADDED=head_padded, TILE=tile, SHARE=share,
         KEYS=keys, IS_SPLIT=is_split, PRECISION="ieee" if is_wide else "tf32",
-        num_warps=8 if tile == _LARGEST_TILE else 4, num_stages=_STAGES, **early(query),
+        num_warps=8 if tile == LARGEST_TILE else 4, num_stages=_STAGES, **early(query),
     )  # fmt: skip
     if is_split:
         combine_kernel[(tokens * heads,)](
@@ -262,9 +261,9 @@ def _sizes(head: int, itemsize: int, shared: int) -> tuple[int, int]:
         return (tile + 2 * _STAGES * keys) * head * itemsize <= shared
 
     keys = _WIDE_KEYS if itemsize == 4 else _KEYS
-    while keys > 16 and not fits(_MOST_SPLIT, keys):
+    while keys > 16 and not fits(MOST_SPLIT, keys):
         keys //= 2
-    return keys, _LARGEST_TILE if itemsize < 4 and fits(_LARGEST_TILE, keys) else _MOST_SPLIT
+    return keys, LARGEST_TILE if itemsize < 4 and fits(LARGEST_TILE, keys) else MOST_SPLIT
 
 
 def _padded(size: int) -> int:

@@ -1,0 +1,56 @@
+"""How the queries and keys of an attention are dealt out to programs: decided by shapes, as a graph needs it.
+
+A tile is some queries of one KV head, heads counted. One program has a tile and goes through all keys that it sees, or
+each share of the keys has programs of its own, whose results are combined (Flash-Decoding, Dao et al., October 2023).
+Each way gives the same bits, so that only time decides. It knows numbers; it does not know tensors.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+LARGEST_TILE = 128
+"""Of any program, and of all in the kernel for prompts."""
+
+MOST_SPLIT = 64
+"""The largest tile of which each share has a program of its own."""
+
+_LEAST_TILE = 16
+"""Fewer rows than that a matrix unit does not multiply."""
+
+
+class Tiling(NamedTuple):
+    """One way.
+
+    Attributes:
+        tile: queries of a program, heads counted, at most; None for the kernel for prompts.
+        is_split: whether each share has programs of its own.
+    """
+
+    tile: int | None
+    is_split: bool = False
+
+
+def choose_tiling(places: int, lines: int, shares: int, multiprocessors: int, has_prompt_kernel: bool) -> Tiling:
+    """The way that takes the least time, by measurements on an H200 (docs/performance.md).
+
+    Args:
+        places: queries of a row and KV head, heads counted.
+        lines: rows times KV heads.
+        shares: of the keys that a row may have.
+        multiprocessors: of the device.
+        has_prompt_kernel: whether the kernel for prompts may be used.
+    """
+    padded = max(_LEAST_TILE, 1 << (places - 1).bit_length())
+    most = lines * -(-places // LARGEST_TILE)  # programs, with the largest tiles
+    if shares == 1:
+        # A program takes as long as its tile is large: small ones, as long as the device has room for all of them.
+        tile = _LEAST_TILE
+        while tile < min(padded, LARGEST_TILE) and lines * -(-places // tile) > 2 * multiprocessors:
+            tile *= 2
+        return Tiling(None) if tile == LARGEST_TILE and has_prompt_kernel else Tiling(tile)
+    if most < multiprocessors // 8 or (places <= MOST_SPLIT and most <= multiprocessors // 2):
+        return Tiling(min(padded, MOST_SPLIT), is_split=True)
+    if padded > _LEAST_TILE and has_prompt_kernel:
+        return Tiling(None)
+    return Tiling(min(padded, LARGEST_TILE))
