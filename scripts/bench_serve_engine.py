@@ -17,6 +17,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from launch.cli import guarded
 from launch.serve.engine_process import hash_config
 from launch.serve.engine_socket import connect
 from launch.serve.message_stream import MessageStream, encode
@@ -119,7 +120,8 @@ def main() -> None:
         asyncio.run(serve(options.config, options.round_ms / 1000, options.tokens_per_round, options.socket))
     else:
         config = load_config(options.config, SETTINGS)
-        sys.exit(play_serve(config, RestartedEngine(config, [sys.executable, *sys.argv])))
+        # As the command has it: with its settings of Python's garbage collection, above all.
+        sys.exit(guarded(lambda: play_serve(config, RestartedEngine(config, [sys.executable, *sys.argv]))))
 
 
 if __name__ == "__main__":

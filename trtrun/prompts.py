@@ -41,7 +41,24 @@ class PromptReader:
             InvalidRequestError: it is empty, holds an id outside the vocabulary, is a text that cannot be tokenized, or
                 is no prompt at all.
         """
-        tokens = self._encode_text(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        return self._check_tokens(self._encode_text(prompt) if isinstance(prompt, str) else _token_ids(prompt))
+
+    def encode_texts(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """The tokens of several texts, made at once.
+
+        Raises:
+            InvalidRequestError: as of `encode`, for the first text that is wrong.
+        """
+        try:
+            encoded = self._tokenizer.encode_all(texts) if self._tokenizer is not None else None
+        except Exception:  # as in `_encode_text`; one after the other says which text it is
+            encoded = None
+        if encoded is None:
+            return [self.encode(text) for text in texts]
+        return [self._check_tokens(tuple(ids)) for ids in encoded]
+
+    def _check_tokens(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens, unless there are none, or some that the model has not."""
         if not tokens:
             raise InvalidRequestError("the prompt is empty: it needs at least one token")
         size = self._model.vocab_size

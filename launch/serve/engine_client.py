@@ -27,6 +27,10 @@ MOST_LOSSES = 3
 """Engines that a request may lose in a row without a token in between: it may be what ends them. No more than the
 restarts that a server has by default: the others go on."""
 
+_MOST_HELD_BYTES = 1 << 12
+"""Of messages that wait for those right behind them: writing one takes longer than making it, and what is written the
+engine reads meanwhile."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -49,6 +53,7 @@ class EngineClient:
         self.on_lost: Callable[[], None] = lambda: None
         self.on_beat: Callable[[Beat], None] = lambda beat: None
         self._writer: asyncio.StreamWriter | None = None
+        self._held = bytearray()
         self._requests: dict[str, OpenRequest] = {}
         self._ids = count()
         self._statuses: deque[asyncio.Future[Status | None]] = deque()
@@ -125,16 +130,26 @@ class EngineClient:
     def _submit(self, opened: OpenRequest, more_follow: bool) -> None:
         """Send a request to the engine that is there, for the first time or again."""
         try:
-            self._send(opened.message(more_follow))
+            self._send(opened.message(more_follow), more_follow)
         except MessageError as error:
             del self._requests[opened.request_id]
             opened.inbox.end(Refusal(Kind.TOO_LARGE, str(error)))
 
-    def _send(self, message: Message) -> None:
-        # Without an engine nothing is lost: the next one is sent all that goes on.
-        if self._writer is not None:
+    def _send(self, message: Message, more_follow: bool = False) -> None:
+        """Write a message, or hold it for those that follow in this turn of the event loop."""
+        if self._writer is None:
+            return  # nothing is lost: the next engine is sent all that goes on
+        if more_follow and not self._held:
+            asyncio.get_running_loop().call_soon(self._write_held)
+        self._held += encode(message)
+        if not more_follow or len(self._held) >= _MOST_HELD_BYTES:
+            self._write_held()
+
+    def _write_held(self) -> None:
+        if self._writer is not None and self._held:
             with suppress(ConnectionError):
-                self._writer.write(encode(message))
+                self._writer.write(bytes(self._held))
+        self._held.clear()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One engine's connection, from its first message to its end."""
@@ -165,6 +180,7 @@ class EngineClient:
 
     def _detach(self) -> None:
         self.ready = self.limits = self._writer = None
+        self._held.clear()
         while self._statuses:
             self._answer_status(None)
         for opened in list(self._requests.values()):

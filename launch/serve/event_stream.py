@@ -72,8 +72,6 @@ class EventStream(Response):
             self._work.close()
 
     async def _stream(self, send: Send) -> None:
-        # Requests that came together reach the engine before the first of them is answered: writing takes a while.
-        await asyncio.sleep(0)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._wait_for_silence(send)
         async for body in self._events:

@@ -13,12 +13,13 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from launch.serve.aside import SHORT_TEXT, aside
+from launch.serve.aside import SHORT_TEXT
 from launch.serve.engines import Engine
 from launch.serve.gathering import Gathering
 from launch.serve.limits import Door, Ticket, out_of_time
 from launch.serve.metrics import FrontMetrics
 from launch.serve.open_requests import EngineRequest, Inbox
+from launch.serve.prompt_tokens import PromptTokens
 from launch.serve.refusals import Kind, Refusal
 from launch.serve.words import check_words
 from trtrun.errors import InvalidRequestError
@@ -205,6 +206,7 @@ class Front:
         self.metrics = metrics
         self._prompts = prompts
         self._timeout = timeout
+        self._tokens = PromptTokens(prompts)
         self._gathering = Gathering(door)
 
     async def begin(
@@ -231,18 +233,42 @@ class Front:
         ticket = self.door.enter(sum(parameters.n for parameters in of_each))
         try:
             is_long = sum(map(len, prompts)) + sum(map(_length, distinct)) > SHORT_TEXT
-            requests = await aside(is_long, self._read, prompts, of_each)
+            if is_long:
+                requests = await asyncio.to_thread(self._read, prompts, of_each)
+            else:
+                requests = await self._read_soon(prompts, of_each)
             more_follow = await self._gathering.wait()
             self._check(requests)
-            return Generation(self.client, requests, ticket, self.metrics, arrived, self._timeout, more_follow)
+            generation = Generation(self.client, requests, ticket, self.metrics, arrived, self._timeout, more_follow)
         except BaseException:
             ticket.leave()
             raise
+        try:
+            await asyncio.sleep(0)  # those that came with it reach the engine before anything else is done for this one
+        except BaseException:
+            generation.close()
+            raise
+        return generation
 
     def _read(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams]) -> list[EngineRequest]:
         """Prompts as tokens, with parameters that have seeds and that the model can follow. In any thread."""
         try:
             tokens = [self._prompts.encode(prompt) for prompt in prompts]
+        except InvalidRequestError as error:
+            raise Refusal(Kind.INVALID, str(error)) from None
+        return self._join(tokens, sampling)
+
+    async def _read_soon(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams]) -> list[EngineRequest]:
+        """The same for short ones: with those of other requests that come now."""
+        try:
+            with self._gathering.coming():
+                tokens = await self._tokens.encode(prompts)
+        except InvalidRequestError as error:
+            raise Refusal(Kind.INVALID, str(error)) from None
+        return self._join(tokens, sampling)
+
+    def _join(self, tokens: Sequence[tuple[int, ...]], sampling: Sequence[SamplingParams]) -> list[EngineRequest]:
+        try:
             seeded = {id(parameters): parameters.with_seed() for parameters in _distinct(sampling)}
             for parameters in seeded.values():
                 self._prompts.check(parameters)

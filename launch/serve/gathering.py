@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from launch.serve.limits import Door
 
@@ -28,13 +29,29 @@ class Gathering:
         """Nobody waits.
 
         Args:
-            door: says how many are in work; who waits here has come through it.
+            door: says how many are in work; who waits or comes here has come through it.
             clock: seconds; for tests.
         """
         self._door = door
         self._clock = clock
         self._num_come = 0
+        self._num_coming = 0
         self._num_waiting = 0
+        self._all_have_come = asyncio.Event()
+        self._opened: asyncio.Event | None = None
+        self._opening: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def coming(self) -> Iterator[None]:
+        """Around what a request is waited for until it waits here itself: nothing long."""
+        self._num_coming += 1
+        self._all_have_come.clear()
+        try:
+            yield
+        finally:
+            self._num_coming -= 1
+            if not self._num_coming:
+                self._all_have_come.set()
 
     async def wait(self) -> bool:
         """Wait until nobody comes any more, or some have begun.
@@ -44,17 +61,35 @@ class Gathering:
         """
         self._num_come += 1
         self._num_waiting += 1
-        deadline = self._clock() + MOST_SECONDS
-        num_come = 0
         try:
-            while self._are_others_coming(num_come) and self._clock() < deadline:
-                num_come = self._num_come
-                for _ in range(_TURNS):
-                    await asyncio.sleep(0)
+            if self._nobody_is_in_work():
+                await self._gathered().wait()
         finally:
             self._num_waiting -= 1
         return self._num_waiting > 0
 
-    def _are_others_coming(self, num_come: int) -> bool:
-        """Whether some have come since there were `num_come`, and all that are let in wait here."""
-        return self._num_come > num_come and self._door.num_requests == self._num_waiting
+    def _gathered(self) -> asyncio.Event:
+        """Set once those that wait now may begin: one task looks for all of them, however many they are."""
+        if self._opened is None:
+            self._opened = asyncio.Event()
+            self._opening = asyncio.create_task(self._gather(self._opened, self._clock() + MOST_SECONDS))
+        return self._opened
+
+    async def _gather(self, opened: asyncio.Event, deadline: float) -> None:
+        num_come = 0
+        while (self._num_come > num_come or self._num_coming) and self._nobody_is_in_work():
+            left = deadline - self._clock()
+            if left <= 0:
+                break
+            if self._num_coming:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._all_have_come.wait(), left)
+            num_come = self._num_come
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
+        self._opened = None
+        opened.set()
+
+    def _nobody_is_in_work(self) -> bool:
+        """Whether all that are let in wait here, or will at once."""
+        return self._door.num_requests == self._num_waiting + self._num_coming

@@ -11,14 +11,15 @@ import hashlib
 import hmac
 import json
 import logging
+import secrets
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from launch.batch.rows import unique_keys
@@ -69,10 +70,23 @@ class RequestLog:
             logger.log(level, "%s: %s %s: %d after %.3f s", request_id, scope["method"], path, status, seconds)
 
 
+class Endpoint:
+    """A function of a request, for Starlette's routes: without the second look at exceptions, behind the application's
+    own, that Starlette has around functions and that each part of an answer goes through."""
+
+    def __init__(self, answer: Callable[[Request], Awaitable[Response]]) -> None:
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI calls it."""
+        answer = await self._answer(Request(scope, receive, send))
+        await answer(scope, receive, send)
+
+
 def choose_id(given: str) -> str:
     """A request's id: the client's own where it can stand in answers and logs, else a new one."""
     is_fit = 0 < len(given) <= _LONGEST_ID and given.isascii() and given.isprintable()
-    return given if is_fit else uuid.uuid4().hex
+    return given if is_fit else secrets.token_hex(16)
 
 
 class Keys:

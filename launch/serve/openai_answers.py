@@ -5,8 +5,8 @@ It knows pieces and the API's names. It does not know how answers travel.
 
 from __future__ import annotations
 
+import secrets
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,7 +55,7 @@ class Answer(ABC):
             answering: how the request wants it.
             prompts: the tokens of each prompt.
         """
-        self.answer_id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.answer_id = f"{self.prefix}-{secrets.token_hex(16)}"
         self._model_name = model_name
         self._created = int(time.time())
         self._answering = answering

@@ -22,7 +22,7 @@ from launch.serve.bodies import Bodies
 from launch.serve.chat_template import ChatTemplate
 from launch.serve.event_stream import EventStream, LastEvents, event
 from launch.serve.front import Front, Generation, Piece
-from launch.serve.http_requests import Keys, read_json, unless_gone
+from launch.serve.http_requests import Endpoint, Keys, read_json, unless_gone
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
 from launch.serve.openai_answers import Answer, ChatAnswer, CompletionAnswer
@@ -69,8 +69,8 @@ class OpenAIApi:
     def routes(self) -> list[Route]:
         """For the application."""
         return [
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
+            Route("/v1/completions", Endpoint(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", Endpoint(self.chat_completions), methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
         ]

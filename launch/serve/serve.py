@@ -46,6 +46,7 @@ from launch.serve.metrics import FrontMetrics
 from launch.serve.openai_api import OpenAIApi
 from launch.serve.own_engine import OwnEngine
 from launch.serve.page_routes import page_routes
+from launch.serve.prompt_tokens import bound_threads
 from launch.serve.status import StatusBoard
 from launch.serve.tls import check_tls
 from launch.slurm.reach import describe_way, tell_way
@@ -86,6 +87,7 @@ def play_serve(config: RuntimeConfig, running: EngineRun) -> int:
     check_tls(section)
     keys = Keys.read(section.api_key_file)
     allow_open_files(section.max_connections)
+    bound_threads()
     http = listen(section.host, section.http_port, "server.http_port")
     metrics = listen(section.host, section.metrics_port, "server.metrics_port")
     if not is_loopback(http) and not keys.are_needed:

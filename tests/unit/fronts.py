@@ -35,6 +35,11 @@ class WatchedTokenizer:
         self.threads.append(threading.get_ident())
         return TOKENIZER.encode(text, add_special_tokens)
 
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        assert TOKENIZER is not None
+        self.threads += [threading.get_ident()] * len(texts)
+        return TOKENIZER.encode_all(texts)
+
     def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         assert TOKENIZER is not None
         self.threads.append(threading.get_ident())

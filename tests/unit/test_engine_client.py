@@ -225,3 +225,29 @@ def test_who_asks_how_full_the_engine_is_hears_it_or_that_there_is_none() -> Non
             await asked[0]
 
     with_client(check)
+
+
+def test_requests_that_follow_each_other_are_written_together() -> None:
+    async def check(client: EngineClient, socket: str) -> None:
+        engine = await Engine.connect(socket)
+        while client.ready is None:
+            await asyncio.sleep(0)
+        assert client._writer is not None
+        write, written = client._writer.write, list[bytes]()
+        client._writer.write = lambda data: (written.append(data), write(data))[1]  # type: ignore[assignment, method-assign]
+        for number in range(3):
+            client.start([EngineRequest((1,), SAMPLING)], Inbox(), more_follow=number < 2)
+        assert len(written) == 1
+        assert [(await engine.hear()).more_follow for _ in range(3)] == [True, True, False]
+        # One behind which nothing comes after all, and one whose follower ends it, in their order.
+        client.start([EngineRequest((1,), SAMPLING)], Inbox(), more_follow=True)
+        assert (await engine.hear()).request_id == "request 3"
+        client.start([EngineRequest((1,), SAMPLING)], Inbox(), more_follow=True)
+        client.abort(["request 4"])
+        assert [type(await engine.hear()) for _ in range(2)] == [Generate, Abort]
+        # Many of them are not held until the last: the engine reads meanwhile.
+        client.start([EngineRequest((1,) * 1000, SAMPLING)] * 8, Inbox())
+        assert len(written) == 1 + 1 + 1 + 4
+        engine.writer.close()
+
+    with_client(check)
