@@ -159,7 +159,7 @@ class Workbench:
         most_rows = max(most_rows, *options.scale.rows)
         values: dict[str, Any] = {
             "target": {"model": str(self.model(shapes.target)), "devices": target, **format_of_weights},
-            "scheduler": {"max_batch_size": most_rows, "max_num_tokens": 8192},
+            "scheduler": {"max_batch_size": most_rows},
             "speculation": {"method": "none"},
         }
         if drafts:

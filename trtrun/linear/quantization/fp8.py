@@ -5,7 +5,7 @@ needed. `fp8` rounds activations, too, each token by the largest number of its o
 and per channel, as vLLM and TensorRT-LLM have it), so that the matrix units multiply codes by codes.
 `fp8_weight_only` leaves them as they are. The vocabulary head stays dense, as it does there: its rounding would show
 most, and it is read once a round. `fp8_with_head` rounds the head, too, for drafts: they read theirs for every token,
-and in a small model it is a third of all weights.
+and beside layers of 8 bits a dense head is a third of all bytes that a model of 1B reads.
 
 The model so made is what a target is then: speculative output is the rounded target's own, to the bit. A rank of a
 tensor-parallel group scales its own slices, so that row-parallel layers of groups of several sizes differ a little.
