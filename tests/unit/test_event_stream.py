@@ -58,24 +58,6 @@ def test_events_are_sent_as_they_are_and_the_last_ones_with_the_end() -> None:
     run(check())
 
 
-def test_requests_that_came_together_are_begun_before_the_first_is_answered() -> None:
-    async def check() -> None:
-        async def events() -> AsyncGenerator[bytes, None]:
-            yield LastEvents(event("1"))
-
-        works = [Work() for _ in range(3)]
-        sent_by_others: list[int] = []
-
-        async def begin_and_answer(work: Work) -> None:
-            sent_by_others.append(sum(len(other.sent) for other in works))
-            await work.answer(events())
-
-        await asyncio.gather(*map(begin_and_answer, works))
-        assert sent_by_others == [0, 0, 0] and all(len(work.sent) == 2 for work in works)
-
-    run(check())
-
-
 def test_streams_that_end_together_have_their_ends_before_the_first_is_put_away() -> None:
     async def check() -> None:
         ends = asyncio.Event()

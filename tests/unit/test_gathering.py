@@ -120,3 +120,19 @@ def test_requests_of_a_front_begin_together() -> None:
 
     asyncio.run(work())
     assert engine.starts == [True, True, False]
+
+
+def test_all_that_begin_together_reach_the_engine_before_the_first_is_answered() -> None:
+    engine = NoEngine()
+    front = make_front(TOKENIZER, engine)
+
+    async def begin() -> int:
+        generation = await front.begin(["def main("], SamplingParams(), 0.0)
+        num_started = len(engine.starts)
+        generation.close()
+        return num_started
+
+    async def work() -> list[int]:
+        return await asyncio.gather(*(begin() for _ in range(3)))
+
+    assert asyncio.run(work()) == [3, 3, 3]
