@@ -131,7 +131,8 @@ class OwnEngine:
         """Tell of an engine that hangs, and of one that gets on again. Nothing starts it again."""
         if not is_watched(self._config):
             return
-        watch = EngineWatch(self._config.launch.heartbeat_seconds)
+        launch = self._config.launch
+        watch = EngineWatch(launch.heartbeat_seconds, launch.start_seconds)
         is_hanging = False
         while True:
             watch.hear(describe_round(llm))

@@ -43,7 +43,8 @@ class RestartedEngine:
         self._config_hash = hash_config(config)
         self._has_changed = False
         self._keeper: EngineKeeper | None = None
-        self._watch = EngineWatch(config.launch.heartbeat_seconds) if is_watched(config) else None
+        launch = config.launch
+        self._watch = EngineWatch(launch.heartbeat_seconds, launch.start_seconds) if is_watched(config) else None
 
     async def keep(self, events: EngineEvents) -> int:
         """See `EngineRun`."""

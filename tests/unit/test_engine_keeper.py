@@ -12,6 +12,9 @@ from engine_messages import run
 
 from launch.serve import engine_keeper
 from launch.serve.engine_keeper import RestartLimit
+from launch.serve.engines import EngineEvents
+from launch.serve.restarted_engine import RestartedEngine
+from trtrun.config import make_config
 
 
 def test_restarts_are_counted_within_their_window() -> None:
@@ -66,3 +69,19 @@ def test_an_engine_that_is_killed_before_it_is_up_is_told_of(end: str, status: i
 
     run(check())
     assert told == lines
+
+
+def test_an_engine_of_one_process_that_hangs_while_it_starts_is_ended() -> None:
+    limits = {"start_seconds": 0.3, "heartbeat_seconds": 0.3}
+    config = make_config(
+        {"target": {"model": "asset:target", "devices": ["cpu:0"]}, "speculation": {"method": "none"}, "launch": limits}
+    )
+    engine = RestartedEngine(config, [sys.executable, "-c", "import signal; signal.pause()"])
+    told: list[str] = []
+    events = EngineEvents(*([lambda *_: told.append("something else")] * 5), told.append)
+
+    async def check() -> None:
+        assert await engine.keep(events) == 128 + signal.SIGKILL
+
+    run(check())
+    assert told == ["the engine was ended by SIGKILL before it was up"]

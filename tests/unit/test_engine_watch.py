@@ -20,7 +20,7 @@ class Clock:
 
 def watch_of() -> tuple[EngineWatch, Clock]:
     clock = Clock()
-    return EngineWatch(60.0, clock), clock
+    return EngineWatch(60.0, 600.0, clock), clock
 
 
 def pass_by(watch: EngineWatch, clock: Clock, seconds: float, beat: Beat | None = None) -> str | None:
@@ -51,12 +51,25 @@ def test_a_round_that_stands_still_hangs_and_a_rest_does_not() -> None:
     assert pass_by(watch, clock, 1, still) == "it stands still in round 8 (verifying) for longer than 60 s"
 
 
-def test_without_an_engine_nothing_hangs() -> None:
+def test_an_engine_that_is_not_up_in_time_hangs_and_the_next_one_has_its_own_time() -> None:
     watch, clock = watch_of()
-    assert pass_by(watch, clock, 500) is None  # it loads
+    late = "it has not started within 600 s (launch.start_seconds)"
+    assert pass_by(watch, clock, 599) is None
+    assert pass_by(watch, clock, 2) == late
+    assert pass_by(watch, clock, 599) is None  # it was ended, and is started again
     watch.hear(BETWEEN)
+    assert pass_by(watch, clock, 1, BETWEEN) is None
     watch.forget()
-    assert pass_by(watch, clock, 500) is None
+    assert pass_by(watch, clock, 599) is None
+    assert pass_by(watch, clock, 2) == late
+
+
+def test_a_front_that_stood_still_does_not_count_that_time_against_a_start() -> None:
+    watch, clock = watch_of()
+    assert pass_by(watch, clock, 300) is None
+    clock.now += 1000
+    assert pass_by(watch, clock, 299) is None
+    assert pass_by(watch, clock, 3) is not None
 
 
 def test_a_front_that_was_stopped_itself_accuses_nobody() -> None:
