@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from launch.serve.aside import SHORT_TEXT
@@ -233,10 +234,11 @@ class Front:
         ticket = self.door.enter(sum(parameters.n for parameters in of_each))
         try:
             is_long = sum(map(len, prompts)) + sum(map(_length, distinct)) > SHORT_TEXT
-            if is_long:
-                requests = await asyncio.to_thread(self._read, prompts, of_each)
-            else:
-                requests = await self._read_soon(prompts, of_each)
+            with _refusing():
+                if is_long:
+                    requests = await asyncio.to_thread(self._read, prompts, of_each)
+                else:
+                    requests = await self._read_soon(prompts, of_each)
             more_follow = await self._gathering.wait()
             self._check(requests)
             generation = Generation(self.client, requests, ticket, self.metrics, arrived, self._timeout, more_follow)
@@ -252,28 +254,18 @@ class Front:
 
     def _read(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams]) -> list[EngineRequest]:
         """Prompts as tokens, with parameters that have seeds and that the model can follow. In any thread."""
-        try:
-            tokens = [self._prompts.encode(prompt) for prompt in prompts]
-        except InvalidRequestError as error:
-            raise Refusal(Kind.INVALID, str(error)) from None
-        return self._join(tokens, sampling)
+        return self._join([self._prompts.encode(prompt) for prompt in prompts], sampling)
 
     async def _read_soon(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams]) -> list[EngineRequest]:
         """The same for short ones: with those of other requests that come now."""
-        try:
-            with self._gathering.coming():
-                tokens = await self._tokens.encode(prompts)
-        except InvalidRequestError as error:
-            raise Refusal(Kind.INVALID, str(error)) from None
+        with self._gathering.coming():
+            tokens = await self._tokens.encode(prompts)
         return self._join(tokens, sampling)
 
     def _join(self, tokens: Sequence[tuple[int, ...]], sampling: Sequence[SamplingParams]) -> list[EngineRequest]:
-        try:
-            seeded = {id(parameters): parameters.with_seed() for parameters in _distinct(sampling)}
-            for parameters in seeded.values():
-                self._prompts.check(parameters)
-        except InvalidRequestError as error:
-            raise Refusal(Kind.INVALID, str(error)) from None
+        seeded = {id(parameters): parameters.with_seed() for parameters in _distinct(sampling)}
+        for parameters in seeded.values():
+            self._prompts.check(parameters)
         return [EngineRequest(ids, seeded[id(given)]) for ids, given in zip(tokens, sampling, strict=True)]
 
     def _check(self, requests: Sequence[EngineRequest]) -> None:
@@ -281,12 +273,19 @@ class Front:
         self.door.check_open()  # the engine may be gone by now, and its limits with it
         limits = self.client.limits
         assert limits is not None
-        try:
+        with _refusing():
             for request in requests:
                 limits.check_prompt(len(request.prompt_token_ids))
                 limits.check_draft_len(request.sampling.draft_len)
-        except InvalidRequestError as error:
-            raise Refusal(Kind.INVALID, str(error)) from None
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What is found to be wrong with a request refuses it."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise Refusal(Kind.INVALID, str(error)) from None
 
 
 def _distinct(sampling: Sequence[SamplingParams]) -> list[SamplingParams]:

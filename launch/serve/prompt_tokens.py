@@ -17,7 +17,7 @@ from functools import partial
 from trtrun.prompts import Prompt, PromptReader
 
 MOST_LETTERS = 1 << 16
-"""Characters of a batch, where no request has more by itself: who comes with many does not wait for all of them."""
+"""Characters of a batch: the tokens of a few requests do not wait for those of very many."""
 
 MOST_THREADS = 8
 """Of the tokenizer: each keeps the words that it has met, and may keep a core from a rank."""

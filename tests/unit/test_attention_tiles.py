@@ -33,6 +33,8 @@ PROMPTS = Tiling(None)
         (4, 256, 8, Tiling(16)),
         (128, 8, 32, Tiling(64, is_split=True)),  # the end of a long prompt
         (128, 512, 8, PROMPTS),
+        (256, 1, 512, Tiling(64, is_split=True)),
+        (257, 1, 512, PROMPTS),  # results of so many shares would take too much memory
     ],
 )
 def test_the_way_that_was_the_fastest_one(places: int, lines: int, shares: int, expected: Tiling) -> None:

@@ -15,6 +15,10 @@ LARGEST_TILE = 128
 MOST_SPLIT = 64
 """The largest tile of which each share has a program of its own."""
 
+_MOST_PLACES_SPLIT = 256
+"""Queries of a row and KV head, heads counted, of which shares are computed apart: results of shares take memory, and
+more queries have tiles enough."""
+
 _LEAST_TILE = 16
 """Fewer rows than that a matrix unit does not multiply."""
 
@@ -49,7 +53,8 @@ def choose_tiling(places: int, lines: int, shares: int, multiprocessors: int, ha
         while tile < min(padded, LARGEST_TILE) and lines * -(-places // tile) > 2 * multiprocessors:
             tile *= 2
         return Tiling(None) if tile == LARGEST_TILE and has_prompt_kernel else Tiling(tile)
-    if most < multiprocessors // 8 or (places <= MOST_SPLIT and most <= multiprocessors // 2):
+    are_few = places <= _MOST_PLACES_SPLIT and most < multiprocessors // 8
+    if are_few or (places <= MOST_SPLIT and most <= multiprocessors // 2):
         return Tiling(min(padded, MOST_SPLIT), is_split=True)
     if padded > _LEAST_TILE and has_prompt_kernel:
         return Tiling(None)
