@@ -69,6 +69,12 @@ def test_templates_stay_in_their_sandbox(tmp_path: Path, source: str) -> None:
     assert "\n" not in str(caught.value) and json.dumps(MESSAGES) == messages_before
 
 
+def test_a_template_says_itself_why_it_refuses(tmp_path: Path) -> None:
+    template = template_of(tmp_path, "{{ raise_exception('no system here') }}")
+    with pytest.raises(InvalidRequestError, match="chat template refuses them: 'no system here'"):
+        template.render(MESSAGES)
+
+
 @pytest.mark.parametrize("source", ["{% for %}", "{{", 5, {"a": 1}])
 def test_what_is_no_template_is_refused(tmp_path: Path, source: object) -> None:
     with pytest.raises(CheckpointError, match="template"):

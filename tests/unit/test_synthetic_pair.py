@@ -42,6 +42,14 @@ def test_it_is_decoded_as_transformers_does_and_the_draft_is_often_right(pair: P
     assert completion.statistics.mean_acceptance_length > 2
 
 
+def test_the_draft_has_the_first_layers_of_the_target_and_the_others_are_damped(pair: Path) -> None:
+    target, draft = (LlamaForCausalLM.from_pretrained(pair / name, dtype=torch.float32) for name in ("target", "draft"))
+    weights = target.state_dict()
+    assert all(torch.equal(weight, weights[name]) for name, weight in draft.state_dict().items())
+    deviations = [layer.mlp.down_proj.weight.std().item() for layer in target.model.layers]
+    assert deviations == pytest.approx([0.08, 0.08, 0.001, 0.001, 0.001, 0.001], rel=0.05)
+
+
 @pytest.mark.parametrize("vocab_size", [259, 1003, 16384, 32000, 36087])
 def test_texts_come_back_and_each_token_has_its_own(vocab_size: int) -> None:
     tokenizer = make_tokenizer(vocab_size)
