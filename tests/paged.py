@@ -120,15 +120,21 @@ class PagedModel:
         self._free = [int(block) for block in order]
         self._tables: dict[int, list[int]] = {}
 
-    def forward(self, batch: Sequence[Sequence[tuple[int, int, Sequence[int]]]], spare_blocks: int = 0) -> torch.Tensor:
+    def forward(
+        self,
+        batch: Sequence[Sequence[tuple[int, int, Sequence[int]]]],
+        spare_blocks: int = 0,
+        wanted: Sequence[int] | None = None,
+    ) -> torch.Tensor:
         """One forward of several segments, each a list of (row, first position, tokens) of equal length.
 
         Args:
             batch: the segments.
             spare_blocks: null blocks that widen every block table, as a coarser bucket would.
+            wanted: tokens whose logits are asked for, None for all.
 
         Returns:
-            [tokens, vocab_size] float32 logits of every token, in order, equal on all ranks.
+            [n, vocab_size] float32 logits of every token that is wanted, in order, equal on all ranks.
         """
         segments, tokens, positions = [], [], []
         for rows in batch:
@@ -144,10 +150,10 @@ class PagedModel:
         def body(rank: int) -> torch.Tensor:
             model = self.models[rank]
             batch_on_rank = AttentionBatch(segments, self.block_size)
-            hidden = model.forward(
-                torch.tensor(tokens, device=self._device), torch.cat(positions), batch_on_rank, self.stores[rank]
-            )
-            return model.logits(hidden)
+            chosen = None if wanted is None else torch.tensor(wanted, dtype=torch.int64, device=self._device)
+            ids = torch.tensor(tokens, device=self._device)
+            hidden = model.forward(ids, torch.cat(positions), batch_on_rank, self.stores[rank], chosen)
+            return model.logits(hidden) if len(hidden) else torch.empty((0, model.config.vocab_size))
 
         logits = self._group.run(body)
         assert all(torch.equal(logits[0], other) for other in logits[1:])

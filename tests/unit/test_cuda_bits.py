@@ -171,6 +171,8 @@ def test_logits_do_not_depend_on_the_batch(
     assert torch.equal(torch.cat(parts), singles), "wider block tables"
     both = model.forward([[(500, 0, texts[0])], [(row, 0, texts[row]) for row in range(1, 70)]])
     assert torch.equal(both[:LENGTH], singles), "beside 69 rows"
+    few = model.forward([[(600, 0, texts[0])], [(601, 0, texts[1])]], wanted=[2, LENGTH - 1])
+    assert torch.equal(few, singles[[2, LENGTH - 1]]), "where no other token is asked for"
 
 
 @HALVES

@@ -16,6 +16,7 @@ from torch.nn import functional
 from trtrun.attention.gather import GatherAttention
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
+from trtrun.layers.mlp import GatedMLP
 from trtrun.layers.norm import RMSNorm
 from trtrun.layers.rotary import RopeConfig, RotaryEmbedding
 
@@ -55,6 +56,39 @@ def test_bfloat16_logits_do_not_depend_on_the_batch(tmp_path: Path, architecture
         assert torch.equal(torch.cat(parts), singles), f"chunks of {chunk}"
     parts = [model.forward([[(4, at, tokens[at : at + 1])]], spare_blocks=9) for at in range(LENGTH)]
     assert torch.equal(torch.cat(parts), singles), "wider block tables"
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tokens_that_nobody_asks_for_end_in_the_last_layer(
+    tmp_path: Path, architecture: str, tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are asked for keep their bits, and so does what comes after either."""
+    path = make_checkpoint(tmp_path, architecture, dtype=torch.bfloat16, **SHAPES["wide"])
+    model = PagedModel(path, torch.bfloat16, tp_size, block_size=16)
+    batch = [[(row, 0, tokens_of(row)[:-1]) for row in (0, 1)]]
+    following = [[(row, LENGTH - 1, tokens_of(row)[-1:]) for row in (0, 1)]]
+    every, after = model.forward(batch), model.forward(following)
+
+    fed: dict[GatedMLP, int] = {}
+    original = GatedMLP.__call__
+
+    def count(self: GatedMLP, x: torch.Tensor) -> torch.Tensor:
+        fed[self] = len(x)
+        return original(self, x)
+
+    monkeypatch.setattr(GatedMLP, "__call__", count)
+    for wanted in ([5, LENGTH - 2, LENGTH + 9], []):
+        for store in model.stores:
+            store.data.zero_()
+        fed.clear()
+        assert torch.equal(model.forward(batch, wanted=wanted), every[wanted])
+        for rank in model.models:
+            *others, last = [fed.get(layer.mlp, 0) for layer in rank._layers]
+            assert last == len(wanted)
+            assert others == [2 * (LENGTH - 1)] * (len(rank._layers) - 1)
+        assert torch.equal(model.forward(following), after)
 
 
 @pytest.mark.usefixtures("_kernels")

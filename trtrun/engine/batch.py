@@ -26,11 +26,13 @@ class ForwardBatch:
         tokens: [tokens] int64.
         positions: [tokens] int64, at least 0 (padding stands at 0 here and at -1 in its segment).
         attention: the segments.
+        wanted: [n] int64: tokens whose result is read; None for all.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     attention: AttentionBatch
+    wanted: torch.Tensor | None = None
 
 
 def read_tiles(
@@ -116,9 +118,10 @@ class BatchBuilder:
         whole = AttentionBatch(self._segments, self._rows.block_size)
         return [StepBatch(whole, step) for step in range(self._segments[0].queries)]
 
-    def build(self) -> ForwardBatch:
-        """The flattened batch."""
+    def build(self, wanted: Sequence[int]) -> ForwardBatch:
+        """The flattened batch, where the result of the tokens `wanted` is read."""
         tokens = self._tokens[0] if len(self._tokens) == 1 else torch.cat(self._tokens)
         flat = [segment.positions.reshape(-1) for segment in self._segments]
         positions = (flat[0] if len(flat) == 1 else torch.cat(flat)).clamp(min=0)
-        return ForwardBatch(tokens, positions, AttentionBatch(self._segments, self._rows.block_size))
+        attention = AttentionBatch(self._segments, self._rows.block_size)
+        return ForwardBatch(tokens, positions, attention, device_integers(wanted, self._rows.device))

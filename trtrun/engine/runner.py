@@ -64,7 +64,6 @@ class Engine:
         self.rows = rows
         self.vocab_size = model.config.vocab_size
         self.device = rows.device
-        self._overflowed = False
         self._prompt_width = model.prompt_width
         self._graphs = self._make_graphs(capture, logits_per_row) if capture is not None else None
 
@@ -136,7 +135,7 @@ class Engine:
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in what the plan changes before anything runs."""
         self.rows.apply(plan)
-        if self._overflowed:
+        if self._model.has_overflowed:
             # The kernels on GPUs never read what a row does not see; those on CPUs read whole blocks.
             self._store.clear(self.rows.fresh_blocks(plan))
 
@@ -148,7 +147,7 @@ class Engine:
         builder = BatchBuilder(self.rows)
         builder.add_prompts(chunks, self._prompt_width)
         if builder.num_tokens:
-            self._forward(builder.build())
+            self._forward(builder.build(wanted=()))
 
     @inference
     def catch_up(self, rows: torch.Tensor, counts: Sequence[int], context: int) -> torch.Tensor:
@@ -251,7 +250,7 @@ class Engine:
         """
         builder = BatchBuilder(self.rows)
         queries = draft_tokens.shape[1] + 1
-        picks = []
+        decoded: Sequence[int] = ()
         after_prompts = self._prefill_by_graph(plan.prefill)
         chunks = plan.prefill if after_prompts is None else ()
         if len(plan.decode_rows):
@@ -262,18 +261,18 @@ class Engine:
                 logits = logits.view(-1, queries, self.vocab_size)
                 return logits if after_prompts is None else self._join(logits, after_prompts, plan, queries)
             start = builder.add_rows(rows, tokens, positions, plan.max_context)
-            picks.append(torch.arange(start, builder.num_tokens, device=self.device))
+            decoded = range(start, builder.num_tokens)
         last = builder.add_prompts(chunks, self._prompt_width)
         ended = [token for token, chunk in zip(last, chunks, strict=True) if chunk.is_last]
-        if ended:
-            picks.append(device_integers(ended, self.device).repeat_interleave(queries))
         nothing = torch.empty((0, queries, self.vocab_size), device=self.device)
         if not builder.num_tokens:
             return nothing if after_prompts is None else self._join(nothing, after_prompts, plan, queries)
-        hidden = self._forward(builder.build())
-        if not picks:
+        hidden = self._forward(builder.build([*decoded, *ended]))
+        if not len(hidden):
             return nothing
-        return self._model.logits(hidden.index_select(0, torch.cat(picks))).view(-1, queries, self.vocab_size)
+        logits = self._model.logits(hidden)
+        after_prompts = logits[len(decoded) :].unsqueeze(1).expand(-1, queries, -1)
+        return torch.cat((logits[: len(decoded)].view(-1, queries, self.vocab_size), after_prompts))
 
     def _prefill_by_graph(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor | None:
         """Compute chunks through a graph, where there are graphs and the chunks are short.
@@ -321,14 +320,12 @@ class Engine:
         count, queries = tokens.shape
         segment = AttentionSegment(0, count, queries, block_tables, positions)
         batch = AttentionBatch([segment], self.rows.block_size)
-        hidden = self._forward(ForwardBatch(tokens.reshape(-1), positions.reshape(-1).clamp(min=0), batch))
-        return self._model.logits(hidden[queries - 1 :: queries] if last_only else hidden)
+        tokens, positions = tokens.reshape(-1), positions.reshape(-1).clamp(min=0)
+        some = last_only and queries > 1
+        wanted = torch.arange(queries - 1, count * queries, queries, device=self.device) if some else None
+        return self._model.logits(self._forward(ForwardBatch(tokens, positions, batch, wanted)))
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
         # A draft's vocabulary may be narrower than the target's: tokens beyond it are fed as its last one.
         tokens = batch.tokens.clamp(max=self.vocab_size - 1)
-        hidden = self._model.forward(tokens, batch.positions, batch.attention, self._store)
-        # Looked at on the CPU alone, where it costs microseconds; a sum of finite numbers that overflows does no harm.
-        if self.device.type == "cpu" and not self._overflowed:
-            self._overflowed = not bool(hidden.sum().isfinite())
-        return hidden
+        return self._model.forward(tokens, batch.positions, batch.attention, self._store, batch.wanted)

@@ -47,7 +47,7 @@ class DecoderLayer:
     head_dim: int
     window: int | None
 
-    def forward(
+    def attend(
         self,
         hidden: torch.Tensor,
         delta: torch.Tensor | None,
@@ -55,17 +55,17 @@ class DecoderLayer:
         batch: AttentionBatch,
         store_layer: torch.Tensor,
     ) -> torch.Tensor:
-        """Run the layer, writing the tokens' keys and values.
+        """The layer up to its attention, writing the tokens' keys and values.
 
         Args:
-            hidden: [tokens, hidden], the residual stream, which is overwritten.
+            hidden: [tokens, hidden], the residual stream, to which `delta` is added in place.
             delta: what the layer before left to add to it; None at the first.
             angles: of rotary position embedding.
             batch: the segments.
             store_layer: keys and values of this layer.
 
         Returns:
-            [tokens, hidden]: what is left to add to the stream, so that adding and the next norm can be one operation.
+            [tokens, this rank's heads * head_dim], for `feed_forward`.
         """
         fused = self.qkv(_normalise(self.input_norm, hidden, delta, self.qkv.takes_rounded_rows)).view(
             hidden.shape[0], -1, self.head_dim
@@ -75,8 +75,19 @@ class DecoderLayer:
         if self.qk_norm is not None:
             query_key = self.qk_norm(query_key)
         scale = self.head_dim**-0.5
-        attended = self.attention.forward(query_key, value, angles, store_layer, batch, scale, self.window)
-        delta = self.output(attended.flatten(1))
+        return self.attention.forward(query_key, value, angles, store_layer, batch, scale, self.window).flatten(1)
+
+    def feed_forward(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The rest of the layer, token by token.
+
+        Args:
+            hidden: [n, hidden], the residual stream, which is overwritten.
+            attended: [n, this rank's heads * head_dim], contiguous, of the same tokens.
+
+        Returns:
+            [n, hidden]: what is left to add to the stream, so that adding and the next norm can be one operation.
+        """
+        delta = self.output(attended)
         return self.mlp(_normalise(self.post_attention_norm, hidden, delta, self.mlp.takes_rounded_rows))
 
 
@@ -94,6 +105,7 @@ class CausalLM:
         config: shapes of the whole model.
         dtype, device: of weights and activations.
         kv_heads: KV heads that this rank holds, for its KVStore.
+        has_overflowed: on the CPU, whether any token so far had keys or values that may not be finite.
         on_layer: called after each layer of a forward: on CUDA once the layer is launched, and not at all where a graph
             is replayed. It must be quick and touch no tensor. None at first.
     """
@@ -117,6 +129,7 @@ class CausalLM:
         self._head = head
         self._rotary = rotary
         self.on_layer: Callable[[], None] | None = None
+        self.has_overflowed = False
 
     @property
     def prompt_width(self) -> int | None:
@@ -130,18 +143,26 @@ class CausalLM:
 
     @inference
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, attention: AttentionBatch, store: KVStore
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention: AttentionBatch,
+        store: KVStore,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run tokens through the model, writing their keys and values.
+
+        Behind the last layer's attention nothing depends on tokens whose result is not wanted, so they end there.
 
         Args:
             tokens: [tokens] int64 on the device, in the order of the batch's segments.
             positions: [tokens] int64 on the device: position of each token in its row, 0 for padding.
             attention: the segments; their block tables cover every position.
             store: this rank's KV store.
+            wanted: [n] int64 on the device: tokens whose result is read; None for all, in their order.
 
         Returns:
-            [tokens, hidden] after the final norm, equal on all ranks of the group.
+            [n, hidden] after the final norm, equal on all ranks of the group.
         """
         # The block tables' width bounds every position, so the host can grow the tables without reading positions.
         self._rotary.reserve(attention.block_size * max(item.block_tables.shape[1] for item in attention.segments))
@@ -149,11 +170,24 @@ class CausalLM:
         hidden = self._embedding(tokens)
         delta = None
         for index, layer in enumerate(self._layers):
-            delta = layer.forward(hidden, delta, angles, attention, store.layer(index))
+            attended = layer.attend(hidden, delta, angles, attention, store.layer(index))
+            if index == len(self._layers) - 1:
+                self._look_for_overflow(attended)
+                if wanted is not None:
+                    hidden, attended = hidden.index_select(0, wanted), attended.index_select(0, wanted)
+            delta = layer.feed_forward(hidden, attended) if len(hidden) else hidden
             if self.on_layer is not None:
                 self.on_layer()
         assert delta is not None, "a model has a layer at least"
-        return self._final_norm.add(hidden, delta)
+        return self._final_norm.add(hidden, delta) if len(hidden) else hidden
+
+    def _look_for_overflow(self, attended: torch.Tensor) -> None:
+        """Look at what the last layer attended: a number that is none in any layer of a token shows there.
+
+        On the CPU alone, where it costs microseconds; a sum of finite numbers that overflows does no harm.
+        """
+        if self.device.type == "cpu" and not self.has_overflowed:
+            self.has_overflowed = not bool(attended.sum().isfinite())
 
     def copy_tokens(self, store: KVStore, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
         """Copy all layers' keys and values of single tokens; see `AttentionBackend.copy_tokens`."""
