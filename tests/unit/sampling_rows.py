@@ -33,7 +33,7 @@ def on_device(admissions: Sequence[RowAdmission], vocab: int) -> tuple[RowSampli
     sampling = RowSampling(max(one.row for one in admissions) + 1, vocab, DEVICE)
     token_ids = torch.full((len(admissions), MAX_LEN), vocab - 1, dtype=torch.int32)
     for one in admissions:
-        sampling.admit(one)
+        sampling.admit([one])
         token_ids[one.row, : len(one.tokens)] = torch.from_numpy(one.tokens)
     return sampling, token_ids.to(DEVICE), torch.tensor([len(one.tokens) for one in admissions], device=DEVICE)
 
@@ -51,7 +51,7 @@ def both_ways(
 def many_rows(count: int, **values: object) -> tuple[RowSampling, torch.Tensor, torch.Tensor]:
     """`on_device` for equal rows of six tokens that differ in their seeds alone."""
     sampling = RowSampling(count, 6, DEVICE)
-    sampling.admit(admission(0, [1, 2, 3], seeded(seed=0, **values)))
+    sampling.admit([admission(0, [1, 2, 3], seeded(seed=0, **values))])
     sampling.share([0] * (count - 1), list(range(1, count)))
     sampling.integers[:, 0] = torch.arange(count)
     return sampling, torch.zeros((count, 9), dtype=torch.int32, device=DEVICE), torch.full((count,), 3, device=DEVICE)

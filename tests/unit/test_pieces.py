@@ -43,7 +43,7 @@ def test_a_verdict_does_not_depend_on_how_many_rows_are_worked_on_at_a_time(
     sampling = RowSampling(ROWS, VOCAB, device)
     for row in range(ROWS):
         parameters = SamplingParams.from_mapping({"seed": row, **VARIANTS[row % len(VARIANTS)]})
-        sampling.admit(admission(row, [row, 5, 9], parameters, stop_ids=(2,)))
+        sampling.admit([admission(row, [row, 5, 9], parameters, stop_ids=(2,))])
     rows = list(range(ROWS))
     logits = (torch.randn(ROWS, DRAFT_LEN + 1, VOCAB, generator=generator) * 3).to(device)
     logits[0, 0, :40] = logits[0, 0, 40]  # ties
@@ -84,7 +84,7 @@ def test_ranking_holds_no_more_than_its_share_of_rows(monkeypatch: pytest.Monkey
     monkeypatch.setattr(filters, "_largest", spy)
     sampling = RowSampling(64, 1000, "meta")  # as on a GPU: nothing can be read back
     for row in range(64):
-        sampling.admit(admission(row, [1], SamplingParams(seed=1, temperature=1.0, top_p=0.9)))
+        sampling.admit([admission(row, [1], SamplingParams(seed=1, temperature=1.0, top_p=0.9))])
     monkeypatch.setattr(filters, "_DEVICE_CHUNK", 20_000)
     lengths = torch.empty(64, dtype=torch.int64, device="meta")
     token_ids = torch.empty((64, 9), dtype=torch.int32, device="meta")

@@ -23,7 +23,7 @@ def sampler_for(admissions: Sequence, vocab: int = VOCAB) -> tuple[RowSampling, 
     sampling = RowSampling(max(one.row for one in admissions) + 1, vocab, "cpu")
     token_ids = torch.full((len(admissions), MAX_LEN), vocab - 1, dtype=torch.int32)
     for one in admissions:
-        sampling.admit(one)
+        sampling.admit([one])
         token_ids[one.row, : len(one.tokens)] = torch.from_numpy(one.tokens)
     return sampling, token_ids, torch.tensor([len(one.tokens) for one in admissions])
 
@@ -222,15 +222,15 @@ def test_parameters_follow_the_row_and_are_dropped_with_it() -> None:
     sampling.drop(0)
     with pytest.raises(KeyError):
         sampling.steps([0])
-    sampling.admit(admission(0, [1], seeded(presence_penalty=1.0)))
+    sampling.admit([admission(0, [1], seeded(presence_penalty=1.0))])
     assert sampling.sampled_indices([0]) == [] and not sampling.passes([0]) and sampling.needs_history([0])
-    sampling.admit(admission(0, [1], seeded(seed=2**63 - 1)))
+    sampling.admit([admission(0, [1], seeded(seed=2**63 - 1))])
     assert sampling.passes([0]) and not sampling.needs_history([0]) and sampling.seeds([0]).tolist() == [2**63 - 1]
     assert sampling.sampled_indices([0]) == [] and sampling.wanted_logprobs([0]) == []
     logits = torch.randn(1, 1, VOCAB)
     assert sampling.process(logits, [0], lengths, token_ids) is logits
     with pytest.raises(ValueError, match="no seed"):
-        sampling.admit(admission(0, [1], SamplingParams()))
+        sampling.admit([admission(0, [1], SamplingParams())])
 
 
 def test_choose_takes_the_first_of_equal_logits_for_greedy_rows_and_samples_the_others() -> None:

@@ -242,5 +242,5 @@ def test_a_chain_of_sampled_steps_is_its_steps_one_by_one(count: int) -> None:
             assert torch.equal(found[:, step], alone.rank(count))
     assert len(replays) == 1
     assert KeyedRanks.of(sampling, [2, 6], lengths, Stream.TARGET) is not None
-    sampling.admit(admission(2, [1], seeded(repetition_penalty=1.1)))
+    sampling.admit([admission(2, [1], seeded(repetition_penalty=1.1))])
     assert KeyedRanks.of(sampling, [2, 3], lengths, Stream.TARGET) is None

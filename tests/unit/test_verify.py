@@ -98,7 +98,7 @@ class Toy:
         self.sampling = RowSampling(len(admissions), VOCAB, "cpu")
         self.token_ids = torch.zeros((len(admissions), 40), dtype=torch.int32)
         for one in admissions:
-            self.sampling.admit(one)
+            self.sampling.admit([one])
             self.token_ids[one.row, : len(one.tokens)] = torch.from_numpy(one.tokens)
         self.lengths = torch.tensor([len(one.tokens) for one in admissions])
 
@@ -298,7 +298,7 @@ def test_a_draft_without_a_distribution_cannot_be_seen_in_the_output() -> None:
     admissions = [admission(row, [1, 2, 3], SamplingParams(seed=row, temperature=1.0)) for row in range(4000)]
     sampling = RowSampling(4000, 4, "cpu")
     for one in admissions:
-        sampling.admit(one)
+        sampling.admit([one])
     rows, lengths = list(range(4000)), torch.full((4000,), 3)
     token_ids = torch.zeros((4000, 9), dtype=torch.int32)
     broken = sampling.process(torch.full((4000, 1, 4), torch.nan), rows, lengths, token_ids)
@@ -316,7 +316,7 @@ def test_nothing_is_read_back_from_the_device() -> None:
     """The decode path runs on torch's meta device, which holds no values: any read-back raises there."""
     sampling = RowSampling(40, VOCAB, "meta")
     for one in varied_rows():
-        sampling.admit(one)
+        sampling.admit([one])
     rows = list(range(40))
 
     def integers(*shape: int) -> torch.Tensor:

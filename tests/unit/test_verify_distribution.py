@@ -40,7 +40,7 @@ DRAFTS = {
 def sampling() -> RowSampling:
     rows = RowSampling(ROWS, VOCAB, "cpu")
     for row in range(ROWS):
-        rows.admit(admission(row, PROMPT, SamplingParams.from_mapping({"seed": row, **SETTINGS})))
+        rows.admit([admission(row, PROMPT, SamplingParams.from_mapping({"seed": row, **SETTINGS}))])
     return rows
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trtrun.core import RoundPlan
+from trtrun.core import RoundPlan, RowAdmission
 from trtrun.kernels.triton.support import triton_works
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.tensors import device_integers, kept_range
@@ -58,18 +58,26 @@ class RowState:
         """Take in what the plan changes: rows dropped, rows admitted, blocks assigned, in this order."""
         for row in plan.dropped_rows:
             self.sampling.drop(row)
-        for admission in plan.admissions:
-            row = admission.row
-            tokens = torch.from_numpy(admission.tokens).to(self.device, non_blocking=True)
-            self.token_ids[row, : len(tokens)] = tokens
-            self.lengths[row].fill_(len(tokens))  # an assignment would wait for the device
-            self.block_tables[row].zero_()
-            self.sampling.admit(admission)
+        if plan.admissions:
+            self._admit(plan.admissions)
         if len(plan.block_updates):
             row, index, block = plan.block_updates.astype(np.int64).T
             places = np.stack((row * self.block_tables.shape[1] + index, block))
             where, blocks = torch.from_numpy(places).to(self.device, non_blocking=True).unbind()
             self.block_tables.view(-1).index_copy_(0, where, blocks)
+
+    def _admit(self, admissions: Sequence[RowAdmission]) -> None:
+        """Give rows their tokens and parameters, all together: each copy and each launch takes microseconds in which a
+        GPU has nothing to do."""
+        self.sampling.admit(admissions)
+        lengths = [len(item.tokens) for item in admissions]
+        where, values = device_integers([[item.row for item in admissions], lengths], self.device)
+        self.lengths.index_copy_(0, where, values)
+        self.block_tables.index_fill_(0, where, 0)
+        tokens = torch.from_numpy(np.concatenate([item.tokens for item in admissions]))
+        tokens = tokens.to(self.device, non_blocking=True)
+        places = [self.token_ids[item.row, :length] for item, length in zip(admissions, lengths, strict=True)]
+        torch._foreach_copy_(places, list(torch.split(tokens, lengths)))
 
     def fresh_blocks(self, plan: RoundPlan) -> list[int]:
         """Blocks that rows get in a plan to write to, without those whose keys and values they share with others."""

@@ -25,7 +25,7 @@ from trtrun.sampling.likeliest import argmax, likeliest
 from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream, gumbel, gumbel_argmax
 from trtrun.sampling.row_steps import RowSteps
-from trtrun.tensors import kept_integers
+from trtrun.tensors import device_integers, kept_integers
 
 
 class RowSampling:
@@ -54,29 +54,32 @@ class RowSampling:
         self._changed: set[int] = set()
         self._reporting: set[int] = set()
 
-    def admit(self, admission: RowAdmission) -> None:
-        """Take over the parameters of the request that got row `admission.row`.
+    def admit(self, admissions: Sequence[RowAdmission]) -> None:
+        """Take over the parameters of the requests that got rows; a row is there once at most.
 
         Raises:
-            ValueError: the seed was not drawn.
+            ValueError: a seed was not drawn.
         """
-        sampling, row = admission.sampling, admission.row
-        if sampling.seed is None:
-            raise ValueError(f"request {admission.request_id} has no seed: draw one before it gets a row")
-        steps = RowSteps.of(admission, self.vocab_size, self.device)
-        first_stop = admission.num_prompt_tokens + sampling.min_tokens
-        integers = [sampling.seed, steps.top_k, admission.num_prompt_tokens, first_stop]
-        numbers = [
-            sampling.temperature,
-            sampling.top_p,
-            math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf,
-            sampling.repetition_penalty,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-        ]
-        self.integers[row].copy_(torch.tensor(integers, dtype=torch.int64), non_blocking=True)
-        self.numbers[row].copy_(torch.tensor(numbers, dtype=torch.float32), non_blocking=True)
-        self._take(row, steps)
+        if not admissions:
+            return
+        integers, numbers = [], []
+        for admission in admissions:
+            sampling = admission.sampling
+            if sampling.seed is None:
+                raise ValueError(f"request {admission.request_id} has no seed: draw one before it gets a row")
+            steps = RowSteps.of(admission, self.vocab_size, self.device)
+            first_stop = admission.num_prompt_tokens + sampling.min_tokens
+            integers.append((admission.row, sampling.seed, steps.top_k, admission.num_prompt_tokens, first_stop))
+            log_min_p = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+            penalty = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+            numbers.append((sampling.temperature, sampling.top_p, log_min_p, *penalty))
+            self._take(admission.row, steps)
+        # One copy for all rows: each takes ten microseconds, in which a GPU has nothing to do.
+        table = device_integers(integers, self.device)
+        rows = table[:, 0]
+        self.integers.index_copy_(0, rows, table[:, 1:])
+        values = torch.tensor(numbers, dtype=torch.float32)
+        self.numbers.index_copy_(0, rows, values.to(self.device, non_blocking=True))
 
     def drop(self, row: int) -> None:
         """Forget a row whose request ended or was preempted; nothing if there is none."""

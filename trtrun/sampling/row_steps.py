@@ -6,6 +6,7 @@ module knows no logits and no randomness.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +47,6 @@ class RowSteps:
         """The steps of the request that got a row; its token ids outside [0, vocab_size) are left out."""
         sampling = admission.sampling
         bias = {token: value for token, value in sampling.logit_bias.items() if 0 <= token < vocab_size}
-        values = torch.tensor(list(bias.values()), dtype=torch.float32).to(device, non_blocking=True)
         stops = sorted({token for token in admission.stop_ids if 0 <= token < vocab_size})
         prefixes, last_tokens = bad_word_table(admission.bad_word_ids, vocab_size)
         bad_words = (device_integers(prefixes, device), device_integers(last_tokens, device)) if last_tokens else None
@@ -58,7 +58,7 @@ class RowSteps:
             min_p=sampling.min_p > 0.0,
             repetition=sampling.repetition_penalty != 1.0,
             output_penalties=sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0,
-            bias=(device_integers(list(bias), device), values) if bias else None,
+            bias=_bias_tables(bias, device) if bias else None,
             stop_ids=device_integers(stops, device) if stops and sampling.min_tokens > 0 else None,
             bad_words=bad_words,
         )
@@ -72,3 +72,9 @@ class RowSteps:
     def own_tables(self) -> bool:
         """Whether a step works on this row alone, with the row's own tables."""
         return self.bias is not None or self.stop_ids is not None or self.bad_words is not None
+
+
+def _bias_tables(bias: Mapping[int, float], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids and values of a bias."""
+    values = torch.tensor(list(bias.values()), dtype=torch.float32)
+    return device_integers(list(bias), device), values.to(device, non_blocking=True)
