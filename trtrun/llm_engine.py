@@ -23,6 +23,7 @@ from trtrun.config import RuntimeConfig
 from trtrun.core import Request
 from trtrun.deltas import make_delta, make_lost_delta, new_text
 from trtrun.detokenizer import CompletionText, IncrementalDetokenizer
+from trtrun.engine.prompt_tiles import tile_width
 from trtrun.errors import InvalidRequestError, RankFailedError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.outputs import CompletionDelta, RequestId, StartReport
@@ -107,7 +108,8 @@ class LLMEngine:
         if job is None:
             return None
         draft_context = draft_model.max_position_embeddings if draft_model is not None else None
-        limits = SchedulerLimits.of(config, target_context(config, model), draft_context, job.num_blocks)
+        tile = tile_width(model, len(config.target.devices), config.target.devices[0])
+        limits = SchedulerLimits.of(config, target_context(config, model), draft_context, job.num_blocks, tile)
         return cls(config, job, model, limits, tokenizer)
 
     @property

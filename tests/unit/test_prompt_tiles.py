@@ -13,7 +13,8 @@ from pipelines import Reference, make_llm, prompt_of, tokens_of
 from trtrun import SamplingParams
 from trtrun.attention.backend import HostAttention
 from trtrun.core import PrefillChunk
-from trtrun.engine.prompt_tiles import PromptTile, even_tiles, fitted_tiles, most_padding
+from trtrun.engine.prompt_tiles import PromptTile, even_tiles, fitted_tiles
+from trtrun.kernels.tile_widths import most_padding
 
 chunks_of_rows = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 200)), min_size=1, max_size=6).map(
     lambda items: [

@@ -25,6 +25,7 @@ def limits(draw: st.DrawFn, plans_ahead: int | None = None) -> SchedulerLimits:
         num_blocks=draw(st.integers(10, 40)),
         enable_block_reuse=draw(st.booleans()),
         plans_ahead=draw(st.integers(0, 1)) if plans_ahead is None else plans_ahead,
+        prompt_tile=draw(st.sampled_from([None, 1, 2, 5, 16])),
     )
 
 

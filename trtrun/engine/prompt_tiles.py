@@ -14,6 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trtrun.core import PrefillChunk
+from trtrun.kernels.tile_widths import padded_width, prompt_width
+from trtrun.kernels.triton.attention_tiles import LARGEST_TILE
+from trtrun.models.config import ModelConfig
+from trtrun.models.shard_layout import ShardLayout
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,15 @@ class PromptTile:
     row: int
     start: int
     first: int
+
+
+def tile_width(model: ModelConfig, tp_size: int, device: str) -> int | None:
+    """Tokens of the tiles of a model's prompts on devices like this one, "cuda:0" or "host/cpu:0", told from shapes
+    alone; None where a chunk is one row."""
+    if not device.rpartition("/")[2].startswith("cuda"):
+        return None
+    layout = ShardLayout(model, 0, tp_size)
+    return prompt_width(LARGEST_TILE, len(layout.heads), len(layout.kv_heads))
 
 
 def even_tiles(chunks: Sequence[PrefillChunk], width: int) -> list[PromptTile]:
@@ -54,13 +67,3 @@ def fitted_tiles(chunks: Sequence[PrefillChunk], width: int) -> Mapping[int, lis
         for first in range(chunk.start + left, chunk.start + chunk.length, width):
             tiles[width].append(PromptTile(index, chunk.row, chunk.start, first))
     return tiles
-
-
-def padded_width(length: int, width: int) -> int:
-    """Queries of a tile for `length` tokens, `width` at most."""
-    return min(1 << (length - 1).bit_length(), width)
-
-
-def most_padding(width: int) -> int:
-    """Padding of a chunk in fitted tiles, at most."""
-    return max((padded_width(left, width) - left for left in range(1, width)), default=0)

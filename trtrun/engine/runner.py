@@ -14,8 +14,9 @@ import torch
 from trtrun.core import PrefillChunk, RoundPlan
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, read_tiles
 from trtrun.engine.graphs import MOST_PROMPT_TOKENS, SHARED_CONTEXT, Capture, ForwardGraphs
-from trtrun.engine.prompt_tiles import even_tiles, padded_width
+from trtrun.engine.prompt_tiles import even_tiles
 from trtrun.engine.rows import RowState
+from trtrun.kernels.tile_widths import padded_width
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM

@@ -14,6 +14,7 @@ import torch
 
 from trtrun.attention.backend import AttentionBackend
 from trtrun.kernels.rounded_rows import Activations
+from trtrun.kernels.tile_widths import prompt_width
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
@@ -135,7 +136,7 @@ class CausalLM:
     def prompt_width(self) -> int | None:
         """Queries of the rows that prompts are best cut into; None where each is best one row."""
         layer = self._layers[0]
-        return None if layer.attention.tile is None else max(1, layer.attention.tile * layer.kv_heads // layer.heads)
+        return prompt_width(layer.attention.tile, layer.heads, layer.kv_heads)
 
     def reserve_positions(self, positions: int) -> None:
         """Make rotary tables for positions [0, positions) now; needed before a graph is captured, free otherwise."""

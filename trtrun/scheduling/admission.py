@@ -51,15 +51,16 @@ class Admission:
             self._admit(plan, plan.budget - kept, running.num_unread, speculating)
             if running is oldest:
                 kept = 0
-            if plan.budget > kept:
-                plan.prefill(running, plan.budget - kept)
+            most = plan.budget - kept
+            if plan.takes_prompts(most) or (running is oldest and most > 0):
+                plan.prefill(running, most)
         self._admit(plan, plan.budget, None, speculating)
 
     def _admit(self, plan: PlanBuilder, budget: int, below: int | None, speculating: bool) -> None:
         """Admit completions in turn, and read what fits into `budget` tokens of their prompts; with `below` only those
         with fewer tokens to read."""
         end = plan.budget - budget
-        while plan.budget > end and self._waiting and self._batch.has_free_row():
+        while plan.takes_prompts(plan.budget - end) and self._waiting and self._batch.has_free_row():
             admitted = self._admit_one(below, speculating)
             if admitted is None:
                 return

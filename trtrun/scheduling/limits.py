@@ -27,6 +27,7 @@ class SchedulerLimits:
         enable_block_reuse: whether full verified blocks are shared between requests.
         plans_ahead: how many plans may be out without their results when the next is made: 0 or 1.
         max_waiting: most requests in the waiting queue; None for no limit.
+        prompt_tile: tokens of the tiles that the target's ranks cut prompts into; None where they cut none.
     """
 
     max_batch_size: int
@@ -39,9 +40,17 @@ class SchedulerLimits:
     enable_block_reuse: bool = True
     plans_ahead: int = 0
     max_waiting: int | None = None
+    prompt_tile: int | None = None
 
     @classmethod
-    def of(cls, config: RuntimeConfig, context: int, draft_context: int | None, num_blocks: int) -> SchedulerLimits:
+    def of(
+        cls,
+        config: RuntimeConfig,
+        context: int,
+        draft_context: int | None,
+        num_blocks: int,
+        prompt_tile: int | None = None,
+    ) -> SchedulerLimits:
         """The limits of a configuration, for models with these contexts (the draft's is None without a draft model) and
         KV stores of `num_blocks` blocks."""
         return cls(
@@ -55,6 +64,7 @@ class SchedulerLimits:
             enable_block_reuse=config.kv_cache.enable_block_reuse,
             plans_ahead=config.plans_ahead,
             max_waiting=config.scheduler.max_waiting,
+            prompt_tile=prompt_tile,
         )
 
     def __post_init__(self) -> None:
@@ -68,6 +78,7 @@ class SchedulerLimits:
             ("num_blocks", self.num_blocks >= 2, "at least 2, the null block and one more"),
             ("plans_ahead", self.plans_ahead in (0, 1), "0 or 1"),
             ("max_waiting", self.max_waiting is None or self.max_waiting >= 1, "at least 1"),
+            ("prompt_tile", self.prompt_tile is None or self.prompt_tile >= 1, "at least 1"),
         )
         for name, holds, rule in rules:
             if not holds:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from trtrun.core import PrefillChunk, RoundPlan, RowAdmission
+from trtrun.kernels.tile_widths import padding
 from trtrun.scheduling.completion import Completion, PlannedRow, Work
 
 MAX_MISSED_ROUNDS = 6
@@ -18,12 +19,17 @@ MAX_MISSED_ROUNDS = 6
 class PlanBuilder:
     """Parts of one round.
 
+    Where prompts are cut into tiles, what fills those up counts as tokens, and a chunk that does not end its prompt is
+    whole tiles. So a round has no more rows of activations than it may have tokens: products take rows in large parts,
+    and a few more rows would have all weights read once more.
+
     Attributes:
-        budget: tokens that still fit into the round.
+        budget: tokens that still fit into the round; a last tile may take a little more.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, prompt_tile: int | None = None) -> None:
         self.budget = budget
+        self._tile = prompt_tile or 1
         self._decoding: list[tuple[Completion, int]] = []
         self._last_chunks: list[PlannedRow] = []
         self._chunks: list[PlannedRow] = []
@@ -76,14 +82,22 @@ class PlanBuilder:
         running.num_pending_tokens += most_gained
         self.budget -= most_gained
 
+    def takes_prompts(self, most: int) -> bool:
+        """Whether `most` tokens are enough for a chunk. The first one may be as short as it has to be, so that every
+        round that has a token left reads on."""
+        return most >= self._tile or (most > 0 and not self._prefill)
+
     def prefill(self, running: Completion, most: int) -> None:
-        """Have a row compute its next admission tokens, at most `most`; the last chunk's result counts as pending."""
+        """Have a row compute its next admission tokens, at most `most`, where `takes_prompts`; the last chunk's result
+        counts as pending."""
         start = running.num_prefilled
         length = min(running.num_unread, most)
+        if self._tile <= length < running.num_unread:
+            length -= length % self._tile
         end = start + length
         is_last = end == running.num_admitted_tokens
         running.num_prefilled = end
-        self.budget -= length
+        self.budget -= length + padding(length, self._tile)
         self._max_context = max(self._max_context, end + 1)
         self._prefill.append(PrefillChunk(running.row, start, length, is_last, running.followed))
         if is_last:
