@@ -64,6 +64,8 @@ def warm_up(
     if engine.has_graphs:
         for context in sorted({min(context, longest) for context in _CONTEXTS}):
             engine.catch_up(torch.zeros(1, dtype=torch.int64, device=engine.device), [2], context=context)
+            if verifies and max(draft_lens) < max_tokens:
+                _verify(engine, 1, max(draft_lens), context)
     for rows in _numbers_of_rows(engine, max_rows):
         if verifies:
             for length in _lens_of(rows, {0, *draft_lens}):
@@ -93,7 +95,7 @@ def _chunk(row: int, length: int) -> PrefillChunk:
     return PrefillChunk(row=row, start=0, length=length, is_last=False, followed=True)
 
 
-def _verify(engine: Engine, rows: int, length: int) -> None:
+def _verify(engine: Engine, rows: int, length: int, context: int = 0) -> None:
     plan = RoundPlan(
         round_index=-1,
         dropped_rows=(),
@@ -103,7 +105,7 @@ def _verify(engine: Engine, rows: int, length: int) -> None:
         decode_rows=np.arange(rows, dtype=np.int32),
         draft_lens=np.full(rows, length, dtype=np.int32),
         catch_up=np.full(rows, 2, dtype=np.int32),
-        max_context=2 + length,
+        max_context=max(2 + length, context),
     )
     drafted = torch.zeros((rows, length), dtype=torch.int64, device=engine.device)
     engine.verify_forward(plan, drafted, torch.full((rows,), length, device=engine.device))
