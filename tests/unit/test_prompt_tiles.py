@@ -8,13 +8,15 @@ import pytest
 from checkpoints import make_checkpoint, make_draft
 from hypothesis import given
 from hypothesis import strategies as st
+from paged import PagedModel
 from pipelines import Reference, make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
 from trtrun.attention.backend import HostAttention
 from trtrun.core import PrefillChunk
-from trtrun.engine.prompt_tiles import PromptTile, even_tiles, fitted_tiles
-from trtrun.kernels.tile_widths import most_padding
+from trtrun.engine.prompt_tiles import PromptTile, even_tiles, fitted_tiles, tile_width
+from trtrun.kernels.tile_widths import most_padding, padding
+from trtrun.kernels.triton.attention_tiles import LARGEST_TILE
 
 chunks_of_rows = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 200)), min_size=1, max_size=6).map(
     lambda items: [
@@ -32,7 +34,7 @@ def positions_of(tile: PromptTile, width: int) -> list[int]:
 def test_tiles_cover_every_token_once_and_in_order(chunks: list[PrefillChunk], width: int) -> None:
     fitted = fitted_tiles(chunks, width)
     assert set(fitted) <= {1, 2, 4, 8, 16, 32, 64, width} and max(fitted) <= width
-    padding = dict.fromkeys(range(len(chunks)), 0)
+    added = dict.fromkeys(range(len(chunks)), 0)
     for kind in ({width: even_tiles(chunks, width)}, fitted):
         found: dict[int, list[int]] = {index: [] for index in range(len(chunks))}
         for size, tiles in sorted(kind.items()):
@@ -40,11 +42,32 @@ def test_tiles_cover_every_token_once_and_in_order(chunks: list[PrefillChunk], w
                 assert (tile.row, tile.start) == (chunks[tile.chunk].row, chunks[tile.chunk].start)
                 found[tile.chunk] += positions_of(tile, size)
                 assert found[tile.chunk][-1] == tile.first + size - 1, "padding comes first"
-                padding[tile.chunk] += size - len(positions_of(tile, size)) if kind is fitted else 0
+                added[tile.chunk] += size - len(positions_of(tile, size)) if kind is fitted else 0
         assert found == {
             index: list(range(chunk.start, chunk.start + chunk.length)) for index, chunk in enumerate(chunks)
         }
-    assert max(padding.values()) <= most_padding(width)
+    assert max(added.values()) <= most_padding(width)
+
+
+@given(st.integers(1, 500), st.sampled_from([1, 8, 16, 32, 42, 128]))
+def test_the_scheduler_counts_what_fills_up_the_tiles(length: int, width: int) -> None:
+    chunk = PrefillChunk(0, 7, length, is_last=True, followed=True)
+    computed = sum(size * len(tiles) for size, tiles in fitted_tiles([chunk], width).items())
+    assert length + padding(length, width) == computed
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "tp_size"), [(4, 2, 1), (4, 2, 2), (8, 2, 4), (4, 4, 1), (8, 1, 2)])
+def test_the_width_of_tiles_follows_from_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, tp_size: int
+) -> None:
+    """As models find it that run on a GPU."""
+    monkeypatch.setattr(HostAttention, "tile", LARGEST_TILE)
+    path = make_checkpoint(tmp_path, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    model = PagedModel(path, tp_size=tp_size)
+    config = model.models[0].config
+    for device in ("cuda:0", "host-7/cuda:3"):
+        assert {tile_width(config, tp_size, device)} == {rank.prompt_width for rank in model.models}
+    assert tile_width(config, tp_size, "cuda-host/cpu:0") is None
 
 
 def test_padding_is_less_than_half_of_a_tile() -> None:
