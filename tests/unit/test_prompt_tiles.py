@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from paged import PagedModel
 from pipelines import Reference, make_llm, prompt_of, tokens_of
 
-from trtrun import SamplingParams
+from trtrun import SamplingParams, llm_engine
 from trtrun.attention.backend import HostAttention
 from trtrun.core import PrefillChunk
+from trtrun.engine import prompt_tiles
 from trtrun.engine.prompt_tiles import PromptTile, even_tiles, fitted_tiles, tile_width
 from trtrun.kernels.tile_widths import most_padding, padding
 from trtrun.kernels.triton.attention_tiles import LARGEST_TILE
@@ -79,8 +80,11 @@ def test_padding_is_less_than_half_of_a_tile() -> None:
 def test_prompts_in_tiles_give_transformers_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tile: int, drafted: bool
 ) -> None:
-    """Without graphs: of any lengths, in chunks, beside rows that decode, with blocks that are reused."""
+    """Without graphs: of any lengths, in chunks, beside rows that decode, with blocks that are reused; and rounds are
+    planned with tiles, as where the target is on GPUs."""
     monkeypatch.setattr(HostAttention, "tile", tile)
+    monkeypatch.setattr(prompt_tiles, "LARGEST_TILE", tile)
+    monkeypatch.setattr(llm_engine, "tile_width", lambda model, tp_size, _: tile_width(model, tp_size, "cuda:0"))
     target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
     draft = make_draft(tmp_path / "draft", target, 1) if drafted else None
     reference = Reference(target)
@@ -90,4 +94,5 @@ def test_prompts_in_tiles_give_transformers_texts(
     with make_llm(target, draft, speculation=speculation, scheduler={"max_batch_size": 4, "max_num_tokens": 50}) as llm:
         found = [tokens for (tokens,) in tokens_of(llm.generate(prompts, SamplingParams(max_tokens=12)))]
         llm.check_idle()
+        assert llm.engine.scheduler.limits.prompt_tile == tile // 2, "two heads a KV head"
     assert found == [reference.greedy(prompt, 12) for prompt in prompts]
