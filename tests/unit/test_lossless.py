@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, make_checkpoint, make_draft
-from native import leave_to_torch, needs_kernels
+from native import leave_to_torch, needs_attention_kernel, needs_kernels
 from pipelines import Reference, make_llm, noisy_copy, prompt_of, run_alone, tokens_of, useless_draft
 
 from trtrun import SamplingParams
@@ -209,7 +209,7 @@ BFLOAT16_SAMPLING = SamplingParams(max_tokens=36)
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((16, True), id="own kernels", marks=needs_kernels),
+        pytest.param((16, True), id="own kernels", marks=needs_attention_kernel),
         pytest.param((8, True), id="own products, torch's attention", marks=needs_kernels),
         pytest.param((8, False), id="torch"),
     ],

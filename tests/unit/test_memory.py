@@ -57,10 +57,11 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`tiny`, `target` with about 90 MiB of bfloat16 in three files, of which the largest tensor is a tenth."""
+    """`target` with about 90 MiB of bfloat16 in three files, of which the largest tensor is a tenth; and `tiny`, with
+    heads of the same size, so that it compiles what the others run on."""
     folder = tmp_path_factory.mktemp("memory")
     sizes = {"num_key_value_heads": 8, "num_attention_heads": 8, "max_position_embeddings": 2048}
-    make_checkpoint(folder / "tiny", dtype=torch.bfloat16, **sizes)
+    make_checkpoint(folder / "tiny", dtype=torch.bfloat16, head_dim=64, **sizes)
     make_checkpoint(
         folder / "target",
         dtype=torch.bfloat16,

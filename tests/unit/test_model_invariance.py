@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, make_checkpoint
-from native import leave_to_torch, needs_kernels
+from native import leave_to_torch, needs_attention_kernel
 from paged import PagedModel, straight
 from pipelines import make_llm
 from torch.nn import functional
@@ -23,7 +23,9 @@ from trtrun.layers.rotary import RopeConfig, RotaryEmbedding
 LENGTH = 40
 
 
-@pytest.fixture(params=[pytest.param(True, id="own kernels", marks=needs_kernels), pytest.param(False, id="torch")])
+@pytest.fixture(
+    params=[pytest.param(True, id="own kernels", marks=needs_attention_kernel), pytest.param(False, id="torch")]
+)
 def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models run on trtrun's own kernels, and as on processors that have none."""
     if not request.param:

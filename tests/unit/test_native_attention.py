@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from native import leave_to_torch, needs_kernels
+from native import leave_to_torch, needs_attention_kernel
 from paged import straight
 
 from trtrun.attention.backend import HostAttention
@@ -14,7 +14,7 @@ from trtrun.kernels.cpu.attention import NativeAttention
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 
-pytestmark = [needs_kernels, pytest.mark.usefixtures("each_number_of_threads")]
+pytestmark = [needs_attention_kernel, pytest.mark.usefixtures("each_number_of_threads")]
 
 ROWS, LENGTH = 3, 90
 # (head_dim, heads, kv_heads, block_size)

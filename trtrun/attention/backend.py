@@ -13,7 +13,7 @@ import torch
 
 from trtrun.attention.gather import GatherAttention
 from trtrun.kernels.cpu.attention import NativeAttention, takes_blocks, takes_head
-from trtrun.kernels.cpu.machine import has_bfloat16_kernels
+from trtrun.kernels.cpu.machine import has_attention_kernel
 from trtrun.kernels.triton.support import triton_works
 from trtrun.kvcache.segments import AttentionBatch
 
@@ -77,7 +77,7 @@ class HostAttention:
         """For a model of `dtype` with heads of `head_dim` numbers."""
         self._gather = GatherAttention()
         self._native: AttentionBackend | None = None
-        if dtype is torch.bfloat16 and takes_head(head_dim) and has_bfloat16_kernels():
+        if dtype is torch.bfloat16 and takes_head(head_dim) and has_attention_kernel():
             self._native = NativeAttention(head_dim)
 
     def forward(

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from trtrun.engine.graphs import MOST_GRAPHS, MOST_PROMPT_TOKENS
-from trtrun.kernels.cpu.machine import has_bfloat16_kernels
+from trtrun.kernels.cpu.attention import takes_blocks, takes_head
+from trtrun.kernels.cpu.machine import has_attention_kernel
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.models.config import ModelConfig
 from trtrun.models.shard_layout import ShardLayout
@@ -151,7 +152,8 @@ def _attention_bytes(
     """Partial results of the kernels on GPUs; one row's context, mask and scores where plain torch attends on CPUs."""
     if device_type == "cuda":
         return _PARTIAL_BYTES
-    if dtype is torch.bfloat16 and has_bfloat16_kernels():
+    takes_shape = takes_head(model.head_dim) and takes_blocks(shape.block_size)
+    if dtype is torch.bfloat16 and takes_shape and has_attention_kernel():
         return 0
     heads, keys = len(layout.heads), len(layout.kv_heads)
     context = 2 * shape.max_seq_len * keys * model.head_dim * dtype.itemsize

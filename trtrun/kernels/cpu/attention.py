@@ -1,6 +1,7 @@
 """Attention over the paged KV store in bfloat16 on the CPU, reading the store where it lies.
 
-It knows one layer's store, segments and threads. It does not know models. Written for AVX-512 BF16.
+It knows one layer's store, segments and threads. It does not know models. Written for AVX-512 BF16; where a
+processor has AVX2 alone, bfloat16 is multiplied as float32, which its numbers are.
 
 A tile of the store is sixteen tokens of one KV head. Its keys lie as [head / 2, 16, 2], pairs of numbers behind one
 another for sixteen tokens, and its values as [8, head, 2], pairs of tokens: so that scores of sixteen keys, and sixteen
@@ -28,7 +29,7 @@ from trtrun.kernels.cpu.attention_code import (
     attention_module,
 )
 from trtrun.kernels.cpu.emitter import LANES
-from trtrun.kernels.cpu.machine import Kernel, compile_kernels
+from trtrun.kernels.cpu.machine import Kernel, compile_kernels, has_bfloat16_kernels
 from trtrun.kernels.rotation import rotate
 from trtrun.kvcache.segments import AttentionBatch
 
@@ -126,4 +127,4 @@ def takes_blocks(block_size: int) -> bool:
 
 @functools.cache
 def _kernel(head_dim: int) -> Kernel:
-    return compile_kernels(attention_module(head_dim), KERNEL)[KERNEL]
+    return compile_kernels(attention_module(head_dim, has_bfloat16_kernels()), KERNEL)[KERNEL]

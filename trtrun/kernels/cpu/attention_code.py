@@ -61,9 +61,9 @@ class Arguments(ctypes.Structure):
     ]
 
 
-def attention_module(head_dim: int) -> ir.Module:
-    """A module whose function KERNEL takes Arguments, for heads of `head_dim` numbers (a multiple of 16)."""
-    code = _AttentionCode(head_dim)
+def attention_module(head_dim: int, multiplies_bfloat16: bool = True) -> ir.Module:
+    """A module whose function KERNEL takes Arguments, for heads of `head_dim` numbers, a multiple of 16."""
+    code = _AttentionCode(head_dim, multiplies_bfloat16)
     code.emit_kernel([code.emit_tile(queries) for queries in _VARIANTS])
     return code.module
 
@@ -81,8 +81,8 @@ class _Query:
 class _AttentionCode(Emitter):
     """Emits the kernel and its tiles for one head size."""
 
-    def __init__(self, head_dim: int) -> None:
-        super().__init__(KERNEL)
+    def __init__(self, head_dim: int, multiplies_bfloat16: bool) -> None:
+        super().__init__(KERNEL, multiplies_bfloat16)
         self._head_dim = head_dim
         self._tile_bytes = TILE_TOKENS * head_dim * 2
         floats = self.floats

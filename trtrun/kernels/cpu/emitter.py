@@ -1,4 +1,4 @@
-"""What kernels are written with: types, addresses and AVX-512 instructions, over llvmlite's IRBuilder.
+"""What kernels are written with: types, addresses and instructions, over llvmlite's IRBuilder.
 
 It knows LLVM IR. It does not know what a kernel computes or how it is run (machine.py).
 """
@@ -30,8 +30,9 @@ _SMALLEST_EXPONENT = -87.0
 class Emitter:
     """Types and instructions in one module."""
 
-    def __init__(self, name: str) -> None:
-        """Start a module `name`."""
+    def __init__(self, name: str, multiplies_bfloat16: bool = True) -> None:
+        """Start a module `name`: for processors with AVX-512 BF16, or for those that do not multiply bfloat16. Where
+        registers are half as wide LLVM makes two of one."""
         from llvmlite import ir
 
         class BFloat(ir.Type):  # type: ignore[misc]
@@ -50,8 +51,11 @@ class Emitter:
         self.halves, self.pairs = ir.VectorType(BFloat(), LANES), ir.VectorType(BFloat(), 2 * LANES)
         self.lanes = ir.VectorType(self.small, LANES)
         floats, small = self.floats, self.small
-        self._dot = self.declare("llvm.x86.avx512bf16.dpbf16ps.512", floats, floats, self.pairs, self.pairs)
-        self._round = self.declare("llvm.x86.avx512bf16.cvtneps2bf16.512", self.halves, floats)
+        self._dot: ir.Function | None = None
+        self._round: ir.Function | None = None
+        if multiplies_bfloat16:
+            self._dot = self.declare("llvm.x86.avx512bf16.dpbf16ps.512", floats, floats, self.pairs, self.pairs)
+            self._round = self.declare("llvm.x86.avx512bf16.cvtneps2bf16.512", self.halves, floats)
         self._fma = self.declare("llvm.fma.v16f32", floats, floats, floats, floats)
         self._nearest = self.declare("llvm.rint.v16f32", floats, floats)
         self._store: ir.Function | None = None
@@ -108,11 +112,29 @@ class Emitter:
     def add_dot(self, builder: ir.IRBuilder, place: ir.Value, left: ir.Value, right: ir.Value) -> None:
         """Add to the sixteen float32 at `place`, lane by lane, the products of two pairs of bfloat16."""
         total = builder.load(place, typ=self.floats)
-        builder.store(builder.call(self._dot, [total, left, right]), place)
+        if self._dot is not None:
+            total = builder.call(self._dot, [total, left, right])
+        else:
+            for one, other in zip(self._apart(builder, left), self._apart(builder, right), strict=True):
+                total = builder.call(self._fma, [one, other, total])
+        builder.store(total, place)
+
+    def _apart(self, builder: ir.IRBuilder, pairs: ir.Value) -> list[ir.Value]:
+        """The first of sixteen pairs of bfloat16, and the second, as float32."""
+        bits = builder.bitcast(pairs, self.lanes)
+        first = builder.shl(bits, self.numbers([16] * LANES))
+        second = builder.and_(bits, self.numbers([-(1 << 16)] * LANES))
+        return [builder.bitcast(first, self.floats), builder.bitcast(second, self.floats)]
 
     def round(self, builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
         """Sixteen float32 → sixteen bfloat16, to nearest even."""
-        return builder.call(self._round, [value])
+        if self._round is not None:
+            return builder.call(self._round, [value])
+        bits, half = builder.bitcast(value, self.lanes), self.numbers([16] * LANES)
+        is_odd = builder.and_(builder.lshr(bits, half), self.numbers([1] * LANES))
+        rounded = builder.lshr(builder.add(bits, builder.add(is_odd, self.numbers([0x7FFF] * LANES))), half)
+        rounded = builder.select(builder.fcmp_unordered("uno", value, value), self.numbers([0x7FC0] * LANES), rounded)
+        return builder.bitcast(builder.trunc(rounded, self._ir.VectorType(self._ir.IntType(16), LANES)), self.halves)
 
     def exp(self, builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
         """exp of sixteen numbers of at most 0, to 2 units in the last place; 0 where it would be less than 1e-37."""

@@ -33,12 +33,26 @@ def has_bfloat16_kernels() -> bool:
 
     They need AVX-512 BF16, a torch that runs on GNU OpenMP (the Linux wheels do) and llvmlite.
     """
-    return bool(_processor_features().get("avx512bf16")) and _openmp() is not None
+    return _has_features("avx512bf16") and _openmp() is not None
+
+
+@functools.cache
+def has_attention_kernel() -> bool:
+    """Whether the kernel of paged attention runs here: with AVX-512 BF16 or AVX2, whose dot products are made of
+    multiplications in float32. Beside these it needs what `has_bfloat16_kernels` needs."""
+    return has_bfloat16_kernels() or (_has_features("avx2", "fma") and _openmp() is not None)
+
+
+def _has_features(*names: str) -> bool:
+    """Whether the processor has these, of which torch may be told to use less; "avx512…" are those of AVX-512."""
+    needed = ("AVX512", "AMX") if any(name.startswith("avx512") for name in names) else ("AVX2", "AVX512", "AMX")
+    if torch.backends.cpu.get_cpu_capability() not in needed:
+        return False  # spares every other machine LLVM
+    features = _processor_features()
+    return all(features.get(name, False) for name in names)
 
 
 def _processor_features() -> dict[str, bool]:
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX512", "AMX"):
-        return {}  # spares every other machine LLVM
     try:
         import llvmlite.binding as llvm
     except ImportError:
@@ -65,7 +79,8 @@ def _openmp() -> ctypes.CDLL | None:
 
 
 def compile_kernels(module: ir.Module, *names: str) -> dict[str, Kernel]:
-    """Compile `module` for this processor and return its functions `names`. Needs `has_bfloat16_kernels`."""
+    """Compile `module` for this processor and return its functions `names`. Needs `has_bfloat16_kernels`, or what else
+    says that the module's code runs here."""
     import llvmlite.binding as llvm
 
     library = _openmp()
