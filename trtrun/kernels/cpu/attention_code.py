@@ -27,6 +27,9 @@ _VARIANTS = (1, 2, TILE_QUERIES)
 """Numbers of queries that there is code for; the last query is computed again to make up the next of them."""
 _CHUNK = 64
 """Numbers of a head that are accumulated at a time."""
+_FEWER_VARIANTS, _SMALLER_CHUNK = (1, 3), 32
+"""The same where registers are half as many and half as wide: 12 of 16 are then accumulators, and code for more takes
+long to compile."""
 _LOWEST = -3.0e38
 
 
@@ -64,7 +67,7 @@ class Arguments(ctypes.Structure):
 def attention_module(head_dim: int, multiplies_bfloat16: bool = True) -> ir.Module:
     """A module whose function KERNEL takes Arguments, for heads of `head_dim` numbers, a multiple of 16."""
     code = _AttentionCode(head_dim, multiplies_bfloat16)
-    code.emit_kernel([code.emit_tile(queries) for queries in _VARIANTS])
+    code.emit_kernel()
     return code.module
 
 
@@ -84,6 +87,8 @@ class _AttentionCode(Emitter):
     def __init__(self, head_dim: int, multiplies_bfloat16: bool) -> None:
         super().__init__(KERNEL, multiplies_bfloat16)
         self._head_dim = head_dim
+        self._variants: tuple[int, ...] = _VARIANTS if multiplies_bfloat16 else _FEWER_VARIANTS
+        self._chunk = _CHUNK if multiplies_bfloat16 else _SMALLER_CHUNK
         self._tile_bytes = TILE_TOKENS * head_dim * 2
         floats = self.floats
         number = floats.element
@@ -92,9 +97,10 @@ class _AttentionCode(Emitter):
 
     # --- the kernel: store the new keys and values, wait, then share rows, heads and queries out over the threads
 
-    def emit_kernel(self, tiles: list[ir.Function]) -> None:
-        """Emit the function that the threads enter."""
-        integer, small = self.integer, self.small
+    def emit_kernel(self) -> None:
+        """Emit the function that the threads enter, and its tiles."""
+        integer, small, most = self.integer, self.small, self._variants[-1]
+        tiles = [self.emit_tile(queries) for queries in self._variants]
         thread_number, num_threads = self.declare(THREAD_NUMBER, small), self.declare(NUM_THREADS, small)
         barrier = self.declare(BARRIER, self.void)
         builder, (pointer,) = self.define(KERNEL, self.pointer)
@@ -104,17 +110,17 @@ class _AttentionCode(Emitter):
         self._emit_writes(builder, field, thread, threads)
         builder.call(barrier, [])
         vectors = builder.mul(field["queries"], field["group"])
-        per_head = builder.sdiv(builder.add(vectors, integer(TILE_QUERIES - 1)), integer(TILE_QUERIES))
+        per_head = builder.sdiv(builder.add(vectors, integer(most - 1)), integer(most))
         per_row = builder.mul(per_head, field["kv_heads"])
         scratch_bytes = builder.mul(field["keys"], integer(SCRATCH_BYTES_PER_KEY))
         scratch = self.at(builder, field["scratch"], builder.mul(thread, scratch_bytes))
         with count(builder, thread, builder.mul(per_row, field["rows"]), threads) as item:
             row, rest = builder.sdiv(item, per_row), builder.srem(item, per_row)
             head = builder.sdiv(rest, per_head)
-            first = builder.mul(builder.srem(rest, per_head), integer(TILE_QUERIES))
+            first = builder.mul(builder.srem(rest, per_head), integer(most))
             left = builder.sub(vectors, first)
             number = integer(1)
-            for queries in _VARIANTS[:-1]:
+            for queries in self._variants[:-1]:
                 number = builder.add(number, builder.zext(builder.icmp_signed(">", left, integer(queries)), integer))
             self.call_one(builder, number, tiles, [pointer, row, head, first, scratch])
         builder.ret_void()
@@ -232,7 +238,7 @@ class _AttentionCode(Emitter):
             self._emit_softmax(builder, field["keys"], scratch, weights, number, begin, end, highest[number])
             for number in range(queries)
         ]
-        for start in range(0, self._head_dim, _CHUNK):
+        for start in range(0, self._head_dim, self._chunk):
             self._emit_outputs(builder, field, members, factors, weights, row, head, (begin, end), start)
         builder.ret_void()
         return builder.function
@@ -318,9 +324,9 @@ class _AttentionCode(Emitter):
         keys: tuple[ir.Value, ir.Value],
         start: int,
     ) -> None:
-        """Numbers [start, start + 64) of every query's output: the weighted sum of values, times its factor."""
+        """Numbers from `start` on of every query's output: the weighted sum of values, times its factor."""
         integer = self.integer
-        registers = min(_CHUNK, self._head_dim - start) // LANES
+        registers = min(self._chunk, self._head_dim - start) // LANES
         sums = [[builder.alloca(self.floats) for _ in range(registers)] for _ in members]
         for place in (place for places in sums for place in places):
             builder.store(self.zeros(), place)
