@@ -11,6 +11,8 @@ from paged import straight
 
 from trtrun.attention.backend import HostAttention
 from trtrun.kernels.cpu.attention import NativeAttention
+from trtrun.kernels.cpu.emitter import LANES, Emitter
+from trtrun.kernels.cpu.machine import compile_kernels
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 
@@ -126,6 +128,26 @@ def test_rows_at_different_places_and_padding() -> None:
     assert torch.equal(found[0], expected[0, 33:37])
     assert torch.equal(found[1, :2], expected[1, 80:82])
     assert bool(found.isfinite().all())
+
+
+def test_numbers_are_rounded_as_torch_does_where_processors_have_no_instruction_for_it() -> None:
+    """Ties to even, what is too large, and what is no number."""
+    code = Emitter("rounding", multiplies_bfloat16=False)
+    builder, (pointer,) = code.define("rounding", code.pointer)
+    builder.store(code.round(builder, builder.load(pointer, typ=code.floats, align=4)), pointer, align=2)
+    builder.ret_void()
+    kernel = compile_kernels(code.module, "rounding")["rounding"]
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (4096, LANES), generator=generator).to(torch.int32)
+    bits[::2] = bits[::2] & ~0xFFFF | 0x8000  # half way between two
+    numbers = bits.view(torch.float32)
+    numbers[-1, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38])
+    expected = numbers.bfloat16()
+    for line, wanted in zip(numbers.clone(), expected, strict=True):
+        kernel(line.data_ptr(), 1)
+        found = line.view(torch.bfloat16)[:LANES]
+        assert torch.equal(found.nan_to_num(nan=1.5), wanted.nan_to_num(nan=1.5))
+        assert torch.equal(found.isnan(), wanted.isnan())
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -88,7 +88,7 @@ class PlanBuilder:
         return most >= self._tile or (most > 0 and not self._prefill)
 
     def prefill(self, running: Completion, most: int) -> None:
-        """Have a row compute its next admission tokens, at most `most`, where `takes_prompts`; the last chunk's result
+        """Have a row compute its next admission tokens, at most `most`, which is one at least; the last chunk's result
         counts as pending."""
         start = running.num_prefilled
         length = min(running.num_unread, most)

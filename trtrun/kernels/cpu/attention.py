@@ -23,10 +23,10 @@ import torch
 from trtrun.kernels.cpu.attention_code import (
     KERNEL,
     SCRATCH_BYTES_PER_KEY,
-    TILE_QUERIES,
     TILE_TOKENS,
     Arguments,
     attention_module,
+    tile_queries,
 )
 from trtrun.kernels.cpu.emitter import LANES
 from trtrun.kernels.cpu.machine import Kernel, compile_kernels, has_bfloat16_kernels
@@ -44,6 +44,7 @@ class NativeAttention:
     def __init__(self, head_dim: int) -> None:
         """Compile the kernel for heads of `head_dim` numbers."""
         self._kernel = _kernel(head_dim)
+        self._tile = tile_queries(has_bfloat16_kernels())
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def forward(
@@ -89,7 +90,7 @@ class NativeAttention:
             arguments.key = key.data_ptr() + start * arguments.key_stride
             arguments.value = value.data_ptr() + start * arguments.value_stride
             arguments.output = output.data_ptr() + start * arguments.output_stride
-            items = segment.rows * kv_heads * -(-segment.queries * arguments.group // TILE_QUERIES)
+            items = segment.rows * kv_heads * -(-segment.queries * arguments.group // self._tile)
             threads = max(1, min(torch.get_num_threads(), items))
             arguments.scratch = self._reserve(threads * arguments.keys * SCRATCH_BYTES_PER_KEY)
             self._kernel(ctypes.addressof(arguments), threads)

@@ -64,6 +64,11 @@ class Arguments(ctypes.Structure):
     ]
 
 
+def tile_queries(multiplies_bfloat16: bool) -> int:
+    """Queries of a tile, at most."""
+    return (_VARIANTS if multiplies_bfloat16 else _FEWER_VARIANTS)[-1]
+
+
 def attention_module(head_dim: int, multiplies_bfloat16: bool = True) -> ir.Module:
     """A module whose function KERNEL takes Arguments, for heads of `head_dim` numbers, a multiple of 16."""
     code = _AttentionCode(head_dim, multiplies_bfloat16)
