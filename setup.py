@@ -30,7 +30,7 @@ setup(
     packages=find_packages(include=["trtrun", "trtrun.*", "parallel", "parallel.*", "launch", "launch.*"]),
     package_data={
         "trtrun": ["assets/*", "assets/**/*"],
-        "launch": ["configs/*.yaml", "serve/page/*"],
+        "launch": ["configs/*.yaml", "serve/page/files/*"],
         "parallel": ["transports/*.cu"],
     },
     install_requires=[

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 import click
@@ -51,6 +53,7 @@ for _command in (run, serve, serve_engine, merge, plan, check, submit, status, c
 def guarded(action: Callable[[], int]) -> int:
     """Run a program; turn what the user got wrong into one line and an exit status. Defects keep their traceback."""
     gc.set_threshold(MOST_UNCOLLECTED)
+    _print_any_text()
     try:
         return action()
     except SystemExit as error:  # a worker rank's end
@@ -73,6 +76,20 @@ def guarded(action: Callable[[], int]) -> int:
         traceback.print_exc()
         logger.critical("an exception that nothing caught", exc_info=True, extra=FILE_ONLY)
         return ExitCode.FAILED
+
+
+def _print_any_text() -> None:
+    """Have stdout and stderr take every text: what their encoding has no character for is written as its escape.
+
+    A model may write any character. What the user has chosen for such cases stays: PYTHONIOENCODING has it behind a
+    colon.
+    """
+    if os.environ.get("PYTHONIOENCODING", "").partition(":")[2]:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            with suppress(OSError):  # of a file that has become a pipe under it
+                stream.reconfigure(errors="backslashreplace")
 
 
 def _notes(error: BaseException | None) -> list[str]:

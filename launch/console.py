@@ -1,4 +1,4 @@
-"""The console script `trtrun`: it imports the command line, which takes some tenths of a second, and runs it.
+"""The console script `trtrun`, and `python -m trtrun`: it imports the command line, which takes a while, and runs it.
 
 Ctrl-C meanwhile ends the process without a traceback of Python's imports. It knows no commands.
 """
@@ -18,3 +18,7 @@ def main() -> None:
     if is_usual:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     run()
+
+
+if __name__ == "__main__":
+    main()

@@ -18,10 +18,10 @@ import click
 
 from launch.cli import guarded, leave
 from launch.mpi.job import Job
-from trtrun.config import ASSETS, load_config
+from trtrun.configuration.config import ASSETS, load_config
 
 if TYPE_CHECKING:
-    from trtrun.llm import LLM
+    from trtrun.api.llm import LLM
 
 CONFIG = Path(__file__).resolve().parent / "configs" / "cpu_pair.yaml"
 HELD_OUT = ASSETS / "heldout.json"
@@ -78,7 +78,7 @@ def play_demo(job: Job, num_prompts: int, max_tokens: int) -> int:
 
 def _show_stream(llm: LLM, prompt: str, max_tokens: int) -> None:
     from launch.terminal import output_console
-    from trtrun.sampling_params import SamplingParams
+    from trtrun.core.sampling_params import SamplingParams
 
     console = output_console()
     console.print("\nThe beginning of a file that the models never saw, and how the target goes on:\n", style="bold")
@@ -90,7 +90,7 @@ def _show_stream(llm: LLM, prompt: str, max_tokens: int) -> None:
 
 
 def _warm_up(llm: LLM, prompt: str) -> None:
-    from trtrun.sampling_params import SamplingParams
+    from trtrun.core.sampling_params import SamplingParams
 
     for enabled in (False, True):
         llm.set_speculation(enabled)
@@ -99,7 +99,7 @@ def _warm_up(llm: LLM, prompt: str) -> None:
 
 def _measure(llm: LLM, mode: str, prompts: Sequence[str], max_tokens: int) -> Measured:
     """Greedy completions, one prompt after the other."""
-    from trtrun.sampling_params import SamplingParams
+    from trtrun.core.sampling_params import SamplingParams
 
     llm.set_speculation(mode == "speculative")
     llm.reset_statistics()

@@ -1,6 +1,6 @@
 """Where log lines go: each rank's to a file of its own and, as far as -v asks for them, to the terminal, in one format.
 
-    2026-11-20T12:00:00.123 node1 rank 2 target INFO trtrun.roles.worker: message
+    2026-11-20T12:00:00.123 node1 rank 2 target INFO trtrun.roles.round: message
 
 What a user must read in any case is printed elsewhere, in plain lines that start with "trtrun: "; this is for what
 helps when something went wrong. Modules log to the logger of their own name and know nothing of this one. It does not
@@ -101,6 +101,7 @@ def quiet_libraries(verbosity: int, environment: MutableMapping[str, str] | None
             "TRANSFORMERS_VERBOSITY": "error",
             "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "GRPC_VERBOSITY": "NONE",  # what strangers send to its port would be lines there
         }.items():
             values.setdefault(name, value)
     values.setdefault("NCCL_DEBUG", "INFO" if verbosity > 1 else "WARN")

@@ -19,7 +19,7 @@ from launch.cli import guarded, leave
 from launch.exit_codes import ExitCode
 from launch.mpi.job import Job
 from parallel.mpi_rank import find_mpi_rank
-from trtrun.config import RuntimeConfig, make_config
+from trtrun.configuration.config import RuntimeConfig, make_config
 from trtrun.errors import nearest
 
 MODULE = "launch.tensorrt_llm"
@@ -169,7 +169,7 @@ def run(words: Sequence[str]) -> int:
     job = Job(config, list(words), module=MODULE, nests=True)
 
     def check() -> None:
-        from launch.batch.run import check_run
+        from launch.batch.checks import check_run
 
         check_run(job, options)
         place, world_size = find_mpi_rank(), job.topology.world_size
@@ -185,7 +185,7 @@ def _play(job: Job, options: Any) -> int:
     """Rank 0 prints inputs and outputs in the form of examples/run.py."""
     from launch.batch.run import load_llm
     from launch.mpi.job import finish_mpi
-    from trtrun.sampling_params import SamplingParams
+    from trtrun.core.sampling_params import SamplingParams
 
     refused = 0
     with load_llm(job.config) as llm:

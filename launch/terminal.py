@@ -11,12 +11,14 @@ import sys
 import time
 from contextlib import suppress
 from types import TracebackType
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from launch.mpi.job import is_reporting_rank
 from launch.mpi.mpirun import OUTPUT_VARIABLE, TERMINAL_VARIABLE
 from parallel.mpi_rank import find_mpi_rank
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def terminal_width() -> int | None:
@@ -24,7 +26,11 @@ def terminal_width() -> int | None:
     given = os.environ.get(TERMINAL_VARIABLE, "")
     if given.isdecimal():
         return max(20, int(given))
-    return Console(stderr=True).width if sys.stderr.isatty() else None
+    if not sys.stderr.isatty():
+        return None
+    from rich.console import Console  # not at the top: most ranks have no use for it
+
+    return Console(stderr=True).width
 
 
 REDRAW_SECONDS = 0.1
@@ -36,6 +42,8 @@ PLAIN_WIDTH = 120
 
 def output_console() -> Console:
     """A console on standard output; with colours only where the user's standard output is a terminal."""
+    from rich.console import Console
+
     if OUTPUT_VARIABLE in os.environ or find_mpi_rank() is not None:
         is_terminal = os.environ.get(OUTPUT_VARIABLE) == "1"
     else:

@@ -24,10 +24,10 @@ from trtrun.kernels.cpu.fp8_matmul import BlockedFp8Matmul
 from trtrun.kernels.cpu.int8_matmul import BlockedInt8Matmul
 from trtrun.kernels.cpu.machine import has_bfloat16_kernels
 from trtrun.kernels.cpu.matmul import BlockedMatmul
-from trtrun.kernels.onednn_matmul import OneDnnMatmul
+from trtrun.kernels.cpu.onednn_matmul import OneDnnMatmul
+from trtrun.kernels.torch import fp8, int8
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
-from trtrun.linear.quantization import fp8, int8
 
 STREAMED_BYTES = 400_000_000
 """Of bfloat16 weights, and half of it in 8 bits: several times what a cache holds."""

@@ -31,7 +31,7 @@ from mpi4py import MPI
 from parallel.control import ControlPlane
 from parallel.topology import Slot, Topology
 from parallel.waiting import LONGEST_NAP_S, NAP_SHARE, QUICK_TRIES, Waiter
-from trtrun.core import RoundPlan
+from trtrun.core.nouns import RoundPlan
 from trtrun.threads import count_cores
 from trtrun.wire.plans import decode_plan, encode_plan
 from trtrun.wire.reports import ReportArrays, RoundTimes, decode_report

@@ -42,8 +42,8 @@ from urllib.parse import urlsplit
 from served.said import read_addresses
 
 from trtrun import LLM, SamplingParams, load_config
-from trtrun.config import ASSETS
-from trtrun.outputs import CompletionDelta, RequestId
+from trtrun.configuration.config import ASSETS
+from trtrun.core.outputs import CompletionDelta, RequestId
 
 SCRIPTS = Path(__file__).resolve().parent
 FRONT_CONNECTIONS = 32

@@ -18,15 +18,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.cli import guarded
-from launch.serve.engine_process import hash_config
-from launch.serve.engine_socket import connect
-from launch.serve.message_stream import MessageStream, encode
-from launch.serve.messages import Abort, AskStatus, Close, Delta, Deltas, Generate, Ready, Status
-from launch.serve.restarted_engine import RestartedEngine
-from launch.serve.serve import play_serve
+from launch.serve.application.serve import play_serve
+from launch.serve.engine.identity import hash_config, hash_files
+from launch.serve.engine.message_stream import MessageStream, encode
+from launch.serve.engine.messages import Abort, AskStatus, Close, Delta, Deltas, Generate, Ready, Status
+from launch.serve.engine.restarted_engine import RestartedEngine
+from launch.serve.engine.unix_socket import connect
 from trtrun import __version__, load_config
-from trtrun.outputs import CompletionDelta
-from trtrun.request_statistics import RequestStatistics
+from trtrun.core.outputs import CompletionDelta
+from trtrun.core.request_statistics import RequestStatistics
 from trtrun.scheduling.limits import SchedulerLimits
 
 TEXT = " word"
@@ -57,6 +57,7 @@ class Row:
         self.num_rounds += 1
         statistics = RequestStatistics(
             num_rounds=self.num_rounds,
+            num_drafts=self.num_rounds,
             num_draft_tokens=4 * self.num_rounds,
             num_accepted_draft_tokens=self.num_rounds,
             acceptance_histogram=[0, self.num_rounds],
@@ -69,8 +70,9 @@ class Row:
 async def serve(config: Path, round_seconds: float, num_tokens: int, socket: str) -> None:
     """Serve the front until it closes the connection."""
     reader, writer = await asyncio.open_unix_connection(sock=connect(socket))
-    config_hash = hash_config(load_config(config, SETTINGS))
-    writer.write(encode(Ready(version=__version__, config_hash=config_hash, limits=asdict(LIMITS))))
+    read = load_config(config, SETTINGS)
+    ready = Ready(version=__version__, config_hash=hash_config(read), limits=asdict(LIMITS), files=hash_files(read))
+    writer.write(encode(ready))
     rows: dict[str, Row] = {}
     is_asked = asyncio.Event()
 

@@ -33,7 +33,7 @@ from served.questions import Question, ask_reference, make_rows
 from served.said import is_idle
 from served.server import Server, TrialError, write_config
 
-from trtrun.config import load_config
+from trtrun.configuration.config import load_config
 
 PATIENCE = 300.0
 """Seconds that a request may take; what takes longer hangs."""

@@ -1,17 +1,16 @@
 #!/usr/bin/env bash
-# Runs the whole test suite: the tests of one process, those of several ranks under mpirun with 1 to 5 ranks, and jobs on
-# a real Slurm of two nodes.
+# Runs the whole test suite: the tests of one process, among them jobs on a real Slurm of two nodes and on two hosts with
+# sshd, and those of several ranks under mpirun with 1 to 5 ranks.
 #
 #   scripts/test.sh [PYTEST_OPTION | PATH]…      such as:  scripts/test.sh -k sharding   scripts/test.sh tests/unit
 #
-# Installs what it needs first, Slurm too where the user is root and apt-get is there; where it cannot, the Slurm tests are
-# skipped, and a line says why. Ends non-zero when a test fails on any one rank, and says so in the last line.
-# TRTRUN_PYTHON: a Python that has everything already (nothing is installed then).
+# Installs what it needs first; for the whole suite also the system's programs that some tests start (Slurm, sshd, Chromium
+# and the like), where the user is root and apt-get is there. What it cannot install it says, and those tests are skipped.
+# Ends non-zero when a test fails on any one rank. The last lines count what was skipped by what it lacks, and all outcomes.
+# TRTRUN_PYTHON: a Python that has everything already (pip installs nothing then).
 # TRTRUN_TEST_RANKS: numbers of ranks, default "1 2 3 4 5".
-# TRTRUN_TEST_SLURM: "no" leaves the Slurm tests out, and installs nothing for them.
-# TRTRUN_TEST_HOSTS: "no" leaves the tests on two hosts out.
-# TRTRUN_TEST_LONG: "no" leaves out what takes minutes.
 # TRTRUN_TEST_PROCESSES: processes that share the tests of one process, default one more than there are cores, 4 at most.
+# TRTRUN_MAX_CPU_ISA: avx2 or avx512 makes all of it compute as on a processor with less (docs/python.md).
 # Each part names its 25 slowest tests, of those that take 5 seconds or more.
 set -uo pipefail
 
@@ -34,6 +33,10 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 if [[ "$(id -u)" == 0 ]]; then
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi
+
+# Tests start hundreds of processes that import these. Where PYTHONDONTWRITEBYTECODE is set, as in many containers, each
+# would compile them anew: half a second of its core.
+"$python" -m compileall -qq launch trtrun parallel
 
 options=() paths=()
 for argument in "$@"; do
@@ -58,72 +61,80 @@ phase() { # NAME COMMAND…: run one part of the suite, and remember whether it 
     fi
 }
 
-has_slurm() {
-    local program
-    for program in munged slurmctld slurmd sbatch; do
-        PATH="$PATH:/usr/sbin:/sbin" command -v "$program" >/dev/null || return 1
-    done
+# PROGRAM PACKAGE: what some tests start, and Debian's and Ubuntu's package with it.
+programs="munged munge
+slurmctld slurm-wlm
+slurmd slurm-wlm
+sbatch slurm-wlm
+sshd openssh-server
+ssh openssh-client
+ip iproute2
+mpirun.openmpi openmpi-bin
+chromium chromium
+openssl openssl
+curl curl"
+
+lacking_packages() {
+    local program package
+    while read -r program package; do
+        PATH="$PATH:/usr/sbin:/sbin" command -v "$program" >/dev/null || echo "$package"
+    done <<<"$programs" | sort -u | tr '\n' ' '
 }
 
-install_slurm() { # says why it cannot
-    [[ "$(id -u)" == 0 ]] || { echo "only root can run it"; return 1; }
-    has_slurm && return 0
-    command -v apt-get >/dev/null || { echo "it is not installed, and there is no apt-get"; return 1; }
-    # RUNLEVEL: the packages' own services are not started; the tests start theirs.
-    local -x RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive
-    local install="apt-get install --yes --no-install-recommends slurm-wlm munge"
-    timeout 120 bash -c "$install || { apt-get update && $install; }" >"$tallies.apt" 2>&1 </dev/null
-    has_slurm && return 0
-    echo "apt-get could not install slurm-wlm and munge within 120 s: $(tail -n 1 "$tallies.apt")"
-    return 1
+install_packages() { # says what it cannot install
+    local lacking package reason=""
+    lacking="$(lacking_packages)"
+    [[ -n "$lacking" ]] || return
+    if [[ "$(id -u)" != 0 ]]; then
+        reason="only root can"
+    elif ! command -v apt-get >/dev/null; then
+        reason="there is no apt-get"
+    else
+        # RUNLEVEL: the packages' own services are not started; the tests start theirs. One that is unknown costs no other.
+        local -x RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive
+        local install="apt-get install --yes --no-install-recommends"
+        SECONDS=0
+        timeout 60 apt-get update >"$tallies.apt" 2>&1 </dev/null
+        timeout 180 $install $lacking >"$tallies.apt" 2>&1 </dev/null || for package in $lacking; do
+            ((SECONDS < 240)) && timeout 60 $install "$package" >"$tallies.apt" 2>&1 </dev/null
+        done
+        lacking="$(lacking_packages)"
+        reason="apt-get could not within $SECONDS s: $(grep -v '^$' "$tallies.apt" | tail -n 1)"
+    fi
+    [[ -z "$lacking" ]] || echo "##### tests are skipped that need ${lacking% }, not installed: $reason"
 }
 
 cores="$(env -u OMP_NUM_THREADS nproc)"
 processes="${TRTRUN_TEST_PROCESSES:-$((cores < 4 ? cores + 1 : 4))}"  # tests wait for processes, too
-long=""
-[[ "${TRTRUN_TEST_LONG:-}" != no ]] || long=" and not long"
-alone=("$python" -m pytest -n "$processes" --dist worksteal -m "not mpi$long")
-
+one_process=("${paths[@]}")
 if [[ ${#paths[@]} -eq 0 ]]; then
-    left_out=(--ignore=tests/slurm)
-    if [[ "${TRTRUN_TEST_HOSTS:-}" == no ]]; then
-        echo "##### the tests on two hosts are left out: TRTRUN_TEST_HOSTS is no"
-        left_out+=(--ignore=tests/hosts)
-    fi
-    phase one-process "${alone[@]}" "${left_out[@]}"
-    if [[ "${TRTRUN_TEST_SLURM:-}" == no ]]; then
-        slurm="the Slurm tests are skipped: TRTRUN_TEST_SLURM is no"
-    elif reason="$(install_slurm)"; then
-        slurm=""
-        phase slurm "${alone[@]}" tests/slurm
-    else
-        slurm="the Slurm tests are skipped: $reason"
-    fi
-    [[ -z "$slurm" ]] || printf '\n##### %s\n' "$slurm"
+    install_packages
     paths=(tests/ranks)
-else
-    slurm=""
-    phase one-process "${alone[@]}" "${paths[@]}"
 fi
-# mpirun's own folder is a new one: see launch/leftovers.py.
+phase one-process "$python" -m pytest -n "$processes" --dist worksteal -m "not mpi" ${one_process[@]+"${one_process[@]}"}
+# mpirun's own folder is a new one: see launch/mpi/stale_folders.py.
 export PRTE_MCA_prte_local_tmpdir_base="$tallies/mpirun"
 for ranks in ${TRTRUN_TEST_RANKS:-1 2 3 4 5}; do
     phase "mpirun-$ranks" "$mpirun" --oversubscribe --bind-to none -n "$ranks" \
-        "$python" -m pytest --with-mpi -m "mpi$long" "${paths[@]}"
+        "$python" -m pytest --with-mpi -m mpi "${paths[@]}"
 done
 
-"$python" - "$status" "$tallies" "$slurm" <<'PY'
+"$python" - "$status" "$tallies" <<'PY'
+import collections
 import json
 import pathlib
 import sys
 
-totals = {"passed": 0, "failed": 0, "skipped": 0}
+totals, reasons = collections.Counter(), collections.Counter()
 for path in filter(pathlib.Path.is_file, pathlib.Path(sys.argv[2]).iterdir()):
-    for name, count in json.loads(path.read_text()).items():
-        totals[name] += count
+    counts = json.loads(path.read_text())
+    reasons.update(counts.pop("reasons", {}))
+    totals.update(counts)
 ran = totals["passed"] + totals["failed"]
 totals["failed"] = max(totals["failed"], int(sys.argv[1]))
-note = f"; {sys.argv[3]}" if sys.argv[3] else ""
-print(f"\n##### total: {totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped{note}")
+print()
+for reason, count in reasons.most_common():
+    print(f"##### {count} skipped: {reason}")
+print(f"##### total: {totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped")
 sys.exit(0 if ran and not totals["failed"] else 1)
 PY

@@ -19,13 +19,14 @@ import numpy as np
 import torch
 
 from parallel.transports.solo import SoloCommunicator
-from trtrun.core import HostVerdict, PrefillChunk, Request, RoundPlan, RowAdmission
+from trtrun.core.nouns import Draft, PrefillChunk, Request, RoundPlan, RowAdmission, Verdict
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.token_lists import TokenLists
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM
 from trtrun.models.loading import load_model
-from trtrun.sampling_params import SamplingParams
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.ahead.drafter import AheadDrafter, GuessSpace
@@ -34,7 +35,7 @@ from trtrun.speculation.ahead.policy import NEVER
 CPU = torch.device("cpu")
 MAX_ROWS = 4
 NO_UPDATES = np.zeros((0, 3), np.int32)
-Draft = tuple[list[int], list[list[int]], torch.Tensor | None]
+FreshDraft = tuple[list[int], list[list[int]], torch.Tensor | None]
 """Tokens, the candidates of each place without its token, and the distributions [tokens, vocab]."""
 
 
@@ -44,7 +45,14 @@ def load(path: Path) -> CausalLM:
 
 
 def make_drafter(
-    model: CausalLM, block_size: int, num_blocks: int, max_seq_len: int, draft_len: int, use_logits: bool, guesses: int
+    model: CausalLM,
+    block_size: int,
+    num_blocks: int,
+    max_seq_len: int,
+    draft_len: int,
+    use_logits: bool,
+    guesses: int,
+    guess_steps: Sequence[int] = (),
 ) -> AheadDrafter[Any]:
     """A drafter on an engine with a store of its own: `num_blocks` blocks, and behind them those of the guesses."""
     first, vocab = num_blocks, model.config.vocab_size
@@ -53,7 +61,7 @@ def make_drafter(
     shape = (model.config.num_layers, first + space.num_blocks, model.kv_heads, block_size, model.config.head_dim)
     store = KVStore(*shape, torch.float32, CPU)
     rows = RowState(MAX_ROWS, max_seq_len, block_size, draft_len, vocab, CPU, guesses)
-    return AheadDrafter(Engine(model, store, rows), vocab, draft_len, use_logits, space)
+    return AheadDrafter(Engine(model, store, rows), vocab, draft_len, use_logits, space, guess_steps)
 
 
 def plan_of(round_index: int = 0, rows: Sequence[int] = (), lens: Sequence[int] = (), **values: Any) -> RoundPlan:
@@ -72,6 +80,18 @@ def plan_of(round_index: int = 0, rows: Sequence[int] = (), lens: Sequence[int] 
     return RoundPlan(**{**fields, **values})
 
 
+def tokens_of(draft: Draft) -> list[list[int]]:
+    """The tokens that a draft on the host proposes, by row."""
+    return [row[:count] for row, count in zip(draft.tokens.tolist(), draft.draft_lens.tolist(), strict=True)]
+
+
+def verdict_of(tokens: Sequence[Sequence[int]]) -> Verdict:
+    """A verdict on the host that gives rows these tokens."""
+    width = max(map(len, tokens), default=0)
+    padded = [[*row, *[-1] * (width - len(row))] for row in tokens]
+    return Verdict(torch.tensor(list(map(len, tokens))), torch.tensor(padded).view(len(tokens), width))
+
+
 class FreshDrafts:
     """Drafts of rows that are admitted, fed and drafted for at once, and then forgotten."""
 
@@ -80,7 +100,7 @@ class FreshDrafts:
         num_blocks = 1 + MAX_ROWS * self._blocks
         self._drafter = make_drafter(model, 16, num_blocks, max_seq_len, draft_len, use_logits, 0)
 
-    def drafts(self, admissions: dict[int, RowAdmission], tokens: dict[int, list[int]]) -> dict[int, Draft]:
+    def drafts(self, admissions: dict[int, RowAdmission], tokens: dict[int, list[int]]) -> dict[int, FreshDraft]:
         """A draft of `draft_len` tokens for each row of `tokens`, whose parameters are in `admissions`."""
         rows, drafter = list(tokens), self._drafter
         admitted = [
@@ -91,10 +111,10 @@ class FreshDrafts:
         updates = np.array(blocks, np.int32)
         begun = plan_of(admissions=tuple(admitted), prefill=tuple(chunks), block_updates=updates)
         drafter.begin_round(begun)
-        drafter.anticipate(begun)
+        drafter.anticipate(begun, guesses=True)
         plan = plan_of(1, rows, [self._draft_len] * len(rows))
         drafter.begin_round(plan)
-        drafter.propose(plan)
+        drafter.propose(plan, [])
         paths = drafter._paths
         return {row: (paths[row].draft, paths[row].ranked, drafter._probs.get(row)) for row in rows}
 
@@ -152,7 +172,15 @@ class AheadRounds:
         """Ask for a completion."""
         self._number += 1
         parameters = SamplingParams(seed=100 + self._number, **sampling)
-        self.scheduler.add(Request(self._number, tuple(prompt), parameters, stop_ids, bad))
+        self.scheduler.add(
+            Request(
+                self._number,
+                tuple(prompt),
+                parameters,
+                frozenset(stop_ids),
+                TokenLists.of(stop_ids, parameters.logit_bias, bad),
+            )
+        )
 
     def cancel(self) -> None:
         """End one of the requests, whatever it is at."""
@@ -206,7 +234,7 @@ class AheadRounds:
             drafts += [[] for _ in plan.sampled_rows[len(rows) :]]
             verdicts = [self._decide(row, draft) for row, draft in zip(plan.sampled_rows, drafts, strict=True)]
             tokens = [of_row for of_row, _ in verdicts]
-            drafter.learn(plan, HostVerdict(plan.round_index, tokens))
+            drafter.observe(plan, verdict_of(tokens), None)
             for row, of_row in zip(plan.sampled_rows, tokens, strict=True):
                 self._tokens[row] += of_row
             verified = [count for _, count in verdicts]
@@ -214,17 +242,16 @@ class AheadRounds:
         else:
             self.scheduler.commit(plan, [], [], [])
 
-    def _propose(self, plan: RoundPlan, asked: dict[int, int], fresh: dict[int, Draft]) -> list[list[int]]:
+    def _propose(self, plan: RoundPlan, asked: dict[int, int], fresh: dict[int, FreshDraft]) -> list[list[int]]:
         """The drafts, each of which is the fresh one, as far as it goes."""
         drafter = self.drafter
         going_on = {row: bool(drafter._paths[row].draft) for row in asked}
-        host = drafter.propose(plan)
-        assert host.round_index == plan.round_index
         rows = plan.decode_rows.tolist()
-        probs = drafter.draft_probs(plan, [index for index, row in enumerate(rows) if row in asked])
+        found = drafter.propose(plan, [index for index, row in enumerate(rows) if row in asked])
+        drafts, foreseen_rows, probs = tokens_of(found), found.foreseen.tolist(), found.draft_probs
         places = iter(range(len(asked)))
         empty = 0
-        for row, draft, foreseen in zip(rows, host.tokens, host.foreseen, strict=True):
+        for row, draft, foreseen in zip(rows, drafts, foreseen_rows, strict=True):
             if row not in asked:
                 assert not draft and not foreseen
                 continue
@@ -232,7 +259,7 @@ class AheadRounds:
             if row in plan.given_rows and (given := self._given_behind(row)):
                 assert draft == given[:most] and foreseen
                 self.seen["given"] += 1
-                if self.use_logits and drafter.engine.rows.sampling.sampled_indices([row]):
+                if self.use_logits and drafter.rows.sampling.sampled_indices([row]):
                     assert probs is not None
                     certain = torch.zeros_like(probs[place, : len(draft)])
                     certain[range(len(draft)), draft] = 1.0
@@ -249,11 +276,11 @@ class AheadRounds:
             if distributions is not None and probs is not None:
                 torch.testing.assert_close(probs[place, : len(draft)], distributions[: len(draft)])
                 assert not probs[place, len(draft) :].any()
-        missed = len(asked) - sum(host.foreseen)
+        missed = len(asked) - sum(foreseen_rows)
         redrafted = missed > 0 and (self.use_logits or missed >= plan.redraft_from)
         assert empty == (0 if redrafted else missed)
         self.seen["redrafted"] += redrafted
-        return host.tokens
+        return drafts
 
     def _given_behind(self, row: int) -> list[int]:
         """What the draft that came with a row's request says behind its tokens."""
@@ -268,7 +295,7 @@ class AheadRounds:
             if found[place] != expected[place]:
                 self.different.append((found[place], expected[place]))
 
-    def _check_guesses(self, asked: dict[int, int], fresh: dict[int, Draft]) -> None:
+    def _check_guesses(self, asked: dict[int, int], fresh: dict[int, FreshDraft]) -> None:
         """A guess is no token that the draft has there; behind a whole draft the candidates are the fresh draft's."""
         for row, num_accepted, token in self.drafter._guesses._places:
             draft = self.drafter._paths[row].draft

@@ -100,25 +100,38 @@ class Tally:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.counts: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count a test once: when it failed anywhere, was skipped, or passed its call."""
         if report.failed or report.skipped or report.when == "call":
             self.counts[report.outcome] += 1
+        if report.skipped:
+            self._reasons[_reason_of(report)] += 1
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Count a file that could not be collected as a failure."""
-        if report.failed:
-            self.counts["failed"] += 1
+        """Count a file that could not be collected as a failure, and one that is skipped as a whole as one test."""
+        if report.failed or report.skipped:
+            self.counts[report.outcome] += 1
+        if report.skipped:
+            self._reasons[_reason_of(report)] += 1
 
     def write(self) -> None:
         """Write the counts so far."""
-        self._path.write_text(json.dumps({name: self.counts[name] for name in ("passed", "failed", "skipped")}))
+        counts = {name: self.counts[name] for name in ("passed", "failed", "skipped")}
+        self._path.write_text(json.dumps(counts | {"reasons": self._reasons}))
 
     def pytest_sessionfinish(self) -> None:
         """Write the counts; under mpirun rank 0 speaks for all."""
         if os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0":
             self.write()
+
+
+def _reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """Why a test was skipped, or is expected to fail."""
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
+    return f"is expected to fail: {getattr(report, 'wasxfail', report.longreprtext)}"
 
 
 def pytest_configure(config: pytest.Config) -> None:

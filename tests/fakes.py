@@ -12,7 +12,7 @@ import torch
 
 from parallel.link import Link
 from parallel.topology import Topology
-from trtrun.core import PrefillChunk, RoundPlan
+from trtrun.core.nouns import PrefillChunk, RoundPlan, Step
 from trtrun.engine.rows import RowState
 
 Rule = Callable[[Sequence[int]], int]
@@ -88,7 +88,7 @@ class FakeEngine:
     def rank_steps(self, *steps: object) -> None:
         """Steps are run one by one, so that each is checked."""
 
-    def verify_forward(self, plan: RoundPlan, draft_tokens: torch.Tensor, draft_lens: torch.Tensor) -> torch.Tensor:
+    def verify_forward(self, plan: RoundPlan, draft_tokens: torch.Tensor, draft_lens: torch.Tensor) -> Step:
         self.forwards += 1
         queries = draft_tokens.shape[1] + 1
         outputs = []
@@ -101,7 +101,7 @@ class FakeEngine:
             logits = self._feed(chunk.row, self.rows.token_ids[chunk.row, chunk.start : span.stop].tolist(), span)
             if chunk.is_last:
                 outputs.append(logits[-1:].expand(queries, -1))
-        return torch.stack(outputs) if outputs else torch.empty((0, queries, self.vocab_size))
+        return Step(torch.stack(outputs) if outputs else torch.empty((0, queries, self.vocab_size)))
 
 
 def own_link() -> Link:

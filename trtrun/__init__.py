@@ -11,32 +11,20 @@ Names are imported when they are first used, so that `import trtrun` and the com
 from __future__ import annotations
 
 import importlib
-import os
 from typing import TYPE_CHECKING
 
-# Settings of torch that it reads when it first allocates and multiplies, hence here; the user's own win.
-_SETTINGS = {
-    # Weights on the CPU are read from end to end for every token: huge pages spare address translation (4 % of a round
-    # was measured).
-    "THP_MEM_ALLOC_ENABLE": "1",
-    # With AMX, oneDNN's bfloat16 results depend on the number of rows, so that verification would not be exact.
-    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16",
-    # So do those of cuBLAS on GPUs, and cuBLASLt can be asked not to (trtrun.kernels.cublas).
-    "TORCH_BLAS_PREFER_CUBLASLT": "1",
-}
-_ours = [name for name in _SETTINGS if name not in os.environ]
-os.environ.update({name: _SETTINGS[name] for name in _ours})
-if _ours:  # tells child processes that are not trtrun whose settings these are
-    os.environ["TRTRUN_SETTINGS"] = ",".join(_ours)
+from trtrun.environment import set_environment
+
+set_environment()  # before anything loads torch
 
 if TYPE_CHECKING:
-    from trtrun.async_llm import AsyncLLM
-    from trtrun.config import RuntimeConfig, load_config
+    from trtrun.api.async_llm import AsyncLLM
+    from trtrun.api.llm import LLM, open_llm
+    from trtrun.api.llm_engine import LLMEngine
+    from trtrun.configuration.config import RuntimeConfig, load_config
+    from trtrun.core.outputs import CompletionDelta, CompletionOutput, RequestOutput
+    from trtrun.core.sampling_params import SamplingParams
     from trtrun.errors import InvalidRequestError, QueueFullError, TrtrunError
-    from trtrun.llm import LLM, open_llm
-    from trtrun.llm_engine import LLMEngine
-    from trtrun.outputs import CompletionDelta, CompletionOutput, RequestOutput
-    from trtrun.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -57,14 +45,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "trtrun.llm",
-    "open_llm": "trtrun.llm",
-    "AsyncLLM": "trtrun.async_llm",
-    "LLMEngine": "trtrun.llm_engine",
-    "SamplingParams": "trtrun.sampling_params",
-    "RuntimeConfig": "trtrun.config",
-    "load_config": "trtrun.config",
-    **dict.fromkeys(("CompletionDelta", "CompletionOutput", "RequestOutput"), "trtrun.outputs"),
+    "LLM": "trtrun.api.llm",
+    "open_llm": "trtrun.api.llm",
+    "AsyncLLM": "trtrun.api.async_llm",
+    "LLMEngine": "trtrun.api.llm_engine",
+    "SamplingParams": "trtrun.core.sampling_params",
+    "RuntimeConfig": "trtrun.configuration.config",
+    "load_config": "trtrun.configuration.config",
+    **dict.fromkeys(("CompletionDelta", "CompletionOutput", "RequestOutput"), "trtrun.core.outputs"),
     **dict.fromkeys(("InvalidRequestError", "QueueFullError", "TrtrunError"), "trtrun.errors"),
 }
 

@@ -32,6 +32,10 @@ class InvalidRequestError(TrtrunError):
     """One request has a wrong parameter, or is longer than the engines can ever hold. Other requests go on."""
 
 
+class PromptTooLongError(InvalidRequestError):
+    """A prompt has more tokens than can ever be held."""
+
+
 class StartError(TrtrunError):
     """A rank could not start, for a reason that the user can mend; the message is the rank's own."""
 

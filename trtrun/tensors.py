@@ -15,6 +15,14 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+"""That weights and activations may have, by the names that configurations and checkpoints use."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
 
 def inference(function: Callable[P, R]) -> Callable[P, R]:
     """`torch.inference_mode()` around a function. Where a caller has entered it already nothing is done: each entry

@@ -9,18 +9,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launch.batch.input import InputRows
 from launch.batch.messages import Refusals, join_tokens
 from launch.batch.ordered import RowWriter, TextPrinter
 from launch.batch.rows import PromptRow, output_row, refused_row
 from launch.terminal import Bar
+from trtrun.api.interrupts import listening
+from trtrun.api.prompts import Prompt
+from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError
-from trtrun.interrupts import listening
-from trtrun.llm import LLM
-from trtrun.prompts import Prompt
-from trtrun.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from trtrun.api.llm import LLM
 
 
 @dataclass

@@ -10,14 +10,15 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO
 
 from launch.batch.options import Part
 from launch.batch.rows import LONGEST_LINE, PromptRow, is_blank, read_line, read_prompt
+from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError
-from trtrun.sampling_params import SamplingParams
 
 _FOREIGN_STARTS = {
     b"\x1f\x8b": "is compressed (gzip): unpack it first",
@@ -99,6 +100,11 @@ class InputRows:
         Raises:
             ConfigError: the file cannot be read any more, or has fewer rows than before.
         """
+        num_input_rows = None if self._part is None else self._total
+        for row in self._read(is_wanted):
+            yield row if num_input_rows is None else replace(row, num_input_rows=num_input_rows)
+
+    def _read(self, is_wanted: Callable[[int], bool]) -> Iterator[PromptRow]:
         indexes = self.indexes
         for index, prompt in enumerate(self._prompts[: indexes.stop]):
             if index in indexes and is_wanted(index):

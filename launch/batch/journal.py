@@ -218,13 +218,18 @@ def replace_file(path: Path, temporary: Path, lines: Iterable[bytes]) -> None:
     """Make `path` of these lines in one step: at any moment it is the old file or the new one, as a whole.
 
     Raises:
-        OSError: it cannot be written; the old file is as it was.
+        OSError: it cannot be written; the old file is as it was, and `temporary` is gone: a full disk needs its room.
     """
-    with open(temporary, "wb") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def cannot_write(path: str, error: OSError) -> ConfigError:

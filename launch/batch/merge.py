@@ -11,12 +11,14 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from launch.batch.input import InputRows
 from launch.batch.journal import check_output, replace_file, working_path
 from launch.batch.options import STANDARD_OUTPUT, is_stream
+from launch.batch.rows import without_part_fields
 from launch.batch.written import RowTable, WrittenRow, find_difference, read_lines
 from launch.exit_codes import FailedError
 from trtrun.errors import ConfigError
@@ -32,9 +34,22 @@ def part_path(output: str | os.PathLike[str], number: int, count: int) -> Path:
     return path.with_name(f"{path.stem}.part-{number}-of-{count}{path.suffix}")
 
 
-def merge_parts(
-    output: str, parts: Sequence[Path], rows: InputRows | None, prompts_file: Path | None = None
-) -> tuple[int, int]:
+@dataclass(frozen=True)
+class Merged:
+    """What an output was made of.
+
+    Attributes:
+        num_rows: in it.
+        num_refused: of them.
+        is_end_known: whether it is known that no row is missing behind the last one.
+    """
+
+    num_rows: int
+    num_refused: int
+    is_end_known: bool
+
+
+def merge_parts(output: str, parts: Sequence[Path], rows: InputRows | None, prompts_file: Path | None = None) -> Merged:
     """Write the rows of all parts to `output`, in input order and, where it is a file, in one step.
 
     Args:
@@ -42,9 +57,6 @@ def merge_parts(
         parts: output files of runs with --part, or of any runs whose rows complete one another.
         rows: the input, where the parts are to be compared with it.
         prompts_file: of the input, which the output may not replace.
-
-    Returns:
-        The number of rows, and how many of them were refused.
 
     Raises:
         ConfigError: a part is missing, unfinished or damaged; rows are missing, of another input, or there twice and
@@ -57,12 +69,13 @@ def merge_parts(
     found = _read_parts(parts)
     if rows is not None:
         _compare(parts, found, rows)
-    missing = list(_find_gaps(found, None if rows is None else rows.indexes))
+    indexes = _known_indexes(found, rows)
+    missing = list(_find_gaps(found, indexes))
     if missing:
         raise ConfigError(f"cannot merge: {_describe_rows(missing)} missing in all parts; {_WAYS_OUT}")
     _write(output, _lines(parts, found))
     refused = [row.is_refused for row in found.distinct_in_order()]
-    return len(refused), sum(refused)
+    return Merged(len(refused), sum(refused), indexes is not None or _are_named_as_all(parts))
 
 
 _WAYS_OUT = "give the output of every part"
@@ -131,9 +144,9 @@ def _read_parts(parts: Sequence[Path]) -> RowTable:
 
 
 def _content(parts: Sequence[Path], row: WrittenRow) -> object:
-    """A row without its times, which are no run's like another's."""
+    """A row without its times, which are no run's like another's, and without what only a part's row has."""
     with open(parts[row.file], "rb") as file:
-        return _without_times(json.loads(os.pread(file.fileno(), row.length, row.offset)))
+        return _without_times(json.loads(without_part_fields(os.pread(file.fileno(), row.length, row.offset))))
 
 
 def _without_times(value: object) -> object:
@@ -165,6 +178,18 @@ def _find_gaps(found: RowTable, indexes: range | None) -> Iterator[range]:
         yield range(expected, indexes.stop)
 
 
+def _known_indexes(found: RowTable, rows: InputRows | None) -> range | None:
+    """The indexes of the whole input: by itself, or by what the rows of its parts tell; None where neither knows."""
+    if rows is not None:
+        return rows.indexes
+    return range(found.num_input_rows) if found.num_input_rows else None
+
+
+def _are_named_as_all(parts: Sequence[Path]) -> bool:
+    """Whether the names of the parts, none of which is absent, say that there are no others."""
+    return all(_PART_NAME.fullmatch(part.name) for part in parts)
+
+
 def _describe_rows(gaps: Sequence[range]) -> str:
     """`rows 3, 7 to 9 and 12 are`."""
     count = sum(map(len, gaps))
@@ -185,7 +210,7 @@ def _lines(parts: Sequence[Path], found: RowTable) -> Iterator[bytes]:
                     os.close(opened[1])
                     opened = None
                 opened = (row.file, os.open(parts[row.file], os.O_RDONLY | os.O_CLOEXEC))
-            line = os.pread(opened[1], row.length, row.offset)
+            line = without_part_fields(os.pread(opened[1], row.length, row.offset))
             if not (
                 line.startswith(b'{"index": %d,' % row.row_index) and line.endswith(b"\n") and line.count(b"\n") == 1
             ):
@@ -205,12 +230,7 @@ def _write(output: str, lines: Iterator[bytes]) -> None:
             return
         target = Path(output).resolve()
         temporary = target.with_name(target.name + ".merging")
-        try:
-            replace_file(target, temporary, lines)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
+        replace_file(target, temporary, lines)
     except BrokenPipeError:
         raise  # the reader is gone: no error of the output
     except OSError as error:

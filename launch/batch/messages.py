@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.batch.rows import MOST_OF_AN_ERROR, PromptRow
-from trtrun.values import cut_text
+from trtrun.core.values import cut_text
 
 MOST_REFUSALS = 20
 """Refusals that are told one by one; the others are counted."""

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 STANDARD_OUTPUT = "-"
 
@@ -87,6 +88,7 @@ class BenchOptions:
         exact: count the texts that speculation leaves as they are, for each workload.
         peer: "transformers", "vllm" or None.
         peer_python: the interpreter that has the peer; None for this one.
+        peer_options: fields of vLLM's speculative_config, beside those that the job decides.
         seed: of the random prompts and of sampling; None draws one.
         as_json: print the JSON line only.
         trace: file for a trace of the timed runs' rounds, or None.
@@ -99,6 +101,7 @@ class BenchOptions:
     exact: bool = False
     peer: str | None = None
     peer_python: str | None = None
+    peer_options: Mapping[str, Any] = field(default_factory=dict)
     seed: int | None = None
     as_json: bool = False
     trace: str | None = None

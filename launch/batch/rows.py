@@ -9,23 +9,26 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from trtrun.core.outputs import CompletionOutput, RequestOutput
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.values import check_characters, cut_text, show_value
 from trtrun.errors import InvalidRequestError, nearest
-from trtrun.outputs import CompletionOutput, RequestOutput
-from trtrun.sampling_params import SamplingParams
-from trtrun.values import cut_text, find_surrogate, show_value
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
 KNOWN_KEYS = (*PROMPT_KEYS, *(item.name for item in fields(SamplingParams)))
+NUM_INPUT_ROWS = "num_input_rows"
 MOST_OF_AN_ERROR = 1000
 """Characters of a row's `error`."""
 
 LONGEST_LINE = 1 << 26
 """Bytes of a row: many times the longest context's. Longer ones are refused without being held."""
 
+_PART_FIELDS = re.compile(rb', "num_input_rows": [0-9]+\}(?=\n\Z)')
 _TOO_DEEP = "not a valid row: lists or objects are nested too deeply"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -41,6 +44,7 @@ class PromptRow:
         input_hash: of the input row and the defaults that it takes; tells at --resume whether the input is the same.
         error: why the row is refused, else None.
         line: number of its line in its file, counted from 1; None for a prompt of the command line.
+        num_input_rows: rows of the whole input, where only a part of it runs; its output row tells `trtrun merge`.
     """
 
     index: int
@@ -49,6 +53,7 @@ class PromptRow:
     input_hash: str
     error: str | None = None
     line: int | None = None
+    num_input_rows: int | None = None
 
     @property
     def name(self) -> str:
@@ -126,9 +131,11 @@ def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """
     values = dict(pairs)
     if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidRequestError(f"the key {show_value(twice)} stands twice")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise InvalidRequestError(f"the key {show_value(name)} stands twice")
+            seen.add(name)
     return values
 
 
@@ -179,8 +186,7 @@ def _read_prompt(values: Mapping[str, Any]) -> str | tuple[int, ...]:
     if name == "prompt":
         if not isinstance(value, str):
             raise InvalidRequestError(f'"prompt" must be a text, not {show_value(value)}')
-        if surrogate := find_surrogate(value):
-            raise InvalidRequestError(f'"prompt" holds {surrogate}, half of a surrogate pair, which is no character')
+        check_characters('"prompt"', value)
         return value
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise InvalidRequestError(f'"prompt_token_ids" must be a list of whole numbers, not {show_value(value)}')
@@ -214,7 +220,7 @@ def output_row(prompt: PromptRow, output: RequestOutput) -> dict[str, object]:
     row: dict[str, object] = {"index": prompt.index, **fields_, "error": None, "input_hash": prompt.input_hash}
     if len(output.completions) > 1:
         row["completions"] = [_completion_fields(completion) for completion in output.completions]
-    return row
+    return row | _part_fields(prompt)
 
 
 def refused_row(prompt: PromptRow, error: str) -> dict[str, object]:
@@ -233,7 +239,18 @@ def refused_row(prompt: PromptRow, error: str) -> dict[str, object]:
         "time_s": None,
         "error": cut_text(error, MOST_OF_AN_ERROR),
         "input_hash": prompt.input_hash,
+        **_part_fields(prompt),
     }
+
+
+def _part_fields(prompt: PromptRow) -> dict[str, object]:
+    """What the row of a part has beside that of a whole run: at its end, where `without_part_fields` cuts it off."""
+    return {} if prompt.num_input_rows is None else {NUM_INPUT_ROWS: prompt.num_input_rows}
+
+
+def without_part_fields(line: bytes) -> bytes:
+    """The line of an output row, as a run of the whole input would have written it."""
+    return _PART_FIELDS.sub(b"}", line)
 
 
 def _completion_fields(completion: CompletionOutput) -> dict[str, object]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from launch.batch.input import InputRows
+from launch.batch.rows import NUM_INPUT_ROWS
 from trtrun.errors import ConfigError
 
 _ROW_START = b'{"index": '
@@ -31,6 +32,7 @@ class WrittenRow(NamedTuple):
         input_hash: of its input row.
         is_refused: whether it has an error instead of a completion.
         file: number of its file, where there are several.
+        num_input_rows: rows of the whole input, as the row of a part tells it; 0 where it does not.
     """
 
     row_index: int
@@ -39,13 +41,14 @@ class WrittenRow(NamedTuple):
     input_hash: int
     is_refused: bool = False
     file: int = 0
+    num_input_rows: int = 0
 
 
 class RowTable:
     """Places of output rows, in arrays: millions of them fit."""
 
     def __init__(self) -> None:
-        self._columns = tuple(array(kind) for kind in "qqqQBi")
+        self._columns = tuple(array(kind) for kind in "qqqQBiq")
 
     def __len__(self) -> int:
         """How many there are, an index that stands twice counted twice."""
@@ -57,8 +60,13 @@ class RowTable:
             column.append(value)
 
     def __getitem__(self, position: int) -> WrittenRow:
-        index, offset, length, input_hash, is_refused, file = (column[position] for column in self._columns)
-        return WrittenRow(index, offset, length, input_hash, bool(is_refused), file)
+        index, offset, length, digest, is_refused, file, num_input_rows = (column[position] for column in self._columns)
+        return WrittenRow(index, offset, length, digest, bool(is_refused), file, num_input_rows)
+
+    @property
+    def num_input_rows(self) -> int:
+        """Rows of the whole input, as far as its parts tell: the most of them, as it may have grown since."""
+        return max(self._columns[-1], default=0)
 
     def in_order(self) -> Iterator[WrittenRow]:
         """The rows by index; those of the same index in the order in which they were taken in."""
@@ -124,10 +132,15 @@ def _read_row(line: bytes, offset: int, file_number: int) -> WrittenRow | None:
     try:
         values = json.loads(line)
         index, digest, error = (values[name] for name in ("index", "input_hash", "error"))
-        is_row = line.endswith(b"\n") and type(index) is int and 0 <= index < 2**63 and _HASH.fullmatch(digest)
-    except (ValueError, TypeError, LookupError, RecursionError):
+        total = values.get(NUM_INPUT_ROWS, 0)
+        numbers = (index, total)
+        is_row = line.endswith(b"\n") and all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+        is_row = is_row and _HASH.fullmatch(digest) is not None
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         return None
-    return WrittenRow(index, offset, len(line), int(digest, 16), error is not None, file_number) if is_row else None
+    if not is_row:
+        return None
+    return WrittenRow(index, offset, len(line), int(digest, 16), error is not None, file_number, total)
 
 
 def read_written(path: Path) -> tuple[RowTable, int]:

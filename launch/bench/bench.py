@@ -1,6 +1,6 @@
 """`trtrun bench`: plain and speculative decoding in one run, on prompts that were never seen before.
 
-What is checked before, who measures what, and the report. The peer, where one is asked for, runs afterwards in a
+Who measures what, and the report. The peer, where one is asked for, runs afterwards in a
 process of its own (peer.py) with as many threads as the job had.
 """
 
@@ -18,42 +18,16 @@ import torch
 from launch.batch.options import BenchOptions, Workload
 from launch.bench.case import Case
 from launch.bench.measure import PLAIN, SPECULATIVE, Measured, measure
-from launch.bench.peer import PeerFigures, check_peer, run_peer
+from launch.bench.peer import PeerFigures, run_peer
 from launch.bench.tables import print_tables
-from launch.bench.trace import BenchTrace, check_trace
-from launch.check.preflight import check_job
+from launch.bench.trace import BenchTrace
 from launch.exit_codes import FailedError
 from launch.mpi.job import Job
 from launch.placement.memory import JobMemory
-from trtrun.config import RuntimeConfig
-from trtrun.errors import ConfigError
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.core.outputs import RankReport
 from trtrun.models.config import read_model_config
-from trtrun.outputs import RankReport
-from trtrun.roles.memory_requirements import resolve_dtype
-from trtrun.roles.startup import target_context
-
-
-def check_bench(job: Job, options: BenchOptions) -> None:
-    """Raise a TrtrunError for anything that the user got wrong, before ranks start."""
-    config = job.config
-    if options.peer is not None:
-        check_peer(job, options)
-    elif options.peer_python is not None:
-        raise ConfigError("--peer-python names the interpreter of a peer: add --peer, or leave it out")
-    if options.exact and not config.is_speculative:
-        raise ConfigError("--exact compares speculative with plain decoding, and speculation.method is none")
-    if options.exact and config.speculation.forced_acceptance is not None:
-        raise ConfigError("--exact compares texts, and with speculation.forced_acceptance they are nobody's: drop one")
-    if options.trace is not None:
-        check_trace(options.trace)
-    check_job(config, job.topology)
-    context = target_context(config, read_model_config(config.target.model))
-    longest = max(workload.prompt_tokens for workload in options.workloads)
-    if longest + options.max_tokens > context:
-        raise ConfigError(
-            f"prompts of {longest} tokens and --max-tokens {options.max_tokens} make {longest + options.max_tokens} "
-            f"tokens, but a request may have {context}"
-        )
+from trtrun.start.model_settings import resolve_dtype_name
 
 
 def play_bench(job: Job, options: BenchOptions) -> int:
@@ -98,7 +72,7 @@ def _make_report(
         "draft": str(config.draft.model) if config.draft is not None else None,
         "target_quantization": config.target.quantization,
         "draft_quantization": config.draft.quantization if config.draft is not None else None,
-        "dtype": str(resolve_dtype(config.target, read_model_config(config.target.model))).removeprefix("torch."),
+        "dtype": resolve_dtype_name(config.target, read_model_config(config.target.model)),
         "load_format": _load_formats(config),
         "ranks": [job.topology.describe(rank) for rank in range(job.topology.world_size)],
         "total_threads": job.threads * len(job.topology.slots),

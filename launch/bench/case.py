@@ -8,8 +8,8 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-from trtrun.request_statistics import ForesightStatistics
-from trtrun.telemetry import ROUND_PARTS
+from trtrun.core.request_statistics import ForesightStatistics
+from trtrun.timing.telemetry import ROUND_PARTS
 
 Prompts = list[list[int]]
 

@@ -17,13 +17,13 @@ from launch.bench.case import Case, Prompts
 from launch.bench.trace import BenchTrace
 from launch.mpi.job import Job, finish_mpi
 from launch.mpi.start_progress import STARTED
+from trtrun.api.llm import LLM
+from trtrun.core.outputs import RankReport, RequestOutput
+from trtrun.core.request_statistics import ForesightStatistics
+from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError
-from trtrun.llm import LLM
 from trtrun.models.config import read_model_config
-from trtrun.outputs import RankReport, RequestOutput
-from trtrun.request_statistics import ForesightStatistics
-from trtrun.sampling_params import SamplingParams
-from trtrun.telemetry import round_parts
+from trtrun.timing.telemetry import round_parts
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"

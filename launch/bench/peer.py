@@ -24,10 +24,11 @@ from launch.mpi.mpirun import build_environment
 from launch.mpi.parent_death import ending_with_parent
 from launch.mpi.sessions import clear_session
 from launch.placement.allocation import is_local
-from trtrun.device_lists import host_of
+from trtrun.configuration.device_lists import host_of
+from trtrun.environment import OURS
 from trtrun.errors import ConfigError, TrtrunError, one_line
 from trtrun.models.config import read_model_config
-from trtrun.roles.memory_requirements import resolve_dtype
+from trtrun.start.model_settings import resolve_dtype_name
 
 PEER_SECONDS = 1800.0
 """How long a peer may take for one mode, its start included."""
@@ -37,6 +38,9 @@ LOOK_SECONDS = 60.0
 
 SHOWN_LINES = 20
 """Of what a peer said before it failed."""
+
+_DECIDED = frozenset({"method", "model", "num_speculative_tokens"})
+"""Fields of vLLM's speculative_config that the job decides."""
 
 _LOOK = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec(sys.argv[1]) else 3)"
 
@@ -49,11 +53,13 @@ class PeerProgram:
         name: of its Python package, and on the command line.
         speculative: what it calls drafting.
         is_apart: whether each mode is a process of its own, as it loads the draft or does not.
+        decided: of the fields that --peer-options may name, those that the job decides; None where it takes none.
     """
 
     name: str
     speculative: str
     is_apart: bool
+    decided: frozenset[str] | None = None
 
     @property
     def path(self) -> Path:
@@ -65,7 +71,7 @@ PEERS = {
     peer.name: peer
     for peer in (
         PeerProgram("transformers", "assisted", is_apart=False),
-        PeerProgram("vllm", "speculative", is_apart=True),
+        PeerProgram("vllm", "speculative", is_apart=True, decided=_DECIDED),
     )
 }
 
@@ -77,25 +83,29 @@ class PeerFigures:
     Attributes:
         program: which.
         version: its own words for it.
+        options: fields of its own that it got.
         cases: figures by workload.
         error: why some of them are missing, or None.
     """
 
     program: PeerProgram
     version: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
     cases: dict[Workload, dict[str, Any]] = field(default_factory=dict)
     error: TrtrunError | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, without the figures."""
         error = str(self.error) if self.error is not None else None
-        return {"name": self.program.name, "version": self.version, "error": error}
+        about = {"name": self.program.name, "version": self.version, "options": dict(self.options)}
+        return about | {"error": error}
 
 
 def check_peer(job: Job, options: BenchOptions) -> None:
     """Raise ConfigError where the peer could not run, as far as it can be told without starting it."""
     assert options.peer is not None
     config = job.config
+    _check_peer_options(PEERS[options.peer], options, config.is_speculative)
     sections = [section for section in (config.target, config.draft) if section is not None]
     if any(section.load_format == "dummy" for section in sections):
         raise ConfigError(f"--peer {options.peer} reads the models' weights, and load_format is dummy: leave one out")
@@ -119,6 +129,18 @@ def check_peer(job: Job, options: BenchOptions) -> None:
         raise ConfigError(_missing(options.peer, python))
 
 
+def _check_peer_options(program: PeerProgram, options: BenchOptions, is_speculative: bool) -> None:
+    """Raise ConfigError where --peer-options would do nothing, or change what is compared."""
+    if not options.peer_options:
+        return
+    if program.decided is None:
+        raise ConfigError(f"--peer-options are fields of vLLM's speculative_config, and --peer is {program.name}")
+    if not is_speculative:
+        raise ConfigError("--peer-options are for speculative runs, and speculation.method is none: leave them out")
+    for name in sorted(program.decided & options.peer_options.keys()):
+        raise ConfigError(f"--peer-options: {name} is the job's own, so that both draft alike: leave it out")
+
+
 def _missing(peer: str, python: str, reason: str = "") -> str:
     """What to say where an interpreter does not have the peer."""
     what = f"cannot be imported by {python}{reason and f' ({reason})'}"
@@ -129,7 +151,7 @@ def run_peer(job: Job, options: BenchOptions, results: Mapping[Workload, Mapping
     """Let the peer complete the prompts of all timed runs, after them. What goes wrong is in the figures' `error`."""
     assert options.peer is not None
     program = PEERS[options.peer]
-    figures = PeerFigures(program)
+    figures = PeerFigures(program, options=options.peer_options)
     modes = list(next(iter(results.values())))
     for part in [[mode] for mode in modes] if program.is_apart else [modes]:
         try:
@@ -152,11 +174,12 @@ def _task(
     return {
         "target": str(config.target.model),
         "draft": str(config.draft.model) if config.draft is not None else None,
-        "dtype": str(resolve_dtype(config.target, target)).removeprefix("torch."),
+        "dtype": resolve_dtype_name(config.target, target),
         "device": "cuda" if "cuda:" in config.target.devices[0] else "cpu",
         "tensor_parallel_size": len(config.target.devices),
         "threads": _total_threads(job),
         "draft_len": config.speculation.draft_len,
+        "options": dict(options.peer_options),
         "context": target.max_position_embeddings,
         "max_tokens": options.max_tokens,
         "top_p": options.top_p,
@@ -220,7 +243,7 @@ def _read_answer(path: Path) -> dict[str, Any]:
 def _environment(job: Job) -> dict[str, str]:
     """The user's environment, with the job's threads and the target's GPUs; the peer runs as its users run it."""
     environment = build_environment() | {"OMP_NUM_THREADS": str(_total_threads(job))}
-    for name in environment.pop("TRTRUN_SETTINGS", "").split(","):
+    for name in environment.pop(OURS, "").split(","):
         environment.pop(name, None)
     own = str(Path(__file__).resolve().parents[2])  # where trtrun is installed, other packages may be, too
     paths = [path for path in environment.pop("PYTHONPATH", "").split(os.pathsep) if path and path != own]

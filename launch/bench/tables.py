@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from rich.table import Table
 from launch.bench.measure import PLAIN, SPECULATIVE
 from launch.bench.peer import PeerFigures
 from launch.terminal import output_console
-from trtrun.telemetry import ROUND_PARTS
+from trtrun.timing.telemetry import ROUND_PARTS
 
 _COLUMNS = ("rows", "mode", "tokens/s", "ms/token", "first token ms", "acceptance length", "ratio to plain")
 
@@ -23,6 +24,9 @@ def print_tables(report: Mapping[str, Any], peer: PeerFigures | None) -> None:
     if report["forced_acceptance"] is not None:
         forced = report["forced_acceptance"]
         console.print(f"forced acceptance: {forced:g} tokens a round, not the target's verdict")
+    if peer is not None and peer.options:
+        named = ", ".join(f"{name}={json.dumps(value)}" for name, value in peer.options.items())
+        console.print(f"{peer.program.name} speculative: {named}", markup=False)
     console.print(f"all ranks were ready after {report['start_s']:.1f} s")
     for entry in report["results"]:
         if "equal_rows" in entry:

@@ -12,14 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from launch.batch.journal import check_output, working_path
 from launch.batch.options import Workload, is_stream
 from parallel.topology import Role, Topology
 from trtrun.errors import ConfigError
-from trtrun.llm import LLM
-from trtrun.spans import ENGINES, ORCHESTRATOR, IdleTime, RankSpans
+from trtrun.timing.spans import ENGINES, ORCHESTRATOR, IdleTime, RankSpans
+
+if TYPE_CHECKING:
+    from trtrun.api.llm import LLM
 
 MOST_SPANS = 300_000
 """Of all ranks and runs together, about: some 40 MB of file, and as much memory on rank 0."""

@@ -26,7 +26,7 @@ from launch.placement.memory import JobMemory
 from parallel.errors import ParallelError
 from parallel.topology import Topology
 from trtrun import __version__
-from trtrun.config import ModelSection, RuntimeConfig
+from trtrun.configuration.config import ModelSection, RuntimeConfig
 from trtrun.errors import TrtrunError
 from trtrun.kvcache.sizing import free_bytes_of_slot, tokens_of_blocks
 from trtrun.models.checkpoint import read_json

@@ -1,7 +1,7 @@
 """What can be known to be wrong before any rank starts: model directories, their split over devices, tokenizers.
 
 The parent process calls it so that a user's mistake is one line from one process. It reads headers and configurations,
-no weights.
+no weights, and leaves torch alone: importing it takes longer than all of this. Only counting GPUs needs it.
 """
 
 from __future__ import annotations
@@ -9,22 +9,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-import torch
-
 from launch.placement.allocation import is_local
 from parallel.errors import ParallelError
 from parallel.topology import Topology
-from trtrun.config import ModelSection, RuntimeConfig
-from trtrun.device_lists import kind_of
+from trtrun.configuration.config import ModelSection, RuntimeConfig
+from trtrun.configuration.device_lists import kind_of
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.linear.quantization import find_quantization
 from trtrun.models.checkpoint import NoWeightsError
 from trtrun.models.config import ModelConfig, read_model_config
-from trtrun.models.loading import shard_bytes
-from trtrun.models.weight_check import check_model_weights
-from trtrun.roles.memory_requirements import resolve_dtype
-from trtrun.roles.startup import target_context
-from trtrun.text import check_same_tokenizer, read_tokenizer
+from trtrun.models.weight_check import check_model_weights, check_split
+from trtrun.start.model_settings import resolve_dtype_name, target_context
+from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
 
 
 def check_job(config: RuntimeConfig, topology: Topology) -> None:
@@ -167,18 +163,19 @@ def describe_gpus() -> str:
 
 
 def _count_gpus() -> int:
+    import torch
+
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _check_model(role: str, section: ModelSection) -> ModelConfig:
     """Read one model's configuration, and try its split over the section's devices."""
-    device = torch.device(kind_of(section.devices[0]))
+    kind = kind_of(section.devices[0])
     try:
         config = read_model_config(section.model)
-        dtype = resolve_dtype(section, config)
         find_quantization(section.quantization, for_target=role == "target")
-        for rank in range(len(section.devices)):
-            shard_bytes(config, rank, len(section.devices), dtype, device, section.quantization)
+        dtype = resolve_dtype_name(section, config)
+        check_split(config, len(section.devices), dtype, kind, section.quantization)
     except (CheckpointError, ConfigError, ParallelError) as error:
         raise CheckpointError(f"{role}: {error}") from None
     return config

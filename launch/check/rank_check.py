@@ -24,10 +24,10 @@ from parallel import probe
 from parallel.communicator import Communicator, SumTiming
 from parallel.errors import ControlPlaneError
 from parallel.mpi_rank import find_mpi_rank
-from trtrun.config import RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.topology import make_topology
 from trtrun.errors import RankFailedError
 from trtrun.roles.draft_loss import describe_draft_loss
-from trtrun.topology import make_topology
 
 LAUNCH_SECONDS = 8.0
 """How much of the time of `trtrun check` is for the start of mpirun and for the end of a job that hangs."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from launch.check.inventory import RankInventory
 from launch.placement.links import Carries, RankLink, show_ranks
@@ -15,6 +14,9 @@ from parallel.communicator import SumTiming
 from parallel.probe import Timing
 from parallel.topology import Topology
 from trtrun.kvcache.sizing import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ class CheckReport:
 
 def print_report(report: CheckReport) -> None:
     """Show tables of the ranks and the links on standard output."""
+    from rich.table import Table  # not at the top: the short check before every run shows none
+
     ranks = Table(title=None)
     for name in ("rank", "host", "device", "role", "shard", "free", "KV tokens"):
         ranks.add_column(name, justify="left" if name in ("host", "device", "role") else "right", no_wrap=True)
@@ -172,6 +176,8 @@ def show_link(link: LinkReport) -> str:
 
 def _sum_table(link: LinkReport) -> Table:
     """How long each way of summing takes, a row for a size of message."""
+    from rich.table import Table
+
     ways = list(dict.fromkeys(way for timing in link.sums for way in timing.microseconds))
     table = Table(title=None)
     table.add_column(f"{link.carries}, µs", justify="right", no_wrap=True)

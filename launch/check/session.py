@@ -22,11 +22,11 @@ from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Phase
 from parallel.watchdog.heartbeat import HeartbeatClient, invite_workers, join_heartbeat
 from parallel.watchdog.heartbeat_server import HeartbeatServer
-from trtrun.config import RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.topology import make_topology
 from trtrun.errors import TrtrunError
 from trtrun.roles.failures import RankFailures
-from trtrun.roles.startup import device_of
-from trtrun.topology import make_topology
+from trtrun.start.startup import device_of
 
 if TYPE_CHECKING:
     from mpi4py import MPI

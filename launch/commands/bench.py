@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -36,6 +37,11 @@ WORKLOAD = re.compile(r"(?P<rows>[0-9]{1,9})(x(?P<prompt_tokens>[0-9]{1,9}))?(@(
     "--peer", type=click.Choice(["transformers", "vllm"]), help="Measure this on the same weights and prompts too."
 )
 @click.option("--peer-python", metavar="PATH", help="The interpreter that has the peer.  [default: this one]")
+@click.option(
+    "--peer-options",
+    metavar="JSON",
+    help='Fields of vLLM\'s speculative_config, such as \'{"draft_sample_method": "probabilistic"}\'.',
+)
 @click.option("--seed", type=click.IntRange(0), help="Of the random prompts.  [default: drawn, and printed]")
 @click.option("--trace", metavar="F", help="Write a trace of the timed runs' rounds to this file, for Perfetto.")
 @click.option("--json", "as_json", is_flag=True, help="Print the JSON line only.")
@@ -46,6 +52,7 @@ def bench(
     rows: str,
     prompt_tokens: int,
     temperature: float,
+    peer_options: str | None,
     **others: Any,
 ) -> int:
     """Measure plain and speculative decoding in one run, on fresh random prompts; the last line is JSON."""
@@ -54,10 +61,10 @@ def bench(
 
     workloads = parse_workloads(rows, prompt_tokens, temperature)
     job = Job(load(config_path, overrides, speculation), sys.argv[1:])
-    options = BenchOptions(workloads=workloads, **others)
+    options = BenchOptions(workloads=workloads, peer_options=parse_peer_options(peer_options), **others)
 
     def check() -> None:
-        from launch.bench.bench import check_bench
+        from launch.bench.checks import check_bench
 
         check_bench(job, options)
 
@@ -76,8 +83,8 @@ def parse_workloads(rows: str, prompt_tokens: int, temperature: float) -> list[W
         click.BadParameter: it is something else.
     """
     from launch.batch.options import Workload
+    from trtrun.core.sampling_params import SamplingParams
     from trtrun.errors import InvalidRequestError
-    from trtrun.sampling_params import SamplingParams
 
     workloads = []
     for part in rows.split(","):
@@ -99,3 +106,22 @@ def parse_workloads(rows: str, prompt_tokens: int, temperature: float) -> list[W
             )
         workloads.append(workload)
     return list(dict.fromkeys(workloads))
+
+
+def parse_peer_options(text: str | None) -> dict[str, Any]:
+    """The fields that --peer-options names; none where it is not given.
+
+    Raises:
+        click.BadParameter: it is not a JSON object, or has a name twice.
+    """
+    from launch.batch.rows import unique_keys
+
+    if text is None:
+        return {}
+    try:
+        options = json.loads(text, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as error:  # a key that stands twice is a ValueError, too
+        raise click.BadParameter(f"not valid JSON: {error}", param_hint="'--peer-options'") from None
+    if not isinstance(options, dict):
+        raise click.BadParameter('write a JSON object, such as {"name": 1}', param_hint="'--peer-options'")
+    return options

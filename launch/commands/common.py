@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
-from trtrun.config import RuntimeConfig
-from trtrun.drafting_methods import METHODS
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.drafting_methods import METHODS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -118,7 +118,7 @@ def _begin_log(path: Path, config: RuntimeConfig, verbosity: int, is_front: bool
     from launch.logs import find_front, find_speaker, set_up_logging
     from launch.placement.allocation import find_local
     from parallel.mpi_rank import find_mpi_rank
-    from trtrun.topology import make_topology
+    from trtrun.configuration.topology import make_topology
 
     topology = make_topology(config)
     speaker = find_front() if is_front else find_speaker(topology, find_mpi_rank())

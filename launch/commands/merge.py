@@ -33,7 +33,10 @@ def merge(
         rows = InputRows(prompts, prompts_file, given)
     elif given:
         raise click.UsageError("sampling options are compared with the rows of --prompts FILE.jsonl: give that too")
-    count, refused = merge_parts(output, parts, rows, prompts_file)
-    line = f"merged {len(parts)} parts: {count} rows" + (f", {refused} of them refused" if refused else "")
+    merged = merge_parts(output, parts, rows, prompts_file)
+    line = f"merged {len(parts)} parts: {merged.num_rows} rows"
+    line += f", {merged.num_refused} of them refused" if merged.num_refused else ""
+    if not merged.is_end_known:
+        line += "; none tells how many rows the input has: give --prompts, to be sure that none is missing at the end"
     print(f"trtrun: {line}", file=sys.stderr, flush=True)
-    return ExitCode.ROWS_REFUSED if refused else ExitCode.DONE
+    return ExitCode.ROWS_REFUSED if merged.num_refused else ExitCode.DONE

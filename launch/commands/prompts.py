@@ -62,6 +62,9 @@ def with_prompts(command: Command) -> Command:
         click.option("--n", type=int, help="Completions of each prompt, 1 to 128.  [default: 1]"),
         click.option("--stop", multiple=True, metavar="TEXT", help="End at this text. May be repeated."),
         click.option(
+            "--include-stop-str-in-output", is_flag=True, default=None, help="Leave that text at the end of the output."
+        ),
+        click.option(
             "--stop-token-id",
             "stop_token_ids",
             type=int,

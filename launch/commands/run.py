@@ -73,7 +73,7 @@ def _run(
     job = Job(load(config_path, overrides, speculation), sys.argv[1:], drains=options.keeps_rows)
 
     def check() -> None:
-        from launch.batch.run import check_models, check_rows, finish_without_models
+        from launch.batch.checks import check_models, check_rows, finish_without_models
         from parallel.mpi_rank import find_mpi_rank
 
         checked = check_rows(options)

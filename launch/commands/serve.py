@@ -13,9 +13,9 @@ import click
 
 from launch.commands.common import load, shared_options, with_config
 from launch.exit_codes import describe_exit_codes
-from trtrun.config import RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.server_config import ServerSection
 from trtrun.errors import ConfigError, PlacementError
-from trtrun.server_config import ServerSection
 
 LIBRARIES = (
     "grpc", "httptools", "jinja2", "msgspec", "prometheus_client", "starlette", "tritonclient", "uvicorn", "uvloop",
@@ -29,6 +29,8 @@ LIBRARIES = (
 @click.option("--http-port", type=int, help="Port of the API; 0 takes a free one.  [default: server.http_port, 8000]")
 @click.option("--grpc-port", type=int, help="Port of Triton's gRPC; the same.  [default: server.grpc_port, 8001]")
 @click.option("--metrics-port", type=int, help="Port of /metrics; the same.  [default: server.metrics_port, 8002]")
+@click.option("--allowed-origins", metavar="O", multiple=True, help="Pages whose scripts may ask, or *; several times.")
+@click.option("--ping-seconds", type=float, metavar="S", help="Comments in streams after so long without news.")
 @click.option("--api-key-file", metavar="F", help="One key a line; requests need one of them.")
 @click.option("--tls-cert", metavar="F", help="Certificate of the server, in PEM; needs --tls-key.")
 @click.option("--tls-key", metavar="F", help="Key of the certificate, in PEM.")
@@ -47,10 +49,10 @@ def serve(config_path: Path, overrides: tuple[str, ...], speculation: str | None
         return _serve_rank(load(config_path, [*overrides, *given], speculation))
     config = load(config_path, [*overrides, *given], speculation, is_front=True)
     from launch.placement.allocation import is_local
-    from launch.serve.engine_keeper import engine_command
-    from launch.serve.restarted_engine import RestartedEngine
-    from launch.serve.serve import play_serve
-    from trtrun.topology import make_topology
+    from launch.serve.application.serve import play_serve
+    from launch.serve.engine.keeper import engine_command
+    from launch.serve.engine.restarted_engine import RestartedEngine
+    from trtrun.configuration.topology import make_topology
 
     topology = make_topology(config)
     if not is_local(topology.host(0)):
@@ -70,7 +72,7 @@ def _serve_rank(config: RuntimeConfig) -> int:
     status = job.enter(lambda: check_served(config))
     if status is not None:
         return status
-    from launch.serve.serve import play_serve_rank
+    from launch.serve.application.serve import play_serve_rank
 
     return play_serve_rank(job.config)
 
@@ -78,7 +80,7 @@ def _serve_rank(config: RuntimeConfig) -> int:
 def check_served(config: RuntimeConfig) -> None:
     """Raise a TrtrunError for what cannot be served."""
     from launch.check.preflight import check_job
-    from trtrun.topology import make_topology
+    from trtrun.configuration.topology import make_topology
 
     if config.speculation.forced_acceptance is not None:
         raise ConfigError("speculation.forced_acceptance: texts would be nobody's; it is for trtrun bench alone")
@@ -100,14 +102,14 @@ def serve_engine(config_path: Path, overrides: tuple[str, ...], speculation: str
     status = job.enter(lambda: None)  # the front has checked it
     if status is not None:
         return status
-    from launch.serve.engine_process import play_engine
+    from launch.serve.engine.process import play_engine
 
     return play_engine(job.config, socket)
 
 
 def server_overrides(parameters: Mapping[str, Any]) -> list[str]:
     """The changes of the YAML file that options of `trtrun serve` make."""
-    names = [name for name in parameters if name in ServerSection.model_fields and parameters[name] is not None]
+    names = [name for name in parameters if name in ServerSection.model_fields and parameters[name] not in (None, ())]
     return [f"server.{name}={json.dumps(parameters[name])}" for name in names]
 
 

@@ -23,8 +23,8 @@ from launch.commands.run import run
 from launch.commands.serve import check_extra, check_served, serve, server_overrides
 from launch.slurm.resources import SlurmResources
 from launch.slurm.script import Array, BatchJob, Word, part_output
+from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError, nearest
-from trtrun.sampling_params import SamplingParams
 
 COMMANDS: dict[str, click.Command] = {"run": run, "bench": bench, "check": check, "serve": serve}
 """What may be submitted."""
@@ -129,8 +129,8 @@ def run_options(parameters: dict[str, Any]) -> RunOptions:
 
 def _check_run(options: RunOptions, resources: SlurmResources, array: Array | None, words: Sequence[str]) -> int:
     """Raise for what `trtrun run` would refuse; returns the number of input rows."""
+    from launch.batch.checks import check_run, read_input
     from launch.batch.journal import check_output, finished_rows
-    from launch.batch.run import check_run, read_input
     from launch.mpi.job import Job
 
     if options.resume and not options.keeps_rows:

@@ -17,6 +17,7 @@ class When(Enum):
     ALWAYS = "always"
     ROOT = "root"
     SEVERAL_HOSTS = "several hosts"
+    SHARED_MEMORY = "one host, with room for messages in its shared memory"
     MAY_LOSE_RANKS = "ranks that it can do without"
 
 
@@ -64,6 +65,8 @@ class Flavour:
         ssh: arguments of mpirun that do.
         ssh_variable: of the environment, by which the user does.
         agents: environment variables and options of mpirun by which the user has something else than ssh reach hosts.
+        hosts: environment variables and options of mpirun, without dashes, by which the user or a batch system names
+            hosts of its ranks.
     """
 
     name: str
@@ -81,6 +84,7 @@ class Flavour:
     ssh: tuple[str, ...] = ()
     ssh_variable: str = ""
     agents: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
     tells: tuple[tuple[str, str], ...] = ()
     shared_memory: str = ""
@@ -89,6 +93,17 @@ class Flavour:
     def outlives_ranks(self) -> bool:
         """Whether its mpirun can go on when a rank ends."""
         return any(setting.when is When.MAY_LOSE_RANKS for setting in self.settings)
+
+
+_BATCH_HOSTS = ("PBS_NODEFILE", "PE_HOSTFILE", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS", "LSB_HOSTS")
+"""Variables by which batch systems other than Slurm name an mpirun its hosts."""
+
+_OPEN_MPI_HOSTS = (
+    *("host", "H", "hostfile", "machinefile", "default-hostfile", "add-host", "add-hostfile", "rankfile", "rf", "app"),
+    *("orte_default_hostfile", "prte_default_hostfile", "OMPI_MCA_orte_default_hostfile"),
+    *("PRTE_MCA_prte_default_hostfile", "PRTE_MCA_orte_default_hostfile"),
+    *_BATCH_HOSTS,
+)
 
 
 def _when_hosts(option: str, prefix: str) -> tuple[Setting, ...]:
@@ -131,6 +146,8 @@ OPENMPI = Flavour(
             variables=("OMPI_MCA_mpi_yield_when_idle",),
             options=("mpi_yield_when_idle",),
         ),
+        # Else each rank listens on all interfaces for nobody, and three bytes from a stranger make it wait for more.
+        Setting(("--mca", "btl", "^tcp"), variables=("OMPI_MCA_btl",), options=("btl",), when=When.SHARED_MEMORY),
         # Else it ends the job with the first rank that dies.
         Setting(("--with-ft", "ulfm"), variables=("OMPI_MCA_mpi_ft_enable",), when=When.MAY_LOSE_RANKS),
         *_when_hosts("--prtemca", "PRTE_MCA_"),
@@ -141,6 +158,7 @@ OPENMPI = Flavour(
     ssh=("--prtemca", "plm_ssh_args", "{arguments}"),
     ssh_variable="PRTE_MCA_plm_ssh_args",
     agents=("PRTE_MCA_plm_ssh_agent", "PRTE_MCA_plm", "plm_ssh_agent", "plm"),
+    hosts=_OPEN_MPI_HOSTS,
     tells=(("PRTE_MCA_errmgr_base_verbose", "5"), ("PRTE_MCA_odls_base_verbose", "5")),
     shared_memory="OMPI_MCA_btl_sm_backing_directory",
 )
@@ -165,6 +183,7 @@ OPENMPI4 = Flavour(
             variables=("OMPI_MCA_mpi_yield_when_idle",),
             options=("mpi_yield_when_idle",),
         ),
+        Setting(("--mca", "btl", "^tcp"), variables=("OMPI_MCA_btl",), options=("btl",), when=When.SHARED_MEMORY),
         *_when_hosts("--mca", "OMPI_MCA_"),
     ),
     define=("-x", "{name}={value}"),
@@ -173,6 +192,7 @@ OPENMPI4 = Flavour(
     ssh=("--mca", "plm_rsh_args", "{arguments}"),
     ssh_variable="OMPI_MCA_plm_rsh_args",
     agents=("OMPI_MCA_plm_rsh_agent", "OMPI_MCA_plm", "plm_rsh_agent", "plm"),
+    hosts=_OPEN_MPI_HOSTS,
     shared_memory="OMPI_MCA_btl_vader_backing_directory",
 )
 
@@ -183,7 +203,10 @@ MPICH = Flavour(
     program=re.compile(r"HYDRA build details"),
     programs=("mpirun", "mpirun.mpich", "mpiexec.hydra"),
     library_files=("libmpi.so.12", "libmpich.so.12"),
-    settings=(),  # it runs as root, oversubscribes, binds nothing and yields by itself
+    # It runs as root, oversubscribes, binds nothing and yields by itself.
+    settings=(
+        Setting(("-genv", "UCX_TLS", "^tcp"), variables=("UCX_TLS",), options=("UCX_TLS",), when=When.SHARED_MEMORY),
+    ),
     variables=(("UCX_LOG_FILE", "stderr"),),  # else its warnings stand between the rows on stdout
     define=("-genv", "{name}", "{value}"),
     forward=("-genvlist", "{names}"),
@@ -191,6 +214,7 @@ MPICH = Flavour(
     ssh_before=("env", "HYDRA_LAUNCHER_EXTRA_ARGS={arguments}"),
     ssh_variable="HYDRA_LAUNCHER_EXTRA_ARGS",
     agents=("HYDRA_LAUNCHER", "HYDRA_LAUNCHER_EXEC", "-launcher", "-launcher-exec"),
+    hosts=("host", "hosts", "f", "hostfile", "machinefile", "configfile", "HYDRA_HOST_FILE", *_BATCH_HOSTS),
 )
 
 FLAVOURS = {flavour.name: flavour for flavour in (OPENMPI, OPENMPI4, MPICH)}

@@ -24,8 +24,8 @@ from launch.mpi.stale_folders import remove_stale_folders
 from launch.placement.allocation import in_allocation, is_local
 from parallel.topology import Topology
 from trtrun import __version__
+from trtrun.configuration.launch_config import LaunchSection
 from trtrun.errors import PlacementError
-from trtrun.launch_config import LaunchSection
 
 CONNECT_SECONDS = 8
 """For ssh to reach a host and agree with it on keys."""
@@ -67,6 +67,12 @@ def uses_ssh(flavour: Flavour, section: LaunchSection, environment: Mapping[str,
     """Whether mpirun reaches other hosts by ssh: not inside a Slurm allocation, nor where the user has it otherwise."""
     given = [*environment, *section.mpirun_arguments]
     return not in_allocation(environment) and not any(agent in given for agent in flavour.agents)
+
+
+def may_be_elsewhere(flavour: Flavour, section: LaunchSection, environment: Mapping[str, str]) -> bool:
+    """Whether mpirun is told hosts by somebody else than the configuration's devices."""
+    given = {word.lstrip("-").partition("=")[0] for word in section.mpirun_arguments}
+    return any(name in environment or name in given for name in flavour.hosts)
 
 
 def describe_host(environment: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from launch.mpi.drain import CONTROL_VARIABLE
-from launch.mpi.hosts import check_hosts, is_placed, remote_hosts, uses_ssh
+from launch.mpi.flavours import Flavour
+from launch.mpi.hosts import check_hosts, is_placed, may_be_elsewhere, remote_hosts, uses_ssh
 from launch.mpi.library import choose_flavour
 from launch.mpi.mpirun import (
     Launch,
@@ -27,7 +28,7 @@ from launch.mpi.mpirun import (
 from launch.mpi.output_filter import OutputFilter
 from launch.mpi.parent_death import end_with_parent
 from launch.mpi.rank_ends import RankEnds
-from launch.mpi.shared_memory import own_shared_memory
+from launch.mpi.shared_memory import has_room, own_shared_memory
 from launch.mpi.stale_folders import remove_stale_folders
 from launch.mpi.start_progress import STARTED, StartWatch, say_hello
 from launch.mpi.start_progress import VARIABLE as STEPS_VARIABLE
@@ -36,11 +37,12 @@ from launch.placement.devices import count_host_slots
 from parallel import abort
 from parallel.mpi_rank import MpiRank, find_mpi_rank
 from parallel.topology import Topology
-from trtrun.config import RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.topology import make_topology
+from trtrun.environment import settle
 from trtrun.errors import PlacementError
 from trtrun.roles.draft_loss import expendable_hosts, expendable_ranks
 from trtrun.threads import threads_per_slot
-from trtrun.topology import make_topology
 
 OWN_PREFIX = "TRTRUN_"
 """Of variables by which a parent tells its ranks something."""
@@ -83,6 +85,12 @@ class Job:
         """Whether the job is more than this process can be."""
         return self.topology.world_size > 1 or is_placed(self.topology)
 
+    def _is_on_this_host(self, flavour: Flavour, environment: Mapping[str, str]) -> bool:
+        """Whether mpirun and all ranks are on this host. Two names of it are two hosts for an MPI library."""
+        if len(self.topology.hosts) > 1 or any(True for _ in remote_hosts(self.topology)):
+            return False
+        return not may_be_elsewhere(flavour, self.config.launch, environment)
+
     def command(self) -> list[str]:
         """The command that starts the job from a shell: mpirun with its flags, or plain Python for a single process."""
         if not self.needs_mpirun:
@@ -99,7 +107,12 @@ class Job:
         outlives = choice.library.outlives_ranks
         may_lose = outlives and bool(expendable_ranks(self.config, self.topology))
         may_lose_hosts = outlives and bool(expendable_hosts(self.config, self.topology))
-        return Launch(self.topology, section, environment, choice, placed, by_ssh, may_lose, may_lose_hosts)
+        shared = choice.flavour.shared_memory
+        stays_here = self._is_on_this_host(choice.flavour, {**environment, **section.environment})
+        shares_memory = stays_here and has_room(shared, environment, self.topology.world_size)
+        return Launch(
+            self.topology, section, environment, choice, placed, by_ssh, may_lose, may_lose_hosts, shares_memory
+        )
 
     def _build(self, launch: Launch) -> list[str]:
         """The command of mpirun."""
@@ -127,7 +140,9 @@ class Job:
         # A folder of this host is none of the others.
         variable = "" if launch.is_placed else launch.choice.flavour.shared_memory
         with own_shared_memory(variable, environment) as added:
-            status = supervise(command, environment | added, output, drain_seconds, self._watch_steps())
+            values, steps = environment | added, self._watch_steps()
+            stays_here = self._is_on_this_host(launch.choice.flavour, environment)
+            status = supervise(command, values, output, drain_seconds, steps, stays_here)
         remove_stale_folders(environment)  # of an mpirun that was killed
         return status
 
@@ -189,6 +204,7 @@ class Job:
         OpenMP reads its own when torch is imported, so this comes before everything that imports it.
         """
         os.environ.update(self.config.launch.environment)
+        settle(os.environ)
         if self.config.threads is not None:
             os.environ["OMP_NUM_THREADS"] = str(self.config.threads)
         else:

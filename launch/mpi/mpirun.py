@@ -19,10 +19,11 @@ from pathlib import Path
 
 from launch.mpi.flavours import Flavour, Setting, When
 from launch.mpi.library import Choice, Library, identify_program
+from launch.mpi.surroundings import find_home
 from parallel.mpi_rank import find_mpi_rank
 from parallel.topology import Topology
+from trtrun.configuration.launch_config import LaunchSection
 from trtrun.errors import ConfigError, PlacementError
-from trtrun.launch_config import LaunchSection
 
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "OPAL_", "HYDRA_", "HYDI_", "MPI_LOCAL")
 STEP_PREFIXES = ("PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_", "PMIX_SECURITY_", "PMIX_GDS_", "PMI_")
@@ -114,6 +115,7 @@ class Launch:
         uses_ssh: whether mpirun reaches other hosts by ssh.
         may_lose_ranks: whether the job is to go on without some ranks, and its MPI can.
         may_lose_hosts: whether some of these ranks have hosts of their own.
+        shares_memory: whether all ranks are on mpirun's host, and its shared memory has room for what they say.
     """
 
     topology: Topology
@@ -124,6 +126,7 @@ class Launch:
     uses_ssh: bool = False
     may_lose_ranks: bool = False
     may_lose_hosts: bool = False
+    shares_memory: bool = False
 
 
 def build_command(launch: Launch, program: Sequence[str], threads: int | None) -> list[str]:
@@ -188,6 +191,8 @@ def _applies(setting: Setting, launch: Launch) -> bool:
     if setting.when is When.ROOT and os.geteuid() != 0:
         return False
     if setting.when is When.SEVERAL_HOSTS and not launch.is_placed:
+        return False
+    if setting.when is When.SHARED_MEMORY and not launch.shares_memory:
         return False
     if setting.when is When.MAY_LOSE_RANKS and not launch.may_lose_ranks:
         return False
@@ -269,6 +274,7 @@ def build_environment(
         name: value for name, value in values.items() if not name.startswith(strange) or "ALLOW_RUN_AS_ROOT" in name
     }
     result |= added or {}
+    result["HOME"] = find_home(result)
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *(path for path in result.get("PYTHONPATH", "").split(os.pathsep) if path and path != root)]
     result["PYTHONPATH"] = os.pathsep.join(paths)

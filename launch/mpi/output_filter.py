@@ -4,8 +4,8 @@ Open MPI's come in boxes: a line of dashes, some text, a line of dashes. Hydra's
 and lines that begin with the name of one of its programs. This is what becomes of them:
 
 - A box that tells of a killed rank or a lost host becomes one line.
-- What only repeats that a rank has ended the job is dropped, and so is PMIx's error that a peer is gone, and
-  libevent's that a connection was closed already.
+- What only repeats that a rank has ended the job is dropped, and so is PMIx's error that a peer is gone, libevent's
+  that a connection was closed already, and PRRTE's that ssh has left its process group already.
 - That others lost their connection to a rank, and Hydra's own errors, wait for the end of the job: they are dropped
   where a line has named the rank or host, and shown as they are where none has.
 - That a rank did not reach rank 0 waits, too: it is no news where rank 0 has ended because it was asked to.
@@ -48,6 +48,7 @@ _REPEATED_LINE = re.compile(
     r"Abort\(\d+\) on node \d+ \(rank \d+ in comm \d+\): application called MPI_Abort"
     r"|(?:\[[^\s\]]+:\d+\] )?(?:Delaying for \d+ seconds? before aborting|PMIX ERROR: PMIX_ERR_UNREACH in file"
     r"|pmix_ptl_base: send_msg: write failed: "
+    r"|plm:(?:ssh|rsh): Warning: setpgid\(\d+,\d+\) failed in parent"  # ssh was quicker, and has done it itself
     r"|Set MCA parameter \"\w+help_aggregate\""
     r"|Abort is in progress\.\.\.hit ctrl-c again"
     r"|\d+ more process(?:es)? ha(?:s|ve) sent help message help-)"

@@ -23,10 +23,10 @@ if os.getppid() == int(sys.argv[1]):
 """Asks, makes sure that the parent did not die before, and becomes the command."""
 
 
-def end_with_parent() -> None:
-    """Have this process end with the one that started it."""
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Have this process end, by a signal, with the one that started it."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def ending_with_parent(command: Sequence[str]) -> list[str]:

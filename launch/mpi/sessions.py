@@ -1,4 +1,4 @@
-"""Ends all that a child has started: every process of the session that it leads.
+"""All that a child has started: every process of the session that it leads, and their end.
 
 It knows processes, and nothing of what they do.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,13 +16,8 @@ CLEAR_SECONDS = 5.0
 """How long processes may take to be gone once they are killed."""
 
 
-def kill_session(session: int) -> bool:
-    """Kill every process of a session: mpirun gives each rank a process group of its own, but the same session.
-
-    Returns:
-        Whether there was one.
-    """
-    found = False
+def session_processes(session: int) -> Iterator[int]:
+    """Every living process of a session: mpirun gives each rank a process group of its own, but the same session."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
             continue
@@ -31,9 +27,20 @@ def kill_session(session: int) -> bool:
         except OSError:
             continue
         if int(fields[3]) == session and fields[0] != "Z":
-            found = True
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(int(entry.name), signal.SIGKILL)
+            yield int(entry.name)
+
+
+def kill_session(session: int) -> bool:
+    """Kill every process of a session.
+
+    Returns:
+        Whether there was one.
+    """
+    found = False
+    for process in session_processes(session):
+        found = True
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(process, signal.SIGKILL)
     return found
 
 

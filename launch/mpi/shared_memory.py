@@ -17,6 +17,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+
+BYTES_A_RANK = 32 << 20
+"""What there has to be for each rank; Open MPI takes half of it."""
+
 PREFIX = "trtrun-job-"
 
 
@@ -44,6 +48,21 @@ def own_shared_memory(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+def has_room(variable: str, environment: Mapping[str, str], num_ranks: int) -> bool:
+    """Whether ranks of one host can say all that they say through its shared memory, so that they need no ports.
+
+    Args:
+        variable, environment: as of `own_shared_memory`.
+        num_ranks: of this host.
+    """
+    folder = environment.get(variable) or SHARED_MEMORY
+    try:
+        room = os.statvfs(folder)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK) and room.f_bavail * room.f_frsize >= num_ranks * BYTES_A_RANK
 
 
 def _make(base: Path) -> tuple[Path, int] | None:

@@ -16,6 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 
 _FOLDER = re.compile(r"[a-z]+\.(?P<process>\d+)")
+_PROGRAMS = ("ompi", "prte", "prted", "prterun")
+"""Before the process id, in the names of folders that nothing but the name tells from a user's own."""
+
 _ADDRESS = re.compile(r"tcp[46]?://(?P<host>[^;,\s]+):(?P<port>\d+)")
 _CONNECT_SECONDS = 1.0
 _BASES = ("PRTE_MCA_prte_tmpdir_base", "TMPDIR", "TEMP", "TMP")
@@ -30,23 +33,51 @@ def remove_stale_folders(environment: Mapping[str, str]) -> None:
     Args:
         environment: of mpirun or of its daemon; tells where their folders are.
     """
-    base = next((environment[name] for name in _BASES if environment.get(name)), "/tmp")
     with suppress(OSError):
-        for folder in list(_find_abandoned(Path(base))):
+        for folder in list(_find_abandoned(_base(environment))):
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove_folder_of(process: int, environment: Mapping[str, str]) -> None:
+    """Remove what an mpirun of this host has left of its folder that was killed, be it while it removed that itself:
+    there is no file any more then that would say whose it is.
+
+    Args:
+        process: of the mpirun, which is gone.
+        environment: of it.
+    """
+    with suppress(OSError):
+        for entry in list(os.scandir(_base(environment))):
+            program, _, number = entry.name.partition(".")
+            if program not in _PROGRAMS or number != str(process) or not entry.is_dir(follow_symlinks=False):
+                continue
+            is_own = entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+            mark = _mark_of_this_host(entry.path)
+            is_gone = not any(Path(entry.path).glob("pmix.*.tool")) if mark is None else not _listens(mark)
+            if is_own and is_gone:
+                shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _base(environment: Mapping[str, str]) -> Path:
+    return Path(next((environment[name] for name in _BASES if environment.get(name)), "/tmp"))
+
+
 def _find_abandoned(base: Path) -> Iterator[Path]:
-    host = socket.gethostname()
     for entry in os.scandir(base):
         named = _FOLDER.fullmatch(entry.name)
         if named is None or not entry.is_dir(follow_symlinks=False):
             continue
         is_own = entry.stat(follow_symlinks=False).st_uid == os.geteuid()
-        marks = [Path(entry.path, f"pmix.{name}.tool") for name in {host, host.partition(".")[0]}]
-        mark = next(filter(Path.is_file, marks), None)
+        mark = _mark_of_this_host(entry.path)
         if is_own and mark is not None and not _is_alive(int(named["process"])) and not _listens(mark):
             yield Path(entry.path)
+
+
+def _mark_of_this_host(folder: str) -> Path | None:
+    """The file by which a folder says that it belongs to this host, where it does."""
+    host = socket.gethostname()
+    marks = [Path(folder, f"pmix.{name}.tool") for name in {host, host.partition(".")[0]}]
+    return next(filter(Path.is_file, marks), None)
 
 
 def _is_alive(process: int) -> bool:

@@ -174,11 +174,15 @@ class StartWatch:
         self._held = text[start:] if start >= 0 and len(text) - start < _LONGEST_MARK else ""
         return text[: len(text) - len(self._held)]
 
+    @property
+    def all_are_done(self) -> bool:
+        """Whether every rank has told its last step."""
+        return sum(rank.number >= DONE for rank in self._ranks.values()) == self.size
+
     def give_up(self) -> list[str]:
         """Lines that name the stuck ranks, once time is over; none before that, and where every rank is done."""
         assert self.started is not None
-        done = sum(rank.number >= DONE for rank in self._ranks.values())
-        if done == self.size or self.clock() - self.started < self.seconds:
+        if self.all_are_done or self.clock() - self.started < self.seconds:
             return []
         self.is_given_up = True
         after = f"{self.purpose} was not done after {self.seconds:g} s"

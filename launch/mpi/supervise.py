@@ -19,12 +19,15 @@ from types import FrameType
 
 from launch.exit_codes import ExitCode, status_of_signal
 from launch.mpi.drain import CONTROL_VARIABLE, DRAIN_SIGNALS, write_order
+from launch.mpi.host_ports import HostPorts
 from launch.mpi.output_filter import OutputFilter
 from launch.mpi.parent_death import ending_with_parent
 from launch.mpi.rank_ends import RankEnds
 from launch.mpi.sessions import clear_session, kill_session
+from launch.mpi.stale_folders import remove_folder_of
 from launch.mpi.start_progress import VARIABLE as STEPS_VARIABLE
 from launch.mpi.start_progress import StartWatch
+from launch.mpi.surroundings import describe_lacks
 
 GRACE_SECONDS = 5.0
 """How long mpirun may take to end its ranks after a signal, before all are killed."""
@@ -58,6 +61,7 @@ def supervise(
     output: OutputFilter,
     drain_seconds: float | None = None,
     steps: StartWatch | None = None,
+    is_on_this_host: bool = False,
 ) -> int:
     """Run the command until it ends; return an exit status (see exit_codes.py).
 
@@ -73,6 +77,7 @@ def supervise(
         drain_seconds: how long a drain may take; None for a job that cannot drain.
         steps: names the ranks that are stuck on their way to work, and for them the job ends; None where ranks tell no
             steps.
+        is_on_this_host: whether nobody on another host has to reach mpirun or the ranks.
     """
     values = {name: value for name, value in environment.items() if name not in (CONTROL_VARIABLE, STEPS_VARIABLE)}
     if steps is not None:
@@ -89,7 +94,7 @@ def supervise(
         )
         try:
             orders.follow(process)
-            _pump(process, output, orders, steps)
+            _pump(process, output, orders, steps, HostPorts(process.pid) if is_on_this_host else None)
         except BrokenPipeError:  # the reader of our output is gone, as in `trtrun run … | head`
             orders.ended_by = signal.SIGPIPE
             process.terminate()
@@ -99,6 +104,7 @@ def supervise(
             is_overdue = process.poll() is None
             clear_session(process.pid)  # mpirun is gone, or the loop failed: no rank may stay
             process.wait()
+            remove_folder_of(process.pid, environment)
     with suppress(BrokenPipeError):
         _pass_on(output.flush_output())
     statuses = {process.returncode, output.fatal_end.status if output.fatal_end is not None else None}
@@ -109,7 +115,11 @@ def supervise(
     status = process.returncode
     if output.ends is not None:
         status = _status_by_ends(status, output.ends, steps.status if steps is not None else None)
-    return _tell_end(status, output, orders, is_overdue)
+    status = _tell_end(status, output, orders, is_overdue)
+    if orders.ended_by is None and (status == ExitCode.FAILED or status not in list(ExitCode)):
+        for line in describe_lacks(environment):
+            _show(f"trtrun: {line}\n")
+    return status
 
 
 class _Orders:
@@ -211,7 +221,11 @@ def _status_by_ends(status: int, ends: RankEnds, told: int | None) -> int:
 
 
 def _pump(
-    process: subprocess.Popen[bytes], output: OutputFilter, orders: _Orders, steps: StartWatch | None = None
+    process: subprocess.Popen[bytes],
+    output: OutputFilter,
+    orders: _Orders,
+    steps: StartWatch | None,
+    ports: HostPorts | None,
 ) -> None:
     """Carry both outputs to the user until mpirun ends, or is overdue, or a rank is stuck.
 
@@ -244,6 +258,8 @@ def _pump(
             if time.monotonic() >= ended_deadline:
                 _end_rest(process, output)
                 return
+            if ports is not None:
+                ports.tend(all_are_there=steps is not None and steps.all_are_done)
             ready = selector.select(timeout=PAUSE_SECONDS)
             for key, _ in ready:
                 data = os.read(key.fd, 65536)

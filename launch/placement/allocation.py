@@ -14,7 +14,7 @@ from functools import cache
 from itertools import takewhile
 
 from launch.placement.devices import Allocation
-from trtrun.device_lists import check_host, is_same_host
+from trtrun.configuration.device_lists import check_host, is_same_host
 from trtrun.errors import ConfigError
 from trtrun.threads import count_cores
 

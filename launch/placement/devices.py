@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from parallel.topology import Topology
-from trtrun.device_lists import (
+from trtrun.configuration.device_lists import (
     COUNT_KEYS,
     check_host,
     check_number,
@@ -22,7 +22,7 @@ from trtrun.device_lists import (
     kind_of,
     parse_devices,
 )
-from trtrun.drafting_methods import needs_draft_model
+from trtrun.configuration.drafting_methods import needs_draft_model
 from trtrun.errors import ConfigError, nearest, shorten
 
 

@@ -11,18 +11,19 @@ from dataclasses import dataclass
 import torch
 
 from parallel.topology import Topology
-from trtrun.config import ModelSection, RuntimeConfig
+from trtrun.configuration.config import ModelSection, RuntimeConfig
 from trtrun.errors import ConfigError
 from trtrun.kvcache.sizing import SlotMemory, count_kv_blocks, default_fraction
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.loading import shard_bytes
-from trtrun.roles.memory_requirements import (
+from trtrun.start.memory_requirements import (
     engine_working_bytes,
     kv_bytes_per_block,
     most_useful_blocks,
     resolve_dtype,
 )
-from trtrun.roles.startup import device_of, target_context
+from trtrun.start.model_settings import target_context
+from trtrun.start.startup import device_of
 
 
 @dataclass(frozen=True)

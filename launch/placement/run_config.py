@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.placement.agreement import agree_on
 from launch.placement.allocation import find_allocation, find_local, has_own_name, in_allocation
 from launch.placement.devices import (
     ENGINES,
@@ -24,11 +23,12 @@ from launch.placement.devices import (
     list_devices,
     spell_hosts,
 )
+from launch.placement.rank_problems import agree_on
 from parallel.mpi_rank import MpiRank, find_mpi_rank
-from trtrun.config import RuntimeConfig, make_config, read_values
-from trtrun.device_lists import host_of, is_counts
+from trtrun.configuration.config import RuntimeConfig, make_config, read_values
+from trtrun.configuration.device_lists import host_of, is_counts
+from trtrun.configuration.topology import make_topology
 from trtrun.errors import ConfigError, PlacementError
-from trtrun.topology import make_topology
 
 DEFAULT_HOST = "default"
 

@@ -15,8 +15,8 @@ from launch.placement.devices import ENGINES
 from launch.placement.run_config import make_run_config, name_places
 from launch.slurm.resources import SlurmResources, read_resources
 from launch.slurm.section import check_slurm_section
-from trtrun.config import RuntimeConfig, read_values
-from trtrun.device_lists import is_counts
+from trtrun.configuration.config import RuntimeConfig, read_values
+from trtrun.configuration.device_lists import is_counts
 from trtrun.errors import ConfigError
 
 

@@ -18,10 +18,10 @@ from launch.placement.devices import ENGINES, Allocation, fill_counts, list_devi
 from launch.placement.run_config import DEFAULT_HOST, is_directory, make_run_config
 from launch.slurm.section import SlurmSection, read_slurm_section
 from parallel.topology import Topology
-from trtrun.config import RuntimeConfig, read_values
-from trtrun.device_lists import MOST_DEVICES, host_of, is_counts
+from trtrun.configuration.config import RuntimeConfig, read_values
+from trtrun.configuration.device_lists import MOST_DEVICES, host_of, is_counts
+from trtrun.configuration.topology import make_topology
 from trtrun.errors import ConfigError, shorten
-from trtrun.topology import make_topology
 
 PREFIX = "node-"
 """Of made-up names: node-1 stands for the first node of the allocation, and so on."""
@@ -151,12 +151,6 @@ def _read_slurm(
         if not isinstance(section, dict):
             raise ConfigError(f"{where}: {name}: must be a section with keys, not {shorten(section)}")
     slurm = {**slurm, **changes}
-    if _whole(slurm.get("time")) >= 60:
-        # In YAML 1:30:00 is the number 5400, in base 60. Nobody can tell it from 5400 minutes any more.
-        raise ConfigError(
-            f'{where}: launch.slurm.time: write the time in quotes, such as "1:30:00", or "90" for minutes: YAML may '
-            f"have made {slurm['time']} of it"
-        )
     return {**values, "launch": {**launch, "slurm": slurm}}, read_slurm_section(slurm, where)
 
 

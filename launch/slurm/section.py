@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from launch.placement.allocation import MOST_HOSTS
-from trtrun.launch_config import Line, Lines, Number, Section
-from trtrun.section_check import check_section
+from trtrun.configuration.launch_config import Line, Lines, Number, Section
+from trtrun.configuration.section_check import check_section
 
 
 def _number_to_text(value: object) -> object:
@@ -23,24 +23,24 @@ def _number_to_text(value: object) -> object:
 
 
 class SlurmSection(Section):
-    """What `trtrun submit` writes into the batch script. None leaves an option to the cluster's own default.
+    """What `trtrun submit` writes into the batch script. What is left out is the cluster's own default.
 
     Attributes:
-        partition, account, qos, constraint, reservation, nodelist: sbatch's options of the same names.
-        time: time limit as sbatch takes it, such as "02:00:00" or minutes.
+        partition, account, qos, constraint, reservation, nodelist: sbatch's option of the same name.
+        time: time limit as sbatch takes it, such as `2:00:00`, `2-12:00:00` or minutes.
         job_name: the job's name.
-        nodes: nodes to ask for; None takes what the devices need.
+        nodes: nodes to ask for. Left out: what the devices need.
         cpus_per_task: CPU cores of each rank.
-        memory: memory of each node, such as "64G".
-        gres: generic resources of each node; None asks for the GPUs that the devices need.
+        memory: memory of each node, such as `64G`.
+        gres: generic resources of each node, such as `gpu:a100:4`. Left out: the GPUs that the devices need.
         exclusive: take whole nodes.
-        output: the log's path; %j is the job's number, %A and %a an array's and its task's.
+        output: the log's path; `%j` is the job's number, `%A` and `%a` an array's and its task's.
         setup: shell lines to run first on the first node, such as `module load cuda`.
         launcher: what starts the ranks inside the job.
-        srun_mpi: value of srun's --mpi where the launcher is srun.
+        srun_mpi: value of srun's `--mpi` where the launcher is srun.
         requeue: put the job back into the queue when it was drained before it was done.
         signal_seconds: how long before the time limit Slurm warns the job, so that it drains.
-        extra: further sbatch options as they stand, such as "--mail-type=END".
+        extra: further sbatch options as they stand, such as `--mail-type=END`.
     """
 
     partition: Line | None = None

@@ -1,10 +1,11 @@
 """Rank 0's connections to the workers: what each of them last said, and the questions put to them.
 
-One thread uses it. It lets in nobody who does not know the job's token, and judges nothing: `heartbeat_server` does.
+One thread uses it. Who is no worker gets no further than the `door`. It judges nothing: `heartbeat_server` does.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 import selectors
 import socket
@@ -12,27 +13,17 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from parallel.watchdog.activity import Activity, Doing
 from parallel.watchdog.blame import RankState
-from parallel.watchdog.message_socket import ANSWER_SECONDS, FEW_BYTES, MOST_BYTES, Challenge, MessageSocket, prove
+from parallel.watchdog.door import Door
+from parallel.watchdog.message_socket import MessageSocket
 from parallel.watchdog.processes import kill_process
 from parallel.watchdog.stacks import Stack
 
-FEWEST_STRANGERS = 64
-"""Connections that may be open without having proved who they are; as many as workers, where those are more. One that
-comes beyond that takes the place of the one that has been silent for longest: a worker proves itself at once."""
-
-
-@dataclass
-class _Connection:
-    """One connection. `rank` is None until it has proved who it is."""
-
-    messages: MessageSocket
-    since: float
-    challenge: Challenge
-    rank: int | None = None
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -40,7 +31,7 @@ class _Worker:
     """What is known of one worker; times as of time.monotonic()."""
 
     heard: float
-    connection: _Connection | None = None
+    connection: MessageSocket | None = None
     doing: Doing | None = None
     closed: float | None = None
     has_left: bool = False
@@ -68,19 +59,19 @@ class WorkerConnections:
         self.token = secrets.token_hex(32)
         self._activity = activity
         self._workers = {rank: _Worker(time.monotonic()) for rank in ranks}
-        self._strangers = 0
+        self._unheard = set(ranks)
         self._question = 0
         self._new_listeners: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
+        self._door = Door(self._selector, self.token, len(ranks), self._admit)
         self._waker, self._wakes = socket.socketpair()
         self._wakes.setblocking(False)
-        self._selector.register(self._wakes, selectors.EVENT_READ)
+        self._selector.register(self._wakes, selectors.EVENT_READ, self._drain_wakes)
 
     # From any thread.
 
     def add_listener(self, listener: socket.socket) -> None:
-        """Accept connections from it from now on."""
-        listener.setblocking(False)
+        """Accept connections from it from now on, until every worker is there."""
         self._new_listeners.append(listener)
         self.wake()
 
@@ -127,7 +118,7 @@ class WorkerConnections:
             self._workers[rank].is_lost = True
         for worker in self._workers.values():
             if worker.connection is not None:
-                worker.connection.messages.send({"lost": sorted(ranks)})
+                worker.connection.send({"lost": sorted(ranks)})
 
     def kill_lost(self) -> None:
         """Kill the lost workers of this host that have not ended by themselves."""
@@ -143,20 +134,10 @@ class WorkerConnections:
     def serve(self, timeout: float) -> None:
         """Take in what comes within `timeout` seconds, or what is there once something comes."""
         while self._new_listeners:
-            listener = self._new_listeners.pop()
-            self._selector.register(listener, selectors.EVENT_READ, listener)
+            self._door.open(self._new_listeners.pop())
         for key, _ in self._selector.select(timeout):
-            if isinstance(key.data, _Connection):
-                self._serve(key.data)
-            elif key.data is not None:
-                self._accept(key.data)
-            else:
-                with suppress(BlockingIOError):
-                    self._wakes.recv(4096)
-        if self._strangers:
-            for connection in self._connections():
-                if connection.rank is None and time.monotonic() - connection.since > ANSWER_SECONDS:
-                    self._drop(connection)
+            key.data()
+        self._door.tend()
 
     def new_question(self) -> None:
         """Stacks taken before are old from now on."""
@@ -172,7 +153,7 @@ class WorkerConnections:
         for worker in self._workers.values():
             left = worker.has_left or worker.is_lost
             if worker.connection is not None and worker.answered != self._question and not left:
-                worker.connection.messages.send({"question": self._question})
+                worker.connection.send({"question": self._question})
                 asked.append(worker)
         now = time.monotonic()
         deadline = now + seconds
@@ -191,79 +172,68 @@ class WorkerConnections:
         """Tell all workers that nobody watches any more; they close their connections."""
         for worker in self._workers.values():
             if worker.connection is not None:
-                worker.connection.messages.send({"goodbye": True})
+                worker.connection.send({"goodbye": True})
 
     def close(self) -> None:
         """Close everything."""
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.data, _Connection):
-                key.data.messages.close()
-            elif key.data is not None:
-                key.data.close()
+        self._door.close()
+        for worker in self._workers.values():
+            if worker.connection is not None:
+                worker.connection.close()
         self._selector.close()
         self._wakes.close()
         self._waker.close()
 
     # Single connections.
 
-    def _connections(self) -> list[_Connection]:
-        return [key.data for key in self._selector.get_map().values() if isinstance(key.data, _Connection)]
+    def _drain_wakes(self) -> None:
+        with suppress(BlockingIOError):
+            self._wakes.recv(4096)
 
-    def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):
-            accepted, _ = listener.accept()
-            if self._strangers >= max(FEWEST_STRANGERS, len(self._workers)):
-                strangers = (connection for connection in self._connections() if connection.rank is None)
-                self._drop(min(strangers, key=lambda stranger: stranger.since))
-            connection = _Connection(MessageSocket(accepted, FEW_BYTES), time.monotonic(), Challenge(self.token))
-            self._strangers += 1
-            self._selector.register(connection.messages, selectors.EVENT_READ, connection)
-            connection.messages.send({"nonce": connection.challenge.nonce})
-
-    def _serve(self, connection: _Connection) -> None:
-        connection.messages.flush()
-        for message in connection.messages.receive():
-            if connection.rank is not None:
-                self._hear(connection, self._workers[connection.rank], message)
-            elif not self._admit(connection, message):
-                connection.messages.is_closed = True
-                break
-        if connection.messages.is_closed:
-            self._drop(connection)
-
-    def _admit(self, connection: _Connection, message: dict[str, Any]) -> bool:
-        rank = message.get("rank")
-        worker = self._workers.get(rank) if isinstance(rank, int) else None
-        if worker is None or not connection.challenge.accepts(message.get("proof"), "client"):
+    def _admit(self, messages: MessageSocket, introduction: dict[str, Any]) -> bool:
+        """Take over the connection of one that knows the token; False where it is none of the workers."""
+        rank = introduction.get("rank")
+        if not isinstance(rank, int) or rank not in self._workers:
             return False
-        self._strangers -= 1
-        connection.messages.most_bytes = MOST_BYTES
-        connection.rank, worker.connection, worker.closed, worker.heard = rank, connection, None, time.monotonic()
-        worker.process = message.get("process")
-        connection.messages.send({"proof": prove(self.token, "server", message.get("nonce"))})
+        worker = self._workers[rank]
+        if worker.connection is not None:
+            self._drop(worker, worker.connection)
+        worker.connection, worker.closed, worker.heard = messages, None, time.monotonic()
+        worker.process = introduction.get("process")
+        self._selector.register(messages, selectors.EVENT_READ, partial(self._serve, rank, messages))
+        messages.send({"rank": rank})
         return True
 
-    def _hear(self, connection: _Connection, worker: _Worker, message: dict[str, Any]) -> None:
+    def _serve(self, rank: int, messages: MessageSocket) -> None:
+        worker = self._workers[rank]
+        messages.flush()
+        for message in messages.receive():
+            self._hear(messages, worker, message)
+            self._unheard.discard(rank)
+        if messages.is_closed:
+            self._drop(worker, messages)
+        if not self._unheard:
+            self._door.close()  # nobody else is to come
+
+    def _hear(self, messages: MessageSocket, worker: _Worker, message: dict[str, Any]) -> None:
         worker.heard = time.monotonic()
         if "failed" in message and worker.failure is None:
             worker.failure = str(message["failed"])
         if "doing" in message:
             with suppress(TypeError, ValueError):
                 worker.doing = Doing.from_dict(message["doing"])
-            connection.messages.send({"doing": self._activity.look().as_dict()})
+            messages.send({"doing": self._activity.look().as_dict()})
         elif "stack" in message and message.get("question") == self._question:
             worker.stack = Stack(str(message["stack"]), message.get("waits") is True)
             worker.answered = self._question
         elif "goodbye" in message:
             worker.has_left = True
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, worker: _Worker, messages: MessageSocket) -> None:
+        if messages.fault:
+            logger.warning("the connection of a worker is closed, for somebody has changed it: %s", messages.fault)
         with suppress(KeyError, ValueError):
-            self._selector.unregister(connection.messages)
-        connection.messages.close()
-        if connection.rank is None:
-            self._strangers -= 1
-            return
-        worker = self._workers[connection.rank]
-        if worker.connection is connection:
+            self._selector.unregister(messages)
+        messages.close()
+        if worker.connection is messages:
             worker.connection, worker.closed = None, time.monotonic()

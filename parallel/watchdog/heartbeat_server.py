@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from parallel import abort
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity
+from parallel.watchdog.addresses import listen
 from parallel.watchdog.blame import (
     LOST_SECONDS,
     Accusation,
@@ -30,7 +31,6 @@ from parallel.watchdog.blame import (
     late_starters,
 )
 from parallel.watchdog.connections import WorkerConnections
-from parallel.watchdog.message_socket import listen
 from parallel.watchdog.stacks import Stack, main_stack, named, show_stacks
 
 TURNS_IN_BEAT = 2
@@ -154,7 +154,7 @@ class HeartbeatServer:
         return max(0.0, self._started + self._start_seconds - time.monotonic())
 
     def listen(self, everywhere: bool) -> int:
-        """Accept connections from now on: of this host, or of all hosts. Returns the port."""
+        """Accept connections until every worker is there: of this host, or of all hosts. Returns the port."""
         listener = listen(everywhere)
         port = int(listener.getsockname()[1])
         self._workers.add_listener(listener)

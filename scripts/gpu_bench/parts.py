@@ -5,6 +5,7 @@ A part fills tables from `trtrun bench`'s JSON. It knows configurations and figu
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from gpu_bench.workbench import Options, Workbench
 DESCRIBE_HOST = Path(__file__).resolve().parent / "describe_host.py"
 ONE = PLACEMENTS[1][0]
 TEMPERATURE, TOP_P = 0.8, 0.95
+VLLM_SAMPLED = {"draft_sample_method": "probabilistic"}
 WANTED_RATE = 181.74
 """Tokens a second of a 70B target with a 1B draft that others have published."""
 
@@ -179,10 +181,11 @@ def play_vllm(bench: Workbench, placement: Placement) -> None:
     if options.vllm_python is None:
         raise ChildError("name the interpreter that has vLLM with --vllm-python")
     bench.write_weights(shapes.target, shapes.draft)
-    rows, most = list[object](scale.rows), scale.rows[-1]
+    rows, most, sampled = list[object](scale.rows), scale.rows[-1], []
     if placement is ONE:
         most = scale.most_rows
-        rows += [scale.most_rows, *scale.long_prompts, *(f"{number}@{TEMPERATURE}" for number in scale.rows)]
+        rows += [scale.most_rows, *scale.long_prompts]
+        sampled = [f"{number}@{TEMPERATURE}" for number in scale.rows]
     config = bench.config("8b", placement, files=True, most_rows=most)
     peer = ("--peer", "vllm", "--peer-python", options.vllm_python, "--top-p", TOP_P)
     columns = (
@@ -192,6 +195,8 @@ def play_vllm(bench: Workbench, placement: Placement) -> None:
     table = bench.table(f"8B-shaped pair beside vLLM: {placement.about}", *columns)
     try:
         bench.bench(config, rows, *peer)
+        if sampled:  # at its better setting; its default drafts greedily, and accepts less
+            bench.bench(config, sampled, *peer, "--peer-options", json.dumps(VLLM_SAMPLED))
     finally:  # where vLLM fails, trtrun's own figures are there
         for report in bench.reports:
             for entry in report["results"]:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from hypothesis import strategies as st
 
 from launch.serve.kserve.models import MODELS
-from launch.serve.openai_types import CHAT_FIELDS, COMPLETION_FIELDS
+from launch.serve.openai import fields as openai_fields
 
 LONGEST_LINE = 2000
 """Characters of an error: it may quote what was sent, and no more of it than helps."""
@@ -49,8 +49,8 @@ def openai_endpoints(model: str) -> list[Endpoint]:
     completion = {"model": model, "prompt": "x", "max_tokens": 2}
     chat = {"model": model, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     return [
-        Endpoint("/v1/completions", completion, sorted(COMPLETION_FIELDS)),
-        Endpoint("/v1/chat/completions", chat, sorted(CHAT_FIELDS)),
+        Endpoint("/v1/completions", completion, sorted(openai_fields.names_of(openai_fields.Endpoint.COMPLETIONS))),
+        Endpoint("/v1/chat/completions", chat, sorted(openai_fields.names_of(openai_fields.Endpoint.CHATS))),
         Endpoint("/v1/models"),
         Endpoint(f"/v1/models/{model}"),
         Endpoint("/health"),

@@ -20,7 +20,7 @@ import httpx
 
 from served.processes import all_processes, environment_of, is_alive, rank_of, server_environment, words_of
 from served.said import read_addresses, read_metrics
-from trtrun.config import ASSETS
+from trtrun.configuration.config import ASSETS
 
 T = TypeVar("T")
 MARK = "TRTRUN_TRIAL"
@@ -126,7 +126,7 @@ class Server:
 
     def processes(self) -> dict[int, str]:
         """Every process of the server, the front's among them: process id → what it is: `front`, `engine`, `mpirun`,
-        `rank N`, or the name of its program."""
+        `reader`, `rank N`, or the name of its program."""
         found = {}
         for process in all_processes():
             environment = environment_of(process)
@@ -146,6 +146,8 @@ class Server:
             return f"rank {rank}"
         if program.startswith(("mpirun", "prterun")):
             return "mpirun"
+        if "launch.serve.reader.process" in words:
+            return "reader"
         return "engine" if "serve-engine" in words else program
 
     async def find(self, name: str, patience: float) -> int:

@@ -14,6 +14,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}
 FOUR_RANKS = {"target": ["cpu:1", "cpu:2"], "draft": ["cpu:0"]}
+THREE_RANKS = {"target": ["cpu:1"], "draft": ["cpu:0"]}
+"""For what is the same for every number of ranks: each takes seconds of a core to start."""
+ONE_SLOT = ("--set", 'target.devices=["cpu:0"]')
+TWO_SLOTS = ("--set", 'target.devices=["cpu:1"]')
+"""Make one process, or three ranks, of the shipped pair's four."""
 FAULTS = ROOT / "tests" / "cli" / "faults"
 FIXED = ("--set", "speculation.pacing=fixed", "--set", "speculation.ahead=off")
 """For runs of the shipped pair whose rows are compared: how much is drafted does not follow from times."""
@@ -94,6 +99,11 @@ def ranks_below(process: int) -> dict[int, int]:
             if name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
                 found[int(value)] = child
     return found
+
+
+def parent_of(process: int) -> int:
+    """Process id of the one that has started a process."""
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def is_alive(process: int) -> bool:

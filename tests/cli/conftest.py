@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint, make_draft
 from commands import ROOT, Configs, Run, command_environment, command_words
-from forked_commands import ForkedCommands
+from forked_commands import ForkedCommands, ForkedProcess
 
 
 @pytest.fixture(scope="session")
@@ -65,21 +66,23 @@ def trtrun(forked_commands: ForkedCommands) -> Run:
 
 
 @pytest.fixture
-def start_trtrun() -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Return start(*arguments, words=…): the real command, running; what is left of it is ended with the test."""
-    started: list[subprocess.Popen[str]] = []
+def start_trtrun(forked_commands: ForkedCommands) -> Iterator[Callable[..., Any]]:
+    """Return start(*arguments, words=…): the command, running; what is left of it is ended with the test.
 
-    def start(*arguments: object, words: list[str] | None = None) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [*(words or command_words()), *(str(argument) for argument in arguments)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=command_environment(),
-            cwd=ROOT,
-        )
-        started.append(process)
-        return process
+    As of `trtrun`, it is a new program where it is given words.
+    """
+    started: list[subprocess.Popen[str] | ForkedProcess] = []
+
+    def start(*arguments: object, words: list[str] | None = None) -> subprocess.Popen[str] | ForkedProcess:
+        texts, environment = list(map(str, arguments)), command_environment()
+        if words is None:
+            started.append(forked_commands.start(texts, environment, ROOT))
+        else:
+            pipe = subprocess.PIPE
+            started.append(
+                subprocess.Popen([*words, *texts], stdout=pipe, stderr=pipe, text=True, env=environment, cwd=ROOT)
+            )
+        return started[-1]
 
     yield start
     for process in started:

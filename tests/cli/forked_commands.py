@@ -12,13 +12,15 @@ from __future__ import annotations
 import gc
 import json
 import os
-import selectors
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +28,89 @@ MOST_BYTES = 1 << 17
 """Of a request: arguments and environment."""
 
 
+class ForkedProcess:
+    """A command that runs: what tests use of `subprocess.Popen`, by the same names.
+
+    Attributes:
+        pid: of the process.
+        stdout, stderr: what it says, as texts.
+        returncode: as Popen has it; None while it runs, or nobody has looked.
+    """
+
+    def __init__(self, pid: int, status: int, outputs: Sequence[int], arguments: Sequence[str]) -> None:
+        self.pid = pid
+        self.args = ["trtrun", *arguments]
+        self.returncode: int | None = None
+        self.stdout, self.stderr = (open(output, encoding="utf-8") for output in outputs)  # noqa: SIM115
+        self._status = status
+
+    def poll(self) -> int | None:
+        """Its exit status, once it has ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; returns its exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: it did not end within `timeout` seconds.
+        """
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                assert timeout is not None
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            self.returncode = int(os.read(self._status, MOST_BYTES))
+            os.close(self._status)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it says from here on, to its end.
+
+        Raises:
+            subprocess.TimeoutExpired: it did not end within `timeout` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        found = {"stdout": "", "stderr": ""}
+        errors: list[Exception] = []
+
+        def read(name: str) -> None:
+            if (stream := getattr(self, name)) is not None and not stream.closed:
+                try:
+                    with stream:
+                        found[name] = stream.read()
+                except Exception as error:  # such as bytes that are no text
+                    errors.append(error)
+
+        threads = [threading.Thread(target=read, args=(name,), daemon=True) for name in found]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if errors:
+            raise errors[0]
+        return found["stdout"], found["stderr"]
+
+    def send_signal(self, number: int) -> None:
+        """Nothing happens where it has ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
 class ForkedCommands:
-    """Starts commands, one at a time."""
+    """Starts commands."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -39,6 +122,18 @@ class ForkedCommands:
                 env=environment,
             )
 
+    def start(self, arguments: Sequence[str], environment: dict[str, str], folder: Path) -> ForkedProcess:
+        """Start `trtrun` with these arguments."""
+        request = {"arguments": list(arguments), "environment": environment, "folder": str(folder)}
+        outputs, errors, status = os.pipe(), os.pipe(), os.pipe()
+        writers = [pipe[1] for pipe in (outputs, errors, status)]
+        socket.send_fds(self._socket, [json.dumps(request).encode()], writers)
+        for writer in writers:
+            os.close(writer)
+        answer = self._socket.recv(100)
+        assert answer, "the process that forks commands has ended"
+        return ForkedProcess(int(answer), status[0], (outputs[0], errors[0]), arguments)
+
     def run(
         self, arguments: Sequence[str], environment: dict[str, str], folder: Path, timeout: float
     ) -> subprocess.CompletedProcess[str]:
@@ -47,24 +142,15 @@ class ForkedCommands:
         Raises:
             subprocess.TimeoutExpired: it did not end within `timeout` seconds, and was killed.
         """
-        request = {"arguments": list(arguments), "environment": environment, "folder": str(folder)}
-        pipes = os.pipe(), os.pipe()
-        socket.send_fds(self._socket, [json.dumps(request).encode()], [writer for _, writer in pipes])
-        for _, writer in pipes:
-            os.close(writer)
-        process = int(self._answer())
+        process = self.start(arguments, environment, folder)
         try:
-            output, errors = _read_all([reader for reader, _ in pipes], time.monotonic() + timeout)
-        except TimeoutError:
-            os.kill(process, signal.SIGKILL)
-            self._answer()
-            raise subprocess.TimeoutExpired(["trtrun", *arguments], timeout) from None
-        return subprocess.CompletedProcess(["trtrun", *arguments], int(self._answer()), output, errors)
-
-    def _answer(self) -> bytes:
-        answer = self._socket.recv(100)
-        assert answer, "the process that forks commands has ended"
-        return answer
+            output, errors = process.communicate(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+        assert process.returncode is not None
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
     def close(self) -> None:
         """End the process that forks."""
@@ -72,66 +158,52 @@ class ForkedCommands:
         self._process.wait(timeout=60)
 
 
-def _read_all(readers: list[int], deadline: float) -> list[str]:
-    """All that comes out of pipes, which are closed then.
-
-    Raises:
-        TimeoutError: they have not come to their ends by the deadline.
-    """
-    found: dict[int, list[bytes]] = {reader: [] for reader in readers}
-    with selectors.DefaultSelector() as selector:
-        for reader in readers:
-            selector.register(reader, selectors.EVENT_READ)
-        try:
-            while selector.get_map():
-                ready = selector.select(max(0.0, deadline - time.monotonic()))
-                if not ready:
-                    raise TimeoutError
-                for key, _ in ready:
-                    data = os.read(key.fd, 1 << 16)
-                    found[key.fd].append(data)
-                    if not data:
-                        selector.unregister(key.fd)
-        finally:
-            for reader in readers:
-                os.close(reader)
-    # As subprocess reads texts.
-    return [b"".join(parts).decode().replace("\r\n", "\n").replace("\r", "\n") for parts in found.values()]
-
-
 def wait_to_be_forked(connection: socket.socket) -> dict[str, Any] | None:
-    """Fork for each request, and tell its process and its exit status; returns the request in the new process.
+    """Fork for each request, and tell its process, and its exit status at its end; returns the request in the new one.
 
     Returns None once nobody is left to ask.
     """
+    running: dict[int, tuple[int, int]] = {}  # by their descriptors: processes, and where to tell their ends
     while True:
-        data, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 2)
+        ready, _, _ = select.select([connection, *running], [], [])
+        for ended in ready:
+            if ended is not connection:
+                process, status = running.pop(ended)
+                os.close(ended)
+                code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+                with suppress(BrokenPipeError):
+                    os.write(status, str(code).encode())
+                os.close(status)
+        if connection not in ready:
+            continue
+        data, descriptors, _, _ = socket.recv_fds(connection, MOST_BYTES, 3)
         if not data:
             return None
         process = os.fork()
         if process == 0:
             connection.close()
-            for number, descriptor in enumerate(descriptors, start=1):
+            for number, descriptor in enumerate(descriptors[:2], start=1):
                 os.dup2(descriptor, number)
+            for descriptor in (*descriptors, *running, *(status for _, status in running.values())):
                 os.close(descriptor)
             request: dict[str, Any] = json.loads(data)
             return request
-        for descriptor in descriptors:
-            os.close(descriptor)
+        *outputs, status = descriptors
+        for output in outputs:
+            os.close(output)
+        running[os.pidfd_open(process)] = process, status
         connection.send(str(process).encode())
-        _, status = os.waitpid(process, 0)
-        connection.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
 def main() -> None:
     """Import what takes long of what commands import, fork, and be the command."""
     before = dict(os.environ)
-    from trtrun import llm
+    from trtrun.api import llm
 
     assert llm.__name__ in sys.modules and "mpi4py.MPI" not in sys.modules
     # The rooms of `launch` are each command's own: one of them reads the clock when it is imported.
     assert not any(name.partition(".")[0] == "launch" for name in sys.modules)
-    # What the import has set (docs/architecture.md, "What importing changes") is set in every command, too.
+    # What the import has set (docs/python.md, "Variables of the environment") is set in every command, too.
     settings = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.freeze()  # else the first collection of each command copies all of torch's objects
     with socket.socket(fileno=int(sys.argv[1])) as connection:

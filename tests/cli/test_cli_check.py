@@ -82,7 +82,6 @@ def test_prompt_lookup_is_checked_without_a_draft_rank(config: Configs, trtrun: 
     }  # fmt: skip
 
 
-@pytest.mark.long
 def test_tables_show_ranks_and_links(config: Configs, trtrun: Run) -> None:
     done = trtrun("check", "--config", config(FOUR_RANKS))
     assert (done.returncode, done.stderr) == (0, "")
@@ -124,7 +123,6 @@ def test_a_job_of_one_process_is_checked_without_mpi(config: Configs, trtrun: Ru
     assert "the largest round needs " in error_line(small)
 
 
-@pytest.mark.long
 def test_devices_too_small_are_told_for_every_rank(config: Configs, trtrun: Run, beyond: dict[str, Any]) -> None:
     file = config(FOUR_RANKS, **beyond)
     done = trtrun("check", "--config", file)
@@ -155,7 +153,7 @@ def test_a_world_of_the_wrong_size(config: Configs, trtrun: Run) -> None:
 def hide(folder: Path, ranks: tuple[int, ...], script: Path) -> list[str]:
     """Words of mpirun whose ranks run the command, some of them in a mount namespace in which `folder` is empty."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("mount namespaces cannot be made here")
+        pytest.skip("needs root, for mount namespaces")
     script.write_text(
         "#!/bin/bash\n"
         f'if [[ " {" ".join(str(rank) for rank in ranks)} " == *" $OMPI_COMM_WORLD_RANK "* ]]; then\n'
@@ -196,7 +194,6 @@ def test_a_model_directory_that_is_missing_on_one_host(
     ], done.stderr
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("command", [("check",), ("run", "--prompt", "x")])
 def test_another_version_on_one_rank(config: Configs, trtrun: Run, command: tuple[str, ...]) -> None:
     done = trtrun(*command, "--config", config(FOUR_RANKS), env=with_fault("2 torch"))
@@ -217,7 +214,6 @@ def test_a_corrupted_message_is_told_with_its_link(config: Configs, trtrun: Run)
     assert "4 ranks on 1 host: failed" in done.stdout
 
 
-@pytest.mark.long
 def test_a_wrong_sum_is_told_with_its_group(config: Configs, trtrun: Run) -> None:
     done = trtrun("check", "--config", config(FOUR_RANKS), "--json", env=with_fault("2 wrong-sum"))
     assert done.returncode == 1
@@ -230,14 +226,12 @@ def test_a_wrong_sum_is_told_with_its_group(config: Configs, trtrun: Run) -> Non
     assert [link["carries"] for link in report["links"] if link["faults"]] == ["target all_reduce"]
 
 
-@pytest.mark.long
 def test_a_run_over_a_broken_transport_ends_before_weights_load(config: Configs, trtrun: Run) -> None:
     done = trtrun("run", "--config", config(FOUR_RANKS), "--prompt", "x", env=with_fault("2 wrong-sum"))
     assert (done.returncode, done.stdout) == (1, "")
     assert "what came to rank 2 is wrong: target: all_reduce of 65536 bytes" in done.stderr
 
 
-@pytest.mark.long
 def test_a_rank_that_fails_ends_the_check_at_once(config: Configs, trtrun: Run) -> None:
     done = trtrun("check", "--config", config(FOUR_RANKS), env=with_fault("3 no-group"))
     assert done.returncode == 1
@@ -246,31 +240,31 @@ def test_a_rank_that_fails_ends_the_check_at_once(config: Configs, trtrun: Run) 
 
 
 def check_time(started: float, seconds: float) -> None:
-    """The check has ended within its time."""
-    assert time.monotonic() - started < seconds + 5  # reading the command's own modules is not the check's
+    """It was the check's limit that ended it: its time, and as much again for a machine in use."""
+    assert time.monotonic() - started < 2 * seconds
 
 
 LATE = "trtrun: the check did not end within 30 s (launch.check_seconds): "
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "by_own_mpirun", "said"),
     [
         (
             "1 stop",
+            False,
             rf"{re.escape('draft rank 1 (cpu:0)')}: in the step 'draft tokens, rank 1 to rank 2', silent for \d+ s; "
             rf"{re.escape('target rank 2 (cpu:1)')}: in the step 'draft tokens, rank 1 to rank 2'",
         ),
         (
             "3 sleep",
+            True,
             rf"{re.escape('target rank 3 (cpu:2)')}: in the step 'reading the models' configurations'",
         ),
     ],
 )
-@pytest.mark.parametrize("by_own_mpirun", [False, True])
-@pytest.mark.long
 def test_a_rank_that_stops_in_the_middle_is_named_with_its_step(
-    config: Configs, trtrun: Run, fault: str, said: str, by_own_mpirun: bool
+    config: Configs, trtrun: Run, fault: str, by_own_mpirun: bool, said: str
 ) -> None:
     started = time.monotonic()
     file = config(FOUR_RANKS, launch={"check_seconds": 30})
@@ -283,7 +277,6 @@ def test_a_rank_that_stops_in_the_middle_is_named_with_its_step(
     assert "--- main thread of " in done.stderr  # where each rank is that can answer
 
 
-@pytest.mark.long
 def test_the_short_check_before_a_run_names_a_rank_that_is_stuck(config: Configs, trtrun: Run) -> None:
     file = config(FOUR_RANKS, launch={"check_seconds": 10})
     done = trtrun("run", "--config", file, "--prompt", "x", env=with_fault("3 sleep"))
@@ -293,7 +286,6 @@ def test_the_short_check_before_a_run_names_a_rank_that_is_stuck(config: Configs
     assert line == f"{late}target rank 3 (cpu:2): in the step 'reading the models' configurations'"
 
 
-@pytest.mark.long
 def test_a_rank_stopped_before_mpi_starts_is_named(config: Configs, start_trtrun: Start) -> None:
     started = time.monotonic()
     process = start_trtrun("check", "--config", config(FOUR_RANKS, launch={"check_seconds": 30}))

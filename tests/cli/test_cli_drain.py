@@ -7,16 +7,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import (
     FIXED,
-    FOUR_RANKS,
     ONE_PROCESS,
+    ONE_SLOT,
     ROOT,
+    THREE_RANKS,
+    TWO_SLOTS,
     Configs,
     Run,
     command_environment,
@@ -29,11 +30,10 @@ from drains import PATIENCE, handles, rank_of, wait_for_end_of, wait_until, writ
 from output_rows import read_rows, without_drafting, without_times
 
 PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"
-ONE_AND_LONG_FOUR = [
+ONE_AND_THREE = [
     pytest.param(ONE_PROCESS, id="one-process"),
-    pytest.param(FOUR_RANKS, id="four-ranks", marks=pytest.mark.long),
+    pytest.param(THREE_RANKS, id="three-ranks"),
 ]
-ONE_SLOT = ("--set", 'target.devices=["cpu:0"]')
 MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 DONE, DRAINED, ROWS_REFUSED = 0, 3, 4
 pytestmark = pytest.mark.timeout(600)  # several runs in each test, and machines may be busy
@@ -54,7 +54,7 @@ def own_lines(errors: str) -> list[str]:
 # Drains in the middle of a run, again and again.
 
 CHAIN = [
-    {"prompt": f"def f{index}(", "max_tokens": 240 if index % 8 == 1 else 16, "ignore_eos": True} for index in range(32)
+    {"prompt": f"def f{index}(", "max_tokens": 240 if index % 8 == 1 else 16, "ignore_eos": True} for index in range(24)
 ]
 """Every eighth prompt takes so long that several others pass it by."""
 
@@ -66,44 +66,38 @@ TARGETS: dict[str, Target] = {
 STARTERS: dict[str, tuple[list[str], tuple[str, ...], list[tuple[str, signal.Signals]]]] = {
     "trtrun": (
         [],
-        (),
-        [("command", signal.SIGINT), ("command", signal.SIGTERM), ("command", signal.SIGUSR1)],
+        TWO_SLOTS,
+        [("command", signal.SIGINT), ("command", signal.SIGUSR1)],
     ),
     "mpirun": (
-        [*MPIRUN, "-n", "4"],
-        (),
-        [("command", signal.SIGUSR1), ("rank 0", signal.SIGTERM), ("rank 0", signal.SIGINT)],
+        [*MPIRUN, "-n", "3"],
+        TWO_SLOTS,
+        [("command", signal.SIGUSR1), ("rank 0", signal.SIGTERM)],
     ),
     "one process": ([], ONE_SLOT, [("command", signal.SIGTERM), ("command", signal.SIGUSR1)]),
 }
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[str, ...]], list[dict[str, Any]]]:
-    """Return rows(devices): those of a run that nobody disturbs, made once."""
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Rows of a run in one process that nobody disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed")
     prompts = write_rows(folder / "prompts.jsonl", list(CHAIN))
-
-    @cache
-    def rows(devices: tuple[str, ...]) -> list[dict[str, Any]]:
-        words = [*command_words(), "run", "--config", str(PAIR), *FIXED, *devices, "--prompts", str(prompts)]
-        done = subprocess.run(
-            [*words, "--output", str(folder / "out.jsonl"), "--set", "scheduler.max_batch_size=2"],
-            env=command_environment(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False,
-        )  # fmt: skip
-        assert done.returncode == DONE, done.stderr
-        return read_rows(folder / "out.jsonl")
-
-    return rows
+    words = [*command_words(), "run", "--config", str(PAIR), *FIXED, *ONE_SLOT, "--prompts", str(prompts)]
+    done = subprocess.run(
+        [*words, "--output", str(folder / "out.jsonl"), "--set", "scheduler.max_batch_size=2"],
+        env=command_environment(), cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert done.returncode == DONE, done.stderr
+    return read_rows(folder / "out.jsonl")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("starter", STARTERS)
 def test_a_run_drained_again_and_again_ends_with_the_rows_of_an_undisturbed_one(
     trtrun: Run,
     start_trtrun: Start,
     tmp_path: Path,
-    undisturbed: Callable[[tuple[str, ...]], list[dict[str, Any]]],
+    undisturbed: list[dict[str, Any]],
     starter: str,
 ) -> None:
     before, devices, signals = STARTERS[starter]
@@ -112,7 +106,7 @@ def test_a_run_drained_again_and_again_ends_with_the_rows_of_an_undisturbed_one(
     arguments += ["--prompts", write_rows(tmp_path / "prompts.jsonl", list(CHAIN)), "--resume", "--output"]
     done: set[int] = set()
     for target, number in signals:
-        process = start_trtrun(*arguments, output, words=[*before, *command_words()])
+        process = start_trtrun(*arguments, output, words=[*before, *command_words()] if before else None)
 
         def has_passed_a_long_row() -> bool:
             now = written_indexes(working)
@@ -143,7 +137,7 @@ def test_a_run_drained_again_and_again_ends_with_the_rows_of_an_undisturbed_one(
     assert f"; {len(done)} rows were done before" in last.stderr
     assert not working.exists()
     comparable = without_times if starter == "one process" else without_drafting
-    assert comparable(read_rows(output)) == comparable(undisturbed(devices))
+    assert comparable(read_rows(output)) == comparable(undisturbed)
 
 
 # How a drain ends.
@@ -167,7 +161,7 @@ def start_endless(
     return process, ranks_below(process.pid)
 
 
-@pytest.mark.parametrize("devices", ONE_AND_LONG_FOUR)
+@pytest.mark.parametrize("devices", ONE_AND_THREE)
 def test_rows_that_take_too_long_are_left_and_warnings_do_not_hurry(
     config: Configs, start_trtrun: Start, tmp_path: Path, devices: dict[str, list[str]]
 ) -> None:
@@ -183,13 +177,13 @@ def test_rows_that_take_too_long_are_left_and_warnings_do_not_hurry(
     assert not any(is_alive(rank) for rank in ranks.values())
 
 
-@pytest.mark.parametrize("devices", [ONE_PROCESS, FOUR_RANKS], ids=["one-process", "four-ranks"])
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("devices", "first", "second"),
     [
-        ("SIGTERM", "SIGINT"),
-        pytest.param("SIGINT", "SIGTERM", marks=pytest.mark.long),
-        pytest.param("SIGUSR1", "SIGTERM", marks=pytest.mark.long),
+        pytest.param(ONE_PROCESS, "SIGTERM", "SIGINT", id="one-process-SIGINT"),
+        pytest.param(ONE_PROCESS, "SIGUSR1", "SIGTERM", id="one-process-SIGTERM"),
+        pytest.param(THREE_RANKS, "SIGTERM", "SIGINT", id="three-ranks-SIGINT"),
+        pytest.param(THREE_RANKS, "SIGINT", "SIGTERM", id="three-ranks-SIGTERM"),
     ],
 )
 def test_a_second_signal_ends_at_once(
@@ -209,27 +203,32 @@ def test_a_second_signal_ends_at_once(
 
 
 @pytest.mark.parametrize(
-    ("rows", "status"),
+    ("devices", "rows", "status"),
     [
-        pytest.param([], DONE, id="good", marks=pytest.mark.long),
-        pytest.param([{"promt": "bad"}], ROWS_REFUSED, id="refused", marks=pytest.mark.long),
+        pytest.param(THREE_RANKS, [], DONE, id="good"),
+        pytest.param(ONE_PROCESS, [{"promt": "bad"}], ROWS_REFUSED, id="refused"),
     ],
 )
 def test_a_drain_that_finds_time_enough_ends_as_ever(
-    config: Configs, start_trtrun: Start, tmp_path: Path, rows: list[Any], status: int
+    config: Configs,
+    start_trtrun: Start,
+    tmp_path: Path,
+    devices: dict[str, list[str]],
+    rows: list[Any],
+    status: int,
 ) -> None:
-    long = {"prompt": "x", "max_tokens": 600, "ignore_eos": True}
+    long = {"prompt": "x", "max_tokens": 300, "ignore_eos": True}
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "a", "max_tokens": 1}, long, long, *rows])
     output, working = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    file = config(FOUR_RANKS, launch={"drain_seconds": 1000})
+    file = config(devices, launch={"drain_seconds": 1000})
     process = start_trtrun("run", "--config", file, "--prompts", prompts, "--output", output)
     wait_until(lambda: 0 in written_indexes(working), process, "the first row")
     process.terminate()
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == status, errors
     assert own_lines(errors)[0].startswith("trtrun: SIGTERM: no more prompts are begun")
-    assert f"{3 + len(rows)} prompts, 1201 tokens" in own_lines(errors)[-1]
-    assert [len(row["token_ids"]) for row in read_rows(output)] == [1, 600, 600, *[0 for _ in rows]]
+    assert f"{3 + len(rows)} prompts, 601 tokens" in own_lines(errors)[-1]
+    assert [len(row["token_ids"]) for row in read_rows(output)] == [1, 300, 300, *[0 for _ in rows]]
     assert not working.exists()
 
 
@@ -244,20 +243,23 @@ Moment = Callable[[int, Path], bool]
 MOMENTS: dict[str, tuple[dict[str, list[str]], Moment]] = {
     "one process, at its start": (ONE_PROCESS, lambda command, output: handles(command, signal.SIGUSR1)),
     "one process, before it loads": (ONE_PROCESS, lambda command, output: opened(output)),
-    "parent, at its start": (FOUR_RANKS, lambda command, output: handles(command, signal.SIGUSR1)),
-    "ranks are started": (FOUR_RANKS, lambda command, output: len(ranks_below(command)) == 4),
-    "rank 0 hears": (FOUR_RANKS, lambda command, output: handles(rank_of(command, 0) or 0, signal.SIGUSR1)),
-    "ranks begin to load": (FOUR_RANKS, lambda command, output: opened(output)),
+    "parent, at its start": (THREE_RANKS, lambda command, output: handles(command, signal.SIGUSR1)),
+    "ranks are started": (THREE_RANKS, lambda command, output: len(ranks_below(command)) == 3),
+    "rank 0 hears": (THREE_RANKS, lambda command, output: handles(rank_of(command, 0) or 0, signal.SIGUSR1)),
+    "ranks begin to load": (THREE_RANKS, lambda command, output: opened(output)),
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.long), signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [(moment, (signal.SIGINT, signal.SIGUSR1)[place % 2]) for place, moment in enumerate(MOMENTS)],
+)
 def test_a_signal_before_anything_runs_ends_soon_and_loses_nothing(
     config: Configs, start_trtrun: Start, tmp_path: Path, moment: str, number: signal.Signals
 ) -> None:
     devices, is_there = MOMENTS[moment]
-    process = start_trtrun(*endless_run(config, tmp_path, devices, drain_seconds=5))
+    words = command_words() if "start" in moment else None  # what a forked one has behind it
+    process = start_trtrun(*endless_run(config, tmp_path, devices, drain_seconds=5), words=words)
     wait_until(lambda: is_there(process.pid, tmp_path / "out.jsonl"), process, moment)
     ranks = ranks_below(process.pid)
     process.send_signal(number)
@@ -275,8 +277,8 @@ def test_a_signal_before_anything_runs_ends_soon_and_loses_nothing(
 def test_a_signal_to_a_users_own_mpirun_before_anything_runs(
     config: Configs, start_trtrun: Start, tmp_path: Path
 ) -> None:
-    arguments = endless_run(config, tmp_path, FOUR_RANKS, drain_seconds=5)
-    process = start_trtrun(*arguments, words=[*MPIRUN, "-n", "4", *command_words()])
+    arguments = endless_run(config, tmp_path, THREE_RANKS, drain_seconds=5)
+    process = start_trtrun(*arguments, words=[*MPIRUN, "-n", "3", *command_words()])
     wait_until(lambda: handles(rank_of(process.pid, 0) or 0, signal.SIGTERM), process, "rank 0's handlers")
     ranks = ranks_below(process.pid)
     os.kill(ranks[0], signal.SIGTERM)
@@ -289,7 +291,7 @@ def test_a_signal_to_a_users_own_mpirun_before_anything_runs(
 # Runs that keep no rows.
 
 
-@pytest.mark.parametrize("devices", ONE_AND_LONG_FOUR)
+@pytest.mark.parametrize("devices", ONE_AND_THREE)
 def test_without_an_output_file_a_warning_ends_the_job_at_once(
     config: Configs, start_trtrun: Start, devices: dict[str, list[str]]
 ) -> None:

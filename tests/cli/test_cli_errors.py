@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint, make_tokenizer
 from commands import (
-    FOUR_RANKS,
     ONE_PROCESS,
     ROOT,
+    THREE_RANKS,
     Configs,
     Run,
     command_environment,
@@ -46,7 +46,7 @@ from commands import (
     ],
 )
 def test_a_mistake_on_the_command_line(config: Configs, trtrun: Run, arguments: tuple[str, ...], said: str) -> None:
-    done = trtrun("run", "--config", config(FOUR_RANKS), *arguments)
+    done = trtrun("run", "--config", config(THREE_RANKS), *arguments)
     assert said in error_line(done)
     assert done.returncode == 2
 
@@ -97,7 +97,7 @@ def test_a_damaged_or_unfit_model(
 ) -> None:
     copy = copy_target(pair, tmp_path)
     weights = copy / "model.safetensors"
-    devices = dict(FOUR_RANKS)
+    devices = dict(THREE_RANKS)
     if damage == "tokenizer":
         make_tokenizer(copy, merges=3)
     elif damage == "truncated":
@@ -144,8 +144,8 @@ def test_nan_weights_found_while_ranks_load_end_the_job_with_one_line(
         "--bind-to",
         "none",
     ]
-    words = [*mpirun, "-n", "4", *command_words()] if starter == "mpirun" else None
-    done = trtrun("run", "--config", config(FOUR_RANKS, target={"model": str(copy)}), "--prompt", "x", words=words)
+    words = [*mpirun, "-n", "3", *command_words()] if starter == "mpirun" else None
+    done = trtrun("run", "--config", config(THREE_RANKS, target={"model": str(copy)}), "--prompt", "x", words=words)
     lines = [line for line in done.stderr.splitlines() if line.startswith("trtrun: ")]
     assert done.returncode == 2
     assert len(lines) == 1, done.stderr
@@ -165,20 +165,20 @@ def test_a_gpu_that_is_not_there(config: Configs, trtrun: Run) -> None:
 
 def test_a_text_prompt_without_a_tokenizer(config: Configs, trtrun: Run, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "bare")
-    file = config(FOUR_RANKS, target={"model": str(tmp_path / "bare")}, draft={"model": str(tmp_path / "bare")})
+    file = config(THREE_RANKS, target={"model": str(tmp_path / "bare")}, draft={"model": str(tmp_path / "bare")})
     assert "has no tokenizer" in error_line(trtrun("run", "--config", file, "--prompt", "x"))
 
 
 def test_a_world_of_the_wrong_size_ends_with_the_right_command(config: Configs, run_ranks) -> None:  # type: ignore[no-untyped-def]
-    file = config(FOUR_RANKS)
-    for size in (1, 3):
+    file = config(THREE_RANKS)
+    for size in (1, 2):
         done = run_ranks(size, "-m", "launch.cli", "run", "--config", str(file), "--prompt", "x", timeout=30)
         lines = [line for line in done.stderr.splitlines() if "trtrun:" in line]
         assert done.returncode == 2
         assert len(lines) == 1
-        assert "need 4 ranks (orchestrator rank 0 (host), draft rank 1 (cpu:0), target rank 2 (cpu:1), " in lines[0]
+        assert "need 3 ranks (orchestrator rank 0 (host), draft rank 1 (cpu:0), target rank 2 (cpu:1))" in lines[0]
         assert f"but {size} were started" in lines[0]
-        assert " -n 4 " in lines[0]
+        assert " -n 3 " in lines[0]
         assert f"launch.cli run --config {file} --prompt x" in lines[0]
 
 
@@ -216,7 +216,7 @@ def test_a_wrong_world_is_refused_before_torch_is_imported(config: Configs) -> N
         "try:\n    main()\nfinally:\n    print('torch' in sys.modules)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, "run", "--config", str(config(FOUR_RANKS)), "--prompt", "x"],
+        [sys.executable, "-c", code, "run", "--config", str(config(THREE_RANKS)), "--prompt", "x"],
         capture_output=True,
         text=True,
         timeout=60,

@@ -1,4 +1,4 @@
-"""A job of four ranks with each MPI library that is installed: same rows by `trtrun run` and by the printed command.
+"""A job of three ranks with each MPI library that is installed: same rows by `trtrun run` and by the printed command.
 
 Which are needed, and how they are found, is in mpi_libraries.py; a library that is not installed is skipped, by name.
 """
@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from commands import (
-    FOUR_RANKS,
     ROOT,
+    THREE_RANKS,
     Configs,
     Run,
     command_environment,
@@ -31,7 +31,7 @@ from output_rows import read_rows, without_drafting
 
 from launch.mpi.flavours import FLAVOURS
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
+pytestmark = pytest.mark.timeout(300)
 PATIENCE = 120
 PROMPTS = [{"prompt": prompt, "max_tokens": 10} for prompt in ("def main(", "x", "import os\n")]
 Rows = list[dict[str, Any]]
@@ -46,7 +46,7 @@ def prompts(tmp_path: Path) -> Path:
 def reference(pair: Path, tmp_path_factory: pytest.TempPathFactory) -> Rows:
     """The rows with the MPI library that is in use anyway."""
     folder = tmp_path_factory.mktemp("reference")
-    file = Configs(pair, folder)(FOUR_RANKS)
+    file = Configs(pair, folder)(THREE_RANKS)
     words = ["run", "--config", str(file), "--prompts", str(write_rows(folder / "prompts.jsonl", PROMPTS))]
     done = subprocess.run(
         [*command_words(), *words, "--output", str(folder / "rows.jsonl")],
@@ -61,7 +61,7 @@ def test_every_library_computes_the_same_rows(
     config: Configs, trtrun: Run, tmp_path: Path, prompts: Path, reference: Rows, name: str
 ) -> None:
     variables = find_mpi(name)
-    file, output = config(FOUR_RANKS, launch={"mpi": name}), tmp_path / "rows.jsonl"
+    file, output = config(THREE_RANKS, launch={"mpi": name}), tmp_path / "rows.jsonl"
     done = trtrun(*("run", "--config", file, "--prompts", prompts, "--output", output), env=variables, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert without_drafting(read_rows(output)) == reference
@@ -73,7 +73,7 @@ def test_the_printed_command_runs_as_it_stands(
     config: Configs, trtrun: Run, tmp_path: Path, prompts: Path, reference: Rows, name: str
 ) -> None:
     variables = find_mpi(name)
-    file, output = config(FOUR_RANKS, launch={"mpi": name}), tmp_path / "rows.jsonl"
+    file, output = config(THREE_RANKS, launch={"mpi": name}), tmp_path / "rows.jsonl"
     planned = trtrun("plan", "--config", file, "--json", env=variables, timeout=PATIENCE)
     command = json.loads(planned.stdout)["command"]
     assert command.endswith("--prompt TEXT")
@@ -92,12 +92,12 @@ def test_a_killed_rank_is_named_whichever_library_starts_it(
 ) -> None:
     for variable, value in find_mpi(name).items():
         monkeypatch.setenv(variable, value)
-    file = config(FOUR_RANKS, launch={"mpi": name}, kv_cache={"max_tokens": 60000})
+    file = config(THREE_RANKS, launch={"mpi": name}, kv_cache={"max_tokens": 60000})
     process = start_trtrun("run", "--config", file, "--prompt", "def main(", "--max-tokens", 50000, "--ignore-eos")
     assert process.stdout is not None
     assert process.stdout.read(1), process.stderr and process.stderr.read()
     ranks = ranks_below(process.pid)
-    assert sorted(ranks) == [0, 1, 2, 3]
+    assert sorted(ranks) == [0, 1, 2]
     os.kill(ranks[2], signal.SIGKILL)
     output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 128 + signal.SIGKILL
@@ -111,7 +111,7 @@ def test_a_killed_rank_is_named_whichever_library_starts_it(
 
 def test_a_library_that_is_not_there_is_one_line(config: Configs, trtrun: Run) -> None:
     done = trtrun(
-        *("run", "--config", config(FOUR_RANKS), "--prompt", "x"), env={"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
+        *("run", "--config", config(THREE_RANKS), "--prompt", "x"), env={"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}
     )
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()

@@ -1,4 +1,4 @@
-"""-v and --log-dir of real jobs of four ranks: who writes where, and that without them the terminal stays as it is."""
+"""-v and --log-dir of real jobs of three ranks: who writes where, and that without them the terminal stays as it is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run, error_line, write_rows
+from commands import ONE_PROCESS, THREE_RANKS, Configs, Run, error_line, write_rows
 from output_rows import read_rows
 
 HOST = socket.gethostname()
@@ -17,7 +17,7 @@ LINE = re.compile(
     rf"\d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{{3}} {re.escape(HOST)} (launcher|rank \d+ [a-z+]+) "
     r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([A-Za-z_][\w.]*): (.*)"
 )
-RANKS = ["rank 0 orchestrator", "rank 1 draft", "rank 2 target", "rank 3 target"]
+RANKS = ["rank 0 orchestrator", "rank 1 draft", "rank 2 target"]
 FILES = [f"rank-00{rank.split()[1]}-{rank.split()[2]}-{HOST}.log" for rank in RANKS]
 # A defect on one rank, in the middle of the real command.
 DEFECT = """
@@ -32,8 +32,8 @@ if os.environ["OMPI_COMM_WORLD_RANK"] == os.environ["FAILING_RANK"]:
         import launch.batch.run
         launch.batch.run.play_run = fail
     else:
-        from trtrun.roles.target_worker import TargetWorker
-        TargetWorker.run_round = fail
+        from trtrun.roles.round import Worker
+        Worker.launch_round = fail
 main()
 """
 
@@ -49,13 +49,12 @@ def files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.long
 def test_each_rank_has_a_file_which_the_next_run_goes_on_with_and_v_shows_all_ranks(
     config: Configs, trtrun: Run, tmp_path: Path
 ) -> None:
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "x", "max_tokens": 4}] * 2)
     logs = tmp_path / "new" / "logs"
-    run = ["run", "--config", config(FOUR_RANKS), "--prompts", prompts, "--log-dir", logs]
+    run = ["run", "--config", config(THREE_RANKS), "--prompts", prompts, "--log-dir", logs]
     first = trtrun(*run, "--output", tmp_path / "quiet.jsonl")
     assert first.returncode == 0, first.stderr
     # Without -v the terminal has the summary alone, as without logs.
@@ -93,7 +92,7 @@ def test_the_directory_of_the_file_is_used_and_one_process_has_one_log(
     assert files_in(tmp_path / "null: [x") == files_in(tmp_path / "logs")
 
 
-@pytest.mark.parametrize("devices", [ONE_PROCESS, FOUR_RANKS], ids=["one-process", "four-ranks"])
+@pytest.mark.parametrize("devices", [ONE_PROCESS, THREE_RANKS], ids=["one-process", "three-ranks"])
 def test_a_directory_that_cannot_be_written_is_refused_before_a_rank_starts(
     config: Configs, trtrun: Run, tmp_path: Path, devices: dict[str, list[str]]
 ) -> None:
@@ -127,10 +126,10 @@ def test_a_defect_is_in_that_ranks_file_with_its_traceback(
         "--bind-to",
         "none",
     ]
-    words = [*mpirun, "-n", "4", sys.executable, "-m", "mpi4py", "-c", DEFECT]
+    words = [*mpirun, "-n", "3", sys.executable, "-m", "mpi4py", "-c", DEFECT]
     logs = tmp_path / "logs"
     done = trtrun(
-        "run", "--config", config(FOUR_RANKS), "--prompt", "x", "--log-dir", logs,
+        "run", "--config", config(THREE_RANKS), "--prompt", "x", "--log-dir", logs,
         words=words, env={"FAILING_RANK": str(rank)},
     )  # fmt: skip
     assert done.returncode != 0

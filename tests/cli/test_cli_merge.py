@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import FIXED, FOUR_RANKS, ONE_PROCESS, Configs, Run, error_line, write_rows
+from commands import FIXED, ONE_PROCESS, THREE_RANKS, Configs, Run, error_line, write_rows
 from output_rows import read_rows, without_times
 
 pytestmark = pytest.mark.timeout(600)  # several runs in each test, and machines may be busy
@@ -42,7 +42,10 @@ def test_parts_merged_are_one_run(config: Configs, trtrun: Run, tmp_path: Path) 
     assert (merged.returncode, merged.stdout) == (4, ""), merged.stderr
     assert merged.stderr == "trtrun: merged 3 parts: 8 rows, 1 of them refused\n"
     assert without_times(read_rows(output)) == without_times(read_rows(tmp_path / "whole.jsonl"))
-    assert output.read_bytes() == b"".join(part.read_bytes() for part in parts)
+    rows = [row for part in parts for row in read_rows(part)]
+    assert {row.pop("num_input_rows") for row in rows} == {8}
+    assert read_rows(output) == rows
+    strange = [shutil.copy(part, tmp_path / f"{number}.jsonl") for number, part in enumerate(parts)]
     listed = trtrun("merge", "--output", "-", *parts)
     assert [json.loads(line) for line in listed.stdout.splitlines()] == read_rows(output)
 
@@ -52,6 +55,7 @@ def test_parts_merged_are_one_run(config: Configs, trtrun: Run, tmp_path: Path) 
         ((*parts, "--prompts", prompts, "--prompt", "first", "--ignore-eos"), "is of another input row"),
         ((*parts, "--prompts", prompts, *OPTIONS[2:]), "is of another input row"),
         ((*parts[:2], *source), f"{parts[2]} is not among the parts"),
+        (strange[:2], "rows 5 to 7 are missing in all parts; give the output of every part"),
         ((*parts[:2], tmp_path / "whole.jsonl.copy"), "whole.jsonl.copy does not exist; run that part first"),
         ((parts[0], parts[2]), f"{parts[1]} is not among the parts"),
         ((*parts, "--max-tokens", 9), "give that too"),
@@ -89,12 +93,12 @@ def test_a_part_without_rows_is_done_without_a_model(
     words = None
     if starter == "mpirun":
         mpirun = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe"]
-        words = [*mpirun, "--bind-to", "none", "-n", "4", sys.executable, "-m", "launch.cli"]
+        words = [*mpirun, "--bind-to", "none", "-n", "3", sys.executable, "-m", "launch.cli"]
         model = pair / "target"
     else:
         model = Path(shutil.copytree(pair / "target", tmp_path / "target"))
         (model / "model.safetensors").unlink()
-    file = config(ONE_PROCESS if starter == "one process" else FOUR_RANKS, target={"model": str(model)})
+    file = config(ONE_PROCESS if starter == "one process" else THREE_RANKS, target={"model": str(model)})
     run = ("run", "--config", file, "--prompts", prompts, "--output", output)
     done = trtrun(*run, "--part", "1/2", words=words)
     assert done.returncode == 0, done.stderr
@@ -112,6 +116,6 @@ def test_a_part_that_is_none_is_refused(config: Configs, trtrun: Run, part: str)
 
 
 def test_prompts_that_can_be_read_only_once_are_refused(config: Configs, trtrun: Run) -> None:
-    done = trtrun("run", "--config", config(FOUR_RANKS), "--prompts", "/dev/stdin", "--output", "/dev/null")
+    done = trtrun("run", "--config", config(THREE_RANKS), "--prompts", "/dev/stdin", "--output", "/dev/null")
     assert "/dev/stdin is not a file: it is read more than once" in error_line(done)
     assert done.returncode == 2

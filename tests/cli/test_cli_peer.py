@@ -36,23 +36,25 @@ def read_calls(folder: Path, mode: str) -> tuple[dict[str, Any], list[dict[str, 
 def test_vllm_gets_the_same_weights_prompts_and_limits(config: Configs, trtrun: Run, tmp_path: Path) -> None:
     file = config(FOUR_RANKS)
     rows = ("--rows", "1,3x9@0.8", "--top-p", 0.9, "--repeats", 2, "--max-tokens", 5, "--prompt-tokens", 6)
-    done = trtrun("bench", "--config", file, *rows, "--peer", "vllm", "--peer-python", peer_python(tmp_path))
+    own = {"draft_sample_method": "probabilistic", "draft_tensor_parallel_size": 1}
+    peer = ("--peer", "vllm", "--peer-python", peer_python(tmp_path), "--peer-options", json.dumps(own))
+    done = trtrun("bench", "--config", file, *rows, *peer)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert report["peer"] == {"name": "vllm", "version": "0.26.0+fake", "error": None}
+    assert report["peer"] == {"name": "vllm", "version": "0.26.0+fake", "options": own, "error": None}
     for mode in ("plain", "speculative"):
         arguments, calls = read_calls(tmp_path, mode)
         assert arguments["model"] == report["target"] and arguments["dtype"] == report["dtype"]
         assert (arguments["tensor_parallel_size"], arguments["max_num_seqs"]) == (2, 3)
         assert arguments["max_model_len"] == 9 + 5 + 4 + 1
-        assert [[len(prompt) for prompt in call["prompts"]] for call in calls] == [[6]] * 3 + [[9] * 3] * 3
-        assert [(call["temperature"], call["top_p"]) for call in calls] == [(0, 1)] * 3 + [(0.8, 0.9)] * 3
-        assert calls[1]["prompts"] != calls[2]["prompts"], "each repeat has prompts of its own"
+        assert [[len(prompt) for prompt in call["prompts"]] for call in calls] == [[6]] * 5 + [[9] * 3] * 5
+        assert [(call["temperature"], call["top_p"]) for call in calls] == [(0, 1)] * 5 + [(0.8, 0.9)] * 5
+        assert calls[3]["prompts"] != calls[4]["prompts"], "each repeat has prompts of its own"
     plain, _ = read_calls(tmp_path, "plain")
     speculative, _ = read_calls(tmp_path, "speculative")
     assert "speculative_config" not in plain
     assert speculative["speculative_config"] == {
-        "method": "draft_model", "model": report["draft"], "num_speculative_tokens": 4, "draft_tensor_parallel_size": 2
+        "method": "draft_model", "model": report["draft"], "num_speculative_tokens": 4, **own
     }  # fmt: skip
     for entry in report["results"]:
         theirs = entry["vllm"]
@@ -63,7 +65,7 @@ def test_vllm_gets_the_same_weights_prompts_and_limits(config: Configs, trtrun: 
         }  # fmt: skip
         ratio = entry["speculative"]["tokens_per_s"] / theirs["speculative_tokens_per_s"]
         assert entry["ratios"]["speculative_over_peer_speculative"] == pytest.approx(ratio, abs=1e-3)
-    for line in ("vllm plain", "vllm speculative", "3x9@0.8"):
+    for line in ("vllm plain", "vllm speculative", "3x9@0.8", 'draft_sample_method="probabilistic"'):
         assert line in done.stdout
 
 
@@ -93,6 +95,12 @@ def test_an_interpreter_without_vllm_is_refused_before_anything_runs(
         ("--peer", "vllm"): f"vllm cannot be imported by {sys.executable}: name an interpreter that has it",
         ("--peer", "vllm", "--peer-python", tmp_path / "no"): "no cannot be started: No such file or directory",
         ("--peer-python", sys.executable): "--peer-python names the interpreter of a peer: add --peer",
+        ("--peer-options", '{"a": 1}'): "--peer-options are a peer's: add --peer vllm",
+        ("--peer", "vllm", "--peer-options", '{"model": "x"}'): "--peer-options: model is the job's own",
+        ("--peer", "transformers", "--peer-options", '{"a": 1}'): "fields of vLLM's speculative_config",
+        ("--peer", "vllm", "--peer-options", "[1]"): "write a JSON object",
+        ("--peer", "vllm", "--peer-options", '{"a": 1, "a": 2}'): 'the key "a" stands twice',
+        ("--peer", "vllm", "--peer-options", '{"a": 1}', "--speculation", "none"): "speculation.method is none",
         ("--peer", "vllm", "--set", "target.load_format=dummy"): "reads the models' weights, and load_format is dummy",
     }
     for arguments, said in cases.items():
@@ -102,7 +110,6 @@ def test_an_interpreter_without_vllm_is_refused_before_anything_runs(
         assert said in line
 
 
-@pytest.mark.long
 def test_a_vllm_that_runs_ends_with_its_processes_when_bench_is_ended(
     config: Configs, start_trtrun: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:

@@ -11,8 +11,8 @@ import pytest
 from checkpoints import make_checkpoint
 from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run, error_line
 
-from trtrun.config import load_config
-from trtrun.llm import LLM
+from trtrun.api.llm import LLM
+from trtrun.configuration.config import load_config
 
 
 def test_the_plan_of_four_ranks(config: Configs, trtrun: Run) -> None:

@@ -17,14 +17,17 @@ from typing import Any
 import pytest
 from commands import (
     FIXED,
-    FOUR_RANKS,
     ONE_PROCESS,
+    ONE_SLOT,
     ROOT,
+    THREE_RANKS,
+    TWO_SLOTS,
     Configs,
     Run,
     command_environment,
     command_words,
     error_line,
+    parent_of,
     ranks_below,
     write_rows,
 )
@@ -41,7 +44,7 @@ TEXTS = [
     "if x:\n    ",
     "try:\n",
 ]
-LENGTHS = [450, 90, 270, 450, 180, 360, 60, 450, 300, 120, 450, 240]
+LENGTHS = [150, 30, 90, 150, 60, 120, 20, 150, 100, 40, 150, 80]
 """Tokens of each prompt: so different that rows finish in another order than they come in, and so many that a run can
 be killed between them."""
 
@@ -50,11 +53,6 @@ PROMPTS = [
 ]
 MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 Victim = Callable[[int, dict[int, int]], int]
-
-
-def parent_of(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-
 
 VICTIMS: dict[str, Victim] = {
     "rank 0": lambda command, ranks: ranks[0],
@@ -97,10 +95,10 @@ def kill_when(words: list[str], working: Path, num_rows: int, victim: Victim) ->
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Rows of a run of the shipped pair that nobody disturbs."""
+    """Rows of a run of the shipped pair in one process that nobody disturbs."""
     folder = tmp_path_factory.mktemp("undisturbed")
     prompts = write_rows(folder / "prompts.jsonl", list(PROMPTS))
-    words = [*command_words(), "run", "--config", str(PAIR), *FIXED, "--prompts", str(prompts)]
+    words = [*command_words(), "run", "--config", str(PAIR), *FIXED, *ONE_SLOT, "--prompts", str(prompts)]
     done = subprocess.run(
         [*words, "--output", str(folder / "out.jsonl")],
         env=command_environment(), cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
@@ -113,8 +111,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 @pytest.mark.parametrize(
     ("starter", "victims"),
     [
-        pytest.param("trtrun", ["rank 0", "the command", "mpirun"], marks=pytest.mark.long),
-        pytest.param("mpirun", ["target rank 2", "mpirun"], marks=pytest.mark.long),
+        ("trtrun", ["rank 0", "the command"]),
+        ("mpirun", ["target rank 2", "mpirun"]),
     ],
 )
 def test_killed_again_and_again_a_run_ends_with_the_rows_of_an_undisturbed_one(
@@ -122,8 +120,9 @@ def test_killed_again_and_again_a_run_ends_with_the_rows_of_an_undisturbed_one(
 ) -> None:
     output, working = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     prompts = write_rows(tmp_path / "prompts.jsonl", list(PROMPTS))
-    words = [*MPIRUN, "-n", "4", *command_words()] if starter == "mpirun" else command_words()
-    arguments = ["run", "--config", str(PAIR), *FIXED, "--prompts", str(prompts), "--output", str(output)]
+    words = [*MPIRUN, "-n", "3", *command_words()] if starter == "mpirun" else command_words()
+    arguments = ["run", "--config", str(PAIR), *FIXED, *TWO_SLOTS]
+    arguments += ["--prompts", str(prompts), "--output", str(output)]
     kept = 0
     for round_, name in enumerate(victims):
         resume = ["--resume"] if round_ else []
@@ -155,7 +154,6 @@ def poisoned(pair: Path, folder: Path) -> Path:
     return copy
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "starter",
     ["one process", "trtrun", "mpirun"],
@@ -168,10 +166,10 @@ def test_with_nothing_left_no_model_is_loaded(
     files = ("--prompts", prompts, "--output", output)
     assert trtrun("run", "--config", config(ONE_PROCESS), *files).returncode == 4
     first = read_rows(output)
-    devices = ONE_PROCESS if starter == "one process" else FOUR_RANKS
+    devices = ONE_PROCESS if starter == "one process" else THREE_RANKS
     model = poisoned(pair, tmp_path)
     file = config(devices, target={"model": str(model)})
-    words = [*MPIRUN, "-n", "4", *command_words()] if starter == "mpirun" else None
+    words = [*MPIRUN, "-n", "3", *command_words()] if starter == "mpirun" else None
 
     # The bad row is refused again, for which no model is needed either. A command that is no rank does not even look
     # at the model; ranks of a user's own mpirun are checked before they agree that there is nothing to load.
@@ -208,7 +206,7 @@ def test_what_cannot_be_resumed_is_refused_before_ranks_start(config: Configs, t
     before = output.read_bytes()
 
     def refusal(*arguments: object) -> str:
-        done = trtrun("run", "--config", config(FOUR_RANKS), *arguments)
+        done = trtrun("run", "--config", config(THREE_RANKS), *arguments)
         assert done.returncode == 2
         assert output.read_bytes() == before
         return error_line(done)

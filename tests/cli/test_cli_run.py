@@ -1,4 +1,4 @@
-"""`trtrun run` through the real command: one process, four ranks, files, streams, refused rows."""
+"""`trtrun run` through the real command: one process, three ranks, files, streams, refused rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run, command_words, write_rows
+from commands import ONE_PROCESS, THREE_RANKS, Configs, Run, command_words, write_rows
 from output_rows import read_rows
 
 PROMPTS = ["def main(", "import os\n", "x", "The quick brown fox", "\u00e4\u4f60\u597d \U0001f600"]
@@ -53,7 +53,7 @@ def reference(pair: Path) -> list[list[int]]:
     return texts
 
 
-@pytest.mark.parametrize("devices", [ONE_PROCESS, FOUR_RANKS], ids=["one-process", "four-ranks"])
+@pytest.mark.parametrize("devices", [ONE_PROCESS, THREE_RANKS], ids=["one-process", "three-ranks"])
 def test_rows_are_what_transformers_writes(
     config: Configs, trtrun: Run, tmp_path: Path, reference: list[list[int]], devices: dict[str, list[str]]
 ) -> None:
@@ -79,9 +79,9 @@ def test_started_by_mpirun_the_command_takes_its_roles(
 ) -> None:
     mpirun = str(Path(sys.executable).parent / "mpirun")
     output = tmp_path / "out.jsonl"
-    words = [mpirun, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "4", *command_words()]
+    words = [mpirun, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "3", *command_words()]
     done = trtrun(
-        "run", "--config", config(FOUR_RANKS), "--prompts", prompts_file(tmp_path), "--output", output, words=words
+        "run", "--config", config(THREE_RANKS), "--prompts", prompts_file(tmp_path), "--output", output, words=words
     )
     assert done.returncode == 0, done.stderr
     assert [row["token_ids"] for row in read_rows(output)] == reference
@@ -106,7 +106,7 @@ def test_prompt_lookup_has_no_draft_and_the_same_tokens(
 ) -> None:
     """Over two target ranks, with a draft section that names no directory."""
     output = tmp_path / "out.jsonl"
-    file = config(FOUR_RANKS, draft={"model": str(tmp_path / "nowhere")})
+    file = config(THREE_RANKS, draft={"model": str(tmp_path / "nowhere")})
     words = ("--speculation", "ngram", "--set", "speculation.prompt_lookup_max=1")
     done = trtrun("run", "--config", file, "--prompts", prompts_file(tmp_path), "--output", output, *words)
     assert done.returncode == 0, done.stderr
@@ -146,9 +146,7 @@ def test_a_bad_row_is_refused_alone(config: Configs, trtrun: Run, tmp_path: Path
         assert f"row {index} (line {index + 1 + (index > 3)}) refused: " in done.stderr
 
 
-@pytest.mark.parametrize(
-    "devices", [ONE_PROCESS, pytest.param(FOUR_RANKS, marks=pytest.mark.long)], ids=["one-process", "four-ranks"]
-)
+@pytest.mark.parametrize("devices", [ONE_PROCESS, THREE_RANKS], ids=["one-process", "three-ranks"])
 def test_what_no_rank_could_carry_costs_its_row_alone(
     config: Configs, trtrun: Run, tmp_path: Path, devices: dict[str, list[str]]
 ) -> None:

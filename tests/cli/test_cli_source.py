@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import FOUR_RANKS, Configs, Run, command_words, write_rows
+from commands import THREE_RANKS, Configs, Run, command_words, write_rows
 from output_rows import read_rows
 
 MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
@@ -19,7 +19,7 @@ OTHER_HOST = "240.0.0.1"
 
 @pytest.fixture
 def per_rank(tmp_path: Path) -> list[str]:
-    """Words of an mpirun of four ranks whose command line begins with its place: ranks other than 0 are on the host
+    """Words of an mpirun of three ranks whose command line begins with its place: ranks other than 0 are on the host
     `beta` as Slurm would tell them, in a working directory of their own, and the file FILE is nowhere there."""
     folder = tmp_path / "elsewhere"
     folder.mkdir()
@@ -35,7 +35,7 @@ def per_rank(tmp_path: Path) -> list[str]:
         'exec "$@"\n'
     )
     script.chmod(0o755)
-    return [*MPIRUN, "-n", "4", str(script), *command_words()]
+    return [*MPIRUN, "-n", "3", str(script), *command_words()]
 
 
 def texts(done_rows: Path) -> list[list[int]]:
@@ -54,19 +54,18 @@ def broken_copy(model: Path, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.long
 def test_only_rank_0_needs_the_file_and_each_host_takes_its_own_models(
     config: Configs, pair: Path, trtrun: Run, tmp_path: Path, per_rank: list[str]
 ) -> None:
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "def main(", "max_tokens": 8}])
-    plain = trtrun("run", "--config", config(FOUR_RANKS), "--prompts", prompts, "--output", tmp_path / "plain.jsonl")
+    plain = trtrun("run", "--config", config(THREE_RANKS), "--prompts", prompts, "--output", tmp_path / "plain.jsonl")
     assert plain.returncode == 0, plain.stderr
     # The draft is on alpha and the target on beta; what lies in the other host's place cannot be used.
     models = {
         "target": {"alpha": str(broken_copy(pair / "target", tmp_path / "target")), "beta": str(pair / "target")},
         "draft": {"alpha": str(pair / "draft"), "default": str(broken_copy(pair / "draft", tmp_path / "draft"))},
     }
-    file = config(FOUR_RANKS, **{name: {"model": paths} for name, paths in models.items()})
+    file = config(THREE_RANKS, **{name: {"model": paths} for name, paths in models.items()})
     shutil.copy(file, tmp_path / "only_here.yaml")
     run = ["run", "--config", "only_here.yaml", "--prompts", prompts, "--output", tmp_path / "rows.jsonl"]
     done = trtrun(*run, words=per_rank)
@@ -74,7 +73,7 @@ def test_only_rank_0_needs_the_file_and_each_host_takes_its_own_models(
     assert texts(tmp_path / "rows.jsonl") == texts(tmp_path / "plain.jsonl")
     # The same with the directories exchanged: had a rank taken the other host's, this would be no different.
     exchanged = {name: dict(zip(paths, reversed(paths.values()), strict=True)) for name, paths in models.items()}
-    file = config(FOUR_RANKS, **{name: {"model": paths} for name, paths in exchanged.items()})
+    file = config(THREE_RANKS, **{name: {"model": paths} for name, paths in exchanged.items()})
     shutil.copy(file, tmp_path / "only_here.yaml")
     done = trtrun(*run[:-1], tmp_path / "more.jsonl", words=per_rank)
     assert done.returncode != 0
@@ -85,7 +84,7 @@ def test_a_model_that_one_host_lacks_is_told_with_that_ranks_number_and_host(
     config: Configs, pair: Path, trtrun: Run, per_rank: list[str]
 ) -> None:
     paths = {"alpha": str(pair / "target"), "beta": "/nowhere/target"}
-    file = config(FOUR_RANKS, target={"model": paths})
+    file = config(THREE_RANKS, target={"model": paths})
     done = trtrun("run", "--config", file, "--prompt", "x", words=per_rank)
     lines = [line for line in done.stderr.splitlines() if line.startswith("trtrun: ")]
     assert done.returncode != 0
@@ -103,7 +102,7 @@ def test_a_host_outside_the_slurm_job_is_refused_before_a_rank_starts(
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "alpha,beta"}
     devices = {"target": ["alpha/cpu:0", "gamma/cpu:0"], "draft": ["alpha/cpu:1"]}
     file = config(devices)
-    words = [*MPIRUN, "-n", "4", *command_words()] if starter == "mpirun" else None
+    words = [*MPIRUN, "-n", "3", *command_words()] if starter == "mpirun" else None
     environment = job if starter == "trtrun" else {}
     if words is not None:
         for name, value in job.items():

@@ -32,7 +32,6 @@ def test_the_documented_command_line(pair: Path, trtrun: Run) -> None:
     assert len(logprobs.partition(": ")[2].split()) == 8
 
 
-@pytest.mark.long
 def test_under_mpirun_with_one_rank_and_as_a_web_page_prints_it(pair: Path, trtrun: Run) -> None:
     done = trtrun(
         *(

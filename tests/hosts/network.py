@@ -52,14 +52,14 @@ Host *
 def missing_parts() -> str:
     """What this machine lacks for two hosts; empty where it has everything."""
     if os.geteuid() != 0:
-        return "two hosts need root, for network namespaces"
+        return "needs root, for two hosts in network namespaces"
     programs = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "ssh": "openssh-client"}
     lacking = [f"{name} ({package})" for name, package in programs.items() if shutil.which(name) is None]
     lacking += [] if os.access(SSHD, os.X_OK) else [f"{SSHD} (openssh-server)"]
     if lacking:
-        return f"two hosts need what is not installed: {', '.join(lacking)}"
+        return f"needs what two hosts are made of: install {', '.join(lacking)}"
     tried = subprocess.run(["unshare", "--net", "--uts", "--mount", "--pid", "--fork", "true"], capture_output=True)
-    return "" if tried.returncode == 0 else f"no namespaces here: {tried.stderr.decode(errors='replace').strip()}"
+    return "" if tried.returncode == 0 else f"needs network namespaces: {tried.stderr.decode(errors='replace').strip()}"
 
 
 @dataclass

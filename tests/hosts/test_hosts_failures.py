@@ -10,7 +10,7 @@ import pytest
 from network import wait_for
 from two_hosts import RunningJob, Site, own_lines
 
-pytestmark = [pytest.mark.hosts, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 Start = Callable[..., RunningJob]
 MPIRUN = ("mpirun", "prterun", "orterun", "mpiexec.hydra")

@@ -17,7 +17,7 @@ from two_hosts import ROOT, Site, own_lines
 
 from launch.mpi.hosts import ANSWER_SECONDS, CONNECT_SECONDS
 
-pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 AWAY = {"target": {"south": ["cpu:0"]}, "draft": {"north": ["cpu:0"]}}
 

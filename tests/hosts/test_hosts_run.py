@@ -23,7 +23,7 @@ from two_hosts import (
 
 from launch.mpi.flavours import FLAVOURS
 
-pytestmark = [pytest.mark.hosts, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 PROMPTS = [{"prompt": text, "max_tokens": 8} for text in ("def main(", "import os\n", "x")]
 SECRET = "a-value-that-no-command-line-may-show"

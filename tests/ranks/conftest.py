@@ -88,6 +88,14 @@ class RankHarness:
     # The ranks stay together.
 
     @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave out what needs more ranks, or another number of them: it lacks nothing, and runs where they are."""
+        others = [item for item in items if _fewest_ranks(item) > self._comm.size or _has_no_placement(item)]
+        if others:
+            config.hook.pytest_deselected(items=others)
+            items[:] = [item for item in items if item not in others]
+
+    @pytest.hookimpl(trylast=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """Abort unless every rank is about to run the same tests."""
         own = [item.nodeid for item in session.items]
@@ -144,6 +152,18 @@ class RankHarness:
         return timer
 
 
+def _has_no_placement(item: pytest.Item) -> bool:
+    """Whether a test is for placements of which none has this number of ranks: pytest marks one without parameters."""
+    marker = item.get_closest_marker("skip")
+    return marker is not None and str(marker.kwargs.get("reason", "")).startswith("got empty parameter set")
+
+
+def _fewest_ranks(item: pytest.Item) -> int:
+    """How many ranks a test needs."""
+    marker = item.get_closest_marker("mpi")
+    return marker.kwargs.get("min_size", 1) if marker else 1
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Join the ranks where pytest runs under mpirun."""
     if config.getoption("--with-mpi"):
@@ -181,6 +201,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def communicator(request: pytest.FixtureRequest, world: MPI.Intracomm) -> Iterator[Communicator]:
     """Every kind of communicator over all ranks, warm."""
     import torch
+    from gpus import lacking
 
     from parallel.transports.mpi import MpiCommunicator
     from parallel.transports.nccl import NcclCommunicator, why_not
@@ -195,7 +216,7 @@ def communicator(request: pytest.FixtureRequest, world: MPI.Intracomm) -> Iterat
         device = torch.device("cuda", world.rank % max(1, torch.cuda.device_count()))
         reason = why_not(device)
         if reason:
-            pytest.skip(f"NCCL not tested here: {reason}")
+            pytest.skip(lacking(f"NCCL: {reason}"))
         opened = NcclCommunicator(world.Dup(), "test", device, peers=request.param == "nccl")
     opened.warm_up()
     yield opened

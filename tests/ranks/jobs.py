@@ -15,11 +15,11 @@ import pytest
 from mpi4py import MPI
 from pipelines import configuration, prompt_of
 
-import trtrun.llm_engine
+import trtrun.api.llm_engine
 from trtrun import LLM, SamplingParams, open_llm
-from trtrun.config import RuntimeConfig
-from trtrun.roles import job
-from trtrun.topology import make_topology
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.topology import make_topology
+from trtrun.start import job
 
 T = TypeVar("T")
 Devices = tuple[tuple[str, ...], tuple[str, ...]]
@@ -72,7 +72,7 @@ def alone(config: RuntimeConfig, use: Callable[[LLM], T]) -> T:
     """What `use` gives when this process is the whole job, whatever world it runs in."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            trtrun.llm_engine, "open_job", lambda config, _: job._open_solo(config, make_topology(config), None)
+            trtrun.api.llm_engine, "open_job", lambda config, _: job._open_solo(config, make_topology(config), None)
         )
         with LLM(config=config) as llm:
             return use(llm)

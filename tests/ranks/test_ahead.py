@@ -17,10 +17,11 @@ from mpi4py import MPI
 from pipelines import Reference, noisy_copy, prompt_of, tokens_of
 
 from trtrun import LLM, SamplingParams
-from trtrun.roles import policies, target_worker
+from trtrun.roles import message_exchange
 from trtrun.speculation.ahead.fan_out import FanOut
 from trtrun.speculation.ahead.paths import Guesses
 from trtrun.speculation.ahead.policy import NEVER, AheadPolicy
+from trtrun.start import policies
 
 pytestmark = pytest.mark.mpi(min_size=3)
 
@@ -65,8 +66,8 @@ def nothing_is_drafted(patch: Patch) -> None:
 
 def no_patience(patch: Patch) -> None:
     """The target goes on without a packet that is not there when it looks."""
-    patch.setattr(target_worker, "SHORTEST_PATIENCE", 0.0)
-    patch.setattr(target_worker, "_ROUNDS_OF_PATIENCE", 0)
+    patch.setattr(message_exchange, "SHORTEST_PATIENCE", 0.0)
+    patch.setattr(message_exchange, "_ROUNDS_OF_PATIENCE", 0)
 
 
 BENT: list[Bend] = [
@@ -192,7 +193,7 @@ def test_auto_guesses_where_ranks_have_cores(
 def test_a_draft_that_is_the_target_is_never_rejected(folder: Path, name: str, dtype: str) -> None:
     """Of a guess that came true, keys and values are kept as a fresh draft's are, however blocks are laid out."""
     if len(HERE[name][1]) > 1:
-        pytest.skip("shards of a target round otherwise than a draft on one rank")
+        pytest.skip("needs a target on one rank: shards round otherwise than the draft")
 
     def use(llm: LLM) -> dict[str, Any]:
         llm.generate(prompts(), SamplingParams(max_tokens=80, ignore_eos=True))

@@ -143,7 +143,7 @@ def assert_went_on(job: Job, lost: list[int], rank: int, cause: str) -> None:
     assert not any(is_alive(process) for process in job.ranks)
 
 
-@pytest.mark.parametrize(("drafts", "rank"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.long), (2, 2)])
+@pytest.mark.parametrize(("drafts", "rank"), [(1, 1), (2, 1), (2, 2)])
 def test_a_killed_draft_rank_costs_drafts_only(start_job: StartJob, drafts: int, rank: int) -> None:
     job = start_job(drafts=drafts, tell=random.Random().randrange(1, 300))
     job.wait_for("running")
@@ -154,7 +154,7 @@ def test_a_killed_draft_rank_costs_drafts_only(start_job: StartJob, drafts: int,
     assert float(seen[2]) < SOON  # a round; it takes some hundredths of a second
 
 
-@pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("drafts", [1, 2])
 def test_a_stopped_draft_rank_is_given_up_and_ended(start_job: StartJob, drafts: int) -> None:
     job = start_job(drafts=drafts, limit=1)
     job.wait_for("running")
@@ -175,7 +175,6 @@ def test_an_exception_in_a_draft_rank_costs_drafts_only(start_job: StartJob) -> 
     assert_went_on(job, [1, 2], 1, "ValueError: the draft's device is on fire")
 
 
-@pytest.mark.long
 def test_a_stopped_draft_rank_out_of_reach_ends_itself_when_it_is_continued(start_job: StartJob) -> None:
     job = start_job(limit=1, kind="elsewhere", rounds=10**9)
     job.wait_for("running")
@@ -188,7 +187,6 @@ def test_a_stopped_draft_rank_out_of_reach_ends_itself_when_it_is_continued(star
     assert job.process.poll() is None and all(map(is_alive, (job.ranks[0], *job.ranks[2:])))
 
 
-@pytest.mark.long
 def test_a_stopped_draft_rank_out_of_reach_does_not_hold_up_the_end(start_job: StartJob) -> None:
     job = start_job(limit=1, kind="elsewhere")
     job.wait_for("running")
@@ -205,7 +203,7 @@ def test_no_rank_waits_in_the_end_for_one_that_may_die_there(start_job: StartJob
     assert "all is well" in job.output
 
 
-@pytest.mark.parametrize("words", ["lost []", pytest.param("all is well", marks=pytest.mark.long)])
+@pytest.mark.parametrize("words", ["lost []", "all is well"])
 def test_a_draft_rank_that_dies_while_the_job_ends_holds_nobody_up(start_job: StartJob, words: str) -> None:
     job = start_job(expected=0)
     job.wait_for(words)
@@ -260,7 +258,6 @@ def test_under_a_users_own_mpirun_the_job_goes_on_as_well(start_job: StartJob) -
     assert_went_on(job, [1], 1, BROKE)
 
 
-@pytest.mark.long
 def test_under_a_users_own_mpirun_another_lost_rank_is_named(start_job: StartJob) -> None:
     job = start_job(["--with-ft", "ulfm"], expected=0, rounds=10**9)
     job.wait_for("running")

@@ -1,6 +1,6 @@
 """Time limits of a job: a rank that is silent or stands still is named, with its stack, and the job ends.
 
-Each test starts a real job of four ranks, a draft and two target ranks beside the orchestrator
+Each test starts a real job of a draft and a target rank beside the orchestrator, or of two target ranks
 (`programs/heartbeat_case.py`). Bounds on time only tell an end from a hang; they are no measurement.
 """
 
@@ -30,9 +30,10 @@ RANKS_ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PYTHONUNBUFFERED": "1",
 }
+EVERY_RANK = -2
 LIMIT = 2.0
 SOON = 30.0
-TIMEOUT = 90.0
+TIMEOUT = 150.0
 
 RunRanks = Callable[..., Any]
 
@@ -82,14 +83,14 @@ def seconds_since(stdout: str, ended: float) -> float:
     ("rank", "phase", "plans_ahead"),
     [
         (1, "drafting", 0),
-        pytest.param(2, "verifying", 1, marks=pytest.mark.long),
-        pytest.param(3, "verifying", 0, marks=pytest.mark.long),
+        (3, "verifying", 1),
     ],
 )
 def test_a_worker_that_stands_still_in_python_is_named_and_not_the_ranks_that_wait_for_it(
     run_ranks: RunRanks, models: dict[str, str], rank: int, phase: str, plans_ahead: int
 ) -> None:
-    done = run_ranks(4, PROGRAM, env=case(models, "python", rank, plans_ahead=plans_ahead), timeout=TIMEOUT)
+    size = max(3, rank + 1)
+    done = run_ranks(size, PROGRAM, env=case(models, "python", rank, plans_ahead=plans_ahead), timeout=TIMEOUT)
     assert done.returncode != 0
     (line,) = own_lines(done.stderr)
     assert re.fullmatch(
@@ -98,29 +99,27 @@ def test_a_worker_that_stands_still_in_python_is_named_and_not_the_ranks_that_wa
     assert "stuck_in_python" in stack_of(done.stderr, NAMES[rank])
     # The stack of the one at fault comes first; the others' say for whom they wait.
     assert done.stderr.index(f"main thread of {NAMES[rank]}") == done.stderr.index("main thread of ")
-    assert all("stuck_in_python" not in stack_of(done.stderr, name) for name in NAMES if name != NAMES[rank])
+    assert all("stuck_in_python" not in stack_of(done.stderr, name) for name in NAMES[:size] if name != NAMES[rank])
     assert LIMIT <= seconds_since(done.stdout, done.ended) < SOON
 
 
-@pytest.mark.long
 def test_a_worker_whose_threads_cannot_run_is_named_and_leaves_its_stack(
     run_ranks: RunRanks, models: dict[str, str]
 ) -> None:
-    done = run_ranks(4, PROGRAM, env=case(models, "native", 3), timeout=TIMEOUT)
+    done = run_ranks(3, PROGRAM, env=case(models, "native", 2), timeout=TIMEOUT)
     assert done.returncode != 0
     (line,) = own_lines(done.stderr)
     assert re.fullmatch(
-        rf"trtrun: {re.escape(NAMES[3])} failed: silent for 2 s, last seen (in|idle after) round \d+.*", line
+        rf"trtrun: {re.escape(NAMES[2])} failed: silent for 2 s, last seen (in|idle after) round \d+.*", line
     ), line
     # Written by C code: under the name that its heartbeat's thread bears.
-    assert f"in heartbeat of {NAMES[3]}\n" in done.stderr
+    assert f"in heartbeat of {NAMES[2]}\n" in done.stderr
     assert "in stuck_in_native_code\n" in done.stderr
     assert seconds_since(done.stdout, done.ended) < SOON
 
 
-@pytest.mark.long
 def test_an_orchestrator_that_stands_still_in_python_is_named(run_ranks: RunRanks, models: dict[str, str]) -> None:
-    done = run_ranks(4, PROGRAM, env=case(models, "python", 0), timeout=TIMEOUT)
+    done = run_ranks(3, PROGRAM, env=case(models, "python", 0), timeout=TIMEOUT)
     assert done.returncode != 0
     (line,) = own_lines(done.stderr)
     assert re.fullmatch(
@@ -129,11 +128,10 @@ def test_an_orchestrator_that_stands_still_in_python_is_named(run_ranks: RunRank
     assert "stuck_in_python" in stack_of(done.stderr, NAMES[0])
 
 
-@pytest.mark.long
 def test_an_orchestrator_whose_threads_cannot_run_is_named_by_a_worker(
     run_ranks: RunRanks, models: dict[str, str]
 ) -> None:
-    done = run_ranks(4, PROGRAM, env=case(models, "native", 0), timeout=TIMEOUT)
+    done = run_ranks(3, PROGRAM, env=case(models, "native", 0), timeout=TIMEOUT)
     assert done.returncode != 0
     lines = own_lines(done.stderr)
     assert len(lines) == 1, done.stderr
@@ -143,44 +141,38 @@ def test_an_orchestrator_whose_threads_cannot_run_is_named_by_a_worker(
     assert "in stuck_in_native_code\n" in done.stderr
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1, pytest.param(2, marks=pytest.mark.long)])
-def test_rounds_that_are_slow_but_end_within_the_limit_go_on(
-    run_ranks: RunRanks, models: dict[str, str], rank: int
-) -> None:
-    done = run_ranks(4, PROGRAM, env=case(models, "slow", rank), timeout=TIMEOUT)
+def test_rounds_that_are_slow_but_end_within_the_limit_go_on(run_ranks: RunRanks, models: dict[str, str]) -> None:
+    """Whichever rank is slow: each of them in rounds of its own."""
+    done = run_ranks(3, PROGRAM, env=case(models, "slow", EVERY_RANK), timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
     assert "all is well" in done.stdout
     assert own_lines(done.stderr) == []
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("rank", [1, 2])
 def test_a_round_of_several_times_the_limit_goes_on_while_layers_get_done(
-    run_ranks: RunRanks, models: dict[str, str], rank: int
+    run_ranks: RunRanks, models: dict[str, str]
 ) -> None:
     """Such as a long prefill of a large model: six layers, each of them slower than half of the limit."""
-    done = run_ranks(4, PROGRAM, env=case(models, "slow-layers", rank), timeout=TIMEOUT)
+    done = run_ranks(3, PROGRAM, env=case(models, "slow-layers", EVERY_RANK), timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
     assert "all is well" in done.stdout
     assert own_lines(done.stderr) == []
-    slow = re.search(r"a forward of ([\d.]+) s", done.stdout)
-    assert slow is not None and float(slow[1]) > 3 * LIMIT, done.stdout
+    slow = [float(seconds) for seconds in re.findall(r"a forward of ([\d.]+) s", done.stdout)]
+    assert len(slow) == 2 and min(slow) > 3 * LIMIT, done.stdout
 
 
-@pytest.mark.long
 def test_a_worker_that_stands_still_inside_a_layer_is_named(run_ranks: RunRanks, models: dict[str, str]) -> None:
-    done = run_ranks(4, PROGRAM, env=case(models, "layer", 3), timeout=TIMEOUT)
+    done = run_ranks(3, PROGRAM, env=case(models, "layer", 2), timeout=TIMEOUT)
     assert done.returncode != 0
     (line,) = own_lines(done.stderr)
     assert re.fullmatch(
-        rf"trtrun: {re.escape(NAMES[3])} failed: stands still in round \d+ \(verifying\) for longer than 2 s", line
+        rf"trtrun: {re.escape(NAMES[2])} failed: stands still in round \d+ \(verifying\) for longer than 2 s", line
     ), line
-    assert "stuck_in_python" in stack_of(done.stderr, NAMES[3])
+    assert "stuck_in_python" in stack_of(done.stderr, NAMES[2])
 
 
-@pytest.mark.long
 def test_a_program_may_take_its_time_between_calls(run_ranks: RunRanks, models: dict[str, str]) -> None:
-    done = run_ranks(4, PROGRAM, env=case(models, "wait", 0), timeout=TIMEOUT)
+    done = run_ranks(3, PROGRAM, env=case(models, "wait", 0), timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr
     assert "all is well" in done.stdout
     assert own_lines(done.stderr) == []
@@ -189,27 +181,27 @@ def test_a_program_may_take_its_time_between_calls(run_ranks: RunRanks, models: 
 @pytest.mark.parametrize(
     ("kind", "rank", "words"),
     [
-        ("loading", 3, r"target rank 3 \(cpu:2\): weights \d+ %"),
-        pytest.param("warming", 1, r"draft rank 1 \(cpu:0\): warming up", marks=pytest.mark.long),
-        pytest.param("missing", 2, r"target rank 2 \(cpu:1\): not heard of", marks=pytest.mark.long),
+        ("loading", 2, r"target rank 2 \(cpu:1\): weights \d+ %"),
+        ("warming", 1, r"draft rank 1 \(cpu:0\): warming up"),
+        ("missing", 2, r"target rank 2 \(cpu:1\): not heard of"),
     ],
 )
 def test_a_start_that_takes_too_long_ends_with_where_each_late_rank_is(
     run_ranks: RunRanks, models: dict[str, str], kind: str, rank: int, words: str
 ) -> None:
-    done = run_ranks(4, PROGRAM, env=case(models, kind, rank, start=8), timeout=TIMEOUT)
+    done = run_ranks(3, PROGRAM, env=case(models, kind, rank, start=8), timeout=TIMEOUT)
     assert done.returncode != 0
     (line,) = own_lines(done.stderr)
     assert line.startswith("trtrun: the job has not started within 8 s (launch.start_seconds): ")
     assert re.search(words, line), line
     if kind == "loading":
-        assert all(name not in line for name in NAMES if name != NAMES[rank]), line
+        assert all(name not in line for name in NAMES[:3] if name != NAMES[rank]), line
     if kind != "missing":  # who was never heard of cannot be asked
         assert "stuck_in_python" in stack_of(done.stderr, NAMES[rank])
 
 
 def test_a_worker_that_cannot_reach_rank_0_says_so_at_start(run_ranks: RunRanks, models: dict[str, str]) -> None:
-    done = run_ranks(4, PROGRAM, env=case(models, "unreachable", 0), timeout=TIMEOUT)
+    done = run_ranks(3, PROGRAM, env=case(models, "unreachable", 0), timeout=TIMEOUT)
     assert done.returncode != 0
     (line,) = own_lines(done.stderr)
     host = re.escape(os.uname().nodename)
@@ -221,12 +213,12 @@ def test_a_worker_that_cannot_reach_rank_0_says_so_at_start(run_ranks: RunRanks,
 
 
 class Job:
-    """A job of four ranks without a parent of trtrun's, its ranks' processes known."""
+    """A job of three ranks without a parent of trtrun's, its ranks' processes known."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         mpirun = str(Path(sys.executable).parent / "mpirun")
         self.process = subprocess.Popen(
-            [mpirun, "--oversubscribe", "--bind-to", "none", "-n", "4", sys.executable, PROGRAM],
+            [mpirun, "--oversubscribe", "--bind-to", "none", "-n", "3", sys.executable, PROGRAM],
             cwd=ROOT,
             env={**os.environ, **RANKS_ENVIRONMENT, **environment},
             stdout=subprocess.PIPE,
@@ -283,7 +275,7 @@ def await_end(process: int, seconds: float) -> None:
         os.close(descriptor)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rank", [1, 2])
 def test_a_stopped_worker_is_named_with_its_last_round(start_job: StartJob, models: dict[str, str], rank: int) -> None:
     job = start_job(case(models, "endless", -1))
     job.wait_for("running")
@@ -293,12 +285,12 @@ def test_a_stopped_worker_is_named_with_its_last_round(start_job: StartJob, mode
     (line,) = own_lines(stderr)
     pattern = rf"trtrun: {re.escape(NAMES[rank])} failed: silent for 2 s, last seen (in|idle after) round \d+.*"
     assert re.fullmatch(pattern, line), line
-    for name in NAMES:
+    for name in NAMES[:3]:
         if name != NAMES[rank]:
-            assert "parallel" in stack_of(stderr, name)  # all others wait
+            # All others wait; but the target goes on without a draft rank that is late.
+            assert ("/trtrun/" if (rank, name) == (1, NAMES[2]) else "parallel") in stack_of(stderr, name)
 
 
-@pytest.mark.long
 def test_the_workers_of_a_stopped_orchestrator_end_themselves(start_job: StartJob, models: dict[str, str]) -> None:
     job = start_job(case(models, "endless", -1))
     job.wait_for("running")
@@ -312,12 +304,11 @@ def test_the_workers_of_a_stopped_orchestrator_end_themselves(start_job: StartJo
     assert job.process.returncode != 0
     lines = own_lines(stderr)
     # The first worker speaks, and the others give its word time to end them; mpirun could not do that here.
-    assert len(lines) == 3, stderr
+    assert len(lines) == 2, stderr
     assert lines[0].startswith(f"trtrun: {NAMES[0]} failed: silent for 2 s, last seen ")
     assert lines[0].endswith(f"as told by {NAMES[1]}")
 
 
-@pytest.mark.long
 def test_ending_does_not_wait_for_a_launcher_that_does_not_answer(start_job: StartJob, models: dict[str, str]) -> None:
     """MPI's abort asks mpirun, which is stopped here: the rank that ends the job must exit all the same."""
     job = start_job(case(models, "python", 2))

@@ -20,11 +20,11 @@ from mpi4py import MPI
 from pipelines import Reference, configuration, run_alone, tokens_of
 
 from trtrun import LLM, SamplingParams
-from trtrun.core import RoundPlan
-from trtrun.outputs import RequestOutput
+from trtrun.configuration.topology import make_topology
+from trtrun.core.nouns import RoundPlan
+from trtrun.core.outputs import RequestOutput
 from trtrun.roles.launched_round import DecidedRound, LaunchedRound
-from trtrun.roles.worker import Worker
-from trtrun.topology import make_topology
+from trtrun.roles.round import Worker
 from trtrun.wire.reports import ReportArrays
 
 pytestmark = pytest.mark.mpi
@@ -141,7 +141,7 @@ def test_a_round_is_launched_behind_one_whose_verdict_is_not_here(
 
 
 @pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize("plans_ahead", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.parametrize("plans_ahead", [0, 1])
 def test_prompt_lookup_on_all_target_ranks_writes_what_one_process_writes(
     tmp_path_factory: pytest.TempPathFactory, plans_ahead: int
 ) -> None:
@@ -231,7 +231,7 @@ def in_one_process_with_probs(folder: Path) -> Callable[[str], list[Any]]:
 
 
 @pytest.mark.parametrize("name", [name for name in HERE if HERE[name][0]])
-@pytest.mark.parametrize("draft", ["noisy", pytest.param("useless", marks=pytest.mark.long)])
+@pytest.mark.parametrize("draft", ["noisy", "useless"])
 def test_draft_probabilities_cross_ranks_and_give_what_one_process_gives(
     folder: Path,
     greedy: list[tuple[int, ...]],

@@ -10,6 +10,7 @@ import random
 import pytest
 import torch
 from communicators import add_in_order, same_bits, sample, strided, total
+from gpus import lacking
 from mpi4py import MPI
 
 from parallel.communicator import Communicator
@@ -72,22 +73,18 @@ def test_the_order_of_the_ranks_shows_and_tiny_numbers_are_kept(communicator: Co
     assert same_bits(communicator.all_reduce(parts[communicator.rank].to(communicator.device)), expected)
 
 
-@pytest.mark.parametrize("calls", [200, pytest.param(10_000, marks=pytest.mark.long)])
-def test_calls_of_all_sizes_follow_each_other_without_waiting(communicator: Communicator, calls: int) -> None:
+def test_calls_of_all_sizes_follow_each_other_without_waiting(communicator: Communicator) -> None:
     """What one call leaves behind must not reach another: nothing here waits for the device before the end."""
     device, size = communicator.device, communicator.size
-    if device.type == "cpu":
-        calls = min(calls, 1000)  # each waits for its peers anyway
-    counts = COUNTS[:10] if calls < 1000 else COUNTS
     cases = [
         (sample(communicator.rank, (count,), dtype, salt).to(device), total(size, (count,), dtype, salt).to(device))
         for salt in range(2)
-        for count in counts
+        for count in COUNTS
         for dtype in FLOATS
     ]
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     draw = random.Random(7)  # the same on all ranks
-    for _ in range(calls):
+    for _ in range(300 if device.type == "cpu" else 10_000):  # on the CPU each waits for its peers anyway
         own, expected = draw.choice(cases)
         wrong += (communicator.all_reduce(own.clone()) != expected).sum()
     assert wrong.item() == 0
@@ -95,7 +92,7 @@ def test_calls_of_all_sizes_follow_each_other_without_waiting(communicator: Comm
 
 def test_graphs_are_replayed_between_other_calls(communicator: Communicator) -> None:
     if communicator.device.type != "cuda":
-        pytest.skip("CUDA graphs need a GPU")
+        pytest.skip(lacking("a communicator of GPUs"))
     device, size, rank = communicator.device, communicator.size, communicator.rank
     counts = [5, 8192, 32_769, 262_144]
     inputs = [torch.zeros(count, dtype=torch.bfloat16, device=device) for count in counts]
@@ -128,7 +125,7 @@ def test_graphs_are_replayed_between_other_calls(communicator: Communicator) -> 
 
 def test_every_way_makes_the_same_sum(communicator: Communicator) -> None:
     if not isinstance(communicator, NcclCommunicator):
-        pytest.skip("one way")
+        pytest.skip(lacking("a communicator with several ways to sum"))
     for dtype in FLOATS:
         for count in (3, 4096, 30_001, LARGE):
             expected = total(communicator.size, (count,), dtype)
@@ -173,11 +170,11 @@ def test_a_group_can_be_opened_again_and_again(world: MPI.Intracomm) -> None:
 def test_numbers_of_calls_wrap(world: MPI.Intracomm, first_call: int) -> None:
     device = torch.device("cuda", world.rank % max(1, torch.cuda.device_count()))
     if why_not(device):
-        pytest.skip("needs GPUs")
+        pytest.skip(lacking("CuPy and NCCL"))
     layout = Layout.of(world.size)
     memory = open_peer_memory(world, device, layout.nbytes)
     if memory is None:
-        pytest.skip("the GPUs do not reach each other")
+        pytest.skip("needs GPUs that reach each other's memory")
     sums = PeerAllReduce(memory, layout, world.rank, device, first_call)
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for turn in range(100):

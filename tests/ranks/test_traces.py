@@ -15,11 +15,11 @@ from pipelines import configuration, noisy_copy, prompt_of
 from traces import assert_rounds_follow, assert_whole, spans_named
 
 from trtrun import SamplingParams, open_llm
-from trtrun.core import RoundPlan
-from trtrun.llm import LLM
-from trtrun.roles import engine_ranks, target_worker
-from trtrun.roles.tracing import PhaseTracer
-from trtrun.spans import ENGINES, ORCHESTRATOR, RankSpans
+from trtrun.api.llm import LLM
+from trtrun.core.nouns import RoundPlan
+from trtrun.roles import engine_ranks, message_exchange
+from trtrun.timing.spans import ENGINES, ORCHESTRATOR, RankSpans
+from trtrun.timing.tracing import PhaseTracer
 
 SIZE = int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
 PLACES = {
@@ -74,7 +74,7 @@ def test_spans_of_all_ranks_are_whole_and_causes_come_first(
     folder: Path, name: str, clocks: str, plans_ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = MPI.COMM_WORLD.rank
-    monkeypatch.setattr(target_worker, "SHORTEST_PATIENCE", 60.0)  # on a busy machine, too, a draft comes in time
+    monkeypatch.setattr(message_exchange, "SHORTEST_PATIENCE", 60.0)  # on a busy machine, too, a draft comes in time
     if clocks == "clocks apart" and rank:
         apart = partial(PhaseTracer, clock=lambda: time.perf_counter() + APART * rank)
         monkeypatch.setattr(engine_ranks, "PhaseTracer", apart)

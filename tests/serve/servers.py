@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,12 +18,15 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-from served.processes import ROOT, children_of, ranks_below, server_environment
+from served.processes import ROOT, children_of, ranks_below, server_environment, words_of
 from served.said import is_idle, read_addresses, read_metrics
 
 T = TypeVar("T")
 ONE_PROCESS = {"target": ["cpu:0"], "draft": ["cpu:0"]}
 THREE_RANKS = {"target": ["cpu:1"], "draft": ["cpu:0"]}
+LONGEST_STRETCH = 0.05
+"""Seconds of processor time, as docs/serve.md has it."""
+
 PATIENCE = 150.0
 """Seconds that anything may take on a busy machine before a test gives up on it."""
 
@@ -37,10 +41,15 @@ class Server:
     """
 
     def __init__(
-        self, config: Path, *arguments: str, environment: dict[str, str] | None = None, launcher: Sequence[str] = ()
+        self,
+        config: Path,
+        *arguments: str,
+        environment: dict[str, str] | None = None,
+        launcher: Sequence[str] = (),
+        program: Sequence[str] = ("-m", "launch.cli"),
     ) -> None:
         python = [sys.executable, *(("-m", "mpi4py") if launcher else ())]
-        command = [*launcher, *python, "-m", "launch.cli", "serve", "--config", str(config), *arguments]
+        command = [*launcher, *python, *program, "serve", "--config", str(config), *arguments]
         self.process = subprocess.Popen(
             command,
             stderr=subprocess.PIPE,
@@ -101,11 +110,21 @@ class Server:
 
     def engine(self) -> int:
         """Process id of the engine's first process: the engine itself, or the parent of its mpirun."""
-        return wait_until(lambda: next(iter(children_of(self.process.pid)), None), "an engine")
+        return wait_until(lambda: next(filter(_is_engine, children_of(self.process.pid)), None), "an engine")
 
     def rank(self, rank: int) -> int:
         """Process id of a rank."""
         return wait_until(lambda: ranks_below(self.process.pid).get(rank), f"rank {rank}")
+
+    @contextmanager
+    def engine_stopped(self) -> Iterator[None]:
+        """While the engine's own process stands still: however fast the machine is, no request is done meanwhile."""
+        engine = self.engine()
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(engine, signal.SIGCONT)
 
     def post(self, path: str, body: Any, **others: Any) -> httpx.Response:
         """Post a body as JSON, or as it is where it is bytes."""
@@ -123,14 +142,30 @@ class Server:
         self.wait_ended()
 
 
+def _is_engine(process: int) -> bool:
+    return "serve-engine" in words_of(process)
+
+
 @contextmanager
-def serving(config: Path, *arguments: str, launcher: Sequence[str] = ()) -> Iterator[Server]:
-    """A server that is ready, and is ended at the end."""
-    server = Server(config, *arguments, launcher=launcher)
+def serving(config: Path, *arguments: str, **options: Any) -> Iterator[Server]:
+    """A server that is ready, and is ended at the end; options as of `Server`. Whatever was sent to it, its event loop
+    has not worked for long at a stretch: that is the loop's own processor time since the server was ready, so that
+    neither a busy machine nor what is imported at a start counts."""
+    server = Server(config, *arguments, **options)
     try:
         yield server.wait_ready()
+        _check_stretches(server)
     finally:
         server.end()
+
+
+def _check_stretches(server: Server) -> None:
+    """Hold the longest stretch to its limit, unless the server has ended already."""
+    try:
+        longest = server.metrics()["trtrun:front_longest_stretch_seconds"]
+    except httpx.TransportError:
+        return
+    assert longest < LONGEST_STRETCH
 
 
 def wait_until(ask: Callable[[], T | None], what: str) -> T:

@@ -20,14 +20,17 @@ class Streamed:
 
     def __init__(self, server: Server, prompt: str, options: dict[str, Any]) -> None:
         values = {"model": "pair", "prompt": prompt, **options}
-        self._values = values | {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+        asked = {"stream_options": {"include_usage": True}, "return_token_ids": True, "return_token_origins": True}
+        self._values = values | {"stream": True} | asked
         self._url = server.url + "/v1/completions"
         self.tokens: dict[int, list[int]] = {}
         self.texts: dict[int, str] = {}
+        self.origins = ""
         self.num_logprobs = 0
         self.errors: list[dict[str, Any]] = []
         self.last: dict[str, Any] = {}
         self.has_begun = threading.Event()
+        self.is_over = False
 
     def read(self) -> Streamed:
         """Read to the end."""
@@ -35,7 +38,13 @@ class Streamed:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     self._take(json.loads(line.removeprefix("data: ")))
+        self.is_over = True
         return self
+
+    @property
+    def num_tokens(self) -> int:
+        """That have come so far."""
+        return len(self.origins)
 
     def _take(self, chunk: dict[str, Any]) -> None:
         if "error" in chunk:
@@ -46,25 +55,26 @@ class Streamed:
             index = choice["index"]
             self.tokens.setdefault(index, []).extend(choice["token_ids"])
             self.texts[index] = self.texts.get(index, "") + choice["text"]
+            self.origins += choice["token_origins"]
             self.num_logprobs += len((choice["logprobs"] or {"tokens": ()})["tokens"])
             if len(self.tokens[index]) >= 8:
                 self.has_begun.set()
 
     def check(self, llm: LLM) -> None:
         """Compare it with what nobody has disturbed, and its counters with itself."""
-        assert not self.errors
+        assert self.errors == []
         options = {name: value for name, value in self._values.items() if name in SamplingParams.__dataclass_fields__}
         (output,) = llm.generate([self._values["prompt"]], SamplingParams(**options))
         for completion in output.completions:
             assert tuple(self.tokens[completion.index]) == completion.token_ids
             assert self.texts[completion.index] == completion.text
         total = sum(map(len, self.tokens.values()))
-        assert self.last["usage"]["completion_tokens"] == self.num_logprobs == total
+        assert self.last["usage"]["completion_tokens"] == self.num_logprobs == total == len(self.origins)
         speculation = self.last["metrics"]["speculative_decoding"]
-        num_first = total - speculation["num_spec_steps"] - speculation["num_accepted_draft_tokens"]
-        # Each round gives a token beside the accepted ones, and so does the prefill of each engine. The last round may
-        # give too many.
-        assert len(self.tokens) * -5 < num_first <= len(self.tokens) * 3
+        num_drafts, num_accepted = speculation["num_spec_steps"], speculation["num_accepted_draft_tokens"]
+        # Each draft gives the accepted tokens and one more, over all engines. The last round may give too many.
+        assert num_drafts - len(self.tokens) <= self.origins.count("r") + self.origins.count("b") <= num_drafts
+        assert num_accepted - len(self.tokens) * 4 <= self.origins.count("a") <= num_accepted
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from itertools import accumulate
 from typing import Any
 
 import httpx
@@ -14,11 +13,12 @@ import pytest
 from servers import PATIENCE, Server, wait_until
 
 from trtrun import LLM, SamplingParams
-from trtrun.outputs import RequestOutput
+from trtrun.core.outputs import RequestOutput
 
 pytestmark = pytest.mark.timeout(300)
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
 SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 7, "max_tokens": 24, "presence_penalty": 0.4}
+ABORTED = "trtrun:requests_aborted_total"
 LONG: dict[str, Any] = {"temperature": 0, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
 PROMPT = "def main("
 MESSAGES: list[Any] = [
@@ -56,8 +56,9 @@ def test_completions_are_those_of_the_python_api(client: openai.OpenAI, llm: LLM
             [entry.logprob for entry in completion.logprobs or ()], abs=1e-5
         )
         assert all(len(top) <= 3 for top in choice.logprobs.top_logprobs or ())
-        lengths = map(len, choice.logprobs.tokens or ())
-        assert choice.logprobs.text_offset == list(accumulate(lengths, initial=0))[:-1]
+        offsets, tokens = choice.logprobs.text_offset or (), choice.logprobs.tokens or ()
+        assert len(offsets) == len(tokens) == len(completion.token_ids)
+        assert all(choice.text[begin:].startswith(token) for begin, token in zip(offsets, tokens, strict=True))
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == sum(len(output.prompt_token_ids) for output in outputs)
     assert answer.usage.completion_tokens == sum(len(completion.token_ids) for completion in completions)
@@ -88,6 +89,24 @@ def test_streams_add_up_to_the_same(client: openai.OpenAI, llm: LLM, options: di
     assert speculation["mean_acceptance_length"] == pytest.approx(
         1 + accepted / speculation["num_spec_steps"], abs=1e-4
     )
+
+
+def test_what_was_cached_and_what_was_drafted_add_up(client: openai.OpenAI) -> None:
+    for is_drafted in (True, False):
+        answer = client.completions.create(
+            model="pair",
+            prompt=PROMPT * 20,
+            n=2,
+            **GREEDY,
+            extra_body={} if is_drafted else {"draft_len": 0},
+        )
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        cached = answer.usage.prompt_tokens_details.cached_tokens
+        assert cached is not None and cached <= answer.usage.prompt_tokens
+        speculation = answer.metrics["speculative_decoding"]  # type: ignore[attr-defined]
+        assert sum(speculation["acceptance_histogram"]) == speculation["num_spec_steps"]
+        assert (speculation["num_spec_steps"] > 0) == is_drafted
+    assert cached > answer.usage.prompt_tokens / 2  # it was there from the first time
 
 
 @pytest.mark.parametrize(("draft_len", "letters"), [(None, "arbp"), (1, "arbp"), (0, "p")])
@@ -200,16 +219,15 @@ def test_models_health_version_and_request_ids(client: openai.OpenAI, server: Se
 
 
 async def use_and_leave(server: Server, llm_texts: dict[int, str]) -> None:
-    """16 clients at once: some read to the end, some cancel, some go away without a word."""
+    """Clients at once that read to the end, or go away behind the first piece; then some that go without a word."""
+
+    def are_at_work() -> bool | None:
+        return server.metrics()["vllm:num_requests_running"] == 4 or None
+
     async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="-", timeout=PATIENCE, max_retries=0) as client:
 
         async def read(number: int) -> None:
             prompt = f"def f{number}("
-            if number % 4 == 3:  # without a stream
-                request = client.completions.create(model="pair", prompt=prompt, **LONG)
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(request, 0.5)
-                return
             stays = number % 2 == 0
             options = GREEDY if stays else LONG
             stream = await client.completions.create(model="pair", prompt=prompt, stream=True, **options)
@@ -221,7 +239,16 @@ async def use_and_leave(server: Server, llm_texts: dict[int, str]) -> None:
                     return
             assert text == llm_texts[number]
 
-        await asyncio.gather(*(read(number) for number in range(16)))
+        await asyncio.gather(*(read(number) for number in range(16) if number % 4 != 3))
+        await asyncio.to_thread(server.wait_idle)
+        leaving = [
+            asyncio.ensure_future(client.completions.create(model="pair", prompt=f"def f{number}(", **LONG))
+            for number in range(3, 16, 4)  # without a stream
+        ]
+        await asyncio.to_thread(wait_until, are_at_work, "four requests at work")
+        for request in leaving:
+            assert request.cancel()
+        await asyncio.wait(leaving)
 
 
 def test_clients_come_and_go_and_all_blocks_are_free_afterwards(server: Server, llm: LLM) -> None:
@@ -230,8 +257,7 @@ def test_clients_come_and_go_and_all_blocks_are_free_afterwards(server: Server, 
     asyncio.run(use_and_leave(server, texts))
     metrics = server.wait_idle()
     assert metrics["vllm:kv_cache_usage_perc"] == 0
-    aborted = metrics["trtrun:requests_aborted_total"] - before["trtrun:requests_aborted_total"]
-    assert aborted == 8
+    assert metrics[ABORTED] - before[ABORTED] == 8
     name = 'vllm:request_success_total{finished_reason="length"}'
     assert metrics[name] - before.get(name, 0) == sum(1 for text in texts.values() if text)
     assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0

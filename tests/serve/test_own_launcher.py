@@ -63,7 +63,6 @@ def test_rank_0_serves_the_same_texts_and_drains(pair: Path, tmp_path: Path, llm
         assert server.wait_ended() == 0
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("victim", ["target rank", "rank 0", "mpirun"])
 def test_a_kill_ends_the_server_and_every_stream(pair: Path, tmp_path: Path, victim: str) -> None:
     config = write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)
@@ -83,7 +82,6 @@ def test_a_kill_ends_the_server_and_every_stream(pair: Path, tmp_path: Path, vic
             wait_until(lambda process=process: True if not Path(f"/proc/{process}").exists() else None, "the end")  # type: ignore[misc]
 
 
-@pytest.mark.long
 def test_a_signal_while_the_ranks_start_ends_them(pair: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)
     server = Server(config, launcher=mpirun(3))

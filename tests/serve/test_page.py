@@ -16,13 +16,12 @@ from servers import ONE_PROCESS, Server, serving, wait_until, write_config
 
 from trtrun import LLM, SamplingParams
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 pytestmark = [
-    pytest.mark.long,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: install the package chromium"),
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: install the package chromium"),
 ]
 PROMPT = "def main("
 KEY = "the key of this test"
@@ -106,6 +105,7 @@ def test_a_text_is_shown_by_how_its_tokens_came_and_compared(page: Any, llm: LLM
     assert told == [origins.count(letter) for letter in "arbp"]
     rounds = len(re.findall("a*[rbp]|a+$", origins))
     assert page.locator("#round-count").text_content() == str(rounds)
+    assert page.locator("#acceptance-length").text_content() == f"{len(tokens) / rounds:.2f}"
     plot = page.locator("#plot")
     assert plot.get_attribute("aria-label").startswith(f"{rounds} rounds, ")
     plot.focus()
@@ -116,7 +116,63 @@ def test_a_text_is_shown_by_how_its_tokens_came_and_compared(page: Any, llm: LLM
     verdict = page.locator("#verdict .same")
     playwright.expect(verdict).to_have_text(f"The same text, token for token ({len(tokens)}).")
     playwright.expect(page.locator("#news")).to_contain_text("The same text, token for token")
-    assert [float(speed.text_content()) > 0 for speed in page.locator(".speeds b").all()] == [True, True]
+    assert page.locator("#compare").text_content() == "Decode plainly again"
+    page.locator("#prompt").press("Control+Enter")
+    playwright.expect(page.locator("#compare")).to_have_text("Decode plainly and compare")
+    playwright.expect(page.locator("#news")).to_have_text(re.compile("^Done"))
+    assert float(page.locator("[data-run=speculative] b").text_content()) > 0
+
+
+TELL_RATIOS = """async () => {
+  const { SpeedView, Run } = await import(new URL("page/speeds.js", document.baseURI));
+  const run = (seconds) => Object.assign(new Run(), {
+    first: 1, last: 1 + 1000 * seconds, numFirst: 1, tokens: [1, 2, 3], isWhole: true,
+  });
+  return [1 / 3, 1, 1.004, 1 / 0.94, 0.8].map((seconds) => {
+    const view = new SpeedView(document.querySelector(".speeds"), document.createElement("p"));
+    view.set("plain", run(1));
+    view.set("speculative", run(seconds));
+    return view.verdict.querySelector("b").textContent;
+  });
+}"""
+
+
+def test_a_ratio_is_told_as_what_it_is(page: Any) -> None:
+    told = page.evaluate(TELL_RATIOS)
+    same = "As fast as plain decoding"
+    assert told == ["3.00 times as fast", same, same, "6 % slower", "25 % faster"]
+
+
+READ_LINES = """async () => {
+  const { Line } = await import(new URL("page/engine.js", document.baseURI));
+  const svg = document.querySelector("#running-line");
+  return [1, 3, 7, 0].map((number) => {
+    new Line(svg).add(number, 8);
+    const [area, path] = svg.querySelectorAll("path");
+    const y = Number(path.getAttribute("d").split(",")[1]);
+    const top = svg.querySelector("text").textContent;
+    return [top, (Number(top) * (svg.clientHeight - 1.5 - y)) / (svg.clientHeight - 3)];
+  });
+}"""
+
+
+def test_a_count_stands_where_its_lines_scale_says(page: Any) -> None:
+    tops, numbers = zip(*page.evaluate(READ_LINES), strict=True)
+    assert tops == ("2", "4", "8", "8") and numbers == pytest.approx((1, 3, 7, 0), abs=0.1)
+
+
+def test_columns_end_together_and_lines_have_scales(page: Any) -> None:
+    page.set_viewport_size({"width": 1440, "height": 1000})
+    for max_tokens in (4, 400):
+        generate(page, PROMPT, max_tokens)
+        bottoms = page.evaluate(
+            "() => [...document.querySelectorAll('main > .column')].map((column) =>"
+            " column.lastElementChild.getBoundingClientRect().bottom)"
+        )
+        assert abs(bottoms[0] - bottoms[1]) <= 1
+    for name in ("running", "waiting", "kv"):
+        assert page.locator(f"#{name}-line text").count() == 2
+        assert page.locator(f"#{name}-line").bounding_box()["width"] > 200
 
 
 def test_sampling_speculation_and_draft_length_are_what_the_form_says(page: Any, server: Server) -> None:
@@ -152,6 +208,13 @@ def test_texts_are_never_html_and_refusals_are_told(page: Any) -> None:
 def test_a_chat_a_stop_and_a_phone(page: Any, server: Server) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     assert page.evaluate("() => document.documentElement.scrollWidth") <= 390
+    cards = page.evaluate("() => [...document.querySelectorAll('main h2')].map((title) => title.textContent.trim())")
+    assert cards[:4] == ["Prompt", "Text", "Speed", "Rounds"], "what compares stands under the text"
+    for control in page.locator("main button, main input:visible, #theme").all():
+        if control.get_attribute("type") not in ("radio", "checkbox"):  # their labels are what a finger meets
+            assert control.bounding_box()["height"] >= 43.5, control
+    for typed in page.locator("main textarea, main input[type=number]").all():
+        assert typed.evaluate("(element) => parseFloat(getComputedStyle(element).fontSize)") >= 16
     page.get_by_label("Chat").check(force=True)
     generate(page, "write a loop", 16)
     assert page.locator(".prompt-echo").count() == 0 and tokens_of(page)
@@ -169,6 +232,8 @@ def test_ranks_and_schemes(page: Any) -> None:
     ranks = page.locator("#ranks")
     for role in ("orchestrator", "draft", "target"):
         playwright.expect(ranks.get_by_label(f"{role} ranks")).to_contain_text("cpu:0")
+    for role in ("draft", "target"):
+        playwright.expect(ranks.get_by_label(f"{role} ranks")).to_contain_text(f"model {role}")
     playwright.expect(page.locator("#running")).to_have_text("0 of 4")
     playwright.expect(page.locator("#kv")).to_have_text("0.0 %")
     grounds = []
@@ -235,7 +300,10 @@ def test_a_hidden_page_knows_which_of_its_texts_an_engine_was_lost_in(page: Any,
     playwright.expect(first).to_have_text(re.compile(r"in all$"))
     page.locator("#compare").click()
     playwright.expect(page.locator("#verdict")).to_have_text(
-        re.compile(r"^[\d.]+ times as fastThe same text, token for token \(200\)\.$")
+        re.compile(
+            r"^(?:[\d.]+ times as fast|\d+ % (?:faster|slower)|As fast as plain decoding)"
+            r"The same text, token for token \(200\)\.$"
+        )
     )
 
 
@@ -262,5 +330,6 @@ def test_the_form_follows_a_server_that_comes_back_with_other_limits(page: Any) 
     page.route("**/status", answer)
     playwright.expect(page.get_by_label("Draft length")).to_have_attribute("max", "2")
     playwright.expect(page.get_by_label("Chat")).to_be_disabled()
+    playwright.expect(page.get_by_text("No chat template in this checkpoint")).to_be_visible()
     playwright.expect(page.get_by_label("Completion")).to_be_checked()
     generate(page, PROMPT, 8)

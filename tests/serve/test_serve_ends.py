@@ -68,7 +68,6 @@ def test_the_first_signal_drains_and_the_status_is_0(pair: Path, tmp_path: Path)
     assert SECRET not in "".join(written.values()) + "".join(server.lines)
 
 
-@pytest.mark.long
 def test_what_does_not_finish_in_time_ends_with_an_error_and_status_3(pair: Path, tmp_path: Path) -> None:
     settings = SETTINGS | {"launch": {"drain_seconds": 0.5}}
     with serving(write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **settings)) as server:
@@ -77,7 +76,6 @@ def test_what_does_not_finish_in_time_ends_with_an_error_and_status_3(pair: Path
         assert status == 3
 
 
-@pytest.mark.long
 def test_the_second_signal_ends_at_once(pair: Path, tmp_path: Path) -> None:
     with serving(write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **SETTINGS)) as server:
         begun = threading.Event()
@@ -96,7 +94,7 @@ def test_the_second_signal_ends_at_once(pair: Path, tmp_path: Path) -> None:
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A certificate of 127.0.0.1 that is its own authority, and its key."""
     if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl")
+        pytest.skip("needs openssl: install the package openssl")
     folder = tmp_path_factory.mktemp("tls")
     cert, key = folder / "cert.pem", folder / "key.pem"
     subprocess.run(
@@ -160,7 +158,6 @@ def test_what_is_wrong_at_the_start_is_one_line_and_status_2(pair: Path, tmp_pat
     assert line.endswith(f"cannot listen on 127.0.0.1 port {port}: Address already in use; 0 takes a free one")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -179,7 +176,6 @@ def test_more_that_is_wrong_at_the_start(pair: Path, tmp_path: Path, words: list
     assert text in run_refused("--config", write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS), *words)
 
 
-@pytest.mark.long
 def test_an_engine_that_cannot_start_ends_the_server_with_its_status(pair: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "serve.yaml", pair, THREE_RANKS)
     server = Server(config, "--set", "launch.mpirun=/nowhere/mpirun")
@@ -190,14 +186,12 @@ def test_an_engine_that_cannot_start_ends_the_server_with_its_status(pair: Path,
         server.end()
 
 
-@pytest.mark.long
 def test_an_open_address_without_keys_is_told_loudly(pair: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **SETTINGS)
     with serving(config, "--host", "0.0.0.0") as server:
         assert [line for line in server.lines if "WARNING" in line and "server.api_key_file" in line]
 
 
-@pytest.mark.long
 def test_a_wrong_number_of_ranks_is_answered_with_the_right_command(pair: Path, tmp_path: Path) -> None:
     rank = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
     config = write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS)

@@ -17,9 +17,8 @@ from trtrun import LLM, SamplingParams
 VARIABLE = "TRTRUN_TEST_TENSORRTLLM_BACKEND"
 CHECKOUT = Path(os.environ.get(VARIABLE, ""))
 pytestmark = [
-    pytest.mark.long,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no checkout"),
+    pytest.mark.skipif(VARIABLE not in os.environ, reason=f"needs tensorrtllm_backend: name a checkout by {VARIABLE}"),
 ]
 MODELS = ["--draft-tensorrt-llm-model-name=tensorrt_llm_draft", "--target-tensorrt-llm-model-name=tensorrt_llm"]
 ROWS = [

@@ -81,7 +81,6 @@ def test_a_port_that_is_taken_is_one_line(pair: Path, tmp_path: Path) -> None:
     assert f"server.grpc_port: cannot listen on 127.0.0.1 port {port}" in line
 
 
-@pytest.mark.long
 def test_the_first_signal_drains(pair: Path, tmp_path: Path, llm: LLM) -> None:
     config = write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **SETTINGS)
     with serving(config) as server, connected("grpc", server) as client, connected("grpc", server) as other:
@@ -102,7 +101,6 @@ def test_the_first_signal_drains(pair: Path, tmp_path: Path, llm: LLM) -> None:
         assert server.wait_ended() == 0
 
 
-@pytest.mark.long
 def test_a_stream_goes_on_when_the_engine_is_lost(pair: Path, tmp_path: Path, llm: LLM) -> None:
     config = write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)
     with serving(config) as server, connected("grpc", server) as client:

@@ -32,7 +32,6 @@ pytestmark = pytest.mark.timeout(400)
 OPTIONS: dict[str, Any] = SEEDED | {"max_tokens": 100, "end_id": -1}
 
 
-@pytest.mark.long
 def test_a_killed_engine_costs_no_stream_and_no_answer(pair: Path, tmp_path: Path, llm: LLM) -> None:
     settings: dict[str, Any] = {"scheduler": {"max_batch_size": 8}, "kv_cache": {"max_tokens": 8192}}
     (completion,) = expected(llm, PROMPT, SEEDED, max_tokens=100, ignore_eos=True)

@@ -114,13 +114,12 @@ CURLS = [
 ]  # fmt: skip  # fmt: skip
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("model", "body"), CURLS, ids=[model for model, _ in CURLS])
 def test_the_seeds_curl_lines(server: Server, llm: LLM, model: str, body: dict[str, Any]) -> None:
     url = f"{server.url}/v2/models/{model}/generate"
     words = ["curl", "-sS", "-X", "POST", url, "-H", "Content-Type: application/json", "-d", json.dumps(body)]
     if shutil.which("curl") is None:
-        pytest.skip("there is no curl")
+        pytest.skip("needs curl: install the package curl")
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=True)
     (completion,) = expected(llm, body["text_input"], GREEDY, max_tokens=body["max_tokens"])
     answer = json.loads(done.stdout)

@@ -99,7 +99,9 @@ BAD: list[tuple[str, Any, int, str]] = [
     (GENERATE, generate(num_return_sequences=0), 400, "n must be between 1 and 128"),
     (GENERATE, generate(num_return_sequences=100), 400, "more than the 32"),
     (GENERATE, generate(end_id=-2), 400, "end_id: must be a token id, or -1"),
-    (GENERATE, generate(end_id=4096), 400, "between 0 and 4095"),
+    (GENERATE, generate(max_new_tokens=5), 400, "ensemble has no input 'max_new_tokens' (did you mean 'max_tokens'?)"),
+    (GENERATE, generate(accumulate=[1]), 400, "a parameter of a request is a text, a number, true or false"),
+    (GENERATE, generate(**{f"name {n}": n for n in range(65)}), 400, "more than 64 names that are no inputs"),
     (GENERATE, generate(num_draft_tokens=3), 400, "ensemble has no input 'num_draft_tokens'"),
     (GENERATE, generate(stop_words=["a"] * 1025), 400, "stop_words has 1025 entries; 1024 are the most"),
     (GENERATE, generate(bad_words=["a"] * 1025), 400, "bad_words has 1025 entries"),
@@ -125,7 +127,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     (TOKENS, tokens(draft_logits=[[0.5]]), 400, "draft_logits: drafts are compared"),
     (TOKENS, tokens(draft_acceptance_threshold=0.5), 400, "accepted without loss alone"),
     (TOKENS, tokens(decoder_input_ids=[1, 2]), 400, "decoder_input_ids: this is not supported"),
-    (TOKENS, tokens(stop=True), 400, "send it on that stream"),
+    (TOKENS, tokens(stop=True), 400, "send it there, with its id"),
     ("/v2/models/preprocessing/generate", {"QUERY": "x", "REQUEST_OUTPUT_LEN": 1, "IMAGE_URL": "a"}, 400, "IMAGE_URL"),
     ("/v2/models/preprocessing/generate",
      {"QUERY": "x", "REQUEST_OUTPUT_LEN": 1, "BAD_WORDS_DICT": ["a"] * 1025}, 400, "BAD_WORDS_DICT has 1025 entries"),
@@ -246,7 +248,7 @@ def test_grpc_refuses_with_a_status_and_the_same_lines(server: Server) -> None:
 def test_clients_that_go_away_free_their_rows(server: Server) -> None:
     before = server.wait_idle()
     with connected("grpc", server) as client:
-        with pytest.raises(InferenceServerException) as caught:
+        with server.engine_stopped(), pytest.raises(InferenceServerException) as caught:
             client.infer("ensemble", inputs_of("grpc", of_text("x", LONG)), client_timeout=1.0)
         assert caught.value.status() == str(grpc.StatusCode.DEADLINE_EXCEEDED)
         reader = StreamReader(client)
@@ -257,7 +259,7 @@ def test_clients_that_go_away_free_their_rows(server: Server) -> None:
     url = f"{server.url}/v2/models/ensemble/generate"
     with httpx.stream("POST", url + "_stream", json=of_text("y", LONG | {"stream": True})) as response:
         next(response.iter_lines())
-    with pytest.raises(httpx.TimeoutException):
+    with server.engine_stopped(), pytest.raises(httpx.TimeoutException):
         httpx.post(url, json=of_text("z", LONG), timeout=1.0)
     metrics = server.wait_idle()
     assert metrics["trtrun:requests_aborted_total"] - before["trtrun:requests_aborted_total"] == 6

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.grpc
 import tritonclient.grpc.aio as grpcaio
 import tritonclient.http.aio as httpaio
-from servers import PATIENCE, Server
+from servers import PATIENCE, Server, wait_until
 from triton_clients import (
     GREEDY,
     LONG,
@@ -97,8 +99,35 @@ def test_a_request_is_stopped_on_its_stream_by_its_id(server: Server, llm: LLM) 
         assert num_empty == 2 and len(found) < 900
         (completion,) = expected(llm, PROMPT, GREEDY, max_tokens=len(found), ignore_eos=True)
         assert tuple(found) == completion.token_ids
-        with pytest.raises(InferenceServerException, match="on that stream"):
-            client.infer("tensorrt_llm", inputs_of("grpc", stop), request_id="mine")
+    with connected("http", server) as client, pytest.raises(InferenceServerException, match="send it there"):
+        client.infer("tensorrt_llm", inputs_of("http", stop), request_id="mine")
+    server.wait_idle()
+
+
+def test_a_call_is_stopped_on_its_connection_by_its_id(server: Server, llm: LLM) -> None:
+    """`--stop-after-ms` of the backend's own client, without `--streaming`."""
+    tokens = tokens_of(llm, PROMPT)
+    stop = inputs_of("grpc", {"input_ids": [0], "input_lengths": 0, "request_output_len": 0, "stop": True})
+    found: queue.Queue[Any] = queue.Queue()
+    with connected("grpc", server) as client:
+        # More completions than rows: however fast the machine, it is at work when the others have spoken.
+        asked = inputs_of("grpc", of_tokens(tokens, LONG | {"num_return_sequences": 24}))
+        client.async_infer("tensorrt_llm", asked, lambda result, error: found.put(error or result), request_id="mine")
+        wait_until(lambda: server.metrics()["vllm:num_requests_running"] or None, "the request is at work")
+        # Clients of one process share their connections, unless they are told not to.
+        own = [("grpc.use_local_subchannel_pool", 1)]
+        with tritonclient.grpc.InferenceServerClient(server.grpc_address, channel_args=own) as stranger:
+            assert stranger.infer("tensorrt_llm", stop, request_id="mine").as_numpy("output_ids") is None
+        with pytest.raises(queue.Empty):
+            found.get_nowait()
+        assert client.infer("tensorrt_llm", stop, request_id="mine").as_numpy("output_ids") is None
+        result = found.get(timeout=PATIENCE)
+    length = result.as_numpy("sequence_length")[0, 0]
+    written = result.as_numpy("output_ids")[0, 0, len(tokens) : length].tolist()
+    assert result.as_numpy("output_ids").shape[0] == 24
+    (completion,) = expected(llm, PROMPT, GREEDY, max_tokens=900, ignore_eos=True)
+    assert tuple(written) == completion.token_ids[: len(written)]
+    assert result.as_numpy("sequence_length")[-1, 0] == len(tokens), "what had no row yet has nothing"
     server.wait_idle()
 
 

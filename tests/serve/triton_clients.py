@@ -15,7 +15,7 @@ from servers import PATIENCE, Server
 from tritonclient.utils import np_to_triton_dtype
 
 from trtrun import LLM, SamplingParams
-from trtrun.outputs import CompletionOutput
+from trtrun.core.outputs import CompletionOutput
 
 MODULES: dict[str, Any] = {"http": tritonclient.http, "grpc": tritonclient.grpc}
 
@@ -29,17 +29,15 @@ AS_PARAMETERS: dict[int, SamplingParams] = {
 
 PROMPT = "def main("
 LONG: dict[str, Any] = {"max_tokens": 900, "end_id": -1}
-both_protocols = pytest.mark.parametrize("protocol", [pytest.param("http", marks=pytest.mark.long), "grpc"])
-both_ways = pytest.mark.parametrize(
-    "options", [pytest.param(GREEDY, marks=pytest.mark.long), SEEDED], ids=["greedy", "seed"]
-)
+both_protocols = pytest.mark.parametrize("protocol", ["http", "grpc"])
+both_ways = pytest.mark.parametrize("options", [GREEDY, SEEDED], ids=["greedy", "seed"])
 every_way = pytest.mark.parametrize(
     ("protocol", "options"),
     [
         ("http", GREEDY),
         ("grpc", SEEDED),
-        pytest.param("http", SEEDED, marks=pytest.mark.long),
-        pytest.param("grpc", GREEDY, marks=pytest.mark.long),
+        ("http", SEEDED),
+        ("grpc", GREEDY),
     ],
     ids=["http, greedy", "grpc, seed", "http, seed", "grpc, greedy"],
 )

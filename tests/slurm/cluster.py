@@ -72,9 +72,9 @@ def missing() -> str | None:
     """Why no Slurm can be started here; None when it can."""
     absent = [name for name in PROGRAMS if find_program(name) is None]
     if absent:
-        return f"{', '.join(absent)} not found (Debian: apt-get install slurm-wlm munge)"
+        return "install the packages slurm-wlm and munge"
     if os.geteuid() != 0:
-        return "slurmd needs root"
+        return "only root can run slurmd"
     return None
 
 

@@ -18,7 +18,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A Slurm of two nodes; skips where none can be started."""
     reason = missing()
     if reason is not None:
-        pytest.skip(f"no Slurm here: {reason}")
+        pytest.skip(f"needs Slurm: {reason}")
     running = Cluster(tmp_path_factory.mktemp("slurm"))
     try:
         running.start()

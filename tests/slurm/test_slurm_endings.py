@@ -17,7 +17,7 @@ Config = Callable[..., Path]
 Prompts = Callable[..., Path]
 Local = Callable[[int, int], Rows]
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 ONE_BY_ONE = {"max_batch_size": 1}
 """Rows that run one after another finish one after another, so that some are left at any moment."""
 

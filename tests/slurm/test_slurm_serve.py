@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +23,7 @@ LONG = {
     "model": "target",
     "prompt": "def main(",
     "temperature": 0,
-    "max_tokens": 200,
+    "max_tokens": 900,
     "ignore_eos": True,
     "stream": True,
 }
@@ -72,15 +74,22 @@ def test_a_server_is_found_used_and_drained(
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(stream, url, begun)
         assert begun.wait(120)
-        if way == "trtrun cancel":
-            assert trtrun("cancel", job).returncode == 0
-        else:
-            cluster.call("scancel", "--batch", "--signal=USR1", str(job))  # as Slurm sends it
+        # Until the server has heard of it the request stays in work, however long the command takes.
+        engine, _ = cluster.ranks(job)[0]
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            if way == "trtrun cancel":
+                assert trtrun("cancel", job).returncode == 0
+            else:
+                cluster.call("scancel", "--batch", "--signal=USR1", str(job))  # as Slurm sends it
+            log = folder / f"trtrun-{job}.log"
+            told = "trtrun: SIGUSR1: no more requests are let in, the 1 in work have 30 s"
+            wait_for(lambda: told in log.read_text(encoding="utf-8"), 60, told)
+        finally:
+            os.kill(engine, signal.SIGCONT)
         events = reading.result(timeout=120)
     assert events[-1]["choices"][0]["finish_reason"] == "length"
     wait_for(lambda: cluster.show(job)["JobState"] == "COMPLETED", 60, "the job ends")
-    log = (folder / f"trtrun-{job}.log").read_text(encoding="utf-8")
-    assert "trtrun: SIGUSR1: no more requests are let in, the 1 in work have 30 s" in log
     assert f"job {job} COMPLETED" in trtrun("status", job).stdout
     assert len(cluster.ranks(job)) == 0
 

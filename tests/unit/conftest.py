@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_tokenizer
+from native import compute_as
 from pipelines import LLM_VOCABULARY, make_llm, noisy_copy
 
 from trtrun import LLM
@@ -49,7 +50,7 @@ def _idle_is_whole(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue("llm").check_idle()
 
 
-@pytest.fixture(params=[1, 2, 5])
+@pytest.fixture(params=[1, 5])
 def each_number_of_threads(request: pytest.FixtureRequest) -> Iterator[None]:
     """torch's threads, also more of them than a small machine has cores."""
     before = torch.get_num_threads()
@@ -59,15 +60,23 @@ def each_number_of_threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kind of processor as which models compute; see native.py."""
+    kind: str = request.param
+    compute_as(kind, monkeypatch)
+    return kind
+
+
+@pytest.fixture
 def sampling_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling takes its kernels in the interpreter, too; and pieces are small, so that small lines have several."""
-    from trtrun.kernels.triton.sampling import acceptance, choice, lines, threshold
+    from trtrun.kernels.triton.sampling import acceptance, lines, threshold, token_choice
     from trtrun.sampling import distributions, keyed_ranks
     from trtrun.speculation import verify
 
     for module in (distributions, keyed_ranks, verify):
         monkeypatch.setattr(module, "triton_works", lambda device_type: True)
     if not torch.cuda.is_available():
-        for module in (acceptance, choice, lines, threshold):
+        for module in (acceptance, lines, threshold, token_choice):
             monkeypatch.setattr(module, "PIECE", 32)
         monkeypatch.setattr(threshold, "CANDIDATES", 128)

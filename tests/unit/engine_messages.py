@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from trtrun.core import TokenLogprobs
-from trtrun.outputs import CompletionDelta
-from trtrun.request_statistics import RequestStatistics
-from trtrun.sampling_params import SamplingParams
+from trtrun.core.nouns import TokenLogprobs
+from trtrun.core.outputs import CompletionDelta
+from trtrun.core.request_statistics import RequestStatistics
+from trtrun.core.sampling_params import SamplingParams
 from trtrun.scheduling.limits import SchedulerLimits
 
 LIMITS = SchedulerLimits(4, 64, 256, 256, 4, 16, 32)
@@ -31,7 +31,11 @@ def delta_of(
     tokens: tuple[int, ...], finish_reason: str | None = None, index: int = 0, rounds: int = 1
 ) -> CompletionDelta:
     statistics = RequestStatistics(
-        num_rounds=rounds, num_draft_tokens=4, num_accepted_draft_tokens=1, acceptance_histogram=[0, rounds]
+        num_rounds=rounds,
+        num_drafts=rounds,
+        num_draft_tokens=4,
+        num_accepted_draft_tokens=1,
+        acceptance_histogram=[0, rounds],
     )
     logprobs = tuple(TokenLogprobs(token, -0.25, ((token, -0.25), (1, -2.5))) for token in tokens)
     return CompletionDelta("request 0", index, tokens, "é" * len(tokens), statistics, logprobs, finish_reason)

@@ -10,15 +10,19 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import Message
 
-from launch.serve.front import Front
-from launch.serve.limits import Door
+from launch.serve.door.limits import Door
+from launch.serve.engine.open_requests import EngineRequest, Inbox
+from launch.serve.front.front import Front
 from launch.serve.metrics import FrontMetrics
-from launch.serve.open_requests import EngineRequest, Inbox
-from trtrun.config import ASSETS
+from launch.serve.reader.reader import Reader
+from launch.serve.reading.frames import HEAD_BYTES, pack, unpack
+from launch.serve.reading.messages import Facts, Reply, Task
+from launch.serve.reading.readers import Found, found_of
+from trtrun.api.prompts import PromptReader
+from trtrun.configuration.config import ASSETS
 from trtrun.models.config import read_model_config
-from trtrun.prompts import PromptReader
 from trtrun.scheduling.limits import SchedulerLimits
-from trtrun.text import read_tokenizer
+from trtrun.tokens.text import read_tokenizer
 
 TOKENIZER = read_tokenizer(ASSETS / "target")
 
@@ -29,6 +33,8 @@ class WatchedTokenizer:
     def __init__(self) -> None:
         self.threads: list[int] = []
         self.words: list[Sequence[str]] = []
+
+    most_bytes_of_a_token = TOKENIZER.most_bytes_of_a_token if TOKENIZER is not None else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         assert TOKENIZER is not None
@@ -71,10 +77,34 @@ class NoEngine:
         pass
 
 
-def make_front(tokenizer: Any, engine: Any) -> Front:
-    """A front of the model m, whose requests have 60 s."""
+class HereReading:
+    """Reads in this process what others read for a server.
+
+    Attributes:
+        tasks: so far.
+    """
+
+    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
+        self.tasks: list[Task] = []
+        facts = Facts(
+            tokenizer=None, template=template, template_tokens={}, model_name="m", vocab_size=4096, eos_token_ids=(0,),
+            draft_len=4, excludes_prompt=None, max_batch_size=8,
+        )  # fmt: skip
+        self._reader = Reader(facts, tokenizer)
+
+    async def read(self, kind: str, body: bytes, most_tokens: int, model: str = "", json_length: int = 0) -> Found:
+        task = Task(kind=kind, seconds=1.0, most_tokens=most_tokens, model=model, json_length=json_length)
+        self.tasks.append(task)
+        result, blocks = self._reader.read(task, body)
+        reply = unpack(pack(Reply(result=result))[HEAD_BYTES:], Reply)  # as it travels
+        return found_of(reply.result, blocks)
+
+
+def make_front(tokenizer: Any, engine: Any, template: str | None = None) -> Front:
+    """A front of the model m, whose requests have 60 s; chats have a template, or none."""
     prompts = PromptReader(read_model_config(ASSETS / "target"), tokenizer)
-    return Front("m", prompts, tokenizer, 4, Door(8, 2048, 16, is_open=True), engine, FrontMetrics("m", 4), 60.0)
+    door, reading = Door(8, 2048, 16, is_open=True), HereReading(tokenizer, template)
+    return Front("m", prompts, tokenizer, 4, door, engine, FrontMetrics("m", 4), 60.0, reading)
 
 
 def request_of(body: bytes, **path_params: str) -> Request:

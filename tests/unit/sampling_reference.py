@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trtrun.core import RowAdmission
-from trtrun.sampling_params import SamplingParams
+from trtrun.core.nouns import RowAdmission
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.token_lists import TokenLists
 
 VOCAB = 23
 
@@ -60,8 +61,7 @@ def admission(
         0,
         True,
         sampling,
-        stop_ids=stop_ids,
-        bad_word_ids=bad_word_ids,
+        TokenLists.of(stop_ids, sampling.logit_bias, bad_word_ids),
     )
 
 

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from trtrun.core import FinishReason, Request, RoundPlan
-from trtrun.sampling_params import SamplingParams
+from trtrun.core.nouns import FinishReason, Request, RoundPlan
+from trtrun.core.sampling_params import SamplingParams
 from trtrun.scheduling.completion import Completion, RowResult
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.planning import MAX_MISSED_ROUNDS
@@ -46,7 +46,7 @@ def make_request(
     draft_len: int | None = None,
 ) -> Request:
     sampling = SamplingParams(max_tokens=max_tokens, seed=1, draft_len=draft_len)
-    return Request(request_id, tuple(prompt), sampling, stop_ids)
+    return Request(request_id, tuple(prompt), sampling, frozenset(stop_ids))
 
 
 def reference(request: Request, limits: SchedulerLimits) -> tuple[list[int], FinishReason]:

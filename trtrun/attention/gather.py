@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from trtrun.kernels.rotation import rotate
-from trtrun.kernels.row_buckets import bucket_rows
+from trtrun.kernels.cpu.rotation import rotate
+from trtrun.kernels.cpu.row_buckets import bucket_rows
 from trtrun.kvcache.segments import AttentionBatch, ContextGroup
 from trtrun.kvcache.store import copy_plain_tokens
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trtrun.core import PrefillChunk
-from trtrun.engine.prompt_tiles import PromptTile, fitted_tiles
+from trtrun.core.nouns import PrefillChunk
+from trtrun.engine.prompt_tiles import PromptTile, fitted_tiles, token_places
 from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.tensors import device_integers
@@ -96,22 +96,23 @@ class BatchBuilder:
         positions = torch.arange(chunk.start, stop, device=device).unsqueeze(0)
         return self.add_rows(rows, tokens, positions, stop)
 
-    def add_prompts(self, chunks: Sequence[PrefillChunk], tile_width: int | None) -> list[int]:
+    def add_prompts(self, chunks: Sequence[PrefillChunk], tile_width: int | None) -> list[list[range]]:
         """Add prefill chunks: each as a segment of its own, or all as tiles of up to `tile_width` queries.
 
         Returns:
-            The last token of each chunk.
+            Where the tokens of each chunk stand, in order.
         """
         if tile_width is None:
-            return [self.add_prefill(chunk) + chunk.length - 1 for chunk in chunks]
-        last = [0] * len(chunks)
+            starts = [self.add_prefill(chunk) for chunk in chunks]
+            return [[range(start, start + chunk.length)] for start, chunk in zip(starts, chunks, strict=True)]
+        places: list[list[range]] = [[] for _ in chunks]
         context = max((chunk.start + chunk.length for chunk in chunks), default=0)
         # The widest last: where a chunk has tiles of two widths, it ends in the wider one.
         for width, tiles in sorted(fitted_tiles(chunks, tile_width).items()):
             start = self.add_rows(*read_tiles(self._rows, tiles, width), context)
-            for index, tile in enumerate(tiles):
-                last[tile.chunk] = start + (index + 1) * width - 1
-        return last
+            for chunk, of_chunk in token_places(tiles, width, start).items():
+                places[chunk] += of_chunk
+        return places
 
     def build_steps(self) -> list[StepBatch]:
         """The attention of the single segment, position by position: one forward of R tokens for each."""

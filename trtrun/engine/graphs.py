@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from trtrun.kernels.graph_capture import capturing
+from trtrun.kernels.torch.graph_capture import capturing
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.likeliest import likeliest
 

@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trtrun.core import PrefillChunk
-from trtrun.kernels.tile_widths import padded_width, prompt_width
+from trtrun.core.nouns import PrefillChunk
 from trtrun.kernels.triton.attention_tiles import LARGEST_TILE
+from trtrun.kvcache.tile_widths import padded_width, prompt_width
 from trtrun.models.config import ModelConfig
 from trtrun.models.shard_layout import ShardLayout
 
@@ -53,6 +53,16 @@ def even_tiles(chunks: Sequence[PrefillChunk], width: int) -> list[PromptTile]:
         for index, chunk in enumerate(chunks)
         for first in range(chunk.start - -chunk.length % width, chunk.start + chunk.length, width)
     ]
+
+
+def token_places(tiles: Sequence[PromptTile], width: int, start: int) -> dict[int, list[range]]:
+    """Where the tokens of chunks stand in a forward whose tokens from `start` on are those of `tiles` of `width`
+    queries: by chunk, in the order of positions."""
+    places: dict[int, list[range]] = defaultdict(list)
+    for index, tile in enumerate(tiles):
+        first = start + index * width
+        places[tile.chunk].append(range(first + max(0, tile.start - tile.first), first + width))
+    return places
 
 
 def fitted_tiles(chunks: Sequence[PrefillChunk], width: int) -> Mapping[int, list[PromptTile]]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from trtrun.core import RoundPlan, RowAdmission
+from trtrun.core.nouns import RoundPlan, RowAdmission
 from trtrun.kernels.triton.support import triton_works
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.tensors import device_integers, kept_range

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from trtrun.core import PrefillChunk, RoundPlan
+from trtrun.core.nouns import PrefillChunk, RoundPlan, Step
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, read_tiles
 from trtrun.engine.graphs import MOST_PROMPT_TOKENS, SHARED_CONTEXT, Capture, ForwardGraphs
-from trtrun.engine.prompt_tiles import even_tiles
+from trtrun.engine.hidden_taps import HiddenTaps
+from trtrun.engine.prompt_tiles import even_tiles, token_places
 from trtrun.engine.rows import RowState
-from trtrun.kernels.tile_widths import padded_width
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
+from trtrun.kvcache.tile_widths import padded_width
 from trtrun.models.decoder import CausalLM
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.tensors import device_integers, inference, kept_integers, kept_range
@@ -33,6 +35,14 @@ class GraphStep:
 
     block_tables: torch.Tensor
     positions: torch.Tensor
+
+
+class _Prompts(NamedTuple):
+    """Prompts that a graph computed: logits [chunks, vocab] after the last token of each, not overwritten by later
+    forwards, and what was tapped of each chunk."""
+
+    logits: torch.Tensor
+    tapped: list[torch.Tensor]
 
 
 class Engine:
@@ -50,6 +60,7 @@ class Engine:
         rows: RowState,
         capture: Capture | None = None,
         logits_per_row: int = 1,
+        taps: Sequence[int] = (),
     ) -> None:
         """Put a model to work on rows.
 
@@ -59,6 +70,7 @@ class Engine:
             rows: its rows.
             capture: makes graphs of the forwards that rounds repeat; None runs them as they are.
             logits_per_row: most positions of a row that get logits in one forward: draft_len + 1 where it verifies.
+            taps: boundaries of the residual stream that verification hands out (models/taps.py).
         """
         self._model = model
         self._store = store
@@ -66,12 +78,15 @@ class Engine:
         self.vocab_size = model.config.vocab_size
         self.device = rows.device
         self._prompt_width = model.prompt_width
+        self._taps = HiddenTaps(taps, model.config, model.dtype, self.device) if taps else None
         self._graphs = self._make_graphs(capture, logits_per_row) if capture is not None else None
 
     def _make_graphs(self, capture: Capture, logits_per_row: int) -> ForwardGraphs:
         max_rows, max_blocks = self.rows.block_tables.shape
         # A graph keeps the address of what it reads: the rotary tables must not grow, that is move, later.
         self._model.reserve_positions(max_blocks * self.rows.block_size)
+        if self._taps is not None:
+            self._taps.reserve(max(max_rows * logits_per_row, MOST_PROMPT_TOKENS))
         return ForwardGraphs(
             self._forward_rows,
             capture,
@@ -237,50 +252,49 @@ class Engine:
         return self._graphs.run_chain(first, positions, tables, vocab_size, num_ranked, keyed)
 
     @inference
-    def verify_forward(self, plan: RoundPlan, draft_tokens: torch.Tensor, draft_lens: torch.Tensor) -> torch.Tensor:
+    def verify_forward(self, plan: RoundPlan, draft_tokens: torch.Tensor, draft_lens: torch.Tensor) -> Step:
         """One forward over draft_len + 1 positions of every decode row, and over every prefill chunk.
 
         Args:
             plan: the round's plan.
             draft_tokens: [decode_rows, draft_len] int64.
             draft_lens: [decode_rows] int64 on the device; below 1 means that only the newest token is fed.
-
-        Returns:
-            [sampled_rows, draft_len + 1, vocab] float32: decode rows, then rows whose last chunk ran (these repeat
-            their one position). Empty when the round samples nothing.
         """
-        builder = BatchBuilder(self.rows)
+        by_graph = self._prefill_by_graph(plan.prefill)
+        if by_graph is None and plan.prefill:
+            return self._verify_beside_prompts(plan, draft_tokens, draft_lens)
         queries = draft_tokens.shape[1] + 1
-        decoded: Sequence[int] = ()
-        after_prompts = self._prefill_by_graph(plan.prefill)
-        chunks = plan.prefill if after_prompts is None else ()
+        logits = torch.empty((0, queries, self.vocab_size), device=self.device)
         if len(plan.decode_rows):
             rows = kept_integers(plan.decode_rows.tolist(), self.device)
             tokens, positions = self.rows.with_drafts(rows, draft_tokens, draft_lens)
-            if not chunks:
-                logits = self._run_rows(rows, tokens, positions, plan.max_context, last_only=False)
-                logits = logits.view(-1, queries, self.vocab_size)
-                return logits if after_prompts is None else self._join(logits, after_prompts, plan, queries)
-            start = builder.add_rows(rows, tokens, positions, plan.max_context)
-            decoded = range(start, builder.num_tokens)
-        last = builder.add_prompts(chunks, self._prompt_width)
-        ended = [token for token, chunk in zip(last, chunks, strict=True) if chunk.is_last]
-        nothing = torch.empty((0, queries, self.vocab_size), device=self.device)
-        if not builder.num_tokens:
-            return nothing if after_prompts is None else self._join(nothing, after_prompts, plan, queries)
-        hidden = self._forward(builder.build([*decoded, *ended]))
+            logits = self._run_rows(rows, tokens, positions, plan.max_context, last_only=False)
+            logits = logits.view(-1, queries, self.vocab_size)
+        tapped = by_graph.tapped if by_graph is not None else []
+        hidden = self._taps.states(len(plan.decode_rows), queries, tapped) if self._taps is not None else None
+        return Step(logits if by_graph is None else self._join(logits, by_graph.logits, plan, queries), hidden)
+
+    def _verify_beside_prompts(self, plan: RoundPlan, draft_tokens: torch.Tensor, draft_lens: torch.Tensor) -> Step:
+        """`verify_forward` where prompts are computed beside the decode rows, in one forward."""
+        builder, queries = BatchBuilder(self.rows), draft_tokens.shape[1] + 1
+        if len(plan.decode_rows):
+            rows = kept_integers(plan.decode_rows.tolist(), self.device)
+            builder.add_rows(rows, *self.rows.with_drafts(rows, draft_tokens, draft_lens), plan.max_context)
+        num_decoded = builder.num_tokens
+        places = builder.add_prompts(plan.prefill, self._prompt_width)
+        ended = [of_chunk[-1][-1] for of_chunk, chunk in zip(places, plan.prefill, strict=True) if chunk.is_last]
+        hidden = self._forward(builder.build([*range(num_decoded), *ended]))
+        states = None
+        if self._taps is not None:
+            states = self._taps.states(len(plan.decode_rows), queries, [self._taps.copy(one) for one in places])
         if not len(hidden):
-            return nothing
+            return Step(torch.empty((0, queries, self.vocab_size), device=self.device), states)
         logits = self._model.logits(hidden)
-        after_prompts = logits[len(decoded) :].unsqueeze(1).expand(-1, queries, -1)
-        return torch.cat((logits[: len(decoded)].view(-1, queries, self.vocab_size), after_prompts))
+        after_prompts = logits[num_decoded:].unsqueeze(1).expand(-1, queries, -1)
+        return Step(torch.cat((logits[:num_decoded].view(-1, queries, self.vocab_size), after_prompts)), states)
 
-    def _prefill_by_graph(self, chunks: Sequence[PrefillChunk]) -> torch.Tensor | None:
-        """Compute chunks through a graph, where there are graphs and the chunks are short.
-
-        Returns:
-            [chunks, vocab] logits after the last token of each, not overwritten by later forwards; else None.
-        """
+    def _prefill_by_graph(self, chunks: Sequence[PrefillChunk]) -> _Prompts | None:
+        """Compute chunks through a graph, where there are graphs and the chunks are short; else None."""
         if self._graphs is None or self._prompt_width is None or not chunks:
             return None
         longest = max(chunk.length for chunk in chunks)
@@ -291,7 +305,11 @@ class Engine:
         context = max(chunk.start + chunk.length for chunk in chunks)
         logits = self._run_rows(*read_tiles(self.rows, tiles, width), context, last_only=True)
         last = {tile.chunk: index for index, tile in enumerate(tiles)}
-        return logits[device_integers(list(last.values()), self.device)]
+        tapped = []
+        if self._taps is not None:
+            places = token_places(tiles, width, 0)
+            tapped = [self._taps.copy(places[index]) for index in range(len(chunks))]
+        return _Prompts(logits[device_integers(list(last.values()), self.device)], tapped)
 
     def _join(self, logits: torch.Tensor, after_prompts: torch.Tensor, plan: RoundPlan, queries: int) -> torch.Tensor:
         """Logits [decode_rows, queries, vocab], and behind them those of prompts that end in the round, repeated."""
@@ -306,7 +324,10 @@ class Engine:
     ) -> torch.Tensor:
         """A forward of `rows` [R] alone, tokens and positions [R, Q]; logits [R * Q, vocab], or [R, vocab]."""
         run = self._forward_rows if self._graphs is None else self._graphs.run
-        return run(tokens, positions, self.tables(rows, context), last_only)
+        logits = run(tokens, positions, self.tables(rows, context), last_only)
+        if self._taps is not None and self._graphs is not None:
+            self._taps.replayed(tokens.numel())
+        return logits
 
     def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
         """[R, blocks] int64: the tables of `rows` [R] int64, as wide as `context` tokens need, or as their graph's
@@ -324,9 +345,10 @@ class Engine:
         tokens, positions = tokens.reshape(-1), positions.reshape(-1).clamp(min=0)
         some = last_only and queries > 1
         wanted = torch.arange(queries - 1, count * queries, queries, device=self.device) if some else None
-        return self._model.logits(self._forward(ForwardBatch(tokens, positions, batch, wanted)))
+        return self._model.logits(self._forward(ForwardBatch(tokens, positions, batch, wanted), in_graph=True))
 
-    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def _forward(self, batch: ForwardBatch, *, in_graph: bool = False) -> torch.Tensor:
         # A draft's vocabulary may be narrower than the target's: tokens beyond it are fed as its last one.
         tokens = batch.tokens.clamp(max=self.vocab_size - 1)
-        return self._model.forward(tokens, batch.positions, batch.attention, self._store, batch.wanted)
+        taps = self._taps.begin(len(tokens), in_graph=in_graph) if self._taps is not None else None
+        return self._model.forward(tokens, batch.positions, batch.attention, self._store, batch.wanted, taps)

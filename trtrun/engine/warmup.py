@@ -14,7 +14,7 @@ from collections.abc import Collection
 import numpy as np
 import torch
 
-from trtrun.core import PrefillChunk, RoundPlan
+from trtrun.core.nouns import PrefillChunk, RoundPlan
 from trtrun.engine.graphs import MOST_PROMPT_TOKENS
 from trtrun.engine.runner import Engine
 

@@ -1,7 +1,7 @@
 """What an engine's rounds need beside weights and KV store, told from shapes alone: an upper bound.
 
 `trtrun plan` and the ranks on CPUs reckon with it; on GPUs the ranks measure their largest round at start instead
-(roles/largest_round.py). It counts what models, kernels and sampling hold at a time, each at its largest. It knows
+(start/largest_round.py). It counts what models, kernels and sampling hold at a time, each at its largest. It knows
 shapes. It does not know plans, devices' free memory or weights, and it leaves out what libraries keep for themselves
 and the contexts that plain torch attention gathers for other rows than one.
 """
@@ -73,6 +73,7 @@ def working_bytes(
     verifies: bool,
     quantization: str = "none",
     graphs: bool = False,
+    num_taps: int = 0,
 ) -> int:
     """Upper bound of the bytes that one rank of an engine needs beside its weights and its KV store.
 
@@ -85,6 +86,7 @@ def working_bytes(
         verifies: whether it is the target engine.
         quantization: how its weights are held, by name.
         graphs: whether forwards are captured as CUDA graphs.
+        num_taps: boundaries of the residual stream that are handed out.
     """
     layout = ShardLayout(model, tp_rank, tp_size)
     positions = shape.draft_len + 1 if verifies else 1
@@ -102,8 +104,11 @@ def working_bytes(
     total += _attention_bytes(tokens, shape, layout, model, dtype, device_type)
     total += head + logits + _sampling_bytes(shape, verified, model, device_type, verifies)
     total += _product_bytes(tokens, verified, layout, quantization, dtype, device_type)
+    tap = num_taps * model.hidden_size * dtype.itemsize
+    total += 2 * tokens * tap  # as the forward keeps them, and those of prompts as they are handed out
     if graphs:
         captured = max(verified, shape.max_rows * 2, MOST_PROMPT_TOKENS)
+        total += captured * tap
         pool = _activation_bytes(captured, shape, layout, model, tp_size, dtype) + head
         total += logits + pool + logits + MOST_GRAPHS * _GRAPH_BYTES
     return total

@@ -8,40 +8,14 @@ can be captured in a CUDA graph (after `reserve`). This module knows neither que
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
+
+from trtrun.layers.rope import RopeConfig
 
 # Tables grow by whole chunks of this many positions and each chunk is computed alone: the bits of an angle must not
 # depend on how far the table had grown before.
 _CHUNK = 2048
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """How angles depend on position.
-
-    Attributes:
-        rope_type: "default", "linear" (position interpolation, arXiv:2306.15595), "llama3" (Llama 3.1's rule) or
-            "yarn" (arXiv:2309.00071).
-        theta: base of the geometric series of wavelengths.
-        factor: by how much the context is stretched; 1 for "default".
-        original_max_position_embeddings: context of the pretraining, for "llama3" and "yarn".
-        low_freq_factor, high_freq_factor: bounds of the smooth zone of "llama3".
-        beta_fast, beta_slow, truncate: bounds of the ramp of "yarn".
-        attention_factor: what cosines and sines are multiplied by ("yarn"), 1.0 otherwise.
-    """
-
-    rope_type: str = "default"
-    theta: float = 10000.0
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
@@ -95,15 +69,6 @@ def _yarn_frequencies(rope: RopeConfig, base: torch.Tensor, head_dim: int) -> to
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     kept = 1 - ramp
     return 1.0 / (rope.factor * base) * (1 - kept) + 1.0 / base * kept
-
-
-def yarn_attention_factor(factor: float, mscale: float | None = None, mscale_all_dim: float | None = None) -> float:
-    """Default multiplier of cosines and sines for "yarn" (section 3.4; with mscale as DeepSeek's configs write it)."""
-
-    def scale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1.0)
 
 
 class RotaryEmbedding:

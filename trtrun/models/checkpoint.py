@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from trtrun.errors import CheckpointError, one_line, reading, shorten
 from trtrun.models.damage import describe_damage
+
+if TYPE_CHECKING:
+    import torch
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -23,7 +25,13 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _MOST_JSON_BYTES = 64 * 1024 * 1024
 _MOST_NAME = 255  # bytes, of any file system; characters can only be fewer
 _MOST_DIGITS = 300  # of a whole number; each one fits into a float then
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Of the dtypes that weights may have, by torch's names."""
+
+_READS, _LOOKS = "pt", "np"
+"""What the library hands out tensors as. For a look at the headers torch need not be imported."""
 
 # safetensors maps files into memory and mapped pages that were read count as resident, so a file is mapped anew after
 # this many bytes; a slice is handed out in pieces of at most this size for the same reason.
@@ -102,7 +110,7 @@ class Checkpoint:
         self.bytes_read = 0
 
     def _read_header(self, file: Path) -> None:
-        with self._open(file) as handle:
+        with self._open(file, _LOOKS) as handle:
             for name in handle.keys():  # noqa: SIM118 (not a dict: the handle itself does not iterate)
                 piece = handle.get_slice(name)
                 self._file_of[name] = file
@@ -140,18 +148,18 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path} lacks shard {name} ({len(names)} in its index); copy it again")
         return [self.path / name for name in names]
 
-    def _open(self, file: Path) -> Any:
+    def _open(self, file: Path, framework: str) -> Any:
         try:
-            return safe_open(file, framework="pt", device="cpu")
+            return safe_open(file, framework=framework, device="cpu")
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{file} {describe_damage(file, error)}") from None
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
-    def first_dtype(self) -> torch.dtype:
+    def first_dtype(self) -> str:
         """Dtype of the first tensor that has a supported one, float32 if none has."""
-        return next((_DTYPES[name] for name in self._dtypes.values() if name in _DTYPES), torch.float32)
+        return next((_DTYPES[name] for name in self._dtypes.values() if name in _DTYPES), "float32")
 
     def check(self, name: str, shape: tuple[int, ...]) -> int:
         """Check that tensor `name` is there in this shape and in a supported dtype; returns bytes per element.
@@ -172,7 +180,7 @@ class Checkpoint:
                 f"{self._file_of[name]}: tensor '{name}' has dtype {dtype}, which is not supported; "
                 f"known: {', '.join(_DTYPES)}"
             )
-        return _DTYPES[dtype].itemsize
+        return ITEM_BYTES[_DTYPES[dtype]]
 
     def pieces(self, name: str, ranges: tuple[range, ...]) -> Iterator[tuple[int, torch.Tensor]]:
         """Read the slice `ranges` (one range per dimension) of tensor `name`, some rows at a time.
@@ -182,7 +190,7 @@ class Checkpoint:
             mapped memory: copy it before asking for the next.
         """
         rows, columns = ranges[0], tuple(slice(item.start, item.stop) for item in ranges[1:])
-        row_bytes = _DTYPES[self._dtypes[name]].itemsize
+        row_bytes = ITEM_BYTES[_DTYPES[self._dtypes[name]]]
         for size in self._shapes[name][1:]:
             row_bytes *= size  # whole rows: a column slice still touches their pages
         step = max(1, _PIECE_BYTES // row_bytes)
@@ -196,7 +204,7 @@ class Checkpoint:
     def _mapped(self, file: Path) -> Any:
         if self._handle_file != file or self._mapped_bytes >= _MAPPED_BYTES:
             self.close()
-            self._handle, self._handle_file = self._open(file), file
+            self._handle, self._handle_file = self._open(file, _READS), file
         return self._handle
 
     def close(self) -> None:

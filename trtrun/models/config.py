@@ -12,15 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trtrun.errors import CheckpointError, TrtrunError, reading, shorten
-from trtrun.layers.rotary import RopeConfig
-from trtrun.models.checkpoint import Checkpoint, read_json
+from trtrun.layers.rope import RopeConfig
+from trtrun.models.checkpoint import ITEM_BYTES, Checkpoint, read_json
 from trtrun.models.rope_config import parse_rope, read_number
 from trtrun.registry import MODEL_FAMILIES
-
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 _MOST = {
     "vocab_size": 2**24,
@@ -47,7 +43,7 @@ class ModelConfig:
         max_position_embeddings: the context, MOST_POSITIONS at most.
         vocab_size: rows of the embedding in the checkpoint (the tokenizer may know fewer tokens).
         sliding_windows: per layer, how many tokens back a query sees, itself included; None sees all.
-        checkpoint_dtype: dtype that config.json states, or else that of the first tensor of the weights.
+        checkpoint_dtype: name of the dtype that config.json states, or else that of the first tensor of the weights.
         eos_token_ids: tokens that end a text; empty when the checkpoint names none.
     """
 
@@ -68,7 +64,7 @@ class ModelConfig:
     qk_norm: bool
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
-    checkpoint_dtype: torch.dtype
+    checkpoint_dtype: str
     eos_token_ids: tuple[int, ...]
 
 
@@ -213,7 +209,7 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
         qk_norm=family.qk_norm,
         rope=parse_rope(values, max_positions, head_dim),
         sliding_windows=windows,
-        checkpoint_dtype=torch.float32,
+        checkpoint_dtype="float32",
         eos_token_ids=(),
     )
 
@@ -227,14 +223,14 @@ def _size(values: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _parse_dtype(values: Mapping[str, Any]) -> torch.dtype | None:
+def _parse_dtype(values: Mapping[str, Any]) -> str | None:
     name = values.get("dtype") or values.get("torch_dtype")
     if name is None:
         return None
     name = str(name).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise CheckpointError(f"dtype {shorten(name)} is not supported; known: {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    if name not in ITEM_BYTES:
+        raise CheckpointError(f"dtype {shorten(name)} is not supported; known: {', '.join(ITEM_BYTES)}")
+    return name
 
 
 def _parse_eos(values: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:

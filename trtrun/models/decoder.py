@@ -14,15 +14,16 @@ import torch
 
 from trtrun.attention.backend import AttentionBackend
 from trtrun.kernels.rounded_rows import Activations
-from trtrun.kernels.tile_widths import prompt_width
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
+from trtrun.kvcache.tile_widths import prompt_width
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.mlp import GatedMLP, RowParallelLinear
 from trtrun.layers.norm import RMSNorm
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.layer import Linear
 from trtrun.models.config import ModelConfig
+from trtrun.models.taps import Taps
 from trtrun.tensors import inference
 
 
@@ -150,10 +151,12 @@ class CausalLM:
         attention: AttentionBatch,
         store: KVStore,
         wanted: torch.Tensor | None = None,
+        taps: Taps | None = None,
     ) -> torch.Tensor:
         """Run tokens through the model, writing their keys and values.
 
-        Behind the last layer's attention nothing depends on tokens whose result is not wanted, so they end there.
+        Behind the last layer's attention nothing depends on tokens whose result is not wanted, so they end there,
+        unless what is behind it is tapped.
 
         Args:
             tokens: [tokens] int64 on the device, in the order of the batch's segments.
@@ -161,6 +164,7 @@ class CausalLM:
             attention: the segments; their block tables cover every position.
             store: this rank's KV store.
             wanted: [n] int64 on the device: tokens whose result is read; None for all, in their order.
+            taps: get the residual stream of all tokens; None copies nothing.
 
         Returns:
             [n, hidden] after the final norm, equal on all ranks of the group.
@@ -170,17 +174,26 @@ class CausalLM:
         angles = self._rotary.lookup(positions)
         hidden = self._embedding(tokens)
         delta = None
+        behind_layers = len(self._layers)
+        reads_end = taps is not None and taps.read_from(behind_layers)
         for index, layer in enumerate(self._layers):
             attended = layer.attend(hidden, delta, angles, attention, store.layer(index))
-            if index == len(self._layers) - 1:
+            if taps is not None:
+                taps.keep(index, hidden)  # what the layer before left to add is in it by now
+            if index == behind_layers - 1:
                 self._look_for_overflow(attended)
-                if wanted is not None:
+                if wanted is not None and not reads_end:
                     hidden, attended = hidden.index_select(0, wanted), attended.index_select(0, wanted)
             delta = layer.feed_forward(hidden, attended) if len(hidden) else hidden
             if self.on_layer is not None:
                 self.on_layer()
         assert delta is not None, "a model has a layer at least"
-        return self._final_norm.add(hidden, delta) if len(hidden) else hidden
+        normed = self._final_norm.add(hidden, delta) if len(hidden) else hidden
+        if taps is None or not reads_end:
+            return normed
+        taps.keep(behind_layers, hidden)
+        taps.keep(behind_layers + 1, normed)
+        return normed if wanted is None else normed.index_select(0, wanted)
 
     def _look_for_overflow(self, attended: torch.Tensor) -> None:
         """Look at what the last layer attended: a number that is none in any layer of a token shows there.

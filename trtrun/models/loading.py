@@ -14,12 +14,13 @@ import torch
 
 from parallel.communicator import Communicator
 from trtrun.attention.backend import AttentionBackend, attention_backend
-from trtrun.config import LoadFormat
+from trtrun.configuration.config import LoadFormat
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.mlp import GatedMLP, RowParallelLinear
 from trtrun.layers.norm import RMSNorm
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
+from trtrun.linear.quantization.base import count_bytes
 from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM, DecoderLayer
@@ -27,6 +28,7 @@ from trtrun.models.dummy_weights import DummyWeights
 from trtrun.models.shard_layout import ShardLayout
 from trtrun.models.weight_check import plain_weights, quantized_weights
 from trtrun.models.weight_reader import Progress, WeightReader
+from trtrun.tensors import DTYPES, dtype_name
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,10 @@ def shard_bytes(
         ConfigError: the quantization is unknown, or does not go with the dtype on the device.
     """
     device, held = device or torch.device("cpu"), QUANTIZATIONS.get(quantization)
-    held.check(dtype, device)
+    held.check(dtype_name(dtype), device.type)
     layout = ShardLayout(config, tp_rank, tp_size)
     size = sum(weight.num_elements for weight in plain_weights(layout)) * dtype.itemsize
-    size += sum(own.create(weight, dtype).num_bytes for weight, own in quantized_weights(layout, held))
+    size += sum(count_bytes(own.create(weight, dtype)) for weight, own in quantized_weights(layout, held))
     if _shares_tied_embedding(config, device, dtype, held):
         size -= layout.embedding().num_elements * dtype.itemsize
     return size
@@ -103,7 +105,7 @@ def load_model(
     held = QUANTIZATIONS.get(quantization)
     size = shard_bytes(config, communicator.rank, communicator.size, dtype, device, quantization)
     layout = ShardLayout(config, communicator.rank, communicator.size)
-    files = DummyWeights(path, config.checkpoint_dtype, device) if load_format == "dummy" else Checkpoint(path)
+    files = DummyWeights(path, DTYPES[config.checkpoint_dtype], device) if load_format == "dummy" else Checkpoint(path)
     reader = WeightReader(files, layout, device, dtype, held, progress, batch_invariant)
     # The order keeps the peak low: first the head, the largest weight that is packed out of a buffer, while little else
     # is resident; last the embedding, which needs no buffer.

@@ -1,6 +1,6 @@
 """The part of config.json that says how positions are rotated, as transformers 4 and 5 write it.
 
-It knows keys, types and ranges; whether the numbers give angles is asked of `layers.rotary`, which uses them.
+It knows keys, types and ranges; whether odd numbers give angles is asked of `layers.rotary`, which uses them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trtrun.errors import CheckpointError, shorten
-from trtrun.layers.rotary import RopeConfig, inverse_frequencies, yarn_attention_factor
+from trtrun.layers.rope import RopeConfig, yarn_attention_factor
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -39,6 +39,10 @@ def parse_rope(values: Mapping[str, Any], max_positions: int, head_dim: int) -> 
         CheckpointError: a kind of rotation that is not supported, or numbers that give no angles.
     """
     rope = _parse(values, max_positions)
+    if rope.is_ordinary:
+        return rope
+    from trtrun.layers.rotary import inverse_frequencies  # not at the top: odd numbers are rare, and torch takes long
+
     try:
         is_finite = bool(inverse_frequencies(rope, head_dim).isfinite().all())
     except (ArithmeticError, ValueError, RuntimeError):  # a logarithm of 0, a division by it, 10**30 in a tensor

@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-
-from trtrun.config import LoadFormat
+from trtrun.configuration.config import LoadFormat
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
 from trtrun.linear.quantization.base import TensorSlice
 from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig
 from trtrun.models.shard_layout import ShardLayout, Weight
+
+if TYPE_CHECKING:
+    import torch
 
 
 class WeightFiles(Protocol):
@@ -40,14 +41,13 @@ class WeightFiles(Protocol):
         ...
 
 
-def check_weights(checkpoint: WeightFiles, layout: ShardLayout, quantization: Quantization, dtype: torch.dtype) -> int:
+def check_weights(checkpoint: WeightFiles, layout: ShardLayout, quantization: Quantization) -> int:
     """Check every tensor that a rank reads: that it is there, in its shape and in a dtype that is supported.
 
     Args:
         checkpoint: with its headers read.
         layout: of the rank.
         quantization: of the linear layers, which says which tensors they have.
-        dtype: of activations.
 
     Returns:
         Bytes of the rank's slices, in the files' dtypes.
@@ -57,7 +57,7 @@ def check_weights(checkpoint: WeightFiles, layout: ShardLayout, quantization: Qu
     """
     stored: list[TensorSlice] = [part for weight in plain_weights(layout) for part in weight.parts]
     for weight, held in quantized_weights(layout, quantization):
-        stored += held.create(weight, dtype).stored
+        stored += held.stored(weight)
     return sum(
         math.prod(len(item) for item in part.ranges) * checkpoint.check(part.name, part.shape) for part in stored
     )
@@ -76,7 +76,26 @@ def check_model_weights(
     if load_format == "dummy":
         return
     held = QUANTIZATIONS.get(quantization)
-    check_weights(Checkpoint(path), ShardLayout(config, 0, tp_size), held, config.checkpoint_dtype)
+    check_weights(Checkpoint(path), ShardLayout(config, 0, tp_size), held)
+
+
+def check_split(config: ModelConfig, tp_size: int, dtype: str, device_type: str, quantization: str = "none") -> None:
+    """Check that a model can be shared out over the ranks of a group, and held on their devices as is asked for.
+
+    Args:
+        config: of the model.
+        tp_size: ranks of the group.
+        dtype: of activations, by name.
+        device_type: of all of its devices.
+        quantization: how the weights of linear layers are held, by name.
+
+    Raises:
+        CheckpointError: heads or features cannot be shared out over `tp_size` ranks.
+        ConfigError: the quantization is unknown, or does not go with the dtype on the device.
+    """
+    QUANTIZATIONS.get(quantization).check(dtype, device_type)
+    for rank in range(tp_size):
+        ShardLayout(config, rank, tp_size)
 
 
 def plain_weights(layout: ShardLayout) -> list[Weight]:

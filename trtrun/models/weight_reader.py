@@ -56,7 +56,7 @@ class WeightReader:
         self._batch_invariant = batch_invariant
         self._buffer = torch.empty(0, dtype=dtype)
         # Every name, shape and dtype is checked before the first byte of a weight is read.
-        self._total = check_weights(checkpoint, layout, quantization, dtype)
+        self._total = check_weights(checkpoint, layout, quantization)
 
     @property
     def bytes_read(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from parallel.lost_ranks import outlives_ranks
 from parallel.topology import Topology
-from trtrun.config import RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig
 
 
 def find_obstacle(config: RuntimeConfig, topology: Topology) -> str | None:

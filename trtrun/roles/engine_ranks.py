@@ -15,15 +15,13 @@ import torch
 
 from parallel.control import ControlPlane, Report
 from parallel.watchdog.activity import NO_ROUND, Activity, Doing, Phase
-from trtrun.core import RoundPlan
+from trtrun.core.nouns import RoundPlan
 from trtrun.errors import RankFailedError
-from trtrun.roles.draft_worker import DraftWorker
 from trtrun.roles.failures import RankFailures
 from trtrun.roles.launched_round import LaunchedRound
-from trtrun.roles.target_worker import TargetWorker
-from trtrun.roles.tracing import Answer, PhaseTracer, RankTracer
-from trtrun.roles.worker import Worker
-from trtrun.spans import ENGINES, RankSpans
+from trtrun.roles.round import Worker
+from trtrun.timing.spans import ENGINES, RankSpans
+from trtrun.timing.tracing import Answer, PhaseTracer, RankTracer
 from trtrun.wire.plans import decode_plan, encode_plan
 from trtrun.wire.reports import RoundReport, decode_report
 
@@ -271,11 +269,7 @@ class MpiRanks:
             self._activity.rest()
 
 
-AnyWorker = Worker | DraftWorker | TargetWorker
-"""One loop for both roles where they share a device, one for each where they do not."""
-
-
-def serve(control: ControlPlane, worker: AnyWorker) -> None:
+def serve(control: ControlPlane, worker: Worker) -> None:
     """A worker rank's life after start-up: run plans in order, and be traced, until the orchestrator lets it end."""
     tracer = PhaseTracer(worker)
     launched: deque[LaunchedRound] = deque()

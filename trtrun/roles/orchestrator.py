@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from parallel.watchdog.activity import Doing
-from trtrun.core import RoundPlan, TokenLogprobs
+from trtrun.core.nouns import RoundPlan, TokenLogprobs
+from trtrun.roles.commit import commit_round
 from trtrun.roles.engine_ranks import EngineRanks
 from trtrun.scheduling.completion import RowResult
 from trtrun.scheduling.scheduler import Scheduler
-from trtrun.spans import ORCHESTRATOR, RankSpans, SpanLog
 from trtrun.speculation.ahead.policy import AheadPolicy
-from trtrun.speculation.cycle import commit_round
 from trtrun.speculation.pacing import Pacer
-from trtrun.telemetry import RunStatistics
+from trtrun.timing.spans import ORCHESTRATOR, RankSpans, SpanLog
+from trtrun.timing.telemetry import RunStatistics
 from trtrun.wire.reports import RoundReport
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from trtrun.core import RoundPlan, Verdict
-from trtrun.roles.phase_clock import Event, timing_event
+from trtrun.core.nouns import RoundPlan, Verdict
+from trtrun.timing.phase_clock import Event, timing_event
 from trtrun.wire.reports import ReportArrays, RoundTimes
 
 

@@ -38,6 +38,14 @@ class Distributions(Protocol):
         """[S, P, width] float32 for sampled rows: `indices` into the R rows; zeros beyond the vocabulary."""
         ...
 
+    def forbids(self, tokens: Tensor) -> Tensor:
+        """[R, P] bool: which of `tokens` [R, P] int64 in [0, V) are impossible; what was chosen is so where all are."""
+        ...
+
+
+def _forbids(logits: Tensor, tokens: Tensor) -> Tensor:
+    return logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1) == -torch.inf
+
 
 class TorchDistributions:
     """By torch's operations."""
@@ -62,6 +70,10 @@ class TorchDistributions:
         picked = self.processed[kept_integers(indices, self.processed.device)]
         return torch.nn.functional.pad(self._sampling.probabilities(picked), (0, width - picked.shape[-1]))
 
+    def forbids(self, tokens: Tensor) -> Tensor:
+        """See Distributions."""
+        return _forbids(self.processed, tokens)
+
 
 class KernelDistributions:
     """By kernels on CUDA, for rows of which at least one is sampled or changes its logits."""
@@ -72,24 +84,28 @@ class KernelDistributions:
 
     def choose(self, stream: Stream) -> Tensor:
         """See Distributions."""
-        from trtrun.kernels.triton.sampling.choice import choose
+        from trtrun.kernels.triton.sampling.token_choice import choose
 
         return choose(self.lines, int(stream))
 
     def rank(self, count: int) -> Tensor:
         """See Distributions."""
-        from trtrun.kernels.triton.sampling.choice import rank
+        from trtrun.kernels.triton.sampling.token_choice import rank
 
         return rank(self.lines, int(Stream.TARGET), count)
 
     def probabilities(self, indices: Sequence[int], width: int) -> Tensor:
         """See Distributions."""
-        from trtrun.kernels.triton.sampling.choice import write_probabilities
+        from trtrun.kernels.triton.sampling.token_choice import write_probabilities
 
         logits = self.lines.logits
         output = torch.empty((len(indices), logits.shape[1], width), dtype=torch.float32, device=logits.device)
         write_probabilities(self.lines, kept_integers(indices, logits.device), output)
         return output
+
+    def forbids(self, tokens: Tensor) -> Tensor:
+        """See Distributions."""
+        return _forbids(self.lines.logits, tokens)
 
 
 def distributions_of(
@@ -164,8 +180,8 @@ def _changed(
     steps, device = sampling.steps(rows), logits.device
     logits = logits.clone(memory_format=torch.contiguous_format)
     for index, of_row in enumerate(steps):
-        if of_row.bias is not None:
-            add_logit_bias_(logits[index], *of_row.bias)
+        if of_row.tables.bias is not None:
+            add_logit_bias_(logits[index], *of_row.tables.bias)
     penalised = [index for index, of_row in enumerate(steps) if of_row.penalties]
     if penalised:
         members, places = kept_integers(penalised, device), kept_integers(rows, device)

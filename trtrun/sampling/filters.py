@@ -49,7 +49,7 @@ def apply_temperature(logits: Tensor, temperatures: Tensor) -> Tensor:
     """
     scaled = torch.nan_to_num(logits, nan=-torch.inf, posinf=_HIGHEST, neginf=-torch.inf)
     scaled.sub_(scaled.amax(dim=-1, keepdim=True).clamp_(min=_LOWEST))
-    # Adding 0 turns -0.0 (an underflow) into 0.0, for the order of bits in _largest.
+    # Adding 0 turns -0.0 (an underflow) into 0.0, for the order of bits in `largest`.
     return scaled.div_(temperatures[:, None, None]).add_(0.0)
 
 
@@ -63,8 +63,9 @@ def apply_min_p_(scaled: Tensor, log_min_p: Tensor) -> Tensor:
     return scaled.masked_fill_(scaled < log_min_p[:, None, None], -torch.inf)
 
 
-def _largest(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def largest(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest values of the last dimension in descending order, and their ids; lower ids first at ties.
+    NaN counts as larger than any number; -0.0 as smaller than 0.0.
 
     torch.topk leaves ties open, so it ranks unique int64 keys: the float's bits, made order-preserving, above the id
     counted from the end.
@@ -106,7 +107,7 @@ def top_k_top_p(scaled: Tensor, top_k: Tensor, largest_top_k: int, top_p: Tensor
 
 
 def _top_k_top_p(scaled: Tensor, top_k: Tensor, largest_top_k: int, top_p: Tensor | None) -> Tensor:
-    values, ids = _largest(scaled, largest_top_k)
+    values, ids = largest(scaled, largest_top_k)
     ranks = torch.arange(largest_top_k, device=scaled.device)
     keep = (ranks < top_k[:, None, None]).expand(values.shape).clone()
     if top_p is not None:
@@ -141,7 +142,7 @@ def _nucleus(scaled: Tensor, top_p: Tensor) -> Tensor:
         # GPU the whole sort is cheap and reading the count would stall it. Half the bound is room for rounding.
         bound = (1.0 - top_p[:, None, None]) * (total / (2 * vocabulary)).to(torch.float32)
         count = int((weights >= bound).sum(-1).max())
-    values, ids = _largest(scaled, count)
+    values, ids = largest(scaled, count)
     candidates = values.exp().to(torch.float64)
     return _keep_only(scaled, ids, values, _below_nucleus(candidates.cumsum(-1) - candidates, total, top_p))
 

@@ -60,7 +60,7 @@ class KeyedRanks:
             count: how many.
             rows, lengths: tensors like the own ones, which a graph reads from another place.
         """
-        from trtrun.kernels.triton.sampling.choice import choose, rank
+        from trtrun.kernels.triton.sampling.token_choice import choose, rank
 
         lines = cut_lines(
             self.sampling, logits.unsqueeze(1), rows, lengths + step, by_count=self.by_count, by_share=self.by_share

@@ -1,4 +1,5 @@
-"""Changes to the logits that depend on a row's tokens so far: penalties, bad words, min_tokens; and logit_bias.
+"""Changes to the logits that depend on a row's tokens so far: penalties and min_tokens; and logit_bias. Bad words are
+`bad_words.py`'s.
 
 Pure functions on one or more rows' logits at P consecutive positions: position i is chosen after the row's tokens and
 draft tokens 0 .. i-1, which count as output there. They know no admission and no seed. Nothing is read back from the
@@ -89,13 +90,6 @@ def add_logit_bias_(logits: Tensor, token_ids: Tensor, values: Tensor) -> Tensor
     return logits.index_add_(1, token_ids, values.expand(logits.shape[0], -1))
 
 
-def _ban_(logits: Tensor, token_ids: Tensor, banned: Tensor) -> Tensor:
-    """Set logits [P, V] of `token_ids` [b] to -inf where `banned` [P, b], in place. Adding -inf needs no index of the
-    true places (which would be read back), and repeated ids do no harm."""
-    amounts = torch.zeros(banned.shape, dtype=logits.dtype, device=logits.device).masked_fill_(banned, -torch.inf)
-    return logits.scatter_add_(1, token_ids.expand(banned.shape), amounts)
-
-
 def ban_stop_tokens_(logits: Tensor, stop_ids: Tensor, length: Tensor, first_allowed: Tensor) -> Tensor:
     """Mask, in place, the tokens that end a request at positions below `first_allowed`.
 
@@ -106,54 +100,7 @@ def ban_stop_tokens_(logits: Tensor, stop_ids: Tensor, length: Tensor, first_all
         first_allowed: [] int64, num_prompt_tokens + min_tokens.
     """
     positions = length + torch.arange(logits.shape[0], device=logits.device)
-    return _ban_(logits, stop_ids, (positions < first_allowed)[:, None].expand(-1, stop_ids.numel()))
-
-
-# In a table of prefixes: matches every token. No token, real or padding (-1), is smaller than _NO_TOKEN.
-_ANY_TOKEN = -3
-_NO_TOKEN = -2
-
-
-def bad_word_table(sequences: tuple[tuple[int, ...], ...], vocabulary: int) -> tuple[list[list[int]], list[int]]:
-    """Prefixes, right-aligned and padded on the left, and last tokens of the sequences that must not be generated.
-
-    Sequences whose last token is outside the vocabulary are left out: they cannot be generated.
-
-    Returns:
-        prefixes [b][m] with m at least 1, and last tokens [b].
-    """
-    kept = [sequence for sequence in sequences if 0 <= sequence[-1] < vocabulary]
-    width = max([1, *(len(sequence) - 1 for sequence in kept)])
-    prefixes = [[_ANY_TOKEN] * (width - len(sequence) + 1) + list(sequence[:-1]) for sequence in kept]
-    return prefixes, [sequence[-1] for sequence in kept]
-
-
-def ban_bad_words_(
-    logits: Tensor,
-    prefixes: Tensor,
-    last_tokens: Tensor,
-    token_ids: Tensor,
-    length: Tensor,
-    draft_tokens: Tensor | None,
-) -> Tensor:
-    """Mask, in place, the last token of each sequence wherever the tokens before the position are its prefix.
-
-    Prompt tokens can begin a sequence, as in transformers' NoBadWordsLogitsProcessor.
-
-    Args:
-        logits: [P, V] float32 of one row.
-        prefixes: [b, m] int64 from bad_word_table.
-        last_tokens: [b] int64.
-        token_ids: [W] integer tokens of the row, valid below `length`.
-        length: [] int64.
-        draft_tokens: [P - 1] int64, or None when P is 1.
-    """
-    width = prefixes.shape[1]
-    places = length + torch.arange(-width, 0, device=logits.device)
-    tail = token_ids.gather(0, places.clamp(min=0)).to(torch.int64)
-    tokens = torch.where(places >= 0, tail, _NO_TOKEN)
-    if draft_tokens is not None:
-        tokens = torch.cat([tokens, draft_tokens])
-    before = tokens.unfold(0, width, 1)  # [P, m]: the m tokens before each position
-    matches = (before[:, None, :] == prefixes) | (prefixes == _ANY_TOKEN)
-    return _ban_(logits, last_tokens, matches.all(-1))
+    # Adding -inf needs no index of the true places, which would be read back.
+    amounts = torch.zeros(positions.shape, dtype=logits.dtype, device=logits.device)
+    amounts.masked_fill_(positions < first_allowed, -torch.inf)
+    return logits.index_add_(1, stop_ids, amounts[:, None].expand(-1, stop_ids.numel()))

@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from trtrun.core import RowAdmission, VerdictLogprobs
-from trtrun.kernels import sampling_columns as columns
+from trtrun.core.nouns import RowAdmission, VerdictLogprobs
+from trtrun.kernels.triton.sampling import columns
 from trtrun.sampling import filters, penalties
-from trtrun.sampling.likeliest import argmax, likeliest
+from trtrun.sampling.likeliest import argmax, likeliest, likeliest_in_order
 from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream, gumbel, gumbel_argmax
-from trtrun.sampling.row_steps import RowSteps
+from trtrun.sampling.row_steps import RowSteps, SharedTables
 from trtrun.tensors import device_integers, kept_integers
 
 
@@ -33,7 +33,7 @@ class RowSampling:
 
     Attributes:
         numbers: [max_rows, 6] float32, and integers [max_rows, 4] int64, on the device: what rows were admitted with,
-            see kernels/sampling_columns.py.
+            see kernels/triton/sampling/columns.py.
 
     Args:
         max_rows: rows of the running batch.
@@ -48,10 +48,12 @@ class RowSampling:
         self.numbers = torch.zeros((max_rows, columns.NUM_NUMBERS), dtype=torch.float32, device=self.device)
         self.integers = torch.zeros((max_rows, columns.NUM_INTEGERS), dtype=torch.int64, device=self.device)
         self._steps: dict[int, RowSteps] = {}
-        # Of these: rows that do not take the likeliest token, whose logits change before, that report log
-        # probabilities. Most batches have none, which every round asks several times.
+        self._tables = SharedTables(vocab_size, self.device)
+        # Of these: rows that do not take the likeliest token, whose logits change before, to which tokens are
+        # forbidden, that report log probabilities. Most batches have none, which every round asks several times.
         self._sampled: set[int] = set()
         self._changed: set[int] = set()
+        self._banning: set[int] = set()
         self._reporting: set[int] = set()
 
     def admit(self, admissions: Sequence[RowAdmission]) -> None:
@@ -67,7 +69,7 @@ class RowSampling:
             sampling = admission.sampling
             if sampling.seed is None:
                 raise ValueError(f"request {admission.request_id} has no seed: draw one before it gets a row")
-            steps = RowSteps.of(admission, self.vocab_size, self.device)
+            steps = RowSteps.of(admission, self.vocab_size, self._tables)
             first_stop = admission.num_prompt_tokens + sampling.min_tokens
             integers.append((admission.row, sampling.seed, steps.top_k, admission.num_prompt_tokens, first_stop))
             log_min_p = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
@@ -84,7 +86,7 @@ class RowSampling:
     def drop(self, row: int) -> None:
         """Forget a row whose request ended or was preempted; nothing if there is none."""
         self._steps.pop(row, None)
-        for members in (self._sampled, self._changed, self._reporting):
+        for members in (self._sampled, self._changed, self._banning, self._reporting):
             members.discard(row)
 
     def _take(self, row: int, steps: RowSteps) -> None:
@@ -95,6 +97,8 @@ class RowSampling:
             self._sampled.add(row)
         if steps.penalties or steps.own_tables:
             self._changed.add(row)
+        if steps.bans:
+            self._banning.add(row)
         if steps.logprobs is not None:
             self._reporting.add(row)
 
@@ -110,6 +114,10 @@ class RowSampling:
     def needs_history(self, rows: Sequence[int]) -> bool:
         """Whether any of the rows has penalties, biases or bans, most of which look at its tokens so far. Host-side."""
         return bool(self._changed) and not self._changed.isdisjoint(rows)
+
+    def may_forbid_all(self, rows: Sequence[int]) -> bool:
+        """Whether any of the rows has bans, which may leave it no token at some position. Host-side."""
+        return bool(self._banning) and not self._banning.isdisjoint(rows)
 
     def passes(self, rows: Sequence[int]) -> bool:
         """Whether all of the rows take the likeliest token of what the model gives. Host-side."""
@@ -192,7 +200,7 @@ class RowSampling:
         if penalised or tables:
             out = logits.clone()
             for index in tables:
-                bias = steps[index].bias
+                bias = steps[index].tables.bias
                 if bias is not None:
                     penalties.add_logit_bias_(out[index], *bias)
             if penalised:
@@ -243,10 +251,11 @@ class RowSampling:
     def ban_(self, logits: Tensor, row: int, length: Tensor, token_ids: Tensor, drafts: Tensor | None) -> None:
         """Mask, in place, what bad words and min_tokens forbid a row: logits [P, V], length [], drafts [P - 1]."""
         steps = self._steps[row]
-        if steps.bad_words is not None:
-            penalties.ban_bad_words_(logits, *steps.bad_words, token_ids[row], length, drafts)
-        if steps.stop_ids is not None:
-            penalties.ban_stop_tokens_(logits, steps.stop_ids, length, self.integers[row, columns.FIRST_STOP])
+        tables = steps.tables
+        if tables.bad_words is not None:
+            tables.bad_words.ban_(logits, token_ids[row], length, drafts)
+        if steps.holds_stops and tables.stop_ids is not None:
+            penalties.ban_stop_tokens_(logits, tables.stop_ids, length, self.integers[row, columns.FIRST_STOP])
 
     def _filter(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """Temperature and filters on logits [n, P, V] of `rows`, all sampled; a new tensor."""
@@ -344,15 +353,14 @@ class RowSampling:
             alternatives: how many of the most likely tokens, at most V.
 
         Returns:
-            token_ids and values [R, P, 1 + alternatives]: the chosen token, then the most likely ones, best first.
+            token_ids and values [R, P, 1 + alternatives]: the chosen token, then the most likely ones, best first and
+            of equally likely ones the lower ids: fewer alternatives are the first of more.
         """
+        named = tokens[..., None]
+        if alternatives:
+            named = torch.cat([named, likeliest_in_order(raw_logits, alternatives)], dim=-1)
         logprobs = torch.log_softmax(raw_logits, dim=-1)
-        chosen = logprobs.gather(-1, tokens.clamp(min=0)[..., None])
-        best = torch.topk(logprobs, min(alternatives, logprobs.shape[-1]), dim=-1)
-        return VerdictLogprobs(
-            token_ids=torch.cat([tokens[..., None], best.indices], dim=-1),
-            values=torch.cat([chosen, best.values], dim=-1),
-        )
+        return VerdictLogprobs(token_ids=named, values=logprobs.gather(-1, named.clamp(min=0)))
 
     def _index(self, values: Sequence[int]) -> Tensor:
         """[n] int64 on the device."""

@@ -1,20 +1,66 @@
-"""What the host knows of a row's sampling: which steps it takes, and the tables of its own that some of them use.
+"""What the host knows of a row's sampling: which steps it takes, and the tables that some of them use.
 
-Made once, when a request gets its row, so that choosing tokens later never asks the device which path to take. This
-module knows no logits and no randomness.
+Made once, when a request gets its row, so that choosing tokens later never asks the device which path to take. Rows of
+the same lists, such as the completions of one prompt, share their tables. It knows no logits and no randomness.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trtrun.core import RowAdmission
-from trtrun.sampling.penalties import bad_word_table
-from trtrun.tensors import device_integers
+from trtrun.core.nouns import RowAdmission
+from trtrun.core.token_lists import NO_LISTS, TokenLists
+from trtrun.sampling.bad_words import BadWords
+
+
+class RowTables:
+    """A request's lists of tokens as one engine's sampling uses them: without ids outside its vocabulary.
+
+    Attributes:
+        bias: token ids [b] int64 and values [b] float32; None without any.
+        stop_ids: [b] int64, or None.
+        bad_words: None without any.
+    """
+
+    def __init__(self, lists: TokenLists, vocab_size: int, device: torch.device) -> None:
+        biased = lists.bias_ids < vocab_size
+        bias_ids = _to_device(lists.bias_ids[biased], torch.int64, device)
+        bias_values = _to_device(lists.bias_values[biased], torch.float32, device)
+        stop_ids = _to_device(lists.stop_ids[lists.stop_ids < vocab_size], torch.int64, device)
+        bad_words = BadWords(lists.bad_words, vocab_size, device)
+        self.bias = (bias_ids, bias_values) if bias_ids.numel() else None
+        self.stop_ids = stop_ids if stop_ids.numel() else None
+        self.bad_words = bad_words or None
+
+
+class SharedTables:
+    """The tables of the requests that have rows: one for all rows of the same lists."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        """For logits [vocab_size] on `device`."""
+        self._vocab_size = vocab_size
+        self._device = device
+        self._none = RowTables(NO_LISTS, vocab_size, device)
+        self._kept: WeakValueDictionary[bytes, RowTables] = WeakValueDictionary()
+
+    def of(self, lists: TokenLists) -> RowTables:
+        """The tables of such lists."""
+        if lists.is_empty:
+            return self._none
+        tables = self._kept.get(lists.digest)
+        if tables is None:
+            tables = self._kept[lists.digest] = RowTables(lists, self._vocab_size, self._device)
+        return tables
+
+
+def _to_device(numbers: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A copy, made without waiting for the device."""
+    return torch.from_numpy(numbers).to(dtype).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -26,9 +72,8 @@ class RowSteps:
         logprobs: alternatives to report, or None.
         top_k: 0 where it would keep the whole vocabulary.
         top_p, min_p, repetition, output_penalties: whether the row has it.
-        bias: token ids [b] int64 and values [b] float32.
-        stop_ids: [b] int64, where min_tokens masks them.
-        bad_words: prefixes [b, m] int64 and last tokens [b] int64, as penalties.bad_word_table makes them.
+        tables: its lists of tokens.
+        holds_stops: whether min_tokens mask the stop ids of `tables`.
     """
 
     greedy: bool
@@ -38,18 +83,13 @@ class RowSteps:
     min_p: bool
     repetition: bool
     output_penalties: bool
-    bias: tuple[Tensor, Tensor] | None
-    stop_ids: Tensor | None
-    bad_words: tuple[Tensor, Tensor] | None
+    tables: RowTables
+    holds_stops: bool
 
     @classmethod
-    def of(cls, admission: RowAdmission, vocab_size: int, device: torch.device) -> RowSteps:
-        """The steps of the request that got a row; its token ids outside [0, vocab_size) are left out."""
-        sampling = admission.sampling
-        bias = {token: value for token, value in sampling.logit_bias.items() if 0 <= token < vocab_size}
-        stops = sorted({token for token in admission.stop_ids if 0 <= token < vocab_size})
-        prefixes, last_tokens = bad_word_table(admission.bad_word_ids, vocab_size)
-        bad_words = (device_integers(prefixes, device), device_integers(last_tokens, device)) if last_tokens else None
+    def of(cls, admission: RowAdmission, vocab_size: int, shared: SharedTables) -> RowSteps:
+        """The steps of the request that got a row."""
+        sampling, tables = admission.sampling, shared.of(admission.lists)
         return cls(
             greedy=sampling.is_greedy,
             logprobs=sampling.logprobs,
@@ -58,9 +98,8 @@ class RowSteps:
             min_p=sampling.min_p > 0.0,
             repetition=sampling.repetition_penalty != 1.0,
             output_penalties=sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0,
-            bias=_bias_tables(bias, device) if bias else None,
-            stop_ids=device_integers(stops, device) if stops and sampling.min_tokens > 0 else None,
-            bad_words=bad_words,
+            tables=tables,
+            holds_stops=tables.stop_ids is not None and sampling.min_tokens > 0,
         )
 
     @property
@@ -69,12 +108,11 @@ class RowSteps:
         return self.repetition or self.output_penalties
 
     @property
+    def bans(self) -> bool:
+        """Whether some tokens may be forbidden, and so all of them."""
+        return self.holds_stops or self.tables.bad_words is not None
+
+    @property
     def own_tables(self) -> bool:
-        """Whether a step works on this row alone, with the row's own tables."""
-        return self.bias is not None or self.stop_ids is not None or self.bad_words is not None
-
-
-def _bias_tables(bias: Mapping[int, float], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and values of a bias."""
-    values = torch.tensor(list(bias.values()), dtype=torch.float32)
-    return device_integers(list(bias), device), values.to(device, non_blocking=True)
+        """Whether a step works on this row alone, with its tables."""
+        return self.bans or self.tables.bias is not None

@@ -10,10 +10,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from trtrun.core import FinishReason, Request
-from trtrun.detokenizer import CompletionText
+from trtrun.core.nouns import FinishReason, Request
+from trtrun.core.request_statistics import RequestStatistics
 from trtrun.kvcache.tables import BlockTable
-from trtrun.request_statistics import RequestStatistics
+from trtrun.tokens.detokenizer import CompletionText
 
 NO_ROW = -1
 

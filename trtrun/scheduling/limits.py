@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from trtrun.config import RuntimeConfig
-from trtrun.errors import ConfigError, InvalidRequestError
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.errors import ConfigError, InvalidRequestError, PromptTooLongError
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,11 @@ class SchedulerLimits:
         """Tokens at which a request ends with reason "length": the context's end, or the whole store's."""
         return min(self.max_seq_len, self.num_stored_tokens)
 
+    @property
+    def max_prompt_length(self) -> int:
+        """Tokens of the longest prompt that can run: one more has to fit behind it."""
+        return self.max_length - 1
+
     def check_draft_len(self, draft_len: int | None) -> None:
         """Refuse a request whose own draft_len is more than is ever drafted; None is the configuration's.
 
@@ -113,18 +118,22 @@ class SchedulerLimits:
         """Refuse a prompt of `length` tokens that can never run.
 
         Raises:
-            InvalidRequestError: it is empty, longer than the context, or longer than the whole KV store.
+            InvalidRequestError: it is empty.
+            PromptTooLongError: it is longer than the context, or than the whole KV store.
         """
         if length == 0:
             raise InvalidRequestError("the prompt has 0 tokens; give at least 1")
+        # OpenAI's words and llama.cpp's for it: programs look for them (litellm, for its context fallbacks).
         if length > self.max_seq_len - 1:
-            raise InvalidRequestError(
-                f"the prompt has {length} tokens but max_seq_len {self.max_seq_len} leaves room for "
-                f"{self.max_seq_len - 1}; shorten it or raise scheduler.max_seq_len within the target's context"
+            raise PromptTooLongError(
+                f"the prompt has {length} tokens, and this model's maximum context length is {self.max_seq_len} "
+                f"(max_seq_len {self.max_seq_len}), which leaves room for {self.max_seq_len - 1}; shorten it or raise "
+                "scheduler.max_seq_len within the target's context"
             )
         if length + 1 > self.num_stored_tokens:
-            raise InvalidRequestError(
-                f"the prompt has {length} tokens and needs {length + 1} in the KV store, which holds "
+            raise PromptTooLongError(
+                f"the prompt has {length} tokens, which exceeds the available context size: it needs {length + 1} in "
+                "the KV store, which holds "
                 f"{self.num_stored_tokens} ({self.num_blocks - 1} blocks of {self.block_size}); "
                 "shorten it or raise kv_cache.max_tokens or kv_cache.free_memory_fraction"
             )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from trtrun.core import PrefillChunk, RoundPlan, RowAdmission
-from trtrun.kernels.tile_widths import padding
+from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
+from trtrun.kvcache.tile_widths import padding
 from trtrun.scheduling.completion import Completion, PlannedRow, Work
 
 MAX_MISSED_ROUNDS = 6
@@ -57,8 +57,7 @@ class PlanBuilder:
                 num_cached_tokens=running.num_prefilled,
                 followed=running.followed,
                 sampling=request.sampling,
-                stop_ids=request.stop_ids,
-                bad_word_ids=request.bad_word_ids,
+                lists=request.lists,
                 draft_tokens=np.array(running.given_draft if running.drafted else (), dtype=np.int32),
             )
         )

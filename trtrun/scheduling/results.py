@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trtrun.core import FinishReason
-from trtrun.request_statistics import token_origins
+from trtrun.core.nouns import FinishReason
+from trtrun.core.request_statistics import token_origins
 from trtrun.scheduling.completion import PlannedRow, RowResult, Work
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.stop_rules import append_tokens

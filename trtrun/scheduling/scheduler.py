@@ -18,10 +18,9 @@ import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 
-from trtrun.core import FinishReason, Request, RoundPlan
-from trtrun.detokenizer import CompletionText
+from trtrun.core.nouns import FinishReason, Request, RoundPlan
+from trtrun.core.request_statistics import RequestStatistics
 from trtrun.errors import InvalidRequestError, QueueFullError
-from trtrun.request_statistics import RequestStatistics
 from trtrun.scheduling.admission import Admission
 from trtrun.scheduling.batch import RunningBatch
 from trtrun.scheduling.completion import NO_ROW, Completion, RowResult
@@ -31,6 +30,7 @@ from trtrun.scheduling.planning import PlanBuilder
 from trtrun.scheduling.queue import WaitingQueue
 from trtrun.scheduling.results import PlannedRound, check_result, commit_chunk, commit_row
 from trtrun.scheduling.stop_rules import append_tokens
+from trtrun.tokens.detokenizer import CompletionText
 
 
 class Scheduler:
@@ -137,7 +137,9 @@ class Scheduler:
             statistics=RequestStatistics(arrival=time.perf_counter()),
             most_drafted=self.limits.draft_len if most_drafted is None else most_drafted,
             group=("completion", request.request_id) if group is None else group,
-            given_draft=request.sampling.draft_token_ids[: request.sampling.max_tokens],
+            given_draft=request.sampling.draft_token_ids[
+                : min(request.sampling.max_tokens, self.limits.max_length - len(request.prompt_token_ids))
+            ],
         )
         appended, reason = append_tokens(completion, generated, self.limits)
         completion.compare_given_draft(len(appended))

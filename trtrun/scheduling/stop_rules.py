@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trtrun.core import FinishReason
+from trtrun.core.nouns import FinishReason
 from trtrun.scheduling.completion import Completion
 from trtrun.scheduling.limits import SchedulerLimits
 
@@ -40,22 +40,26 @@ def _none_ends(completion: Completion, tokens: Sequence[int], limits: SchedulerL
         return False
     if completion.num_output_tokens + count >= sampling.max_tokens:
         return False
-    return not request.stop_ids or not any(stop_id in tokens for stop_id in request.stop_ids)
+    return request.stop_ids.isdisjoint(tokens)
 
 
 def _reason_to_end(completion: Completion, token: int, limits: SchedulerLimits) -> FinishReason | None:
     """Why the completion ends with `token`, its newest. A stop at the last allowed place is a stop, not "length"."""
     sampling, count = completion.request.sampling, completion.num_output_tokens
-    if sampling.stop and completion.text is not None:
-        completion.text.append(token)
+    reason = None
+    if token in completion.request.stop_ids and count > sampling.min_tokens:
+        reason = FinishReason.STOP
+    elif count >= sampling.max_tokens or len(completion.token_ids) >= limits.max_length:
+        reason = FinishReason.LENGTH
+    text = completion.text
+    if sampling.stop and text is not None:
+        text.append(token)
+        if reason is not None:
+            text.end_tokens()
         # A stop string that is whole too early ends nothing, in whichever round its tokens came; one that begins early
         # and is whole in time does.
         if count < sampling.min_tokens:
-            completion.text.pass_stops()
-        elif completion.text.cut_at_stop():
+            text.pass_stops()
+        elif text.cut_at_stop():
             return FinishReason.STOP
-    if token in completion.request.stop_ids and count > sampling.min_tokens:
-        return FinishReason.STOP
-    if count >= sampling.max_tokens or len(completion.token_ids) >= limits.max_length:
-        return FinishReason.LENGTH
-    return None
+    return reason

@@ -1,58 +1,88 @@
-"""What a drafting method is to the cycle, and the register of how each is made.
+"""What a drafting method is to a round, and the register of how each is made.
 
 A method is one file in `drafters`, which registers a function here under its name, and an entry in
-`trtrun.drafting_methods`, which says where it runs. This module knows no method.
+`trtrun.configuration.drafting_methods`, which says where it runs. This module knows no method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-
-from trtrun.core import Draft, RoundPlan
-from trtrun.drafting_methods import SpeculationSection
+from trtrun.configuration.drafting_methods import SpeculationSection
+from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.registry import Registry
+from trtrun.speculation.ahead.guess_space import GuessSpace
 from trtrun.speculation.protocols import DraftEngine, Rows, TargetEngine
 
 
-class Drafter(Protocol):
-    """Proposes tokens for the plan's decode rows, on each of the ranks where its method is placed."""
+class Drafter(ABC):
+    """Proposes tokens for the plan's decode rows, on each of the ranks where its method is placed. All of them do the
+    same. Most of what a round asks has an answer here: a method writes what it does otherwise.
+
+    Attributes:
+        drafts_ahead: whether it drafts for the likely verdicts of a round while the target verifies it.
+    """
+
+    drafts_ahead = False
 
     @property
+    @abstractmethod
     def rows(self) -> Rows:
         """Where the rows stand that it drafts for: a draft engine's own, or the target's."""
-        ...
 
-    def begin_round(self, plan: RoundPlan) -> None:
-        """Take in admissions, drops and blocks. Nothing to do for one that reads the target's rows."""
-        ...
-
+    @abstractmethod
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
         """Draft tokens for every decode row.
 
         It may find fewer for a row than the plan asks for, and says so in `Draft.draft_lens`; what stands behind is
-        never verified. All of it stays on the device.
+        never verified. Where it shares devices with the target, all of it stays on the device.
 
         Args:
             plan: the round's; it may have no decode rows, or a draft_len of 0.
             probability_rows: indices into `plan.decode_rows` of the rows that need draft_probs, in order.
         """
-        ...
 
-    def advance(self, plan: RoundPlan, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Learn what the target decided for the plan's sampled rows. Nothing to do for one that reads its rows."""
-        ...
+    def warm_up(self, draft_lens: Collection[int]) -> None:  # noqa: B027
+        """First use of what rounds with each draft_len run beside the engine's own forwards."""
 
-    def close(self) -> None:
+    def begin_round(self, plan: RoundPlan) -> None:  # noqa: B027
+        """Take in admissions, drops and blocks. Nothing to do for one that reads the target's rows."""
+
+    def anticipate(self, plan: RoundPlan, *, guesses: bool) -> int:
+        """Draft for the likely verdicts of this very round; asked where it drafts ahead, each round.
+
+        Args:
+            plan: the round's.
+            guesses: False where the verdict is there already: prompts are fed alone.
+
+        Returns:
+            How many verdicts were guessed.
+        """
+        return 0
+
+    def hit_chances(self) -> list[float]:
+        """How likely a verdict on a whole draft is among one row's guesses, by their number from 1 on."""
+        return []
+
+    def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:  # noqa: B027
+        """Learn what the target decided for the plan's sampled rows. Nothing to do for one that reads its rows.
+
+        Args:
+            plan: the round's.
+            verdict: None where the round samples nothing.
+            step: what the target computed, on target ranks; its hidden states where the method taps them. To be read
+                before this returns.
+        """
+
+    def close(self) -> None:  # noqa: B027
         """Give back what must not outlive the communicators."""
-        ...
 
 
 @dataclass(frozen=True)
-class Workplace:
+class DrafterContext:
     """What there is for a drafter on its rank.
 
     Attributes:
@@ -60,12 +90,16 @@ class Workplace:
         draft: the draft engine; None for a method without a draft model.
         target: the target engine, None on a rank that does not hold it.
         target_vocab_size: padding included.
+        guess_space: what of the draft engine belongs to guesses, where it has devices of its own; else None.
+        guess_steps: numbers of guesses that a round may have, ascending.
     """
 
     section: SpeculationSection
     draft: DraftEngine[Any] | None
     target: TargetEngine | None
     target_vocab_size: int
+    guess_space: GuessSpace | None = None
+    guess_steps: Sequence[int] = ()
 
 
-DRAFTERS: Registry[Callable[[Workplace], Drafter]] = Registry("drafting method")
+DRAFTERS: Registry[Callable[[DrafterContext], Drafter]] = Registry("drafting method")

@@ -8,11 +8,13 @@ rank has to be told how far a row has followed its draft. It knows rows by proto
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trtrun.core import RoundPlan, RowAdmission
+from trtrun.core.nouns import RoundPlan, RowAdmission
 from trtrun.speculation.protocols import Rows
 from trtrun.tensors import device_integers, kept_integers
 
@@ -70,15 +72,22 @@ class GivenDrafts:
         rows, places = (kept_integers(one, device) for one in ([listed[index] for index in picks], picks))
         token_ids, width = self._rows.token_ids, drafts.shape[1]
         behind = (self._rows.lengths[rows] - starts).unsqueeze(1)
-        columns = torch.arange(width, device=device)
+        columns = torch.arange(self._num_compared(of_plan, plan.max_context), device=device)
         output = token_ids[rows.unsqueeze(1), (starts.unsqueeze(1) + columns).clamp(max=token_ids.shape[1] - 1)]
-        holds = ((output == drafts) | (columns >= behind)).all(dim=1, keepdim=True)
+        holds = ((output == drafts[:, : len(columns)]) | (columns >= behind)).all(dim=1, keepdim=True)
         ahead = behind + torch.arange(draft_len, device=device)
         tokens = torch.zeros((len(listed), draft_len), dtype=torch.int64, device=device)
         is_given = torch.zeros((len(listed), draft_len), dtype=torch.bool, device=device)
         tokens[places] = drafts.gather(1, ahead.clamp(max=width - 1))
         is_given[places] = holds & (ahead < ends.unsqueeze(1))
         return tokens, is_given
+
+    def _num_compared(self, rows: Collection[int], max_context: int) -> int:
+        """Tokens of output that any of the rows may have, at most those of the longest draft: one long draft makes the
+        others no wider than that. `max_context` bounds the rows' lengths."""
+        drafts = [self._drafts[row] for row in rows]
+        longest = max(len(tokens) for tokens, _ in drafts)
+        return min(longest, max(0, max_context - min(start for _, start in drafts)))
 
     def _pack(self, rows: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
         """Drafts [rows, longest] int64, padded with 0, their lengths [rows], and where they start in their rows."""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trtrun.core import Verdict, VerdictLogprobs
+from trtrun.core.nouns import Verdict, VerdictLogprobs
 from trtrun.kernels.triton.support import triton_works
 from trtrun.sampling.distributions import KernelDistributions, TorchDistributions, distributions_of
 from trtrun.sampling.pieces import pieces
@@ -174,7 +174,8 @@ def verify(
         Verdict: num_tokens [R], tokens [R, K + 1], draft_lens [R] as given, logprobs for the rows that asked, in the
         order of `rows`, as wide as the widest of them asked, and the raw logits of all tokens. One that is not finite
         wins every argmax, and where none is finite token 0 is what remains: neither is an answer, which whoever reads
-        the verdict has to see.
+        the verdict has to see. A row whose bans forbid every token ends before that position; where that is its first,
+        it gains token 0 with a logit of -inf.
 
     Raises:
         ValueError: probability_rows without draft_probs of their number and width.
@@ -196,7 +197,25 @@ def verify(
             num_tokens, tokens = accept_forced(target_tokens, draft_tokens, draft_lens, lengths, forced_acceptance)
     index = tokens.clamp(min=0) if draft_tokens.shape[1] else tokens  # padding stands behind drafts alone
     chosen_logits = logits.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    if forced_acceptance is None and sampling.may_forbid_all(rows):
+        num_tokens, tokens, chosen_logits = _end_where_forbidden(
+            num_tokens, tokens, chosen_logits, found.forbids(index)
+        )
     return Verdict(num_tokens, tokens, draft_lens, _logprobs(logits, sampling, rows, tokens), chosen_logits)
+
+
+def _end_where_forbidden(
+    num_tokens: Tensor, tokens: Tensor, chosen_logits: Tensor, forbidden: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What rows gain before the first token that is `forbidden` [R, P] bool; where it is the first, that one alone.
+
+    So a row ends behind the same tokens whether they come one by one or several in a round.
+    """
+    gained = (~forbidden).to(torch.int64).cumprod(dim=1).sum(dim=1).clamp(min=1)
+    num_tokens = torch.minimum(num_tokens, gained)
+    steps = torch.arange(tokens.shape[1], device=tokens.device)
+    tokens = torch.where(steps < num_tokens[:, None], tokens, -1)
+    return num_tokens, tokens, chosen_logits.masked_fill(forbidden, -torch.inf)
 
 
 def _accept_both_ways(

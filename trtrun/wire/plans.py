@@ -3,7 +3,7 @@
 A fixed layout, no pickles: a header of numbers, numpy records where rows are admitted, and arrays whose lengths the
 header gives. Most rounds admit nobody and prefill nothing; their plan costs a few microseconds at either end, while
 engines wait for it. A plan begins with its round, 0 or more; what begins with a negative number is no plan
-(roles/tracing.py). It knows the nouns of `core` and nothing of MPI: `parallel.control` carries the bytes.
+(timing/tracing.py). It knows the nouns of `core` and nothing of MPI: `parallel.control` carries the bytes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trtrun.core import PrefillChunk, RoundPlan, RowAdmission
-from trtrun.sampling_params import SamplingParams
+from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.token_lists import NO_LISTS, TokenLists, TokenSequences
 
 
 class _PlanHeader(NamedTuple):
@@ -31,19 +32,19 @@ class _PlanHeader(NamedTuple):
     num_guesses: int
     redraft_from: int
     given: int
+    lists: int
     integers: int
     floats: int
 
 
 # Not numpy records: taking their fields one by one is what a short message would cost most.
-_PLAN_HEADER = struct.Struct("<12q")
+_PLAN_HEADER = struct.Struct("<13q")
 _ADMISSION = np.dtype(
     [
         (name, np.int64)
         for name in (
             "row", "request_id", "num_tokens", "num_prompt_tokens", "num_cached_tokens", "followed",
-            "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "num_stop_ids", "num_biases", "num_bad_words",
-            "num_draft_tokens",
+            "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "num_draft_tokens", "lists",
         )
     ]
     + [
@@ -68,12 +69,19 @@ def encode_plan(plan: RoundPlan) -> bytes:
         plan.catch_up.astype(np.int64),
         np.asarray(plan.given_rows, dtype=np.int64),
     ]
+    lists: dict[int, TokenLists] = {}
     floats: list[np.ndarray] = []
     records = b""
     if plan.admissions:
         admissions = np.zeros(len(plan.admissions), dtype=_ADMISSION)
+        lists = {id(admission.lists): admission.lists for admission in plan.admissions}
+        lists.pop(id(NO_LISTS), None)
+        places = {known: place for place, known in enumerate(lists)}
         for record, admission in zip(admissions, plan.admissions, strict=True):
-            _encode_admission(record, admission, integers, floats)
+            record["lists"] = places.get(id(admission.lists), -1)
+            _encode_admission(record, admission, integers)
+        for of_rows in lists.values():
+            _encode_lists(of_rows, integers, floats)
         records = admissions.tobytes()
     header = _PlanHeader(
         round_index=plan.round_index,
@@ -86,6 +94,7 @@ def encode_plan(plan: RoundPlan) -> bytes:
         num_guesses=plan.num_guesses,
         redraft_from=plan.redraft_from,
         given=len(plan.given_rows),
+        lists=len(lists),
         integers=sum(map(len, integers)),
         floats=sum(map(len, floats)),
     )
@@ -93,9 +102,7 @@ def encode_plan(plan: RoundPlan) -> bytes:
     return b"".join((_PLAN_HEADER.pack(*header), records, *pools))
 
 
-def _encode_admission(
-    record: np.void, admission: RowAdmission, integers: list[np.ndarray], floats: list[np.ndarray]
-) -> None:
+def _encode_admission(record: np.void, admission: RowAdmission, integers: list[np.ndarray]) -> None:
     sampling = admission.sampling
     for name in ("row", "request_id", "num_prompt_tokens", "num_cached_tokens", "followed"):
         record[name] = getattr(admission, name)
@@ -103,17 +110,17 @@ def _encode_admission(
         record[name] = getattr(sampling, name)
     record["logprobs"] = -1 if sampling.logprobs is None else sampling.logprobs
     record["num_tokens"] = len(admission.tokens)
-    record["num_stop_ids"] = len(admission.stop_ids)
-    record["num_biases"] = len(sampling.logit_bias)
-    record["num_bad_words"] = len(admission.bad_word_ids)
     record["num_draft_tokens"] = len(admission.draft_tokens)
     integers.append(admission.tokens.astype(np.int64))
-    integers.append(np.array(admission.stop_ids, dtype=np.int64))
-    integers.append(np.array(list(sampling.logit_bias), dtype=np.int64))
-    integers.append(np.array([len(word) for word in admission.bad_word_ids], dtype=np.int64))
-    integers.append(np.array([token for word in admission.bad_word_ids for token in word], dtype=np.int64))
     integers.append(admission.draft_tokens.astype(np.int64))
-    floats.append(np.array(list(sampling.logit_bias.values()), dtype=np.float64))
+
+
+def _encode_lists(lists: TokenLists, integers: list[np.ndarray], floats: list[np.ndarray]) -> None:
+    words = lists.bad_words
+    arrays = (lists.stop_ids, lists.bias_ids, words.lengths, words.tokens)
+    integers.append(np.array([len(array) for array in arrays], dtype=np.int64))
+    integers += [array.astype(np.int64) for array in arrays]
+    floats.append(lists.bias_values)
 
 
 class _Pool:
@@ -143,7 +150,9 @@ def decode_plan(payload: bytes) -> RoundPlan:
         records = np.frombuffer(payload, dtype=_ADMISSION, count=header.admissions, offset=_PLAN_HEADER.size)
         at += 8 * header.integers
         floats = _Pool(np.frombuffer(payload, dtype=np.float64, count=header.floats, offset=at))
-        admissions = tuple(_decode_admission(record, integers, floats) for record in records)
+        in_order = [(record, *_take_tokens(record, integers)) for record in records]
+        lists = [_decode_lists(integers, floats) for _ in range(header.lists)]
+        admissions = tuple(_decode_admission(*of_row, [*lists, NO_LISTS]) for of_row in in_order)
     return RoundPlan(
         round_index=header.round_index,
         dropped_rows=dropped,
@@ -163,17 +172,25 @@ def decode_plan(payload: bytes) -> RoundPlan:
     )
 
 
-def _decode_admission(record: np.void, integers: _Pool, floats: _Pool) -> RowAdmission:
+def _take_tokens(record: np.void, integers: _Pool) -> tuple[np.ndarray, np.ndarray]:
+    """An admission's tokens and draft tokens."""
     tokens = integers.take(int(record["num_tokens"])).astype(np.int32)
-    stop_ids = tuple(integers.take(int(record["num_stop_ids"])).tolist())
-    bias_ids = integers.take(int(record["num_biases"])).tolist()
-    word_lengths = integers.take(int(record["num_bad_words"])).tolist()
-    words = tuple(tuple(integers.take(length).tolist()) for length in word_lengths)
-    draft_tokens = integers.take(int(record["num_draft_tokens"])).astype(np.int32)
+    return tokens, integers.take(int(record["num_draft_tokens"])).astype(np.int32)
+
+
+def _decode_lists(integers: _Pool, floats: _Pool) -> TokenLists:
+    counts = integers.take(4).tolist()
+    stop_ids, bias_ids, lengths, tokens = (integers.take(count).astype(np.int32) for count in counts)
+    return TokenLists(stop_ids, bias_ids, floats.take(len(bias_ids)).copy(), TokenSequences(tokens, lengths))
+
+
+def _decode_admission(
+    record: np.void, tokens: np.ndarray, draft_tokens: np.ndarray, lists: list[TokenLists]
+) -> RowAdmission:
+    """`lists`: those of the plan, and last the one of no tokens, which is the place -1."""
     values: dict[str, Any] = {name: int(record[name]) for name in _INTEGERS}
     values |= {name: float(record[name]) for name in _NUMBERS}
     values["logprobs"] = None if record["logprobs"] < 0 else int(record["logprobs"])
-    values["logit_bias"] = dict(zip(bias_ids, floats.take(len(bias_ids)).tolist(), strict=True))
     return RowAdmission(
         row=int(record["row"]),
         request_id=int(record["request_id"]),
@@ -182,7 +199,6 @@ def _decode_admission(record: np.void, integers: _Pool, floats: _Pool) -> RowAdm
         num_cached_tokens=int(record["num_cached_tokens"]),
         followed=bool(record["followed"]),
         sampling=SamplingParams(**values),
-        stop_ids=stop_ids,
-        bad_word_ids=words,
+        lists=lists[int(record["lists"])],
         draft_tokens=draft_tokens,
     )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trtrun.core import TokenLogprobs
+from trtrun.core.nouns import TokenLogprobs
 
 
 class _ReportHeader(NamedTuple):

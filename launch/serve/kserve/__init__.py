@@ -1,9 +1,9 @@
 """Triton's front: KServe's inference protocol, version 2, over HTTP and gRPC, and the models of tensorrtllm_backend.
 
 `http_api.py` and `grpc_servicer.py` speak the protocol; both read requests into `InferRequest`s (`requests.py`, of
-`tensors.py`) and have `service.py` answer them. What the models take and give is a table (`models.py`); `asks.py` reads
-inputs into prompts and sampling parameters, `runs.py` has them completed through the same `Front` as any other
-protocol, and `processing.py` is the tokenizer at both ends.
+`tensors.py`) and have `service.py` answer them. What the models take and give is a table (`models.py`);
+`row_requests.py` reads inputs into prompts and sampling parameters, `runs.py` has them completed through the same
+`Front` as any other protocol, and `processing.py` is the tokenizer at both ends.
 """
 
 import os

@@ -13,10 +13,11 @@ from typing import Any
 
 import grpc
 
-from launch.serve.connections import STALLED_SECONDS
-from launch.serve.http_requests import REQUEST_ID, Keys, choose_id
+from launch.serve.door.refusals import HTTP_STATUS, Kind, Refusal
+from launch.serve.http.connections import STALLED_SECONDS
+from launch.serve.http.requests import REQUEST_ID, Keys, choose_id
+from launch.serve.kserve.grpc_messages import no_message
 from launch.serve.metrics import FrontMetrics
-from launch.serve.refusals import HTTP_STATUS, Kind, Refusal
 
 _STATUS: Mapping[Kind, grpc.StatusCode] = {
     Kind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
@@ -50,7 +51,7 @@ class ObservedCall:
         self._status = grpc.StatusCode.OK
 
     async def __aenter__(self) -> None:
-        sent = {key: value for key, value in self._context.invocation_metadata() or () if isinstance(value, str)}
+        sent = _texts_of(self._context)
         self._request_id = choose_id(sent.get(REQUEST_ID, ""))
         await self._context.send_initial_metadata(((REQUEST_ID, self._request_id),))
         if self._keys is not None:
@@ -96,4 +97,31 @@ class ObservedCall:
 def check_message(message: Any) -> None:
     """Raise a Refusal for what came in place of a message."""
     if message is None:
-        raise Refusal(Kind.INVALID, "the bytes of the call are no message of the protocol")
+        raise no_message()
+
+
+async def read_message(context: Context, seconds: float) -> Any:
+    """The message of a call that has one.
+
+    Raises:
+        Refusal: it is none, or not there in time.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            message = await context.read()
+    except TimeoutError:
+        raise Refusal(Kind.TIMEOUT, f"the call's message was not there within {seconds:g} s") from None
+    if message is grpc.aio.EOF:
+        raise Refusal(Kind.INVALID, "the call has no message")
+    check_message(message)
+    return message
+
+
+def caller_of(context: Context) -> tuple[str, str]:
+    """Who calls: the connection, and the key, as a proxy may bring calls of several clients through one connection."""
+    return context.peer(), _texts_of(context).get("authorization", "")
+
+
+def _texts_of(context: Context) -> dict[str, str]:
+    """What a call says of itself, but for bytes."""
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}

@@ -10,18 +10,25 @@ from typing import Any
 
 import numpy as np
 from google.protobuf.json_format import ParseDict
+from google.protobuf.message import DecodeError
 from tritonclient.grpc import model_config_pb2, service_pb2
 
+from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.kserve.models import VERSION, Model
 from launch.serve.kserve.requests import InferResponse, no_shared_memory
 from launch.serve.kserve.tensors import DATATYPES, Tensor, read_bytes, read_shape, refuse_input, write_bytes
-from launch.serve.refusals import Kind, Refusal
 
 FINAL = "triton_final_response"
 """Parameter of a response: whether no other follows."""
 
 WANTS_FINAL = "triton_enable_empty_final_response"
 """Parameter of a request: whether a last response without outputs tells the end."""
+
+_HEAD_FIELDS = 4
+"""Of a ModelInferRequest: model_name, model_version, id and parameters have numbers up to this."""
+
+_LENGTH_DELIMITED = 2
+"""Protobuf's wire type of texts and messages, as all these fields are."""
 
 _CONTENTS = {
     "BOOL": "bool_contents",
@@ -33,6 +40,63 @@ _CONTENTS = {
     "BYTES": "bytes_contents",
 }
 """Where a tensor's values are that has no raw contents; FP16 has no such field."""
+
+
+def no_message() -> Refusal:
+    """What is told where bytes are no message of the protocol."""
+    return Refusal(Kind.INVALID, "the bytes of the call are no message of the protocol")
+
+
+def read_head(raw: bytes, most_bytes: int) -> Any:
+    """A ModelInferRequest whose inputs are not looked at, if it is longer than so many bytes: they may be many. Of such
+    a one the head has to come first, where all libraries write it.
+
+    Raises:
+        Refusal: it is none.
+    """
+    if len(raw) > most_bytes:
+        length, is_whole = _head_length(raw, most_bytes)
+        if not is_whole:
+            line = f"the model's name, the id and the parameters of a long request have {most_bytes} bytes at most"
+            raise Refusal(Kind.INVALID, line)
+        raw = raw[:length]
+    try:
+        return service_pb2.ModelInferRequest.FromString(raw)
+    except DecodeError:
+        raise no_message() from None
+
+
+def read_known_head(raw: bytes, most_bytes: int) -> Any:
+    """What is known of a head that `read_head` refuses: its fields before the one that is too long, or nothing."""
+    try:
+        return service_pb2.ModelInferRequest.FromString(raw[: _head_length(raw, most_bytes)[0]])
+    except (DecodeError, Refusal):
+        return service_pb2.ModelInferRequest()
+
+
+def _head_length(raw: bytes, most_bytes: int) -> tuple[int, bool]:
+    """Bytes of a message's head, of those of its fields that end within so many; and whether there is no other."""
+    at = 0
+    while at < min(most_bytes, len(raw)):
+        if raw[at] >> 3 > _HEAD_FIELDS:
+            return at, True
+        if raw[at] & 7 != _LENGTH_DELIMITED:
+            break
+        length, begin = _read_length(raw, at + 1)
+        if begin + length > most_bytes:
+            break
+        at = begin + length
+    return at, False
+
+
+def _read_length(raw: bytes, at: int) -> tuple[int, int]:
+    """A number as protobuf writes it, and where it ends."""
+    number = 0
+    for place, byte in enumerate(raw[at : at + 5]):
+        number |= (byte & 0x7F) << 7 * place
+        if byte < 0x80:
+            return number, at + place + 1
+    raise no_message()
 
 
 def read_tensors(request: Any) -> list[Tensor]:

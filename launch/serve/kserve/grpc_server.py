@@ -15,9 +15,11 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 
+from launch.serve.door.lengths import READ_HERE
+from launch.serve.http.connections import HEAD_SECONDS
 from launch.serve.kserve.grpc_servicer import KServeServicer
+from trtrun.configuration.server_config import ServerSection
 from trtrun.errors import ConfigError
-from trtrun.server_config import ServerSection
 
 MESSAGE_OVERHEAD = 1 << 12
 """Bytes of a message beside what counts as its body: names, shapes, parameters."""
@@ -30,6 +32,9 @@ PING_SECONDS = 30.0
 
 ANSWER_SECONDS = 20.0
 """How long it may take to say so. Hosts that vanish do not close their connections, and calls are counted."""
+
+MOST_CALLS = 256
+"""Of one connection; clients keep more back until some are done. What each says of itself takes half a megabyte."""
 
 IDLE_SECONDS = 300.0
 """How long a connection without a call is kept. Clients connect again by themselves."""
@@ -53,8 +58,12 @@ class GrpcServer:
                 ("grpc.keepalive_time_ms", round(PING_SECONDS * 1000)),
                 ("grpc.http2.ping_timeout_ms", round(ANSWER_SECONDS * 1000)),
                 ("grpc.max_connection_idle_ms", round(IDLE_SECONDS * 1000)),
+                ("grpc.server_handshake_timeout_ms", round(HEAD_SECONDS * 1000)),
+                ("grpc.http2.settings_timeout", round(HEAD_SECONDS * 1000)),
+                ("grpc.max_allowed_incoming_connections", section.max_connections),
+                ("grpc.max_concurrent_streams", MOST_CALLS),
             ),
-            maximum_concurrent_rpcs=section.max_connections,  # of calls: connections alone cannot be counted
+            maximum_concurrent_rpcs=section.max_connections,  # a connection may have many calls
         )
         self._server.add_generic_rpc_handlers((_handlers(servicer),))
         self.port = self._listen()
@@ -98,22 +107,36 @@ def _handlers(servicer: KServeServicer) -> Any:
     service = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
     handlers = {}
     for method in service.methods:
-        make = grpc.stream_stream_rpc_method_handler if method.client_streaming else grpc.unary_unary_rpc_method_handler
+        # A call with one message is taken as a stream of it, else nothing could be said before it is there.
+        make = (
+            grpc.stream_stream_rpc_method_handler if method.client_streaming else grpc.stream_unary_rpc_method_handler
+        )
+        # Requests for inference may be long, and their messages are read where that holds up nothing.
+        is_bytes = method.input_type.name == "ModelInferRequest"
         handlers[method.name] = make(
             getattr(servicer, method.name),
-            request_deserializer=_reader(GetMessageClass(method.input_type)),
-            response_serializer=GetMessageClass(method.output_type).SerializeToString,
+            request_deserializer=None if is_bytes else _reader(GetMessageClass(method.input_type)),
+            response_serializer=_write,
         )
     return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
 def _reader(kind: Any) -> Callable[[bytes], Any]:
-    """Reads messages of a kind; None are bytes that are no such message, which the servicer refuses."""
+    """Reads messages of a kind; None are bytes that are no such message, or longer than any has a use for, which the
+    servicer refuses."""
 
     def read(raw: bytes) -> Any:
+        if len(raw) > READ_HERE:
+            return None
         try:
             return kind.FromString(raw)
         except DecodeError:
             return None
 
     return read
+
+
+def _write(message: Any) -> bytes:
+    """A message as bytes, unless it is that already."""
+    raw: bytes = message if isinstance(message, bytes) else message.SerializeToString()
+    return raw

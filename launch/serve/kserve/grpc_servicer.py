@@ -6,19 +6,22 @@ which lets its rows go. It knows gRPC, and nothing of engines.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from tritonclient.grpc import service_pb2
 
-from launch.serve.aside import SHORT_BODY, aside
-from launch.serve.bodies import Bodies
-from launch.serve.http_requests import Keys
-from launch.serve.kserve.grpc_calls import Context, ObservedCall, check_message
+from launch.serve.door.lengths import READ_HERE
+from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.http.bodies import BODY_SECONDS, Bodies
+from launch.serve.http.connections import SPARE_SECONDS
+from launch.serve.http.requests import Keys
+from launch.serve.kserve.forms import CALL, Sent
+from launch.serve.kserve.grpc_calls import Context, ObservedCall, caller_of, read_message
 from launch.serve.kserve.grpc_messages import (
-    read_outputs,
-    read_tensors,
+    read_head,
     write_config,
     write_metadata,
     write_response,
@@ -26,20 +29,24 @@ from launch.serve.kserve.grpc_messages import (
 )
 from launch.serve.kserve.grpc_stream import InferStream
 from launch.serve.kserve.models import MODELS
+from launch.serve.kserve.places import Places, PlacesByCaller
 from launch.serve.kserve.requests import find_model, fixed_models, no_shared_memory
-from launch.serve.kserve.service import Answering, KServeService, Stopping
-from launch.serve.refusals import Kind, Refusal
+from launch.serve.kserve.service import Begun, KServeService
+from launch.serve.reading.readers import ReadAnswer
 
 Handler = Callable[["KServeServicer", Any, Context], Awaitable[Any]]
 
 
 def _call(needs_key: bool = True) -> Callable[[Handler], Handler]:
-    """What every call with one response goes through: an id, a key, its log line, and errors as statuses."""
+    """What every call with one response goes through: an id, a key, its log line, and errors as statuses.
+
+    Its one message is asked for behind the key, and has its time: calls are counted, and strangers may begin some.
+    """
 
     def wrap(handler: Handler) -> Handler:
-        async def checked(servicer: KServeServicer, message: Any, context: Context) -> Any:
+        async def checked(servicer: KServeServicer, messages: Any, context: Context) -> Any:
             async with servicer.observing(context, handler.__name__, needs_key):
-                check_message(message)
+                message = await read_message(context, BODY_SECONDS if needs_key else SPARE_SECONDS)
                 return await handler(servicer, message, context)
 
         checked.__name__, checked.__doc__ = handler.__name__, handler.__doc__
@@ -55,6 +62,7 @@ class KServeServicer:
         self._service = service
         self._keys = keys
         self._bodies = bodies
+        self._callers = PlacesByCaller()
 
     def observing(self, context: Context, name: str, needs_key: bool = True) -> ObservedCall:
         """What a call happens within."""
@@ -158,21 +166,31 @@ class KServeServicer:
 
     @_call()
     async def ModelInfer(self, message: Any, context: Context) -> Any:
-        """Tensors in, tensors out."""
-        with self._bodies.hold(message.ByteSize()):
-            work = await self._begin(message)
+        """Tensors in, tensors out: bytes of both messages."""
+        head = read_head(message, READ_HERE)
+        with (
+            self._callers.of(caller_of(context)) as places,
+            places.take(head.id) as place,
+            self._bodies.hold(len(message)),
+        ):
+            work = (await self._begin(message, head, places if head.id else None)).work
+            if isinstance(work, ReadAnswer):
+                return work.content
+            place.fill(work)
             try:
-                return write_response(await work.whole())
+                told = write_response(await work.whole())
             finally:
                 work.close()
+        await asyncio.sleep(0)  # it may be long
+        return told.SerializeToString()
 
     async def ModelStreamInfer(self, messages: AsyncIterator[Any], context: Context) -> None:
         """Requests as they come, all at work at once, and responses as they come. An error ends its request alone."""
         async with self.observing(context, "ModelStreamInfer"):
-            await InferStream(self._service, self._begin, self._bodies, context).run(messages)
+            with self._callers.of(caller_of(context)) as others:
+                await InferStream(self._service, self._begin, self._bodies, context, Places(others)).run(messages)
 
-    async def _begin(self, message: Any, beside: Mapping[str, Collection[Stopping]] | None = None) -> Answering:
+    async def _begin(self, raw: bytes, head: Any, beside: Places | None = None) -> Begun:
         arrived = time.perf_counter()
-        model = find_model(message.model_name, message.model_version)
-        tensors = await aside(message.ByteSize() > SHORT_BODY, read_tensors, message)
-        return await self._service.begin(model, message.id, tensors, read_outputs(message), arrived, beside)
+        model = find_model(head.model_name, head.model_version)
+        return await self._service.begin(Sent(CALL, model, raw), arrived, beside)

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
 import grpc
 from tritonclient.grpc import service_pb2
 
-from launch.serve.bodies import Bodies
-from launch.serve.connections import STALLED_SECONDS
-from launch.serve.kserve.grpc_calls import FAILED, Context, check_message
-from launch.serve.kserve.grpc_messages import FINAL, WANTS_FINAL, head, write_response
+from launch.serve.door.lengths import READ_HERE
+from launch.serve.door.refusals import HTTP_STATUS, Refusal
+from launch.serve.http.bodies import Bodies
+from launch.serve.http.connections import STALLED_SECONDS
+from launch.serve.kserve.grpc_calls import FAILED, Context
+from launch.serve.kserve.grpc_messages import FINAL, WANTS_FINAL, head, read_head, read_known_head, write_response
+from launch.serve.kserve.places import Places
 from launch.serve.kserve.requests import find_model
-from launch.serve.kserve.service import Answering, KServeService, Stopping
-from launch.serve.refusals import HTTP_STATUS, Refusal
+from launch.serve.kserve.service import Answering, Begun, KServeService
+from launch.serve.reading.readers import ReadAnswer
 
 MOST_AT_ONCE = 1024
 """Requests of one stream that are at work, or whose responses the client has not read: it is read no further then."""
@@ -33,24 +35,15 @@ class _ClientGoneError(Exception):
     """Nothing can be written any more: the call is about to be cancelled."""
 
 
-class _Place:
-    """A request's place among those of its stream, from the moment that it has come."""
+async def _write_responses(work: Answering) -> AsyncIterator[tuple[Any, bool]]:
+    """Messages of a request at work, each with whether it is the last."""
+    async for response in work.responses():
+        yield write_response(response), response.is_last
 
-    def __init__(self) -> None:
-        self._work: Answering | None = None
-        self._is_stopped = False
 
-    def fill(self, work: Answering) -> None:
-        """The request has been let in."""
-        self._work = work
-        if self._is_stopped:
-            work.stop()
-
-    def stop(self) -> None:
-        """Its client wants no more of it, be it at work or not let in yet."""
-        self._is_stopped = True
-        if self._work is not None:
-            self._work.stop()
+async def _read_responses(answer: ReadAnswer) -> AsyncIterator[tuple[Any, bool]]:
+    """The same of one that is answered already."""
+    yield service_pb2.ModelInferResponse.FromString(answer.content), True
 
 
 class InferStream:
@@ -59,64 +52,78 @@ class InferStream:
     def __init__(
         self,
         service: KServeService,
-        begin: Callable[[Any, Mapping[str, Collection[Stopping]]], Awaitable[Answering]],
+        begin: Callable[[bytes, Any, Places], Awaitable[Begun]],
         bodies: Bodies,
         context: Context,
+        places: Places,
     ) -> None:
+        """Answer requests.
+
+        Args:
+            service: whose metrics count refusals.
+            begin: has one begun, beside others of the stream, which it may stop.
+            bodies: that hold what is read.
+            context: of the call.
+            places: of the stream's requests.
+        """
         self._service = service
         self._begin = begin
         self._bodies = bodies
         self._context = context
-        self._places: defaultdict[str, set[_Place]] = defaultdict(set)
+        self._places = places
         self._writing = asyncio.Lock()
         self._room = asyncio.Semaphore(MOST_AT_ONCE)
 
     async def run(self, messages: AsyncIterator[Any]) -> None:
         """Answer all requests, until the client has sent its last one; a task that fails ends the stream."""
         async with asyncio.TaskGroup() as tasks:
-            async for message in messages:
-                check_message(message)
+            async for raw in messages:
                 await self._room.acquire()
-                tasks.create_task(self._answer(message)).add_done_callback(lambda task: self._room.release())
+                tasks.create_task(self._answer(raw)).add_done_callback(lambda task: self._room.release())
 
-    async def _answer(self, message: Any) -> None:
+    async def _answer(self, raw: bytes) -> None:
         with suppress(_ClientGoneError):
-            await self._answer_or_refuse(message)
+            await self._answer_or_refuse(raw)
 
-    async def _answer_or_refuse(self, message: Any) -> None:
-        place = _Place()
-        self._places[message.id].add(place)
+    async def _answer_or_refuse(self, raw: bytes) -> None:
         try:
-            with self._bodies.hold(message.ByteSize()):
-                work = await self._begin(message, self._places)
+            message = read_head(raw, READ_HERE)
+        except Refusal as refusal:
+            await self._refuse(read_known_head(raw, READ_HERE), refusal)
+            return
+        try:
+            with self._places.take(message.id) as place, self._bodies.hold(len(raw)):
+                work = (await self._begin(raw, message, self._places)).work
+                if isinstance(work, ReadAnswer):
+                    await self._respond(message, _read_responses(work))
+                    return
                 place.fill(work)
                 try:
-                    await self._respond(message, work)
+                    await self._respond(message, _write_responses(work))
                 finally:
                     work.close()
         except Refusal as refusal:
-            self._service.front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
-            await self._write_error(message, str(refusal))
+            await self._refuse(message, refusal)
         except (TimeoutError, _ClientGoneError):
             raise
         except Exception:
             logger.exception("a request of a stream failed")
             await self._write_error(message, FAILED)
-        finally:
-            self._places[message.id].discard(place)
-            if not self._places[message.id]:
-                del self._places[message.id]
 
-    async def _respond(self, message: Any, work: Answering) -> None:
+    async def _respond(self, message: Any, responses: AsyncIterator[tuple[Any, bool]]) -> None:
+        """Write the responses to a message, each with whether it is the last."""
         wants_final = message.parameters[WANTS_FINAL].bool_param if WANTS_FINAL in message.parameters else False
-        async for response in work.responses():
-            told = write_response(response)
-            told.parameters[FINAL].bool_param = response.is_last and not wants_final
+        async for told, is_last in responses:
+            told.parameters[FINAL].bool_param = is_last and not wants_final
             await self._write(service_pb2.ModelStreamInferResponse(infer_response=told))
         if wants_final:
             told = head(find_model(message.model_name), message.id)
             told.parameters[FINAL].bool_param = True
             await self._write(service_pb2.ModelStreamInferResponse(infer_response=told))
+
+    async def _refuse(self, message: Any, refusal: Refusal) -> None:
+        self._service.front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
+        await self._write_error(message, str(refusal))
 
     async def _write_error(self, message: Any, line: str) -> None:
         told = service_pb2.ModelInferResponse(

@@ -6,32 +6,32 @@ Starlette, and nothing of engines.
 
 from __future__ import annotations
 
-import asyncio
 import time
-import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from launch.serve.aside import SHORT_BODY, aside
-from launch.serve.bodies import Bodies, Body
-from launch.serve.event_stream import EventStream, event
-from launch.serve.http_requests import Keys, parse_json, read_json, unless_gone
-from launch.serve.kserve.http_bodies import InferBody, dump, read_generate, read_infer, write_generate, write_infer
+from launch.serve.door.lengths import READ_HERE
+from launch.serve.door.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
+from launch.serve.http.answers_in_parts import answer_in_parts, make_parts
+from launch.serve.http.bodies import Bodies
+from launch.serve.http.event_stream import EventStream, event
+from launch.serve.http.json_bodies import parse_json
+from launch.serve.http.requests import Keys, unless_gone
+from launch.serve.kserve.forms import GENERATE, INFER, Sent
+from launch.serve.kserve.http_bodies import dump, write_generate, write_infer
 from launch.serve.kserve.models import MODELS, VERSION, Model
-from launch.serve.kserve.requests import find_model, fixed_models, no_shared_memory
-from launch.serve.kserve.service import Answering, KServeService
-from launch.serve.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
+from launch.serve.kserve.requests import InferResponse, find_model, fixed_models, no_shared_memory
+from launch.serve.kserve.service import Answering, Begun, KServeService, is_long
+from launch.serve.reading.readers import ReadAnswer
 
 PREFIX = "/v2"
 
 JSON_LENGTH = "inference-header-content-length"
 """Where tensors follow a body's JSON as bytes: the length of the JSON."""
 
-_DECOMPRESSION = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -97,7 +97,9 @@ class KServeHttpApi:
         """The models and their states."""
         with await self._bodies.read(request) as body:
             raw = body.content
-            wanted = await aside(len(raw) > SHORT_BODY, parse_json, raw) if raw.strip() else {}
+            if len(raw) > READ_HERE:
+                raise Refusal(Kind.TOO_LARGE, f"the body is larger than {READ_HERE} bytes: it has one field, ready")
+            wanted = parse_json(raw) if raw.strip() else {}
         if not isinstance(wanted, dict):
             raise Refusal(Kind.INVALID, "the body must be a JSON object, or empty")
         return JSONResponse(self._service.index(ready_only=wanted.get("ready") is True))
@@ -107,52 +109,55 @@ class KServeHttpApi:
         model = _model(request)
         with await self._bodies.read(request) as sent:
             arrived = time.perf_counter()
-            raw = await self._decompress(sent, request.headers.get("content-encoding"))
-            body = await aside(len(raw) > SHORT_BODY, _read_infer, raw, request)
-            work = await self._service.begin(model, body.request_id, body.tensors, body.outputs, arrived)
-            try:
-                response = await unless_gone(request, work.whole())
-            finally:
-                work.close()
-        told, told_length = write_infer(response, body)
-        if told_length is None:
-            return Response(told, media_type="application/json")
-        return Response(told, media_type="application/octet-stream", headers={JSON_LENGTH: str(told_length)})
+            length = _json_length(request.headers.get(JSON_LENGTH), len(sent.content))
+            begun = await self._begin(request, Sent(INFER, model, sent.content, length), arrived)
+            response = await self._whole(request, begun)
+        if isinstance(response, ReadAnswer):
+            return _respond([response.content], response.json_length)
+        parts, behind = write_infer(response, begun.body)
+        text = await make_parts(parts)
+        return _respond([*text, *behind], sum(map(len, text)) if behind else None)
 
     async def generate(self, request: Request) -> Response:
         """Inputs as a flat object in, one response out."""
-        work = await self._begin_generate(request)
-        try:
-            response = await unless_gone(request, work.whole())
-        finally:
-            work.close()
-        return Response(dump(write_generate(response)), media_type="application/json")
+        begun = await self._begin_generate(request)
+        response = await self._whole(request, begun)
+        if isinstance(response, ReadAnswer):
+            return _respond([response.content], None)
+        return _respond(await make_parts(write_generate(response)), None)
 
     async def generate_stream(self, request: Request) -> Response:
         """The same, with one event for each response."""
-        work = await self._begin_generate(request)
-        return EventStream(work, self._events(work))
+        begun = await self._begin_generate(request)
+        if isinstance(begun.work, ReadAnswer):
+            return Response(event(begun.work.content), media_type="text/event-stream")
+        return EventStream(begun.work, self._events(begun.work), self._service.front.ping_seconds)
 
-    async def _begin_generate(self, request: Request) -> Answering:
+    async def _begin(self, request: Request, sent: Sent, arrived: float) -> Begun:
+        """Let a request in; one that takes long to read is given up when its client goes away."""
+        beginning = self._service.begin(sent, arrived)
+        return await (unless_gone(request, beginning) if is_long(sent) else beginning)
+
+    async def _begin_generate(self, request: Request) -> Begun:
         model = _model(request)
-        with await self._bodies.read(request) as sent:
+        with await self._bodies.read(request) as body:
             arrived = time.perf_counter()
-            body = await read_json(sent.content, partial(read_generate, model))
-            return await self._service.begin(model, body.request_id, body.tensors, body.outputs, arrived)
+            return await self._begin(request, Sent(GENERATE, model, body.content), arrived)
 
-    async def _decompress(self, sent: Body, encoding: str | None) -> bytes:
-        """A body as it was before compression, counted as long as that is: a few bytes may become many."""
-        if encoding in (None, "identity"):
-            return sent.content
-        raw = await asyncio.to_thread(_decompress, sent.content, encoding, self._bodies.most_bytes)
-        sent.count(len(raw))
-        return raw
+    async def _whole(self, request: Request, begun: Begun) -> InferResponse | ReadAnswer:
+        """The whole response, unless the client goes away."""
+        if isinstance(begun.work, ReadAnswer):
+            return begun.work
+        try:
+            return await unless_gone(request, begun.work.whole())
+        finally:
+            begun.work.close()
 
     async def _events(self, work: Answering) -> AsyncGenerator[bytes, None]:
         """An error is an event, too: the status is out."""
         try:
             async for response in work.responses():
-                yield event(dump(write_generate(response)))
+                yield event(b"".join(await make_parts(write_generate(response))))
         except Refusal as refusal:
             self._service.front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
             yield event(dump({"error": str(refusal)}))
@@ -193,9 +198,11 @@ async def _refuse_region(request: Request) -> Response:
     raise no_shared_memory()
 
 
-def _read_infer(raw: bytes, request: Request) -> InferBody:
-    length = _json_length(request.headers.get(JSON_LENGTH), len(raw))
-    return read_infer(parse_json(raw[:length]), raw[length:])
+def _respond(parts: list[bytes], json_length: int | None) -> Response:
+    """An answer; bytes of tensors follow its JSON, where that has a length."""
+    if json_length is None:
+        return answer_in_parts(parts)
+    return answer_in_parts(parts, "application/octet-stream", {JSON_LENGTH: str(json_length)})
 
 
 def _model(request: Request) -> Model:
@@ -210,19 +217,3 @@ def _json_length(header: str | None, size: int) -> int:
             Kind.INVALID, f"Inference-Header-Content-Length must be between 1 and {size}, the length of the body"
         )
     return int(header)
-
-
-def _decompress(raw: bytes, encoding: str, most_bytes: int) -> bytes:
-    """A body as it was before compression, which may not make more of it than a body may have."""
-    if encoding not in _DECOMPRESSION:
-        raise Refusal(Kind.INVALID, f"Content-Encoding may be {' or '.join(_DECOMPRESSION)}")
-    opened = zlib.decompressobj(_DECOMPRESSION[encoding])
-    try:
-        found = opened.decompress(raw, most_bytes + 1)
-    except zlib.error:
-        raise Refusal(Kind.INVALID, f"the body is not {encoding}, as Content-Encoding says") from None
-    if len(found) > most_bytes:
-        raise Refusal(Kind.TOO_LARGE, f"the body is larger than {most_bytes} bytes (server.max_body_bytes)")
-    if not opened.eof or opened.unused_data:
-        raise Refusal(Kind.INVALID, f"the body is not {encoding} as a whole, as Content-Encoding says")
-    return found

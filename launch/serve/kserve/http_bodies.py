@@ -7,13 +7,15 @@ bytes of each tensor that names its `binary_data_size`, in their order. It knows
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from launch.serve.kserve.models import VERSION, Model
+from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.kserve.models import MODELS, VERSION, Model
 from launch.serve.kserve.requests import InferResponse, find_input, no_shared_memory
 from launch.serve.kserve.tensors import (
     Tensor,
@@ -22,20 +24,23 @@ from launch.serve.kserve.tensors import (
     read_values,
     refuse_input,
     write_bytes,
+    write_json,
     write_values,
 )
-from launch.serve.refusals import Kind, Refusal
+from trtrun.core.values import show_value
 from trtrun.errors import nearest, shorten
-from trtrun.values import show_value
 
 _FIELDS = ("id", "inputs", "outputs", "parameters")
 _INPUT_FIELDS = ("name", "shape", "datatype", "parameters", "data")
 _OUTPUT_FIELDS = ("name", "parameters")
-_REQUEST_PARAMETERS = ("priority", "timeout", "sequence_id", "sequence_start", "sequence_end")
-"""Triton's own parameters of a request, which have no effect here. Beside a generate request's inputs they have to be
-told from a name that is wrong."""
+MOST_PARAMETERS = 64
+"""Of a generate request."""
+
+_ALIKE = 0.8
+"""How much of an input's name a parameter's may have before it is taken for a slip of the pen."""
 
 _LONGEST_ID = 1024
+_INPUTS = frozenset(name for model in MODELS.values() for name in model.inputs)
 _ENCODER = msgspec.json.Encoder()
 
 
@@ -84,8 +89,11 @@ def read_infer(values: object, binary: bytes) -> InferBody:
 def read_generate(model: Model, values: object) -> InferBody:
     """The body of `generate`: inputs by their names, at the top or below `parameters`; a list is a row's values.
 
+    What is no input's name is a parameter of the request, as Triton has it, and without effect.
+
     Raises:
-        Refusal: an input is unknown or wrong.
+        Refusal: an input is wrong, or a parameter is not as they are, or has the name of another model's input, or
+            nearly that of one of this model.
     """
     if not isinstance(values, dict):
         raise Refusal(Kind.INVALID, f"the body must be a JSON object, not {show_value(values)}")
@@ -99,49 +107,82 @@ def read_generate(model: Model, values: object) -> InferBody:
         given[name] = value
     request_id = _read_id(given)
     given.pop("id", None)
-    tensors = []
+    tensors, num_parameters = [], 0
     for name, value in given.items():
-        if name in _REQUEST_PARAMETERS:
-            continue
-        spec = find_input(model, name)
-        if value is not None:
+        spec = model.inputs.get(name)
+        if spec is None:
+            num_parameters += 1
+            _check_parameter(model, name, value, num_parameters)
+        elif value is not None:
             shape = _shape_of(value) if isinstance(value, list) else (1,)
             data = value if isinstance(value, list) else [value]
             tensors.append(read_values(name, spec.datatype, (1, *shape), data))
     return InferBody(request_id, tensors, (), frozenset(), False)
 
 
-def write_infer(response: InferResponse, body: InferBody) -> tuple[bytes, int | None]:
+def _check_parameter(model: Model, name: str, value: object, number: int) -> None:
+    """Raise a Refusal unless this is a parameter of a request: Triton would take the others, too, without a word."""
+    if number > MOST_PARAMETERS:
+        raise Refusal(Kind.INVALID, f"more than {MOST_PARAMETERS} names that are no inputs of {model.name}", name[:100])
+    if name in _INPUTS or difflib.get_close_matches(name[:100], model.inputs, n=1, cutoff=_ALIKE):
+        find_input(model, name)  # refuses it
+    if not isinstance(value, str | int | float | None):
+        raise Refusal(
+            Kind.INVALID,
+            f"{model.name} has no input {shorten(name)}{nearest(name, model.inputs)}, and a parameter of a request is "
+            "a text, a number, true or false",
+            name[:100],
+            "unknown_field",
+        )
+
+
+def write_infer(response: InferResponse, body: InferBody) -> tuple[Iterator[bytes], list[bytes]]:
     """The response to `infer`.
 
     Returns:
-        The body, and the length of its JSON where bytes follow it.
+        Its JSON, in parts that are made in little time, and the bytes of tensors that follow it.
     """
-    outputs, behind = [], []
+    behind: list[bytes] = []
+    heads: list[tuple[bytes, Tensor | None]] = []
     for tensor in response.tensors:
         told: dict[str, Any] = {
             "name": tensor.name,
             "datatype": tensor.datatype,
             "shape": list(tensor.values.shape),
         }
-        if tensor.name in body.binary or (body.all_binary and tensor.name not in body.outputs):
-            raw = write_bytes(tensor)
-            behind.append(raw)
-            told["parameters"] = {"binary_data_size": len(raw)}
+        is_binary = tensor.name in body.binary or (body.all_binary and tensor.name not in body.outputs)
+        if is_binary:
+            behind.append(write_bytes(tensor))
+            told["parameters"] = {"binary_data_size": len(behind[-1])}
+        heads.append((dump(told), None if is_binary else tensor))
+    return _write_outputs(response, heads), behind
+
+
+def _write_outputs(response: InferResponse, heads: Sequence[tuple[bytes, Tensor | None]]) -> Iterator[bytes]:
+    """The JSON of a response: of each output what is told of it, and the tensor whose values go with it."""
+    yield dump(_head(response))[:-1] + b',"outputs":['
+    for place, (told, tensor) in enumerate(heads):
+        if place:
+            yield b","
+        if tensor is None:
+            yield told
         else:
-            told["data"] = write_values(tensor)
-        outputs.append(told)
-    text = dump(_head(response) | {"outputs": outputs})
-    return b"".join([text, *behind]), len(text) if behind else None
+            yield told[:-1] + b',"data":'
+            yield from write_json(tensor)
+            yield b"}"
+    yield b"]}"
 
 
-def write_generate(response: InferResponse) -> dict[str, Any]:
-    """The response to `generate`: a key for each output, lists of one value as the value."""
-    told = _head(response)
+def write_generate(response: InferResponse) -> Iterator[bytes]:
+    """The response to `generate`, in parts: a key for each output, lists of one value as the value."""
+    yield dump(_head(response))[:-1]
     for tensor in response.tensors:
-        values = write_values(tensor)
-        told[tensor.name] = values[0] if len(values) == 1 else values
-    return told
+        yield b"," + dump(tensor.name) + b":"
+        if tensor.values.size == 1:
+            yield dump(write_values(tensor)[0])
+        else:
+            yield from write_json(tensor)
+    yield b"}"
 
 
 def dump(value: object) -> bytes:

@@ -54,6 +54,11 @@ class Model:
     is_decoupled: bool
     has_text: bool
 
+    @property
+    def is_processing(self) -> bool:
+        """Whether it is the tokenizer at one of the ends, and needs no engine."""
+        return self.name in (PREPROCESSING, POSTPROCESSING)
+
     def metadata(self) -> dict[str, Any]:
         """As KServe has it; the first size of each shape is the batch's."""
         return {
@@ -202,3 +207,6 @@ MODELS: Mapping[str, Model] = {
         ),
     )
 }
+
+PARTS: Mapping[str, tuple[str, str, str]] = dict.fromkeys((ENSEMBLE, BLS), (PREPROCESSING, TARGET, POSTPROCESSING))
+"""Models that are made of others: those that read their requests, generate, and write their responses."""

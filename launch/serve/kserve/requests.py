@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.kserve.models import MODELS, VERSION, Model, TensorSpec
 from launch.serve.kserve.tensors import Array, Tensor, refuse_input
-from launch.serve.refusals import Kind, Refusal
+from trtrun.core.values import show_value
 from trtrun.errors import nearest, shorten
-from trtrun.values import show_value
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,6 @@ class InferRequest:
     inputs: Mapping[str, Array]
     outputs: Sequence[str]
     batch_size: int
-
-    def is_longer(self, most_bytes: int) -> bool:
-        """Whether all inputs have more than so many values, or bytes."""
-        if sum(values.size for values in self.inputs.values()) > most_bytes:
-            return True  # without a look at each of them, for which the event loop would stand still
-        num_bytes = (
-            sum(map(len, values.flat)) if values.dtype == object else values.nbytes for values in self.inputs.values()
-        )
-        return sum(num_bytes) > most_bytes
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from launch.serve.door.word_limits import check_words
 from launch.serve.kserve.tensors import Array, refuse_input
-from launch.serve.words import check_words
 
 
 class Row:

@@ -6,20 +6,28 @@ know how requests and responses travel.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from launch.serve.aside import SHORT_TEXT, aside
-from launch.serve.front import Front
-from launch.serve.kserve.asks import ModelFacts, read_asks
-from launch.serve.kserve.models import MODELS, POSTPROCESSING, PREPROCESSING, VERSION, Model
-from launch.serve.kserve.processing import process
+import msgspec
+
+from launch.serve.door.lengths import READ_HERE
+from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.front.front import Front
+from launch.serve.kserve.forms import Sent, read_body
+from launch.serve.kserve.http_bodies import InferBody
+from launch.serve.kserve.models import MODELS, PARTS, VERSION, Model
+from launch.serve.kserve.places import Places, Stopping
 from launch.serve.kserve.requests import InferRequest, InferResponse, check_request
+from launch.serve.kserve.row_requests import ModelFacts, RowRequest, read_row_requests
 from launch.serve.kserve.runs import Run
-from launch.serve.kserve.tensors import Tensor, refuse_input
+from launch.serve.kserve.stopping import STOP, is_stopping
+from launch.serve.kserve.tensors import refuse_input
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import ModelTotals
-from launch.serve.refusals import Kind, Refusal
+from launch.serve.reading.messages import Stops
+from launch.serve.reading.readers import ReadAnswer
 from trtrun import __version__
 
 EXTENSIONS = (
@@ -32,16 +40,8 @@ EXTENSIONS = (
 )
 """Of the protocol, that are here."""
 
-STOP = "stop"
-"""Input of the models of tokens that ends another request."""
-
-
-class Stopping(Protocol):
-    """A request that can be stopped."""
-
-    def stop(self) -> None:
-        """Its client wants no more of it: what there is becomes its last response."""
-        ...
+NOTHING = InferBody("", (), (), frozenset(), False)
+"""What a request says on which its answer does not hang."""
 
 
 class Answering(Stopping, Protocol):
@@ -60,6 +60,19 @@ class Answering(Stopping, Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A request that was let in.
+
+    Attributes:
+        body: what it says, as far as its answer hangs on it.
+        work: that answers it, or its answer in the form in which it came.
+    """
+
+    body: InferBody
+    work: Answering | ReadAnswer
+
+
 class KServeService:
     """The models over a front."""
 
@@ -76,8 +89,8 @@ class KServeService:
         self.max_batch_size = max_batch_size
         self._facts = facts
         self._block_size = block_size
-        for name in MODELS:
-            front.metrics.models.totals(name)
+        for name, parts in PARTS.items():
+            front.metrics.models.compose(name, parts)
 
     def check_ready(self, model: Model | None = None) -> None:
         """Raise a Refusal while requests, or those for a model, are not answered."""
@@ -113,53 +126,60 @@ class KServeService:
 
     def statistics(self, models: Sequence[Model]) -> list[dict[str, Any]]:
         """Triton's statistics of models, of the numbers that its metrics have, too."""
-        return [_statistics(model.name, self.front.metrics.models.totals(model.name)) for model in models]
+        return [_statistics(model.name, self.front.metrics.models.read(model.name)) for model in models]
 
-    async def begin(
-        self,
-        model: Model,
-        request_id: str,
-        tensors: Sequence[Tensor],
-        outputs: Sequence[str],
-        arrived: float,
-        beside: Mapping[str, Collection[Stopping]] | None = None,
-    ) -> Answering:
+    async def begin(self, sent: Sent, arrived: float, beside: Places | None = None) -> Begun:
         """Let a request in.
 
         Args:
-            model, request_id, tensors, outputs: of the request.
+            sent: as it came.
             arrived: when it was there as a whole, in seconds of `time.perf_counter`.
-            beside: what has come on the same stream, by request id, for requests that stop another one; None where
-                there is no stream.
+            beside: what has come on the same stream or connection, for requests that stop another one; None where
+                that cannot be told.
 
         Raises:
             Refusal: it is wrong, or there is no room.
         """
-        counted = self.front.metrics.models.begin(model.name)
+        counted = self.front.metrics.models.begin(sent.model.name)
         try:
-            request = check_request(model, request_id, tensors, outputs, self.max_batch_size)
-            self._check_text(model)
-            if model.name in (PREPROCESSING, POSTPROCESSING):
-                self.front.door.check_open()
-                return _Processed(await self._process(request, counted))
-            if STOP in request.inputs and request.inputs[STOP].any():
-                _stop(request, beside)
-                counted.succeed()
-                return _Processed(InferResponse(model, request_id))
-            asks = await aside(request.is_longer(SHORT_TEXT), read_asks, request, self._facts)
-            return await Run.begin(request, asks, self.front, self._block_size, counted, arrived)
+            self._check_text(sent.model)
+            if is_long(sent):
+                return await self._begin_long(sent, arrived, beside, counted)
+            body = read_body(sent)
+            request = check_request(sent.model, body.request_id, body.tensors, body.outputs, self.max_batch_size)
+            if is_stopping(request):
+                return Begun(body, _stop(sent.model, body.request_id, beside, counted))
+            rows = read_row_requests(request, self._facts)
+            prompts, sampling = [row.prompt for row in rows], [row.sampling for row in rows]
+            generation = await self.front.begin(prompts, sampling, arrived)
+            return Begun(body, Run(request, rows, generation, self.front, self._block_size, counted))
         except BaseException as error:
             counted.fail_with(error)
             raise
 
-    async def _process(self, request: InferRequest, counted: ModelRequest) -> InferResponse:
-        """Tokens of texts, or texts of tokens; what is long is left to another thread, as any prompt."""
-        counted.num_inferences = request.batch_size
-        counted.enter(Stage.INFER)
-        tokenizer = self.front.tokenizer
-        assert tokenizer is not None
-        with counted:
-            return await aside(request.is_longer(SHORT_TEXT), process, request, tokenizer, self._facts)
+    async def _begin_long(self, sent: Sent, arrived: float, beside: Places | None, counted: ModelRequest) -> Begun:
+        """The same for one that is read beside the event loop."""
+        found = await self.front.read(sent.form, sent.raw, arrived, sent.model.name, sent.json_length)
+        if isinstance(found, ReadAnswer):
+            counted.num_inferences = found.num_inferences
+            counted.enter(Stage.INFER)
+            counted.begin_answer()
+            counted.succeed()
+            return Begun(NOTHING, found)
+        if isinstance(found, Stops):
+            return Begun(NOTHING, _stop(sent.model, found.request_id, beside, counted))
+        others = found.others
+        body = InferBody(others["request_id"], (), others["outputs"], frozenset(others["binary"]), others["all_binary"])
+        rows = [
+            replace(
+                msgspec.convert({**rest, "prompt": "", "sampling": {}}, RowRequest), prompt=prompt, sampling=sampling
+            )
+            for rest, prompt, sampling in zip(others["rows"], found.prompts, found.sampling, strict=True)
+        ]
+        generation = await self.front.begin(found.prompts, found.sampling, arrived, are_read=True)
+        outputs = tuple(dict.fromkeys(body.outputs))
+        request = InferRequest(sent.model, body.request_id, {}, outputs, len(rows))
+        return Begun(body, Run(request, rows, generation, self.front, self._block_size, counted))
 
     def _check_text(self, model: Model) -> None:
         if model.has_text and self.front.tokenizer is None:
@@ -169,8 +189,13 @@ class KServeService:
             )
 
 
-class _Processed:
-    """A request that was answered at once."""
+def is_long(sent: Sent) -> bool:
+    """Whether a request is read beside the event loop: for its length, or for what a word of it may become."""
+    return len(sent.raw) > READ_HERE or sent.model.is_processing
+
+
+class _Stopped:
+    """A request that has stopped others."""
 
     def __init__(self, response: InferResponse) -> None:
         self._response = response
@@ -190,12 +215,15 @@ class _Processed:
         """There is nothing to give up."""
 
 
-def _stop(request: InferRequest, beside: Mapping[str, Collection[Stopping]] | None) -> None:
-    """Stop what has the same id on the same stream: nobody ends the requests of others."""
+def _stop(model: Model, request_id: str, beside: Places | None, counted: ModelRequest) -> Answering:
+    """Stop what has the same id on the same stream or connection: nobody ends the requests of others."""
     if beside is None:
-        raise refuse_input(STOP, "stops a request of the same stream and id: send it on that stream, with its id")
-    for work in beside.get(request.request_id, ()):
-        work.stop()
+        raise refuse_input(
+            STOP, "stops a request of the same gRPC stream or connection and id: send it there, with its id"
+        )
+    beside.stop(request_id)
+    counted.succeed()
+    return _Stopped(InferResponse(model, request_id))
 
 
 def _statistics(name: str, totals: ModelTotals) -> dict[str, Any]:

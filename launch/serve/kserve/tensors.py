@@ -6,14 +6,15 @@ It knows datatypes and shapes. It does not know models or protocols' messages.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from launch.serve.refusals import Kind, Refusal
+from launch.serve.door.refusals import Kind, Refusal
 from trtrun.errors import nearest, shorten
 
 Array = NDArray[Any]
@@ -37,6 +38,7 @@ MOST_VALUES = 1 << 40
 """That a shape may speak of: many times what a request has room for, and few enough to reckon with."""
 
 _LENGTH_BYTES = 4
+_ENCODER = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,20 @@ def write_values(tensor: Tensor) -> list[Any]:
         values = np.nan_to_num(values)  # JSON has no other numbers
     found: list[Any] = values.tolist()
     return found
+
+
+PART_VALUES = 1 << 14
+"""Of a tensor whose JSON is written in parts."""
+
+
+def write_json(tensor: Tensor) -> Iterator[bytes]:
+    """The values as `write_values` has them, as the JSON of a list, in parts that are made in little time."""
+    values = tensor.values.ravel()
+    yield b"["
+    for place in range(0, len(values), PART_VALUES):
+        part = write_values(replace(tensor, values=values[place : place + PART_VALUES]))
+        yield (b"," if place else b"") + _ENCODER.encode(part)[1:-1]
+    yield b"]"
 
 
 def text_array(texts: Sequence[str], shape: tuple[int, ...]) -> Array:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from launch.serve.door.word_limits import check_words
 from launch.serve.kserve.tensors import Array, refuse_input
-from launch.serve.words import check_words
 
 
 def read_word_list(name: str, values: Array | None) -> tuple[tuple[int, ...], ...]:
@@ -24,7 +24,8 @@ def read_word_list(name: str, values: Array | None) -> tuple[tuple[int, ...], ..
         values: [2, length] int32; None for no words.
 
     Raises:
-        Refusal: ends do not rise, or lie behind the tokens; or there are too many words, or they are too long.
+        Refusal: ends do not rise, or lie behind the tokens; a word has a number below 0; or there are too many words,
+            or they are too long.
     """
     if values is None:
         return ()
@@ -36,7 +37,10 @@ def read_word_list(name: str, values: Array | None) -> tuple[tuple[int, ...], ..
             break
         if not begin < end <= len(tokens):
             raise refuse_input(name, f"word {len(words)} ends at {end}, where it begins at {begin} of {len(tokens)}")
-        words.append(tuple(tokens[begin:end]))
+        word = tuple(tokens[begin:end])
+        if min(word) < 0:
+            raise refuse_input(name, f"{min(word)} is no token id")
+        words.append(word)
         begin = end
     check_words(name, words, "tokens")
     return tuple(words)

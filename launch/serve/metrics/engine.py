@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from launch.serve.messages import Ready, Status
+from launch.serve.engine.messages import Ready, Status
 
 PHASES = ("drafting", "transferring", "verifying", "committing", "orchestrating", "waiting", "anticipating")
 

@@ -4,11 +4,14 @@ that other servers' dashboards read. Totals go on when the engine is started aga
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
+from collections.abc import Callable
 
-from launch.serve.messages import Ready, Status
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
+
+from launch.serve.engine.messages import Ready, Status
 from launch.serve.metrics.engine import EngineMetrics
-from launch.serve.metrics.models import ModelRecorder, name_counters
+from launch.serve.metrics.exposition import write_exposition
+from launch.serve.metrics.models import ModelRecorder
 from launch.serve.metrics.requests import RequestMetrics
 from launch.serve.metrics.speculation import SpeculationMetrics
 from launch.serve.metrics.totals import FrontTotals
@@ -40,13 +43,23 @@ class FrontMetrics:
         self._triton = TritonMetrics(self.totals)
         self.requests = RequestMetrics(self._labels, self._registry, self.totals, self._triton)
         speculation = SpeculationMetrics(self._labels, self.totals, draft_len)
-        for collector in (self._engine, speculation, self.models, self._triton):
+        for collector in (self._engine, speculation):
             self._registry.register(collector)
         self._refused = self._counter(
             "trtrun:requests_refused", "Requests that were not answered, or not to their end, by HTTP status.", "status"
         )
         self._restarts = self._counter("trtrun:engine_restarts", "How often the engine was started again.")
         self._restarts.labels(**self._labels)  # 0 is told, too
+        self._longest_stretch = Gauge(
+            "trtrun:front_longest_stretch_seconds",
+            "Longest processor time that the front's event loop worked without a look at anything else.",
+            tuple(self._labels),
+            registry=self._registry,
+        ).labels(**self._labels)
+
+    def ask_longest_stretch(self, ask: Callable[[], float]) -> None:
+        """Where the longest stretch of the event loop is told, in seconds; 0 without."""
+        self._longest_stretch.set_function(ask)
 
     def count_loss(self) -> None:
         """The engine is gone: the totals of the next one begin at zero."""
@@ -71,7 +84,8 @@ class FrontMetrics:
         """
         self._engine.take(ready, status, is_hanging)
         self._triton.take(ready, self._engine.status, self._engine.num_rounds)
-        return name_counters(generate_latest(self._registry))
+        tritons = (family for collector in (self.models, self._triton) for family in collector.collect())
+        return generate_latest(self._registry) + write_exposition(tritons)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, (*self._labels, *labels), registry=self._registry)

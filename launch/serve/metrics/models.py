@@ -7,8 +7,8 @@
         request.enter(Stage.OUTPUT)
         …                                   # the answer
 
-A request counts for the one model that the client has named: an ensemble is not its parts here, as none of them is
-asked. It knows names and times, and no protocol.
+A request counts for the model that the client has named, and for the parts of that model: what reads has the time of
+reading, what generates the time with the engine, what writes the rest. It knows names and times, and no protocol.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from types import TracebackType
 
-from prometheus_client.core import Metric, UnknownMetricFamily
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from launch.serve.refusals import Kind, Refusal
+from launch.serve.door.refusals import Kind, Refusal
 
 VERSION = "1"
 """Of every model: there is one."""
+
+PREFIX = "nv_inference_"
 
 
 class Stage(StrEnum):
@@ -65,6 +67,7 @@ class ModelTotals:
         num_successes: requests that were answered to their end.
         num_inferences: completions, or other results, in these.
         num_failures: the other requests, by reason.
+        num_pending: requests that have arrived and have no answer yet, not even its first token.
         success_seconds, failure_seconds: from arrival to end, of both kinds.
         seconds: of the answered requests, by stage.
         last_end: seconds since the epoch; 0 before the first.
@@ -73,10 +76,30 @@ class ModelTotals:
     num_successes: int = 0
     num_inferences: int = 0
     num_failures: Counter[Failure] = field(default_factory=Counter)
+    num_pending: int = 0
     success_seconds: float = 0.0
     failure_seconds: float = 0.0
     seconds: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
     last_end: float = 0.0
+
+    def add_success(self, num_inferences: int, seconds: Mapping[Stage, float]) -> None:
+        """A request was answered to its end, which took so long in each stage."""
+        self.num_successes += 1
+        self.num_inferences += num_inferences
+        self.success_seconds += sum(seconds.values())
+        for stage, spent in seconds.items():
+            self.seconds[stage] += max(0.0, spent)
+        self.last_end = time.time()
+
+    def add_failure(self, reason: Failure, seconds: float) -> None:
+        """A request failed after so long."""
+        self.num_failures[reason] += 1
+        self.failure_seconds += seconds
+        self.last_end = time.time()
+
+
+_PART_STAGES = ((Stage.INPUT,), (Stage.QUEUE, Stage.INFER), (Stage.OUTPUT,))
+"""Whose time the parts of a model have, in the order of a request."""
 
 
 class ModelRequest:
@@ -87,9 +110,13 @@ class ModelRequest:
         num_inferences: completions, or other results, that it stands for; set once it is known.
     """
 
-    def __init__(self, totals: ModelTotals, clock: Callable[[], float]) -> None:
+    def __init__(self, totals: ModelTotals, parts: Sequence[ModelTotals], clock: Callable[[], float]) -> None:
         self.num_inferences = 1
         self._totals = totals
+        self._parts = parts
+        self._pending = [totals, *parts[1:2]]  # nothing waits for what reads, or for what writes
+        for waiting in self._pending:
+            waiting.num_pending += 1
         self._clock = clock
         self._began = self._entered = clock()
         self._stage = Stage.INPUT
@@ -107,24 +134,36 @@ class ModelRequest:
         self._seconds[Stage.QUEUE] += seconds
         self._seconds[Stage.INFER] -= seconds
 
+    def begin_answer(self) -> None:
+        """There is something of its answer: it is pending no more. More than once is as good."""
+        for waiting in self._pending:
+            waiting.num_pending -= 1
+        self._pending = []
+
     def succeed(self) -> None:
         """It was answered. The first end counts."""
         if self._end():
-            self._totals.num_successes += 1
-            self._totals.num_inferences += self.num_inferences
-            self._totals.success_seconds += self._entered - self._began
-            for stage, seconds in self._seconds.items():
-                self._totals.seconds[stage] += max(0.0, seconds)
+            self._totals.add_success(self.num_inferences, self._seconds)
+            self._add_parts(len(self._parts))
 
     def fail(self, reason: Failure) -> None:
-        """It was not, or not to its end. The first end counts."""
+        """It was not, or not to its end. The first end counts: as a failure of the part that had it, too."""
         if self._end():
-            self._totals.num_failures[reason] += 1
-            self._totals.failure_seconds += self._entered - self._began
+            self._totals.add_failure(reason, self._entered - self._began)
+            place = next(place for place, stages in enumerate(_PART_STAGES) if self._stage in stages)
+            self._add_parts(place)
+            for part in self._parts[place : place + 1]:
+                part.add_failure(reason, sum(self._seconds[stage] for stage in _PART_STAGES[place]))
+
+    def _add_parts(self, number: int) -> None:
+        """So many parts have done theirs."""
+        for part, stages in zip(self._parts[:number], _PART_STAGES, strict=False):
+            part.add_success(self.num_inferences, {stage: self._seconds[stage] for stage in stages})
 
     def fail_with(self, error: BaseException) -> None:
-        """The same, by what ended it. One for a model that there is not counts for none."""
+        """The same, by what ended it. One for a model that there is not counts for none, and is over all the same."""
         if isinstance(error, Refusal) and error.kind is Kind.UNKNOWN_MODEL:
+            self._end()
             return
         if isinstance(error, Refusal):
             self.fail(_FAILURES.get(error.kind, Failure.OTHER))
@@ -149,8 +188,8 @@ class ModelRequest:
         if self._is_over:
             return False
         self._is_over = True
+        self.begin_answer()
         self.enter(self._stage)
-        self._totals.last_end = time.time()
         return True
 
 
@@ -165,32 +204,46 @@ class ModelRecorder(Collector):
         """
         self._clock = clock
         self._models: dict[str, ModelTotals] = {}
+        self._parts: dict[str, tuple[str, ...]] = {}
+
+    def compose(self, model: str, parts: Sequence[str]) -> None:
+        """Let requests for a model count for its parts, too: what reads, what generates, what writes."""
+        self._parts[model] = tuple(parts)
 
     def begin(self, model: str) -> ModelRequest:
         """A request has arrived for a model that there is."""
-        return ModelRequest(self.totals(model), self._clock)
+        parts = [self._totals(part) for part in self._parts.get(model, ())]
+        return ModelRequest(self._totals(model), parts, self._clock)
 
-    def totals(self, model: str) -> ModelTotals:
-        """What a model has answered so far; it counts from now on where it had not been asked for."""
-        if model not in self._models:
-            self._models[model] = ModelTotals()
-        return self._models[model]
+    def read(self, model: str) -> ModelTotals:
+        """What a model has answered so far."""
+        return self._models.get(model, ModelTotals())
+
+    def _totals(self, model: str) -> ModelTotals:
+        return self._models.setdefault(model, ModelTotals())
 
     def collect(self) -> Iterator[Metric]:
-        """All families, as the registry asks for them."""
-        failures = _family("request_failure", "Requests that failed, by the reason.", "reason")
+        """All families; a model is there from its first request on."""
+        failures = Metric(PREFIX + "request_failure", "Requests that failed, by the reason.", "counter")
         for model, totals in self._models.items():
             for reason in Failure:
-                failures.add_metric([model, VERSION, reason], totals.num_failures[reason])
+                labels = {"model": model, "version": VERSION, "reason": reason}
+                failures.add_sample(failures.name, labels, totals.num_failures[reason])
         yield failures
-        yield self._counter("request_success", "Requests answered to their end.", lambda totals: totals.num_successes)
-        yield self._counter("count", "Completions, or other results, of these.", lambda totals: totals.num_inferences)
-        yield self._counter(
+        yield self._family("request_success", "Requests answered to their end.", lambda totals: totals.num_successes)
+        yield self._family("count", "Completions, or other results, of these.", lambda totals: totals.num_inferences)
+        yield self._family(
             "exec_count",
             "Executions: a request is one, whatever shares its rounds.",
             lambda totals: totals.num_successes,
         )
-        yield self._counter(
+        yield self._family(
+            "pending_request_count",
+            "Requests that have arrived and have no answer yet, not even its first token.",
+            lambda totals: totals.num_pending,
+            "gauge",
+        )
+        yield self._family(
             "request_duration_us",
             "Microseconds from arrival to end, failed requests among them.",
             lambda totals: _microseconds(totals.success_seconds + totals.failure_seconds),
@@ -201,35 +254,17 @@ class ModelRecorder(Collector):
             (Stage.INFER, "with the engine, beyond waiting"),
             (Stage.OUTPUT, "making the answer"),
         ):
-            yield self._counter(
+            yield self._family(
                 f"{stage}_duration_us",
                 f"Microseconds of answered requests {text}.",
                 partial(_stage_microseconds, stage),
             )
 
-    def _counter(self, name: str, text: str, value: Callable[[ModelTotals], float]) -> Metric:
-        family = _family(name, text)
+    def _family(self, name: str, text: str, value: Callable[[ModelTotals], int], kind: str = "counter") -> Metric:
+        family = Metric(PREFIX + name, text, kind)
         for model, totals in self._models.items():
-            family.add_metric([model, VERSION], value(totals))
+            family.add_sample(family.name, {"model": model, "version": VERSION}, value(totals))
         return family
-
-
-PREFIX = "nv_inference_"
-
-
-def _family(name: str, text: str, *labels: str) -> UnknownMetricFamily:
-    # The library would write a counter's name with _total behind it, which Triton's have not.
-    return UnknownMetricFamily(PREFIX + name, text, labels=["model", "version", *labels])
-
-
-def name_counters(exposition: bytes) -> bytes:
-    """Say of Triton's counters that they are counters, in what the library has written."""
-    lines = exposition.split(b"\n")
-    mark, untyped = f"# TYPE {PREFIX}".encode(), b" untyped"
-    return b"\n".join(
-        line.removesuffix(untyped) + b" counter" if line.startswith(mark) and line.endswith(untyped) else line
-        for line in lines
-    )
 
 
 def _stage_microseconds(stage: Stage, totals: ModelTotals) -> int:

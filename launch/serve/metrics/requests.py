@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from launch.serve.metrics.totals import FrontTotals
 from launch.serve.metrics.triton import TritonMetrics
-from trtrun.outputs import CompletionDelta
-from trtrun.request_statistics import RequestStatistics
-from trtrun.sampling_params import LARGEST_COUNT
+from trtrun.core.outputs import CompletionDelta
+from trtrun.core.request_statistics import RequestStatistics
+from trtrun.core.sampling_params import LARGEST_COUNT
 
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)

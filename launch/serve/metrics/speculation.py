@@ -35,7 +35,7 @@ class SpeculationMetrics(Collector):
             ("vllm:prefix_cache_queries", "Prompt tokens looked up in the KV cache.", totals.num_looked_up_tokens),
             ("vllm:prefix_cache_hits", "Of these, those that were there.", totals.num_cached_tokens),
             ("vllm:num_preemptions", "Rows that gave their blocks to others.", totals.num_preemptions),
-            ("vllm:spec_decode_num_drafts", "Row rounds: rounds times the rows in them.", totals.num_row_rounds),
+            ("vllm:spec_decode_num_drafts", "Drafts verified: one a row and round that has one.", totals.num_drafts),
             ("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.", totals.num_draft_tokens),
             ("vllm:spec_decode_num_accepted_tokens", "Of these, accepted.", totals.num_accepted_draft_tokens),
         ):
@@ -64,7 +64,9 @@ class SpeculationMetrics(Collector):
 
     def _acceptance_length(self) -> Metric:
         family = HistogramMetricFamily(
-            "trtrun:acceptance_length", "Tokens that a round yields a row: accepted + 1.", labels=self._names
+            "trtrun:acceptance_length",
+            "Tokens that a round yields a row, with a draft or without: accepted + 1.",
+            labels=self._names,
         )
         counts = self._counts()
         buckets = [(str(float(length)), number) for length, number in enumerate(accumulate(counts), start=1)]

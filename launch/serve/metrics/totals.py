@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trtrun.outputs import CompletionDelta
-from trtrun.request_statistics import RequestStatistics
+from trtrun.core.outputs import CompletionDelta
+from trtrun.core.request_statistics import RequestStatistics
 
 _NOTHING = RequestStatistics()
 
@@ -20,6 +20,7 @@ class FrontTotals:
         num_cached_tokens: of these, those whose keys and values were there.
         num_tokens: generated.
         num_row_rounds: rounds summed over the rows that verified in them.
+        num_drafts: row rounds that verified a draft.
         num_draft_tokens, num_accepted_draft_tokens: verified in these, and kept.
         acceptance_histogram: how many row rounds kept 0, 1, … draft tokens.
         num_preemptions: rows that gave their blocks to others, and were computed again.
@@ -31,6 +32,7 @@ class FrontTotals:
     num_cached_tokens: int = 0
     num_tokens: int = 0
     num_row_rounds: int = 0
+    num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
@@ -48,6 +50,7 @@ class FrontTotals:
         self.num_tokens += len(delta.token_ids)
         self.num_cached_tokens += now.num_cached_prompt_tokens - before.num_cached_prompt_tokens
         self.num_row_rounds += now.num_rounds - before.num_rounds
+        self.num_drafts += now.num_drafts - before.num_drafts
         self.num_draft_tokens += now.num_draft_tokens - before.num_draft_tokens
         self.num_accepted_draft_tokens += now.num_accepted_draft_tokens - before.num_accepted_draft_tokens
         self.num_preemptions += now.num_preemptions - before.num_preemptions

@@ -14,7 +14,7 @@ from itertools import accumulate
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from launch.serve.messages import Ready, Status
+from launch.serve.engine.messages import Ready, Status
 from launch.serve.metrics.models import VERSION
 from launch.serve.metrics.totals import FrontTotals
 

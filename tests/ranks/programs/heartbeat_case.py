@@ -1,11 +1,12 @@
-"""A user's program over four ranks in which one rank stands still, as the environment says; the limits are in seconds.
+"""A user's program over three or four ranks in which one rank stands still, as the environment says. Limits are in
+seconds.
 
 HEARTBEAT_TARGET, HEARTBEAT_DRAFT: model directories. HEARTBEAT_LIMIT, HEARTBEAT_START: launch.heartbeat_seconds and
-launch.start_seconds. HEARTBEAT_RANK: which rank stands still. HEARTBEAT_KIND: how and where:
+launch.start_seconds. HEARTBEAT_RANK: which rank stands still; -2 is every rank. HEARTBEAT_KIND: how and where:
 
 - python, native: in the middle of a round, in Python or in a call that keeps the interpreter's lock.
 - layer: the same as python, in the middle of a forward.
-- slow: not for ever, but for the better part of the limit, in several rounds.
+- slow: not for ever, but for the better part of the limit, in several rounds; every rank in rounds of its own.
 - slow-layers: for as long in every layer of one forward.
 - endless: it does not; the text has no end.
 - wait: the program does nothing for longer than the limit, between two calls.
@@ -25,19 +26,20 @@ from typing import Any
 from mpi4py import MPI
 from pipelines import configuration, prompt_of
 
+from parallel.watchdog.addresses import listen
 from parallel.watchdog.heartbeat_server import HeartbeatServer
-from parallel.watchdog.message_socket import listen
 from trtrun import LLM, SamplingParams, open_llm
 from trtrun.engine.runner import Engine
 from trtrun.models.decoder import CausalLM, DecoderLayer
 from trtrun.models.weight_reader import WeightReader
-from trtrun.roles import startup
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.ahead.drafter import AheadDrafter
+from trtrun.start import startup
 
 RANK, KIND = int(os.environ["HEARTBEAT_RANK"]), os.environ["HEARTBEAT_KIND"]
+EVERY_RANK = -2
 LIMIT = float(os.environ["HEARTBEAT_LIMIT"])
-SLOW_ROUNDS = 4
+SLOW_ROUNDS = 2
 WARM_CALLS = 3
 """Warm-up verifies up to three times."""
 
@@ -71,7 +73,7 @@ def slow_forward() -> None:
         if calls != SLOW_FORWARD:
             return original(self, *arguments)
         started = time.monotonic()
-        change(DecoderLayer, "forward", lambda call: call <= len(self._layers), be_slow)
+        change(DecoderLayer, "attend", lambda call: call <= len(self._layers), be_slow)
         hidden = original(self, *arguments)
         print(f"a forward of {time.monotonic() - started:.1f} s", flush=True)
         return hidden
@@ -119,12 +121,15 @@ def stand_still() -> None:
     elif KIND == "slow-layers":
         slow_forward()
     elif KIND == "layer":
-        change(DecoderLayer, "forward", lambda call: time.monotonic() > began() + 1, stuck_in_python)
+        change(DecoderLayer, "attend", lambda call: time.monotonic() > began() + 1, stuck_in_python)
     elif KIND in ("python", "native", "slow"):
         what = {"python": stuck_in_python, "native": stuck_in_native_code, "slow": be_slow}[KIND]
-        owner, name = {0: (Scheduler, "schedule"), 1: (AheadDrafter, "propose")}.get(RANK, (Engine, "verify_forward"))
+        owner, name = {0: (Scheduler, "schedule"), 1: (AheadDrafter, "propose")}.get(
+            WORLD.rank, (Engine, "verify_forward")
+        )
         if KIND == "slow":
-            change(owner, name, lambda call: call % 3 == 0 and 3 < call <= 3 * SLOW_ROUNDS + 3, what)
+            turn = WORLD.rank % 4
+            change(owner, name, lambda call: call % 4 == turn and 4 <= call < 4 * SLOW_ROUNDS + 4, what)
         else:
             # Once rounds have run for a second, so that beats have told of some.
             change(owner, name, lambda call: call > WARM_CALLS and time.monotonic() > began() + 1, what)
@@ -148,12 +153,12 @@ def use(llm: LLM) -> None:
 
 WORLD = MPI.COMM_WORLD
 print("pids", *WORLD.allgather(os.getpid()), flush=True)
-if WORLD.rank == RANK:
+if RANK in (WORLD.rank, EVERY_RANK):
     stand_still()
 config = configuration(
     os.environ["HEARTBEAT_TARGET"],  # type: ignore[arg-type]
     os.environ["HEARTBEAT_DRAFT"],  # type: ignore[arg-type]
-    devices=(("cpu:0",), ("cpu:1", "cpu:2")),
+    devices=(("cpu:0",), ("cpu:1", "cpu:2")[: WORLD.size - 2]),
     kv_cache={"max_tokens": 70_000},
     scheduler={"max_batch_size": 2, "plans_ahead": int(os.environ.get("HEARTBEAT_PLANS_AHEAD", "0"))},
     launch={"heartbeat_seconds": LIMIT, "start_seconds": float(os.environ.get("HEARTBEAT_START", "120"))},

@@ -1,7 +1,8 @@
 """A user's program over several ranks that goes wrong as the environment says: which rank raises, or none.
 
-JOB_DRAFT, JOB_TARGET: model directories. JOB_FAILS: draft, target leader, target follower, orchestrator, program (the
-user's own code between two calls), kill 0 to kill 3 (that rank dies of SIGKILL in the middle of a text) or nothing.
+JOB_DRAFT, JOB_TARGET: model directories. JOB_TARGET_RANKS: ranks of the target, 1 or 2.
+JOB_FAILS: draft, target leader, target follower, orchestrator, program (the user's own code between two calls), kill 0
+to kill 3 (that rank dies of SIGKILL in the middle of a text) or nothing.
 JOB_STYLE: with (a context manager), bare (no context manager), forgotten (ends well, but never closes), catch (it
 catches the failure of a rank, twice, and goes on without the LLM).
 """
@@ -89,7 +90,7 @@ if failing == WORLD.rank:
 config = configuration(
     os.environ["JOB_TARGET"],  # type: ignore[arg-type]
     os.environ["JOB_DRAFT"],  # type: ignore[arg-type]
-    devices=(("cpu:0",), ("cpu:1", "cpu:2")),
+    devices=(("cpu:0",), ("cpu:1", "cpu:2")[: int(os.environ.get("JOB_TARGET_RANKS", "1"))]),
     kv_cache={"max_tokens": 70_000},
     scheduler={"max_batch_size": 2, "plans_ahead": int(os.environ.get("JOB_PLANS_AHEAD", "0"))},
 )

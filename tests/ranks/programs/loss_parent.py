@@ -12,7 +12,7 @@ from launch.mpi.rank_ends import RankEnds
 from launch.mpi.start_progress import StartWatch
 from launch.mpi.supervise import supervise
 from parallel.topology import Topology
-from trtrun.launch_config import LaunchSection
+from trtrun.configuration.launch_config import LaunchSection
 
 DRAFTS = int(os.environ.get("LOSS_DRAFTS", "1"))
 TOPOLOGY = Topology.from_devices([f"cpu:{index}" for index in range(DRAFTS)], [f"cpu:{DRAFTS}", f"cpu:{DRAFTS + 1}"])

@@ -29,8 +29,8 @@ from trtrun.kernels.cpu.attention_code import (
     tile_queries,
 )
 from trtrun.kernels.cpu.emitter import LANES
-from trtrun.kernels.cpu.machine import Kernel, compile_kernels, has_bfloat16_kernels
-from trtrun.kernels.rotation import rotate
+from trtrun.kernels.cpu.machine import Kernel, has_bfloat16_kernels, load_kernels
+from trtrun.kernels.cpu.rotation import rotate
 from trtrun.kvcache.segments import AttentionBatch
 
 _NO_WINDOW = 1 << 30
@@ -128,4 +128,4 @@ def takes_blocks(block_size: int) -> bool:
 
 @functools.cache
 def _kernel(head_dim: int) -> Kernel:
-    return compile_kernels(attention_module(head_dim, has_bfloat16_kernels()), KERNEL)[KERNEL]
+    return load_kernels(attention_module, head_dim, has_bfloat16_kernels(), names=(KERNEL,))[KERNEL]

@@ -16,9 +16,9 @@ from trtrun.kernels.cpu.byte_matmul import BlockedByteMatmul
 from trtrun.kernels.cpu.emitter import LANES
 from trtrun.kernels.cpu.fp8_matmul_code import ROW_SCALE_BYTES, fp8_matmul_module
 from trtrun.kernels.cpu.fp8_rounding_code import ROUND_ROWS, RoundingArguments, rounding_module
-from trtrun.kernels.cpu.machine import Kernel, compile_kernels, processor_name
+from trtrun.kernels.cpu.machine import Kernel, load_kernels, processor_name
 from trtrun.kernels.cpu.matmul_code import KERNEL, prefetch_for
-from trtrun.kernels.torch_fp8 import round_activations
+from trtrun.kernels.torch.fp8 import round_activations
 
 _ALONE = 16 * 1024
 """Numbers up to which one thread rounds faster than several wake (as in fused.py)."""
@@ -70,10 +70,10 @@ def _with_scales(x: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _kernel(scales_rows: bool) -> Kernel:
-    module = fp8_matmul_module(prefetch_for(processor_name()), scales_rows=scales_rows)
-    return compile_kernels(module, KERNEL)[KERNEL]
+    prefetch = prefetch_for(processor_name())
+    return load_kernels(fp8_matmul_module, prefetch, scales_rows=scales_rows, names=(KERNEL,))[KERNEL]
 
 
 @functools.cache
 def _rounding() -> Kernel:
-    return compile_kernels(rounding_module(), ROUND_ROWS)[ROUND_ROWS]
+    return load_kernels(rounding_module, names=(ROUND_ROWS,))[ROUND_ROWS]

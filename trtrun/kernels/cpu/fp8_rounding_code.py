@@ -1,6 +1,6 @@
 """The code of rounding activations to E4M3 in fp8_matmul.py, as LLVM IR.
 
-It knows instructions. It does not know tensors. How numbers are rounded is told in trtrun.kernels.torch_fp8, which this
+It knows instructions. It does not know tensors. How numbers are rounded is told in trtrun.kernels.torch.fp8, which this
 follows bit for bit.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from trtrun.kernels.cpu.emitter import LANES, Emitter, count
 from trtrun.kernels.cpu.machine import NUM_THREADS, THREAD_NUMBER
-from trtrun.kernels.torch_fp8 import EXPONENT, LARGEST, LEAST_EXPONENT, SMALLEST_SCALE, TO_STEP
+from trtrun.kernels.torch.fp8 import EXPONENT, LARGEST, LEAST_EXPONENT, SMALLEST_SCALE, TO_STEP
 
 if TYPE_CHECKING:
     from llvmlite import ir

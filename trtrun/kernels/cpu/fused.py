@@ -15,7 +15,7 @@ import torch
 
 from trtrun.kernels.cpu.emitter import LANES
 from trtrun.kernels.cpu.fused_code import NORMALISE, ROTATE, SILU_AND_MULTIPLY, Arguments, fused_module
-from trtrun.kernels.cpu.machine import Kernel, compile_kernels, has_bfloat16_kernels
+from trtrun.kernels.cpu.machine import Kernel, has_bfloat16_kernels, load_kernels
 
 _ALONE = 16 * 1024
 """Numbers up to which one thread is faster than waking others (measured: a microsecond or two)."""
@@ -82,4 +82,4 @@ def _run(name: str, arguments: Arguments, output: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _kernels() -> dict[str, Kernel]:
-    return compile_kernels(fused_module(), NORMALISE, SILU_AND_MULTIPLY, ROTATE)
+    return load_kernels(fused_module, names=(NORMALISE, SILU_AND_MULTIPLY, ROTATE))

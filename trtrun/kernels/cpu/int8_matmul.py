@@ -12,7 +12,7 @@ import torch
 
 from trtrun.kernels.cpu.byte_matmul import BlockedByteMatmul
 from trtrun.kernels.cpu.int8_matmul_code import int8_matmul_module
-from trtrun.kernels.cpu.machine import Kernel, compile_kernels, processor_name
+from trtrun.kernels.cpu.machine import Kernel, load_kernels, processor_name
 from trtrun.kernels.cpu.matmul_code import KERNEL, prefetch_for
 
 
@@ -31,4 +31,4 @@ class BlockedInt8Matmul(BlockedByteMatmul):
 
 @functools.cache
 def _kernel() -> Kernel:
-    return compile_kernels(int8_matmul_module(prefetch_for(processor_name())), KERNEL)[KERNEL]
+    return load_kernels(int8_matmul_module, prefetch_for(processor_name()), names=(KERNEL,))[KERNEL]

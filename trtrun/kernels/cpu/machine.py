@@ -11,17 +11,29 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from trtrun.environment import CPU_LIMIT, CPU_LIMITS
+from trtrun.errors import ConfigError
+from trtrun.kernels.cpu.object_cache import read_object, write_object
 
 if TYPE_CHECKING:
     from llvmlite import ir
 
 Kernel = Callable[[int, int], None]
 """Called with the address of the arguments and the number of threads; returns when all of them are done."""
+
+Kernels = dict[str, Kernel]
+"""By their names."""
+
+_BEYOND = {"avx2": ("amx", "avx10", "avx512"), "avx512": ("amx", "avx10", "avx512bf16", "avx512fp16")}
+"""Beginnings of the names of features that each limit rules out."""
 
 THREAD_NUMBER, NUM_THREADS, BARRIER = "omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier"
 """Functions of the OpenMP library that a kernel may declare: the first two return int32, the last waits for all."""
@@ -53,11 +65,23 @@ def _has_features(*names: str) -> bool:
 
 
 def _processor_features() -> dict[str, bool]:
+    """What the processor has and may use, by LLVM's names; nothing where there is no llvmlite.
+
+    Raises:
+        ConfigError: an unknown limit.
+    """
     try:
         import llvmlite.binding as llvm
     except ImportError:
         return {}
-    return dict(llvm.get_host_cpu_features())
+    features = dict(llvm.get_host_cpu_features())
+    limit = os.environ.get(CPU_LIMIT, "")
+    if limit and limit not in CPU_LIMITS:
+        raise ConfigError(f"{CPU_LIMIT} is {limit!r}: set it to {' or '.join(CPU_LIMITS)}, or not at all")
+    for name in features:
+        if limit and name.startswith(_BEYOND[limit]):
+            features[name] = False
+    return features
 
 
 def processor_name() -> str:
@@ -78,18 +102,37 @@ def _openmp() -> ctypes.CDLL | None:
         return None
 
 
-def compile_kernels(module: ir.Module, *names: str) -> dict[str, Kernel]:
+def load_kernels(
+    make: Callable[..., ir.Module], *arguments: Hashable, names: Sequence[str], **named: Hashable
+) -> Kernels:
+    """Functions of a module for this processor: as they were compiled before (`object_cache`), or compiled now.
+
+    Args:
+        make: makes the module; one of this package's functions.
+        arguments, named: what it gets; their `repr` tells them from others.
+        names: of the functions.
+    """
+    processor, features = _target()
+    told = (make.__module__, make.__qualname__, repr(arguments), repr(sorted(named.items())), processor, features)
+    key = hashlib.sha256("\0".join((_versions(), *told)).encode()).hexdigest()
+    compiled = read_object(key)
+    if compiled is None:
+        compiled = _compile(make(*arguments, **named))
+        write_object(key, compiled)
+    return _link(compiled, names)
+
+
+def compile_kernels(module: ir.Module, *names: str) -> Kernels:
     """Compile `module` for this processor and return its functions `names`. Needs `has_bfloat16_kernels`, or what else
     says that the module's code runs here."""
+    return _link(_compile(module), names)
+
+
+def _compile(module: ir.Module) -> bytes:
+    """The object file of a module."""
     import llvmlite.binding as llvm
 
-    library = _openmp()
-    assert library is not None
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=processor_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
-    )
+    machine = _target_machine()
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
     # Kernels come with their loops unrolled and their registers counted: a whole pipeline of passes only takes time.
@@ -100,18 +143,55 @@ def compile_kernels(module: ir.Module, *names: str) -> dict[str, Kernel]:
     for function in parsed.functions:
         if not function.is_declaration:
             passes.run(function, builder)
-    engine = llvm.create_mcjit_compiler(parsed, machine)
-    declared = {function.name: function for function in parsed.functions if function.is_declaration}
-    for symbol in (THREAD_NUMBER, NUM_THREADS, BARRIER):
-        if symbol in declared:
-            address = ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
-            engine.add_global_mapping(declared[symbol], address)
+    return bytes(machine.emit_object(parsed))
+
+
+def _link(compiled: bytes, names: Sequence[str]) -> Kernels:
+    """Functions of an object file, in this process."""
+    import llvmlite.binding as llvm
+
+    library = _openmp()
+    assert library is not None
+    # What an object calls is bound by declarations, of which a module without code has any.
+    declarations = "\n".join(f"declare void @{symbol}()" for symbol in (THREAD_NUMBER, NUM_THREADS, BARRIER))
+    declared = llvm.parse_assembly(declarations)
+    engine = llvm.create_mcjit_compiler(declared, _target_machine())
+    for function in declared.functions:
+        engine.add_global_mapping(function, ctypes.cast(getattr(library, function.name), ctypes.c_void_p).value)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(compiled))
     engine.finalize_object()
     _ENGINES.append(engine)
     enter = library.GOMP_parallel
     enter.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     enter.restype = None
     return {name: _kernel(enter, engine.get_function_address(name)) for name in names}
+
+
+def _target() -> tuple[str, str]:
+    """The processor that code is made for, and its features, as LLVM's machines take them."""
+    import llvmlite.binding as llvm
+
+    return processor_name(), llvm.FeatureMap(_processor_features()).flatten()
+
+
+def _target_machine() -> Any:
+    import llvmlite.binding as llvm
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    processor, features = _target()
+    return llvm.Target.from_default_triple().create_target_machine(cpu=processor, features=features, opt=3)
+
+
+@functools.cache
+def _versions() -> str:
+    """Tells what makes code of modules, and these themselves, from what other versions of both do."""
+    import llvmlite
+    import llvmlite.binding as llvm
+
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    written = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
+    return f"{llvmlite.__version__} {llvm.llvm_version_info} {written}"
 
 
 def _kernel(enter: Callable[[int, int, int, int], None], address: int) -> Kernel:

@@ -20,7 +20,7 @@ import functools
 import torch
 from torch.nn import functional
 
-from trtrun.kernels.cpu.machine import Kernel, compile_kernels, processor_name
+from trtrun.kernels.cpu.machine import Kernel, load_kernels, processor_name
 from trtrun.kernels.cpu.matmul_code import BLOCK, KERNEL, STRETCH, TILE_ROWS, Arguments, matmul_module, prefetch_for
 
 _CACHED_NUMBERS = 2**19
@@ -114,4 +114,4 @@ def can_block(weight: torch.Tensor) -> bool:
 
 @functools.cache
 def _kernel() -> Kernel:
-    return compile_kernels(matmul_module(prefetch_for(processor_name())), KERNEL)[KERNEL]
+    return load_kernels(matmul_module, prefetch_for(processor_name()), names=(KERNEL,))[KERNEL]

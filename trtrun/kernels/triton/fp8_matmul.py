@@ -24,7 +24,7 @@ import triton.language as tl
 from trtrun.kernels.rounded_rows import Activations, RoundedRows
 from trtrun.kernels.triton.early_launch import begin, early, fetch, lines_of
 from trtrun.kernels.triton.fp8_rounding import round_activations
-from trtrun.kernels.triton.fp8_stream.choice import Streamed
+from trtrun.kernels.triton.fp8_stream.suitability import Streamed
 from trtrun.kernels.triton.support import multiprocessors, shared_bytes
 
 _GROUP = 128

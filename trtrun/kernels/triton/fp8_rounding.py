@@ -1,6 +1,6 @@
 """Rounding rows of activations to E4M3 in Triton: a function for kernels that have a whole row, and one such kernel.
 
-It rounds as trtrun.kernels.torch_fp8 does, bit for bit. It knows rows; it does not know when Triton can be used (see
+It rounds as trtrun.kernels.torch.fp8 does, bit for bit. It knows rows; it does not know when Triton can be used (see
 support.py).
 """
 
@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels import torch_fp8
 from trtrun.kernels.rounded_rows import RoundedRows
+from trtrun.kernels.torch import fp8 as torch_fp8
 from trtrun.kernels.triton.early_launch import begin, early
 
 _ALIGNED = 16

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels.torch_int8 import TorchInt8Matmul
+from trtrun.kernels.torch.int8 import TorchInt8Matmul
 
 _MOST_ROWS = 64
 """Beyond them the product is arithmetic: widening the whole weight once and leaving it to cuBLAS is then faster."""

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-from trtrun.kernels.cublas import forbid_split_sums
-from trtrun.kernels.graph_capture import capturing
+from trtrun.kernels.torch.cublas import forbid_split_sums
+from trtrun.kernels.torch.graph_capture import capturing
 from trtrun.kernels.triton.early_launch import begin, early, fetch, lines_of
 from trtrun.kernels.triton.support import multiprocessors, shared_bytes
 

@@ -19,7 +19,7 @@ from trtrun.kernels.triton.attention_shares import combine_kernel, merge, power
 from trtrun.kernels.triton.attention_tiles import LARGEST_TILE, MOST_SPLIT, choose_tiling
 from trtrun.kernels.triton.early_launch import begin, early
 from trtrun.kernels.triton.paged_store import rotate_and_write
-from trtrun.kernels.triton.prompts.choice import is_chosen
+from trtrun.kernels.triton.prompts.suitability import is_chosen
 from trtrun.kernels.triton.support import multiprocessors, shared_bytes
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import copy_plain_tokens

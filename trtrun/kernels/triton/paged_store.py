@@ -1,7 +1,7 @@
 """Writing keys and values to the paged KV store, as Triton kernels for CUDA, with the rotation before it.
 
-Rotation rounds where the torch operations of `trtrun.kernels.rotation` round. It knows tensors; it does not know who
-attends.
+Rotation rounds where the torch operations of `trtrun.kernels.cpu.rotation` round. It knows tensors; it does not know
+who attends.
 """
 
 from __future__ import annotations

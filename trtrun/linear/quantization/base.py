@@ -1,9 +1,11 @@
 """What a quantization is: one class that says which tensors a linear layer has, loads them, and multiplies with them.
 
-A new one is one file here that registers itself: `create` (tensors, shapes and dtypes, from which sizes are counted and
-files checked), `load` (from the checkpoint: a dense weight, rounded as it is read, or tensors of its own) and `apply`
-(the fastest product on the tensors' device). Loading, sizing and the layer ask it and never look at what it holds.
-This module knows shapes, dtypes and devices. It does not know models, files or any product.
+A new one is one file here that registers itself: `stored` and `create` (tensors, shapes and dtypes, from which files
+are checked and sizes counted), `load` (from the checkpoint: a dense weight, rounded as it is read, or tensors of its
+own) and `apply` (the fastest product on the tensors' device). Loading, sizing and the layer ask it and never look at
+what it holds. `check` and `stored` are asked before any rank starts, by a process that does without torch: a
+quantization imports torch, and its kernels, only where tensors are held. This module knows shapes, dtypes and devices.
+It does not know models, files or any product.
 """
 
 from __future__ import annotations
@@ -11,17 +13,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from trtrun.errors import ConfigError
 from trtrun.registry import Registry
 
-Tensors = Mapping[str, torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+
+Tensors = Mapping[str, "torch.Tensor"]
 """What a layer's weight is held in, by the names that `create` gives."""
 
-Product = Callable[[torch.Tensor], torch.Tensor]
+Product = Callable[["torch.Tensor"], "torch.Tensor"]
 """x [rows, in] → x @ weight.T + bias [rows, out], in x's dtype.
 
 One that rounds rows of x may have a `takes_rounded_rows` that is true: it takes RoundedRows (trtrun.kernels), too.
@@ -77,22 +80,9 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class LinearTensors:
-    """What `create` answers.
-
-    Attributes:
-        held: what stays on the device, by name.
-        stored: what is read of the checkpoint for it. Every name and shape is checked before the first weight is read.
-    """
-
-    held: Mapping[str, TensorSpec]
-    stored: Sequence[TensorSlice]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of what is held."""
-        return sum(spec.num_bytes for spec in self.held.values())
+def count_bytes(held: Mapping[str, TensorSpec]) -> int:
+    """Bytes of what `create` answers."""
+    return sum(spec.num_bytes for spec in held.values())
 
 
 class WeightSource(Protocol):
@@ -112,7 +102,7 @@ class WeightSource(Protocol):
         ...
 
     def read(self, stored: TensorSlice) -> torch.Tensor:
-        """One of `LinearTensors.stored` in the file's dtype on the layer's device."""
+        """One of `Quantization.stored` in the file's dtype on the layer's device."""
         ...
 
 
@@ -135,16 +125,23 @@ class Quantization(Protocol):
         """See the class."""
         ...
 
-    def check(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Raise ConfigError where activations of `dtype` on `device` cannot be multiplied with such weights."""
+    def check(self, dtype: str, device_type: str) -> None:
+        """Raise ConfigError where activations of a dtype, by name, cannot be multiplied with such weights on a type of
+        device."""
         ...
 
     def keeps_dense(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Whether layers multiply with the dense weight itself, so that tied embeddings are the same tensor."""
         ...
 
-    def create(self, weight: LinearWeight, dtype: torch.dtype) -> LinearTensors:
-        """The tensors of a layer with `weight`, for activations of `dtype`. Host arithmetic; nothing is allocated."""
+    def stored(self, weight: LinearWeight) -> Sequence[TensorSlice]:
+        """What is read of the checkpoint for a layer with `weight`. Every name and shape is checked before the first
+        weight is read."""
+        ...
+
+    def create(self, weight: LinearWeight, dtype: torch.dtype) -> Mapping[str, TensorSpec]:
+        """The tensors of a layer with `weight` that stay on the device, by name, for activations of `dtype`. Host
+        arithmetic; nothing is allocated."""
         ...
 
     def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
@@ -173,7 +170,7 @@ class Quantization(Protocol):
 
 QUANTIZATIONS: Registry[Quantization] = Registry("quantization")
 
-_DTYPES = {"cpu": (torch.bfloat16,), "cuda": (torch.bfloat16, torch.float16)}
+_DTYPES = {"cpu": ("bfloat16",), "cuda": ("bfloat16", "float16")}
 
 
 def find_quantization(name: str, *, for_target: bool) -> Quantization:
@@ -196,14 +193,14 @@ def of_head(quantization: Quantization) -> Quantization:
     return quantization if quantization.takes_head else QUANTIZATIONS.get("none")
 
 
-def check_half_precision(name: str, dtype: torch.dtype, device: torch.device) -> None:
+def check_half_precision(name: str, dtype: str, device_type: str) -> None:
     """For quantizations whose products are bfloat16's on CPUs, and float16's, too, on GPUs.
 
     Raises:
         ConfigError: another dtype, in which they would run slower than unquantized.
     """
-    if dtype not in _DTYPES[device.type]:
+    if dtype not in _DTYPES[device_type]:
         raise ConfigError(
-            f"quantization {name} computes in bfloat16{' or float16' if device.type == 'cuda' else ''}, not in "
-            f"{str(dtype).removeprefix('torch.')}: set dtype to bfloat16 or quantization to none"
+            f"quantization {name} computes in {' or '.join(_DTYPES[device_type])}, not in {dtype}: set dtype to "
+            "bfloat16 or quantization to none"
         )

@@ -3,7 +3,7 @@
 Products, by device and dtype:
 
 - CPU, bfloat16, on processors with AVX-512 BF16: trtrun's own kernel (trtrun.kernels.cpu.matmul).
-- CPU, float32, and bfloat16 elsewhere: oneDNN with the weight packed once (trtrun.kernels.onednn_matmul).
+- CPU, float32, and bfloat16 elsewhere: oneDNN with the weight packed once (trtrun.kernels.cpu.onednn_matmul).
 - CPU, float16, and builds of torch without oneDNN: `F.linear`.
 - CUDA, bfloat16 and float16, with Triton: a kernel and cuBLASLt that give a row the same bits in any company
   (trtrun.kernels.triton.matmul).
@@ -14,24 +14,21 @@ It knows one weight and its products. It does not know how these work.
 
 from __future__ import annotations
 
-import torch
-from torch.nn import functional
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from trtrun.kernels.cpu.machine import has_bfloat16_kernels
-from trtrun.kernels.cpu.matmul import BlockedMatmul, can_block
-from trtrun.kernels.onednn_matmul import OneDnnMatmul, can_pack
-from trtrun.kernels.triton.support import triton_works
 from trtrun.linear.quantization.base import (
     QUANTIZATIONS,
-    LinearTensors,
     LinearWeight,
     Product,
     Tensors,
+    TensorSlice,
     TensorSpec,
     WeightSource,
 )
 
-_HALF = (torch.bfloat16, torch.float16)
+if TYPE_CHECKING:
+    import torch
 
 
 class Dense:
@@ -40,16 +37,22 @@ class Dense:
     takes_head = True
     fits_targets = True
 
-    def check(self, dtype: torch.dtype, device: torch.device) -> None:
+    def check(self, dtype: str, device_type: str) -> None:
         """Any dtype on any device."""
 
     def keeps_dense(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Wherever the weight is not packed; that depends on device and dtype alone."""
+        from trtrun.kernels.cpu.onednn_matmul import can_pack
+
         return not can_pack(device, dtype)
 
-    def create(self, weight: LinearWeight, dtype: torch.dtype) -> LinearTensors:
+    def stored(self, weight: LinearWeight) -> Sequence[TensorSlice]:
         """See `Quantization`."""
-        return LinearTensors({"weight": TensorSpec(weight.shape, dtype)}, weight.parts)
+        return weight.parts
+
+    def create(self, weight: LinearWeight, dtype: torch.dtype) -> Mapping[str, TensorSpec]:
+        """See `Quantization`."""
+        return {"weight": TensorSpec(weight.shape, dtype)}
 
     def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
         """See `Quantization`. What oneDNN pads is little."""
@@ -61,8 +64,16 @@ class Dense:
 
     def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """See `Quantization`."""
+        import torch
+        from torch.nn import functional
+
+        from trtrun.kernels.cpu.machine import has_bfloat16_kernels
+        from trtrun.kernels.cpu.matmul import BlockedMatmul, can_block
+        from trtrun.kernels.cpu.onednn_matmul import OneDnnMatmul, can_pack
+        from trtrun.kernels.triton.support import triton_works
+
         weight = tensors["weight"]
-        if weight.dtype in _HALF and triton_works(weight.device.type):
+        if weight.dtype in (torch.bfloat16, torch.float16) and triton_works(weight.device.type):
             from trtrun.kernels.triton.matmul import TritonMatmul
 
             return TritonMatmul(weight, bias)

@@ -14,35 +14,32 @@ Products, by device:
 
 - CUDA with Triton, on GPUs that multiply E4M3 (8.9, and from 9.0 on): trtrun.kernels.triton.fp8_matmul.
 - CPU with AVX-512 BF16: trtrun.kernels.cpu.fp8_matmul.
-- anything else: torch's operations (trtrun.kernels.torch_fp8), right anywhere.
+- anything else: torch's operations (trtrun.kernels.torch.fp8), right anywhere.
 
 It knows one weight and its products. It does not know how these work.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from trtrun.kernels.cpu.fp8_matmul import BlockedFp8Matmul
-from trtrun.kernels.cpu.machine import has_bfloat16_kernels
-from trtrun.kernels.torch_fp8 import TorchFp8Matmul, round_rows
-from trtrun.kernels.triton.support import multiplies_fp8, triton_works
 from trtrun.linear.quantization.base import (
     QUANTIZATIONS,
-    LinearTensors,
     LinearWeight,
     Product,
     Tensors,
+    TensorSlice,
     TensorSpec,
     WeightSource,
     check_half_precision,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 _ROW_BYTES = 32
 """Beside the codes of a rounded row: its scale, and what aligns them."""
-
-_NUMBERS_AT_A_TIME = 1 << 20
-"""Numbers whose float32 copies exist at once: 4 MiB each."""
 
 
 class Fp8:
@@ -61,24 +58,31 @@ class Fp8:
         self._rounds_activations = rounds_activations
         self.takes_head = takes_head
 
-    def check(self, dtype: torch.dtype, device: torch.device) -> None:
+    def check(self, dtype: str, device_type: str) -> None:
         """bfloat16 on CPUs; on GPUs float16, too."""
-        check_half_precision(self._name, dtype, device)
+        check_half_precision(self._name, dtype, device_type)
 
     def keeps_dense(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Never."""
         return False
 
-    def create(self, weight: LinearWeight, dtype: torch.dtype) -> LinearTensors:
+    def stored(self, weight: LinearWeight) -> Sequence[TensorSlice]:
         """See `Quantization`."""
-        held = {
+        return weight.parts
+
+    def create(self, weight: LinearWeight, dtype: torch.dtype) -> Mapping[str, TensorSpec]:
+        """See `Quantization`."""
+        import torch
+
+        return {
             "codes": TensorSpec(weight.shape, torch.float8_e4m3fn),
             "scale": TensorSpec(weight.shape[:1], torch.float32),
         }
-        return LinearTensors(held, weight.parts)
 
     def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
         """See `Quantization`: rounded activations on GPUs; on CPUs what rounding takes, or torch's operations."""
+        from trtrun.kernels.torch.fp8 import TorchFp8Matmul
+
         inputs = weight.shape[1]
         if device_type == "cuda":
             return rows * (inputs + _ROW_BYTES)
@@ -86,10 +90,17 @@ class Fp8:
 
     def load(self, source: WeightSource) -> Tensors:
         """See `Quantization`."""
+        from trtrun.kernels.torch.fp8 import quantize
+
         return quantize(source.dense())
 
     def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """See `Quantization`. Rows are bit-equal in any company on all devices."""
+        from trtrun.kernels.cpu.fp8_matmul import BlockedFp8Matmul
+        from trtrun.kernels.cpu.machine import has_bfloat16_kernels
+        from trtrun.kernels.torch.fp8 import TorchFp8Matmul
+        from trtrun.kernels.triton.support import multiplies_fp8, triton_works
+
         codes, scale, rounds = tensors["codes"], tensors["scale"], self._rounds_activations
         if triton_works(codes.device.type) and multiplies_fp8(codes.device):
             from trtrun.kernels.triton.fp8_matmul import TritonFp8Matmul
@@ -98,17 +109,6 @@ class Fp8:
         if codes.device.type == "cpu" and codes.shape[1] % 2 == 0 and has_bfloat16_kernels():
             return BlockedFp8Matmul(codes, scale, bias, rounds_activations=rounds)
         return TorchFp8Matmul(codes, scale, bias, rounds_activations=rounds)
-
-
-def quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """weight [out, in] of any float dtype, all finite → codes [out, in] E4M3 and scale [out] float32 on its device."""
-    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
-    rows = max(1, _NUMBERS_AT_A_TIME // weight.shape[1])
-    for start in range(0, weight.shape[0], rows):
-        part = slice(start, start + rows)
-        codes[part], scale[part] = round_rows(weight[part])
-    return {"codes": codes, "scale": scale}
 
 
 QUANTIZATIONS.register("fp8")(Fp8("fp8", rounds_activations=True))

@@ -17,7 +17,7 @@ from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
 from trtrun.speculation.ahead.fan_out import MOST_RANKS
-from trtrun.speculation.protocols import AheadEngine, Step
+from trtrun.speculation.protocols import DraftEngine, PreparedStep
 from trtrun.tensors import device_integers, kept_integers
 
 NUM_RANKED = MOST_RANKS + 1
@@ -39,10 +39,10 @@ class Chosen:
     probs: Tensor | None
 
 
-class Chains(Generic[Step]):
+class Chains(Generic[PreparedStep]):
     """Runs them on one engine."""
 
-    def __init__(self, engine: AheadEngine[Step], vocab_size: int, use_logits: bool) -> None:
+    def __init__(self, engine: DraftEngine[PreparedStep], vocab_size: int, use_logits: bool) -> None:
         """Choose among the first `vocab_size` ids; with `use_logits` from a stream of the draft's own, with
         distributions."""
         self._engine = engine

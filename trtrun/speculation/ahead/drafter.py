@@ -18,31 +18,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trtrun.core import HostDraft, HostVerdict, RoundPlan
+from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.speculation.ahead.chains import Chains
 from trtrun.speculation.ahead.fan_out import FanOut
 from trtrun.speculation.ahead.guess_space import GuessSpace
 from trtrun.speculation.ahead.guessing import Guesser
 from trtrun.speculation.ahead.paths import Guesses, RowPath
+from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.given_drafts import HostGivenDrafts
-from trtrun.speculation.protocols import AheadEngine, Step
+from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
 from trtrun.tensors import device_integers, inference, kept_integers
 
 
-class AheadDrafter(Generic[Step]):
-    """Proposes for the plan's decode rows, and foresees. On each of the draft ranks, all of which do the same."""
+class AheadDrafter(Drafter, Generic[PreparedStep]):
+    """Proposes for the plan's decode rows, and foresees. On draft ranks of their own; drafts and verdicts are on the
+    host."""
+
+    drafts_ahead = True
 
     def __init__(
         self,
-        engine: AheadEngine[Step],
+        engine: DraftEngine[PreparedStep],
         target_vocab_size: int,
         draft_len: int,
         use_logits: bool,
         space: GuessSpace,
+        guess_steps: Sequence[int] = (),
     ) -> None:
         """Draft up to `draft_len` tokens with `engine`, whose vocabulary may be padded differently from the target's.
 
-        With `use_logits` sampled rows have draft_probs.
+        With `use_logits` sampled rows have draft_probs. `guess_steps` are numbers of guesses that rounds may have.
         """
         self._engine = engine
         self._target_vocab_size = target_vocab_size
@@ -52,6 +57,7 @@ class AheadDrafter(Generic[Step]):
         self._draft_len = draft_len
         self._use_logits = use_logits
         self._space = space
+        self._guess_steps = guess_steps
         self._fan_out = FanOut(draft_len)
         self._guesser = Guesser(engine, self._chains, space, self._fan_out)
         self._paths: dict[int, RowPath] = {}
@@ -64,15 +70,15 @@ class AheadDrafter(Generic[Step]):
         self._has_given: set[int] = set()
 
     @property
-    def engine(self) -> AheadEngine[Step]:
-        """The draft engine."""
-        return self._engine
+    def rows(self) -> Rows:
+        """See Drafter."""
+        return self._engine.rows
 
     @inference
-    def warm_up(self, guess_steps: Sequence[int], draft_lens: Collection[int]) -> None:
-        """First use of what rounds run, with so many guesses and each draft_len, and of a fresh draft of one row. It
-        writes to the null block alone."""
-        guesses = {(count, steps) for count in guess_steps for steps in draft_lens}
+    def warm_up(self, draft_lens: Collection[int]) -> None:
+        """See Drafter: chains of all numbers of guesses, and a fresh draft of one row. It writes to the null block
+        alone."""
+        guesses = {(count, steps) for count in self._guess_steps for steps in draft_lens}
         for count, steps in sorted({(1, self._draft_len - 1), *guesses}, reverse=True):
             if steps:
                 self._chains.warm_up(count, steps)
@@ -92,8 +98,8 @@ class AheadDrafter(Generic[Step]):
                 self._last_prompt_tokens[admission.row] = int(admission.tokens[-1])
 
     @inference
-    def propose(self, plan: RoundPlan) -> HostDraft:
-        """The draft of every decode row: foreseen, made now, or none.
+    def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
+        """See Drafter. A row's draft was foreseen, is made now, or there is none. Tokens are on the host.
 
         Without draft_probs one is made now where so many rows have none that it pays (`plan.redraft_from`). With them
         it always is, as the tokens of a seed depend on the draft there.
@@ -106,10 +112,17 @@ class AheadDrafter(Generic[Step]):
         if missing and (self._use_logits or len(missing) >= plan.redraft_from):
             self._draft_now(missing)
         drafts = [self._paths[row].draft if row in asked else [] for row in rows]
-        foreseen = [bool(draft) and row not in missing for row, draft in zip(rows, drafts, strict=True)]
-        return HostDraft(plan.round_index, drafts, foreseen)
+        counts, width = list(map(len, drafts)), max(map(len, drafts), default=0)
+        padded = [[*draft, *[0] * (width - len(draft))] for draft in drafts]
+        foreseen = [int(bool(draft) and row not in missing) for row, draft in zip(rows, drafts, strict=True)]
+        return Draft(
+            torch.tensor(padded, dtype=torch.int64).view(len(rows), width),
+            torch.tensor(counts, dtype=torch.int64),
+            self._draft_probs(plan, probability_rows),
+            torch.tensor(foreseen, dtype=torch.int64),
+        )
 
-    def draft_probs(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Tensor | None:
+    def _draft_probs(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Tensor | None:
         """[rows, draft_len, target vocab] float32: the distributions that the drafts of these decode rows were drawn
         from, zeros behind a shorter draft; None without rows."""
         if not probability_rows:
@@ -124,16 +137,8 @@ class AheadDrafter(Generic[Step]):
         return probs
 
     @inference
-    def anticipate(self, plan: RoundPlan, *, guesses: bool = True) -> int:
-        """Feed the prompts of the round, and draft for its likely verdicts, until all of it is known on the host.
-
-        Args:
-            plan: the round's plan.
-            guesses: False leaves the guesses out.
-
-        Returns:
-            How many verdicts were guessed.
-        """
+    def anticipate(self, plan: RoundPlan, *, guesses: bool) -> int:
+        """See Drafter: it feeds the prompts of the round, too, and waits until all of it is known on the host."""
         most = min(plan.num_guesses, self._space.most_guesses) if guesses else 0
         self._move()
         self._guesses = Guesses()
@@ -161,11 +166,15 @@ class AheadDrafter(Generic[Step]):
         return len(self._guesses.listed)
 
     @inference
-    def learn(self, plan: RoundPlan, verdict: HostVerdict) -> None:
-        """Take in what the target decided for the plan's sampled rows, and look for it among the guesses."""
-        self._write_history(plan.sampled_rows, verdict.tokens)
+    def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
+        """See Drafter: it looks for the verdict among its guesses."""
+        if verdict is None:
+            return
+        counts = verdict.num_tokens.tolist()
+        gained = [of_row[:count] for of_row, count in zip(verdict.tokens.tolist(), counts, strict=True)]
+        self._write_history(plan.sampled_rows, gained)
         self._hits.clear()
-        for row, tokens in zip(plan.sampled_rows, verdict.tokens, strict=True):
+        for row, tokens in zip(plan.sampled_rows, gained, strict=True):
             path = self._paths.get(row)
             if path is not None and tokens:
                 self._given.learn(row, path.length, tokens)
@@ -185,11 +194,11 @@ class AheadDrafter(Generic[Step]):
             self._engine.rows.write_tokens(own, lengths, tokens_of)
 
     def hit_chances(self) -> list[float]:
-        """How likely a verdict on a whole draft is among one row's guesses, by their number from 1 on."""
+        """See Drafter."""
         return self._fan_out.hit_chances(self._draft_len)
 
     def close(self) -> None:
-        """Give back what must not outlive the communicators."""
+        """See Drafter."""
         self._engine.close()
 
     def _learn_row(self, row: int, path: RowPath, num_accepted: int, token: int) -> None:

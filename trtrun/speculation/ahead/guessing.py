@@ -18,7 +18,7 @@ from trtrun.speculation.ahead.chains import Chains, Chosen
 from trtrun.speculation.ahead.fan_out import MOST_RANKS, FanOut
 from trtrun.speculation.ahead.guess_space import GuessSpace
 from trtrun.speculation.ahead.paths import Guess, Guesses, RowPath
-from trtrun.speculation.protocols import AheadEngine, Step
+from trtrun.speculation.protocols import DraftEngine, PreparedStep
 from trtrun.tensors import device_integers
 
 _ON_DEVICE = -1
@@ -33,10 +33,12 @@ class _Wanted(NamedTuple):
     rank: int
 
 
-class Guesser(Generic[Step]):
+class Guesser(Generic[PreparedStep]):
     """Makes the guesses of rounds, and their drafts, in rows and blocks of their own."""
 
-    def __init__(self, engine: AheadEngine[Step], chains: Chains[Step], space: GuessSpace, fan_out: FanOut) -> None:
+    def __init__(
+        self, engine: DraftEngine[PreparedStep], chains: Chains[PreparedStep], space: GuessSpace, fan_out: FanOut
+    ) -> None:
         """Guess as many as `space` holds, shared out by `fan_out`; `chains` are of the same engine."""
         self._engine = engine
         self._chains = chains

@@ -11,17 +11,18 @@ from typing import Generic
 
 import torch
 
-from trtrun.core import Draft, RoundPlan
+from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
-from trtrun.speculation.drafter import DRAFTERS, Drafter, Workplace
+from trtrun.speculation.ahead.drafter import AheadDrafter
+from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.given_drafts import GivenDrafts, with_certain_tokens
-from trtrun.speculation.protocols import DraftEngine, Rows, Step
+from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
 from trtrun.tensors import inference, kept_integers, kept_range
 
 
-class DraftModelDrafter(Generic[Step]):
+class DraftModelDrafter(Drafter, Generic[PreparedStep]):
     """Drafts with a model. All steps stay on the device: no host round trip between them.
 
     In token mode the draft draws with the same random numbers as the target will (the coupling of Daliri et al. 2024,
@@ -32,7 +33,7 @@ class DraftModelDrafter(Generic[Step]):
     these would be, so that keys and values are those of the proposal, and the model goes on behind them.
     """
 
-    def __init__(self, engine: DraftEngine[Step], target_vocab_size: int, use_logits: bool) -> None:
+    def __init__(self, engine: DraftEngine[PreparedStep], target_vocab_size: int, use_logits: bool) -> None:
         """Draft with `engine`; its vocabulary may be padded differently from the target's `target_vocab_size`."""
         self._engine = engine
         self._target_vocab_size = target_vocab_size
@@ -157,18 +158,30 @@ class DraftModelDrafter(Generic[Step]):
         following = self._engine.rank_steps(first[:, 0], positions, tables, self._vocab_size, 1, keyed)
         return None if following is None else torch.cat((first, following[:, :, 0]), dim=1)
 
+    def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
+        """See Drafter."""
+        if verdict is None:
+            return
+        rows = kept_integers(plan.sampled_rows, self._engine.device)
+        self._engine.rows.advance(rows, verdict.num_tokens, verdict.tokens)
+
     def close(self) -> None:
         """See Drafter."""
         self._engine.close()
 
-    def advance(self, plan: RoundPlan, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
-        """See Drafter."""
-        rows = kept_integers(plan.sampled_rows, self._engine.device)
-        self._engine.rows.advance(rows, num_tokens, tokens)
-
 
 @DRAFTERS.register("draft_target")
-def make_draft_model_drafter(place: Workplace) -> Drafter:
-    """A drafter on the rank's draft engine."""
+def make_draft_model_drafter(place: DrafterContext) -> Drafter:
+    """A drafter on the rank's draft engine, ahead of verdicts where that has devices of its own."""
     assert place.draft is not None
-    return DraftModelDrafter(place.draft, place.target_vocab_size, place.section.use_logits)
+    section = place.section
+    if place.guess_space is None:
+        return DraftModelDrafter(place.draft, place.target_vocab_size, section.use_logits)
+    return AheadDrafter(
+        place.draft,
+        place.target_vocab_size,
+        section.draft_len,
+        section.use_logits,
+        place.guess_space,
+        place.guess_steps,
+    )

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from trtrun.core import Draft, RoundPlan
-from trtrun.drafting_methods import PromptLookupSection
-from trtrun.speculation.drafter import DRAFTERS, Drafter, Workplace
+from trtrun.configuration.drafting_methods import PromptLookupSection
+from trtrun.core.nouns import Draft, RoundPlan
+from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.given_drafts import GivenDrafts
 from trtrun.speculation.protocols import Rows
 from trtrun.tensors import inference, kept_integers
@@ -23,7 +23,7 @@ _MOST_POSITIONS = 1 << 20
 """Positions that are compared at a time: with many rows of long contexts, memory stays within twenty megabytes."""
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Proposes what followed the row's last tokens before; nothing where they are new.
 
     A proposal is no sample, so it has no draft_probs: the target chooses its own token at every position, greedy or
@@ -33,10 +33,15 @@ class NgramDrafter:
     def __init__(self, rows: Rows, fewest: int, most: int) -> None:
         """Look in `rows` for the last `most` tokens of a row; the longest part of them counts, from `fewest` on. What
         came with a request is proposed first."""
-        self.rows = rows
+        self._rows = rows
         self._given = GivenDrafts(rows)
         self._fewest = fewest
         self._most = most
+
+    @property
+    def rows(self) -> Rows:
+        """See Drafter."""
+        return self._rows
 
     def begin_round(self, plan: RoundPlan) -> None:
         """See Drafter."""
@@ -45,12 +50,12 @@ class NgramDrafter:
     @inference
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
         """See Drafter."""
-        device = self.rows.lengths.device
+        device = self._rows.lengths.device
         rows = kept_integers(plan.decode_rows.tolist(), device)
         most = kept_integers(plan.draft_lens.clip(min=0).tolist(), device)
         if plan.draft_len == 0:
             return Draft(torch.zeros((len(rows), 0), dtype=torch.int64, device=device), most)
-        columns = min(plan.max_context, self.rows.token_ids.shape[1])
+        columns = min(plan.max_context, self._rows.token_ids.shape[1])
         share = max(1, _MOST_POSITIONS // columns)
         starts = range(0, len(rows), share)
         found = [self._look_up(rows[start : start + share], plan.draft_len, columns) for start in starts]
@@ -61,12 +66,6 @@ class NgramDrafter:
             tokens = torch.where(num_given.unsqueeze(1) > 0, given[0], tokens)
             counts = torch.where(num_given > 0, num_given, counts)
         return Draft(tokens, torch.minimum(counts, most))
-
-    def advance(self, plan: RoundPlan, num_tokens: torch.Tensor, tokens: torch.Tensor) -> None:
-        """See Drafter."""
-
-    def close(self) -> None:
-        """See Drafter."""
 
     def _look_up(self, rows: torch.Tensor, draft_len: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What followed the longest earlier occurrence of the rows' last tokens, within the first `columns` tokens.
@@ -80,8 +79,8 @@ class NgramDrafter:
             tokens: [R, K] int64.
             counts: [R] int64: how many of them there are, 0 where nothing was found.
         """
-        token_ids = self.rows.token_ids[rows, :columns]
-        last = self.rows.lengths.index_select(0, rows).unsqueeze(1) - 1
+        token_ids = self._rows.token_ids[rows, :columns]
+        last = self._rows.lengths.index_select(0, rows).unsqueeze(1) - 1
         places = torch.arange(columns, dtype=torch.int32, device=rows.device)
         # agrees[r, e]: the tokens up to place e are those up to the row's last one, as far back as was compared yet.
         agrees = places < last
@@ -101,7 +100,7 @@ class NgramDrafter:
 
 
 @DRAFTERS.register("ngram")
-def make_ngram_drafter(place: Workplace) -> Drafter:
+def make_ngram_drafter(place: DrafterContext) -> Drafter:
     """Prompt lookup in the target's rows, with the section's options."""
     section = place.section
     assert isinstance(section, PromptLookupSection) and place.target is not None

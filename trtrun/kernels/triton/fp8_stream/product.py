@@ -9,7 +9,7 @@ A result has the bits of the general kernel (trtrun.kernels.triton.fp8_matmul): 
 groups of them are added up in float32, in the order of the inputs. But here the next groups are multiplied while one is
 added, where the general kernel waits for each; with few features, and so few programs, that is what bounds it.
 
-It knows tensors; it does not know who takes it (choice.py).
+It knows tensors; it does not know who takes it (suitability.py).
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def attend(
     share: int,
     output: torch.Tensor,
 ) -> None:
-    """Attend for rows of a prompt, where `choice.is_chosen`.
+    """Attend for rows of a prompt, where `suitability.is_chosen`.
 
     Args:
         query: [rows * queries, heads, head], rotated, bfloat16 or float16, on CUDA; each head contiguous.

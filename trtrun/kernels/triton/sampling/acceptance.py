@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels import sampling_columns as columns
-from trtrun.kernels.triton.sampling.choice import best_of, inverse_total, sum_weights
+from trtrun.kernels.triton.sampling import columns
 from trtrun.kernels.triton.sampling.lines import (
     LOG_MIN_P,
     NUM_INTEGERS,
@@ -27,6 +26,7 @@ from trtrun.kernels.triton.sampling.lines import (
     peak_of,
 )
 from trtrun.kernels.triton.sampling.noise import key_of, log_exponentials, to_uniform
+from trtrun.kernels.triton.sampling.token_choice import best_of, inverse_total, sum_weights
 
 _SEED = tl.constexpr(columns.SEED)
 

@@ -9,7 +9,7 @@ with the rounding of IEEE in every kernel, so that its bits, an integer which or
 compared between kernels. Kernels are not compiled anew for a number of positions: plain decoding and verification run
 the same code. NaN counts as impossible, +inf as the largest finite number.
 
-It knows tables of parameters by row (kernels/sampling_columns.py). It does not know what chose the rows.
+It knows tables of parameters by row (kernels/triton/sampling/columns.py). It does not know what chose the rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels import sampling_columns as columns
+from trtrun.kernels.triton.sampling import columns
 
 PIECE = 4096
 """Tokens of one program: 32 programs for each line of a vocabulary of 128k."""
@@ -44,7 +44,7 @@ class Lines:
         logits: [R, P, V] float32, tokens contiguous. Not altered.
         rows: [R] int64: where each row's parameters stand in the tables.
         lengths: [R] int64: the position that logits[:, 0] chooses.
-        numbers, integers: the tables, see kernels/sampling_columns.py.
+        numbers, integers: the tables, see kernels/triton/sampling/columns.py.
         peaks, lows: [R * P, pieces] float32: of each piece the largest and the least logit above -inf.
         limits, lasts: [R * P] int32: kept is a token whose distance's bits are below `limits`, or equal to them with an
             id of at most `lasts`.

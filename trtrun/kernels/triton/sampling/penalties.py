@@ -2,7 +2,7 @@
 
 A row's counts are one int32 for each token: how often the output has it, and a bit that says whether the prompt does.
 Draft tokens before a position are added in registers. Sums of integers: the order does not matter. It knows tokens,
-logits and the tables of parameters (kernels/sampling_columns.py); the arithmetic is sampling/penalties.py's.
+logits and the tables of parameters (kernels/triton/sampling/columns.py); the arithmetic is sampling/penalties.py's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels import sampling_columns as columns
+from trtrun.kernels.triton.sampling import columns
 from trtrun.kernels.triton.sampling.lines import NUM_INTEGERS, NUM_NUMBERS
 
 _TOKENS = 1024

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trtrun.kernels import sampling_columns as columns
+from trtrun.kernels.triton.sampling import columns
 from trtrun.kernels.triton.sampling.lines import (
     IMPOSSIBLE,
     NUM_INTEGERS,

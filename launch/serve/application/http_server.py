@@ -1,0 +1,293 @@
+"""The HTTP side of the front: two applications, one for requests and one for metrics, and the servers that run them.
+
+It joins endpoints to an application and applications to sockets. It does not know protocols' requests (`openai.api`) or
+what is counted (`metrics`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from launch.serve.application.metrics_routes import metrics_route
+from launch.serve.door.limits import RETRY_SECONDS
+from launch.serve.door.refusals import Refusal, retry_headers
+from launch.serve.door.stretches import MeasuredLoop
+from launch.serve.front.front import Front
+from launch.serve.http.connections import HEAD_SECONDS, Connections
+from launch.serve.http.requests import REQUEST_ID, Keys, RequestLog, Slashless
+from launch.serve.http.tls_port import TlsPort
+from launch.serve.kserve import http_api as kserve
+from launch.serve.openai.api import answer_refusal
+from trtrun import __version__
+from trtrun.configuration.server_config import ServerSection
+from trtrun.errors import ConfigError
+
+KEEP_ALIVE_SECONDS = 30
+_BACKLOG = 2048
+_CLIENT_CLOSED = 499
+
+
+def make_application(front: Front, routes: Sequence[Route], allowed_origins: Sequence[str] = ()) -> Starlette:
+    """What answers on the HTTP port: the routes of all protocols, and what they share.
+
+    Args:
+        front: behind it.
+        routes: of the protocols.
+        allowed_origins: of pages whose scripts may ask in a browser; * for all.
+    """
+
+    async def health(request: Request) -> Response:
+        try:
+            front.door.check_open()
+        except Refusal as refusal:
+            return JSONResponse({"status": refusal.code}, status_code=503, headers=retry_headers(refusal))
+        return JSONResponse({"status": "ok"})
+
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Refusal)
+        answer = kserve.answer_refusal if kserve.is_below(request) else answer_refusal
+        return _count(front, answer(error))
+
+    async def refuse_http(request: Request, error: Exception) -> Response:
+        """No such path, or no such method of it."""
+        assert isinstance(error, HTTPException)
+        path = request.url.path[:200]
+        line = f"{request.method} {path}: {error.detail}{_hint(path, error.headers or {}, routes)}"
+        return _count(front, _plain_error(request, line, error))
+
+    async def pass_over(request: Request, error: Exception) -> Response:
+        """The client is gone; nobody reads this."""
+        return Response(status_code=_CLIENT_CLOSED)
+
+    async def fail(request: Request, error: Exception) -> Response:
+        """A defect, whose traceback is in the log."""
+        return _count(front, _plain_error(request, "the server failed; its log says how", HTTPException(500)))
+
+    application = Starlette(
+        routes=[*routes, Route("/health", health, methods=["GET"]), Route("/version", version, methods=["GET"])],
+        middleware=[Middleware(RequestLog), *_cross_origin(allowed_origins), Middleware(Slashless)],
+        exception_handlers={
+            Refusal: refuse,
+            HTTPException: refuse_http,
+            ClientDisconnect: pass_over,
+            Exception: fail,
+        },
+    )
+    application.router.redirect_slashes = False  # those at the end are taken off
+    return application
+
+
+def _cross_origin(origins: Sequence[str]) -> list[Middleware]:
+    """What tells browsers which pages' scripts may read answers; nothing where none may."""
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=(REQUEST_ID, "retry-after"),
+            allow_private_network=True,
+        )
+    ]
+
+
+def make_metrics_application(front: Front) -> Starlette:
+    """What answers on the metrics port."""
+
+    application = Starlette(routes=[metrics_route(front, Keys(()))])
+    application.router.redirect_slashes = False
+    return application
+
+
+@dataclass
+class Listener:
+    """A socket that is listened on before anything else is begun, so that a port that is taken is told at once.
+
+    Attributes:
+        port: that it has got.
+    """
+
+    socket: socket.socket
+    port: int
+
+
+def listen(host: str, port: int, key: str) -> Listener:
+    """Listen on an address.
+
+    Args:
+        host: name or address.
+        port: 0 takes a free one.
+        key: of the configuration, that names the port.
+
+    Raises:
+        ConfigError: it cannot be listened on.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        opened = socket.create_server(found[4][:2], family=found[0], backlog=_BACKLOG)
+    except UnicodeError:
+        raise ConfigError(f"server.host: '{host}' is no name of a host") from None
+    except OSError as error:
+        # A name that is not found has a number of its own; to the others Python adds the address once more.
+        number = None if isinstance(error, socket.gaierror) else error.errno
+        reason = error.strerror if number is None else os.strerror(number)
+        if number == errno.EADDRINUSE:
+            reason = f"{reason}; 0 takes a free one"
+        raise ConfigError(f"server.host, {key}: cannot listen on {host} port {port}: {reason}") from None
+    opened.setblocking(False)
+    # Connections inherit it. asyncio sets it only on sockets that name their protocol, and without it the second part
+    # of an answer waits 40 ms for the client to acknowledge the first.
+    opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Listener(opened, opened.getsockname()[1])
+
+
+def is_loopback(listener: Listener) -> bool:
+    """Whether only this host reaches it."""
+    return ipaddress.ip_address(listener.socket.getsockname()[0].partition("%")[0]).is_loopback
+
+
+class HttpServer(uvicorn.Server):
+    """One application on one socket, until `finish`."""
+
+    def __init__(self, application: Starlette, listener: Listener, section: ServerSection, connections: int) -> None:
+        """Answer requests.
+
+        Args:
+            application: that answers.
+            listener: where from.
+            section: its certificate.
+            connections: that may be open at once.
+        """
+        self._connections = Connections(connections, _refuse_connection)
+        super().__init__(
+            uvicorn.Config(
+                application,
+                http=self._connections.protocol(),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                lifespan="off",
+                ws="none",
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                ssl_certfile=section.tls_cert,
+                ssl_keyfile=section.tls_key,
+            )
+        )
+        self._listener = listener
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to whoever runs this server."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn calls it: begin to take connections."""
+        if self.config.ssl is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+
+        kind = self._connections.protocol()
+
+        def protocol() -> asyncio.Protocol:
+            config, state = self.config, self.lifespan.state
+            return kind(config=config, server_state=self.server_state, app_state=state)
+
+        bounds = self._connections
+        port = TlsPort(self._listener.socket, self.config.ssl, protocol, bounds.most_handshakes, HEAD_SECONDS)
+        self.servers = [cast(asyncio.Server, port)]
+
+    async def run_here(self) -> None:
+        """Answer until `finish`."""
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, MeasuredLoop):
+            self._connections.mark = loop.stretches.mark
+        sweeping = asyncio.create_task(self._connections.sweep_on())
+        try:
+            await self.serve(sockets=[self._listener.socket])
+        finally:
+            sweeping.cancel()
+
+    def finish(self) -> None:
+        """Take no more requests, and end once those in work have their answers."""
+        self.should_exit = True
+
+    def cut(self) -> None:
+        """End now."""
+        self.should_exit = self.force_exit = True
+
+
+async def _refuse_connection(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request on a connection too many, and close it."""
+    headers = {"retry-after": str(RETRY_SECONDS), "connection": "close"}
+    message = "as many connections are open as may be (server.max_connections): come again later"
+    answer = _plain_error(Request(scope), message, HTTPException(503, headers=headers))
+    await answer(scope, receive, send)
+
+
+def _hint(path: str, headers: Mapping[str, str], routes: Sequence[Route]) -> str:
+    """What a client may have meant that asked for what there is not; empty where nothing is like it."""
+    if "Allow" in headers:
+        return f" (use {' or '.join(sorted(headers['Allow'].split(', ')))})"
+    known = [route.path for route in routes if not route.param_convertors]
+    match = difflib.get_close_matches(path, known, n=1, cutoff=0.8)
+    return f" (did you mean {match[0]}?)" if match else ""
+
+
+def _plain_error(request: Request, message: str, error: HTTPException) -> JSONResponse:
+    if kserve.is_below(request):
+        return JSONResponse({"error": message}, status_code=error.status_code, headers=error.headers)
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    body = {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+def _count(front: Front, response: Response) -> Response:
+    front.metrics.count_refusal(response.status_code)
+    return response
+
+
+class Server(Protocol):
+    """What listens on a port until it is told to finish."""
+
+    async def run_here(self) -> None:
+        """Answer until `finish`."""
+        ...
+
+    def finish(self) -> None:
+        """Take no more requests, and end once those in work have their answers."""
+        ...
+
+    def cut(self) -> None:
+        """End now."""
+        ...
+
+
+async def run_all(*servers: Server) -> None:
+    """Run servers until all are finished."""
+    await asyncio.gather(*(server.run_here() for server in servers))

@@ -1,0 +1,115 @@
+"""What a server is made of, put together from its configuration: the front with its door, counts and readers, and the
+protocols before it. It starts nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.routing import Route
+
+from launch.serve.application.metrics_routes import metrics_route
+from launch.serve.application.status import StatusBoard
+from launch.serve.door.limits import Door
+from launch.serve.engine.engines import Engine
+from launch.serve.front.front import Front
+from launch.serve.http.bodies import Bodies
+from launch.serve.http.requests import Keys
+from launch.serve.kserve.grpc_servicer import KServeServicer
+from launch.serve.kserve.http_api import KServeHttpApi
+from launch.serve.kserve.row_requests import ModelFacts
+from launch.serve.kserve.service import KServeService
+from launch.serve.metrics import FrontMetrics
+from launch.serve.openai.api import OpenAIApi
+from launch.serve.openai.chat_template_files import read_chat_template
+from launch.serve.page.routes import page_routes
+from launch.serve.reading.messages import Facts
+from launch.serve.reading.readers import Readers
+from trtrun.api.prompts import PromptReader
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.topology import make_topology
+from trtrun.models.config import read_model_config
+from trtrun.tokens.text import hash_tokenizer_files, read_tokenizer
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Of one server.
+
+    Attributes:
+        front: a request's way.
+        door: who is let in.
+        metrics: what is counted.
+        readers: of long requests; not started.
+        routes: of the HTTP port.
+        servicer: of the gRPC port.
+    """
+
+    front: Front
+    door: Door
+    metrics: FrontMetrics
+    readers: Readers
+    routes: tuple[Route, ...]
+    servicer: KServeServicer
+
+
+def model_name(config: RuntimeConfig) -> str:
+    """What clients call the model."""
+    return config.server.model_name or config.target.model.name
+
+
+def make_parts(config: RuntimeConfig, keys: Keys, engine: Engine) -> Parts:
+    """The parts, which know each other.
+
+    Raises:
+        TrtrunError: the model's configuration, tokenizer or chat template cannot be read.
+    """
+    section = config.server
+    directory = config.tokenizer or config.target.model
+    tokenizer_hash = hash_tokenizer_files(directory)  # before the reading: whatever comes between shows
+    tokenizer = read_tokenizer(directory)
+    model = read_model_config(config.target.model)
+    name = model_name(config)
+    door = Door(config.scheduler.max_batch_size, section.max_queue, section.max_streams)
+    metrics = FrontMetrics(name, config.draft_len)
+    template = read_chat_template(directory) if tokenizer is not None else None
+    readers = Readers(
+        Facts(
+            tokenizer=None if tokenizer is None else str(directory),
+            tokenizer_hash=tokenizer_hash,
+            template=None if template is None else template.source,
+            template_tokens={} if template is None else template.tokens,
+            model_name=name,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            draft_len=config.draft_len,
+            excludes_prompt=section.exclude_input_in_output,
+            max_batch_size=config.scheduler.max_batch_size,
+        ),
+        section.max_body_bytes,
+    )
+    front = Front(
+        name,
+        PromptReader(model, tokenizer),
+        tokenizer,
+        config.draft_len,
+        door,
+        engine,
+        metrics,
+        section.request_timeout_s,
+        readers,
+        section.ping_seconds,
+    )
+    facts = ModelFacts(
+        tokenizer, model.vocab_size, model.eos_token_ids, config.draft_len, section.exclude_input_in_output
+    )
+    kserve = KServeService(front, facts, config.scheduler.max_batch_size, config.kv_cache.block_size)
+    bodies = Bodies(section.max_body_bytes, section.max_total_body_bytes)
+    routes = (
+        *OpenAIApi(front, keys, bodies).routes(),
+        *KServeHttpApi(kserve, keys, bodies).routes(),
+        *StatusBoard(front, config, make_topology(config), keys, template is not None).routes(),
+        *page_routes(),
+        metrics_route(front, keys),
+    )
+    return Parts(front, door, metrics, readers, routes, KServeServicer(kserve, keys, bodies))

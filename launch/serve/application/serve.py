@@ -1,0 +1,265 @@
+"""`trtrun serve`: the front's process from its start to its end.
+
+It listens, starts the engine, says where it listens once the engine is there, and drains on a signal. What requests go
+through is `front`'s and its protocols' business; where the engine runs, and whether it is started again, is that of
+`restarted_engine` or `own_engine`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import sys
+from contextlib import nullcontext, suppress
+
+from launch.exit_codes import ExitCode
+from launch.logs import FILE_ONLY
+from launch.mpi.drain import DRAIN_SIGNALS, Drain, end_at_once
+from launch.mpi.job import finish_mpi, is_reporting_rank
+from launch.serve.application.http_server import (
+    HttpServer,
+    Listener,
+    is_loopback,
+    listen,
+    make_application,
+    make_metrics_application,
+    run_all,
+)
+from launch.serve.application.parts import make_parts
+from launch.serve.door.limits import server_ending
+from launch.serve.door.stretches import MeasuredLoop
+from launch.serve.engine.engines import EngineEvents, EngineRun
+from launch.serve.front.prompt_tokens import bound_threads
+from launch.serve.http.connections import allow_open_files
+from launch.serve.http.requests import Keys
+from launch.serve.http.tls import check_tls
+from launch.serve.kserve.grpc_server import GrpcServer
+from launch.slurm.reach import describe_way, tell_way
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.server_config import ServerSection
+
+METRICS_CONNECTIONS = 64
+"""That may be open on the metrics port."""
+
+ERROR_SECONDS = 1.0
+"""For the last words to streams that are cut off."""
+
+logger = logging.getLogger(__name__)
+
+
+def play_serve(config: RuntimeConfig, running: EngineRun) -> int:
+    """Serve until a signal ends it.
+
+    Args:
+        config: checked, with all that command line options say.
+        running: the engine, not yet started.
+
+    Returns:
+        The exit status: done when every request had its answer, drained where some were cut off, the engine's own where
+        it could not start.
+
+    Raises:
+        ConfigError: it cannot listen, or a file of keys or certificates is wrong.
+        FailedError: the engine ended too often.
+        RankFailedError: a rank failed, and nothing starts it again.
+    """
+    section = config.server
+    check_tls(section)
+    keys = Keys.read(section.api_key_file)
+    allow_open_files(section.max_connections)
+    bound_threads()
+    http = listen(section.host, section.http_port, "server.http_port")
+    metrics = listen(section.host, section.metrics_port, "server.metrics_port")
+    if not is_loopback(http) and not keys.are_needed:
+        say(
+            f"WARNING: {section.host} is reached from other hosts, and no API key is asked for: set server.api_key_file"
+        )
+    # uvloop's loop takes half the time of asyncio's own for what streams do most: write to a socket.
+    with asyncio.Runner(loop_factory=MeasuredLoop) as runner:
+        return runner.run(_serve(config, keys, running, http, metrics))
+
+
+def play_serve_rank(config: RuntimeConfig) -> int:
+    """The part of a rank that a user's own launcher has started: rank 0 serves, and the others compute for it.
+
+    Raises:
+        TrtrunError: as of `play_serve`; the ranks do not fit together, or a model cannot be loaded.
+        RankFailedError: a rank failed.
+    """
+    # Not at the top: the front of an engine in processes of its own does without torch.
+    from launch.check.rank_check import check_before_run
+    from launch.serve.engine.own_engine import OwnEngine
+    from trtrun.api.async_llm import AsyncLLM
+
+    with Drain().listening() if not is_reporting_rank() else nullcontext():
+        check_before_run(config)
+        if is_reporting_rank():
+            status = play_serve(config, OwnEngine(config))
+        else:
+            AsyncLLM.open(config)
+            status = ExitCode.DONE
+    finish_mpi()
+    return status
+
+
+def say(line: str) -> None:
+    """Tell the user a line, which the front's log file has, too."""
+    logger.info("%s", line, extra=FILE_ONLY)
+    with suppress(OSError):
+        print(f"trtrun: {line}", file=sys.stderr, flush=True)
+
+
+async def _serve(config: RuntimeConfig, keys: Keys, running: EngineRun, http: Listener, metrics: Listener) -> int:
+    return await _Server(config, keys, running).run(http, metrics)
+
+
+class _Server:
+    """The parts of a server, joined, and its states: starting, serving, draining, over."""
+
+    def __init__(self, config: RuntimeConfig, keys: Keys, running: EngineRun) -> None:
+        self._config = config
+        self._running = running
+        parts = make_parts(config, keys, running.engine)
+        self._front, self._door, self._metrics, self._readers = parts.front, parts.door, parts.metrics, parts.readers
+        self._routes, self._servicer = parts.routes, parts.servicer
+        self._is_ready = asyncio.Event()
+        self._stopped_by: int | None = None
+        self._is_asked = asyncio.Event()
+
+    async def run(self, http: Listener, metrics: Listener) -> int:
+        """Serve on two sockets until a signal, or the engine's end."""
+        loop = asyncio.get_running_loop()
+        for number in DRAIN_SIGNALS:
+            loop.add_signal_handler(number, self._hear, number)
+        section = self._config.server
+        grpc = GrpcServer(self._servicer, section)
+        application = make_application(self._front, self._routes, section.allowed_origins)
+        servers = (
+            HttpServer(application, http, section, section.max_connections),
+            grpc,
+            HttpServer(make_metrics_application(self._front), metrics, section, METRICS_CONNECTIONS),
+        )
+        self._readers.start()
+        serving = asyncio.create_task(run_all(*servers))
+        events = EngineEvents(
+            on_ready=self._engine_is_there,
+            on_lost=self._engine_is_gone,
+            on_hang=self._engine_hangs,
+            on_recovery=self._engine_gets_on,
+            on_restart=self._engine_is_restarted,
+            on_early_end=say,
+        )
+        keeping = asyncio.create_task(self._running.keep(events))
+        waiting = asyncio.create_task(self._is_ready.wait())
+        asked = asyncio.create_task(self._is_asked.wait())
+        try:
+            await asyncio.wait((serving, keeping, waiting, asked), return_when=asyncio.FIRST_COMPLETED)
+            if self._is_ready.is_set():
+                self._begin_to_measure(loop)
+                self._say_addresses(section, http, metrics, grpc.port)
+                await asyncio.wait((serving, keeping, asked), return_when=asyncio.FIRST_COMPLETED)
+            is_whole = await self._drain(keeping) if asked.done() and not keeping.done() else True
+            return await self._end(keeping, is_whole)
+        finally:
+            self._running.engine.end_all(server_ending())
+            for server in servers:
+                server.finish()
+            _, late = await asyncio.wait((serving,), timeout=ERROR_SECONDS)
+            for server in servers:
+                server.cut()
+            for task in (waiting, asked, *late):
+                task.cancel()
+            await asyncio.gather(serving, waiting, asked, return_exceptions=True)
+            self._readers.close()
+
+    def _begin_to_measure(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The start is over: from here on the loop's stretches count."""
+        gc.collect()
+        gc.freeze()  # nothing of what stays, such as all modules, is looked through again while streams wait
+        if isinstance(loop, MeasuredLoop):
+            loop.stretches.begin()
+            self._metrics.ask_longest_stretch(lambda: loop.stretches.longest)
+
+    def _say_addresses(self, section: ServerSection, http: Listener, metrics: Listener, grpc_port: int) -> None:
+        url = _address(section, http)
+        say(
+            f"{self._front.model_name} is served at {url}, metrics at {_address(section, metrics)}/metrics, gRPC at "
+            f"{_host(section)}:{grpc_port}"
+        )
+        way = describe_way(url, is_loopback(http), os.environ)
+        if way is not None:
+            say(tell_way(way))
+
+    async def _drain(self, keeping: asyncio.Task[int]) -> bool:
+        """Let requests in work finish within the time that they have, or until no engine will come; whether all did."""
+        assert self._stopped_by is not None
+        self._door.is_closing = True
+        seconds = self._config.launch.drain_seconds
+        if self._door.num_requests:
+            name = signal.Signals(self._stopped_by).name
+            say(
+                f"{name}: no more requests are let in, the {self._door.num_requests} in work have {seconds:g} s; a "
+                "second SIGINT or SIGTERM ends at once"
+            )
+        emptying = asyncio.create_task(self._door.wait_empty(seconds))
+        await asyncio.wait((emptying, keeping), return_when=asyncio.FIRST_COMPLETED)
+        if keeping.done():
+            emptying.cancel()
+            return False
+        return await emptying
+
+    async def _end(self, keeping: asyncio.Task[int], is_whole: bool) -> int:
+        """End the engine, or take note of its end."""
+        if keeping.done():
+            self._door.is_closing = True
+            return keeping.result()
+        self._running.engine.end_all(server_ending())
+        await self._running.close()
+        await keeping
+        if not is_whole:
+            say("drained: the requests that were left have ended with an error")
+        return ExitCode.DONE if is_whole else ExitCode.DRAINED
+
+    def _hear(self, number: int) -> None:
+        """The first signal drains; a SIGINT or SIGTERM after it ends."""
+        if self._running.is_abandoned():
+            end_at_once(number)
+        if self._stopped_by is not None:
+            if number == signal.SIGUSR1:
+                return
+            self._running.kill()
+            end_at_once(number)
+        self._stopped_by = number
+        self._is_asked.set()
+
+    def _engine_is_there(self) -> None:
+        self._door.is_open = True
+        self._is_ready.set()
+
+    def _engine_is_gone(self) -> None:
+        self._door.is_open = self._door.is_hanging = False
+        self._metrics.count_loss()
+
+    def _engine_hangs(self, line: str) -> None:
+        self._door.is_hanging = True
+        say(line)
+
+    def _engine_gets_on(self) -> None:
+        self._door.is_hanging = False
+        say("the engine gets on again")
+
+    def _engine_is_restarted(self, line: str) -> None:
+        self._metrics.count_restart()
+        say(line)
+
+
+def _address(section: ServerSection, listener: Listener) -> str:
+    scheme = "http" if section.tls_cert is None else "https"
+    return f"{scheme}://{_host(section)}:{listener.port}"
+
+
+def _host(section: ServerSection) -> str:
+    return f"[{section.host}]" if ":" in section.host else section.host

@@ -1,0 +1,141 @@
+"""GET /status: who sits where, what is drafted, how full the engine is, and what has come of it so far.
+
+The page reads it, and so may any program. It knows the configuration and numbers; it does not know rounds, or who asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from launch.serve.engine.messages import Ready, Status
+from launch.serve.front.front import Front
+from launch.serve.http.requests import Keys
+from parallel.topology import Role, Topology
+from trtrun import __version__
+from trtrun.configuration.config import RuntimeConfig
+
+FRESH_SECONDS = 0.2
+"""How long one answer of the engine serves all who ask: the rounds do not feel how many do."""
+
+
+class StatusBoard:
+    """What the server tells of itself."""
+
+    def __init__(self, front: Front, config: RuntimeConfig, topology: Topology, keys: Keys, has_template: bool) -> None:
+        """Begin to tell.
+
+        Args:
+            front: of the server.
+            config: that is served.
+            topology: that its devices make.
+            keys: one of which is asked for, where there are any: names of hosts are not for everybody.
+            has_template: whether chats are answered.
+        """
+        self._front = front
+        self._config = config
+        self._topology = topology
+        self._keys = keys
+        self._has_template = has_template
+        self._asking: asyncio.Task[Status | None] | None = None
+        self._asked_at = 0.0
+        self._told: tuple[Ready, Status] | None = None
+
+    def routes(self) -> list[Route]:
+        """For the application."""
+        return [Route("/status", self.status, methods=["GET"])]
+
+    async def status(self, request: Request) -> Response:
+        """How the server stands just now."""
+        self._keys.check(request)
+        return JSONResponse(self._describe(await self._ask()), headers={"cache-control": "no-store"})
+
+    async def _ask(self) -> Status | None:
+        """What the engine says, at most `FRESH_SECONDS` old, or what it has last said where it is in a long round; None
+        while there is none."""
+        now = time.monotonic()
+        if self._asking is None or (self._asking.done() and now - self._asked_at > FRESH_SECONDS):
+            self._asking, self._asked_at = asyncio.create_task(self._front.client.ask_status()), now
+        status, ready = await asyncio.shield(self._asking), self._front.client.ready
+        if ready is not None and status is not None:
+            self._told = ready, status
+        return self._told[1] if self._told is not None and self._told[0] is ready else None
+
+    def _describe(self, engine: Status | None) -> dict[str, Any]:
+        front, config = self._front, self._config
+        door, totals = front.door, front.metrics.totals
+        engine_state = "starting" if not door.is_open else "hanging" if door.is_hanging else "serving"
+        state = "ending" if door.is_closing else engine_state
+        is_draft_lost = engine is not None and bool(engine.totals.get("draft_losses"))
+        ready = front.client.ready
+        return {
+            "model": front.model_name,
+            "version": __version__,
+            "state": state,
+            "restarts": totals.num_restarts,
+            "chat": self._has_template,
+            "max_seq_len": ready.limits["max_seq_len"] if ready is not None else None,
+            "models": _models(config),
+            "ranks": self._ranks(is_up=ready is not None, is_draft_lost=is_draft_lost),
+            "speculation": {
+                "method": config.speculation.method,
+                "draft_len": front.draft_len,
+                "use_logits": config.speculation.use_logits,
+                "is_paced": config.is_paced,
+                "drafts_ahead": config.drafts_ahead,
+            },
+            "queue": {
+                "running": engine.num_running if engine is not None else None,
+                "waiting": engine.num_waiting if engine is not None else None,
+                "max_running": door.max_running,
+                "max_waiting": door.max_queue,
+                "requests": door.num_requests,
+                "max_requests": door.max_streams,
+            },
+            "kv_cache": {
+                "blocks": engine.num_blocks if engine is not None else None,
+                "free_blocks": engine.num_free_blocks if engine is not None else None,
+                "usage": engine.kv_usage if engine is not None else None,
+            },
+            "totals": {
+                "tokens": totals.num_tokens,
+                "row_rounds": totals.num_row_rounds,
+                "draft_tokens": totals.num_draft_tokens,
+                "accepted_draft_tokens": totals.num_accepted_draft_tokens,
+                "mean_acceptance_length": totals.mean_acceptance_length,
+                "draft_hit_rate": engine.draft_hit_rate if engine is not None else None,
+            },
+        }
+
+    def _ranks(self, is_up: bool, is_draft_lost: bool) -> list[dict[str, Any]]:
+        """Every rank: its roles, its host where the job names hosts, its device where it has one, and how it is."""
+        ranks = []
+        for rank in range(self._topology.world_size):
+            roles, slot = self._topology.roles(rank), self._topology.slot(rank)
+            is_lost = is_draft_lost and roles == (Role.DRAFT,)
+            ranks.append(
+                {
+                    "rank": rank,
+                    "roles": [role.value for role in roles],
+                    "host": self._topology.host(rank) or None,
+                    "device": slot.device if slot is not None else None,
+                    "state": "starting" if not is_up else "lost" if is_lost else "up",
+                }
+            )
+        return ranks
+
+
+def _models(config: RuntimeConfig) -> dict[str, Any]:
+    """The directory of each model, by its last name, and how its weights are held."""
+    sections = {"target": config.target, "draft": config.draft if config.draft_devices else None}
+    return {
+        role: None
+        if section is None
+        else {"name": section.model.name, "dtype": section.dtype, "quantization": section.quantization}
+        for role, section in sections.items()
+    }

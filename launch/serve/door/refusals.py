@@ -1,0 +1,89 @@
+"""Why a request is not answered, in no protocol's words: a kind and one line. Protocols give each kind their number,
+those over HTTP the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum, auto
+
+from trtrun.errors import InvalidRequestError, PromptTooLongError, TrtrunError
+
+
+class Kind(Enum):
+    """What went wrong, as far as a client can do something about it."""
+
+    INVALID = auto()
+    """The request is wrong: the same one will be refused again."""
+
+    UNKNOWN_MODEL = auto()
+    """There is no model of that name."""
+
+    UNAUTHORIZED = auto()
+    """It has no key, or none that is known."""
+
+    TOO_LARGE = auto()
+    """It has more bytes than are read."""
+
+    BUSY = auto()
+    """As many are in work as may be; it is welcome later."""
+
+    UNAVAILABLE = auto()
+    """The engine is starting or hangs, or the server is ending."""
+
+    TIMEOUT = auto()
+    """It was not done in time."""
+
+    FAILED = auto()
+    """It was begun and lost, for no fault of its own."""
+
+
+HTTP_STATUS: Mapping[Kind, int] = {
+    Kind.INVALID: 400,
+    Kind.UNAUTHORIZED: 401,
+    Kind.UNKNOWN_MODEL: 404,
+    Kind.TOO_LARGE: 413,
+    Kind.BUSY: 429,
+    Kind.FAILED: 500,
+    Kind.UNAVAILABLE: 503,
+    Kind.TIMEOUT: 504,
+}
+"""Of each kind, in every protocol over HTTP; metrics count all protocols' refusals by it."""
+
+
+class Refusal(TrtrunError):
+    """A request that is not answered, or not any further.
+
+    Attributes:
+        kind: what went wrong.
+        field: of the request, that is wrong; None where it is none, or not a single one.
+        code: a word for programs; None where the kind says it all.
+        retry_after: seconds after which another try makes sense; None where none does.
+    """
+
+    def __init__(
+        self, kind: Kind, line: str, field: str | None = None, code: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(line)
+        self.kind = kind
+        self.field = field
+        self.code = code
+        self.retry_after = retry_after
+
+
+def retry_headers(refusal: Refusal) -> dict[str, str]:
+    """The header that says when another try makes sense, where one does."""
+    return {} if refusal.retry_after is None else {"retry-after": str(refusal.retry_after)}
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What is found to be wrong with a request refuses it; the field is the one that its line begins with."""
+    try:
+        yield
+    except PromptTooLongError as error:
+        raise Refusal(Kind.INVALID, str(error), "prompt", "context_length_exceeded") from None
+    except InvalidRequestError as error:
+        field, _, _ = str(error).partition(":")
+        raise Refusal(Kind.INVALID, str(error), field if field.isidentifier() else None) from None

@@ -1,0 +1,275 @@
+"""The front's side of the engine's socket.
+
+A request is sent to the engine that is there, and whatever comes back is kept: its tokens, as long as it goes on. When
+the engine's connection ends, the request waits; the next engine gets it with those tokens and goes on behind them, and
+its reader sees a pause (`open_requests`). Requests that may be what ends engines are given up (`suspects`). It knows
+the messages. It does not know how engines are started (`keeper`), or what prompts and texts are for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from itertools import count
+
+from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.door.rests import Rests
+from launch.serve.engine import engines
+from launch.serve.engine.message_stream import MessageError, MessageStream, encode
+from launch.serve.engine.messages import Abort, AskStatus, Beat, Close, Delta, Deltas, Ended, Message, Ready, Status
+from launch.serve.engine.open_requests import EngineRequest, Inbox, OpenRequest
+from launch.serve.engine.suspects import Blame, Suspects
+from launch.serve.engine.unix_socket import listen
+from trtrun.scheduling.limits import SchedulerLimits
+
+_MOST_HELD_BYTES = 1 << 12
+"""Of messages that wait for those right behind them: writing one takes longer than making it, and what is written the
+engine reads meanwhile."""
+
+logger = logging.getLogger(__name__)
+
+
+class EngineClient:
+    """All requests of the front, and the engine that is there, if one is.
+
+    Attributes:
+        ready: what the engine has said of itself; None while there is none.
+        limits: of that engine.
+        accepts: asked whether an engine may have the requests, before it gets any.
+        on_ready, on_lost: called when an engine is there, and when it is gone.
+        on_beat: called with its signs of life.
+        on_blame: called with the numbers of engines that a request has ended, which is given up.
+    """
+
+    def __init__(self) -> None:
+        self.ready: Ready | None = None
+        self.limits: SchedulerLimits | None = None
+        self.accepts: Callable[[Ready], bool] = lambda ready: True
+        self.on_ready: Callable[[], None] = lambda: None
+        self.on_lost: Callable[[], None] = lambda: None
+        self.on_beat: Callable[[Beat], None] = lambda beat: None
+        self.on_blame: Callable[[Collection[int]], None] = lambda engines: None
+        self._writer: asyncio.StreamWriter | None = None
+        self._held = bytearray()
+        self._requests: dict[str, OpenRequest] = {}
+        self._ids = count()
+        self._suspects = Suspects()
+        self._suspected_ends: set[int] = set()
+        self._lost: int | None = None
+        self._statuses: deque[asyncio.Future[Status | None]] = deque()
+        self._server: asyncio.Server | None = None
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that go on."""
+        return len(self._requests)
+
+    async def listen(self, socket: str) -> None:
+        """Wait for engines at a socket, one after the other."""
+        self._server = await listen(socket, self._serve)
+
+    def start(self, requests: Sequence[EngineRequest], inbox: Inbox, more_follow: bool = False) -> list[str]:
+        """Have requests completed; what comes of them goes to the inbox, under their places in the list.
+
+        Args:
+            requests: that came together.
+            inbox: their reader's.
+            more_follow: others will be started right behind them.
+
+        Returns:
+            Their ids, for `abort`.
+        """
+        ids: list[str] = []
+        for number, request in enumerate(requests):
+            request_id = f"request {next(self._ids)}"
+            generated: dict[int, list[int]] = {index: [] for index in range(request.sampling.n)}
+            group = ids[0] if ids else request_id
+            opened = OpenRequest(request_id, number, request, inbox, generated, group)
+            self._requests[request_id] = opened
+            self._submit(opened, more_follow or number + 1 < len(requests))
+            ids.append(request_id)
+        return ids
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests; those that have ended are passed over."""
+        for request_id in request_ids:
+            if self._requests.pop(request_id, None) is not None:
+                self._send(Abort(request_id=request_id))
+                self._go_on_behind(request_id)
+
+    def end_all(self, error: Refusal) -> None:
+        """End every request with an error that its reader is told."""
+        for opened in list(self._requests.values()):
+            opened.inbox.end(error)
+        self.abort(list(self._requests))
+
+    async def ask_status(self) -> Status | None:
+        """How full the engine is; None where there is none, or it does not say so in time."""
+        if self._writer is None:
+            return None
+        answer: asyncio.Future[Status | None] = asyncio.get_running_loop().create_future()
+        self._statuses.append(answer)
+        self._send(AskStatus())
+        try:
+            return await asyncio.wait_for(answer, engines.STATUS_SECONDS)
+        except TimeoutError:
+            return None
+
+    def drop(self) -> None:
+        """The engine's process has ended: what is left of it, such as ranks without their mpirun, is no longer listened
+        to, and ends when it notices."""
+        if self._writer is not None:
+            self._writer.close()
+            self._detach()
+
+    def take_loss(self) -> int | None:
+        """The number of the engine that was lost since the last call; None where none was there to be lost."""
+        number, self._lost = self._lost, None
+        return number
+
+    def give_up_culprit(self, engines: Collection[int | None]) -> bool:
+        """End the request that was alone in work when each of these engines was lost; whether there is one."""
+        blame = self._suspects.find_culprit(engines, self._requests)
+        if blame is not None:
+            self._give_up(blame)
+        return blame is not None
+
+    def close(self) -> None:
+        """Ask the engine to end, and listen no more."""
+        if self._server is not None:
+            self._server.close()
+        self._send(Close())
+
+    def _submit(self, opened: OpenRequest, more_follow: bool) -> None:
+        """Send a request to the engine that is there, for the first time or again."""
+        try:
+            self._send(opened.message(more_follow), more_follow)
+        except MessageError as error:
+            del self._requests[opened.request_id]
+            opened.inbox.end(_refusal(opened, Kind.TOO_LARGE, str(error)))
+
+    def _send(self, message: Message, more_follow: bool = False) -> None:
+        """Write a message, or hold it for those that follow in this turn of the event loop."""
+        if self._writer is None:
+            return  # nothing is lost: the next engine is sent all that goes on
+        if more_follow and not self._held:
+            asyncio.get_running_loop().call_soon(self._write_held)
+        self._held += encode(message)
+        if not more_follow or len(self._held) >= _MOST_HELD_BYTES:
+            self._write_held()
+
+    def _write_held(self) -> None:
+        if self._writer is not None and self._held:
+            with suppress(ConnectionError):
+                self._writer.write(bytes(self._held))
+        self._held.clear()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One engine's connection, from its first message to its end."""
+        try:
+            messages = MessageStream(reader)
+            ready = await messages.read()
+            if not isinstance(ready, Ready) or self._writer is not None:
+                logger.error("a connection to the engine's socket was no engine's, or came while another one was there")
+                return
+            if not self.accepts(ready):
+                return
+            self._attach(ready, writer)
+            rests = Rests()
+            while (message := await messages.read()) is not None and self._writer is writer:
+                if isinstance(message, Deltas):
+                    await self._take_deltas(message, writer, rests)
+                else:
+                    self._take(message)
+        except MessageError as error:
+            logger.error("%s", error)
+        finally:
+            if self._writer is writer:
+                self._detach()
+            writer.close()
+
+    def _attach(self, ready: Ready, writer: asyncio.StreamWriter) -> None:
+        self.ready, self.limits, self._writer = ready, ready.scheduler_limits(), writer
+        going_on = self._suspects.begin(self._requests)
+        for opened in going_on:
+            self._submit(opened, more_follow=opened is not going_on[-1])
+        self.on_ready()
+
+    def _detach(self) -> None:
+        self.ready = self.limits = self._writer = None
+        self._held.clear()
+        while self._statuses:
+            self._answer_status(None)
+        for blame in self._suspects.lose(self._requests):
+            self._give_up(blame)
+        self._lost = self._suspects.engine
+        self.on_lost()
+
+    def _give_up(self, blame: Blame) -> None:
+        """End a request that ends engines."""
+        logger.error("a request is given up: %s", blame.reason)
+        for opened in [opened for opened in self._requests.values() if opened.group == blame.group]:
+            del self._requests[opened.request_id]
+            opened.inbox.end(Refusal(Kind.FAILED, blame.reason))
+        if blame.is_certain:
+            self.on_blame(blame.engines)
+        else:
+            self._suspected_ends |= blame.engines
+
+    def _go_on_behind(self, request_id: str) -> None:
+        """A request has a token, or has ended: another one may have waited for that."""
+        opened = self._suspects.next_behind(request_id, self._requests)
+        if opened is not None:
+            self._submit(opened, more_follow=False)
+
+    async def _take_deltas(self, message: Deltas, writer: asyncio.StreamWriter, rests: Rests) -> None:
+        """What a round has added; no more once the engine is given up, for the next one begins where this was left."""
+        for delta in message.deltas:
+            self._take_delta(delta)
+            await rests.rest()
+            if self._writer is not writer:
+                return
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Ended():
+                opened = self._requests.pop(message.request_id, None)
+                if opened is not None:
+                    opened.inbox.end(_refusal(opened, Kind.INVALID, message.error))
+                    self._go_on_behind(message.request_id)
+            case Status():
+                self._answer_status(message)
+            case Beat():
+                self.on_beat(message)
+            case _:
+                raise MessageError(f"the engine sent a message that is the front's: {type(message).__name__}")
+
+    def _answer_status(self, status: Status | None) -> None:
+        """Answer who has asked first, and still waits."""
+        while self._statuses:
+            answer = self._statuses.popleft()
+            if not answer.done():
+                answer.set_result(status)
+                return
+
+    def _take_delta(self, delta: Delta) -> None:
+        opened = self._requests.get(delta.request_id)
+        if opened is not None and delta.index in opened.generated:
+            opened.take(delta.completion_delta())
+            if not opened.generated:
+                del self._requests[delta.request_id]
+            self._go_on_behind(delta.request_id)
+            if self._suspected_ends:  # others get on: it was not the engine
+                self.on_blame(self._suspected_ends)
+                self._suspected_ends = set()
+
+
+def _refusal(opened: OpenRequest, kind: Kind, error: str) -> Refusal:
+    """What is told to the reader of a request that an engine does not take, as of a kind. What was in work before is
+    not wrong."""
+    if not opened.is_given_back:
+        return Refusal(kind, error)
+    return Refusal(Kind.FAILED, f"the engine was lost, and the next one does not take the request: {error}")

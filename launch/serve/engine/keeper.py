@@ -1,0 +1,221 @@
+"""Keeps an engine running: starts it, hears that it has ended, starts it again, and gives up when it ends too often.
+
+It knows processes and how often they may end. It does not know what an engine does (`process`) or what it is
+told (`client`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from launch.exit_codes import ExitCode, FailedError
+from launch.mpi.parent_death import ending_with_parent
+from launch.mpi.supervise import GRACE_SECONDS
+
+END_SECONDS = 2 * GRACE_SECONDS
+"""How long an engine may take to end once it has nothing to say any more: mpirun's ranks, and its parent after them."""
+
+RETRY_SECONDS = 10.0
+"""Until an engine is started again that could not start, and has said why: there may be too little memory just now."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RestartLimit:
+    """How often something may be started again.
+
+    Attributes:
+        most: restarts within the window.
+        window: seconds.
+        clock: seconds; for tests.
+    """
+
+    most: int
+    window: float
+    clock: Callable[[], float] = time.monotonic
+    _restarts: deque[tuple[float, int | None]] = field(default_factory=deque)
+    _forgiven: set[int] = field(default_factory=set)
+
+    def allow(self, engine: int | None = None) -> bool:
+        """Count a restart; whether it is within the limit.
+
+        Args:
+            engine: number of the engine that has ended; None where it was never there.
+        """
+        if engine in self._forgiven:
+            return True
+        now = self.clock()
+        while self._restarts and now - self._restarts[0][0] > self.window:
+            self._restarts.popleft()
+        if len(self._restarts) >= self.most:
+            return False
+        self._restarts.append((now, engine))
+        return True
+
+    def forgive(self, engines: Collection[int]) -> None:
+        """Do not count the ends of these engines, not even one that is about to be: something else is to blame."""
+        self._forgiven.update(engines)
+        self._restarts = deque(restart for restart in self._restarts if restart[1] not in self._forgiven)
+
+    @property
+    def engines(self) -> list[int | None]:
+        """Those whose ends are counted."""
+        return [engine for _, engine in self._restarts]
+
+    def __str__(self) -> str:
+        return f"{len(self._restarts)} of {self.most} within {self.window:g} s"
+
+
+class EngineKeeper:
+    """One engine at a time, in a child process. An engine that ends before one was ever up is not started again."""
+
+    def __init__(
+        self,
+        command: Callable[[], Sequence[str]],
+        environment: Mapping[str, str],
+        may_restart: Callable[[], bool],
+        limit: RestartLimit,
+        on_restart: Callable[[str], None],
+        on_early_end: Callable[[str], None],
+    ) -> None:
+        """Keep what a command starts.
+
+        Args:
+            command: gives the words that start the next engine.
+            environment: of the engine.
+            may_restart: asked when an engine has ended, whether it may be started again.
+            limit: on restarts, for what is told of them.
+            on_restart: called with a line for the user before each.
+            on_early_end: called with such a line where an engine was killed before it was up, and could not say so.
+        """
+        self._command = command
+        self._environment = dict(environment)
+        self._may_restart = may_restart
+        self._limit = limit
+        self._on_restart = on_restart
+        self._on_early_end = on_early_end
+        self._process: asyncio.subprocess.Process | None = None
+        self._was_up = self._is_up = False
+        self._closing = asyncio.Event()
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def note_up(self) -> None:
+        """The engine is there."""
+        self._was_up = self._is_up = True
+
+    def note_silence(self) -> None:
+        """The engine says nothing any more: it has to end soon."""
+        if self._process is not None and self._deadline is None:
+            self._deadline = asyncio.get_running_loop().call_later(END_SECONDS, self._end_late)
+
+    async def keep(self) -> int:
+        """Start the engine, and start it again when it ends, until `close`.
+
+        Returns:
+            The engine's exit status: of one that was told to end, or that ended before it was ever up.
+
+        Raises:
+            FailedError: it ended too often.
+        """
+        while True:
+            # stdout stays the front's: ranks have nothing to write there. A session of its own keeps Ctrl-C from it.
+            self._process = process = await asyncio.create_subprocess_exec(
+                *ending_with_parent(self._command()),
+                env=self._environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            self._is_up = False
+            if self._closing.is_set():
+                self.note_silence()
+            status = await process.wait()
+            self._process = None
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+            cause = _describe_end(status)
+            if self._closing.is_set() or not self._was_up:
+                if status < 0 and not self._closing.is_set():
+                    self._on_early_end(f"{cause} before it was up")
+                return _status(status)
+            if not self._may_restart():
+                raise FailedError(
+                    f"{cause}, and was started again {self._limit} (server.max_restarts, server.restart_window_s): "
+                    "the server ends"
+                )
+            waits = not self._is_up and status == ExitCode.REFUSED
+            when = f"in {RETRY_SECONDS:g} s " if waits else ""
+            self._on_restart(f"{cause}; it is started again {when}({self._limit}), and requests go on when it is up")
+            if waits and await self._is_closed_within(RETRY_SECONDS):
+                return _status(status)
+
+    async def close(self) -> None:
+        """Let the engine end, which was asked to, or end it; and do not start it again."""
+        self._closing.set()
+        self.note_silence()
+        while self._process is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), 1.0)
+
+    def end_hung(self, cause: str) -> None:
+        """The engine, one process, hangs: end it, so that it is started again."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        logger.error("the engine (process %d) hangs: %s", process.pid, cause)
+        with suppress(ProcessLookupError):
+            process.kill()
+
+    def kill(self) -> None:
+        """End the engine now."""
+        self._closing.set()
+        self._end()
+
+    async def _is_closed_within(self, seconds: float) -> bool:
+        """Whether `close` or `kill` comes within so many seconds."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
+        return self._closing.is_set()
+
+    def _end_late(self) -> None:
+        """The engine had to end by itself, and its time for that is over."""
+        if self._process is not None and self._process.returncode is None:
+            logger.warning("the engine (process %d) has not ended by itself", self._process.pid)
+        self._end()
+
+    def _end(self) -> None:
+        """Ask the process to end, which it passes on to its ranks; one that does not is killed."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        loop = asyncio.get_running_loop()
+        loop.call_later(END_SECONDS, lambda: process.kill() if process.returncode is None else None)
+
+
+def engine_command(arguments: Sequence[str]) -> list[str]:
+    """The words that start an engine with arguments of `trtrun serve-engine`."""
+    return [sys.executable, "-m", "launch.cli", "serve-engine", *arguments]
+
+
+def _status(status: int) -> int:
+    """An exit status as shells count it."""
+    return status if status >= 0 else 128 - status
+
+
+def _describe_end(status: int) -> str:
+    if status > 128 or status < 0:
+        number = -status if status < 0 else status - 128
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"the engine was ended by {name}"
+    return f"the engine ended with status {status}"

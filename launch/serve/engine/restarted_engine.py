@@ -1,0 +1,156 @@
+"""An engine in processes of its own, which is started again when it ends: keeper, socket and client joined.
+
+It knows that an engine goes on with the requests of the one before it only if it is the same once more: it has read the
+same configuration and the same files, and has the same room. It does not know requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from launch.exit_codes import FailedError
+from launch.mpi.mpirun import build_environment
+from launch.serve.engine.client import EngineClient
+from launch.serve.engine.engines import EngineEvents
+from launch.serve.engine.identity import hash_config, hash_files
+from launch.serve.engine.keeper import EngineKeeper, RestartLimit
+from launch.serve.engine.messages import Ready
+from launch.serve.engine.unix_socket import make_name
+from launch.serve.engine.watch import EngineWatch, is_watched
+from trtrun import __version__
+from trtrun.configuration.config import RuntimeConfig
+
+
+class RestartedEngine:
+    """See `EngineRun`.
+
+    Attributes:
+        engine: for requests.
+    """
+
+    def __init__(self, config: RuntimeConfig, command: Sequence[str]) -> None:
+        """Nothing is started yet.
+
+        Args:
+            config: of the ranks, and the limits of restarts.
+            command: starts an engine which reads the same configuration (`engine_command`); `--socket NAME` is added.
+        """
+        self.engine = EngineClient()
+        self._socket = make_name()
+        self._command = [*command, "--socket", self._socket]
+        self._limit = RestartLimit(config.server.max_restarts, config.server.restart_window_s)
+        self._config = config
+        self._files = hash_files(config)
+        self._first: Ready | None = None
+        self._change: str | None = None
+        self._keeper: EngineKeeper | None = None
+        launch = config.launch
+        self._watch = EngineWatch(launch.heartbeat_seconds, launch.start_seconds) if is_watched(config) else None
+
+    async def keep(self, events: EngineEvents) -> int:
+        """See `EngineRun`."""
+
+        def begin() -> None:
+            keeper.note_up()
+            events.on_ready()
+
+        def lose() -> None:
+            if self._watch is not None:
+                self._watch.forget()
+            events.on_lost()
+            keeper.note_silence()
+
+        self._keeper = keeper = EngineKeeper(
+            self._build_command,
+            build_environment(),
+            self._may_restart,
+            self._limit,
+            events.on_restart,
+            events.on_early_end,
+        )
+        self.engine.accepts, self.engine.on_ready, self.engine.on_lost = self._is_same, begin, lose
+        self.engine.on_blame = self._limit.forgive
+        await self.engine.listen(self._socket)
+        watching = asyncio.create_task(self._watch_on(keeper))
+        try:
+            status = await keeper.keep()
+        finally:
+            watching.cancel()
+        if self._change is not None:
+            raise FailedError(f"{self._change}: start the server again")
+        return status
+
+    async def _watch_on(self, keeper: EngineKeeper) -> None:
+        """End an engine that hangs."""
+        if self._watch is None:
+            return
+        self.engine.on_beat = self._watch.hear
+        while True:
+            await asyncio.sleep(self._watch.beat)
+            if (cause := self._watch.find_fault()) is not None:
+                keeper.end_hung(cause)
+                self.engine.drop()  # from now on: the kernel may take its time with a process that waits for a device
+
+    async def close(self) -> None:
+        """See `EngineRun`."""
+        if self._keeper is None:
+            return
+        if self.engine.ready is None:
+            self._keeper.kill()  # it is only starting
+        self.engine.close()
+        await self._keeper.close()
+
+    def kill(self) -> None:
+        """See `EngineRun`."""
+        if self._keeper is not None:
+            self._keeper.kill()
+
+    def is_abandoned(self) -> bool:
+        """Never: who has started a front may go."""
+        return False
+
+    def _may_restart(self) -> bool:
+        """Whether the engine that has ended may be started again."""
+        self.engine.drop()
+        number = self.engine.take_loss()
+        if self._limit.allow(number):
+            return True
+        # The server ends where the engine is at fault, not where one request has ended it again and again.
+        return self.engine.give_up_culprit([*self._limit.engines, number]) and self._limit.allow(number)
+
+    def _build_command(self) -> list[str]:
+        """The words that start the next engine: behind the first one with its room, however much memory is free."""
+        if self._first is None:
+            return self._command
+        return [*self._command, "--set", f"kv_cache.max_tokens={self._config.kv_cache.max_tokens}"]
+
+    def _is_same(self, ready: Ready) -> bool:
+        """Whether an engine has read what the front has, and so goes on with the same texts."""
+        self._change = self._find_change(ready)
+        if self._change is not None:
+            self.kill()
+            return False
+        if self._first is None:
+            # A store of another size would end texts elsewhere, and refuse prompts that were let in.
+            self._first = ready
+            room = ready.scheduler_limits().num_stored_tokens
+            cache = self._config.kv_cache.model_copy(update={"max_tokens": room})
+            self._config = self._config.model_copy(update={"kv_cache": cache})
+        return True
+
+    def _find_change(self, ready: Ready) -> str | None:
+        """What an engine has read otherwise than the front, or has otherwise than the first engine."""
+        if ready.version != __version__:
+            return f"trtrun was {__version__} when the server started, and the engine is {ready.version}"
+        if ready.config_hash != hash_config(self._config):
+            return "the configuration has changed while it was served, and the engine has read another one"
+        known = self._files | (self._first.files if self._first is not None else {})
+        changed = [name for name, found in known.items() if ready.files.get(name) != found]
+        if changed:
+            return f"the files of {' and '.join(changed)} have changed while they were served"
+        before = self._first.limits if self._first is not None else ready.limits
+        if ready.limits != before:
+            names = [name for name in before if ready.limits.get(name) != before[name]]
+            return f"the engine was started again with other limits ({', '.join(names)})"
+        return None

@@ -1,0 +1,322 @@
+"""The front without a protocol: prompts with sampling parameters in, numbered pieces of completions out.
+
+The way of a request: its prompts become tokens here, beside the rounds, or are tokens already where it was long; what
+the model cannot follow is refused; the door lets it in; the engine's client has it completed, over as many engines as
+it takes; and the pieces come back under the numbers of its choices. Every protocol is thin over `begin`. It
+knows no HTTP and no process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+from launch.serve.door.counts import check_counts, distinct
+from launch.serve.door.lengths import SHORT_BODY
+from launch.serve.door.limits import Door, Ticket, engine_starting, out_of_time
+from launch.serve.door.refusals import Kind, Refusal, refusing
+from launch.serve.engine.engines import Engine
+from launch.serve.engine.open_requests import EngineRequest, Inbox
+from launch.serve.front.arrival_batches import ArrivalBatches
+from launch.serve.front.prompt_tokens import PromptTokens
+from launch.serve.metrics import FrontMetrics
+from launch.serve.reading.readers import Found, Reading, ReadRequest
+from trtrun.api.prompts import Prompt, PromptReader
+from trtrun.core.outputs import NONE_ALLOWED, CompletionDelta
+from trtrun.core.request_statistics import RequestStatistics
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.tokens.text import Tokenizer
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one choice of a request gained.
+
+    Attributes:
+        choice: its number: the prompt's place times `n`, plus the completion's.
+        delta: text, tokens, log probabilities, end.
+    """
+
+    choice: int
+    delta: CompletionDelta
+
+
+@dataclass
+class Usage:
+    """What a request has taken so far.
+
+    Attributes:
+        num_prompt_tokens: over all prompts, each once.
+        n: completions of each prompt.
+        num_completion_tokens: over all choices.
+        statistics: of each choice, over all its engines.
+    """
+
+    num_prompt_tokens: int
+    n: int = 1
+    num_completion_tokens: int = 0
+    statistics: dict[int, RequestStatistics] = field(default_factory=dict)
+
+    @property
+    def num_cached_prompt_tokens(self) -> int:
+        """Prompt tokens whose keys and values were there already, each prompt once: those that each of its completions
+        so far found there. What only one found, another has computed."""
+        of_prompts: dict[int, int] = {}
+        for choice, statistics in self.statistics.items():
+            number = statistics.num_cached_prompt_tokens
+            of_prompts[choice // self.n] = min(number, of_prompts.get(choice // self.n, number))
+        return sum(of_prompts.values())
+
+
+class Generation:
+    """One request in work. Iterating it yields its pieces; `close` has to be called, however that ends.
+
+    Attributes:
+        prompts: the tokens of each prompt.
+        usage: so far.
+    """
+
+    def __init__(
+        self,
+        client: Engine,
+        requests: Sequence[EngineRequest],
+        ticket: Ticket,
+        metrics: FrontMetrics,
+        arrived: float,
+        timeout: float,
+        more_follow: bool = False,
+    ) -> None:
+        """Have requests completed.
+
+        Args:
+            client: the engine.
+            requests: one for each prompt.
+            ticket: given back at the end.
+            metrics: that observe it.
+            arrived: when it came, in seconds of `time.perf_counter`.
+            timeout: seconds from then on.
+            more_follow: others begin right behind it.
+        """
+        self.prompts = [request.prompt_token_ids for request in requests]
+        self._n = requests[0].sampling.n
+        self.usage = Usage(sum(map(len, self.prompts)), self._n)
+        self._going_on = set(range(self._n * len(requests)))
+        self._client = client
+        self._ticket = ticket
+        self._inbox = Inbox()
+        self._is_closed = False
+        sampling = requests[0].sampling
+        self._observed = metrics.requests.begin(self.usage.num_prompt_tokens, sampling.n, sampling.max_tokens, arrived)
+        self._ids = client.start(requests, self._inbox, more_follow)
+        self._timer = asyncio.get_running_loop().call_later(
+            max(0.0, arrived + timeout - time.perf_counter()), self.give_up, out_of_time(timeout)
+        )
+
+    @property
+    def queue_seconds(self) -> float:
+        """How long its last completion was without a row, so far."""
+        return self._observed.queue_seconds
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        """The pieces of all choices as they come, until each has ended.
+
+        Raises:
+            Refusal: as of `take`.
+        """
+        while pieces := await self.take():
+            for piece in pieces:
+                yield piece
+
+    async def take(self) -> list[Piece]:
+        """Wait for pieces: what has come since the last call, one a choice; none once each has ended.
+
+        Raises:
+            Refusal: the engine has lost or refused the request, its own parameters forbid all tokens, or its time is
+                over.
+        """
+        pieces: list[Piece] = []
+        while self._going_on and not pieces:
+            for number, delta in await self._inbox.take():
+                choice = number * self._n + delta.index
+                if choice not in self._going_on:
+                    continue  # its reader has finished it
+                if delta.error is not None:
+                    raise Refusal(Kind.INVALID if delta.error == NONE_ALLOWED else Kind.FAILED, delta.error)
+                if delta.finish_reason is not None:
+                    self._going_on.discard(choice)
+                self.usage.num_completion_tokens += len(delta.token_ids)
+                self._observed.observe(choice, delta, self.usage.statistics.get(choice), time.perf_counter())
+                self.usage.statistics[choice] = delta.statistics
+                pieces.append(Piece(choice, delta))
+        return pieces
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no choice goes on."""
+        return not self._going_on
+
+    def finish(self, choice: int) -> None:
+        """The reader wants no more of a choice. Once that is so of all of a prompt's, their rows are free."""
+        self._going_on.discard(choice)
+        number = choice // self._n
+        if self._going_on.isdisjoint(range(number * self._n, (number + 1) * self._n)):
+            self._client.abort([self._ids[number]])
+
+    def give_up(self, reason: Refusal) -> None:
+        """End the request, whose reader is told why: however slow the reader is, the rows are free at once."""
+        self._inbox.end(reason)
+        self._client.abort(self._ids)
+
+    def close(self) -> None:
+        """Give up what has not ended, and make room. Calling it again does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._timer.cancel()
+        self._client.abort(self._ids)
+        self._ticket.leave()
+        self._observed.end(is_whole=not self._going_on, now=time.perf_counter())
+
+
+class Front:
+    """What all protocols share.
+
+    Attributes:
+        model_name: what clients call the model.
+        tokenizer: None where prompts are token ids alone.
+        draft_len: tokens drafted in a round, at most; 0 where none are.
+        door: who is let in.
+        client: the engine.
+        metrics: what is counted.
+        ping_seconds: after so long without news a stream says that it is there; None for never.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        prompts: PromptReader,
+        tokenizer: Tokenizer | None,
+        draft_len: int,
+        door: Door,
+        client: Engine,
+        metrics: FrontMetrics,
+        timeout: float,
+        reading: Reading,
+        ping_seconds: float | None = None,
+    ) -> None:
+        self.ping_seconds = ping_seconds
+        self.model_name = model_name
+        self.tokenizer = tokenizer
+        self.draft_len = draft_len
+        self.door = door
+        self.client = client
+        self.metrics = metrics
+        self._prompts = prompts
+        self._timeout = timeout
+        self._reading = reading
+        self._tokens = PromptTokens(prompts)
+        self._arrivals = ArrivalBatches(door)
+
+    async def read(self, kind: str, body: bytes, arrived: float, model: str = "", json_length: int = 0) -> Found:
+        """Have a request read beside the event loop.
+
+        Args:
+            kind, model, json_length: see `reading.messages.Task`.
+            body: its bytes.
+            arrived: as of `begin`.
+
+        Raises:
+            Refusal: it is wrong, or its time is over.
+        """
+        most_tokens = self.most_prompt_tokens()
+        # Those that come together begin together, but nobody waits for what may take long.
+        is_short = len(body) <= SHORT_BODY
+        try:
+            async with asyncio.timeout(max(0.0, arrived + self._timeout - time.perf_counter())):
+                with self._arrivals.announced() if is_short else nullcontext():
+                    found = await self._reading.read(kind, body, most_tokens, model, json_length)
+        except TimeoutError:
+            raise out_of_time(self._timeout) from None
+        if isinstance(found, ReadRequest) and not found.prompts:
+            with refusing():
+                self._limits().check_prompt(max(found.lengths))
+            raise engine_starting()  # another one, with more room
+        return found
+
+    async def begin(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        arrived: float,
+        are_read: bool = False,
+    ) -> Generation:
+        """Let a request in and have it completed.
+
+        Args:
+            prompts: each completed `sampling.n` times.
+            sampling: of all of them, or of each, with the same `n`. A seed is drawn for each object without one.
+            arrived: when its body was there, in seconds of `time.perf_counter`: its time runs from then on.
+            are_read: prompts are the model's tokens, and it can follow the parameters, whatever their length (`reading`
+                has looked at them); else the request is short.
+
+        Raises:
+            Refusal: it is wrong, or there is no room.
+        """
+        of_each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        if not are_read:
+            check_counts(prompts, of_each)
+        ticket = self.door.enter(sum(parameters.n for parameters in of_each))
+        try:
+            tokens: Sequence[Sequence[int]]
+            if are_read:
+                tokens = [prompt for prompt in prompts if not isinstance(prompt, str)]
+            else:
+                with refusing():
+                    tokens = await self._read(prompts, of_each)
+            more_follow = await self._arrivals.wait()
+            requests = self._join(tokens, of_each)
+            self._check(requests)
+            generation = Generation(self.client, requests, ticket, self.metrics, arrived, self._timeout, more_follow)
+        except BaseException:
+            ticket.leave()
+            raise
+        try:
+            await asyncio.sleep(0)  # those that came with it reach the engine before anything else is done for this one
+        except BaseException:
+            generation.close()
+            raise
+        return generation
+
+    async def _read(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams]) -> list[tuple[int, ...]]:
+        """Prompts as tokens, with parameters that the model can follow. All of them are short, for this is the event
+        loop."""
+        for parameters in distinct(sampling):
+            self._prompts.check(parameters)
+        with self._arrivals.coming():
+            return await self._tokens.encode(prompts)
+
+    def _join(self, tokens: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]) -> list[EngineRequest]:
+        seeded = {id(parameters): parameters.with_seed() for parameters in distinct(sampling)}
+        return [EngineRequest(ids, seeded[id(given)]) for ids, given in zip(tokens, sampling, strict=True)]
+
+    def _check(self, requests: Sequence[EngineRequest]) -> None:
+        """Raise a Refusal unless the engine will take the requests."""
+        limits = self._limits()
+        with refusing():
+            for request in requests:
+                limits.check_prompt(len(request.prompt_token_ids))
+                limits.check_draft_len(request.sampling.draft_len)
+
+    def most_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt that can run; raises a Refusal where there is no engine."""
+        return self._limits().max_prompt_length
+
+    def _limits(self) -> SchedulerLimits:
+        """Of the engine; raises a Refusal where it is gone, and its limits with it."""
+        self.door.check_open()
+        assert self.client.limits is not None
+        return self.client.limits

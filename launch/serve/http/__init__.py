@@ -1,0 +1,3 @@
+"""HTTP beneath every protocol: connections, TLS, keys and ids of requests, bodies, streams of events. It does not know
+what requests ask for, or engines.
+"""

@@ -1,0 +1,256 @@
+"""Answers of the OpenAI API: pieces of completions become its objects, whole ones and chunks of a stream.
+
+It knows pieces and the API's names. It does not know how answers travel.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from launch.serve.front.front import Piece, Usage
+from launch.serve.openai.calls import Answering
+from launch.serve.openai.token_texts import TokenTexts
+from launch.serve.openai.usage import tell_tokens, tell_usage
+from launch.serve.openai.whole_choices import Choice
+from trtrun.core.nouns import TokenLogprobs
+from trtrun.tokens.detokenizer import TokenText
+from trtrun.tokens.text import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_OBFUSCATED = 32
+"""Bytes of which the length of a chunk's choice is made a multiple, where the request asks for it."""
+
+_KEPT_SPELLINGS = 2
+"""A tokenizer's, and that without one."""
+
+_ENCODER = msgspec.json.Encoder()
+
+
+class Answer(ABC):
+    """The objects of one request's answer.
+
+    Attributes:
+        answer_id: which every object of the answer carries.
+    """
+
+    prefix: str
+    whole_name: str
+    chunk_name: str
+    tells_offsets = False
+
+    def __init__(
+        self, model_name: str, tokenizer: Tokenizer | None, answering: Answering, prompts: Sequence[Sequence[int]]
+    ) -> None:
+        """Begin an answer.
+
+        Args:
+            model_name: what clients call the model.
+            tokenizer: None where there is no text.
+            answering: how the request wants it.
+            prompts: the tokens of each prompt.
+        """
+        self.answer_id = f"{self.prefix}-{answering.request_id or secrets.token_hex(16)}"
+        self._model_name = model_name
+        self._created = int(time.time())
+        self._answering = answering
+        self._num_choices = len(prompts) * answering.sampling.n
+        self._spelling = _spelling_of(None if answering.tokens_as_ids else tokenizer)
+        self._choices: dict[int, Choice] = {}
+        self._so_far = Usage(sum(map(len, prompts)))
+        needs_texts = answering.return_token_texts or (self.tells_offsets and answering.sampling.logprobs is not None)
+        self._token_texts = TokenTexts(tokenizer, prompts, answering.sampling.n) if needs_texts else None
+
+    def keep(self, piece: Piece) -> None:
+        """Take a piece of an answer that comes whole."""
+        delta = piece.delta
+        choice = self._choices.setdefault(piece.choice, Choice())
+        asked = self._answering.sampling.logprobs is not None
+        told = self._choice(
+            piece.choice, {}, list(delta.token_ids), delta.token_origins, (delta.logprobs or ()) if asked else None,
+            delta.finish_reason,
+        )  # fmt: skip
+        choice.add(delta.text, told)
+
+    def whole(self, usage: Usage, draft_len: int) -> Iterator[bytes]:
+        """The answer to a request that does not stream, of all pieces that were kept: its JSON, in parts."""
+        head = self._object(self.whole_name, [])
+        del head["choices"]
+        yield _ENCODER.encode(head)[:-1] + b',"choices":['
+        for number in range(self._num_choices):
+            choice = self._choices.pop(number)
+            text = self._text("".join(choice.text), is_chunk=False)
+            yield (b"," if number else b"") + _ENCODER.encode(choice.whole(text))
+        yield b"]," + _ENCODER.encode(tell_usage(usage, draft_len))[1:]
+
+    def beginning(self) -> list[dict[str, Any]]:
+        """Chunks before the first piece."""
+        return []
+
+    def chunk(self, piece: Piece) -> dict[str, Any] | None:
+        """The chunk of a piece; None where it says nothing yet."""
+        delta = piece.delta
+        self._so_far.num_completion_tokens += len(delta.token_ids)
+        says_something = delta.text or delta.finish_reason or delta.logprobs is not None
+        if not says_something and not (self._answering.shows_tokens and delta.token_ids):
+            return None
+        told = self._choice(
+            piece.choice,
+            self._text(delta.text, is_chunk=True),
+            list(delta.token_ids),
+            delta.token_origins,
+            delta.logprobs,
+            delta.finish_reason,
+        )
+        return self._chunk(told)
+
+    def usage_chunk(self, usage: Usage, draft_len: int) -> dict[str, Any] | None:
+        """The last chunk, where it was asked for."""
+        if not self._answering.include_usage:
+            return None
+        return self._object(self.chunk_name, []) | tell_usage(usage, draft_len)
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """A chunk of a choice, with what the request asks for beside it."""
+        chunk = self._object(self.chunk_name, [choice])
+        if self._answering.continuous_usage:
+            chunk["usage"] = tell_tokens(self._so_far)
+        elif self._answering.include_usage:
+            chunk["usage"] = None
+        if self._answering.obfuscates:
+            chunk["obfuscation"] = _obfuscation(choice)
+        return chunk
+
+    def _object(self, name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.answer_id,
+            "object": name,
+            "created": self._created,
+            "model": self._model_name,
+            "choices": choices,
+        }
+
+    def _choice(
+        self,
+        number: int,
+        text: dict[str, Any],
+        token_ids: list[int],
+        token_origins: str,
+        logprobs: Sequence[TokenLogprobs] | None,
+        finish_reason: str | None,
+    ) -> dict[str, Any]:
+        told = {"index": number, **text, "logprobs": None, "finish_reason": finish_reason}
+        texts: Sequence[TokenText] = ()
+        if self._token_texts is not None:
+            texts = self._token_texts.take(number, token_ids, finish_reason is not None)
+        if logprobs is not None:
+            told["logprobs"] = self._logprobs(logprobs, texts)
+        if self._answering.return_token_ids:
+            told["token_ids"] = token_ids
+        if self._answering.return_token_origins:
+            told["token_origins"] = token_origins
+        if self._answering.return_token_texts:
+            told["token_texts"] = [part.text for part in texts]
+        return told
+
+    @abstractmethod
+    def _text(self, text: str, is_chunk: bool) -> dict[str, Any]:
+        """The field of a choice that holds text."""
+
+    @abstractmethod
+    def _logprobs(self, entries: Sequence[TokenLogprobs], texts: Sequence[TokenText]) -> dict[str, Any]:
+        """Log probabilities of a choice's next tokens, and these tokens' parts in the text, where they are needed."""
+
+
+class CompletionAnswer(Answer):
+    """The answer to /v1/completions."""
+
+    prefix, whole_name, chunk_name = "cmpl", "text_completion", "text_completion"
+    tells_offsets = True
+
+    def _text(self, text: str, is_chunk: bool) -> dict[str, Any]:
+        return {"text": text}
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs], texts: Sequence[TokenText]) -> dict[str, Any]:
+        return {
+            "tokens": [self._spelling.spell(entry.token_id) for entry in entries],
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [
+                {self._spelling.spell(token): value for token, value in reversed(entry.alternatives)}
+                for entry in entries
+            ],
+            "text_offset": [part.begin for part in texts],
+        }
+
+
+class ChatAnswer(Answer):
+    """The answer to /v1/chat/completions."""
+
+    prefix, whole_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def beginning(self) -> list[dict[str, Any]]:
+        """Whose words follow, for each choice."""
+        delta = {"role": "assistant", "content": ""}
+        return [
+            self._chunk(self._choice(number, {"delta": delta}, [], "", None, None))
+            for number in range(self._num_choices)
+        ]
+
+    def _text(self, text: str, is_chunk: bool) -> dict[str, Any]:
+        if is_chunk:
+            return {"delta": {"content": text} if text else {}}
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs], texts: Sequence[TokenText]) -> dict[str, Any]:
+        content = [
+            {
+                **self._entry(entry.token_id, entry.logprob),
+                "top_logprobs": [self._entry(token, value) for token, value in entry.alternatives],
+            }
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self._spelling.spell(token), "logprob": logprob, "bytes": self._spelling.bytes_of(token)}
+
+
+class _Spelling:
+    """Tokens as texts of their own, for log probabilities: each made once."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+        self._bytes: dict[int, list[int] | None] = {}
+
+    def spell(self, token: int) -> str:
+        """A token's text; where there is none, such as without a tokenizer, its id."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self._tokenizer.decode([token], skip_special_tokens=False) if self._tokenizer is not None else ""
+            self._texts[token] = text = text or f"token_id:{token}"
+        return text
+
+    def bytes_of(self, token: int) -> list[int] | None:
+        """The UTF-8 of what `spell` gives, be it a text or an id; None where it is no text by itself."""
+        if token not in self._bytes:
+            text = self.spell(token)
+            self._bytes[token] = None if _REPLACEMENT in text else list(text.encode())
+        return self._bytes[token]
+
+
+@lru_cache(_KEPT_SPELLINGS)
+def _spelling_of(tokenizer: Tokenizer | None) -> _Spelling:
+    return _Spelling(tokenizer)
+
+
+def _obfuscation(choice: Mapping[str, Any]) -> str:
+    """Random letters, which make the lengths of a choice's text and log probabilities multiples of a block."""
+    length = len(_ENCODER.encode(choice))
+    return secrets.token_hex(_OBFUSCATED)[: _OBFUSCATED - length % _OBFUSCATED]

@@ -1,0 +1,235 @@
+"""The OpenAI API over the front: /v1/completions, /v1/chat/completions, /v1/models, and errors in its shape.
+
+An endpoint reads as it works: body → call → generation → answer, or one event for each piece. It knows HTTP through
+Starlette, and nothing of engines.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from launch.serve.door.lengths import READ_HERE
+from launch.serve.door.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
+from launch.serve.door.rests import Rests
+from launch.serve.front.front import Front, Generation
+from launch.serve.http.answers_in_parts import answer_in_parts, make_parts
+from launch.serve.http.bodies import Bodies
+from launch.serve.http.event_stream import EventStream, LastEvents, event
+from launch.serve.http.json_bodies import parse_json
+from launch.serve.http.requests import Endpoint, Keys, unless_gone
+from launch.serve.metrics import ModelRequest, Stage
+from launch.serve.metrics.models import Failure
+from launch.serve.openai.answers import Answer, ChatAnswer, CompletionAnswer
+from launch.serve.openai.calls import Answering
+from launch.serve.openai.prompts import PromptMaker, needs_encoding
+from launch.serve.openai.types import read_completion
+from launch.serve.reading.readers import ReadRequest
+from trtrun.api.prompts import Prompt
+
+_TYPES: Mapping[Kind, str] = {
+    Kind.INVALID: "invalid_request_error",
+    Kind.UNAUTHORIZED: "authentication_error",
+    Kind.UNKNOWN_MODEL: "invalid_request_error",
+    Kind.TOO_LARGE: "invalid_request_error",
+    Kind.BUSY: "rate_limit_error",
+    Kind.FAILED: "server_error",
+    Kind.UNAVAILABLE: "server_error",
+    Kind.TIMEOUT: "timeout_error",
+}
+"""OpenAI's type of each kind."""
+
+_ENCODER = msgspec.json.Encoder()
+_DONE = event(b"[DONE]")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a body asks for, whatever the endpoint; see `Front.begin`."""
+
+    prompts: Sequence[Prompt]
+    answering: Answering
+    is_read: bool = False
+
+
+class OpenAIApi:
+    """The endpoints below /v1."""
+
+    def __init__(self, front: Front, keys: Keys, bodies: Bodies) -> None:
+        self._front = front
+        self._prompts = PromptMaker(front.model_name, front.tokenizer, None)
+        self._keys = keys
+        self._bodies = bodies
+        self._created = int(time.time())
+
+    def routes(self) -> list[Route]:
+        """For the application."""
+        return [
+            Route("/v1/completions", Endpoint(self.completions), methods=["POST"]),
+            Route("/v1/chat/completions", Endpoint(self.chat_completions), methods=["POST"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+        ]
+
+    async def completions(self, request: Request) -> Response:
+        """Go on with prompts."""
+        return await self._answer(request, self._read_completion, CompletionAnswer)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Answer a conversation."""
+        return await self._answer(request, self._read_chat, ChatAnswer)
+
+    async def models(self, request: Request) -> Response:
+        """The one model."""
+        self._keys.check(request)
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        """The one model, by its name."""
+        self._keys.check(request)
+        name = request.path_params["name"]
+        if name != self._front.model_name:
+            raise Refusal(
+                Kind.UNKNOWN_MODEL,
+                f"this server has the model {self._front.model_name!r} alone",
+                code="model_not_found",
+            )
+        return JSONResponse(self._model())
+
+    async def _read_completion(self, request: Request, body: bytes, arrived: float) -> _Asked:
+        if len(body) > READ_HERE:
+            return await self._read_aside("completion", request, body, arrived)
+        call = read_completion(parse_json(body), self._front.model_name)
+        if not needs_encoding(call.encoding):
+            return _Asked(call.prompts, call.answering)
+        return _Asked(self._prompts.of_completion(call, self._front.most_prompt_tokens()), call.answering)
+
+    async def _read_chat(self, request: Request, body: bytes, arrived: float) -> _Asked:
+        # However short it is: nobody knows how long a template works.
+        return await self._read_aside("chat", request, body, arrived)
+
+    async def _read_aside(self, kind: str, request: Request, body: bytes, arrived: float) -> _Asked:
+        found = await unless_gone(request, self._front.read(kind, body, arrived))
+        assert isinstance(found, ReadRequest)
+        sampling = found.sampling[0]
+        answering = replace(msgspec.convert({**found.others, "sampling": {}}, Answering), sampling=sampling)
+        return _Asked(found.prompts, answering, is_read=True)
+
+    async def _answer(
+        self, request: Request, read: Callable[[Request, bytes, float], Awaitable[_Asked]], kind: type[Answer]
+    ) -> Response:
+        """From a body to its answer, counted as a request for the one model."""
+        self._keys.check(request)
+        counted = self._front.metrics.models.begin(self._front.model_name)
+        try:
+            with await self._bodies.read(request) as body:
+                arrived = time.perf_counter()
+                asked = await read(request, body.content, arrived)
+                generation = await self._front.begin(asked.prompts, asked.answering.sampling, arrived, asked.is_read)
+            counted.num_inferences = len(asked.prompts) * asked.answering.sampling.n
+            counted.enter(Stage.INFER)
+            answer = kind(self._front.model_name, self._front.tokenizer, asked.answering, generation.prompts)
+            if asked.answering.stream:
+                return self._stream(generation, answer, counted)
+            try:
+                await unless_gone(request, _collect(generation, answer, counted))
+            finally:
+                generation.close()
+            counted.move_to_queue(generation.queue_seconds)
+            counted.enter(Stage.OUTPUT)
+            with counted:
+                return answer_in_parts(await make_parts(answer.whole(generation.usage, self._front.draft_len)))
+        except ClientDisconnect:
+            counted.fail(Failure.CANCELED)
+            raise
+        except BaseException as error:
+            counted.fail_with(error)
+            raise
+
+    def _stream(self, generation: Generation, answer: Answer, counted: ModelRequest) -> Response:
+        events = self._events(generation, answer, counted)
+        return EventStream(_Streaming(generation, counted), events, self._front.ping_seconds)
+
+    async def _events(
+        self, generation: Generation, answer: Answer, counted: ModelRequest
+    ) -> AsyncGenerator[bytes, None]:
+        """One event for each piece, what the request took, and the end. An error is an event, too: the status is
+        out."""
+        if beginning := answer.beginning():
+            yield b"".join(map(_event, beginning))
+        rests = Rests()
+        try:
+            while pieces := await generation.take():
+                counted.begin_answer()
+                events = []
+                rests.begin()
+                for piece in pieces:
+                    if (told := answer.chunk(piece)) is not None:
+                        events.append(_event(told))
+                    await rests.rest()
+                if generation.is_over:
+                    counted.move_to_queue(generation.queue_seconds)
+                    counted.succeed()
+                    last = answer.usage_chunk(generation.usage, self._front.draft_len)
+                    events += [_DONE] if last is None else [_event(last), _DONE]
+                    yield LastEvents(b"".join(events))
+                elif events:
+                    yield b"".join(events)
+        except Refusal as refusal:
+            counted.fail_with(refusal)
+            self._front.metrics.count_refusal(HTTP_STATUS[refusal.kind])
+            yield LastEvents(_event(error_body(refusal)) + _DONE)
+
+    def _model(self) -> dict[str, Any]:
+        limits = self._front.client.limits
+        return {
+            "id": self._front.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "trtrun",
+            "max_model_len": None if limits is None else limits.max_length,
+        }
+
+
+@dataclass(frozen=True)
+class _Streaming:
+    """A stream's request at work, and its count."""
+
+    generation: Generation
+    counted: ModelRequest
+
+    def close(self) -> None:
+        """Give up what has not ended."""
+        self.generation.close()
+        self.counted.fail(Failure.CANCELED)  # unless it has ended
+
+
+def error_body(refusal: Refusal) -> dict[str, Any]:
+    """A refusal as OpenAI's clients read it."""
+    kind = _TYPES[refusal.kind]
+    return {"error": {"message": str(refusal), "type": kind, "param": refusal.field, "code": refusal.code}}
+
+
+def answer_refusal(refusal: Refusal) -> JSONResponse:
+    """The HTTP answer to a request that is not answered."""
+    return JSONResponse(error_body(refusal), status_code=HTTP_STATUS[refusal.kind], headers=retry_headers(refusal))
+
+
+async def _collect(generation: Generation, answer: Answer, counted: ModelRequest) -> None:
+    """Have an answer keep all pieces."""
+    rests = Rests()
+    async for piece in generation:
+        counted.begin_answer()
+        answer.keep(piece)
+        await rests.rest()
+
+
+def _event(value: Mapping[str, Any]) -> bytes:
+    return event(_ENCODER.encode(value))

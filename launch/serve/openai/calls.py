@@ -1,0 +1,114 @@
+"""What requests of the OpenAI API ask for, once they are read: plain data.
+
+It knows prompts and sampling parameters, and no JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trtrun.api.prompts import Prompt
+from trtrun.core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How a request wants its answer.
+
+    Attributes:
+        sampling: of all its choices.
+        stream: piece by piece.
+        include_usage: a last piece says what the request took.
+        continuous_usage: and each piece says what it took so far.
+        obfuscates: pieces hide by their length how long their text is.
+        return_token_ids: choices have their tokens beside their text.
+        return_token_origins: choices say how each token came.
+        return_token_texts: and what each token's part of the text is.
+        tokens_as_ids: log probabilities name tokens by their ids.
+        request_id: that the answer's own ends with; None for a new one.
+    """
+
+    sampling: SamplingParams
+    stream: bool
+    include_usage: bool
+    return_token_ids: bool
+    return_token_origins: bool = False
+    return_token_texts: bool = False
+    continuous_usage: bool = False
+    obfuscates: bool = False
+    tokens_as_ids: bool = False
+    request_id: str | None = None
+
+    def with_draft(self, token_ids: Sequence[int]) -> Answering:
+        """The same with a draft for its choices, where it has none of its own and may be drafted for."""
+        sampling = self.sampling
+        if not token_ids or sampling.draft_token_ids or sampling.draft_len == 0:
+            return self
+        return replace(self, sampling=replace(sampling, draft_token_ids=tuple(token_ids)))
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether a piece without text says something all the same."""
+        return self.return_token_ids or self.return_token_origins or self.return_token_texts
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How a text becomes tokens, and how many of a prompt are kept.
+
+    Attributes:
+        adds_special_tokens: whether those are added that the tokenizer adds.
+        most_tokens: that are kept; -1 for as many as there is room for, None for all.
+        keeps_end: whether the last ones are.
+    """
+
+    adds_special_tokens: bool
+    most_tokens: int | None = None
+    keeps_end: bool = True
+
+
+@dataclass(frozen=True)
+class CompletionCall:
+    """A request to /v1/completions."""
+
+    prompts: Sequence[Prompt]
+    encoding: Encoding
+    answering: Answering
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """What a chat template is given beside messages.
+
+    Attributes:
+        add_generation_prompt: the text ends where an answer begins.
+        continue_final_message: it ends in the last message.
+        documents: that the model may answer from.
+        effort: how much the model is to think, in OpenAI's words.
+        values: further ones, by name.
+    """
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    documents: Sequence[Mapping[str, Any]] | None = None
+    effort: str | None = None
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ChatCall:
+    """A request to /v1/chat/completions.
+
+    Attributes:
+        messages: each has `role`, `content` as text, and perhaps `name` and what the assistant thought.
+        prediction: a draft for the answer; empty where there is none.
+        rendering, encoding, answering: how it becomes a prompt, and what is wanted of the answer.
+    """
+
+    messages: Sequence[Mapping[str, str]]
+    prediction: str
+    rendering: Rendering
+    encoding: Encoding
+    answering: Answering

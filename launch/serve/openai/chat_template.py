@@ -1,0 +1,153 @@
+"""A checkpoint's chat template: messages become the text of a prompt, as transformers makes it.
+
+Templates are programs that come with a checkpoint. They run in Jinja's immutable sandbox: they see the messages and a
+few values, change nothing, and reach nothing else. How long one may work is bounded by who has it rendered. It knows
+templates and messages, and no files (`chat_template_files`) and no protocol.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from trtrun.errors import InvalidRequestError, one_line, shorten
+
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Where a message ends that is gone on with. Its space tells whether the template trims messages."""
+
+MOST_LETTERS = 1 << 24
+"""That a template may write: as many as the largest body has bytes, unless that is set otherwise."""
+
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplate:
+    """One checkpoint's template, compiled, with the special tokens that it may write.
+
+    Attributes:
+        source: of the template.
+        tokens: texts of special tokens, by the names that templates know them by.
+        names: of the values that it looks at.
+    """
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        """Compile a template.
+
+        Raises:
+            TemplateError: it is none.
+        """
+        environment = _environment()
+        self.source = source
+        self.tokens = dict(tokens)
+        self.names = frozenset(find_undeclared_variables(environment.parse(source)))
+        self._template = environment.from_string(source)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        values: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text.
+
+        Args:
+            messages: each with `role`, and `content` as text.
+            add_generation_prompt: it ends where the model begins to answer, if the template has that.
+            continue_final_message: it ends in the last message.
+            documents: that the model may answer from.
+            values: further ones that the template may look at; they go before special tokens of the same names.
+
+        Raises:
+            InvalidRequestError: the template refuses these messages, or cannot make anything of them.
+        """
+        told = [_with_thoughts(message) for message in messages]
+        if continue_final_message:
+            told[-1]["content"] += _MARK
+        given = {**self.tokens, **(values or {}), "messages": told, "tools": None, "documents": documents}
+        text = self._render({**given, "add_generation_prompt": add_generation_prompt})
+        return _cut_at_mark(text, messages[-1]["content"]) if continue_final_message else text
+
+    def _render(self, values: Mapping[str, Any]) -> str:
+        try:
+            return "".join(_bounded(self._template.generate(values)))
+        except (InvalidRequestError, MemoryError):
+            raise  # the second is the process's own, which says so
+        except Exception as error:  # whatever a template does with messages that it was not made for
+            raise InvalidRequestError(
+                f"messages: the model's chat template cannot use them: {type(error).__name__}: {one_line(error)}"
+            ) from None
+
+
+def _bounded(parts: Iterable[str]) -> Iterator[str]:
+    """Parts of a text, as long as they are not too many."""
+    num_letters = 0
+    for part in parts:
+        num_letters += len(part)
+        if num_letters > MOST_LETTERS:
+            raise InvalidRequestError(
+                f"messages: the model's chat template writes more than {MOST_LETTERS} characters of them"
+            )
+        yield part
+
+
+def _with_thoughts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with what the assistant thought under the names that templates look at, as transformers has it."""
+    thoughts = next((message[name] for name in _THOUGHTS if message.get(name) is not None), None)
+    return dict(message) if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
+
+
+def _cut_at_mark(text: str, final: str) -> str:
+    """A prompt's text up to the end of its last message, as transformers cuts it."""
+    mark = _MARK.strip()
+    if final.strip() not in text or mark not in text:
+        raise InvalidRequestError(
+            "continue_final_message: the model's chat template does not write the last message as it is"
+        )
+    place = text.rindex(mark)
+    return text[:place] if text.startswith(_MARK, place) else text[:place].rstrip()
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """As in transformers, whose templates these are."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what an assistant said, for training; here it passes its text through."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> Node:
+        """The block's own content."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_pass"), [], [], body).set_lineno(line)
+
+    @staticmethod
+    def _pass(caller: Any) -> Any:
+        return caller()
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **others: Any) -> str:
+    # Jinja's own would escape for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **others)
+
+
+def _refuse(message: object) -> NoReturn:
+    raise InvalidRequestError(f"messages: the model's chat template refuses them: {shorten(str(message), 300)}")

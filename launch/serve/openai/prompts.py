@@ -1,0 +1,122 @@
+"""Prompts of the OpenAI API's requests: chats go through the template, others are encoded or cut if they ask it.
+
+Other prompts go on as they are: the front makes tokens of texts, together with those of other requests. It knows
+templates and tokenizers, and no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from launch.serve.door.counts import check_text
+from launch.serve.door.refusals import Kind, Refusal, refusing
+from launch.serve.openai.calls import ChatCall, CompletionCall, Encoding, Rendering
+from launch.serve.openai.chat_template import ChatTemplate
+from trtrun.api.prompts import Prompt
+from trtrun.core.sampling_params import MOST_TOKENS
+from trtrun.core.values import check_characters, show_value
+from trtrun.errors import InvalidRequestError, one_line
+from trtrun.tokens.text import Tokenizer
+
+Tokens = tuple[int, ...]
+
+
+class PromptMaker:
+    """Makes the prompts of requests."""
+
+    def __init__(self, model_name: str, tokenizer: Tokenizer | None, template: ChatTemplate | None) -> None:
+        self._model_name = model_name
+        self._tokenizer = tokenizer
+        self._template = template
+
+    def of_completion(self, call: CompletionCall, most_tokens: int) -> Sequence[Prompt]:
+        """The prompts of a completion.
+
+        Args:
+            call: that asks for it.
+            most_tokens: that a prompt has room for.
+
+        Raises:
+            Refusal: a text cannot become tokens.
+        """
+        encoding = call.encoding
+        if not needs_encoding(encoding):
+            return call.prompts
+        with refusing():
+            return [
+                _cut(
+                    self._encode(prompt, encoding) if isinstance(prompt, str) else tuple(prompt), encoding, most_tokens
+                )
+                for prompt in call.prompts
+            ]
+
+    def of_chat(self, call: ChatCall, most_tokens: int) -> tuple[Tokens, Tokens]:
+        """The tokens of a conversation, and of the draft that came with it; `most_tokens` is as of `of_completion`.
+
+        Raises:
+            Refusal: there is no template, or it cannot use the messages.
+        """
+        if self._template is None or self._tokenizer is None:
+            raise Refusal(
+                Kind.INVALID,
+                f"the model {self._model_name!r} has no chat template: use /v1/completions, or add "
+                "chat_template.jinja to its tokenizer's directory",
+                code="no_chat_template",
+            )
+        values, asked = _template_values(call.rendering, self._template), call.rendering
+        with refusing():
+            text = self._template.render(
+                call.messages, asked.add_generation_prompt, asked.continue_final_message, asked.documents, values
+            )
+            if call.encoding.most_tokens is None:
+                check_text(text, self._tokenizer, most_tokens)
+            prompt = self._encode(text, call.encoding)
+            # In the words of what stands before: a first word may have another token of its own.
+            joined = self._encode(text + call.prediction, call.encoding) if call.prediction else ()
+        draft = joined[len(prompt) :] if joined[: len(prompt)] == prompt else ()
+        # No longer than a text can become, or than parameters may be.
+        return _cut(prompt, call.encoding, most_tokens), draft[: min(most_tokens, MOST_TOKENS)]
+
+    def _encode(self, text: str, encoding: Encoding) -> Tokens:
+        """All tokens of a text."""
+        if self._tokenizer is None:
+            raise InvalidRequestError("the target has no tokenizer: give token ids instead of text")
+        return _tokens(self._tokenizer, text, encoding.adds_special_tokens)
+
+
+def needs_encoding(encoding: Encoding) -> bool:
+    """Whether the prompts of a completion do not go on as they are."""
+    return encoding.most_tokens is not None or not encoding.adds_special_tokens
+
+
+def _cut(tokens: Tokens, encoding: Encoding, most_tokens: int) -> Tokens:
+    most = most_tokens if encoding.most_tokens == -1 else encoding.most_tokens
+    if most is None or len(tokens) <= most:
+        return tokens
+    return tokens[-most:] if encoding.keeps_end else tokens[:most]
+
+
+def _template_values(rendering: Rendering, template: ChatTemplate) -> dict[str, Any]:
+    """The values for a template, what OpenAI's words for effort mean to it among them."""
+    values, effort = dict(rendering.values), rendering.effort
+    if effort is None:
+        return values
+    if effort == "none" and "enable_thinking" in template.names:
+        values.setdefault("enable_thinking", False)
+    if "reasoning_effort" in template.names:
+        values.setdefault("reasoning_effort", effort)
+    elif effort != "none":
+        line = f"reasoning_effort: the model's chat template has no such setting, and cannot use {show_value(effort)}"
+        raise Refusal(Kind.INVALID, f"{line}: leave it out", "reasoning_effort", "unsupported_field")
+    return values
+
+
+def _tokens(tokenizer: Tokenizer, text: str, adds_special_tokens: bool) -> Tokens:
+    check_characters("the prompt", text)
+    try:
+        return tuple(tokenizer.encode(text, add_special_tokens=adds_special_tokens))
+    except MemoryError:
+        raise  # a reader's own, which says so
+    except Exception as error:  # the library raises bare Exception
+        raise InvalidRequestError(f"the prompt cannot be tokenized: {one_line(error)}") from None

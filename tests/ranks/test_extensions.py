@@ -1,0 +1,50 @@
+"""Drafting methods that are not the product's (tests/own_drafters.py): on draft ranks with devices of its own, and on
+target ranks that all have the same hidden states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import COUNT, HERE, alone, job_configuration, prompts, run_job, sampling
+from mpi4py import MPI
+from own_drafters import Recalling, check_watched, own_methods
+from pipelines import Reference, tokens_of
+
+from trtrun import LLM, SamplingParams
+
+pytestmark = pytest.mark.mpi
+SPLIT = [name for name, devices in HERE.items() if not devices[0] and len(devices[1]) > 1]
+NAMES = [name for name, devices in HERE.items() if devices[0] and not set(devices[0]) & set(devices[1])]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_method_of_ones_own_drafts_on_ranks_of_its_own(folder: Path, name: str) -> None:
+    with own_methods():
+        config = job_configuration(folder, HERE[name], speculation={"method": "remembering", "draft_len": 3})
+
+        def use(llm: LLM) -> tuple[list[object], float]:
+            return tokens_of(llm.generate(prompts(), sampling())), llm.statistics()["num_accepted_draft_tokens"]
+
+        found = run_job(config, use)
+    if found is not None:
+        solo = job_configuration(folder, ((), ("cpu:0",)))
+        assert found[0] == alone(solo, lambda llm: tokens_of(llm.generate(prompts(), sampling())))
+        assert found[1] > 0
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_hidden_states_are_transformers_on_every_rank_of_a_split_target(folder: Path, name: str) -> None:
+    speculation = {"method": "recalling", "draft_len": 3}
+    kv_cache = {"max_tokens": 1024, "block_size": 8, "enable_block_reuse": False}
+    with own_methods():
+        config = job_configuration(folder, HERE[name], speculation=speculation, kv_cache=kv_cache)
+        found = run_job(config, lambda llm: tokens_of(llm.generate(prompts(), SamplingParams(max_tokens=COUNT))))
+        texts = MPI.COMM_WORLD.bcast(found)
+        reference = Reference(folder / "target")
+        tokens = {index: [*prompt, *text] for index, (prompt, (text,)) in enumerate(zip(prompts(), texts, strict=True))}
+        assert bool(Recalling.watched) == (MPI.COMM_WORLD.rank > 0)
+        if MPI.COMM_WORLD.rank:
+            assert check_watched(reference, tokens) == sum(len(text) - 1 for text in tokens.values())
+        else:
+            assert [text for (text,) in texts] == [reference.greedy(prompt, COUNT) for prompt in prompts()]

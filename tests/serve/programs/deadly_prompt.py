@@ -1,0 +1,35 @@
+"""`trtrun` with a defect: its engines die of the prompt whose tokens the variable DEADLY_PROMPT has. For `serve` where
+the engine is one process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from launch.cli import main
+from launch.serve.engine import keeper as engine_keeper
+from trtrun.api.llm_engine import LLMEngine
+
+PROMPT = os.environ["DEADLY_PROMPT"].split()
+
+
+def engine_command(arguments: Sequence[str]) -> list[str]:
+    """The engine has the defect, too."""
+    return [sys.executable, __file__, "serve-engine", *arguments]
+
+
+def add_request(engine: LLMEngine, prompt: Any, *arguments: Any, **options: Any) -> Any:
+    """In place of `LLMEngine.add_request`."""
+    if list(map(str, prompt)) == PROMPT:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _add_request(engine, prompt, *arguments, **options)
+
+
+if __name__ == "__main__":
+    _add_request = LLMEngine.add_request
+    LLMEngine.add_request = add_request  # type: ignore[method-assign]
+    engine_keeper.engine_command = engine_command
+    main()

@@ -1,0 +1,209 @@
+"""Paged attention in bfloat16 on the CPU: right, bit-equal in any company, and it writes nothing but the new tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from native import each_processor, leave_to_torch
+from paged import straight
+
+from trtrun.attention.backend import HostAttention
+from trtrun.kernels.cpu.attention import NativeAttention
+from trtrun.kernels.cpu.emitter import LANES, Emitter
+from trtrun.kernels.cpu.machine import compile_kernels
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
+from trtrun.kvcache.store import KVStore
+
+pytestmark = [each_processor, pytest.mark.usefixtures("each_number_of_threads", "processor")]
+
+ROWS, LENGTH = 3, 90
+# (head_dim, heads, kv_heads, block_size)
+SHAPES = [(64, 8, 4, 16), (128, 7, 1, 32), (80, 3, 3, 48), (16, 16, 2, 16), (96, 5, 5, 16), (192, 2, 1, 16)]
+
+
+@dataclass
+class Case:
+    """Rows of random queries, keys and values, and a store of their own to run them through."""
+
+    head_dim: int
+    heads: int
+    kv_heads: int
+    block_size: int
+    window: int | None = None
+    spare_blocks: int = 0
+    store: KVStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.head_dim)
+        blocks = -(-LENGTH // self.block_size)
+        self.tables = torch.randperm(ROWS * blocks, generator=generator).view(ROWS, blocks) + 1
+        self.tables = torch.nn.functional.pad(self.tables, (0, self.spare_blocks))
+        self.store = KVStore(
+            1, ROWS * blocks + 1, self.kv_heads, self.block_size, self.head_dim, torch.bfloat16, torch.device("cpu")
+        )
+        self.query, self.key, self.value = (
+            torch.randn(ROWS, LENGTH, heads, self.head_dim, generator=generator).bfloat16()
+            for heads in (self.heads, self.kv_heads, self.kv_heads)
+        )
+        self.attention = NativeAttention(self.head_dim)
+        self.scale = self.head_dim**-0.5
+
+    def run(self, *segments: tuple[list[int], torch.Tensor]) -> list[torch.Tensor]:
+        """One forward of segments (rows, positions [rows, queries]); outputs [rows, queries, heads, head] each."""
+        parts: list[AttentionSegment] = []
+        picks = []
+        for rows, positions in segments:
+            start = parts[-1].stop if parts else 0
+            parts.append(AttentionSegment(start, len(rows), positions.shape[1], self.tables[rows], positions))
+            picks.append((torch.tensor(rows).unsqueeze(1), positions.clamp(min=0)))
+        query, key, value = (
+            torch.cat([tensor[pick].flatten(0, 1) for pick in picks]) for tensor in (self.query, self.key, self.value)
+        )
+        # As the model has them: side by side, so that a token's heads lie apart from the next token's.
+        fused = torch.cat((query, key, value), dim=1)
+        query_key, value = fused.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
+        batch, angles = AttentionBatch(parts, self.block_size), straight(value)
+        found = self.attention.forward(query_key, value, angles, self.store.layer(0), batch, self.scale, self.window)
+        return [
+            found[part.start : part.stop].view(part.rows, part.queries, self.heads, self.head_dim) for part in parts
+        ]
+
+    def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [rows, length, heads, head] in float64, and the same of the values' sizes."""
+        group = self.heads // self.kv_heads
+        key = self.key.double().repeat_interleave(group, dim=2)
+        value = self.value.double().repeat_interleave(group, dim=2)
+        scores = torch.einsum("rqhd,rkhd->rhqk", self.query.double(), key) * self.scale
+        at = torch.arange(LENGTH)
+        hidden = at > at.unsqueeze(1)
+        if self.window is not None:
+            hidden |= at <= at.unsqueeze(1) - self.window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return torch.einsum("rhqk,rkhd->rqhd", weights, value), torch.einsum("rhqk,rkhd->rqhd", weights, value.abs())
+
+
+def span(start: int, stop: int, rows: int = 1) -> torch.Tensor:
+    """Positions [rows, stop - start]."""
+    return torch.arange(start, stop).expand(rows, -1)
+
+
+@pytest.mark.parametrize("window", [None, 7, 40])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_outputs_are_right(shape: tuple[int, int, int, int], window: int | None) -> None:
+    case = Case(*shape, window=window)
+    exact, sizes = case.exact()
+    found = case.run(*(([row], span(0, 70)) for row in range(ROWS)))
+    found.append(case.run((list(range(ROWS)), span(70, LENGTH, ROWS)))[0])
+    outputs = torch.cat((torch.cat(found[:ROWS]), found[ROWS]), dim=1)
+    # Weights are rounded to bfloat16 before they meet the values, and so is the output: 2**-9 each.
+    assert bool(((outputs.double() - exact).abs() <= sizes * 2**-8 + exact.abs() * 2**-8).all())
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_query_does_not_depend_on_its_company(shape: tuple[int, int, int, int], window: int | None) -> None:
+    single, chunked = Case(*shape, window=window), Case(*shape, window=window, spare_blocks=3)
+    alone = torch.cat([single.run(([0], span(at, at + 1)))[0] for at in range(LENGTH)], dim=1)
+    sizes = [1, 2, 5, 13, 40, 6, 23]
+    assert sum(sizes) == LENGTH
+    found, at = [], 0
+    for size in sizes:
+        others = [([1, 2], span(at, at + size, 2))]
+        first, _ = chunked.run(([0], span(at, at + size)), *others)
+        found.append(first)
+        at += size
+    assert torch.equal(torch.cat(found, dim=1), alone)
+
+
+def test_rows_at_different_places_and_padding() -> None:
+    """Rows under verification: fewer drafts than others, and a row that takes no part."""
+    shape = SHAPES[0]
+    expected = torch.cat([Case(*shape).run(([row], span(0, LENGTH)))[0] for row in range(ROWS)])
+    case = Case(*shape)
+    case.run(([0], span(0, 33)), ([1], span(0, 80)))
+    positions = torch.tensor([[33, 34, 35, 36], [80, 81, -1, -1], [-1, -1, -1, -1]])
+    (found,) = case.run(([0, 1, 2], positions))
+    assert torch.equal(found[0], expected[0, 33:37])
+    assert torch.equal(found[1, :2], expected[1, 80:82])
+    assert bool(found.isfinite().all())
+
+
+def test_numbers_are_rounded_as_torch_does_where_processors_have_no_instruction_for_it() -> None:
+    """Ties to even, what is too large, and what is no number."""
+    code = Emitter("rounding", multiplies_bfloat16=False)
+    builder, (pointer,) = code.define("rounding", code.pointer)
+    builder.store(code.round(builder, builder.load(pointer, typ=code.floats, align=4)), pointer, align=2)
+    builder.ret_void()
+    kernel = compile_kernels(code.module, "rounding")["rounding"]
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (4096, LANES), generator=generator).to(torch.int32)
+    bits[::2] = bits[::2] & ~0xFFFF | 0x8000  # half way between two
+    numbers = bits.view(torch.float32)
+    numbers[-1, :4] = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38])
+    expected = numbers.bfloat16()
+    for line, wanted in zip(numbers.clone(), expected, strict=True):
+        kernel(line.data_ptr(), 1)
+        found = line.view(torch.bfloat16)[:LANES]
+        assert torch.equal(found.nan_to_num(nan=1.5), wanted.nan_to_num(nan=1.5))
+        assert torch.equal(found.isnan(), wanted.isnan())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_copied_token_is_that_token_and_no_other(shape: tuple[int, int, int, int]) -> None:
+    """The first tokens of row 0's first block go to row 1's, which then is as if row 1 had written them."""
+    copied, written, count = Case(*shape), Case(*shape), 11
+    copied.run(*(([row], span(0, LENGTH)) for row in range(ROWS)))
+    source, target = (copied.tables[row, :1].expand(count) for row in range(2))
+    copied.attention.copy_tokens(copied.store.data, source, target, torch.randperm(count))
+    for tensor in (written.key, written.value):
+        tensor[1, :count] = tensor[0, :count]
+    written.run(*(([row], span(0, LENGTH)) for row in range(ROWS)))
+    assert torch.equal(copied.store.data, written.store.data)
+
+
+def test_nothing_is_written_but_new_tokens() -> None:
+    case = Case(*SHAPES[0])
+    untouched = 1000.0
+    case.store.data.fill_(untouched)
+    case.run(([1, 2], torch.tensor([[-1, 20, 21], [5, -1, -1]])))
+    changed = case.store.layer(0) != untouched
+    assert int(changed.sum()) == 3 * 2 * case.kv_heads * case.head_dim
+    blocks = changed.flatten(2).any(dim=2).any(dim=0).nonzero().flatten().tolist()
+    assert sorted(blocks) == sorted([int(case.tables[1, 1]), int(case.tables[2, 0])])
+
+
+def test_large_scores_stay_numbers() -> None:
+    """Scores far apart and far from zero: the weights of all but the highest vanish, and nothing overflows."""
+    case = Case(*SHAPES[0])
+    case.query, case.key = case.query * 300, case.key * 300
+    exact, sizes = case.exact()
+    (found,) = case.run(([0], span(0, LENGTH)))
+    assert bool(((found[0].double() - exact[0]).abs() <= sizes[0] * 2**-8 + exact[0].abs() * 2**-8).all())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "block_size", "own"),
+    [
+        (torch.bfloat16, 64, 16, True),
+        (torch.bfloat16, 64, 8, False),
+        (torch.bfloat16, 40, 16, False),
+        (torch.float32, 64, 16, False),
+    ],
+)
+def test_every_store_meets_one_kernel(dtype: torch.dtype, head_dim: int, block_size: int, own: bool) -> None:
+    """What the kernel does not take is torch's, and both give the same attention."""
+    generator = torch.Generator().manual_seed(0)
+    query_key, value = torch.randn(20, 6, head_dim, generator=generator).to(dtype).split((4, 2), dim=1)
+    tables = torch.arange(1, 1 + -(-20 // block_size)).unsqueeze(0)
+    stores = [KVStore(1, 4, 2, block_size, head_dim, dtype, torch.device("cpu")) for _ in range(2)]
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for store in stores:
+            batch = AttentionBatch([AttentionSegment(0, 1, 20, tables, span(0, 20))], block_size)
+            attention = HostAttention(dtype, head_dim)
+            found.append(attention.forward(query_key, value, straight(value), store.layer(0), batch, 0.2, None).float())
+            leave_to_torch(patch)
+    assert torch.allclose(*found, rtol=2**-6, atol=2**-6)
+    assert torch.equal(stores[0].data, stores[1].data) is not own  # the kernel lays its tiles out in its own way

@@ -1,0 +1,88 @@
+"""Where the CPU kernels run and where they do not, each in a process of its own: it is found out once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from native import needs_kernels
+
+from trtrun.environment import CPU_LIMIT, OURS
+from trtrun.errors import ConfigError
+from trtrun.kernels.cpu import machine
+
+# A bfloat16 layer must work in any case.
+PROGRAM = """
+import sys
+{before}
+import torch
+from trtrun.start.kernel_names import kernels_for
+from trtrun.linear.layer import Linear
+from trtrun.linear.quantization import QUANTIZATIONS
+torch.set_num_threads(2)
+weight, x = torch.eye(64).bfloat16(), torch.randn(3, 64).bfloat16()
+layer = Linear(weight.shape, QUANTIZATIONS.get("none"), {{"weight": weight.clone()}})
+assert torch.equal(layer(x), x)
+print(kernels_for(torch.device("cpu"), torch.bfloat16), kernels_for(torch.device("cpu"), torch.float32))
+print(any(name.startswith("llvmlite") for name in sys.modules))
+"""
+
+
+def run(before: str = "", **environment: str) -> list[str]:
+    """What a fresh process says of its kernels and whether it has loaded LLVM, where nothing else is set."""
+    ours = (CPU_LIMIT, *os.environ[OURS].split(","))
+    clean = {name: value for name, value in os.environ.items() if name not in (*ours, OURS)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(before=before)],
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+@needs_kernels
+def test_the_kernels_are_used_where_they_run() -> None:
+    assert run(**{CPU_LIMIT: os.environ.get(CPU_LIMIT, "")}) == ["avx512_bf16", "torch", "True"]
+
+
+def test_without_a_compiler_torch_does_the_work() -> None:
+    assert run("sys.modules['llvmlite'] = None")[:2] == ["torch", "torch"]
+
+
+def test_without_gnu_openmp_torch_does_the_work() -> None:
+    """As in builds of torch on another OpenMP: its libgomp is not there to be found."""
+    hide = "import ctypes; real = ctypes.CDLL\n"
+    hide += "class CDLL(real):\n    def __init__(self, name, *rest, **more):\n"
+    hide += "        if name == 'libgomp.so.1': raise OSError(name)\n        super().__init__(name, *rest, **more)\n"
+    assert run(hide + "ctypes.CDLL = CDLL")[:2] == ["torch", "torch"]
+
+
+def test_a_processor_without_the_instructions_is_not_asked_to_load_llvm() -> None:
+    assert run(ATEN_CPU_CAPABILITY="avx2") == ["torch", "torch", "False"]
+
+
+@pytest.mark.parametrize("limit", ["avx512", "avx2"])
+def test_a_processor_may_be_told_to_do_with_less(limit: str) -> None:
+    kernels, _, loads_llvm = run(**{CPU_LIMIT: limit})
+    assert kernels == "torch"
+    assert loads_llvm == "False" or limit == "avx512"  # whose AVX-512 must be looked at
+
+
+def test_code_is_made_of_what_may_be_used_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CPU_LIMIT, raising=False)
+    whole = machine._processor_features()
+    for limit, beyond in (("avx2", "avx512"), ("avx512", "avx512bf16")):
+        monkeypatch.setenv(CPU_LIMIT, limit)
+        found = machine._processor_features()
+        assert not [name for name, there in found.items() if there and name.startswith(beyond)]
+        assert found.get("avx2") == whole.get("avx2")
+    assert found.get("avx512f") == whole.get("avx512f")
+    monkeypatch.setenv(CPU_LIMIT, "avx3")
+    with pytest.raises(ConfigError, match="TRTRUN_MAX_CPU_ISA is 'avx3': set it to avx2 or avx512"):
+        machine._processor_features()

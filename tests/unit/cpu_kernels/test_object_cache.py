@@ -1,0 +1,93 @@
+"""Compiled kernels on disk: read again, and only where nobody else can have written them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from trtrun.kernels.cpu import machine, object_cache
+from trtrun.kernels.cpu.fused_code import NORMALISE, fused_module
+from trtrun.kernels.cpu.object_cache import cache_folder, read_object, write_object
+
+KEY = "a1"
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "trtrun" / "kernels"
+
+
+def test_what_is_written_is_read_again(folder: Path) -> None:
+    assert read_object(KEY) is None
+    write_object(KEY, b"code")
+    assert read_object(KEY) == b"code"
+    assert os.listdir(folder) == [f"{KEY}.o"]
+    assert (folder.stat().st_mode | (folder / f"{KEY}.o").stat().st_mode) & 0o077 == 0
+
+
+def test_what_is_not_whole_is_not_read(folder: Path) -> None:
+    write_object(KEY, b"code")
+    path = folder / f"{KEY}.o"
+    for content in (path.read_bytes()[:-1], b"", path.read_bytes().replace(b"code", b"c0de")):
+        path.write_bytes(content)
+        assert read_object(KEY) is None
+
+
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_what_others_may_write_is_not_read(folder: Path, is_folder: bool) -> None:
+    write_object(KEY, b"code")
+    path = folder if is_folder else folder / f"{KEY}.o"
+    path.chmod(path.stat().st_mode | 0o002)
+    assert read_object(KEY) is None
+
+
+def test_what_another_user_has_written_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_object(KEY, b"code")
+    assert read_object(KEY) is not None
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert read_object(KEY) is None
+
+
+def test_a_link_is_not_followed(folder: Path) -> None:
+    write_object(KEY, b"code")
+    (folder / "b2.o").symlink_to(folder / f"{KEY}.o")
+    assert read_object("b2") is None
+
+
+def test_a_folder_that_cannot_be_made_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    write_object(KEY, b"code")
+    assert read_object(KEY) is None
+
+
+def test_without_a_home_there_is_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", "also/relative")
+    assert cache_folder() is None
+    write_object(KEY, b"code")
+    assert read_object(KEY) is None
+
+
+def test_files_are_few(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(object_cache, "MOST_FILES", 2)
+    for number in range(4):
+        write_object(f"k{number}", b"code")
+        os.utime(folder / f"k{number}.o", (number, number))
+    assert sorted(os.listdir(folder)) == ["k2.o", "k3.o"]
+
+
+@pytest.mark.skipif(not machine.has_bfloat16_kernels(), reason="needs a processor with bfloat16 instructions")
+def test_kernels_are_compiled_once_for_each_kind_of_processor(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    compiled: list[object] = []
+    compile_module = machine._compile
+    monkeypatch.setattr(machine, "_compile", lambda module: compiled.append(module) or compile_module(module))
+    for _ in range(2):
+        assert list(machine.load_kernels(fused_module, names=(NORMALISE,))) == [NORMALISE]
+    assert len(compiled) == 1 and len(os.listdir(folder)) == 1
+    monkeypatch.setattr(machine, "processor_name", lambda: "x86-64-v4")
+    machine.load_kernels(fused_module, names=(NORMALISE,))
+    assert len(compiled) == 2

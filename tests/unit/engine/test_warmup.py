@@ -1,0 +1,96 @@
+"""What a start captures, on CPU tensors: the shapes that short prompts have, in whatever number they come."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ahead_rounds
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from pipelines import prompt_of
+
+from trtrun.attention.backend import HostAttention
+from trtrun.core.nouns import RoundPlan
+from trtrun.engine.graphs import ForwardGraphs
+from trtrun.engine.runner import Engine
+from trtrun.engine.warmup import _chunk, warm_up
+from trtrun.speculation.ahead.chains import NUM_RANKED
+
+ROWS = 6
+
+
+@pytest.mark.parametrize("guesses", [0, 8])
+def test_graphs_of_short_prompts_are_made_at_the_start_where_rows_are_no_power_of_two(
+    guesses: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draft engines have rows for guesses, too, and so graphs of more rows than there are prompts."""
+    made: list[Any] = []
+    plain: list[list[int]] = []
+    make, by_graph, engine_of = ForwardGraphs._make, Engine._prefill_by_graph, ahead_rounds.Engine
+
+    def logged_make(self: ForwardGraphs, shape: Any, *others: Any) -> Any:
+        made.append(shape)
+        return make(self, shape, *others)
+
+    def logged_prefill(self: Engine, chunks: Any) -> Any:
+        found = by_graph(self, chunks)
+        if found is None:
+            plain.append([chunk.length for chunk in chunks])
+        return found
+
+    monkeypatch.setattr(HostAttention, "tile", 64)  # 32 queries of two heads each
+    monkeypatch.setattr(ForwardGraphs, "_make", logged_make)
+    monkeypatch.setattr(Engine, "_prefill_by_graph", logged_prefill)
+    monkeypatch.setattr(ahead_rounds, "MAX_ROWS", ROWS)
+    monkeypatch.setattr(ahead_rounds, "Engine", lambda *a: engine_of(*a, capture=lambda work: work))
+    model = ahead_rounds.load(make_checkpoint(tmp_path / "model", "LlamaForCausalLM", seed=1))
+    engine = ahead_rounds.make_drafter(model, 4, 200, 600, 4, False, guesses)._engine
+    with torch.inference_mode():
+        warm_up(engine, {4, 2}, 2048, ROWS, verifies=False)
+        assert made and not plain
+        del made[:]
+        for count in range(1, ROWS + 1):
+            for length in (3, 16):
+                engine.prefill([_chunk(row, length) for row in range(count)])
+    assert not made and not plain
+
+
+def test_draft_ranks_of_their_own_capture_what_their_rounds_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They draft with ranked candidates, and guess with every draft_len that is sure to come."""
+    draft_len, half, guesses = 4, 2, 24
+    made: list[Any] = []
+    make, engine_of = ForwardGraphs._make, ahead_rounds.Engine
+
+    def logged_make(self: ForwardGraphs, shape: Any, *others: Any) -> Any:
+        made.append(shape)
+        return make(self, shape, *others)
+
+    monkeypatch.setattr(ForwardGraphs, "_make", logged_make)
+    monkeypatch.setattr(ahead_rounds, "Engine", lambda *a: engine_of(*a, capture=lambda work: work))
+    model = ahead_rounds.load(make_checkpoint(tmp_path / "model", "LlamaForCausalLM", seed=1))
+    rounds = ahead_rounds.AheadRounds(model, draft_len=draft_len)
+    with torch.inference_mode():
+        engine, most = rounds.drafter._engine, ahead_rounds.MAX_ROWS
+        warm_up(engine, {2, draft_len}, 400, most, verifies=False, num_ranked=NUM_RANKED)
+        rounds.drafter._guess_steps = [guesses]
+        rounds.drafter.warm_up({draft_len, half})
+    chains = {(shape.rows, shape.queries) for shape in made if shape.num_ranked == NUM_RANKED}
+    assert len(chains) == len([shape for shape in made if shape.num_ranked])
+    guessed = {chain for chain in chains if chain[0] >= guesses}
+    assert {steps for _, steps in guessed} == {draft_len, half}
+
+    def schedule(always: bool) -> RoundPlan | None:
+        plan = rounds.scheduler.schedule(rounds.random.choice((draft_len, half)))
+        return None if plan is None else replace(plan, num_guesses=guesses, redraft_from=1 << 30)
+
+    monkeypatch.setattr(rounds, "_schedule", schedule)
+    del made[:]
+    for number in range(most):
+        rounds.add(prompt_of(9 + number, seed=number), max_tokens=60, ignore_eos=True)
+    rounds.run(200)
+    assert not {(shape.rows, shape.queries) for shape in made} & guessed

@@ -1,0 +1,83 @@
+"""Kernels that begin before the one before them has ended: none touches memory until it has waited."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from trtrun import kernels
+
+pytest.importorskip("triton", reason="needs triton: pip install triton")
+FOLDER = Path(kernels.__file__).parent / "triton"
+
+
+def early_kernels() -> Iterator[tuple[str, ast.FunctionDef]]:
+    for path in sorted(FOLDER.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_kernel = isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+            if is_kernel and "EARLY" in {argument.arg for argument in node.args.args}:
+                yield f"{path.name}:{node.name}", node
+
+
+ALL = dict(early_kernels())
+STREAMED = "product.py:_stream_kernel"
+"""Whose groups of warps wait by themselves."""
+
+KERNELS = {name: node for name, node in ALL.items() if name != STREAMED}
+
+
+def calls(node: ast.AST) -> set[str]:
+    return {ast.unparse(item.func) for item in ast.walk(node) if isinstance(item, ast.Call)}
+
+
+def test_they_are_found() -> None:
+    assert {
+        "matmul.py:_product_kernel",
+        "paged_attention.py:_attend_kernel",
+        "fused.py:_silu_and_multiply_kernel",
+    } <= set(KERNELS)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_waits_before_it_reads_writes_or_ends(name: str) -> None:
+    """Also where it has nothing to do: whoever waits for it counts on it having waited for those before."""
+    body = KERNELS[name].body
+    waits = [index for index, statement in enumerate(body) if "begin" in calls(statement)]
+    assert len(waits) == 1 and ast.unparse(body[waits[0]]) == "begin(EARLY)"
+    for statement in body[: waits[0]]:
+        assert not any(isinstance(item, ast.Return) for item in ast.walk(statement))
+        assert calls(statement) <= {"tl.program_id", "tl.arange", "tl.where", "tl.zeros", "fetch"} | {
+            call for call in calls(statement) if call.endswith(".to")
+        }, ast.unparse(statement)
+
+
+def test_groups_of_warps_ask_for_nothing_but_weights_before_they_wait() -> None:
+    module = ast.parse((FOLDER / "fp8_stream" / "product.py").read_text(encoding="utf-8"))
+    groups = {node.name: node.body for node in module.body if isinstance(node, ast.FunctionDef)}
+    begun = [statement for statement in ALL[STREAMED].body if "_launch_next" in calls(statement)]
+    assert [ast.unparse(statement) for statement in begun] == ["_launch_next(EARLY)"]
+    assert not {"gl.load", "gl.store", "tma.async_copy_global_to_shared"} & calls(ALL[STREAMED])
+    before = {"_copy": {"gl.minimum", "range", "_ask_weights"}, "_multiply": {"gl.NVMMADistributedLayout"}}
+    for name, allowed in before.items():
+        waits = [ast.unparse(statement) == "_wait_for_all(EARLY)" for statement in groups[name]]
+        assert waits.count(True) == 1
+        early = groups[name][: waits.index(True)]
+        assert set().union(*map(calls, early)) <= allowed
+    assert calls(ast.Module(groups["_ask_weights"], [])) <= {
+        "mbarrier.expect", "ready.index", "gl.program_id", "gl.num_programs", "_ask",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("features", "inputs", "dtype"), [(16, 2048, torch.bfloat16), (64, 40, torch.float8_e4m3fn)])
+def test_what_is_asked_for_beforehand_is_little(features: int, inputs: int, dtype: torch.dtype) -> None:
+    from trtrun.kernels.triton.early_launch import early, lines_of
+
+    weight = torch.empty((128, inputs), dtype=dtype)
+    lines = lines_of(weight, features)
+    assert lines >= 1 and lines & (lines - 1) == 0
+    assert lines == 1 or lines * 128 <= min(inputs * weight.itemsize, (1 << 14) // features)
+    assert early(weight) == {"EARLY": False}, "the CPU has no such launch"

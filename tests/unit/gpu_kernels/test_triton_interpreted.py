@@ -1,0 +1,319 @@
+"""Triton's kernels in its interpreter, where there is no GPU: right results, and the same bits in any company.
+
+The interpreter has no bfloat16. What the hardware's rounding does is seen on a GPU alone (test_cuda_bits.py).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from native import leave_to_torch
+from paged import PagedModel, check_tilings, straight
+from torch.nn import functional
+
+from trtrun.attention.gather import GatherAttention
+from trtrun.kernels.triton import support
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
+from trtrun.layers import mlp, norm
+from trtrun.linear.quantization import base
+
+pytest.importorskip("triton", reason="needs triton: pip install triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3}
+DTYPES = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+
+
+@pytest.fixture(autouse=True)
+def sums_without_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrix products in float64, rounded once: numpy adds float32 in an order that depends on shape and processor."""
+    from triton.runtime import interpreter
+
+    def widen(part: Any) -> Any:
+        if part.dtype.primitive_bitwidth > 8:
+            return part.data.astype("float64")
+        return torch.from_numpy(part.data.view("uint8").copy()).view(torch.float8_e4m3fn).double().numpy()
+
+    def create_dot(builder: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
+        product = (widen(a) @ widen(b)).astype(total.data.dtype)
+        return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the norms; NaN anywhere gives NaN, which is below no bound."""
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "features", "inputs"), [(1, 70, 64), (17, 130, 200), (70, 64, 128), (0, 8, 64)])
+def test_the_product(rows: int, features: int, inputs: int, dtype: torch.dtype) -> None:
+    from trtrun.kernels.triton.matmul import chain_product
+
+    torch.manual_seed(features)
+    weight, x = torch.randn(features, inputs).to(dtype), torch.randn(rows, inputs).to(dtype)
+    found = chain_product(x, weight)
+    assert found.shape == (rows, features)
+    if rows:
+        assert difference(found, x.double() @ weight.double().T) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize(
+    ("queries", "first", "window", "dtype"),
+    [
+        (1, 600, None, torch.float16),
+        (5, 250, None, torch.float32),
+        (5, 600, 300, torch.float16),
+        (3, 1, 20, torch.float32),
+        (34, 500, None, torch.float16),
+        (34, 300, 100, torch.float32),
+    ],
+)
+def test_attention_is_right_and_the_same_alone(
+    queries: int, first: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """Over one share of keys and several, in a round, in a prompt, and with a wider block table."""
+    from trtrun.kernels.triton.paged_attention import PagedAttention
+
+    torch.manual_seed(first)
+    heads, kv_heads, head_dim, blocks = 4, 2, 24, -(-(first + queries) // 16)
+    store = torch.randn(2, blocks + 1, kv_heads, 16, head_dim).to(dtype)
+    tables = (torch.randperm(blocks) + 1).view(1, -1)
+    positions = first + torch.arange(queries).view(1, -1)
+    fused = torch.randn(queries, heads + 2 * kv_heads, head_dim).to(dtype)
+
+    def attend(backend: GatherAttention | PagedAttention, start: int, stop: int, tables: torch.Tensor) -> torch.Tensor:
+        query_key, value = fused[start:stop].split([heads + kv_heads, kv_heads], dim=1)
+        batch = AttentionBatch([AttentionSegment(0, 1, stop - start, tables, positions[:, start:stop])], 16)
+        return backend.forward(query_key, value, straight(value), store, batch, head_dim**-0.5, window)
+
+    expected = attend(GatherAttention(), 0, queries, tables)
+    found = attend(PagedAttention(), 0, queries, tables)
+    assert difference(found, expected) < BOUNDS[dtype]
+    for start, stop in ((0, 1), (queries // 2, queries // 2 + 1), (max(0, queries - 6), queries)):
+        alone = attend(PagedAttention(), start, stop, functional.pad(tables, (0, 40)))
+        assert torch.equal(alone, found[start:stop]), (start, stop)
+
+
+def test_attention_has_the_same_bits_however_it_is_dealt_out() -> None:
+    """Tiles of fewer queries than a row has, with programs for each share and without."""
+    check_tilings(torch.device("cpu"), 6, 24, torch.float16, 200, [(16, True), (32, False)])
+
+
+@DTYPES
+def test_the_small_operations(dtype: torch.dtype) -> None:
+    from trtrun.kernels.triton.fused import add_and_normalise, silu_and_multiply
+
+    torch.manual_seed(0)
+    hidden, delta, weight = (torch.randn(shape).to(dtype) for shape in ((3, 96), (3, 96), (96,)))
+    total = hidden + delta
+    found = add_and_normalise(hidden, delta, weight, 1e-5)
+    assert torch.equal(hidden, total)
+    assert difference(found, functional.rms_norm(total.float(), (96,), None, 1e-5) * weight) < BOUNDS[dtype]
+    fused = torch.randn(3, 2 * 1100).to(dtype)
+    gated = functional.silu(fused[:, :1100].float()) * fused[:, 1100:].float()
+    assert difference(silu_and_multiply(fused), gated) < BOUNDS[dtype]
+
+
+@DTYPES
+@pytest.mark.parametrize("at_once", [1, 4, 16])
+def test_rotating_on_the_way_to_the_store_has_the_same_bits(
+    dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two segments, padding, heads whose size is no power of two; and queries that lie apart from the values."""
+    from trtrun.kernels.triton import paged_store
+    from trtrun.kernels.triton.paged_attention import PagedAttention
+
+    monkeypatch.setattr(paged_store, "_tokens_at_once", lambda heads: at_once)
+    torch.manual_seed(2)
+    heads, kv_heads, head_dim, tokens = 4, 2, 24, 7
+    query_key, value = (torch.randn(tokens, count, head_dim).to(dtype) for count in (heads + kv_heads, kv_heads))
+    cosine, sine = (torch.randn(tokens, 1, head_dim).to(dtype) for _ in range(2))
+    tables, positions = torch.tensor([[1, 2], [3, 4]]), torch.tensor([[17, 18], [0, -1]])
+    segments = [
+        AttentionSegment(0, 2, 2, tables, positions),
+        AttentionSegment(4, 1, 3, torch.tensor([[5]]), torch.tensor([[0, 1, 2]])),
+    ]
+    rotated = (query_key * cosine).add_(torch.roll(query_key, head_dim // 2, 2).mul_(sine))
+    stores = [
+        torch.randn(2, 6, kv_heads, 16, head_dim, generator=torch.Generator().manual_seed(1)).to(dtype) for _ in "abc"
+    ]
+    backend, batch, scale = PagedAttention(), AttentionBatch(segments, 16), head_dim**-0.5
+    expected = backend.forward(rotated, value, straight(value), stores[0], batch, scale, None)
+    found = backend.forward(query_key, value, (cosine, sine), stores[1], batch, scale, None)
+    GatherAttention().forward(query_key, value, (cosine, sine), stores[2], batch, scale, None)
+    assert all(torch.equal(stores[2][:, 1:], store[:, 1:]) for store in stores)  # the null block may hold anything
+    assert torch.equal(found, expected)
+
+
+def test_the_product_with_8_bits() -> None:
+    from trtrun.kernels.torch.int8 import quantize
+    from trtrun.kernels.triton.int8_matmul import TritonInt8Matmul
+
+    torch.manual_seed(1)
+    tensors, x = quantize(torch.randn(70, 130)), torch.randn(5, 130).to(torch.float16)
+    dense = tensors["codes"].double() * tensors["scale"].double().unsqueeze(1)
+    bias = torch.randn(70).to(torch.float16)
+    found = TritonInt8Matmul(tensors["codes"], tensors["scale"], bias)(x)
+    assert difference(found, x.double() @ dense.T + bias.double()) < BOUNDS[torch.float16]
+
+
+@DTYPES
+def test_activations_of_8_bits_are_rounded_as_on_other_devices(dtype: torch.dtype) -> None:
+    from trtrun.kernels.torch.fp8 import round_activations as round_in_torch
+    from trtrun.kernels.triton.fp8_rounding import round_activations
+
+    sizes = 10.0 ** (torch.arange(20) % 7 - 4)
+    x = torch.randn(20, 300, generator=torch.Generator().manual_seed(1)) * sizes.unsqueeze(1)
+    x[3] = 0
+    wide = x.to(dtype)
+    for inputs in (300, 64, 1):
+        codes, scale, kind = round_activations(wide[:, :inputs])
+        assert kind is dtype
+        expected, own = round_in_torch(wide[:, :inputs])
+        assert torch.equal(scale, own)
+        assert torch.equal(codes[:, :inputs].float(), expected)
+
+
+@DTYPES
+def test_what_is_rounded_in_the_kernel_that_makes_it(dtype: torch.dtype) -> None:
+    """Is what that kernel makes, rounded."""
+    from trtrun.kernels.triton import fused
+    from trtrun.kernels.triton.fp8_rounding import round_activations
+
+    torch.manual_seed(0)
+    hidden, delta, weight = (torch.randn(shape).to(dtype) for shape in ((3, 100), (3, 100), (100,)))
+    for added in (None, delta):
+        own, other = hidden.clone(), hidden.clone()
+        expected = round_activations(fused.add_and_normalise(own, added, weight, 1e-5))
+        found = fused.add_and_normalise_rounded(other, added, weight, 1e-5)
+        assert torch.equal(own, other)
+        assert torch.equal(found.scale, expected.scale)
+        assert torch.equal(found.codes[:, :100].float(), expected.codes[:, :100].float())
+    gates = torch.randn(3, 2 * 1100).to(dtype)
+    expected, found = round_activations(fused.silu_and_multiply(gates)), fused.silu_and_multiply_rounded(gates)
+    assert torch.equal(found.scale, expected.scale)
+    assert torch.equal(found.codes[:, :1100].float(), expected.codes[:, :1100].float())
+
+
+def test_a_model_whose_norms_and_activations_round_is_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And only what attention gathered is rounded by a kernel of its own."""
+    from trtrun.kernels.triton import fp8_matmul
+
+    path, batch = make_checkpoint(tmp_path), [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 3, 4, 100])]]
+    # The interpreter has float16 and no bfloat16, in which alone the CPU's own kernels compute.
+    monkeypatch.setattr(base, "_DTYPES", {"cpu": ("float16",)})
+    leave_to_torch(monkeypatch)
+    expected = PagedModel(path, torch.float16, quantization="fp8").forward(batch)
+    for module in (norm, mlp, support):
+        monkeypatch.setattr(module, "triton_works", lambda device_type: True)
+    monkeypatch.setattr(support, "multiplies_fp8", lambda device: True)
+    rounded, round_activations = [], fp8_matmul.round_activations
+    monkeypatch.setattr(
+        fp8_matmul, "round_activations", lambda x: (rounded.append(x.shape[0]), round_activations(x))[1]
+    )
+    model = PagedModel(path, torch.float16, quantization="fp8")
+    assert difference(model.forward(batch), expected) < BOUNDS[torch.float16]
+    assert rounded == [8] * model.models[0].config.num_layers
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(("features", "inputs"), [(70, 130), (3, 64)])
+def test_the_product_with_e4m3(features: int, inputs: int, with_bias: bool, rounds: bool) -> None:
+    from trtrun.kernels.torch.fp8 import TorchFp8Matmul, quantize
+    from trtrun.kernels.triton.fp8_matmul import TritonFp8Matmul
+
+    torch.manual_seed(features)
+    weight, x = quantize(torch.randn(features, inputs)), torch.randn(70, inputs).to(torch.float16)
+    arguments = weight["codes"], weight["scale"], torch.randn(features).to(torch.float16) if with_bias else None
+    product = TritonFp8Matmul(*arguments, rounds_activations=rounds)
+    found = product(x)
+    assert difference(found, TorchFp8Matmul(*arguments, rounds_activations=rounds)(x)) < 1e-4
+    for rows in (0, 1, 6, 16, 17, 40, 65):
+        some = product(x[:rows])
+        # The interpreter's sums are numpy's, whose order shows where the numbers are not all codes.
+        assert torch.equal(some, found[:rows]) if rounds or not rows else difference(some, found[:rows]) < 1e-4
+
+
+@pytest.mark.parametrize("width", [3, 2049, 5000])
+def test_the_likeliest(width: int) -> None:
+    from trtrun.kernels.triton.likeliest import likeliest
+
+    numbers = torch.randn(2, width, generator=torch.Generator().manual_seed(width))
+    numbers[1, 2] = numbers[1, 1] = 50.0
+    assert torch.equal(likeliest(numbers, 3), numbers.sort(dim=-1, descending=True, stable=True).indices[:, :3])
+
+
+@pytest.mark.parametrize("width", [1, 2048, 2049, 5000])
+def test_the_largest(width: int) -> None:
+    """The first of several, of some columns of wider rows; what is no number wins."""
+    from trtrun.kernels.triton.likeliest import likeliest
+
+    numbers = torch.randn(6, width + 50, generator=torch.Generator().manual_seed(width))
+    numbers[:, width:] = 100.0
+    numbers[1, [width // 2, width - 1]] = 50.0
+    numbers[2] = float("-inf")
+    numbers[3, width - 1] = float("nan")
+    numbers[4, [width // 3, width - 1]] = float("inf")
+    numbers[5] = float("nan")
+    expected = numbers[:, :width].nan_to_num(nan=float("inf"), neginf=float("-inf"), posinf=float("inf")).argmax(dim=-1)
+    assert torch.equal(likeliest(numbers[:, :width], 1)[:, 0], expected)
+    assert likeliest(numbers[:0], 1).shape == (0, 1)
+
+
+@pytest.mark.parametrize("draft_len", [0, 1, 4])
+def test_tokens_of_rows(draft_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same as torch's operations."""
+    from trtrun.engine import rows as rows_room
+
+    def made(with_kernels: bool) -> list[torch.Tensor]:
+        monkeypatch.setattr(rows_room, "triton_works", lambda kind: with_kernels)
+        generator = torch.Generator().manual_seed(draft_len)
+        state = rows_room.RowState(6, 40, 16, 5, 100, torch.device("cpu"))
+        state.token_ids.copy_(torch.randint(0, 100, state.token_ids.shape, generator=generator))
+        state.lengths.copy_(torch.tensor([3, 1, 9, 30, 8, 7]))
+        rows, drafts = torch.tensor([4, 1, 3]), torch.randint(0, 100, (3, draft_len + 2), generator=generator)
+        lens = torch.tensor([draft_len, -1, draft_len // 2])
+        tokens, positions = state.with_drafts(rows, drafts[:, 1 : 1 + draft_len], lens)
+        gained = torch.randint(0, 100, (draft_len + 1, 3), generator=generator).T
+        state.advance(rows, torch.tensor([1, draft_len + 1, 1]), gained)
+        return [tokens, positions, state.lengths, state.token_ids]
+
+    for found, expected in zip(made(True), made(False), strict=True):
+        assert found.shape == expected.shape and found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "calls"), [(5, [5]), (8, [-8]), (16, [-16]), (37, [-16, -16, 5]), (40, [-16, -16, -8])]
+)
+def test_the_library_gets_numbers_of_rows_that_were_tried(
+    rows: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative where the library computes; all rows come back in their order."""
+    from trtrun.kernels.rounded_rows import RoundedRows
+    from trtrun.kernels.triton import fp8_matmul
+
+    found: list[int] = []
+
+    def product(sign: int, x: RoundedRows) -> torch.Tensor:
+        found.append(sign * len(x.codes))
+        return x.scale.unsqueeze(1).clone()
+
+    monkeypatch.setattr(fp8_matmul, "_LIBRARY_ROWS", 8)
+    monkeypatch.setattr(fp8_matmul, "_MOST_LIBRARY_ROWS", 16)
+    monkeypatch.setattr(fp8_matmul, "_library_agrees", lambda codes, scale: True)
+    monkeypatch.setattr(fp8_matmul, "_library_product", lambda x, codes, scale: product(-1, x))
+    monkeypatch.setattr(fp8_matmul, "chain_product", lambda x, *_: product(1, x))
+    codes = torch.zeros(3, 16, dtype=torch.float8_e4m3fn)
+    multiply = fp8_matmul.TritonFp8Matmul(codes, torch.ones(3), None, rounds_activations=True)
+    scale = torch.arange(rows).float()
+    x = RoundedRows(torch.zeros(rows, 16, dtype=torch.float8_e4m3fn), scale, torch.bfloat16)
+    assert torch.equal(multiply(x)[:, 0], scale) and found == calls

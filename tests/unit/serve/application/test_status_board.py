@@ -1,0 +1,92 @@
+"""GET /status beside an engine that answers, is in a long round, and is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from engine_messages import LIMITS, run
+from starlette.requests import Request
+
+from launch.serve.application import status as board
+from launch.serve.application.status import StatusBoard
+from launch.serve.door.limits import Door
+from launch.serve.engine.messages import Ready, Status
+from launch.serve.front.front import Front
+from launch.serve.http.requests import Keys
+from launch.serve.metrics import FrontMetrics
+from trtrun.configuration.config import make_config
+from trtrun.configuration.topology import make_topology
+
+READY = Ready(version="1", config_hash="h", limits=asdict(LIMITS))
+STATUS = Status(num_running=3, num_waiting=2, num_free_blocks=8, num_blocks=32, totals={})
+
+
+class Engine:
+    """Says what it is given to say."""
+
+    def __init__(self) -> None:
+        self.ready: Ready | None = READY
+        self.status: Status | None = STATUS
+        self.num_asked = 0
+
+    async def ask_status(self) -> Status | None:
+        self.num_asked += 1
+        await asyncio.sleep(0)
+        return self.status
+
+
+def make_board(engine: Engine) -> StatusBoard:
+    config = make_config(
+        {
+            "target": {"model": "asset:target", "devices": ["cpu:1"]},
+            "draft": {"model": "asset:draft", "devices": ["cpu:0"]},
+        }
+    )
+    front = SimpleNamespace(
+        client=engine, door=Door(4, 8, 8, is_open=True), metrics=FrontMetrics("pair", 4), model_name="pair", draft_len=4
+    )
+    return StatusBoard(cast(Front, front), config, make_topology(config), Keys(()), False)
+
+
+async def ask(asked: StatusBoard) -> dict[str, Any]:
+    answer = await asked.status(Request({"type": "http", "headers": []}))
+    told: dict[str, Any] = json.loads(bytes(answer.body))
+    return told
+
+
+def test_a_long_round_leaves_the_numbers_as_they_were_and_a_lost_engine_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(board, "FRESH_SECONDS", -1.0)  # ask each time
+
+    async def check() -> None:
+        engine = Engine()
+        asked = make_board(engine)
+        first = await ask(asked)
+        assert first["queue"]["running"] == 3 and first["kv_cache"]["usage"] == 0.75
+        assert {rank["state"] for rank in first["ranks"]} == {"up"}
+        engine.status = None
+        assert await ask(asked) == first
+        engine.ready = None
+        lost = await ask(asked)
+        assert lost["queue"]["running"] is None and lost["kv_cache"]["usage"] is None
+        assert {rank["state"] for rank in lost["ranks"]} == {"starting"}
+        engine.ready = Ready(version="1", config_hash="h", limits=asdict(LIMITS))  # the next one
+        assert (await ask(asked))["queue"]["running"] is None
+
+    run(check())
+
+
+def test_the_engine_is_asked_once_for_all_who_look() -> None:
+    async def check() -> None:
+        engine = Engine()
+        asked = make_board(engine)
+        await asyncio.gather(*(ask(asked) for _ in range(20)))
+        assert engine.num_asked == 1
+
+    run(check())

@@ -1,0 +1,167 @@
+"""What stands before the server's work: the door, keys, bodies, connections, its section and its command line."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_messages import run
+
+from launch.commands import serve as serve_command
+from launch.commands.serve import server_overrides
+from launch.serve.application.http_server import Listener, is_loopback, listen
+from launch.serve.door.limits import Door
+from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.http.json_bodies import parse_json
+from launch.serve.http.requests import Keys
+from trtrun.configuration.config import make_config
+from trtrun.errors import ConfigError
+
+
+def refusal_of(work: Callable[[], object]) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        work()
+    return caught.value
+
+
+def test_the_door_counts_completions_and_requests() -> None:
+    async def check() -> None:
+        door = Door(max_running=4, max_queue=2, max_streams=3)
+        assert refusal_of(lambda: door.enter(1)).kind is Kind.UNAVAILABLE
+        door.is_open = True
+        tickets = [door.enter(4), door.enter(1)]
+        assert refusal_of(lambda: door.enter(2)).code == "queue_full"
+        assert refusal_of(lambda: door.enter(7)).kind is Kind.INVALID
+        tickets.append(door.enter(1))
+        tickets[0].leave()
+        tickets[0].leave()
+        assert (door.num_completions, door.num_requests) == (2, 2)
+        tickets[0] = door.enter(1)
+        assert refusal_of(lambda: door.enter(1)).code == "too_many_streams"
+        door.is_closing = True
+        assert refusal_of(lambda: door.enter(1)).code == "server_ending"
+        assert not await door.wait_empty(0.0)
+        waiting = asyncio.create_task(door.wait_empty(60))
+        await asyncio.sleep(0)
+        for ticket in tickets:
+            ticket.leave()
+        assert await waiting and door.num_completions == 0
+
+    run(check())
+
+
+def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(" one \n\ntwo\n")
+    keys = Keys.read(file)
+    assert keys.are_needed and not Keys.read(None).are_needed
+    for header in ("Bearer one", "Bearer two"):
+        keys.check_header(header)
+    for header in ("", "one", "Bearer", "Bearer ", "Basic one"):
+        with pytest.raises(Refusal, match="wants an API key"):
+            keys.check_header(header)
+    for header in ("Bearer on", "Bearer one two", "Bearer one\ntwo"):
+        with pytest.raises(Refusal, match="wants an API key of its own"):
+            keys.check_header(header)
+    file.write_text("\n \n")
+    with pytest.raises(ConfigError, match="holds no API key"):
+        Keys.read(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Keys.read(tmp_path / "none")
+
+
+def test_a_key_is_a_bearers() -> None:
+    keys = Keys(["one", "two"])
+    for authorization in ("Bearer two", "bearer  one "):
+        keys.check_header(authorization)
+    for authorization in (
+        "", "two", "Basic two", "Bearer", "Bearer ", "Bearer tw", "Bearer three", "Bearer one two", "Bearer one\ntwo",
+        "\xff \xff",
+    ):  # fmt: skip
+        refusal = refusal_of(lambda sent=authorization: keys.check_header(sent))
+        assert refusal.kind is Kind.UNAUTHORIZED and "wants an API key" in str(refusal)
+    Keys(()).check_header("")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"good\nclef\xc3\xa9\n", "line 2: an API key has printable ASCII characters alone"),
+        (b"good\r\n\xff\xfe\r\n", "line 2: "),
+        (b"a\0b\n", "line 1: "),
+        (b" \r\n\n", "holds no API key"),
+        (b"k" * ((1 << 20) + 1), "has more than 1048576 bytes"),
+    ],
+)
+def test_keys_that_no_client_could_send_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "keys").write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        Keys.read(tmp_path / "keys")
+
+
+def test_bodies_that_are_no_json_are_one_line() -> None:
+    assert parse_json(b'{"a": [1, null]}') == {"a": [1, None]}
+    for body in (b"", b"{", b"\xc3", b"[" * 100000, b"1" * 100000, b'{"a":1,"a":2}'):
+        assert "\n" not in str(refusal_of(lambda body=body: parse_json(body)))  # type: ignore[misc]
+
+
+def test_connections_do_not_wait_for_acknowledgements() -> None:
+    listener = listen("127.0.0.1", 0, "server.http_port")
+    with listener.socket, socket.create_connection(("127.0.0.1", listener.port)):
+        assert is_loopback(listener)
+        with listen("0.0.0.0", 0, "server.http_port").socket as opened:
+            assert not is_loopback(Listener(opened, 0))
+        listener.socket.settimeout(60)
+        accepted, _ = listener.socket.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+# The command line and the configuration.
+
+
+def test_each_port_is_one_of_its_own() -> None:
+    sections = {"target": {"model": "asset:target", "devices": ["cpu:0"]}, "speculation": {"method": "none"}}
+    with pytest.raises(ConfigError, match="metrics_port: is 9, as http_port is: give each a port of its own, or 0"):
+        make_config(sections | {"server": {"http_port": 9, "metrics_port": 9}})
+    make_config(sections | {"server": dict.fromkeys(("http_port", "grpc_port", "metrics_port"), 0)})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"http_prot": 1}, r"server\.http_prot: unknown key \(did you mean 'http_port'\?\)"),
+        ({"http_port": 70000}, r"server\.http_port: must be less than or equal to 65535"),
+        ({"tls_cert": "x"}, r"server: tls_key: missing: TLS needs server\.tls_cert and server\.tls_key, both"),
+        ({"max_restarts": True}, r"server\.max_restarts: must be a number, not true"),
+        ({"host": "a\nb"}, r"server\.host: .* must be one line of text"),
+    ],
+)
+def test_the_server_section_is_checked(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_config({"target": {"model": "asset:target", "devices": ["cpu:0"]}, "speculation": {"method": "none"},
+                     "server": values})  # fmt: skip
+
+
+def test_options_of_the_command_line_become_keys_of_the_section() -> None:
+    given = {"host": "::1", "http_port": 0, "grpc_port": None, "api_key_file": "my keys", "part": 5}
+    assert server_overrides(given) == ['server.host="::1"', "server.http_port=0", 'server.api_key_file="my keys"']
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve_command.check_extra()
+    monkeypatch.setattr(serve_command, "LIBRARIES", ("jinja2", "no_such_library"))
+    with pytest.raises(ConfigError, match=r"of which no_such_library is missing: pip install 'trtrun\[serve\]'"):
+        serve_command.check_extra()
+
+
+def test_other_commands_do_not_need_it() -> None:
+    code = "import sys, launch.cli; print(sorted({*%r} & set(sys.modules)))" % (serve_command.LIBRARIES,)  # noqa: UP031
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

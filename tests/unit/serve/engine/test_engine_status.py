@@ -1,0 +1,115 @@
+"""Asking an engine how full it is holds up nothing else, and nobody waits for it for long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engine_messages import LIMITS
+
+from launch.serve.engine import engines, own_engine
+from launch.serve.engine.engines import EngineEvents
+from launch.serve.engine.messages import Abort, AskStatus, Close, Message, Ready
+from launch.serve.engine.own_engine import OwnEngine
+from launch.serve.engine.process import _Served
+from parallel.watchdog.activity import Doing, Phase
+from trtrun.configuration.config import make_config
+
+
+class LongRound:
+    """An AsyncLLM in a round: what is asked of the engine is answered when the round is over."""
+
+    def __init__(self) -> None:
+        self.is_over = asyncio.Event()
+        self.aborted: list[str] = []
+
+    async def call(self, work: Any) -> str:
+        await self.is_over.wait()
+        return "status"
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+
+class Sent:
+    """An outbox that keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.has_some = asyncio.Event()
+
+    def send(self, message: Any) -> None:
+        self.messages.append(message)
+        self.has_some.set()
+
+
+async def messages() -> AsyncIterator[Message]:
+    for message in (AskStatus(), AskStatus(), Abort(request_id="a"), Close()):
+        yield message
+
+
+def test_what_comes_behind_a_question_does_not_wait_for_the_answer() -> None:
+    async def work() -> None:
+        llm, outbox = LongRound(), Sent()
+        served = _Served(llm, outbox)  # type: ignore[arg-type]
+        await served._read(messages())  # type: ignore[arg-type]
+        assert llm.aborted == ["a"] and not outbox.messages
+        llm.is_over.set()
+        await asyncio.gather(*served._telling)
+        assert outbox.messages == ["status", "status"]
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_an_engine_in_this_process_is_not_waited_for_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "STATUS_SECONDS", 0.0)
+
+    async def work() -> None:
+        config: Any = None  # it is read when the engine is opened
+        engine = OwnEngine(config)
+        engine._llm, engine.ready = LongRound(), object()  # type: ignore[assignment]
+        assert await engine.ask_status() is None
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_an_engine_in_this_process_that_hangs_is_told_of_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def describe(llm: Any) -> Ready:
+        return Ready(version="1", config_hash="h", limits=asdict(LIMITS))
+
+    async def work() -> None:
+        doing = Doing(Phase.VERIFYING, 8, still_seconds=60.0)
+        llm: Any = LongRound()
+        llm.engine = SimpleNamespace(orchestrator=SimpleNamespace(look=lambda: doing))
+        llm.close = lambda: None
+        config = make_config(
+            {
+                "target": {"model": "asset:target", "devices": ["cpu:0"]},
+                "speculation": {"method": "none"},
+                "launch": {"heartbeat_seconds": 0.5},
+            }
+        )
+        engine = OwnEngine(config)
+        monkeypatch.setattr(engine, "_open", lambda: llm)
+        monkeypatch.setattr(own_engine, "describe_engine", describe)
+        said: asyncio.Queue[str] = asyncio.Queue()
+
+        def say(word: str) -> Callable[[], None]:
+            return lambda: said.put_nowait(word)
+
+        events = EngineEvents(
+            say("ready"), say("lost"), said.put_nowait, say("gets on"), said.put_nowait, said.put_nowait
+        )
+        keeping = asyncio.create_task(engine.keep(events))
+        assert await said.get() == "ready"
+        assert "it stands still in round 8 (verifying) for longer than 0.5 s" in await said.get()
+        doing = Doing(Phase.VERIFYING, 9)
+        assert await said.get() == "gets on"
+        await engine.close()
+        assert await keeping == 0 and await said.get() == "lost"
+
+    asyncio.run(asyncio.wait_for(work(), 60))

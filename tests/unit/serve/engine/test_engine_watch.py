@@ -1,0 +1,89 @@
+"""When an engine of one process hangs, as its front sees it."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch.serve.engine.messages import Beat
+from launch.serve.engine.watch import EngineWatch, is_watched
+from trtrun.configuration.config import make_config
+
+BETWEEN = Beat(doing="idle after round 7", still_seconds=None)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watch_of() -> tuple[EngineWatch, Clock]:
+    clock = Clock()
+    return EngineWatch(60.0, 600.0, clock), clock
+
+
+def pass_by(watch: EngineWatch, clock: Clock, seconds: float, beat: Beat | None = None) -> str | None:
+    """Look once a beat, and hear one where there is one."""
+    found = None
+    for _ in range(int(seconds / watch.beat)):
+        clock.now += watch.beat
+        if beat is not None:
+            watch.hear(beat)
+        found = watch.find_fault()
+    return found
+
+
+def test_an_engine_that_tells_nothing_any_more_hangs() -> None:
+    watch, clock = watch_of()
+    watch.hear(BETWEEN)
+    assert pass_by(watch, clock, 59) is None
+    assert pass_by(watch, clock, 3) == "it is silent for 60 s, last seen idle after round 7"
+    watch.hear(BETWEEN)
+    assert pass_by(watch, clock, 59) is None
+
+
+def test_a_round_that_stands_still_hangs_and_a_rest_does_not() -> None:
+    watch, clock = watch_of()
+    assert pass_by(watch, clock, 500, BETWEEN) is None
+    assert pass_by(watch, clock, 500, Beat(doing="in round 8 (verifying)", still_seconds=59.0)) is None
+    still = Beat(doing="in round 8 (verifying)", still_seconds=61.0)
+    assert pass_by(watch, clock, 1, still) == "it stands still in round 8 (verifying) for longer than 60 s"
+
+
+def test_an_engine_that_is_not_up_in_time_hangs_and_the_next_one_has_its_own_time() -> None:
+    watch, clock = watch_of()
+    late = "it has not started within 600 s (launch.start_seconds)"
+    assert pass_by(watch, clock, 599) is None
+    assert pass_by(watch, clock, 2) == late
+    assert pass_by(watch, clock, 599) is None  # it was ended, and is started again
+    watch.hear(BETWEEN)
+    assert pass_by(watch, clock, 1, BETWEEN) is None
+    watch.forget()
+    assert pass_by(watch, clock, 599) is None
+    assert pass_by(watch, clock, 2) == late
+
+
+def test_a_front_that_stood_still_does_not_count_that_time_against_a_start() -> None:
+    watch, clock = watch_of()
+    assert pass_by(watch, clock, 300) is None
+    clock.now += 1000
+    assert pass_by(watch, clock, 299) is None
+    assert pass_by(watch, clock, 3) is not None
+
+
+def test_a_front_that_was_stopped_itself_accuses_nobody() -> None:
+    watch, clock = watch_of()
+    watch.hear(BETWEEN)
+    assert watch.find_fault() is None
+    clock.now += 500
+    assert watch.find_fault() is None
+    assert pass_by(watch, clock, 59) is None
+    assert pass_by(watch, clock, 3) is not None
+
+
+@pytest.mark.parametrize(("target", "is_alone"), [("cpu:0", True), ("cpu:1", False)])
+def test_ranks_watch_each_other(target: str, is_alone: bool) -> None:
+    models = {name: {"model": f"asset:{name}", "devices": ["cpu:0"]} for name in ("target", "draft")}
+    models["target"]["devices"] = [target]
+    assert is_watched(make_config(models)) is is_alone

@@ -1,0 +1,192 @@
+"""Triton's gRPC stream without a server: requests that are stopped before they are let in; and clients that vanish."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2
+
+from launch.serve.door.lengths import READ_HERE
+from launch.serve.http.bodies import Bodies
+from launch.serve.kserve import grpc_server
+from launch.serve.kserve.grpc_messages import FINAL
+from launch.serve.kserve.grpc_server import GrpcServer
+from launch.serve.kserve.grpc_stream import InferStream
+from launch.serve.kserve.models import DRAFT, MODELS
+from launch.serve.kserve.places import Places
+from launch.serve.kserve.requests import InferResponse
+from launch.serve.kserve.service import NOTHING, Begun
+from launch.serve.metrics import FrontMetrics
+from trtrun.configuration.server_config import ServerSection
+
+
+class Work:
+    """A request at work, that goes on until it is stopped."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._stopped = asyncio.Event()
+        self.is_closed = False
+
+    async def whole(self) -> InferResponse:
+        raise NotImplementedError
+
+    async def responses(self) -> AsyncIterator[InferResponse]:
+        await self._stopped.wait()
+        yield InferResponse(MODELS[DRAFT], self._request_id)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Context:
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        self.written: list[Any] = []
+
+    async def write(self, message: Any) -> None:
+        self.written.append(message)
+
+
+async def requests(*request_ids: str) -> AsyncIterator[Any]:
+    for request_id in request_ids:
+        yield service_pb2.ModelInferRequest(model_name=DRAFT, id=request_id).SerializeToString()
+
+
+def test_a_request_is_stopped_that_is_not_let_in_yet() -> None:
+    async def work() -> None:
+        context, works, is_let_in = Context(), [], asyncio.Event()
+
+        async def begin(raw: bytes, message: Any, beside: Places) -> Begun:
+            works.append(Work(message.id))
+            found = works[-1]
+            if len(works) == 1:
+                await is_let_in.wait()
+            else:  # stops those of its own id
+                beside.stop(message.id)
+                is_let_in.set()
+            return Begun(NOTHING, found)
+
+        service: Any = None  # asked for where requests are refused, which none is here
+        await asyncio.wait_for(
+            InferStream(service, begin, Bodies(1 << 20, 1 << 20), context, Places()).run(requests("a", "a")), 60
+        )
+        assert [told.infer_response.id for told in context.written] == ["a", "a"]
+        assert all(found.is_closed for found in works)
+
+    asyncio.run(work())
+
+
+def test_a_message_that_is_none_ends_itself_alone() -> None:
+    long = service_pb2.ModelInferRequest(model_name=DRAFT, id="long")
+    long.parameters["x"].string_param = "y" * READ_HERE
+    refused = [b"\xff" * 10, b"\x0a" + b"\xff" * READ_HERE, long.SerializeToString()]
+
+    async def work() -> None:
+        context, works, metrics = Context(), [], FrontMetrics("m", 4)
+
+        async def messages() -> AsyncIterator[bytes]:
+            for raw in (*[each async for each in requests("a")], *refused):
+                yield raw
+            while len(context.written) < len(refused):
+                await asyncio.sleep(0)
+            works[0].stop()
+
+        async def begin(raw: bytes, message: Any, beside: Places) -> Begun:
+            works.append(Work(message.id))
+            return Begun(NOTHING, works[-1])
+
+        service: Any = SimpleNamespace(front=SimpleNamespace(metrics=metrics))
+        stream = InferStream(service, begin, Bodies(1 << 20, 1 << 20), context, Places())
+        await asyncio.wait_for(stream.run(messages()), 60)
+        *errors, answer = context.written
+        assert [told.infer_response.id for told in errors] == ["", "", "long"]
+        assert all(told.infer_response.parameters[FINAL].bool_param for told in errors)
+        assert ["no message" in told.error_message for told in errors] == [True, True, False]
+        assert f"{READ_HERE} bytes at most" in errors[-1].error_message
+        assert answer.infer_response.id == "a" and not answer.error_message
+        assert b'requests_refused_total{model_name="m",status="400"} 3' in metrics.render(None, None)
+
+    asyncio.run(work())
+
+
+class Servicer:
+    """Answers no call, and sees it end."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.has_ended = asyncio.Event(), asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return self._serve
+
+    async def _serve(self, messages: AsyncIterator[Any], context: Any) -> None:
+        self.has_begun.set()
+        try:
+            async for _ in messages:
+                pass
+        finally:
+            self.has_ended.set()
+
+
+def test_a_call_ends_whose_client_has_vanished(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "PING_SECONDS", 0.1)
+    monkeypatch.setattr(grpc_server, "ANSWER_SECONDS", 0.1)
+
+    async def work() -> None:
+        is_silent = asyncio.Event()
+        relays: list[asyncio.Task[Any] | None] = []
+
+        async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(1 << 16):
+                if not is_silent.is_set():
+                    writer.write(data)
+            writer.close()
+
+        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            relays.append(asyncio.current_task())
+            behind, before = await asyncio.open_connection("127.0.0.1", server.port)
+            await asyncio.gather(pass_on(reader, before), pass_on(behind, writer))
+
+        servicer: Any = Servicer()
+        server = GrpcServer(servicer, ServerSection(grpc_port=0))
+        serving = asyncio.create_task(server.run_here())
+        between = await asyncio.start_server(relay, "127.0.0.1", 0)
+        address = f"127.0.0.1:{between.sockets[0].getsockname()[1]}"
+        async with grpc.aio.insecure_channel(address) as channel:
+            stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")()
+            await stream.write(b"")
+            await asyncio.wait_for(servicer.has_begun.wait(), 60)
+            is_silent.set()  # nothing is closed, and nothing comes any more
+            await asyncio.wait_for(servicer.has_ended.wait(), 60)
+        between.close()
+        await asyncio.gather(*filter(None, relays))
+        server.finish()
+        await serving
+
+    asyncio.run(work())
+
+
+def test_a_connection_without_calls_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "IDLE_SECONDS", 0.1)
+
+    async def work() -> None:
+        servicer: Any = Servicer()
+        server = GrpcServer(servicer, ServerSection(grpc_port=0))
+        serving = asyncio.create_task(server.run_here())
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)))  # and no settings
+        await asyncio.wait_for(reader.read(), 60)
+        writer.close()
+        server.finish()
+        await serving
+
+    asyncio.run(work())

@@ -1,0 +1,172 @@
+"""Chat templates: rendered as transformers does, in a sandbox."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.serve.openai.chat_template import ChatTemplate
+from launch.serve.openai.chat_template_files import read_chat_template
+from trtrun.errors import CheckpointError, InvalidRequestError
+
+
+def template_of(folder: Path, source: object, **config: object) -> ChatTemplate:
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": source, **config}))
+    template = read_chat_template(folder)
+    assert template is not None
+    return template
+
+
+MESSAGES = [{"role": "user", "content": "héllo"}, {"role": "assistant", "content": "<b>"}]
+
+
+def test_templates_are_rendered_as_transformers_does(tmp_path: Path) -> None:
+    source = (
+        "{{ bos_token }}{% for message in messages %}\n  {% if loop.first %}\n[{{ message['role'] }}]{% endif %}\n"
+        "{% generation %}{{ message.content | tojson }}{% endgeneration %}\n"
+        "{% if loop.index == 2 %}{% break %}{% endif %}\n"
+        "{% endfor %}\n{% if add_generation_prompt %}<go>{{ eos_token }}{% endif %}"
+    )
+    template = template_of(tmp_path, source, bos_token="<s>", eos_token={"content": "</s>"})
+    transformers = pytest.importorskip("transformers.utils.chat_template_utils")
+    (theirs,), _ = transformers.render_jinja_template(
+        conversations=[MESSAGES], chat_template=source, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
+    )
+    assert template.render(MESSAGES) == theirs
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% if tools is not none %}You may call: {{ tools | tojson }}{% endif %}{{ messages[0].content }}",
+        "{% if documents is none %}no docs{% else %}docs{% endif %}",
+        "{{ tools is defined }} {{ documents is defined }} {{ tools or 'nothing' }}",
+    ],
+)
+def test_what_a_chat_does_not_have_is_none_as_in_transformers(tmp_path: Path, source: str) -> None:
+    transformers = pytest.importorskip("transformers.utils.chat_template_utils")
+    (theirs,), _ = transformers.render_jinja_template(
+        conversations=[MESSAGES], chat_template=source, add_generation_prompt=True
+    )
+    assert template_of(tmp_path, source).render(MESSAGES) == theirs
+
+
+def test_the_file_goes_first_and_default_is_taken_of_several(tmp_path: Path) -> None:
+    named = [{"name": "rag", "template": "rag"}, {"name": "default", "template": "default"}]
+    assert template_of(tmp_path, named).render(MESSAGES) == "default"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert template_of(tmp_path, named).render(MESSAGES) == "file"
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").unlink()
+    assert read_chat_template(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{% set x = messages.__class__ %}{{ x() }}",
+        "{{ messages[0].update({'role': 'x'}) }}",
+        "{{ raise_exception('no') }}",
+        "{% for i in range(999999999) %}{% endfor %}",
+        "{% include '/etc/passwd' %}",
+        "{{ 1 / 0 }}",
+        "{{ nothing.more }}",
+    ],
+)
+def test_templates_stay_in_their_sandbox(tmp_path: Path, source: str) -> None:
+    template = template_of(tmp_path, source)
+    messages_before = json.dumps(MESSAGES)
+    with pytest.raises(InvalidRequestError, match="messages: the model's chat template") as caught:
+        template.render(MESSAGES)
+    assert "\n" not in str(caught.value) and json.dumps(MESSAGES) == messages_before
+
+
+def test_a_template_says_itself_why_it_refuses(tmp_path: Path) -> None:
+    template = template_of(tmp_path, "{{ raise_exception('no system here') }}")
+    with pytest.raises(InvalidRequestError, match="chat template refuses them: 'no system here'"):
+        template.render(MESSAGES)
+
+
+def test_too_little_memory_is_no_fault_of_the_messages(tmp_path: Path) -> None:
+    def grow() -> None:
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        template_of(tmp_path, "{{ grow() }}").render(MESSAGES, values={"grow": grow})
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{", 5, {"a": 1}])
+def test_what_is_no_template_is_refused(tmp_path: Path, source: object) -> None:
+    with pytest.raises(CheckpointError, match="template"):
+        template_of(tmp_path, source)
+
+
+CHATML = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}"
+    "{%- if message.reasoning_content is defined and message.reasoning_content %}"
+    "{{- '<think>\n' + message.reasoning_content.strip('\n') + '\n</think>\n\n' }}{%- endif %}"
+    "{{- message.content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"
+    "{%- endif %}"
+)
+TRIMMING = (
+    "{{- bos_token }}{%- for message in messages %}"
+    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
+)
+DOCUMENTS = (
+    "{% if tools is not none %}You may call: {{ tools | tojson }}{% endif %}"
+    "{% if documents is none %}no documents{% else %}{% for one in documents %}[{{ one.title }}: {{ one.text }}]"
+    "{% endfor %}{% endif %}{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "Reasoning: {{ reasoning_effort or 'medium' }}{{ eos_token }}"
+)
+ALWAYS_ANSWERING = "{% for message in messages %}[{{ message.thinking }}|{{ message.content }}]{% endfor %}<answer>"
+CHATS = [
+    [{"role": "user", "content": "2 + 2?"}],
+    [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "It is  ", "reasoning_content": "\neasy\n"},
+    ],
+    [{"role": "system", "content": "Be brief."}, {"role": "assistant", "content": " x\n", "reasoning": "why"}],
+]
+
+
+@pytest.mark.parametrize("source", [CHATML, TRIMMING, DOCUMENTS, ALWAYS_ANSWERING])
+@pytest.mark.parametrize("messages", CHATS)
+@pytest.mark.parametrize(
+    ("values", "others"),
+    [
+        ({}, {}),
+        ({}, {"add_generation_prompt": False}),
+        ({}, {"add_generation_prompt": False, "continue_final_message": True}),
+        ({"enable_thinking": False, "reasoning_effort": "high", "eos_token": "<end>"}, {}),
+        ({}, {"documents": [{"title": "a", "text": "b"}, {"title": "<&>", "text": ""}]}),
+    ],
+)
+def test_what_requests_say_means_what_it_means_to_transformers(
+    tmp_path: Path, source: str, messages: list[dict[str, str]], values: dict[str, object], others: dict[str, Any]
+) -> None:
+    transformers = pytest.importorskip("transformers.utils.chat_template_utils")
+    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    (theirs,), _ = transformers.render_jinja_template(
+        conversations=[messages], chat_template=source, **{"add_generation_prompt": True, **others, **tokens, **values}
+    )
+    assert template_of(tmp_path, source, **tokens).render(messages, **others, values=values) == theirs
+
+
+@pytest.mark.parametrize("source", ["{{ messages[0].role }}", "{{ messages[0].content | upper }}"])
+def test_a_message_that_the_template_does_not_write_cannot_be_gone_on_with(tmp_path: Path, source: str) -> None:
+    with pytest.raises(InvalidRequestError, match="continue_final_message: the model's chat template"):
+        template_of(tmp_path, source).render(MESSAGES, add_generation_prompt=False, continue_final_message=True)
+
+
+def test_a_template_tells_which_values_it_looks_at(tmp_path: Path) -> None:
+    assert {"enable_thinking", "messages"} <= template_of(tmp_path, CHATML).names
+    assert "enable_thinking" not in template_of(tmp_path, TRIMMING).names

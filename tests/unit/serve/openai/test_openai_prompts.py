@@ -1,0 +1,137 @@
+"""How chats and completions become tokens: what templates are given, and what is cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from launch.serve.door.refusals import Refusal, refusing
+from launch.serve.openai.chat_template import ChatTemplate
+from launch.serve.openai.prompts import PromptMaker
+from launch.serve.openai.types import read_chat, read_completion
+from trtrun.configuration.config import ASSETS
+from trtrun.core.sampling_params import MOST_TOKENS
+from trtrun.errors import InvalidRequestError, PromptTooLongError
+from trtrun.tokens.text import Tokenizer, read_tokenizer
+
+SAYS = "{{ messages[-1].content }}|{{ enable_thinking }}|{{ reasoning_effort }}|"
+THINKS = "{{ messages[-1].content }}|{{ enable_thinking }}|"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    found = read_tokenizer(ASSETS / "target")
+    assert found is not None
+    return found
+
+
+def prompt_of(tokenizer: Tokenizer, source: str, **fields: Any) -> str:
+    maker = PromptMaker("m", tokenizer, ChatTemplate(source, {}))
+    call = read_chat({"messages": [{"role": "user", "content": "x"}], **fields}, "m")
+    return tokenizer.decode(maker.of_chat(call, 100)[0], skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "text"),
+    [
+        (SAYS, {}, "x|||"),
+        (SAYS, {"chat_template_kwargs": {"enable_thinking": False}}, "x|False||"),
+        (SAYS, {"reasoning_effort": "low"}, "x||low|"),
+        (SAYS, {"reasoning_effort": "none"}, "x|False|none|"),
+        (SAYS, {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "x||high|"),
+        (THINKS, {"reasoning_effort": "none"}, "x|False|"),
+        (THINKS, {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "x|True|"),
+        ("plain", {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, "plain"),
+    ],
+)
+def test_templates_are_given_what_requests_say(
+    tokenizer: Tokenizer, source: str, fields: dict[str, Any], text: str
+) -> None:
+    assert prompt_of(tokenizer, source, **fields) == text
+
+
+def test_an_effort_that_the_template_does_not_know_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(Refusal, match="reasoning_effort: the model's chat template has no such setting") as caught:
+        prompt_of(tokenizer, THINKS, reasoning_effort="low")
+    assert caught.value.field == "reasoning_effort" and caught.value.code == "unsupported_field"
+
+
+def test_a_text_that_is_none_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(Refusal, match="half of a surrogate pair"):
+        prompt_of(tokenizer, SAYS, chat_template_kwargs={"reasoning_effort": "\ud800"})
+
+
+def test_a_prediction_is_what_follows_the_prompt(tokenizer: Tokenizer) -> None:
+    maker = PromptMaker("m", tokenizer, ChatTemplate("{{ messages[-1].content }}", {}))
+    asked = {"messages": [{"role": "user", "content": "def main(self"}]}
+    call = read_chat({**asked, "prediction": {"type": "content", "content": ", other):"}}, "m")
+    prompt, draft = maker.of_chat(call, 100)
+    assert tokenizer.decode([*prompt, *draft]) == "def main(self, other):" and draft
+    # What would have made other tokens of the prompt is no draft.
+    asked = {"messages": [{"role": "user", "content": "def ma"}]}
+    call = read_chat({**asked, "prediction": {"type": "content", "content": "in(self, x):"}}, "m")
+    prompt, draft = maker.of_chat(call, 100)
+    joined = tokenizer.encode("def main(self, x):", add_special_tokens=False)
+    assert joined[: len(prompt)] != list(prompt) and len(joined) > len(prompt)
+    assert draft == ()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_prediction_follows_the_whole_prompt_however_much_of_it_is_kept(tokenizer: Tokenizer, side: str) -> None:
+    maker = PromptMaker("m", tokenizer, ChatTemplate("{{ messages[-1].content }}", {}))
+    prediction = {"type": "content", "content": ", other):"}
+    asked = {"messages": [{"role": "user", "content": "def main(self"}], "prediction": prediction}
+    whole, expected = maker.of_chat(read_chat(asked, "m"), 100)
+    cut = {"truncate_prompt_tokens": 2, "truncation_side": side}
+    prompt, draft = maker.of_chat(read_chat({**asked, **cut}, "m"), 100)
+    assert len(whole) > 2 and prompt == (whole[-2:] if side == "left" else whole[:2])
+    assert draft == expected and len(draft) > 2
+
+
+def test_a_prediction_is_cut_to_what_there_is_room_for_and_to_what_parameters_may_hold() -> None:
+    class Letters:
+        """A token for each letter."""
+
+        most_bytes_of_a_token = None
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return list(map(ord, text))
+
+    maker = PromptMaker("m", Letters(), ChatTemplate("{{ messages[-1].content }}", {}))  # type: ignore[arg-type]
+    prediction = {"type": "content", "content": "abc" * MOST_TOKENS}
+    call = read_chat({"messages": [{"role": "user", "content": "x"}], "prediction": prediction}, "m")
+    assert maker.of_chat(call, 4) == ((120,), (97, 98, 99, 97))
+    draft = maker.of_chat(call, 1 << 30)[1]
+    assert call.answering.with_draft(draft).sampling.draft_token_ids == draft and len(draft) == MOST_TOKENS
+
+
+def test_too_little_memory_is_no_fault_of_a_request() -> None:
+    class Greedy:
+        most_bytes_of_a_token = None
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            raise MemoryError
+
+    call = read_chat({"messages": [{"role": "user", "content": "x"}]}, "m")
+    with pytest.raises(MemoryError):
+        PromptMaker("m", Greedy(), ChatTemplate("x", {})).of_chat(call, 4)  # type: ignore[arg-type]
+
+
+def test_what_is_too_long_is_told_as_such_whoever_finds_it() -> None:
+    for error, field, code in (
+        (PromptTooLongError("the prompt is long"), "prompt", "context_length_exceeded"),
+        (InvalidRequestError("messages: no"), "messages", None),
+        (InvalidRequestError("the prompt is empty: no"), None, None),
+    ):
+        with pytest.raises(Refusal) as caught, refusing():
+            raise error
+        assert (caught.value.field, caught.value.code, str(caught.value)) == (field, code, str(error))
+
+
+@pytest.mark.parametrize(("most", "side", "kept"), [(-1, "left", 2), (-1, "right", 2), (3, "left", 3), (99, "left", 5)])
+def test_prompts_keep_as_many_tokens_as_they_may(tokenizer: Tokenizer, most: int, side: str, kept: int) -> None:
+    maker = PromptMaker("m", tokenizer, None)
+    values = {"prompt": [1, 2, 3, 4, 5], "truncate_prompt_tokens": most, "truncation_side": side}
+    (prompt,) = maker.of_completion(read_completion(values, "m"), 2)
+    assert list(prompt) == ([1, 2, 3, 4, 5][-kept:] if side == "left" else [1, 2, 3, 4, 5][:kept])

@@ -1,0 +1,215 @@
+"""Prompt lookup: what it finds, that nothing of a text depends on it, and that only real drafts are counted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import ARCHITECTURES, make_checkpoint
+from pipelines import Reference, make_llm, prompt_of, run_alone, tokens_of
+
+from trtrun import LLM, SamplingParams
+from trtrun.configuration.drafting_methods import METHODS
+from trtrun.core.nouns import RoundPlan
+from trtrun.errors import ConfigError
+from trtrun.speculation.drafters import DRAFTERS, ngram
+from trtrun.speculation.drafters.ngram import NgramDrafter
+
+COUNT = 40
+LENGTHS = (1, 2, 17, 33, 64, 90)
+SCHEDULER = {"max_batch_size": 4, "max_num_tokens": 48}
+SHORT = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+"""Texts of random models repeat single tokens often and longer parts seldom."""
+
+
+def look_up(tokens: Sequence[int], fewest: int, most: int, draft_len: int) -> list[int]:
+    """The proposal as one would say it: the longest match, of those the first, and what followed it."""
+    for size in range(min(most, len(tokens) - 1), fewest - 1, -1):
+        for start in range(len(tokens) - size):
+            if tokens[start : start + size] == tokens[-size:]:
+                return list(tokens[start + size : start + size + draft_len])
+    return []
+
+
+def propose(
+    texts: Sequence[Sequence[int]], lens: Sequence[int], fewest: int, most: int, max_context: int = 64
+) -> list[list[int]]:
+    """What the drafter proposes for rows with these tokens, held in reverse order with scratch behind."""
+    rows = list(reversed(range(len(texts))))
+    token_ids = torch.randint(4, (len(texts), 80), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    lengths = torch.zeros(len(texts), dtype=torch.int64)
+    for row, text in zip(rows, texts, strict=True):
+        token_ids[row, : len(text)] = torch.tensor(text, dtype=torch.int32)
+        lengths[row] = len(text)
+    state: Any = SimpleNamespace(token_ids=token_ids, lengths=lengths)
+    none, decode, draft_lens = np.zeros((0, 3), np.int32), np.array(rows, np.int32), np.array(lens, np.int32)
+    plan = RoundPlan(0, (), (), none, (), decode, draft_lens, np.zeros_like(decode), max_context)
+    draft = NgramDrafter(state, fewest, most).propose(plan, [])
+    assert draft.tokens.shape == (len(rows), plan.draft_len) and draft.draft_probs is None
+    return [row[:count] for row, count in zip(draft.tokens.tolist(), draft.draft_lens.tolist(), strict=True)]
+
+
+def test_it_proposes_what_followed_the_last_tokens_before() -> None:
+    # vLLM's own example: [4, 2, 3] is new, [2, 3] was followed by [4, 2, 3].
+    assert propose([[1, 2, 3, 4, 2, 3]], [4], 2, 3) == [[4, 2, 3]]
+    assert propose([[1, 2, 9, 1, 2, 8, 1, 2]], [2], 1, 5) == [[9, 1]], "of equally long matches the first"
+    assert propose([[2, 9, 1, 2, 8, 1, 2]], [2], 1, 5) == [[8, 1]], "a longer match before an earlier one"
+    assert propose([[7, 7, 7, 7]], [4], 2, 2) == [[7, 7]], "a match may reach into the row's end"
+    assert propose([[1, 2, 3]], [4], 1, 3) == [[]], "nothing occurred before"
+    assert propose([[5]], [4], 1, 3) == [[]] and propose([[5, 5]], [4], 1, 3) == [[5]]
+    assert propose([[5, 5], [5, 5, 5]], [0, -1], 1, 3) == [[], []], "a round without drafts"
+
+
+@pytest.mark.parametrize("most_positions", [1, 100, 1 << 22])
+def test_it_agrees_with_a_search_row_by_row(most_positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "_MOST_POSITIONS", most_positions)
+    chance = random.Random(3)
+    found = 0
+    for _ in range(60):
+        texts = [[chance.randrange(4) for _ in range(chance.randint(1, 40))] for _ in range(5)]
+        lens = [chance.randint(-1, 5) for _ in texts]
+        fewest = chance.randint(1, 4)
+        most = chance.randint(fewest, 6)
+        context = chance.randint(max(map(len, texts)), 120)
+        asked = zip(texts, lens, strict=True)
+        expected = [look_up(text, fewest, most, max(0, length)) for text, length in asked]
+        assert propose(texts, lens, fewest, most, context) == expected
+        found += sum(map(bool, expected))
+    assert found > 60
+
+
+def repeated_prompts() -> list[list[int]]:
+    """Prompts of which half say the same several times."""
+    lengths = (1, 2, 17, 11, 64, 30)
+    return [prompt_of(length, seed=length) * (1 + 2 * (place % 2)) for place, length in enumerate(lengths)]
+
+
+def generate(llm: LLM, sampling: SamplingParams | list[SamplingParams] | None = None) -> list[list[tuple[int, ...]]]:
+    tokens = tokens_of(llm.generate(repeated_prompts(), sampling or SamplingParams(max_tokens=COUNT)))
+    llm.check_idle()
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A target of each architecture."""
+    folder = tmp_path_factory.mktemp("ngram")
+    return {name: make_checkpoint(folder / name, name, seed=1, num_hidden_layers=2) for name in ARCHITECTURES}
+
+
+@pytest.mark.parametrize("plans_ahead", [0, 1])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_lossless_greedy_equals_transformers(targets: dict[str, Path], architecture: str, plans_ahead: int) -> None:
+    """Prefill in chunks, more prompts than rows, prefixes in use twice."""
+    reference = Reference(targets[architecture])
+    expected = [[reference.greedy(prompt, COUNT)] for prompt in repeated_prompts()]
+    scheduler = {**SCHEDULER, "plans_ahead": plans_ahead}
+    with make_llm(targets[architecture], speculation={**SHORT, "draft_len": 3}, scheduler=scheduler) as llm:
+        assert generate(llm) == expected
+        assert generate(llm) == expected
+        statistics = llm.statistics()
+    assert 0 < statistics["num_accepted_draft_tokens"] < statistics["num_draft_tokens"]
+
+
+@pytest.mark.parametrize("plans_ahead", [0, 1])
+def test_sampled_output_is_the_targets_own_whatever_the_batch_and_who_is_preempted(
+    targets: dict[str, Path], plans_ahead: int
+) -> None:
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.3},
+        {"temperature": 0.9, "top_p": 0.9, "n": 3},
+        {"temperature": 0.5, "repetition_penalty": 0.9, "logprobs": 2},
+        {"stop_token_ids": (7, 8, 9)},
+        {"temperature": 0.2, "min_tokens": 5, "frequency_penalty": -0.5},
+    ]
+    sampling = [SamplingParams(max_tokens=COUNT, seed=index, **kind) for index, kind in enumerate(kinds)]
+    target = targets["LlamaForCausalLM"]
+    with make_llm(target) as llm:
+        expected = run_alone(llm, repeated_prompts(), sampling)
+    sections: dict[str, Any] = {
+        "scheduler": {**SCHEDULER, "plans_ahead": plans_ahead},
+        "kv_cache": {"max_tokens": 144, "block_size": 8},
+    }
+    with make_llm(target, speculation=SHORT, **sections) as llm:
+        outputs = llm.generate(repeated_prompts(), sampling)
+        llm.check_idle()
+        assert llm.statistics()["num_accepted_draft_tokens"] > 10
+    assert tokens_of(outputs) == expected
+    assert sum(one.statistics.num_preemptions for output in outputs for one in output.completions) > 0
+
+
+def test_a_text_that_repeats_takes_fewer_rounds_and_one_that_does_not_counts_no_draft(tmp_path: Path) -> None:
+    """A target of zeros says token 0 for ever; the other row ends before anything occurs twice."""
+    from safetensors.torch import load_file, save_file
+
+    target = make_checkpoint(tmp_path / "target", num_hidden_layers=1)
+    weights = {name: value * 0 for name, value in load_file(target / "model.safetensors").items()}
+    save_file(weights, target / "model.safetensors", {"format": "pt"})
+    with make_llm(target, speculation={"method": "ngram", "prompt_lookup_min": 2, "draft_len": 4}) as llm:
+        sampling = [SamplingParams(max_tokens=count) for count in (42, 3)]
+        repeats, new = llm.generate([[5, 6, 7], [5, 6, 7]], sampling)
+        first, second = (output.completions[0] for output in (repeats, new))
+        assert first.token_ids == (0,) * 42 and second.token_ids == (0,) * 3
+        assert first.statistics.num_draft_tokens == first.statistics.num_accepted_draft_tokens > 20
+        assert first.statistics.num_rounds < 15
+        assert (second.statistics.num_draft_tokens, second.statistics.acceptance_histogram) == (0, [2])
+        llm.set_speculation(False)
+        llm.reset_statistics()
+        assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=42))[0].completions[0].token_ids == (0,) * 42
+        assert (llm.statistics()["num_draft_tokens"], llm.statistics()["num_rounds"]) == (0, 42)
+
+
+def test_pacing_gives_up_a_lookup_that_never_finds_anything(targets: dict[str, Path]) -> None:
+    """No text depends on it, and it works without a draft engine."""
+    with make_llm(targets["Qwen3ForCausalLM"], speculation={"method": "ngram", "pacing": "measured"}) as llm:
+        assert llm.config.is_paced and llm.config.is_speculative and not llm.config.has_draft_engine
+        paced = generate(llm)
+        llm.set_speculation(False)
+        assert generate(llm) == paced
+
+
+def test_every_method_of_the_table_has_a_drafter_where_it_drafts() -> None:
+    assert set(DRAFTERS) == {name for name, method in METHODS.items() if method.placement is not None}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"method": "ngrm"}, "speculation.method: unknown method 'ngrm' (did you mean 'ngram'?)"),
+        (
+            {"method": "ngram", "prompt_lookup_mx": 3},
+            "prompt_lookup_mx: unknown key (did you mean 'prompt_lookup_max'?)",
+        ),
+        (
+            {"method": "ngram", "prompt_lookup_max": 0},
+            "speculation.prompt_lookup_max: must be greater than or equal to 1",
+        ),
+        ({"method": "ngram", "prompt_lookup_max": True}, "speculation.prompt_lookup_max: must be a number"),
+        ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min is 4"),
+        ({"method": "ngram", "use_logits": True}, "speculation: use_logits does not go with method ngram"),
+        ({"prompt_lookup_max": 3}, "prompt_lookup_max is an option of method ngram, but the method is draft_target"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(targets: dict[str, Path], section: dict[str, Any], message: str) -> None:
+    target = next(iter(targets.values()))
+    with pytest.raises(ConfigError) as caught:
+        make_llm(target, target, speculation={"method": "draft_target", **section})
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_draft_section_is_forgotten_and_so_are_lookup_options_without_drafts(targets: dict[str, Path]) -> None:
+    from pipelines import configuration
+
+    target = next(iter(targets.values()))
+    config = configuration(target, Path("nowhere"), speculation={"method": "ngram", "prompt_lookup_max": 3})
+    assert (config.draft, config.is_speculative, config.draft_len) == (None, True, 4)
+    assert config.speculation.lookup_range == (3, 3)
+    config = configuration(target, None, speculation={"method": "none", "prompt_lookup_max": 3})
+    assert (config.is_speculative, config.draft_len) == (False, 0)

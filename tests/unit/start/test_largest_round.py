@@ -1,0 +1,234 @@
+"""The largest round of a configuration: it runs on real engines, and its reckoned bytes bound what it takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, make_draft
+from pipelines import configuration
+
+from parallel.groups import open_groups
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.topology import make_topology
+from trtrun.core.nouns import RoundPlan
+from trtrun.engine import graphs
+from trtrun.errors import ConfigError
+from trtrun.kvcache.sizing import SlotMemory, count_kv_blocks
+from trtrun.start import startup
+from trtrun.start.largest_round import Rehearsal, chained_round, largest_rounds, small_round
+from trtrun.start.memory_requirements import round_shape
+from trtrun.start.startup import RankStartup
+
+ROOT = Path(__file__).resolve().parents[3]
+MIB = 2**20
+SETTINGS: dict[str, Any] = {
+    "scheduler": {"max_batch_size": 4, "max_num_tokens": 40, "max_seq_len": 64},
+    "kv_cache": {"max_tokens": 128},
+}
+
+
+def start(config: RuntimeConfig) -> RankStartup:
+    """A job of one process with its weights loaded."""
+    topology = make_topology(config)
+    loaded = RankStartup(config, topology, 0, open_groups(None, topology, torch.device("cpu")))
+    loaded.load(lambda done, total: None)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "max_tokens", "chunks"), [(4, 40, [40]), (4, 150, [32, 59, 59]), (1, 9, [9]), (2, 9999, [59, 59])]
+)
+def test_the_largest_rounds_have_all_the_rows_and_tokens_there_may_be(
+    tmp_path: Path, max_rows: int, max_tokens: int, chunks: list[int]
+) -> None:
+    target = make_checkpoint(tmp_path / "target")
+    settings = {**SETTINGS, "scheduler": {"max_batch_size": max_rows, "max_num_tokens": max_tokens, "max_seq_len": 64}}
+    config = configuration(target, make_draft(tmp_path / "draft", target, 1), **settings)
+    shape = round_shape(config, 64)
+    mixed, padded, short, alone = largest_rounds(shape)
+    assert sorted(chunk.length for chunk in mixed.prefill) == chunks
+    assert [chunk.length for chunk in short.prefill] == [min(max_tokens, 59)]
+    assert all(sorted(plan.sampled_rows) == list(range(max_rows)) for plan in (mixed, padded, short, alone))
+    lengths = [min(chunk.length, 17) for chunk in padded.prefill]
+    assert len(lengths) == min(max_rows, -(-max_tokens // 17)) and lengths[:-1] == [17] * (len(lengths) - 1)
+    assert sum(chunk.length for chunk in padded.prefill) == min(max_tokens, 59 + 17 * (max_rows - 1))
+    assert alone.prefill == () and set(alone.draft_lens.tolist()) == {4}
+    assert alone.max_context <= 64 and small_round(shape).max_context < alone.max_context
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+@pytest.mark.parametrize("with_graphs", [False, True])
+@pytest.mark.parametrize("method", ["none", "draft_target", "ngram"])
+def test_a_rehearsal_runs_on_a_store_of_one_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_logits: bool, with_graphs: bool, method: str
+) -> None:
+    """What a GPU measures runs here on the CPU; graphs are played by running the captured work again."""
+    if with_graphs:
+        monkeypatch.setattr(startup, "capture_for", lambda device: lambda work: work)
+    target = make_checkpoint(tmp_path / "target", seed=1)
+    with_draft = method == "draft_target"
+    draft = make_draft(tmp_path / "draft", target, 1) if with_draft else None
+    speculation = {"method": method, "use_logits": use_logits and with_draft, "draft_len": 3}
+    config = configuration(target, draft, speculation=speculation, **SETTINGS)
+    loaded = start(config)
+    shape = round_shape(config, 64)
+    rehearsal = loaded._rehearsal(shape)
+    for plan in (*largest_rounds(shape), chained_round(shape), small_round(shape)):
+        rehearsal.play(plan)
+    assert len(rehearsal.engines) == 1 + with_draft
+    assert all(engine._store.num_blocks == 1 for engine in rehearsal.engines)
+    assert (rehearsal.num_graphs > 0) == with_graphs
+    assert rehearsal.num_graphs <= graphs.MOST_GRAPHS
+    rehearsal.close()
+    assert rehearsal.num_graphs == 0
+    worker, report = loaded.finish(9)
+    assert worker.target is not None and report.kv_tokens == 8 * 16
+    assert report.working_bytes > 0
+
+
+class Counters:
+    """A GPU's counters of memory, moved on by each round that is played."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+        self.free, self.reserved, self.peak = free, 0, 0
+        for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, lambda *device: None)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free, 1 << 40))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.reserved)
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: self.peak)
+
+    def take(self, reserved: int, elsewhere: int) -> None:
+        """Let torch's allocator and others take bytes."""
+        self.reserved += reserved
+        self.peak = max(self.peak, self.reserved)
+        self.free -= reserved + elsewhere
+
+
+def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1000 MiB: five large rounds take 30 each, and 5 each beside the allocator; a small one 2, and 1 a graph."""
+    monkeypatch.setattr(startup, "capture_for", lambda device: lambda work: work)
+    settings = {**SETTINGS, "kv_cache": {"max_tokens": None, "block_size": 4, "free_memory_fraction": 1.0}}
+    target = make_checkpoint(tmp_path / "target", seed=1)
+    loaded = start(configuration(target, None, **settings))
+    counters = Counters(monkeypatch, 1000 * MIB)
+    play, played = Rehearsal.play, []
+
+    def counted(rehearsal: Rehearsal, plan: RoundPlan) -> None:
+        before = rehearsal.num_graphs
+        play(rehearsal, plan)
+        is_small = len(played) == 5
+        played.append(plan)
+        captured = rehearsal.num_graphs - before
+        counters.take(2 * MIB if is_small else 30 * MIB, captured * MIB if is_small else 5 * MIB)
+
+    monkeypatch.setattr(Rehearsal, "play", counted)
+    blocks = loaded._count_beside_measured_round()
+    assert len(played) == 6
+    expected = (150 + 2 + 25 + (1 + 1) * graphs.MOST_GRAPHS) * MIB
+    assert loaded._working_bytes == expected
+    demand = loaded._demand()
+    most_useful = 4 * -(-65 // 4)
+    assert blocks == min((1000 * MIB - expected) // demand.bytes_per_block, most_useful + 1)
+
+    def fail(rehearsal: Rehearsal, plan: RoundPlan) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Rehearsal, "play", fail)
+    with pytest.raises(ConfigError, match=r"the largest round does not fit into the .* MiB free beside the weights"):
+        loaded._count_beside_measured_round()
+
+
+def test_what_cannot_work_is_refused_with_all_the_bytes() -> None:
+    demand = SlotMemory(shard_bytes=1000 * MIB, bytes_per_block=MIB, working_bytes=500 * MIB)
+
+    def count(free: int, max_tokens: int | None = None) -> int:
+        return count_kv_blocks(
+            free * MIB,
+            demand,
+            fraction=0.5,
+            block_size=16,
+            max_tokens=max_tokens,
+            most_useful=10**6,
+            where="target rank 1 (cuda:0)",
+        )
+
+    assert count(1700) == 100, "half of what is left beside weights and a round"
+    with pytest.raises(ConfigError, match=r"round needs 500 MiB but 400 MiB of 1.37 GiB are free .* \(1000 MiB\): low"):
+        count(1400)
+    with pytest.raises(ConfigError, match=r"weights \(1000 MiB\) and the largest round \(500 MiB\): at most 1584 tok"):
+        count(1600, max_tokens=16 * 200)
+    with pytest.raises(ConfigError, match=r"weights \(1000 MiB\) and the largest round \(500 MiB\) holds no"):
+        count(1501)
+
+
+def test_a_cpu_reckons_a_round_and_refuses_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of a round are taken off before KV gets its share; without them the store would have taken them."""
+    target = make_checkpoint(tmp_path / "target")
+    settings = {"scheduler": {"max_batch_size": 64, "max_num_tokens": 512}, "kv_cache": {"max_tokens": 1024}}
+    config = configuration(target, None, **settings)
+    loaded = start(config)
+    demand = loaded._demand()
+    assert demand.working_bytes > 10 * demand.shard_bytes > 0, "a tiny model in large batches"
+    free = demand.shard_bytes + demand.working_bytes // 2
+    monkeypatch.setattr(startup, "free_bytes_of_slot", lambda device, host_slots: free)
+    with pytest.raises(ConfigError, match=r"the largest round needs .* lower scheduler.max_batch_size"):
+        start(config)
+
+
+PROGRAM = """
+import json, sys
+from pathlib import Path
+import torch
+sys.path.insert(0, str(Path(sys.argv[1]) / "tests" / "unit" / "start"))
+from test_largest_round import configuration, largest_rounds, round_shape, start
+
+def peak():
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+torch.set_num_threads(1)
+config = configuration(
+    Path(sys.argv[2]),
+    Path(sys.argv[3]),
+    speculation={"draft_len": 4, "use_logits": sys.argv[4] == "True"},
+    scheduler={"max_batch_size": int(sys.argv[5]), "max_num_tokens": 512, "max_seq_len": 512},
+    kv_cache={"max_tokens": 512},
+)
+loaded = start(config)
+rehearsal = loaded._rehearsal(round_shape(config, 512))
+before = peak()
+for plan in largest_rounds(round_shape(config, 512)):
+    rehearsal.play(plan)
+print(json.dumps([loaded._demand().working_bytes, peak() - before]))
+"""
+
+
+@pytest.mark.parametrize("use_logits", [False, True])
+def test_the_reckoned_bytes_are_no_less_than_a_round_takes(tmp_path: Path, use_logits: bool) -> None:
+    """In a process of its own, since a peak never falls."""
+    target = make_checkpoint(tmp_path / "target", vocab_size=30_000, max_position_embeddings=1024)
+    draft = make_draft(tmp_path / "draft", target, 1)
+    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *map(str, (ROOT, target, draft, use_logits, 32))],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    reckoned, taken = json.loads(done.stdout.splitlines()[-1])
+    print(f"reckoned {reckoned / MIB:.0f} MiB, taken {taken / MIB:.0f} MiB")
+    assert taken <= reckoned
+    logits = 32 * 5 * 30_000 * 4
+    assert taken > 2 * logits, "the measure sees logits and what sampling makes of them"

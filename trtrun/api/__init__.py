@@ -1,0 +1,3 @@
+"""The Python API and the engine core below it: prompts in, outputs and deltas out, for calls, threads and event loops.
+It does not know how a round runs, models' layers or devices.
+"""

@@ -1,0 +1,162 @@
+"""The Python API for programs with an event loop, such as a server: prompts in, deltas out as rounds commit them.
+
+    llm = AsyncLLM.open(load_config("run.yaml"))     # on every rank; None on worker ranks, once they have served
+    async for delta in llm.generate("def main(", SamplingParams(max_tokens=64)):
+        print(delta.text, end="")
+
+The engine core is opened, stepped and closed by a thread of its own (`engine_thread`): a round must not wait for an
+event loop, nor the loop for a round. Readers never slow the rounds: what a reader has not taken yet is kept for it, a
+delta a round, which is never more than the tokens that it asked for, and is handed over as one delta.
+
+This module knows event loops. It does not know rounds, ranks or who reads the texts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
+from itertools import count
+from typing import Any, TypeVar
+
+from parallel.mpi_rank import find_mpi_rank
+from trtrun.api.engine_thread import EngineThread
+from trtrun.api.llm_engine import LLMEngine
+from trtrun.api.prompts import Prompt
+from trtrun.api.recipients import Mailbox, Recipient
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.core.outputs import CompletionDelta, RequestId, StartReport
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.tokens.text import Tokenizer
+
+T = TypeVar("T")
+
+
+class AsyncLLM:
+    """A target model, optionally with a draft model, whose completions are read from event loops. Made by `open`.
+
+    Attributes:
+        engine: the engine core. Only its thread may change it; `call` does something there.
+        config: what it was made from.
+        report: what each rank holds.
+        tokenizer: None when the checkpoint has none; prompts are then token ids.
+    """
+
+    def __init__(self, thread: EngineThread, engine: LLMEngine) -> None:
+        self.engine = engine
+        self.config: RuntimeConfig = engine.config
+        self.report: StartReport = engine.report
+        self.tokenizer: Tokenizer | None = engine.tokenizer
+        self._thread = thread
+        self._numbers = count()
+        # As of `LLM`: a program that forgets to close must not leave the other ranks waiting.
+        self._finalizer = weakref.finalize(self, thread.close)
+
+    @classmethod
+    def open(cls, config: RuntimeConfig, on_load_progress: Callable[[int, int], None] | None = None) -> AsyncLLM | None:
+        """Take this process's part in a job, on every rank of it. Blocks until the models are loaded.
+
+        Args:
+            config: of the job, the same on every rank.
+            on_load_progress: called from another thread with the bytes of weights that are in place and that will be,
+                over all ranks.
+
+        Returns:
+            An AsyncLLM on rank 0, or in a job of one process. None on worker ranks, once they have served to the end.
+
+        Raises:
+            TrtrunError: as of `LLMEngine.open`.
+        """
+        place = find_mpi_rank()
+        if place is not None and place.rank != 0:
+            LLMEngine.open(config, on_load_progress)
+            return None
+        # Devices, and the threads that CPU kernels run on, belong to the thread that opened them: it steps, too.
+        thread = EngineThread(lambda: LLMEngine.open(config, on_load_progress))
+        engine = thread.start()
+        assert engine is not None
+        return cls(thread, engine)
+
+    def __enter__(self) -> AsyncLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        request_id: RequestId | None = None,
+        generated: Mapping[int, Sequence[int]] | None = None,
+        group: Hashable = None,
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """Complete a prompt and yield what is new, until all its completions have ended.
+
+        Ending the iteration early, or throwing the iterator away, aborts the request.
+
+        Args:
+            prompt: a text or token ids.
+            sampling: None is greedy.
+            request_id: the caller's own, which `abort` takes; None makes one.
+            generated, group: see `LLMEngine.add_request`.
+
+        Yields:
+            Deltas in the order of rounds, those of each completion apart. Where the reader was slower than the rounds,
+            one delta holds what several have added.
+
+        Raises:
+            InvalidRequestError: it can never run, or its id is in use.
+            QueueFullError: as many wait as may.
+            RankFailedError: a rank failed; the job is over.
+        """
+        if request_id is None:
+            request_id = f"async {next(self._numbers)}"
+        mailbox = Mailbox(asyncio.get_running_loop())
+        self._thread.add(mailbox, request_id, prompt, sampling, generated, group)
+        try:
+            while deltas := await mailbox.take():
+                for delta in deltas:
+                    yield delta
+        finally:
+            if not mailbox.is_over:
+                self._thread.abort(request_id, mailbox)
+
+    def deliver(
+        self,
+        recipient: Recipient,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        request_id: RequestId,
+        generated: Mapping[int, Sequence[int]] | None = None,
+        group: Hashable = None,
+        more_follow: bool | None = None,
+    ) -> None:
+        """Complete a prompt as `generate` does, and give what comes to a recipient in the engine core's thread.
+
+        For programs that hand on what comes, such as to another process: no event loop has to wake up for it, and the
+        rounds wait for none. What goes wrong ends the recipient. `abort` ends the request. After a rest the first round
+        waits a moment for other requests, unless it is told that no `more_follow` at once.
+        """
+        self._thread.add(recipient, request_id, prompt, sampling, generated, group, more_follow)
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request before its next round; its iterator ends with what it has. Nothing where it is not known. Any
+        thread may call it."""
+        self._thread.abort(request_id)
+
+    async def call(self, work: Callable[[LLMEngine], T]) -> T:
+        """Do something between two rounds, in the engine core's thread, and return what it returns.
+
+        Raises:
+            RankFailedError: a rank failed; the job is over.
+        """
+        return await asyncio.wrap_future(self._thread.call(work))
+
+    async def statistics(self) -> dict[str, Any]:
+        """Totals since the start, ready for JSON; times are seconds."""
+        return await self.call(LLMEngine.statistics)
+
+    def close(self) -> None:
+        """Let all ranks end; iterators that still run raise InvalidRequestError. Calling it again does nothing."""
+        self._finalizer()

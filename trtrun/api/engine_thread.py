@@ -1,0 +1,238 @@
+"""An engine core with a thread of its own: orders between rounds, rounds while there is work, recipients of what comes.
+
+The engine core belongs to one thread, and so do the device and the threads of CPU kernels that it was opened on. Any
+thread may order something; what comes of a request is put into its recipient. It does not know who reads, or how a
+round runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple, TypeVar
+
+from trtrun.api.llm_engine import LLMEngine
+from trtrun.api.prompts import Prompt
+from trtrun.api.recipients import Recipient, flush
+from trtrun.core.outputs import RequestId
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.errors import InvalidRequestError, RankFailedError, TrtrunError
+
+T = TypeVar("T")
+
+GATHER_SECONDS = 0.0002
+"""After a rest the first round begins once no request has come for so long, where nobody says whether more follow:
+those that are handed over one right after the other come in less."""
+
+MOST_GATHER_SECONDS = 0.004
+"""How long that may take."""
+
+logger = logging.getLogger(__name__)
+
+
+class _Order(NamedTuple):
+    """Something to do between two rounds, and what to do with the reason where there will be none."""
+
+    do: Callable[[LLMEngine], None]
+    refuse: Callable[[Exception], None]
+
+
+class EngineThread:
+    """The one thread of an engine core: orders between rounds, rounds as long as there is work, sleep without it."""
+
+    def __init__(self, open_engine: Callable[[], LLMEngine | None]) -> None:
+        self._open = open_engine
+        self._opened: Future[LLMEngine | None] = Future()
+        self._orders: deque[_Order] = deque()
+        self._has_orders = threading.Condition()
+        self._is_closing = False
+        self._over: TrtrunError | None = None
+        self._told_failure: RankFailedError | None = None
+        self._recipients: dict[RequestId, Recipient] = {}
+        self._more_follow: bool | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> LLMEngine | None:
+        """Start the thread and wait for the engine core.
+
+        Raises:
+            TrtrunError: it cannot be opened.
+        """
+        self._thread.start()
+        return self._opened.result()
+
+    def add(
+        self,
+        recipient: Recipient,
+        request_id: RequestId,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        generated: Mapping[int, Sequence[int]] | None,
+        group: Hashable = None,
+        more_follow: bool | None = None,
+    ) -> None:
+        """Have a request added; what becomes of it goes to the recipient. Whether others are added right behind it;
+        None where that is not known."""
+
+        def work(engine: LLMEngine) -> None:
+            try:
+                engine.add_request(prompt, sampling, request_id, generated, group)
+            except Exception as error:
+                refuse(error)
+                return
+            recipient.begin(len(generated) if generated is not None else sampling.n if sampling is not None else 1)
+            self._recipients[request_id] = recipient
+            self._more_follow = more_follow
+
+        def refuse(error: Exception) -> None:
+            recipient.end(error)
+            flush([recipient])
+
+        self._order(_Order(work, refuse))
+
+    def abort(self, request_id: RequestId, recipient: Recipient | None = None) -> None:
+        """Have a request aborted; with a recipient only if the id is still that request's."""
+
+        def work(engine: LLMEngine) -> None:
+            found = self._recipients.get(request_id)
+            if found is not None and recipient in (None, found):
+                del self._recipients[request_id]
+                engine.abort_request(request_id)
+                found.end()
+                flush([found])
+
+        self._order(_Order(work, lambda error: None))
+
+    def call(self, work: Callable[[LLMEngine], T]) -> Future[T]:
+        """Have something done between two rounds, unless the future has been cancelled until then."""
+        future: Future[T] = Future()
+
+        # Who has given up waiting has cancelled the future, which then takes nothing any more.
+        def run(engine: LLMEngine) -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(work(engine))
+            except Exception as error:
+                future.set_exception(error)
+
+        def refuse(error: Exception) -> None:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+        self._order(_Order(run, refuse))
+        return future
+
+    def close(self) -> None:
+        """Close the engine core and end the thread.
+
+        Raises:
+            RankFailedError: a rank failed, and nobody was told so yet.
+        """
+        with self._has_orders:
+            self._is_closing = True
+            self._has_orders.notify()
+        self._thread.join()
+        error, self._told_failure = self._told_failure, None
+        if error is not None:
+            raise error
+
+    def _order(self, order: _Order) -> None:
+        """Queue something for between two rounds, or refuse it where no round will ever come."""
+        with self._has_orders:
+            if self._over is None:
+                self._orders.append(order)
+                self._has_orders.notify()
+                return
+        order.refuse(self._over)
+
+    def _run(self) -> None:
+        try:
+            engine = self._open()
+        except BaseException as error:
+            self._end(InvalidRequestError("this AsyncLLM was never open"))
+            self._opened.set_exception(error)
+            return
+        self._opened.set_result(engine)
+        if engine is None:
+            return
+        try:
+            while self._do_orders(engine):
+                self._step(engine)
+            self._end(InvalidRequestError("this AsyncLLM is closed: make another one"))
+        except RankFailedError as error:
+            # Everybody who waits is told; a terminal need not hear it twice.
+            logger.error("%s", error, extra={"file_only": True})
+            self._end(error)
+        except BaseException as error:
+            logger.exception("the engine's thread failed")
+            self._end(RankFailedError(f"the engine's thread failed ({type(error).__name__}: {error}); start it again"))
+        try:
+            engine.close()
+        except RankFailedError as error:
+            self._told_failure = error
+
+    def _do_orders(self, engine: LLMEngine) -> bool:
+        """Do what is ordered, once there is something to do; whether the engine goes on."""
+        with self._has_orders:
+            while not (self._orders or self._is_closing or engine.has_work):
+                self._has_orders.wait()
+        was_idle = not engine.has_work
+        self._do_waiting(engine)
+        if was_idle and engine.has_work:
+            self._gather(engine)
+        return not self._is_closing
+
+    def _gather(self, engine: LLMEngine) -> None:
+        """Wait a moment for more, before the first round after a rest. Requests often come several at once, and a round
+        that has begun with the first one alone makes all others wait for its end."""
+        deadline = time.monotonic() + MOST_GATHER_SECONDS
+        while self._more_follow is not False and not self._is_closing and (left := deadline - time.monotonic()) > 0:
+            with self._has_orders:
+                if not self._orders and not self._has_orders.wait(left if self._more_follow else GATHER_SECONDS):
+                    return
+            self._do_waiting(engine)
+
+    def _do_waiting(self, engine: LLMEngine) -> None:
+        with self._has_orders:
+            orders, self._orders = self._orders, deque()
+        for order in orders:
+            order.do(engine)
+
+    def _step(self, engine: LLMEngine) -> None:
+        if not engine.has_work:
+            return
+        try:
+            deltas = engine.step()
+        except RankFailedError:
+            raise
+        except Exception:
+            # The engine core is whole again, and its next step tells the requests that were lost.
+            logger.exception("a round failed")
+            return
+        news: dict[Recipient, None] = {}
+        for delta in deltas:
+            recipient = self._recipients.get(delta.request_id)
+            if recipient is None:
+                continue
+            recipient.put(delta)
+            news[recipient] = None
+            if recipient.is_over:
+                del self._recipients[delta.request_id]
+        flush(news)
+
+    def _end(self, over: TrtrunError) -> None:
+        """Nothing is done any more from here on, and everybody is told why."""
+        with self._has_orders:
+            self._over = over
+            orders, self._orders = self._orders, deque()
+        for recipient in self._recipients.values():
+            recipient.end(over)
+        flush(self._recipients.values())
+        self._recipients.clear()
+        for order in orders:
+            order.refuse(over)

@@ -1,0 +1,336 @@
+"""The engine core: requests in at any time, typed deltas out, one round after another.
+
+    engine = LLMEngine.open(config)              # on every rank; None on worker ranks, once they have served
+    request_id = engine.add_request("def main(", SamplingParams(max_tokens=64))
+    while engine.has_unfinished_requests:
+        for delta in engine.step():
+            print(delta.text, end="")
+
+LLM, the command line and the benchmark are thin over it. It knows requests, their text and what became of them. It does
+not know how a round runs (`roles.orchestrator`), models or devices, nor threads and signals: one thread calls it at a
+time (see `llm`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeVar
+
+from trtrun.api.deltas import make_delta, make_lost_delta, new_text
+from trtrun.api.prompts import Prompt, PromptReader
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.core.outputs import CompletionDelta, RequestId, StartReport
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.engine.prompt_tiles import tile_width
+from trtrun.errors import InvalidRequestError, RankFailedError
+from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.roles.orchestrator import RowGain
+from trtrun.scheduling.completion import Completion
+from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.start.job import StartedJob, open_job
+from trtrun.start.model_settings import target_context
+from trtrun.start.policies import make_orchestrator
+from trtrun.timing.telemetry import RunStatistics
+from trtrun.tokens.aho_corasick import AhoCorasick
+from trtrun.tokens.detokenizer import CompletionText, IncrementalDetokenizer
+from trtrun.tokens.text import Tokenizer, read_shared_tokenizer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """One request: its id, and its completions that go on, by their ids in the scheduler."""
+
+    request_id: RequestId
+    num_completions: int
+    going_on: dict[int, Completion]
+
+
+class LLMEngine:
+    """Runs requests to their end, a round at a time. Made by `open`.
+
+    Attributes:
+        config: what it was made from.
+        tokenizer: None when the checkpoint has none; prompts are then token ids.
+        report: what each rank holds.
+        orchestrator: runs the rounds.
+        scheduler: the orchestrator's: rows, blocks and the waiting queue.
+    """
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        job: StartedJob,
+        model: ModelConfig,
+        limits: SchedulerLimits,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.report: StartReport = job.report
+        self.orchestrator = make_orchestrator(config, limits, job.engine_ranks)
+        self.scheduler = self.orchestrator.scheduler
+        self._prompts = PromptReader(model, tokenizer)
+        self._vocab_size = model.vocab_size
+        self._request_ids, self._completion_ids = count(), count()
+        self._requests: dict[RequestId, _Request] = {}
+        self._owners: dict[int, tuple[_Request, int]] = {}
+        self._lost: list[CompletionDelta] = []
+        self._failure: RankFailedError | None = None
+
+    @classmethod
+    def open(
+        cls, config: RuntimeConfig, on_load_progress: Callable[[int, int], None] | None = None
+    ) -> LLMEngine | None:
+        """Take this process's part in the job. Called on every rank of it.
+
+        Args:
+            config: of the job.
+            on_load_progress: called with the bytes of weights that are in place and that will be, over all ranks.
+
+        Returns:
+            The engine core on rank 0, or in a job of one process. None on worker ranks, once they have served to the
+            end of the job.
+
+        Raises:
+            TrtrunError: a path, a model or the configuration is wrong; one line says what to do.
+            PlacementError: the MPI world has another size than the devices need.
+            RankFailedError: a rank could not start.
+        """
+        model = read_model_config(config.target.model)
+        draft_model = read_model_config(config.draft.model) if config.draft is not None else None
+        draft = config.draft.model if config.draft is not None else None
+        tokenizer = read_shared_tokenizer(config.tokenizer or config.target.model, draft)
+        job = open_job(config, on_load_progress)
+        if job is None:
+            return None
+        draft_context = draft_model.max_position_embeddings if draft_model is not None else None
+        tile = tile_width(model, len(config.target.devices), config.target.devices[0])
+        limits = SchedulerLimits.of(config, target_context(config, model), draft_context, job.num_blocks, tile)
+        return cls(config, job, model, limits, tokenizer)
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._requests) or bool(self._lost)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs, or a plan is still out."""
+        return self.has_unfinished_requests or self.orchestrator.has_work
+
+    def num_waiting_of(self, group: Hashable) -> int:
+        """Completions of a group, as `add_request` was given it, that never had a row."""
+        return self.scheduler.num_waiting_of(group)
+
+    def prepare(self, sampling: SamplingParams) -> None:
+        """Make tokens of bad words, which `add_request` then need not do: that may take as long as some rounds, and any
+        thread may do it.
+
+        Raises:
+            InvalidRequestError: a parameter that the model cannot follow.
+        """
+        self._prompts.check(sampling)
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        request_id: RequestId | None = None,
+        generated: Mapping[int, Sequence[int]] | None = None,
+        group: Hashable = None,
+    ) -> RequestId:
+        """Queue the `n` completions of a prompt, all or none.
+
+        A request may go on where another engine over the same models left it: its `generated` tokens count as output
+        for penalties, min_tokens, stop strings and max_tokens, positions stay, and so the next token is the one that
+        would have followed there, greedy or with the same `seed`. (With `speculation.use_logits` it follows the same
+        distribution; which token it is depends on the rounds.)
+
+        Args:
+            prompt: a text or token ids.
+            sampling: None is greedy.
+            request_id: the caller's own; None makes one.
+            generated: output tokens by completion, of a request that goes on. Completions that are not named have
+                ended. Deltas tell only what is new: tokens, text and statistics begin behind these tokens.
+            group: of requests that somebody asked for together: groups take turns at rows, and none keeps another one
+                waiting. None makes the request a group of its own.
+
+        Returns:
+            The request's id, which its deltas carry.
+
+        Raises:
+            InvalidRequestError: it can never run, wants more drafted than the configuration says, its id is in use, or
+                one of its completions had ended; nothing else is affected.
+            QueueFullError: as many wait as may (`scheduler.max_waiting`).
+        """
+        if request_id in self._requests:
+            raise InvalidRequestError(f"the request id {request_id!r} is in use")
+        tokens = self._prompts.encode(prompt)
+        limits = self.scheduler.limits
+        limits.check_prompt(len(tokens))
+        requests = self._prompts.requests(
+            tokens, sampling or SamplingParams(), lambda: next(self._completion_ids), limits.max_length
+        )
+        parts = dict(enumerate(requests))
+        behind = dict.fromkeys(parts, ()) if generated is None else self._read_generated(generated, len(parts))
+        parts = {index: parts[index] for index in behind}
+        self.scheduler.check_room(len(parts))
+        while request_id is None or request_id in self._requests:
+            request_id = next(self._request_ids)
+        request = _Request(request_id, len(parts), {})
+        text = None  # of each completion, which share what the prompt and the stop strings take
+        if self.tokenizer is not None:
+            stop = AhoCorasick(sampling.stop if sampling is not None else ())
+            keeps_stop = sampling is not None and sampling.include_stop_str_in_output
+            text = CompletionText(IncrementalDetokenizer(self.tokenizer, tokens), stop, keeps_stop)
+        try:
+            for index, part in parts.items():
+                self._owners[part.request_id] = (request, index)
+                completion = self.scheduler.add(
+                    part,
+                    None if text is None else text.copied(),
+                    behind[index],
+                    ("request", request_id) if group is None else group,
+                )
+                new_text(completion, behind[index])  # it has been told
+                request.going_on[part.request_id] = completion
+            self._requests[request_id] = request
+        except BaseException:
+            for part in parts.values():
+                self.scheduler.cancel(part.request_id)
+                self._owners.pop(part.request_id, None)
+            self._requests.pop(request_id, None)
+            raise
+        return request_id
+
+    def _read_generated(self, generated: Mapping[int, Sequence[int]], count: int) -> dict[int, tuple[int, ...]]:
+        """The output tokens of completions that go on, checked as those of a prompt are."""
+        if not generated or not all(index in range(count) for index in generated):
+            raise InvalidRequestError(f"generated must name completions between 0 and {count - 1}, one at least")
+        return {index: self._prompts.encode(tokens) if tokens else () for index, tokens in generated.items()}
+
+    def abort_request(self, request_id: RequestId) -> bool:
+        """End a request now, without a further delta; False when it is not known (any more)."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        for completion_id, completion in request.going_on.items():
+            del self._owners[completion_id]
+            # What rounds still out produce for it is ignored at their commit.
+            self.scheduler.cancel(completion_id)
+            self.orchestrator.totals.add_request(completion.statistics)
+        return True
+
+    def has_begun(self, request_id: RequestId) -> bool:
+        """Whether a completion of the request has, or had, a row; False when the request is not known (any more)."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        some_have_ended = len(request.going_on) < request.num_completions
+        return some_have_ended or any(map(self.scheduler.has_begun, request.going_on))
+
+    def step(self) -> list[CompletionDelta]:
+        """One heartbeat: keep the ranks supplied with plans, take one verdict in.
+
+        Returns:
+            What the round added, one delta for each completion that gained tokens or ended.
+
+        Raises:
+            RankFailedError: a rank failed; the message names it, and the job is over.
+        """
+        deltas = self._guard(self._step)
+        lost, self._lost = self._lost, []
+        return lost + deltas
+
+    def drain(self) -> None:
+        """Take in the verdicts of plans that are still out, once no request is left; nothing while one is."""
+        if not self._requests:
+            self._guard(self.orchestrator.drain)
+
+    def statistics(self) -> dict[str, Any]:
+        """Totals since the start or the last reset, ready for JSON; times are seconds."""
+        forced = self.config.speculation.forced_acceptance
+        return self.orchestrator.totals.as_dict() | ({} if forced is None else {"forced_acceptance": forced})
+
+    def reset_statistics(self) -> None:
+        """Start the totals again at zero."""
+        self.orchestrator.totals = RunStatistics(draft_losses=self.orchestrator.totals.draft_losses)
+
+    def set_speculation(self, enabled: bool) -> None:
+        """Switch between drafting and the target alone, while no request runs. Without a draft it stays off."""
+        self.drain()
+        self.scheduler.set_speculation(enabled)
+
+    def check_idle(self) -> None:
+        """Raise RuntimeError when no request runs but a KV block is still held: a defect."""
+        self.scheduler.idle_is_whole()
+
+    def close(self) -> None:
+        """Let the engine ranks end; requests that still run are dropped.
+
+        Raises:
+            RankFailedError: a rank failed, and no call has said so yet.
+        """
+        try:
+            if self._failure is None:
+                for request_id in list(self._requests):
+                    self.abort_request(request_id)
+                self.drain()
+        finally:
+            self.orchestrator.close()
+
+    def prompt_token_ids(self, request_id: RequestId) -> tuple[int, ...]:
+        """The prompt's tokens of a request that goes on."""
+        completion = next(iter(self._requests[request_id].going_on.values()))
+        return completion.request.prompt_token_ids
+
+    def _guard(self, work: Callable[[], T]) -> T:
+        """Do some rounds' work; whatever goes wrong, what is left is whole, or says that it has failed."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return work()
+        except RankFailedError as error:
+            self._failure = error
+            raise
+        except BaseException:
+            self._recover()
+            raise
+
+    def _step(self) -> list[CompletionDelta]:
+        gains = self.orchestrator.step()
+        started = time.perf_counter()
+        deltas = [self._tell(gain) for gain in gains]
+        self.orchestrator.add_committing(time.perf_counter() - started)
+        return deltas
+
+    def _tell(self, gain: RowGain) -> CompletionDelta:
+        completion = gain.result.completion
+        completion_id = completion.request.request_id
+        request, index = self._owners[completion_id]
+        if completion.finish_reason is not None:
+            del self._owners[completion_id], request.going_on[completion_id]
+            if not request.going_on:
+                del self._requests[request.request_id]
+            self.orchestrator.totals.add_request(completion.statistics)
+        return make_delta(request.request_id, index, gain.result, gain.logprobs, self._vocab_size)
+
+    def _recover(self) -> None:
+        """After an exception from the middle of a round: forget all requests, so that the next one finds all whole.
+
+        The requests end with an error, which the next step tells.
+        """
+        for completion_id, (request, index) in self._owners.items():
+            self._lost.append(make_lost_delta(request.request_id, index, request.going_on[completion_id]))
+        self._owners.clear()
+        self._requests.clear()
+        try:
+            self.orchestrator.reset()
+        except BaseException as error:
+            self._failure = RankFailedError(f"the engine could not go on after an error ({error}); start it again")
+            raise

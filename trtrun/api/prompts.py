@@ -1,0 +1,180 @@
+"""What becomes of a prompt: its tokens, checked, and the requests that complete it.
+
+This is the door of the engine core: what gets through can be carried by the wire and computed by the engines. It knows
+the tokenizer and the model's vocabulary. It does not run anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+from trtrun.core.nouns import Request
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.token_lists import NO_LISTS, TokenLists, TokenSequences
+from trtrun.errors import InvalidRequestError, one_line, shorten
+from trtrun.tokens.text import Tokenizer
+
+Prompt = str | Sequence[int]
+
+_KEPT_WORD_LISTS = 16
+
+
+class Vocabulary(Protocol):
+    """What prompts have to know of a model.
+
+    Attributes:
+        vocab_size: tokens that it knows.
+        eos_token_ids: those that end a text; may be none.
+    """
+
+    @property
+    def vocab_size(self) -> int:
+        """See above."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """See above."""
+
+
+class PromptReader:
+    """Turns prompts and sampling parameters into requests of one model."""
+
+    def __init__(self, model: Vocabulary, tokenizer: Tokenizer | None) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        # The prompts of one call have the same words, which are made tokens once.
+        self._bad_word_ids = lru_cache(_KEPT_WORD_LISTS)(_sequences_of(tokenizer)) if tokenizer is not None else None
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """The prompt's tokens.
+
+        Args:
+            prompt: a text, or token ids: a sequence of them, a tensor or an array of one dimension.
+
+        Raises:
+            InvalidRequestError: it is empty, holds an id outside the vocabulary, is a text that cannot be tokenized, or
+                is no prompt at all.
+        """
+        return self._check_tokens(self._encode_text(prompt) if isinstance(prompt, str) else _token_ids(prompt))
+
+    def encode_texts(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """The tokens of several texts, made at once.
+
+        Raises:
+            InvalidRequestError: as of `encode`, for the first text that is wrong.
+        """
+        try:
+            encoded = self._tokenizer.encode_all(texts) if self._tokenizer is not None else None
+        except MemoryError:
+            raise
+        except Exception:  # as in `_encode_text`; one after the other says which text it is
+            encoded = None
+        if encoded is None:
+            return [self.encode(text) for text in texts]
+        return [self._check_tokens(tuple(ids)) for ids in encoded]
+
+    def _check_tokens(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens, unless there are none, or some that the model has not."""
+        if not tokens:
+            raise InvalidRequestError("the prompt is empty: it needs at least one token")
+        size = self._model.vocab_size
+        if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < size:
+            return tokens  # in the interpreter's own loops: prompts may be long, and rounds wait for this
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
+                raise InvalidRequestError(f"prompt token {shorten(token)} is not a token id between 0 and {size - 1}")
+        return tokens
+
+    def requests(
+        self, tokens: tuple[int, ...], sampling: SamplingParams, next_id: Callable[[], int], max_length: int
+    ) -> Iterator[Request]:
+        """The `n` requests of a prompt; each has a seed of its own, derived from the prompt's.
+
+        Args:
+            tokens: from `encode`.
+            sampling: of the prompt.
+            next_id: called for the request_id of each.
+            max_length: tokens that a text may have, prompt and output.
+
+        Raises:
+            InvalidRequestError: a parameter that this model cannot follow.
+        """
+        self.check(sampling)
+        stops = self._stop_ids(sampling)
+        lists = self._lists(sampling, stops, min(max_length, len(tokens) + sampling.max_tokens))
+        first = sampling.with_seed()
+        for index in range(sampling.n):
+            yield Request(next_id(), tokens, first.of_completion(index), stops, lists)
+
+    def _lists(self, sampling: SamplingParams, stops: frozenset[int], longest: int) -> TokenLists:
+        """What ranks learn of the tokens that parameters name, for texts of at most `longest` tokens."""
+        words = self._encode_bad_words(sampling.bad_words).within(longest, self._model.vocab_size)
+        held = stops if sampling.min_tokens > 0 else ()
+        return TokenLists.of(held, sampling.logit_bias, words) if held or sampling.logit_bias or words else NO_LISTS
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Raise InvalidRequestError for a parameter that this model cannot follow."""
+        size = self._model.vocab_size
+        given = {
+            "stop_token_ids": sampling.stop_token_ids,
+            "logit_bias": sampling.logit_bias,
+            "draft_token_ids": sampling.draft_token_ids,
+        }
+        for name, ids in given.items():
+            if ids and max(ids) >= size:  # none is below 0
+                token = next(token for token in ids if token >= size)
+                raise InvalidRequestError(f"{name}: {shorten(token)} is not a token id between 0 and {size - 1}")
+        if (sampling.stop or sampling.bad_words) and self._tokenizer is None:
+            raise InvalidRequestError("stop and bad_words need a tokenizer, which this checkpoint does not have")
+        self._check_some_allowed(sampling)
+
+    def _check_some_allowed(self, sampling: SamplingParams) -> None:
+        """Refuse parameters under which no first token may be chosen, whatever the prompt is."""
+        words, size = self._encode_bad_words(sampling.bad_words), self._model.vocab_size
+        held = self._stop_ids(sampling) if sampling.min_tokens > 0 else frozenset()
+        if len(held) + len(words) >= size:
+            alone = words.tokens[words.starts[words.lengths == 1]].tolist()
+            if len(held.union(alone)) >= size:
+                raise InvalidRequestError(
+                    f"min_tokens is {sampling.min_tokens}, and stop tokens and bad_words are all {size} tokens of the "
+                    "model: none is left that may be chosen"
+                )
+
+    def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        eos_token_ids = () if sampling.ignore_eos else self._model.eos_token_ids
+        return frozenset(sampling.stop_token_ids + eos_token_ids)
+
+    def _encode_text(self, text: str) -> tuple[int, ...]:
+        if self._tokenizer is None:
+            raise InvalidRequestError("the target has no tokenizer: give prompt_token_ids instead of text")
+        try:
+            return tuple(self._tokenizer.encode(text))
+        except MemoryError:
+            raise  # no fault of the text's alone
+        except Exception as error:  # the library raises bare Exception, and Python for half a surrogate pair
+            raise InvalidRequestError(f"the prompt cannot be tokenized: {one_line(error)}") from None
+
+    def _encode_bad_words(self, words: tuple[str, ...]) -> TokenSequences:
+        if self._bad_word_ids is None or not words:
+            return NO_LISTS.bad_words
+        try:
+            return self._bad_word_ids(words)
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise InvalidRequestError(f"bad_words cannot be tokenized: {one_line(error)}") from None
+
+
+def _sequences_of(tokenizer: Tokenizer) -> Callable[[tuple[str, ...]], TokenSequences]:
+    return lambda words: TokenSequences.of(tokenizer.bad_word_ids(words))
+
+
+def _token_ids(prompt: Any) -> tuple[int, ...]:
+    """The ids of a sequence, a tensor or an array."""
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+        raise InvalidRequestError(f"a prompt is a text or a list of token ids, not {shorten(prompt)}")
+    return tuple(prompt)

@@ -1,0 +1,87 @@
+"""One engine core that several threads call: one at a time has the turn, and each gets the deltas of its own requests.
+
+It knows turns, interrupts and who waits for what. It does not know prompts, rounds or ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from trtrun.api.interrupts import FairLock, held_interrupts
+from trtrun.api.llm_engine import LLMEngine
+from trtrun.core.outputs import CompletionDelta, RequestId
+from trtrun.errors import InvalidRequestError
+
+
+class SharedEngine:
+    """An engine core, and an inbox for each request that somebody waits for.
+
+    Attributes:
+        inboxes: the deltas that came for each of these requests and were not read yet.
+    """
+
+    def __init__(self, core: LLMEngine) -> None:
+        self._core = core
+        self._closed = False
+        self._turn = FairLock()
+        self.inboxes: dict[RequestId, deque[CompletionDelta]] = {}
+        # Requests that nobody reads any more. Whoever has the turn next aborts them: an iterator may be thrown away
+        # anywhere, also by a garbage collection inside the engine core.
+        self._given_up: deque[RequestId] = deque()
+        # A program that forgets to close, or dies of an exception, must not leave the other ranks waiting: MPI's own
+        # end waits for all of them. This runs before it, and when the object is thrown away.
+        self._finalizer = weakref.finalize(self, core.close)
+
+    def close(self) -> None:
+        """Let all ranks end; nothing can be asked for afterwards. Calling it again does nothing."""
+        with held_interrupts(), self._turn:
+            self._closed = True
+            self._finalizer()
+
+    def check_open(self) -> None:
+        """Raise InvalidRequestError after `close`: the ranks have ended, and nobody would ever answer."""
+        if self._closed:
+            raise InvalidRequestError("this LLM is closed: make another one")
+
+    @contextmanager
+    def turn(self) -> Iterator[LLMEngine]:
+        """The engine core to one thread, uninterrupted, once what was given up is aborted.
+
+        Raises:
+            InvalidRequestError: it is closed.
+        """
+        with held_interrupts(), self._turn:
+            self.check_open()
+            while self._given_up:
+                request_id = self._given_up.popleft()
+                self._core.abort_request(request_id)
+                self.forget(request_id)
+            self._core.drain()
+            yield self._core
+
+    def open_inbox(self, request_id: RequestId) -> None:
+        """Keep the deltas of a request from now on; call it in the turn in which the request is added."""
+        self.inboxes[request_id] = deque()
+
+    def step(self) -> None:
+        """One round for all requests, whoever asked for them."""
+        with self.turn() as core:
+            for delta in core.step():
+                if delta.request_id in self.inboxes:
+                    self.inboxes[delta.request_id].append(delta)
+
+    def settle(self) -> None:
+        """Take in what rounds still give for requests that have ended, so that nothing is left for later calls."""
+        with self.turn():
+            pass
+
+    def give_up(self, request_ids: Iterable[RequestId]) -> None:
+        """Have requests aborted by whoever has the turn next. It may be called anywhere, and takes no turn."""
+        self._given_up.extend(request_ids)
+
+    def forget(self, request_id: RequestId) -> None:
+        """Throw an inbox away: its request has ended."""
+        self.inboxes.pop(request_id, None)

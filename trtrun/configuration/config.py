@@ -1,0 +1,318 @@
+"""The YAML file of a run: what may stand in it, what it means when left out, and what is refused.
+
+It knows names, types and ranges. It does not know which ranks follow from the devices (`parallel.topology`), whether
+the model directories hold models (`trtrun.models`), or how much memory there is (`trtrun.kvcache.sizing`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from trtrun.configuration.device_lists import host_of, kind_of, parse_devices
+from trtrun.configuration.drafting_methods import (
+    NO_DRAFTS,
+    DraftModelSection,
+    SpeculationSection,
+    needs_draft_model,
+    read_speculation,
+)
+from trtrun.configuration.launch_config import FilePath, LaunchSection, Number, Section
+from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
+from trtrun.configuration.section_check import check_section
+from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.yaml_source import apply_override, describe_kind, parse_yaml
+from trtrun.errors import ConfigError, nearest, reading, shorten, shorten_path
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+"""The small trained pair that ships with the package: directories `target` and `draft`."""
+
+ASSET_PREFIX = "asset:"
+
+MOST_BYTES = 1024 * 1024
+"""Of a configuration file: something else was named by mistake."""
+
+
+LoadFormat = Literal["auto", "dummy"]
+"""Where weights come from: the safetensors of the model's directory, or nowhere (trtrun.models.dummy_weights)."""
+
+
+class ModelSection(Section):
+    """One engine: which checkpoint, on which devices (one tensor-parallel rank each), in which dtype.
+
+    Quantized weights take half the bytes of bfloat16 and are rounded as they are read. A quantized target is another
+    model than that of the files, and speculative output is its own, to the bit. Quantizing a draft costs a little
+    acceptance; greedy output stays the target's own.
+
+    Attributes:
+        model: directory in Hugging Face layout (safetensors), relative to the file or to the working directory;
+            `asset:target` and `asset:draft` are the shipped pair. Where hosts differ:
+            `{node1: /a/model, default: /b/model}`.
+        devices: in tensor-parallel order: `[0, 1]` GPUs, `["cpu:0", "cpu:1"]` CPU slots, `{node1: [0, 1]}` on hosts,
+            `{nodes: 2, gpus_per_node: 4}` from the Slurm allocation. A device of both engines is one process.
+        dtype: of weights, activations and KV; `auto` takes the checkpoint's.
+        load_format: `auto` reads safetensors. `dummy` makes weights up from config.json alone, for benchmarks of models
+            whose weights are not at hand; a draft gets the target's where names and shapes agree.
+        quantization: `fp8` rounds weights to E4M3, with a scale per output feature, and activations per token;
+            `fp8_weight_only` leaves activations as they are; `fp8_with_head` rounds the vocabulary head, too, which
+            makes small drafts faster; `int8` is for drafts alone.
+    """
+
+    model: FilePath
+    devices: Annotated[tuple[str, ...], BeforeValidator(parse_devices)]
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    load_format: LoadFormat = "auto"
+    quantization: str = "none"
+
+
+class RuntimeConfig(Section):
+    """Everything that one run needs to know, from one YAML file.
+
+    Attributes:
+        target: the model whose distribution the output follows.
+        draft: the model that proposes; forgotten where `speculation.method` needs none.
+        tokenizer: directory of the tokenizer. Left out: the target's.
+        speculation: how tokens are proposed and accepted.
+        kv_cache: the paged store of keys and values.
+        scheduler: limits of one round.
+        threads: CPU threads of each slot. Left out: the cores of the host divided among its slots.
+        cuda_graphs: replay the forwards of a round as CUDA graphs; without effect on the CPU.
+        launch: how the ranks are started, watched and ended.
+        server: what `trtrun serve` listens on, and what it lets in.
+    """
+
+    target: ModelSection
+    draft: ModelSection | None = None
+    tokenizer: FilePath | None = None
+    speculation: Annotated[SpeculationSection, BeforeValidator(read_speculation)] = DraftModelSection()
+    kv_cache: KVCacheSection = KVCacheSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    threads: Annotated[int, Number, Field(ge=1, le=1024)] | None = None
+    cuda_graphs: bool = True
+    launch: LaunchSection = LaunchSection()
+    server: ServerSection = ServerSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unused_draft(cls, values: object) -> object:
+        """Forget the draft when the method needs none: it is not loaded and has no rank."""
+        if isinstance(values, dict) and not needs_draft_model(values.get("speculation")):
+            return {key: value for key, value in values.items() if key != "draft"}
+        return values
+
+    @model_validator(mode="after")
+    def _check_sections_fit(self) -> RuntimeConfig:
+        if needs_draft_model(self.speculation) and self.draft is None:
+            raise ValueError(
+                f"draft: missing, though speculation.method is {self.speculation.method}: "
+                "add a draft section or set speculation.method to none"
+            )
+        devices = self.target.devices + (self.draft.devices if self.draft else ())
+        kinds = sorted({kind_of(device) for device in devices})
+        if len(kinds) > 1:
+            raise ValueError(
+                f"target.devices: CPU slots and GPUs cannot be mixed in one run ({', '.join(devices)}): "
+                "use one kind for target and draft"
+            )
+        hosts = {host_of(device) for device in devices}
+        if "" in hosts and len(hosts) > 1:
+            raise ValueError(
+                f"target.devices: some devices name a host and some do not ({', '.join(devices)}): "
+                "name the host of each, in target and draft"
+            )
+        if self.launch.orchestrator_host is not None and self.launch.orchestrator_host not in hosts:
+            raise ValueError(
+                f"launch.orchestrator_host: {self.launch.orchestrator_host} has none of the devices "
+                f"({', '.join(devices)}): name one of their hosts"
+            )
+        if self.speculation.drafting_ahead == "on" and not self.drafts_apart:
+            raise ValueError(
+                f"speculation.ahead: is on, but draft and target share devices ({', '.join(devices)}): give the draft "
+                "devices of its own, or set it to auto"
+            )
+        rows = self.scheduler.max_batch_size
+        width = 1 + self.draft_len
+        if self.scheduler.max_num_tokens < rows * width:
+            raise ValueError(
+                f"scheduler.max_num_tokens: {self.scheduler.max_num_tokens} is too small to verify {width} tokens of "
+                f"each of {rows} rows: set it to {rows * width} or more, or lower scheduler.max_batch_size"
+            )
+        return self
+
+    @property
+    def is_speculative(self) -> bool:
+        """Whether tokens are drafted at all, by whatever method."""
+        return self.speculation.method != NO_DRAFTS
+
+    @property
+    def has_draft_engine(self) -> bool:
+        """Whether a draft model runs beside the target, with ranks and a KV store of its own."""
+        return self.draft is not None
+
+    @property
+    def draft_len(self) -> int:
+        """Tokens drafted for a row in one round, at most; 0 where nothing is drafted."""
+        return self.speculation.draft_len if self.is_speculative else 0
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether draft_len follows from what rounds took (see SpeculationSection.pacing)."""
+        speculation = self.speculation
+        return self.is_speculative and speculation.pacing == "measured" and not speculation.use_logits
+
+    @property
+    def drafts_apart(self) -> bool:
+        """Whether draft and target share no device, so that they can work at the same time."""
+        return self.draft is not None and not set(self.draft.devices) & set(self.target.devices)
+
+    @property
+    def drafts_ahead(self) -> bool:
+        """Whether draft ranks draft for verdicts that are not there yet (see SpeculationSection.drafting_ahead)."""
+        return self.drafts_apart and self.speculation.drafting_ahead != "off"
+
+    @property
+    def plans_ahead(self) -> int:
+        """Plans sent before the results of the round before are back: always one where drafts are made ahead.
+
+        A GPU would have nothing to do while the next round is planned; a CPU slot does the work of both itself.
+        """
+        if self.drafts_ahead:
+            return 1
+        usual = int(kind_of(self.target.devices[0]) == "cuda")
+        return usual if self.scheduler.plans_ahead is None else self.scheduler.plans_ahead
+
+    @property
+    def draft_devices(self) -> tuple[str, ...]:
+        """Devices of the draft engine; empty without one."""
+        return self.draft.devices if self.draft else ()
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RuntimeConfig:
+    """Read a YAML file, apply `a.b=value` overrides and check everything.
+
+    Args:
+        path: the YAML file. Model directories in it that are not absolute are looked for beside the file first, then
+            in the working directory.
+        overrides: `key.path=value` strings; each value is read as YAML.
+
+    Raises:
+        ConfigError: one line that names the file and the key.
+    """
+    return make_config(read_values(path, overrides), base=Path(path).resolve().parent, where=str(path))
+
+
+def read_values(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a YAML file and apply overrides, without checking what the values mean.
+
+    Raises:
+        ConfigError: the file cannot be read, is no YAML, or no mapping.
+    """
+    file = Path(path)
+    try:
+        with file.open(encoding="utf-8") as opened:
+            text = opened.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: bytes that are no UTF-8, or a name that no file can have
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the configuration file {shorten_path(file)}: {reason}") from None
+    if len(text) > MOST_BYTES:
+        raise ConfigError(f"cannot read the configuration file {file}: it is larger than {MOST_BYTES >> 20} MiB")
+    values = parse_yaml(text, str(file))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: the file must be a mapping with at least 'target', not {describe_kind(values)}")
+    for override in overrides:
+        apply_override(values, override)
+    return values
+
+
+def make_config(values: Mapping[str, Any], base: Path | None = None, where: str = "configuration") -> RuntimeConfig:
+    """Check a mapping of the YAML's shape and resolve its model directories.
+
+    Args:
+        values: what the YAML file would hold.
+        base: directory that relative model paths are looked for in, before the working directory.
+        where: what to call the source in messages.
+
+    Raises:
+        ConfigError: one line that names the source and the key.
+    """
+    with reading(where, ConfigError):
+        config = check_section(RuntimeConfig, values, where)
+        changes: dict[str, object] = {}
+        for name in ("target", "draft"):
+            section = cast(ModelSection | None, getattr(config, name))
+            if section is not None:
+                model = _resolve_directory(section.model, base, f"{where}: {name}.model")
+                changes[name] = section.model_copy(update={"model": model})
+        if config.tokenizer is not None:
+            changes["tokenizer"] = _resolve_directory(config.tokenizer, base, f"{where}: tokenizer")
+        return config.model_copy(update=changes)
+
+
+def _resolve_directory(path: Path, base: Path | None, where: str) -> Path:
+    """Return the absolute directory that `path` names."""
+    text = str(path)
+    if text.startswith(ASSET_PREFIX):
+        name = text.removeprefix(ASSET_PREFIX)
+        known = ("target", "draft")
+        if name not in known:
+            choices = [ASSET_PREFIX + item for item in known]
+            raise ConfigError(f"{where}: unknown asset {shorten(text)}{nearest(text, choices)}")
+        path = ASSETS / name
+        if not path.is_dir():
+            raise ConfigError(f"{where}: {text} is not in this installation ({path} is missing): install trtrun again")
+        return path
+    try:
+        path = path.expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{where}: {shorten_path(path)}: there is no such user, or nobody knows its home") from None
+    places = [path] if path.is_absolute() else [place / path for place in (base, Path.cwd()) if place is not None]
+    try:
+        for place in places:
+            if place.is_dir():
+                return place.resolve()
+        is_file = any(place.exists() for place in places)
+    except OSError as error:
+        raise ConfigError(f"{where}: {shorten_path(path)} cannot be read: {error.strerror}") from None
+    if is_file:
+        raise ConfigError(f"{where}: {path} is a file: name the model's directory")
+    looked = " and ".join(shorten_path(place) for place in dict.fromkeys(places))
+    raise ConfigError(f"{where}: no such directory: {looked}")
+
+
+def make_one_device_config(
+    target: str | os.PathLike[str] | None,
+    draft: str | os.PathLike[str] | None,
+    draft_len: int,
+    use_logits: bool,
+    dtype: str,
+    draft_quantization: str,
+    device: str,
+    target_quantization: str = "none",
+) -> RuntimeConfig:
+    """The configuration of both models on one device.
+
+    Args:
+        target, draft: directories; a draft of None runs the target alone.
+        draft_len, use_logits, dtype, draft_quantization, target_quantization: as in the YAML file.
+        device: such as "cuda:0".
+
+    Raises:
+        TrtrunError: no target, or something in it is wrong.
+    """
+    values: dict[str, Any] = {
+        "target": {"model": str(target) if target is not None else "", "devices": [device], "dtype": dtype,
+                   "quantization": target_quantization},
+        "speculation": {"method": "none" if draft is None else "draft_target", "draft_len": draft_len,
+                        "use_logits": use_logits},
+    }  # fmt: skip
+    if target is None:
+        raise ConfigError("LLM needs `target`, the directory of a model, or `config`")
+    if draft is not None:
+        values["draft"] = {
+            "model": str(draft), "devices": [device], "dtype": dtype, "quantization": draft_quantization
+        }  # fmt: skip
+    return make_config(values, base=Path.cwd(), where="LLM")

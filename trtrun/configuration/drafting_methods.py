@@ -1,0 +1,198 @@
+"""The drafting methods: what each is called, where it runs, whether it needs a draft model, and its own options.
+
+One table, read by the configuration, the command line, placement and start-up. A method is an entry here and a file in
+`speculation/drafters`, which registers under the same name how its drafter is made. It knows no tensor and no rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from parallel.topology import Role
+from trtrun.configuration.launch_config import Number, Section
+from trtrun.errors import nearest, shorten
+
+MAX_DRAFT_LEN = 32
+MAX_LOOKUP = 32
+DEFAULT_LOOKUP = 5
+DEFAULT_METHOD = "draft_target"
+NO_DRAFTS = "none"
+
+
+class SpeculationSection(Section):
+    """How tokens are proposed and accepted; a method with options of its own has a section of its own below.
+
+    Attributes:
+        method: `draft_target` drafts with the draft model; `ngram` by prompt lookup: what followed the row's last
+            tokens before; `none` runs the target alone. With the last two the `draft` section is forgotten and has no
+            rank.
+        draft_len: tokens drafted in one round, at most.
+        use_logits: accept sampled tokens by the ratio of target_probs to draft_probs instead of by equality; not with
+            `ngram`.
+        pacing: `measured` drafts fewer tokens where the run's own times say that fewer pay more (many rows, a poor
+            draft); `fixed` always drafts draft_len. use_logits is always `fixed`: the tokens of a seed depend on the
+            draft there, and must not depend on times.
+        forced_acceptance: for `bench` with dummy weights: tokens that a row gains in a round on average, whatever the
+            target says. Every result names it, and the texts are nobody's.
+    """
+
+    method: str = DEFAULT_METHOD
+    draft_len: Annotated[int, Number, Field(ge=1, le=MAX_DRAFT_LEN)] = 4
+    use_logits: bool = False
+    pacing: Literal["measured", "fixed"] = "measured"
+    forced_acceptance: Annotated[float, Number, Field(ge=1, le=MAX_DRAFT_LEN + 1)] | None = None
+
+    @model_validator(mode="after")
+    def _check_forced_acceptance(self) -> SpeculationSection:
+        if self.forced_acceptance is None:
+            return self
+        if self.use_logits:
+            raise ValueError("forced_acceptance does not go with use_logits: leave one of them out")
+        if self.forced_acceptance > self.draft_len + 1:
+            raise ValueError(
+                f"forced_acceptance is {self.forced_acceptance:g}, but a round with a draft_len of {self.draft_len} "
+                f"gains {self.draft_len + 1} tokens at most"
+            )
+        return self
+
+    @property
+    def drafting_ahead(self) -> Literal["auto", "on", "off"]:
+        """Whether draft ranks with devices of their own draft for the likely verdicts of a round while the target
+        verifies it; `auto` unless CPU ranks outnumber the cores."""
+        return "off"
+
+    @classmethod
+    def known_keys(cls) -> list[str]:
+        """Keys of all methods: which of them a section may hold depends on its method."""
+        return list(dict.fromkeys(key for method in METHODS.values() for key in method.section.model_fields))
+
+    @field_validator("method")
+    @classmethod
+    def _check_method(cls, value: str) -> str:
+        if value not in METHODS:
+            raise ValueError(f"unknown method {shorten(value)}{nearest(value, METHODS)}")
+        return value
+
+
+def _as_word(value: object) -> object:
+    """YAML reads a bare on or off as a boolean."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+class DraftModelSection(SpeculationSection):
+    """Options of `draft_target`.
+
+    Attributes:
+        ahead: whether draft ranks draft for the likely verdicts of a round while the target verifies it: `on` where
+            draft and target share no device, `auto` there unless CPU ranks outnumber the cores, `off` never.
+    """
+
+    ahead: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = "auto"
+
+    @property
+    def drafting_ahead(self) -> Literal["auto", "on", "off"]:
+        """See SpeculationSection."""
+        return self.ahead
+
+
+class PromptLookupSection(SpeculationSection):
+    """Options of `ngram`, with vLLM's names and defaults: each of the two takes the other's value, 5 where none is set.
+
+    Attributes:
+        prompt_lookup_min: fewest of the row's last tokens that must have occurred before.
+        prompt_lookup_max: most of them that are looked for. The longest match counts.
+    """
+
+    prompt_lookup_min: Annotated[int, Number, Field(ge=1, le=MAX_LOOKUP)] | None = None
+    prompt_lookup_max: Annotated[int, Number, Field(ge=1, le=MAX_LOOKUP)] | None = None
+
+    @model_validator(mode="after")
+    def _check_order(self) -> PromptLookupSection:
+        fewest, most = self.lookup_range
+        if fewest > most:
+            raise ValueError(f"prompt_lookup_min is {fewest} and prompt_lookup_max {most}: set it to that or less")
+        return self
+
+    @property
+    def lookup_range(self) -> tuple[int, int]:
+        """prompt_lookup_min and prompt_lookup_max with their defaults."""
+        fewest, most = self.prompt_lookup_min, self.prompt_lookup_max
+        return fewest or most or DEFAULT_LOOKUP, most or fewest or DEFAULT_LOOKUP
+
+
+@dataclass(frozen=True)
+class DraftingMethod:
+    """What must be known of a method before anything of it runs.
+
+    Attributes:
+        placement: the ranks that draft; None where none do.
+        needs_draft_model: whether a draft model runs on ranks of its own, from the `draft` section.
+        has_probabilities: whether it can tell the distributions that it drew its tokens from (use_logits).
+        section: its `speculation` section.
+        find_taps: tells of a `speculation` section and the target's number of layers at which boundaries the drafter
+            reads hidden states (models/taps.py); for one on the target ranks.
+    """
+
+    placement: Role | None
+    needs_draft_model: bool
+    has_probabilities: bool
+    section: type[SpeculationSection] = SpeculationSection
+    find_taps: Callable[[SpeculationSection, int], Sequence[int]] = lambda section, num_layers: ()
+
+
+METHODS: dict[str, DraftingMethod] = {
+    "draft_target": DraftingMethod(
+        Role.DRAFT, needs_draft_model=True, has_probabilities=True, section=DraftModelSection
+    ),
+    "ngram": DraftingMethod(Role.TARGET, needs_draft_model=False, has_probabilities=False, section=PromptLookupSection),
+    NO_DRAFTS: DraftingMethod(None, needs_draft_model=False, has_probabilities=True),
+}
+"""All methods by name, in the order in which they are shown."""
+
+
+def needs_draft_model(speculation: object) -> bool:
+    """Whether the method of a `speculation` section, checked or as the YAML file has it, runs a draft model. True for
+    one that is not known: what is wrong with it is the configuration's to say."""
+    if isinstance(speculation, Mapping):
+        name = speculation.get("method", DEFAULT_METHOD)
+    else:
+        name = getattr(speculation, "method", DEFAULT_METHOD)
+    method = METHODS.get(name) if isinstance(name, str) else None
+    return method is None or method.needs_draft_model
+
+
+def read_speculation(values: object) -> object:
+    """The section of the method that `values` name; what is no mapping or names no method is left to the checks behind.
+
+    Without drafts the options of every method are allowed and forgotten, so that one file serves both runs of a
+    comparison.
+
+    Raises:
+        ValueError: an option of another method, or use_logits with a method that has no draft_probs.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    name = values.get("method", DEFAULT_METHOD)
+    method = METHODS.get(name) if isinstance(name, str) else None
+    if method is None:
+        return values
+    known = method.section.model_fields
+    foreign = [key for key in values if key not in known and key in SpeculationSection.known_keys()]
+    if name == NO_DRAFTS:
+        return method.section.model_validate({key: value for key, value in values.items() if key not in foreign})
+    if foreign:
+        owners = [owner for owner, other in METHODS.items() if foreign[0] in other.section.model_fields]
+        raise ValueError(
+            f"{foreign[0]} is an option of method {' and '.join(owners)}, but the method is {name}: leave it out"
+        )
+    section = method.section.model_validate(values)
+    if section.use_logits and not method.has_probabilities:
+        raise ValueError(
+            f"use_logits does not go with method {name}, which proposes tokens without probabilities: leave it out; "
+            "sampled output is the target's own without it"
+        )
+    return section

@@ -1,0 +1,108 @@
+"""The section of the YAML file that says how texts are served: addresses, keys, limits, restarts.
+
+It knows names, types and ranges. What they lead to is `launch.serve`'s business.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, model_validator
+
+from trtrun.configuration.launch_config import FilePath, Line, Number, Seconds, Section
+from trtrun.errors import shorten
+
+Port = Annotated[int, Number, Field(ge=0, le=65535)]
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
+
+
+def _check_origin(value: str) -> str:
+    """What browsers say that a page comes from: without a path, not even a slash."""
+    if value != "*" and not _ORIGIN.fullmatch(value):
+        raise ValueError(
+            f"{shorten(value)} must be an origin, such as https://chat.example or http://localhost:3000, or *"
+        )
+    return value
+
+
+Origin = Annotated[str, AfterValidator(_check_origin)]
+
+
+class ServerSection(Section):
+    """What `trtrun serve` listens on, and what it lets in.
+
+    Attributes:
+        host: address that is listened on. A loopback address is reachable from this host alone; one that other hosts
+            reach, without keys, is told in one line of warning.
+        http_port: of the APIs and the page; 0 takes a free one.
+        grpc_port: of Triton's protocol over gRPC; 0 takes a free one.
+        metrics_port: of the metrics for Prometheus; 0 takes a free one.
+        model_name: what clients call the model. Left out: the name of the target's directory.
+        api_key_file: one key a line, of printable ASCII characters; requests of the APIs need one of them.
+        tls_cert, tls_key: PEM files for all ports, the key without a passphrase; both or none.
+        max_queue: completions that may wait for a row, beside `scheduler.max_batch_size` that have one; requests beyond
+            are answered with 429.
+        max_streams: requests that may be in work at once, waiting ones among them; more are answered with 429.
+        max_connections: open at once on the HTTP port; where all have requests, one on a connection beyond is answered
+            with 503. Over gRPC so many connections and calls may be open, 256 calls on one connection.
+        max_body_bytes: of one request; larger ones are answered with 413. A body has 60 s to arrive.
+        max_total_body_bytes: of all bodies longer than 65536 bytes, while they are read and until their requests are in
+            work; one beyond is answered with 429.
+        request_timeout_s: from the arrival of a request's body to its end; then 504, or an error in the stream.
+        exclude_input_in_output: whether whole outputs of Triton's models begin behind the prompt, where a request does
+            not say. Left out: true for the models of text, false for those of tokens.
+        ping_seconds: after so long without an event a stream has a comment, for proxies that end connections on which
+            nothing moves. Left out: never.
+        allowed_origins: of web pages whose scripts may ask in a browser, such as `https://chat.example`. `*` for all,
+            which lets every page that is open on this host ask a server without keys.
+        max_restarts: how often the engine may be started again within `restart_window_s`, before the server ends.
+        restart_window_s: seconds over which restarts are counted.
+    """
+
+    host: Line = "127.0.0.1"
+    http_port: Port = 8000
+    grpc_port: Port = 8001
+    metrics_port: Port = 8002
+    model_name: Line | None = None
+    api_key_file: FilePath | None = None
+    tls_cert: FilePath | None = None
+    tls_key: FilePath | None = None
+    max_queue: Annotated[int, Number, Field(ge=0, le=1_000_000)] = 256
+    max_streams: Annotated[int, Number, Field(ge=1, le=1_000_000)] = 512
+    max_connections: Annotated[int, Number, Field(ge=1, le=1_000_000)] = 1024
+    max_body_bytes: Annotated[int, Number, Field(ge=1024, le=2**27)] = 2**24
+    max_total_body_bytes: Annotated[int, Number, Field(ge=1024, le=2**40)] = 2**28
+    request_timeout_s: Seconds = 600.0
+    exclude_input_in_output: bool | None = None
+    ping_seconds: Seconds | None = None
+    allowed_origins: tuple[Origin, ...] = ()
+    max_restarts: Annotated[int, Number, Field(ge=0, le=1000)] = 3
+    restart_window_s: Seconds = 600.0
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> ServerSection:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            missing = "tls_key" if self.tls_key is None else "tls_cert"
+            raise ValueError(f"{missing}: missing: TLS needs server.tls_cert and server.tls_key, both")
+        return self
+
+    @model_validator(mode="after")
+    def _check_ports(self) -> ServerSection:
+        taken: dict[int, str] = {}
+        for name in ("http_port", "grpc_port", "metrics_port"):
+            port = getattr(self, name)
+            if port and port in taken:
+                raise ValueError(f"{name}: is {port}, as {taken[port]} is: give each a port of its own, or 0")
+            taken[port] = name
+        return self
+
+    @model_validator(mode="after")
+    def _check_bodies(self) -> ServerSection:
+        if self.max_total_body_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_total_body_bytes: must be at least server.max_body_bytes ({self.max_body_bytes}), not "
+                f"{self.max_total_body_bytes}"
+            )
+        return self

@@ -1,0 +1,238 @@
+"""The nouns that travel between layers and ranks: Request, RoundPlan, Draft, Step, Verdict.
+
+Plain data with validation. This module knows no model, no rank and no transport; `wire/plans.py` gives the plan its
+byte layout, `scheduling` makes plans, `engine` turns them into tensors, `speculation` makes drafts and verdicts.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.token_lists import NO_LISTS, TokenLists
+
+if TYPE_CHECKING:  # processes that only read requests do without
+    import torch
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended, in the words of the OpenAI API where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to complete once (`n` completions are n requests, made by the caller of the scheduler).
+
+    Attributes:
+        request_id: unique in the orchestrator.
+        prompt_token_ids: at least one token.
+        sampling: with `seed` already drawn (not None).
+        stop_ids: all tokens that end this request: end-of-sequence unless ignored, and stop_token_ids.
+        lists: what engine ranks learn of the tokens that it names; the requests of one prompt share it.
+    """
+
+    request_id: int
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    stop_ids: frozenset[int] = frozenset()
+    lists: TokenLists = NO_LISTS
+
+
+@dataclass(frozen=True)
+class RowAdmission:
+    """What every engine rank learns when a request gets a row of the running batch.
+
+    Attributes:
+        row: index of the row, in [0, max_batch_size).
+        request_id: for messages only.
+        tokens: [length] int32: the prompt, and after a preemption the output so far behind it.
+        num_prompt_tokens: how many of `tokens` are the prompt; penalties and min_tokens count from there.
+        num_cached_tokens: leading tokens whose keys and values the target already holds (block reuse), and the draft,
+            too, where it follows the row.
+        followed: whether a draft store follows the row; False where there is none, where nothing is drafted for the
+            row, and where it is longer than the draft's context.
+        sampling: temperature 0 is greedy; `sampling.seed` is never None here. What it lists (logit_bias, bad_words,
+            stop_token_ids) is in `lists`, and does not travel here.
+        lists: the tokens that it names; several rows may share it.
+        draft_tokens: [count] int32: the draft that came with the request for what follows its prompt, as long as the
+            output in `tokens` is its start; empty where there is none.
+    """
+
+    row: int
+    request_id: int
+    tokens: np.ndarray
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    followed: bool
+    sampling: SamplingParams
+    lists: TokenLists = NO_LISTS
+    draft_tokens: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Tokens [start, start + length) of a row's admission tokens, to be computed this round by the target, and by the
+    draft engine where it has `followed` the row from its start.
+
+    The last chunk of a row (`is_last`) also samples the row's next token, at position start + length.
+    """
+
+    row: int
+    start: int
+    length: int
+    is_last: bool
+    followed: bool
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """Who runs in one round. It says nothing of where a row stands: ranks know that from verdicts, so that a plan may
+    be sent one round ahead of the results.
+
+    The order in which ranks apply it: dropped rows, admissions, block updates, then the forwards.
+
+    Attributes:
+        round_index: counts up by one.
+        dropped_rows: rows whose request ended or was preempted.
+        admissions: rows that got a request.
+        block_updates: [updates, 3] int32 of (row, index in the row's block table, block).
+        prefill: chunks to compute; a row is in `prefill` or in `decode_rows`, never in both.
+        decode_rows: rows that draft and verify, [rows] int32.
+        draft_lens: [rows] int32, beside decode_rows: tokens to draft and verify, 0 to draft_len, at most: the drafter
+            may find fewer (Draft.draft_lens). -1 for a row that nothing is drafted for in any round.
+        catch_up: [rows] int32, beside decode_rows: how many of the row's last tokens the draft engine feeds before it
+            drafts: 2, more after rounds that it sat out, 0 where it sits this one out or does not follow the row.
+        max_context: upper bound of any row's length after this round, in tokens, for shapes of attention.
+        num_guesses: verdicts of this round, over all rows, for which draft ranks of their own draft ahead, at most.
+        redraft_from: where the verdicts of so many rows or more were not guessed, such draft ranks draft for them while
+            the target waits; fewer rows take a plain step.
+        given_rows: of decode_rows those whose output may still be the start of the draft that came with the request:
+            what follows there is proposed first.
+    """
+
+    round_index: int
+    dropped_rows: tuple[int, ...]
+    admissions: tuple[RowAdmission, ...]
+    block_updates: np.ndarray
+    prefill: tuple[PrefillChunk, ...]
+    decode_rows: np.ndarray
+    draft_lens: np.ndarray
+    catch_up: np.ndarray
+    max_context: int
+    num_guesses: int = 0
+    redraft_from: int = 1
+    given_rows: tuple[int, ...] = ()
+
+    @cached_property
+    def draft_len(self) -> int:
+        """Tokens that are drafted this round, at most: the largest of `draft_lens`, at least 0."""
+        return max(0, int(self.draft_lens.max())) if self.draft_lens.size else 0
+
+    @cached_property
+    def sampled_rows(self) -> list[int]:
+        """Rows that get tokens this round: decode rows in order, then rows whose last prefill chunk runs."""
+        rows: list[int] = self.decode_rows.tolist()
+        return rows + [chunk.row for chunk in self.prefill if chunk.is_last]
+
+
+@dataclass
+class Draft:
+    """What the drafter proposes for `plan.decode_rows`.
+
+    Attributes:
+        tokens: [rows, width] int64; behind a row's draft_lens any token. The width is the plan's draft_len. They are on
+            the drafter's device, or on the host where drafts travel as messages; then the width may be less.
+        draft_lens: [rows] int64 beside the tokens: how many of them are proposals, 0 to the plan's draft_lens.
+        draft_probs: [probability_rows, draft_len, vocab] float32 on the drafter's device for the rows that need them
+            (sampled rows when use_logits is on), in the order of decode_rows, or None.
+        foreseen: [rows] int64 of 0 and 1 on the host: whether a row's draft was made before the verdict that it follows
+            was known; None where none was.
+    """
+
+    tokens: torch.Tensor
+    draft_lens: torch.Tensor
+    draft_probs: torch.Tensor | None = None
+    foreseen: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """The residual stream at the tapped boundaries (models/taps.py), equal on all ranks of the group.
+
+    Attributes:
+        decoded: [decode_rows, width + 1, boundaries, hidden] in the model's dtype: of each row's newest token and the
+            draft behind it; behind a row's draft_lens it has no meaning. Valid until the engine's next forward.
+        prompts: of each chunk of the plan's prefill [length, boundaries, hidden].
+    """
+
+    decoded: torch.Tensor
+    prompts: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One verification.
+
+    Attributes:
+        logits: [sampled_rows, width + 1, vocab] float32: decode rows, then rows whose last chunk ran (these repeat
+            their one position). Empty when the round samples nothing.
+        hidden: what was tapped; None where nothing is.
+    """
+
+    logits: torch.Tensor
+    hidden: HiddenStates | None = None
+
+
+@dataclass
+class Verdict:
+    """What the target engine decided for `plan.sampled_rows`: on the engine's device, or on the host where it came as
+    a message.
+
+    Attributes:
+        num_tokens: [sampled_rows] int64: tokens that the row gains: accepted + 1; 0 where the row has failed.
+        tokens: [sampled_rows, draft_len + 1] int64: the tokens gained, then padding (-1).
+        draft_lens: [sampled_rows] int64: draft tokens that were verified, -1 where the row is not drafted. This and
+            what follows is None on ranks that only hear the verdict.
+        logprobs: for rows that asked, in order; None when no row did.
+        chosen_logits: [sampled_rows, draft_len + 1] float32: the tokens' raw logits, -inf where bans forbid every
+            token; anything beside padding. Where one is not finite the row has failed; the orchestrator is told so.
+    """
+
+    num_tokens: torch.Tensor
+    tokens: torch.Tensor
+    draft_lens: torch.Tensor | None = None
+    logprobs: VerdictLogprobs | None = None
+    chosen_logits: torch.Tensor | None = None
+
+
+@dataclass
+class VerdictLogprobs:
+    """Log probabilities under the target's raw distribution (before penalties and temperature), as vLLM reports them.
+
+    Attributes:
+        token_ids: [logprob_rows, draft_len + 1, 1 + alternatives] int64: the chosen token, then the most likely ones.
+        values: same shape, float32.
+    """
+
+    token_ids: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """One output position's log probabilities: the chosen token's, and the most likely tokens', best first."""
+
+    token_id: int
+    logprob: float
+    alternatives: Sequence[tuple[int, float]]

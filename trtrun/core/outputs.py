@@ -1,0 +1,142 @@
+"""What a caller gets back: completions, their statistics, and pieces of text while they are made.
+
+Plain data. It knows the nouns of `core` and nothing of ranks, models or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from trtrun.core.nouns import TokenLogprobs
+from trtrun.core.request_statistics import RequestStatistics
+
+RequestId = int | str
+"""How a caller names a request."""
+
+NONE_ALLOWED = (
+    "no token may be chosen: bad_words, or stop tokens before min_tokens, forbid every one; or the target's logits are "
+    "not finite (NaN or infinite)"
+)
+"""The error of a row whose own parameters forbid all tokens: they are the caller's, and other errors are not."""
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One finished completion of a prompt.
+
+    Attributes:
+        index: in [0, n).
+        text: the tokens as text, stop strings cut off; empty for a checkpoint without a tokenizer.
+        token_ids: every token generated, a final end-of-sequence token included.
+        finish_reason: 'stop' or 'length'.
+        statistics: rounds, drafted and accepted tokens, times.
+        logprobs: one entry a token where the request asked for them.
+        token_origins: how each token came, a letter each: `a` an accepted draft token, `r` recovered after a rejected
+            one, `b` the bonus behind a draft that was accepted whole, `p` plain: no draft was verified, as for the
+            first token. After a preemption, and on another engine, the next token is plain again.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    statistics: RequestStatistics
+    logprobs: list[TokenLogprobs] | None = None
+    token_origins: str = ""
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What became of one prompt.
+
+    Attributes:
+        index: place of the prompt in the input.
+        prompt: its text, None when it came as token ids.
+        prompt_token_ids: its tokens.
+        completions: `n` of them; empty when the request was refused.
+        error: why it was refused, else None.
+    """
+
+    index: int
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[CompletionOutput, ...]
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionDelta:
+    """What one round added to a completion. Nobody changes it; it is not frozen because each row of each round makes
+    one, and freezing takes a microsecond.
+
+    Attributes:
+        request_id: of the request, as `LLMEngine.add_request` returned it.
+        index: which of the request's `n` completions.
+        token_ids: its new tokens; none where a round gave only the end.
+        text: its new text: never ends inside a character or inside what may become a stop string, so it may lag behind
+            the tokens; empty for a checkpoint without a tokenizer.
+        logprobs: one entry a new token where the request asked for them, else None.
+        finish_reason: 'stop', 'length' or 'error' on the last delta, else None.
+        error: why, where it ended with 'error'.
+        token_origins: how each new token came; see CompletionOutput.
+        statistics: of the completion so far; final on the last delta.
+    """
+
+    request_id: RequestId
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    statistics: RequestStatistics
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    token_origins: str = ""
+
+
+def merge_deltas(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
+    """What several rounds in a row added to one completion, as one delta."""
+    last = deltas[-1]
+    if len(deltas) == 1:
+        return last
+    return replace(
+        last,
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        text="".join(delta.text for delta in deltas),
+        token_origins="".join(delta.token_origins for delta in deltas),
+        logprobs=None
+        if all(delta.logprobs is None for delta in deltas)
+        else tuple(entry for delta in deltas for entry in delta.logprobs or ()),
+    )
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank holds once it has started. Bytes; `kv_tokens` counts tokens that its KV store holds.
+
+    `working_bytes` is what its largest round needs beside weights and KV: measured on GPUs, an upper bound on CPUs.
+    `device_used_bytes` is what its GPU's driver counts then, of all processes; 0 on CPUs.
+    `kernels` says what its engines compute with: "triton", "avx512_bf16" (trtrun's own on the CPU) or "torch".
+    `files_hash` tells the files of its models, as they were once it had read them, from others.
+    """
+
+    rank: int
+    host: str
+    role: str
+    device: str
+    bytes_read: int = 0
+    shard_bytes: int = 0
+    working_bytes: int = 0
+    kv_bytes: int = 0
+    kv_tokens: int = 0
+    peak_memory_bytes: int = 0
+    device_used_bytes: int = 0
+    kernels: str = ""
+    files_hash: str = ""
+
+
+@dataclass(frozen=True)
+class StartReport:
+    """All ranks' reports, in rank order."""
+
+    ranks: tuple[RankReport, ...] = field(default_factory=tuple)

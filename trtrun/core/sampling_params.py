@@ -1,0 +1,205 @@
+"""How one completion's tokens are chosen: every parameter, checked against what the wire and the kernels can carry.
+
+Plain data with validation. It knows no request, no model and no logits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import MISSING, dataclass, field, fields
+
+from trtrun.core.values import (
+    read_bias,
+    read_flag,
+    read_integer,
+    read_number,
+    read_optional_integer,
+    read_texts,
+    read_token_ids,
+    show_value,
+)
+from trtrun.errors import InvalidRequestError, nearest
+
+LARGEST_COUNT = 2**31 - 1
+"""Where max_tokens, min_tokens and top_k are cut off: beyond any context and any vocabulary, within what travels."""
+
+MOST_TOKENS = 1 << 19
+"""Token ids in one list: more than any vocabulary has."""
+
+_READERS: dict[str, Callable[[str, object], object]] = {
+    **dict.fromkeys(("top_k", "max_tokens", "min_tokens", "n"), read_integer),
+    **dict.fromkeys(("seed", "logprobs", "draft_len"), read_optional_integer),
+    **dict.fromkeys(
+        ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), read_number
+    ),
+    **dict.fromkeys(("stop", "bad_words"), read_texts),
+    **dict.fromkeys(("stop_token_ids", "draft_token_ids"), read_token_ids),
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output"), read_flag),
+    "logit_bias": read_bias,
+}
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen. Greedy unless `temperature` is above 0.
+
+    Every field is exact under speculation: the output follows the target's distribution after these parameters. None
+    in any field means its default. What cannot travel to the ranks, or cannot be computed there, is refused here.
+
+    Attributes:
+        temperature: 0 is greedy; between 1e-30 and 1e30 it divides the logits.
+        top_k: keep the k most likely tokens; 0, or at least the vocabulary's size, keeps all. Cut off at 2**31 - 1.
+        top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
+        min_p: keep tokens at least min_p times as likely as the most likely one, in [0, 1].
+        seed: makes the output repeatable, in [0, 2**63 - 1]; None draws one.
+        max_tokens: most tokens to generate; a huge number means to the end of the context. Cut off at 2**31 - 1.
+        min_tokens: before this many tokens no end-of-sequence or stop token id may be chosen; at most max_tokens.
+        n: independent completions of the same prompt, 1 to 128.
+        stop: strings that end the request, the first that is whole in the text, which is cut there; of several with the
+            same last character the longest. At most 1,024, and 65,536 characters in all.
+        include_stop_str_in_output: leave the stop string that ends the text at its end; what follows is cut off.
+        stop_token_ids: tokens that end the request, beside the model's end-of-sequence tokens.
+        ignore_eos: go on after the model's end-of-sequence tokens.
+        repetition_penalty: above 1 discourages tokens of prompt and output (CTRL, arXiv:1909.05858); 1e-6 to 1e6.
+        presence_penalty: subtracted from the logits of tokens that the output has, in [-2, 2].
+        frequency_penalty: subtracted once for each time the output has the token, in [-2, 2].
+        logit_bias: token id to a number added to its logit, each in [-100, 100]. Ids may be texts of digits, as the
+            keys of JSON objects are.
+        bad_words: strings that must not be generated. At most 1,024, and 65,536 characters in all; what is longer than
+            the whole text may become costs nothing.
+        logprobs: how many alternatives to report a position, 0 to 20 (0 reports the chosen token alone); None reports
+            nothing.
+        draft_len: most draft tokens a round for this request, at most the configuration's; 0 is plain decoding while
+            other requests are drafted for, None the configuration's. Tokens do not depend on it; with use_logits their
+            distribution does not.
+        draft_token_ids: a draft of the caller's own for what follows the prompt, accepted or rejected by the same rule
+            as others. From the second output token on, draft_len of its tokens are verified a round for as long as the
+            output is its start; behind its end, or the first token that differs, drafts are made as usual. It changes
+            no text (with use_logits no distribution), and is not looked at where nothing is drafted for the row.
+
+    Raises:
+        InvalidRequestError: a field has a value of the wrong kind or outside its range; the message names the field.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 128
+    min_tokens: int = 0
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None
+    draft_len: int | None = None
+    draft_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for item in _FIELDS:
+            value = getattr(self, item.name)
+            if value is item.default:
+                continue
+            if value is None:
+                value = item.default if item.default_factory is MISSING else item.default_factory()
+            object.__setattr__(self, item.name, _READERS[item.name](item.name, value))
+        for name in ("top_k", "max_tokens", "min_tokens"):
+            if getattr(self, name) > LARGEST_COUNT:
+                object.__setattr__(self, name, LARGEST_COUNT)
+        self._check_ranges()
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object]) -> SamplingParams:
+        """Build from a row of a JSON lines file; unknown names are refused with the nearest known one.
+
+        Raises:
+            InvalidRequestError: an unknown name or a value outside its range.
+        """
+        for name in values:
+            if name not in _READERS:
+                raise InvalidRequestError(f"unknown sampling parameter {show_value(name)}{nearest(name, _READERS)}")
+        return cls(**dict(values))  # type: ignore[arg-type]
+
+    @classmethod
+    def from_checked(cls, values: Mapping[str, object]) -> SamplingParams:
+        """Build from what `as_mapping` gave of parameters that are sound, in another process: nothing is looked at
+        again, however long lists are."""
+        parameters = object.__new__(cls)
+        for item in _FIELDS:
+            default = item.default if item.default_factory is MISSING else item.default_factory()
+            value = values.get(item.name, default)
+            object.__setattr__(parameters, item.name, tuple(value) if isinstance(value, list) else value)
+        return parameters
+
+    def with_seed(self) -> SamplingParams:
+        """The same with a seed: drawn, where there is none."""
+        if self.seed is not None:
+            return self
+        seeded = copy(self)  # nothing is wrong with it, and need not be checked again
+        object.__setattr__(seeded, "seed", int.from_bytes(os.urandom(7), "little"))
+        return seeded
+
+    def of_completion(self, index: int) -> SamplingParams:
+        """The parameters of one of the `n` completions: they have a seed, which gives each its own."""
+        assert self.seed is not None
+        if self.n == 1:
+            return self
+        one = copy(self)  # as above: what it lists may be long, and n is up to 128
+        object.__setattr__(one, "seed", (self.seed + index) % 2**63)
+        object.__setattr__(one, "n", 1)
+        return one
+
+    def _check_ranges(self) -> None:
+        # temperature and repetition_penalty: what float32 carries beside logits without a NaN on the way.
+        rules = (
+            ("temperature", self.temperature == 0 or 1e-30 <= self.temperature <= 1e30, "0 or between 1e-30 and 1e30"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", self.min_tokens >= 0, "at least 0"),
+            ("n", 1 <= self.n <= 128, "between 1 and 128"),
+            ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "between 1e-6 and 1e6"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "between 0 and 20"),
+            ("draft_len", self.draft_len is None or self.draft_len >= 0, "0 (plain decoding) or more"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**63, "between 0 and 2**63 - 1"),
+        )
+        for name, holds, rule in rules:
+            if not holds:
+                raise InvalidRequestError(f"{name} must be {rule}, not {show_value(getattr(self, name))}")
+        for name in ("stop_token_ids", "logit_bias", "draft_token_ids"):
+            count = len(getattr(self, name))
+            if count > MOST_TOKENS:
+                raise InvalidRequestError(f"{name} has {count} entries; {MOST_TOKENS} are the most")
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}")
+        if self.draft_token_ids and self.draft_len == 0:
+            raise InvalidRequestError("draft_token_ids are drafts, and draft_len 0 allows none: leave one of them out")
+        biases = self.logit_bias.values()
+        if biases and not -100 <= min(biases) <= max(biases) <= 100:
+            token, value = next(item for item in self.logit_bias.items() if not -100 <= item[1] <= 100)
+            raise InvalidRequestError(f"logit_bias of token {token} must be between -100 and 100, not {value!r}")
+
+    def as_mapping(self) -> dict[str, object]:
+        """What `from_mapping` makes the same of: the fields that are not their defaults, ready for JSON."""
+        values = ((item, getattr(self, item.name)) for item in _FIELDS)
+        return {item.name: value for item, value in values if value is not item.default}
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is the most likely one."""
+        return self.temperature == 0.0
+
+
+_FIELDS = fields(SamplingParams)

@@ -1,0 +1,62 @@
+"""Whether a model's files are still those that were read, for an engine that goes on where another one ended.
+
+Small files count with their content, weights with size and time of change: reading them once more would take as long as
+loading them. Inodes do not count, because some network file systems number files anew. It does not know what is in the
+files, or who compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from trtrun.errors import CheckpointError
+from trtrun.models.checkpoint import INDEX_FILE, SINGLE_FILE, read_json
+
+_CONFIGURATION = ("config.json", "generation_config.json")
+
+
+def hash_model_files(directory: Path, has_weights: bool = True) -> str:
+    """Tells configuration and weights of a model directory from others.
+
+    Args:
+        directory: in Hugging Face layout.
+        has_weights: whether the weights are read; else they are made up from the configuration.
+    """
+    if not has_weights:
+        return _hash(directory, _CONFIGURATION, ())
+    if (directory / SINGLE_FILE).is_file():
+        return _hash(directory, _CONFIGURATION, (SINGLE_FILE,))
+    try:
+        index = read_json(directory, INDEX_FILE, required=False)
+    except CheckpointError:
+        index = {}  # whoever loads it says what is wrong
+    names = index.get("weight_map")
+    shards = sorted(set(map(str, names.values()))) if isinstance(names, dict) else []
+    return _hash(directory, (*_CONFIGURATION, INDEX_FILE), shards)
+
+
+def _hash(directory: Path, read: Iterable[str], only_seen: Iterable[str]) -> str:
+    """Of files that may be missing.
+
+    Args:
+        directory: of all of them.
+        read: names of files that count with what they hold.
+        only_seen: names of files that count with size and time.
+    """
+    found = hashlib.sha256()
+    for name in read:
+        try:
+            content = hashlib.sha256((directory / name).read_bytes()).hexdigest()
+        except OSError:
+            content = "none"
+        found.update(f"{name} {content}\n".encode(errors="surrogateescape"))
+    for name in only_seen:
+        try:
+            status = (directory / name).stat()
+            seen = f"{status.st_size} {status.st_mtime_ns}"
+        except (OSError, ValueError):
+            seen = "none"
+        found.update(f"{name} {seen}\n".encode(errors="surrogateescape"))
+    return found.hexdigest()

@@ -1,0 +1,181 @@
+"""Drafts and verdicts as messages of the host, where the draft has devices of its own.
+
+The target looks for the draft's packet and does not depend on it: what is not there in time is not verified, and the
+rows take a plain step. No communicator that target ranks wait in has a draft rank in it, but for draft_probs, which are
+fetched once a packet says that they are there. A draft rank that finds the verdict before it has proposed knows that
+the target has gone on without it. It does not know how drafts are made or verified.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from parallel.communicator import Communicator
+from parallel.errors import LinkError
+from parallel.mailbox import Mailbox
+from trtrun.core.nouns import Draft, RoundPlan, Verdict
+from trtrun.roles.launched_round import DoneRound, LaunchedRound
+from trtrun.wire.packets import DRAFT_TAG, LATE_TAG, VERDICT_TAG, decode_packet, encode_packet
+from trtrun.wire.reports import ReportArrays
+
+SHORTEST_PATIENCE = 0.1
+"""Seconds that a packet is waited for at least: first rounds on a GPU compile kernels."""
+
+_ROUNDS_OF_PATIENCE = 4
+_KEPT_TIMES = 16
+
+
+@dataclass
+class MessageExchange:
+    """See Exchange; one end, of a draft rank or of a target rank.
+
+    Attributes:
+        mail: messages on the host.
+        rank: this one.
+        draft_ranks: world ranks of the draft engine, the leader first.
+        target_ranks: of the target engine, the leader first.
+        peers: all workers, for draft_probs.
+        draft_peer, target_peer: the leaders' places there.
+        group: on a target rank its tensor-parallel group, for verdicts; else None.
+        target_vocab_size: width of draft_probs.
+        use_logits: acceptance mode of sampled rows.
+        draft_is_lost: whether no packet will come any more.
+    """
+
+    mail: Mailbox
+    rank: int
+    draft_ranks: tuple[int, ...]
+    target_ranks: tuple[int, ...]
+    peers: Communicator
+    draft_peer: int
+    target_peer: int
+    group: Communicator | None
+    target_vocab_size: int
+    use_logits: bool
+    draft_is_lost: Callable[[], bool] = lambda: False
+    _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
+    _late_round: tuple[int, bool] = (-1, False)
+    _early: bytes | None = None
+    _foreseen: list[int] = field(default_factory=list)
+
+    def is_late(self, plan: RoundPlan) -> bool:
+        """See Exchange: the leader's answer, on all draft ranks."""
+        round_index, is_late = self._late_round
+        if round_index != plan.round_index:
+            self._early = self.mail.take(self.target_ranks[0], VERDICT_TAG) if plan.sampled_rows else None
+            is_late = self._agree_on_late(self._early is not None)
+            self._late_round = plan.round_index, is_late
+        return is_late
+
+    def hand_over(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
+        """See Exchange: first the packet, then draft_probs where rows need them. On draft ranks nothing waits."""
+        if self.group is not None:
+            return self._receive_draft(plan, probability_rows)
+        if draft is None or plan.draft_len == 0 or self.rank != self.draft_ranks[0]:
+            return None
+        foreseen = torch.zeros_like(draft.draft_lens) if draft.foreseen is None else draft.foreseen
+        table = torch.cat((draft.draft_lens.unsqueeze(1), foreseen.unsqueeze(1), draft.tokens), dim=1)
+        packet = encode_packet(plan.round_index, table.numpy())
+        self.mail.post(self.target_ranks[0], DRAFT_TAG, packet)
+        if draft.draft_probs is not None:
+            self.peers.send(draft.draft_probs, self.target_peer)
+        return None
+
+    def send_verdict(self, verdict: Verdict) -> None:
+        """See Exchange: to the other target ranks, on the device."""
+        assert self.group is not None
+        if self.group.size > 1:
+            self.group.broadcast(torch.cat((verdict.num_tokens.unsqueeze(1), verdict.tokens), dim=1), 0)
+
+    def receive_verdict(self, plan: RoundPlan, width: int) -> Verdict:
+        """See Exchange: on draft ranks it comes as a message, and is on the host."""
+        if self.group is not None:
+            shape = (len(plan.sampled_rows), width + 1)
+            packet = torch.empty(shape, dtype=torch.int64, device=self.group.device)
+            self.group.broadcast(packet, 0)
+            return Verdict(packet[:, 0], packet[:, 1:])
+        payload, self._early = self._early or self.mail.wait(self.target_ranks[0], VERDICT_TAG), None
+        assert payload is not None
+        round_index, table = decode_packet(payload)
+        if round_index != plan.round_index:
+            raise LinkError(f"a verdict of round {round_index} came in round {plan.round_index}")
+        told = torch.from_numpy(table)
+        return Verdict(told[:, 0], told[:, 1:])
+
+    def conclude(self, plan: RoundPlan, decided: LaunchedRound) -> LaunchedRound:
+        """See Exchange: the verdict goes to the draft ranks once it is on the host."""
+        report = decided.finish()
+        assert report is not None and report.num_tokens is not None
+        if plan.sampled_rows and not self.draft_is_lost():
+            payload = encode_packet(plan.round_index, np.column_stack((report.num_tokens, report.tokens)))
+            for rank in self.draft_ranks:
+                self.mail.post(rank, VERDICT_TAG, payload)
+        self._seconds.append(report.times.verifying)
+        return DoneRound(self._with_foreseen(report))
+
+    def forget(self) -> None:
+        """See Exchange: a job of several ranks ends with a round that fails."""
+
+    def _agree_on_late(self, is_late: bool) -> bool:
+        if len(self.draft_ranks) == 1:
+            return is_late
+        if self.rank != self.draft_ranks[0]:
+            return self.mail.wait(self.draft_ranks[0], LATE_TAG) == b"late"
+        for rank in self.draft_ranks[1:]:
+            self.mail.post(rank, LATE_TAG, b"late" if is_late else b"")
+        return is_late
+
+    def _receive_draft(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft | None:
+        """On target ranks: the packet on the device, and on the leader the draft_probs that follow it."""
+        assert self.group is not None
+        self._foreseen = []
+        packet = self._await_packet(plan.round_index) if plan.draft_len else None
+        if not packet:
+            return None
+        table = torch.from_numpy(decode_packet(packet)[1])
+        self._foreseen = table[:, 1].tolist()
+        width, probs = table.shape[1] - 2, None
+        if probability_rows and self.rank == self.target_ranks[0]:
+            shape = (len(probability_rows), plan.draft_len, self.target_vocab_size)
+            probs = self.peers.recv(torch.empty(shape, device=self.group.device), self.draft_peer)[:, :width]
+        if not width:
+            return None
+        table = table.to(self.group.device, non_blocking=True)
+        return Draft(table[:, 2:], table[:, 0], probs)
+
+    def _await_packet(self, round_index: int) -> bytes | None:
+        """This round's: found by the leader, which hands it to the others; nothing where it is not there in time."""
+        leader, *others = self.target_ranks
+        if self.rank != leader:
+            return self.mail.wait(leader, DRAFT_TAG)
+        packet = self._look_for_packet(round_index)
+        for rank in others:
+            self.mail.post(rank, DRAFT_TAG, packet or b"")
+        return packet
+
+    def _look_for_packet(self, round_index: int) -> bytes | None:
+        while True:
+            packet = self.mail.wait(self.draft_ranks[0], DRAFT_TAG, self._patience, self.draft_is_lost)
+            if packet is None or decode_packet(packet)[0] == round_index:
+                return packet
+            # One of a round that the target did not wait for any longer.
+
+    @property
+    def _patience(self) -> float | None:
+        """Seconds to wait for a packet. With draft_probs the tokens of a seed depend on drafts, and so must not depend
+        on times."""
+        if self.use_logits:
+            return None
+        usual = sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else 0.0
+        return max(SHORTEST_PATIENCE, _ROUNDS_OF_PATIENCE * usual)
+
+    def _with_foreseen(self, report: ReportArrays) -> ReportArrays:
+        """The report with which rows' drafts were made ahead."""
+        foreseen = np.zeros(len(report.draft_lens), dtype=np.int64)
+        foreseen[: len(self._foreseen)] = self._foreseen
+        return replace(report, foreseen=foreseen)

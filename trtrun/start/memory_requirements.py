@@ -1,0 +1,117 @@
+"""What a configuration asks of a device in bytes: the functions that engines at start and `trtrun plan` share.
+
+Pure functions of the configuration and of config.json. They know no rank and no free memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trtrun.configuration.config import ModelSection, RuntimeConfig
+from trtrun.configuration.drafting_methods import METHODS
+from trtrun.engine.working_memory import RoundShape, working_bytes
+from trtrun.kvcache.sizing import useful_blocks
+from trtrun.kvcache.store import KVStore
+from trtrun.models.config import ModelConfig
+from trtrun.speculation.ahead.guess_space import GuessSpace
+from trtrun.start.model_settings import resolve_dtype_name
+from trtrun.tensors import DTYPES
+
+MOST_GUESSES = 128
+MOST_GUESSES_WITH_PROBABILITIES = 32
+"""Drafts that are made ahead in a round: a step of so many rows takes hardly longer than a step of one while the
+weights dominate. With use_logits each keeps distributions over the whole vocabulary."""
+
+
+def resolve_dtype(section: ModelSection, config: ModelConfig) -> torch.dtype:
+    """The dtype to compute in: the section's, or the checkpoint's for `auto`."""
+    return DTYPES[resolve_dtype_name(section, config)]
+
+
+def most_useful_blocks(config: RuntimeConfig, context: int) -> int:
+    """Blocks beyond which running requests could use no more (see `kvcache.sizing.useful_blocks`)."""
+    return useful_blocks(
+        config.scheduler.max_batch_size,
+        context,
+        config.kv_cache.block_size,
+        config.draft_len,
+        config.plans_ahead,
+    )
+
+
+def guess_space(config: RuntimeConfig, num_blocks: int) -> GuessSpace:
+    """What of the draft's engine belongs to guesses, behind its rows and the `num_blocks` blocks that both engines
+    have."""
+    size, draft_len = config.kv_cache.block_size, config.draft_len
+    most = MOST_GUESSES_WITH_PROBABILITIES if config.speculation.use_logits else MOST_GUESSES
+    return GuessSpace(
+        most_guesses=min(most, 4 * (draft_len + 1) * config.scheduler.max_batch_size) if config.drafts_ahead else 0,
+        first_row=config.scheduler.max_batch_size,
+        first_block=num_blocks,
+        # A guess begins anywhere in its first block, and feeds a token of a verdict and all but the last of a draft.
+        blocks_per_guess=(size + draft_len - 2) // size + 1,
+    )
+
+
+def guess_steps(config: RuntimeConfig) -> list[int]:
+    """Numbers of guesses that a round may have: few on GPUs, where each is a graph and most cost the same."""
+    most = guess_space(config, 0).most_guesses
+    factor = 4 if config.target.devices[0].rpartition("/")[2].startswith("cuda") else 2
+    steps = [most]
+    while steps[-1] >= 4 * factor:
+        steps.append(steps[-1] // factor)
+    return sorted(steps) if most else []
+
+
+def round_shape(config: RuntimeConfig, context: int) -> RoundShape:
+    """The largest round that `config` allows, with rows of `context` tokens."""
+    stored = config.kv_cache.max_tokens
+    return RoundShape(
+        max_rows=config.scheduler.max_batch_size,
+        max_tokens=config.scheduler.max_num_tokens,
+        draft_len=config.draft_len,
+        max_seq_len=context if stored is None else min(context, stored),
+        block_size=config.kv_cache.block_size,
+        use_logits=config.speculation.use_logits and config.has_draft_engine,
+        num_guesses=guess_space(config, 0).most_guesses,
+    )
+
+
+def target_taps(config: RuntimeConfig, model: ModelConfig) -> Sequence[int]:
+    """At which boundaries of the target's residual stream the drafter reads hidden states."""
+    return METHODS[config.speculation.method].find_taps(config.speculation, model.num_layers)
+
+
+def engine_working_bytes(
+    config: RuntimeConfig,
+    context: int,
+    role: str,
+    section: ModelSection,
+    model: ModelConfig,
+    tp_rank: int,
+    device: torch.device,
+) -> int:
+    """Upper bound of what rounds need on one rank of an engine beside weights and KV, blocks of guesses among it."""
+    dtype = resolve_dtype(section, model)
+    blocks = guess_space(config, 0).num_blocks if role == "draft" else 0
+    guesses = blocks * kv_bytes_per_block(model, len(section.devices), config.kv_cache.block_size, dtype)
+    return guesses + working_bytes(
+        round_shape(config, context),
+        model,
+        tp_rank,
+        len(section.devices),
+        dtype,
+        device.type,
+        verifies=role == "target",
+        quantization=section.quantization,
+        graphs=config.cuda_graphs and device.type == "cuda",
+        num_taps=len(target_taps(config, model)) if role == "target" else 0,
+    )
+
+
+def kv_bytes_per_block(model: ModelConfig, tp_size: int, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block on one rank of an engine with `tp_size` ranks."""
+    kv_heads = max(1, model.num_kv_heads // tp_size)
+    return KVStore.bytes_per_block(model.num_layers, kv_heads, block_size, model.head_dim, dtype)

@@ -1,0 +1,331 @@
+"""From a configuration to running engines: communicators, weights, KV stores, first use of everything.
+
+Every rank that holds a device runs this at start and ends with a `Worker`. Nothing is left to initialise under load. It
+does not know requests, nor how ranks tell each other how many blocks all of them can hold (rendezvous.py).
+"""
+
+from __future__ import annotations
+
+import resource
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from parallel.communicator import Communicator
+from parallel.errors import ParallelError
+from parallel.groups import Groups
+from parallel.topology import Slot, Topology
+from parallel.watchdog.activity import Activity, Phase
+from trtrun.configuration.config import ModelSection, RuntimeConfig
+from trtrun.core.outputs import RankReport
+from trtrun.engine.graphs import capture_for
+from trtrun.engine.rows import RowState
+from trtrun.engine.runner import Engine
+from trtrun.engine.warmup import warm_up
+from trtrun.engine.working_memory import RoundShape
+from trtrun.errors import CheckpointError, ConfigError, TrtrunError
+from trtrun.kvcache.sizing import (
+    SlotMemory,
+    blocks_of_tokens,
+    count_kv_blocks,
+    default_fraction,
+    format_bytes,
+    free_bytes_of_slot,
+    tokens_of_blocks,
+)
+from trtrun.kvcache.store import KVStore
+from trtrun.linear.quantization import find_quantization
+from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.decoder import CausalLM
+from trtrun.models.loading import LoadReport, load_model, shard_bytes
+from trtrun.models.model_files import hash_model_files
+from trtrun.roles.round import Worker
+from trtrun.speculation.ahead.chains import NUM_RANKED
+from trtrun.start.kernel_names import kernels_for
+from trtrun.start.largest_round import Rehearsal, SilentExchange, measure_largest_round
+from trtrun.start.memory_requirements import (
+    engine_working_bytes,
+    guess_space,
+    kv_bytes_per_block,
+    most_useful_blocks,
+    resolve_dtype,
+    round_shape,
+    target_taps,
+)
+from trtrun.start.model_settings import target_context
+from trtrun.start.policies import sure_draft_lens
+from trtrun.start.worker_factory import WorkerFactory
+
+Progress = Callable[[int, int], None]
+"""Bytes of weights that are in place so far and in the end, on this rank."""
+
+
+def device_of(slot: Slot) -> torch.device:
+    """The torch device of a slot. A CPU slot's number tells processes apart; torch knows one CPU."""
+    return torch.device(slot.device if slot.device.startswith("cuda") else "cpu")
+
+
+@dataclass
+class _LoadedEngine:
+    """One engine rank with its weights and without a KV store."""
+
+    model: CausalLM
+    report: LoadReport
+    communicator: Communicator
+
+
+class RankStartup:
+    """Brings one rank's engines up, in two steps: `load`, then `finish` with the number of blocks for all ranks."""
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        topology: Topology,
+        rank: int,
+        groups: Groups,
+        activity: Activity | None = None,
+        draft_is_lost: Callable[[], bool] = lambda: False,
+    ) -> None:
+        slot = topology.slot(rank)
+        assert slot is not None, "only ranks with a device start engines"
+        self._activity = activity or Activity()
+        self._draft_is_lost = draft_is_lost
+        self._config = config
+        self._topology = topology
+        self._rank = rank
+        self._slot = slot
+        self._groups = groups
+        self._device = device_of(slot)
+        self._target_config = read_model_config(config.target.model)
+        self._draft_config = read_model_config(config.draft.model) if config.draft is not None else None
+        self._context = target_context(config, self._target_config)
+        self._engines: dict[str, _LoadedEngine] = {}
+        self._working_bytes = 0
+
+    def load(self, progress: Progress) -> int:
+        """Read this rank's slices of the weights, and reckon what is left for KV beside the largest round.
+
+        On GPUs the round is run and measured, which is collective over the tensor-parallel groups.
+
+        Returns:
+            KV blocks that this rank could hold, the null block included.
+
+        Raises:
+            CheckpointError: a model directory is damaged or not supported.
+            ConfigError: the weights, a round or the KV store do not fit.
+        """
+        self._activity.start(Phase.WEIGHTS)
+        try:
+            blocks = self._load_weights(progress)
+        except (TrtrunError, ParallelError):
+            self._agree(False)
+            raise
+        if self._agree(True):
+            blocks = self._count_beside_measured_round()
+            self._activity.start(Phase.LOADED)
+        return blocks
+
+    def _agree(self, is_loaded: bool) -> bool:
+        """Whether all ranks of this one's groups have their weights, and so can run a round together; only on GPUs."""
+        self._activity.start(Phase.LOADED)
+        if self._device.type != "cuda":
+            return False
+        failed = 0
+        for _, _, _, communicator in self._parts():
+            failed += int(communicator.all_reduce(torch.tensor([int(not is_loaded)], device=self._device)))
+        return failed == 0
+
+    def _load_weights(self, progress: Progress) -> int:
+        """See `load`; on GPUs the blocks are those beside the weights alone."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        free = free_bytes_of_slot(self._slot.device, len(self._topology.slots_of_host(self._slot.host)))
+        demand = self._demand()
+        if self._device.type == "cpu":
+            self._working_bytes = demand.working_bytes
+        blocks = self._count_blocks(free, replace(demand, working_bytes=self._working_bytes))
+        done = 0
+        for role, section, config, communicator in self._parts():
+            dtype = resolve_dtype(section, config)
+            find_quantization(section.quantization, for_target=role == "target")
+            size = self._shard_bytes(section, config, communicator)
+
+            def report(read: int, total: int, before: int = done, size: int = size) -> None:
+                # Files may hold more or less than the device: what counts is how much of the shard is there.
+                ready = before + size * read // total
+                self._activity.start(Phase.WEIGHTS, ready, demand.shard_bytes)
+                progress(ready, demand.shard_bytes)
+
+            try:
+                model, loaded = load_model(
+                    section.model,
+                    communicator,
+                    self._device,
+                    dtype,
+                    report,
+                    batch_invariant=role == "target",
+                    quantization=section.quantization,
+                    # The target's leader decides for all; draft ranks all choose, from the same logits.
+                    logits_reader=0 if role == "target" else None,
+                    load_format=section.load_format,
+                )
+            except CheckpointError as error:
+                raise CheckpointError(f"{role}: {error}") from None
+            done += size
+            model.on_layer = self._activity.advance
+            self._engines[role] = _LoadedEngine(model, loaded, communicator)
+        return blocks
+
+    def _count_blocks(self, free_bytes: int, demand: SlotMemory) -> int:
+        cache = self._config.kv_cache
+        return count_kv_blocks(
+            free_bytes,
+            demand,
+            fraction=cache.free_memory_fraction or default_fraction(self._slot.device),
+            block_size=cache.block_size,
+            max_tokens=cache.max_tokens,
+            most_useful=most_useful_blocks(self._config, self._context),
+            where=self._topology.describe(self._rank),
+        )
+
+    def _count_beside_measured_round(self) -> int:
+        """Run the largest round on this GPU, and count the blocks that fit beside what it took."""
+        self._activity.start(Phase.ALLOCATING)
+        where = self._topology.describe(self._rank)
+        demand = self._demand()
+        torch.cuda.empty_cache()
+        left = torch.cuda.mem_get_info(self._device)[0]
+        shape = round_shape(self._config, self._context)
+        try:
+            self._working_bytes = measure_largest_round(self._device, lambda: self._rehearsal(shape), shape)
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                f"{where}: the largest round does not fit into the {format_bytes(left)} free beside the weights "
+                f"({format_bytes(demand.shard_bytes)}); by its shapes it needs up to "
+                f"{format_bytes(demand.working_bytes)}: lower scheduler.max_batch_size, scheduler.max_num_tokens or "
+                "speculation.draft_len"
+            ) from None
+        # The weights are in place, so that what is left is beside what they really take.
+        free = left + demand.shard_bytes
+        return self._count_blocks(free, replace(demand, working_bytes=self._working_bytes))
+
+    def _rehearsal(self, shape: RoundShape) -> Rehearsal:
+        """This rank's engines over stores of the null block alone."""
+        engines = {role: self._make_engine(role, loaded, 1) for role, loaded in self._engines.items()}
+        exchange = SilentExchange(self._device, self._target_config.vocab_size, verifies="target" in engines)
+        worker = self._worker_factory(engines, 1).make_worker(exchange)
+        return Rehearsal(worker, list(engines.values()), shape)
+
+    def finish(self, num_blocks: int) -> tuple[Worker, RankReport]:
+        """Allocate the KV stores, run every kernel once, and put the engines to work."""
+        self._activity.start(Phase.ALLOCATING)
+        engines = {role: self._make_engine(role, loaded, num_blocks) for role, loaded in self._engines.items()}
+        self._activity.start(Phase.WARMING_UP)
+        limits = self._config.scheduler
+        for role, engine in engines.items():
+            verifies, is_apart = role == "target", role == "draft" and self._config.drafts_apart
+            # Draft ranks of their own feed rows one token, as a draft of two does, or draft all anew.
+            lens, ranked = ({2, self._config.draft_len}, NUM_RANKED) if is_apart else (sure_draft_lens(self._config), 1)
+            sizes = (limits.max_num_tokens, limits.max_batch_size)
+            warm_up(engine, lens, *sizes, verifies=verifies, num_ranked=ranked)
+        worker = self._worker_factory(engines, num_blocks).make_worker()
+        if worker.drafter is not None:
+            worker.drafter.warm_up(sure_draft_lens(self._config))
+        self._activity.rest()
+        return worker, self._report(num_blocks)
+
+    def _worker_factory(self, engines: Mapping[str, Engine], num_blocks: int) -> WorkerFactory:
+        return WorkerFactory(
+            config=self._config,
+            topology=self._topology,
+            rank=self._rank,
+            groups=self._groups,
+            device=self._device,
+            engines=engines,
+            num_blocks=num_blocks,
+            target_vocab_size=self._target_config.vocab_size,
+            activity=self._activity,
+            draft_is_lost=self._draft_is_lost,
+        )
+
+    def _parts(self) -> list[tuple[str, ModelSection, ModelConfig, Communicator]]:
+        """This rank's engines: role, section, model configuration and tensor-parallel group."""
+        parts: list[tuple[str, ModelSection, ModelConfig, Communicator]] = []
+        if self._groups.draft is not None and self._config.draft is not None and self._draft_config is not None:
+            parts.append(("draft", self._config.draft, self._draft_config, self._groups.draft))
+        if self._groups.target is not None:
+            parts.append(("target", self._config.target, self._target_config, self._groups.target))
+        return parts
+
+    def _demand(self) -> SlotMemory:
+        """What this rank's engines need; the memory of a round by its shapes."""
+        weights = block = working = 0
+        for role, section, model, communicator in self._parts():
+            dtype = resolve_dtype(section, model)
+            weights += self._shard_bytes(section, model, communicator)
+            block += kv_bytes_per_block(model, communicator.size, self._config.kv_cache.block_size, dtype)
+            working += engine_working_bytes(
+                self._config, self._context, role, section, model, communicator.rank, self._device
+            )
+        return SlotMemory(weights, block, working)
+
+    def _shard_bytes(self, section: ModelSection, model: ModelConfig, communicator: Communicator) -> int:
+        dtype = resolve_dtype(section, model)
+        return shard_bytes(model, communicator.rank, communicator.size, dtype, self._device, section.quantization)
+
+    def _make_engine(self, role: str, loaded: _LoadedEngine, num_blocks: int) -> Engine:
+        model, config = loaded.model, self._config
+        space = guess_space(config, num_blocks)
+        num_guesses = space.most_guesses if role == "draft" else 0
+        store = KVStore(
+            model.config.num_layers,
+            num_blocks + (space.num_blocks if num_guesses else 0),
+            model.kv_heads,
+            config.kv_cache.block_size,
+            model.config.head_dim,
+            model.dtype,
+            self._device,
+        )
+        if self._device.type == "cpu":
+            # As much as one forward may write: enough for the first requests to run at full speed, and little beside
+            # the weights. The rest of a store, which may be half of the memory, costs nothing until it is used.
+            store.commit(min(num_blocks, blocks_of_tokens(config.scheduler.max_num_tokens, config.kv_cache.block_size)))
+        rows = RowState(
+            config.scheduler.max_batch_size,
+            self._context,
+            config.kv_cache.block_size,
+            config.speculation.draft_len,
+            min(model.config.vocab_size, self._target_config.vocab_size),
+            self._device,
+            num_guesses,
+        )
+        graphs = config.cuda_graphs and loaded.communicator.is_capturable
+        capture = capture_for(self._device) if graphs else None
+        if role != "target":
+            return Engine(model, store, rows, capture)
+        return Engine(model, store, rows, capture, config.draft_len + 1, target_taps(config, model.config))
+
+    def _report(self, num_blocks: int) -> RankReport:
+        loaded = [engine.report for engine in self._engines.values()]
+        models = [engine.model for engine in self._engines.values()]
+        block_size = self._config.kv_cache.block_size
+        free, total = torch.cuda.mem_get_info(self._device) if self._device.type == "cuda" else (0, 0)
+        return RankReport(
+            rank=self._rank,
+            host=socket.gethostname(),
+            role="+".join(self._topology.roles(self._rank)),
+            device=self._slot.device,
+            bytes_read=sum(report.bytes_read for report in loaded),
+            shard_bytes=sum(report.shard_bytes for report in loaded),
+            working_bytes=self._working_bytes,
+            kv_bytes=num_blocks * self._demand().bytes_per_block,
+            kv_tokens=tokens_of_blocks(num_blocks, block_size),
+            kernels="+".join(sorted({kernels_for(model.device, model.dtype) for model in models})),
+            files_hash="+".join(
+                hash_model_files(section.model, section.load_format != "dummy") for _, section, _, _ in self._parts()
+            ),
+            peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            device_used_bytes=total - free,
+        )

@@ -1,0 +1,120 @@
+"""From a rank's engines to its worker: with which drafter, over which exchange.
+
+It knows who sits where and the drafting methods. It does not know weights, KV stores or rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from parallel.groups import Groups
+from parallel.link import Link
+from parallel.topology import Role, Topology
+from parallel.watchdog.activity import Activity
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.drafting_methods import METHODS
+from trtrun.engine.runner import Engine
+from trtrun.roles.device_exchange import DeviceExchange
+from trtrun.roles.exchange import Exchange
+from trtrun.roles.message_exchange import MessageExchange
+from trtrun.roles.round import Worker
+from trtrun.speculation.drafters import DRAFTERS, Drafter, DrafterContext
+from trtrun.start.memory_requirements import guess_space, guess_steps
+from trtrun.timing.phase_clock import HostPhases, phase_clock
+
+
+@dataclass(frozen=True)
+class WorkerFactory:
+    """One rank with its engines.
+
+    Attributes:
+        config: of the job.
+        topology: of the job.
+        rank: this one.
+        groups: its communicators.
+        device: of its engines.
+        engines: by role.
+        num_blocks: blocks of every KV store, but for those of guesses.
+        target_vocab_size: padding included.
+        activity: where the process says what it is doing.
+        draft_is_lost: whether the draft engine is gone for good.
+    """
+
+    config: RuntimeConfig
+    topology: Topology
+    rank: int
+    groups: Groups
+    device: torch.device
+    engines: Mapping[str, Engine]
+    num_blocks: int
+    target_vocab_size: int
+    activity: Activity
+    draft_is_lost: Callable[[], bool]
+
+    def make_worker(self, exchange: Exchange | None = None) -> Worker:
+        """The rank's part of each round, over `exchange` or the job's own."""
+        leads_draft, leads_target = self.rank == self._drafting_leader, self.rank == self.topology.target_leader
+        return Worker(
+            exchange=exchange or (self._make_messages() if self.config.drafts_apart else self._make_link()),
+            drafter=self._make_drafter(),
+            target=self.engines.get("target"),
+            leads_draft=leads_draft,
+            leads_target=leads_target,
+            use_logits=self.config.speculation.use_logits,
+            device=self.device,
+            activity=Activity() if exchange else self.activity,
+            phases=phase_clock(self.device) if (leads_draft or leads_target) and not exchange else HostPhases(),
+            forced_acceptance=self.config.speculation.forced_acceptance,
+        )
+
+    def _make_drafter(self) -> Drafter | None:
+        """The method's drafter, where this rank is one of those that draft."""
+        config = self.config
+        if self._drafting_role not in self.topology.roles(self.rank):
+            return None
+        is_apart = config.drafts_apart
+        place = DrafterContext(
+            config.speculation,
+            self.engines.get("draft"),
+            self.engines.get("target"),
+            self.target_vocab_size,
+            guess_space(config, self.num_blocks) if is_apart else None,
+            guess_steps(config) if is_apart else (),
+        )
+        return DRAFTERS.get(config.speculation.method)(place)
+
+    @property
+    def _drafting_role(self) -> Role | None:
+        return METHODS[self.config.speculation.method].placement
+
+    @property
+    def _drafting_leader(self) -> int | None:
+        return self.topology.target_leader if self._drafting_role is Role.TARGET else self.topology.draft_leader
+
+    def _make_messages(self) -> MessageExchange:
+        topology, groups = self.topology, self.groups
+        assert groups.mail is not None and groups.workers is not None and topology.draft_leader is not None
+        return MessageExchange(
+            mail=groups.mail,
+            rank=self.rank,
+            draft_ranks=topology.draft_ranks,
+            target_ranks=topology.target_ranks,
+            peers=groups.workers,
+            draft_peer=topology.worker_ranks.index(topology.draft_leader),
+            target_peer=topology.worker_ranks.index(topology.target_leader),
+            group=groups.target,
+            target_vocab_size=self.target_vocab_size,
+            use_logits=self.config.speculation.use_logits,
+            draft_is_lost=self.draft_is_lost,
+        )
+
+    def _make_link(self) -> DeviceExchange:
+        return DeviceExchange(
+            Link(self.topology, self.rank, self.groups.workers),
+            in_place=self._drafting_role is Role.TARGET,
+            leads_draft=self.rank == self._drafting_leader,
+            target_vocab_size=self.target_vocab_size if "target" in self.engines else None,
+        )

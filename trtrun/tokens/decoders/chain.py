@@ -1,0 +1,198 @@
+"""A tokenizer's whole decoder as a chain of steps, and where a text stands in it.
+
+What is certain of a text depends on the kind of decoder: a character is when its last byte is there (ByteLevel), bytes
+that are tokens of their own are when another token ends them (ByteFallback), a last token is when the next one is there
+(BPEDecoder), and the rest at once. It knows the names of tokens, and no tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import tokenizers
+from tokenizers.models import WordLevel
+
+from trtrun.tokens.decoders.elements import BytesAsTokens, Deduplicated, LastApart, Mapped, Step
+from trtrun.tokens.decoders.texts import JoinedBytes, Replaced, Stripped, Withheld
+
+_NUM_LOOKED_AT = 64
+"""Of many bytes, those whose characters go through the other steps to be counted: what these cut off is at the
+beginning."""
+
+
+class Chain:
+    """Steps, each fed with what the one before gives."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        """Begin with no text."""
+        self._steps = list(steps)
+
+    def copied(self) -> Chain:
+        """One that goes on by itself."""
+        return Chain([step.copied() for step in self._steps])
+
+    def feed(self, names: Sequence[str]) -> str:
+        """Add tokens; returns the text that is now certain."""
+        elements = list(names)
+        for step in self._steps:
+            elements = step.feed(elements)
+        return "".join(elements)
+
+    def feed_apart(self, name: str) -> tuple[str, str]:
+        """Add a token; returns the text that it makes certain of those before it, and of its own."""
+        before: list[str] = []
+        own = [name]
+        for step in self._steps:
+            before = step.feed(before) if before else []
+            if own:
+                before += step.close(own[0])
+                own = step.feed(own)
+        return "".join(before), "".join(own)
+
+    def rest(self) -> str:
+        """The text that follows if no more tokens come: bytes that make no character as U+FFFD. Changes nothing."""
+        elements: list[str] = []
+        for step in self._steps:
+            ended = step.copied()
+            elements = [*ended.feed(elements), *ended.rest()]
+        return "".join(elements)
+
+    def num_characters(self) -> int:
+        """Whole characters that follow if no more tokens come, where bytes are tokens."""
+        for place, step in enumerate(self._steps):
+            if isinstance(step, BytesAsTokens) and not step.is_neutral:
+                number, later = step.num_characters(), self._steps[place + 1 :]
+                if all([isinstance(other, Stripped) and other.is_settled for other in later]):
+                    return number
+                first = step.first_characters(_NUM_LOOKED_AT)
+                told = Chain([other.copied() for other in later]).feed(first)
+                return max(0, number - len("".join(first)) + len(told))
+        return 0
+
+    def is_anchor(self, name: str) -> bool:
+        """Whether behind a token a settled chain stands alike, whatever came before it."""
+        for place, step in enumerate(self._steps):
+            given = step.anchor(name)
+            if given is None:
+                # A step that keeps its last string stands alike behind each; what it gave before matters where the
+                # steps behind it remember that.
+                return isinstance(step, LastApart) and all(
+                    isinstance(other, Mapped) for other in self._steps[place + 1 :]
+                )
+            name = given
+        return True
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the text is past its beginning."""
+        return all([step.is_settled for step in self._steps])
+
+    @property
+    def is_neutral(self) -> bool:
+        """Whether what comes next is written alike whatever came before."""
+        return all([step.is_neutral for step in self._steps])
+
+    def settled(self) -> Chain:
+        """One behind the beginning of a text, with nothing kept."""
+        other = self.copied()
+        for step in other._steps:
+            step.settle()
+        return other
+
+
+def read_chain(decoder: Any) -> Chain:
+    """The chain of a tokenizer's decoder.
+
+    Args:
+        decoder: one of `tokenizers.decoders`; None where tokens are joined by spaces.
+    """
+    if decoder is None:
+        return Chain([Mapped(lambda name: " " + name, lambda name: name)])
+    steps: list[Step] = []
+    is_joined, are_tokens = False, True
+    kinds = _flatten(_describe(decoder))
+    for place, kind in enumerate(kinds):
+        if kind["type"] == "Fuse":
+            is_joined = True
+            continue
+        step = _text_step(kind) if is_joined else _element_step(kind, are_tokens)
+        if step is None:
+            return Chain([*steps, Withheld(_decode(kinds[place:]), is_joined)])
+        steps.append(step)
+        is_joined = is_joined or kind["type"] == "ByteLevel"
+        are_tokens = are_tokens and kind["type"] != "ByteFallback"
+    return Chain(steps)
+
+
+def _element_step(kind: dict[str, Any], are_tokens: bool) -> Step | None:
+    """The step for a decoder before strings are joined; None for one that is not known.
+
+    Args:
+        kind: as tokenizer.json has it.
+        are_tokens: whether strings are one token's each, so that what becomes of them may be kept.
+    """
+    decode = _decode([kind])
+    kept: Callable[[Callable[[str], str]], Callable[[str], str]] = cache if are_tokens else (lambda become: become)
+    match kind["type"]:
+        case "Replace":
+            return Mapped(kept(lambda name: decode([name])))
+        case "Metaspace" | "WordPiece":
+            return Mapped(kept(lambda name: decode(["", name])), lambda name: decode([name]))
+        case "Strip":
+            content, start, stop = kind["content"], kind["start"], kind["stop"]
+            return Mapped(kept(lambda name: _strip(name, content, start, stop)))
+        case "CTC":
+            return Deduplicated(kept(lambda name: decode([name])))
+        case "BPEDecoder":
+            return LastApart(kept(lambda name: decode([name, ""])), kept(lambda name: decode([name])))
+        case "ByteFallback":
+            return BytesAsTokens()
+        case "ByteLevel":
+            return JoinedBytes()
+    return None
+
+
+def _text_step(kind: dict[str, Any]) -> Step | None:
+    """The step for a decoder behind a join, whose only string is the text; None where nothing is certain early."""
+    match kind["type"]:
+        case "Strip":
+            return Stripped(kind["content"], kind["start"], kind["stop"])
+        case "Replace" if kind["pattern"].get("String"):
+            return Replaced(kind["pattern"]["String"], kind["content"])
+        case "Metaspace":
+            return Replaced(kind["replacement"], " " if kind["prepend_scheme"] == "never" else "")
+    return None
+
+
+def _strip(text: str, content: str, start: int, stop: int) -> str:
+    """A string without a few characters at its ends. The library has no answer where it is too short; this is empty."""
+    begin = min(start, len(text) - len(text.lstrip(content)))
+    end = len(text) - min(stop, len(text) - len(text.rstrip(content)))
+    return text[begin:end]
+
+
+def _describe(decoder: Any) -> dict[str, Any]:
+    """A decoder as tokenizer.json has it."""
+    holder = tokenizers.Tokenizer(WordLevel({}, unk_token=""))
+    holder.decoder = decoder
+    described: dict[str, Any] = json.loads(holder.to_str())["decoder"]
+    return described
+
+
+def _flatten(kind: dict[str, Any]) -> list[dict[str, Any]]:
+    """Decoders in their order, without the sequences that hold them."""
+    if kind["type"] != "Sequence":
+        return [kind]
+    return [inner for outer in kind["decoders"] for inner in _flatten(outer)]
+
+
+def _decode(kinds: Sequence[dict[str, Any]]) -> Callable[[list[str]], str]:
+    """What the library does with all strings at once."""
+    holder = json.loads(tokenizers.Tokenizer(WordLevel({}, unk_token="")).to_str())
+    holder["decoder"] = {"type": "Sequence", "decoders": list(kinds)}
+    decoder: Any = tokenizers.Tokenizer.from_str(json.dumps(holder)).decoder
+    decode: Callable[[list[str]], str] = decoder.decode
+    return decode

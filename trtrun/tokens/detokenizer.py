@@ -1,0 +1,198 @@
+"""A completion's text while its tokens come: what is certain of it, and nothing that may become a stop string.
+
+The text of a completion is what the tokenizer's decoder makes of prompt and completion, behind what it makes of the
+prompt. It knows tokenizers and stop strings. It does not know when a completion ends for other reasons, or who reads
+the text.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from copy import copy
+from typing import NamedTuple
+
+from trtrun.tokens.aho_corasick import ROOT, AhoCorasick
+from trtrun.tokens.text import Tokenizer
+
+
+class TokenText(NamedTuple):
+    """A token's part in a text.
+
+    Attributes:
+        begin: characters of the text before the token's own. A token that goes on with a character begins where that
+            does. Among bytes that are tokens of their own, of which a later one may show that they make no characters,
+            the characters that they make so far count.
+        text: what is certain with the token, which may be empty, or of tokens before it.
+    """
+
+    begin: int
+    text: str
+
+
+class IncrementalDetokenizer:
+    """Turns token ids into text as they come: what `append` returned is never taken back, and with `flush` it is
+    decode(prompt + output)[len(decode(prompt)) :], whatever decoder the tokenizer has.
+
+    Where the output changes how the prompt's last tokens are written, as the second half of a character does or a byte
+    behind which those before it are none, there is no such text. It is then what follows that which both decodes begin
+    with: with as much of the prompt's text it is the text of all tokens.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
+        """Begin behind a prompt.
+
+        Args:
+            tokenizer: of the target.
+            prompt_token_ids: decide how the first tokens are written. What this takes does not grow with their number,
+                but for bytes at their end; and but for decoders that replace what several tokens spell, cut off the
+                end of the whole text, or are not known: these are fed with all of them.
+            skip_special_tokens: leave special tokens out of the text.
+        """
+        decoding = tokenizer.decoding(skip_special_tokens)
+        self._names, self._own_texts = decoding.names, decoding.own_texts
+        self._chain = decoding.behind(prompt_token_ids)
+        # The prompt's own text that is not certain: as far as it becomes certain as it is, it is no output.
+        self._of_prompt = self._chain.rest()
+        self._is_plain = self._chain.is_neutral and not self._of_prompt
+        self._num_certain = 0  # characters, the prompt's among them
+        self._num_of_prompt = len(self._of_prompt)  # of them, or to be expected
+
+    def copied(self) -> IncrementalDetokenizer:
+        """One that goes on by itself: completions of one prompt need not read it again."""
+        other = copy(self)
+        other._chain = self._chain.copied()
+        return other
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """Add tokens; returns the text that is now certain: what `append` gives, token by token."""
+        if self._is_plain and token_ids:
+            texts = [self._own_texts[token] for token in token_ids]
+            if all(texts):
+                return self._count("".join(texts))
+        return "".join([self.append(token) for token in token_ids])
+
+    def append(self, token_id: int) -> str:
+        """Add one token; returns the text that is now certain, which may be empty."""
+        if self._is_plain and (own := self._own_texts[token_id]):
+            return self._count(own)
+        return self._pass_prompt(self._chain.feed(self._names[token_id]))
+
+    def append_placed(self, token_id: int) -> TokenText:
+        """Add one token; returns its text, as `append` does, and where its own begins."""
+        if self._is_plain and (own := self._own_texts[token_id]):
+            return TokenText(self._num_certain - self._num_of_prompt, self._count(own))
+        names, num_kept = self._names[token_id], self._chain.num_characters()
+        before, own = self._chain.feed_apart(names[0]) if names else ("", "")
+        begin = self._num_certain + (len(before) if before or own else num_kept)
+        text = self._pass_prompt(before + own)
+        return TokenText(max(0, begin - self._num_of_prompt), text)
+
+    def flush(self) -> str:
+        """The text still held back at the end, bytes that make no character as U+FFFD. No token follows."""
+        return self._pass_prompt(self._chain.rest())
+
+    def _count(self, text: str) -> str:
+        self._num_certain += len(text)
+        return text
+
+    def _pass_prompt(self, text: str) -> str:
+        """What of newly certain text is output."""
+        self._num_certain += len(text)
+        if self._of_prompt:
+            num_common = _num_common(text, self._of_prompt)
+            self._of_prompt = self._of_prompt[num_common:]
+            text = text[num_common:]
+            if text and self._of_prompt:  # they part here
+                self._num_of_prompt -= len(self._of_prompt)
+                self._of_prompt = ""
+        self._is_plain = not self._of_prompt and self._chain.is_neutral
+        return text
+
+
+def _num_common(first: str, second: str) -> int:
+    """Characters that two texts begin with both."""
+    lengths = range(1, min(len(first), len(second)) + 1)
+    return bisect_left(lengths, True, key=lambda length: first[:length] != second[:length])
+
+
+class CompletionText:
+    """The text of one completion, and where its stop strings end it.
+
+    The first stop string that is whole ends the text, the longest where several are with the same character: that
+    depends on the text alone, and not on the tokens that it came in.
+    """
+
+    def __init__(self, detokenizer: IncrementalDetokenizer, stop: AhoCorasick, keeps_stop: bool = False) -> None:
+        """Begin with no text.
+
+        Args:
+            detokenizer: behind the completion's prompt.
+            stop: strings that end the text; they and what follows them are cut off. Completions may share it.
+            keeps_stop: what follows them alone is cut off.
+        """
+        self._detokenizer = detokenizer
+        self._stop = stop
+        self._keeps_stop = keeps_stop
+        self._state = ROOT
+        self._pending = ""
+        self._num_read = 0  # characters of it that brought the stop strings to their state
+        self._is_over = False
+
+    def copied(self) -> CompletionText:
+        """One that goes on by itself."""
+        other = copy(self)
+        other._detokenizer = self._detokenizer.copied()
+        return other
+
+    def append(self, token_id: int) -> None:
+        """Add one token."""
+        if not self._is_over:
+            self._pending += self._detokenizer.append(token_id)
+
+    def extend(self, token_ids: Sequence[int]) -> str:
+        """Add tokens of a completion without stop strings; returns what `take` would."""
+        assert not self._stop
+        return self._detokenizer.extend(token_ids)
+
+    def pass_stops(self) -> None:
+        """Stop strings that are whole by now end nothing; one that is not may still."""
+        step = self._stop.step
+        for character in self._pending[self._num_read :]:
+            self._state = step(self._state, character)
+        self._state = self._stop.pass_whole(self._state)
+        self._num_read = len(self._pending)
+
+    def cut_at_stop(self) -> bool:
+        """Cut the text at the first stop string that is whole since the last look; whether there is one."""
+        stop, state = self._stop, self._state
+        for place in range(self._num_read, len(self._pending)):
+            state = stop.step(state, self._pending[place])
+            if length := stop.num_whole(state):
+                self._pending = self._pending[: place + 1 - (0 if self._keeps_stop else length)]
+                self._state, self._num_read, self._is_over = ROOT, len(self._pending), True
+                return True
+        self._state, self._num_read = state, len(self._pending)
+        return False
+
+    def end_tokens(self) -> None:
+        """No token follows: what may have become a character is text after all."""
+        if not self._is_over:
+            self._pending += self._detokenizer.flush()
+            self._is_over = True
+
+    def take(self) -> str:
+        """The text that is new since the last call and will not change, whatever follows. Where it is taken has no
+        bearing on where it ends: what may become a stop string stays."""
+        shown = len(self._pending) - self._stop.num_begun(self._state)
+        text, self._pending = self._pending[:shown], self._pending[shown:]
+        self._num_read = max(0, self._num_read - shown)
+        return text
+
+    def finish(self) -> str:
+        """The rest, once no token follows: what may have become a stop string is text after all."""
+        self.end_tokens()
+        text, self._pending = self._pending, ""
+        return text

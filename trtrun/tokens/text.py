@@ -1,0 +1,169 @@
+"""Between text and token ids: a checkpoint's tokenizer.json.
+
+It knows the `tokenizers` library and nothing of models, requests or ranks. Text that grows token by token is
+`detokenizer`'s business, and chat templates that of whoever serves chats.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers.decoders import ByteLevel
+
+from trtrun.errors import CheckpointError, one_line
+from trtrun.tokens.decoders.chain import read_chain
+from trtrun.tokens.decoders.decoding import Decoding
+
+_FILE = "tokenizer.json"
+_KEEPING = ("ByteLevel", "Digits", "FixedLength", "Metaspace", "Punctuation", "Split", "UnicodeScripts")
+"""Pre-tokenizers that part texts, and leave out nothing unless they are told so."""
+
+_SLOW_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+
+
+class Tokenizer:
+    """A fast tokenizer as transformers applies it: the post-processor of tokenizer.json adds the special tokens."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, path: Path) -> None:
+        """Wrap `backend`, read from `path` (for messages). Padding and truncation that the file asks for are off."""
+        backend.no_padding()
+        backend.no_truncation()
+        self._backend = backend
+        self.path = path
+        self._decodings: dict[bool, Decoding] = {}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with the beginning-of-sequence token where the checkpoint's tokenizer adds one."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """The same for several texts at once: in as many threads as RAYON_NUM_THREADS and TOKENIZERS_PARALLELISM allow,
+        and without the interpreter, which this process's other threads have meanwhile."""
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts))]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; ids that the tokenizer does not know (a model's padding) give nothing."""
+        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def decoding(self, skip_special_tokens: bool = True) -> Decoding:
+        """The same token by token: what each adds to a text. Shared by all texts of this tokenizer."""
+        found = self._decodings.get(skip_special_tokens)
+        if found is None:
+            added = self._backend.get_added_tokens_decoder().values()
+            left_out = {token.content for token in added if token.special} if skip_special_tokens else set()
+            found = Decoding(read_chain(self._backend.decoder), self._backend.id_to_token, left_out)
+            self._decodings[skip_special_tokens] = found
+        return found
+
+    @cached_property
+    def most_bytes_of_a_token(self) -> int | None:
+        """UTF-8 bytes of text that one token may stand for, at most; None where that is not known, because texts are
+        made others before they become tokens, or some of them may leave no token."""
+        backend = self._backend
+        keeps = backend.pre_tokenizer is None or _keeps_all(json.loads(backend.pre_tokenizer.__getstate__()))
+        strips = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+        if not isinstance(backend.decoder, ByteLevel) or backend.normalizer is not None or not keeps or strips:
+            return None
+        # Tokens are spelled with a character for each byte, added ones as they are.
+        return max((len(token.encode()) for token in self.vocabulary()), default=None)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the tokenizer knows, added ones included; the model's vocabulary may be padded beyond."""
+        size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        return size
+
+    def vocabulary(self) -> dict[str, int]:
+        """Token to id, added tokens included."""
+        tokens: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return tokens
+
+    def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that spell each of `words`, at the start of a text and behind a space; no duplicates."""
+        texts = [text for word in words for text in (word, " " + word.lstrip())]
+        encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return tuple(dict.fromkeys(tuple(encoding.ids) for encoding in encoded if encoding.ids))
+
+
+def _keeps_all(kind: Mapping[str, Any]) -> bool:
+    """Whether a pre-tokenizer, as tokenizer.json has it, is known to leave out no character."""
+    if kind["type"] == "Sequence":
+        return all(map(_keeps_all, kind["pretokenizers"]))
+    return kind["type"] in _KEEPING and kind.get("behavior") != "Removed"
+
+
+def hash_tokenizer_files(directory: Path) -> str:
+    """Tells the tokenizer of a model directory from others, one that cannot be read from all."""
+    try:
+        return hashlib.sha256((directory / _FILE).read_bytes()).hexdigest()
+    except OSError:
+        return "none"
+
+
+def read_tokenizer(path: Path) -> Tokenizer | None:
+    """Read the tokenizer of a model directory; None when it has none, and only token ids can be used.
+
+    Raises:
+        CheckpointError: tokenizer.json is damaged, or the directory has a tokenizer of another kind only.
+    """
+    file = path / _FILE
+    if not file.is_file():
+        slow = next((name for name in _SLOW_FILES if (path / name).is_file()), None)
+        if slow is None:
+            return None
+        raise CheckpointError(
+            f"{path} has {slow} but no tokenizer.json; save it once with transformers "
+            f"(AutoTokenizer.from_pretrained(…).save_pretrained(…))"
+        )
+    try:
+        return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), path)
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{file} is no tokenizer that can be read ({one_line(error)}): copy it again") from None
+
+
+def read_shared_tokenizer(target: Path, draft: Path | None) -> Tokenizer | None:
+    """The target's tokenizer, once it is known to be the draft's too; None where the target has none.
+
+    Args:
+        target: directory of the target's tokenizer.
+        draft: the draft's directory; None without a draft model.
+
+    Raises:
+        CheckpointError: one is damaged, or the two differ.
+    """
+    tokenizer = read_tokenizer(target)
+    other = read_tokenizer(draft) if draft is not None else None
+    if tokenizer is not None and other is not None:
+        check_same_tokenizer(tokenizer, other)
+    return tokenizer
+
+
+def check_same_tokenizer(target: Tokenizer, draft: Tokenizer) -> None:
+    """Check that both spell every token with the same id; sizes that differ only by the models' padding are not seen
+    here, because padding has no tokens.
+
+    Raises:
+        CheckpointError: they differ; names the first token that does.
+    """
+    target_tokens, draft_tokens = target.vocabulary(), draft.vocabulary()
+    if target_tokens == draft_tokens:
+        return
+    by_id = {index: token for token, index in target_tokens.items()}
+    draft_by_id = {index: token for token, index in draft_tokens.items()}
+    first = min(index for index in by_id.keys() | draft_by_id.keys() if by_id.get(index) != draft_by_id.get(index))
+
+    def spell(tokens: dict[int, str]) -> str:
+        return f"'{tokens[first]}'" if first in tokens else "missing"
+
+    raise CheckpointError(
+        f"target and draft have different tokenizers: token {first} is {spell(by_id)} in {target.path} but "
+        f"{spell(draft_by_id)} in {draft.path}; use a draft that was trained with the target's tokenizer"
+    )
