@@ -124,6 +124,7 @@ def test_a_round_is_launched_without_waiting_for_the_gpu(
     target = make_checkpoint(tmp_path / "target", seed=1)
     draft = make_draft(tmp_path / "draft", target, 1) if drafted else None
     launch, steady = Worker.launch_round, []
+    is_warm = False  # the start has rounds, too
 
     def strict(worker: Worker, plan: RoundPlan) -> LaunchedRound:
         if not is_warm:
@@ -139,7 +140,6 @@ def test_a_round_is_launched_without_waiting_for_the_gpu(
     devices = (("cuda:0",) if drafted else (), ("cuda:0",))
     sampling = SamplingParams(max_tokens=40, temperature=temperature, top_p=0.9, seed=3)
     with make_llm(target, draft, devices=devices) as llm:
-        is_warm = False
         expected = tokens_of(llm.generate([prompt_of(9)], sampling))
         is_warm = True
         assert tokens_of(llm.generate([prompt_of(9)], sampling)) == expected
