@@ -2,7 +2,7 @@
 
 A drafting method of each placement is in tests/own_drafters.py, one of them with a store that it fills from the
 target's hidden states (tests/unit/engine/test_taps.py compares these). One that has draft ranks of its own needs real
-ranks and is tested in tests/ranks/test_extensions.py.
+ranks and is tested in tests/ranks/test_own_drafters.py.
 """
 
 from __future__ import annotations

@@ -68,6 +68,27 @@ class AttentionBackend(Protocol):
         ...
 
 
+def attend(
+    backend: AttentionBackend,
+    query_key: torch.Tensor,
+    value: torch.Tensor,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    store_layer: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """`AttentionBackend.forward`, where tokens may stand at several places: draft trees take the kernels of chains.
+
+    The angles are of places; all else is of tokens, as there.
+    """
+    forks = batch.forks
+    if forks is None:
+        return backend.forward(query_key, value, angles, store_layer, batch, scale, window)
+    query_key, value = query_key.index_select(0, forks.nodes), value.index_select(0, forks.nodes)
+    return backend.forward(query_key, value, angles, store_layer, batch, scale, window).index_select(0, forks.places)
+
+
 class HostAttention:
     """Attention on the CPU: trtrun's own kernel where it takes the head and the block size, else gathered contexts."""
 

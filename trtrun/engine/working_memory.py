@@ -46,11 +46,12 @@ class RoundShape:
     Attributes:
         max_rows: rows that run at once.
         max_tokens: tokens of one round over all rows.
-        draft_len: tokens drafted for a row; 0 without speculation.
+        draft_len: tokens drafted for a row, one behind the other; 0 without speculation.
         max_seq_len: tokens of one row, at most what the KV store may hold.
         block_size: tokens of a KV block.
         use_logits: whether draft_probs are made and verified.
         num_guesses: drafts that draft ranks of their own make ahead, at most.
+        max_paths: of a row's draft; 1 where it is a chain.
     """
 
     max_rows: int
@@ -60,6 +61,17 @@ class RoundShape:
     block_size: int
     use_logits: bool
     num_guesses: int = 0
+    max_paths: int = 1
+
+    @property
+    def verified_tokens(self) -> int:
+        """Tokens of a row that are verified in a round: its newest one and its draft."""
+        return 1 + self.max_paths * self.draft_len
+
+    @property
+    def chosen_tokens(self) -> int:
+        """Places of a row at which the target chooses in a round: paths are looked at one by one."""
+        return self.max_paths * (1 + self.draft_len)
 
 
 def working_bytes(
@@ -89,9 +101,9 @@ def working_bytes(
         num_taps: boundaries of the residual stream that are handed out.
     """
     layout = ShardLayout(model, tp_rank, tp_size)
-    positions = shape.draft_len + 1 if verifies else 1
     # A guess is a row of the draft engine.
-    verified = shape.max_rows * positions if verifies else max(shape.max_rows, shape.num_guesses)
+    verified = shape.max_rows * shape.verified_tokens if verifies else max(shape.max_rows, shape.num_guesses)
+    chosen = shape.max_rows * shape.chosen_tokens if verifies else verified
     tokens = max(shape.max_tokens, verified, shape.max_rows * (1 if verifies else _MOST_CATCH_UP))
     # Drafts of different lengths are padded to the longest, beyond what the scheduler counts.
     tokens += verified
@@ -102,7 +114,10 @@ def working_bytes(
     total = _row_state_bytes(shape) + _rotary_bytes(shape, model, dtype)
     total += _activation_bytes(tokens, shape, layout, model, tp_size, dtype)
     total += _attention_bytes(tokens, shape, layout, model, dtype, device_type)
-    total += head + logits + _sampling_bytes(shape, verified, model, device_type, verifies)
+    total += head + logits + _sampling_bytes(shape, chosen, model, device_type, verifies)
+    if chosen > verified:
+        # Attention meets nodes once for each path through them; their logits are laid out by path.
+        total += _activation_bytes(chosen, shape, layout, model, tp_size, dtype) + chosen * model.vocab_size * _FLOAT
     total += _product_bytes(tokens, verified, layout, quantization, dtype, device_type)
     tap = num_taps * model.hidden_size * dtype.itemsize
     total += 2 * tokens * tap  # as the forward keeps them, and those of prompts as they are handed out

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trtrun.attention.backend import AttentionBackend
+from trtrun.attention.backend import AttentionBackend, attend
 from trtrun.kernels.rounded_rows import Activations
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
@@ -77,7 +77,8 @@ class DecoderLayer:
         if self.qk_norm is not None:
             query_key = self.qk_norm(query_key)
         scale = self.head_dim**-0.5
-        return self.attention.forward(query_key, value, angles, store_layer, batch, scale, self.window).flatten(1)
+        window = self.window
+        return attend(self.attention, query_key, value, angles, store_layer, batch, scale, window).flatten(1)
 
     def feed_forward(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """The rest of the layer, token by token.

@@ -50,6 +50,7 @@ from trtrun.start.memory_requirements import (
     guess_space,
     kv_bytes_per_block,
     most_useful_blocks,
+    path_space,
     resolve_dtype,
     round_shape,
     target_taps,
@@ -277,11 +278,10 @@ class RankStartup:
 
     def _make_engine(self, role: str, loaded: _LoadedEngine, num_blocks: int) -> Engine:
         model, config = loaded.model, self._config
-        space = guess_space(config, num_blocks)
-        num_guesses = space.most_guesses if role == "draft" else 0
+        guesses, paths = guess_space(config, num_blocks), path_space(config, num_blocks)
         store = KVStore(
             model.config.num_layers,
-            num_blocks + (space.num_blocks if num_guesses else 0),
+            num_blocks + (guesses if role == "draft" else paths).num_blocks,
             model.kv_heads,
             config.kv_cache.block_size,
             model.config.head_dim,
@@ -299,13 +299,21 @@ class RankStartup:
             config.speculation.draft_len,
             min(model.config.vocab_size, self._target_config.vocab_size),
             self._device,
-            num_guesses,
+            guesses.most_guesses if role == "draft" else 0,
         )
         graphs = config.cuda_graphs and loaded.communicator.is_capturable
         capture = capture_for(self._device) if graphs else None
         if role != "target":
             return Engine(model, store, rows, capture)
-        return Engine(model, store, rows, capture, config.draft_len + 1, target_taps(config, model.config))
+        return Engine(
+            model,
+            store,
+            rows,
+            capture,
+            round_shape(config, self._context).verified_tokens,
+            target_taps(config, model.config),
+            paths if paths.most_paths > 1 else None,
+        )
 
     def _report(self, num_blocks: int) -> RankReport:
         loaded = [engine.report for engine in self._engines.values()]
