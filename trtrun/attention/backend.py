@@ -15,6 +15,7 @@ from trtrun.attention.gather import GatherAttention
 from trtrun.kernels.cpu.attention import NativeAttention, takes_blocks, takes_head
 from trtrun.kernels.cpu.machine import has_attention_kernel
 from trtrun.kernels.triton.support import triton_works
+from trtrun.kvcache.formats import PLAIN, KVFormat
 from trtrun.kvcache.segments import AttentionBatch
 
 
@@ -125,8 +126,13 @@ class HostAttention:
         return self._gather if self._native is None or not takes_blocks(block_size) else self._native
 
 
-def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
-    """The backend for a model: kernels that read the store in place where they work, else gathered contexts."""
+def attention_backend(
+    device: torch.device, dtype: torch.dtype, head_dim: int, kv_format: KVFormat = PLAIN
+) -> AttentionBackend:
+    """The backend for a model: kernels that read the store in place where they work and its format is plain, else
+    gathered contexts."""
+    if not kv_format.is_plain:
+        return GatherAttention(kv_format)
     if triton_works(device.type):
         from trtrun.kernels.triton.paged_attention import PagedAttention
 

@@ -86,6 +86,7 @@ def working_bytes(
     quantization: str = "none",
     graphs: bool = False,
     num_taps: int = 0,
+    has_plain_kv: bool = True,
 ) -> int:
     """Upper bound of the bytes that one rank of an engine needs beside its weights and its KV store.
 
@@ -99,6 +100,7 @@ def working_bytes(
         quantization: how its weights are held, by name.
         graphs: whether forwards are captured as CUDA graphs.
         num_taps: boundaries of the residual stream that are handed out.
+        has_plain_kv: whether kernels can read the KV store where it lies.
     """
     layout = ShardLayout(model, tp_rank, tp_size)
     # A guess is a row of the draft engine.
@@ -113,7 +115,7 @@ def working_bytes(
     head = _head_bytes(verified, layout, model, tp_size, dtype)
     total = _row_state_bytes(shape) + _rotary_bytes(shape, model, dtype)
     total += _activation_bytes(tokens, shape, layout, model, tp_size, dtype)
-    total += _attention_bytes(tokens, shape, layout, model, dtype, device_type)
+    total += _attention_bytes(tokens, shape, layout, model, dtype, device_type, has_plain_kv)
     total += head + logits + _sampling_bytes(shape, chosen, model, device_type, verifies)
     if chosen > verified:
         # Attention meets nodes once for each path through them; their logits are laid out by path.
@@ -167,12 +169,18 @@ def _activation_bytes(
 
 
 def _attention_bytes(
-    tokens: int, shape: RoundShape, layout: ShardLayout, model: ModelConfig, dtype: torch.dtype, device_type: str
+    tokens: int,
+    shape: RoundShape,
+    layout: ShardLayout,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device_type: str,
+    has_plain_kv: bool,
 ) -> int:
-    """Partial results of the kernels on GPUs; one row's context, mask and scores where plain torch attends on CPUs."""
-    if device_type == "cuda":
+    """Partial results of the kernels on GPUs; one row's context, mask and scores where plain torch attends."""
+    if device_type == "cuda" and has_plain_kv:
         return _PARTIAL_BYTES
-    takes_shape = takes_head(model.head_dim) and takes_blocks(shape.block_size)
+    takes_shape = has_plain_kv and takes_head(model.head_dim) and takes_blocks(shape.block_size)
     if dtype is torch.bfloat16 and takes_shape and has_attention_kernel():
         return 0
     heads, keys = len(layout.heads), len(layout.kv_heads)

@@ -15,6 +15,7 @@ import torch
 from parallel.communicator import Communicator
 from trtrun.attention.backend import AttentionBackend, attention_backend
 from trtrun.configuration.config import LoadFormat
+from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.mlp import GatedMLP, RowParallelLinear
 from trtrun.layers.norm import RMSNorm
@@ -82,6 +83,7 @@ def load_model(
     quantization: str = "none",
     logits_reader: int | None = None,
     load_format: LoadFormat = "auto",
+    kv_format: str = "auto",
 ) -> tuple[CausalLM, LoadReport]:
     """Load this rank's share of the model in `path`.
 
@@ -96,6 +98,7 @@ def load_model(
         quantization: how the weights of linear layers are held, by name; each is quantized as it is read.
         logits_reader: the only rank of the group that needs logits; None where all do.
         load_format: `dummy` makes weights up, from config.json alone.
+        kv_format: how the store that the model will meet keeps keys and values, by name.
 
     Raises:
         CheckpointError: anything wrong with the directory, in one line.
@@ -113,7 +116,7 @@ def load_model(
     head = None if shared else reader.linear(layout.head(), quantization=of_head(held))
     reader.release_buffer()
     rotary = RotaryEmbedding(config.rope, config.head_dim, dtype, device)
-    attention = attention_backend(device, dtype, config.head_dim)
+    attention = attention_backend(device, dtype, config.head_dim, KV_FORMATS.get(kv_format))
     layers = [_load_layer(reader, config, layout, index, attention, communicator) for index in range(config.num_layers)]
     reader.release_buffer()
     final_norm = RMSNorm(reader.tensor(layout.final_norm()), config.rms_norm_eps)

@@ -13,6 +13,7 @@ from trtrun.configuration.config import ModelSection, RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS
 from trtrun.engine.draft_paths import PathSpace
 from trtrun.engine.working_memory import RoundShape, working_bytes
+from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
 from trtrun.models.config import ModelConfig
@@ -112,7 +113,7 @@ def engine_working_bytes(
     among it."""
     dtype = resolve_dtype(section, model)
     blocks = (guess_space if role == "draft" else path_space)(config, 0).num_blocks
-    beside = blocks * kv_bytes_per_block(model, len(section.devices), config.kv_cache.block_size, dtype)
+    beside = blocks * kv_bytes_per_block(config, model, len(section.devices), dtype)
     return beside + working_bytes(
         round_shape(config, context),
         model,
@@ -124,10 +125,16 @@ def engine_working_bytes(
         quantization=section.quantization,
         graphs=config.cuda_graphs and device.type == "cuda",
         num_taps=len(target_taps(config, model)) if role == "target" else 0,
+        has_plain_kv=KV_FORMATS.get(config.kv_cache.dtype).is_plain,
     )
 
 
-def kv_bytes_per_block(model: ModelConfig, tp_size: int, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block on one rank of an engine with `tp_size` ranks."""
-    kv_heads = max(1, model.num_kv_heads // tp_size)
-    return KVStore.bytes_per_block(model.num_layers, kv_heads, block_size, model.head_dim, dtype)
+def kv_bytes_per_block(config: RuntimeConfig, model: ModelConfig, tp_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block on one rank of an engine with `tp_size` ranks.
+
+    Raises:
+        ConfigError: kv_cache.dtype is unknown.
+    """
+    kv_heads, kept = max(1, model.num_kv_heads // tp_size), config.kv_cache
+    kv_format = KV_FORMATS.get(kept.dtype)
+    return KVStore.bytes_per_block(model.num_layers, kv_heads, kept.block_size, model.head_dim, dtype, kv_format)

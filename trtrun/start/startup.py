@@ -26,6 +26,7 @@ from trtrun.engine.runner import Engine
 from trtrun.engine.warmup import warm_up
 from trtrun.engine.working_memory import RoundShape
 from trtrun.errors import CheckpointError, ConfigError, TrtrunError
+from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.kvcache.sizing import (
     SlotMemory,
     blocks_of_tokens,
@@ -171,6 +172,7 @@ class RankStartup:
                     # The target's leader decides for all; draft ranks all choose, from the same logits.
                     logits_reader=0 if role == "target" else None,
                     load_format=section.load_format,
+                    kv_format=self._config.kv_cache.dtype,
                 )
             except CheckpointError as error:
                 raise CheckpointError(f"{role}: {error}") from None
@@ -266,7 +268,7 @@ class RankStartup:
         for role, section, model, communicator in self._parts():
             dtype = resolve_dtype(section, model)
             weights += self._shard_bytes(section, model, communicator)
-            block += kv_bytes_per_block(model, communicator.size, self._config.kv_cache.block_size, dtype)
+            block += kv_bytes_per_block(self._config, model, communicator.size, dtype)
             working += engine_working_bytes(
                 self._config, self._context, role, section, model, communicator.rank, self._device
             )
@@ -287,6 +289,7 @@ class RankStartup:
             model.config.head_dim,
             model.dtype,
             self._device,
+            KV_FORMATS.get(config.kv_cache.dtype),
         )
         if self._device.type == "cpu":
             # As much as one forward may write: enough for the first requests to run at full speed, and little beside
