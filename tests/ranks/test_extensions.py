@@ -1,5 +1,5 @@
 """Drafting methods that are not the product's (tests/own_drafters.py): on draft ranks with devices of its own, and on
-target ranks that all have the same hidden states."""
+target ranks that all have the same hidden states. And a model family that is not (tests/own_family.py), shared out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from jobs import COUNT, HERE, alone, job_configuration, prompts, run_job, sampling
 from mpi4py import MPI
 from own_drafters import Recalling, check_watched, own_methods
-from pipelines import Reference, tokens_of
+from own_family import PlainReference, make_own_checkpoint, own_family
+from pipelines import Reference, noisy_copy, tokens_of
 
 from trtrun import LLM, SamplingParams
 
@@ -48,3 +49,17 @@ def test_hidden_states_are_transformers_on_every_rank_of_a_split_target(folder: 
             assert check_watched(reference, tokens) == sum(len(text) - 1 for text in tokens.values())
         else:
             assert [text for (text,) in texts] == [reference.greedy(prompt, COUNT) for prompt in prompts()]
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_family_of_ones_own_runs_wherever_the_products_do(folder: Path, name: str) -> None:
+    own = folder / "own"
+    with own_family():
+        if MPI.COMM_WORLD.rank == 0 and not own.exists():
+            noisy_copy(own / "noisy", make_own_checkpoint(own / "target"), 0.05)
+        MPI.COMM_WORLD.barrier()
+        config = job_configuration(own, HERE[name])
+        found = run_job(config, lambda llm: tokens_of(llm.generate(prompts(), SamplingParams(max_tokens=COUNT))))
+    if found is not None:
+        reference = PlainReference(own / "target")
+        assert [text for (text,) in found] == [reference.greedy(prompt, COUNT) for prompt in prompts()]

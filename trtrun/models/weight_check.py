@@ -7,47 +7,30 @@ will work (`trtrun plan`, `check`, the start of `run`): they cannot differ. It r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 from trtrun.configuration.config import LoadFormat
-from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
-from trtrun.linear.quantization.base import TensorSlice
-from trtrun.models.checkpoint import Checkpoint
+from trtrun.linear.quantization import QUANTIZATIONS, Quantization
+from trtrun.models.checkpoint import Checkpoint, WeightFiles
 from trtrun.models.config import ModelConfig
-from trtrun.models.shard_layout import ShardLayout, Weight
-
-if TYPE_CHECKING:
-    import torch
+from trtrun.models.weights import HeldWeight, Share
 
 
-class WeightFiles(Protocol):
-    """What is used of a `Checkpoint`, or of what stands for one."""
+def held_weights(config: ModelConfig, share: Share, default: Quantization) -> list[tuple[HeldWeight, Quantization]]:
+    """Everything that a rank holds, and how; `default` is of the weights that the checkpoint has stored plainly.
 
-    path: Path
-    bytes_read: int
-
-    def check(self, name: str, shape: tuple[int, ...]) -> int:
-        """See Checkpoint."""
-        ...
-
-    def pieces(self, name: str, ranges: tuple[range, ...]) -> Iterator[tuple[int, torch.Tensor]]:
-        """See Checkpoint; pieces may be on the device that they are for."""
-        ...
-
-    def close(self) -> None:
-        """See Checkpoint."""
-        ...
+    Raises:
+        CheckpointError: heads or features cannot be shared out over so many ranks.
+    """
+    return [(weight.cut(share), config.quantization_of(weight, default)) for weight in config.weights]
 
 
-def check_weights(checkpoint: WeightFiles, layout: ShardLayout, quantization: Quantization) -> int:
+def check_weights(files: WeightFiles, config: ModelConfig, share: Share, default: Quantization) -> int:
     """Check every tensor that a rank reads: that it is there, in its shape and in a dtype that is supported.
 
     Args:
-        checkpoint: with its headers read.
-        layout: of the rank.
-        quantization: of the linear layers, which says which tensors they have.
+        files: with their headers read.
+        config, share, default: see `held_weights`.
 
     Returns:
         Bytes of the rank's slices, in the files' dtypes.
@@ -55,12 +38,8 @@ def check_weights(checkpoint: WeightFiles, layout: ShardLayout, quantization: Qu
     Raises:
         CheckpointError: a tensor is missing, or another one than config.json calls for.
     """
-    stored: list[TensorSlice] = [part for weight in plain_weights(layout) for part in weight.parts]
-    for weight, held in quantized_weights(layout, quantization):
-        stored += held.stored(weight)
-    return sum(
-        math.prod(len(item) for item in part.ranges) * checkpoint.check(part.name, part.shape) for part in stored
-    )
+    stored = [part for weight, held in held_weights(config, share, default) for part in held.stored(weight)]
+    return sum(math.prod(len(item) for item in part.ranges) * files.check(part.name, part.shape) for part in stored)
 
 
 def check_model_weights(
@@ -73,10 +52,8 @@ def check_model_weights(
         NoWeightsError: the directory has no weights.
         CheckpointError: they are truncated, of another format, or not those that `config` calls for.
     """
-    if load_format == "dummy":
-        return
-    held = QUANTIZATIONS.get(quantization)
-    check_weights(Checkpoint(path), ShardLayout(config, 0, tp_size), held)
+    if load_format != "dummy":
+        check_weights(Checkpoint(path), config, Share(0, tp_size), QUANTIZATIONS.get(quantization))
 
 
 def check_split(config: ModelConfig, tp_size: int, dtype: str, device_type: str, quantization: str = "none") -> None:
@@ -93,17 +70,6 @@ def check_split(config: ModelConfig, tp_size: int, dtype: str, device_type: str,
         CheckpointError: heads or features cannot be shared out over `tp_size` ranks.
         ConfigError: the quantization is unknown, or does not go with the dtype on the device.
     """
-    QUANTIZATIONS.get(quantization).check(dtype, device_type)
-    for rank in range(tp_size):
-        ShardLayout(config, rank, tp_size)
-
-
-def plain_weights(layout: ShardLayout) -> list[Weight]:
-    """Every weight of the rank that is no linear layer's: the embedding, norms and biases."""
-    return [layout.embedding(), *(weight for weight in layout.all_weights() if len(weight.shape) == 1)]
-
-
-def quantized_weights(layout: ShardLayout, quantization: Quantization) -> list[tuple[Weight, Quantization]]:
-    """Every linear layer's weight of the rank, and how it is held."""
-    layers = [(weight, quantization) for weight in layout.layer_matrices()]
-    return [(layout.head(), of_head(quantization)), *layers]
+    default = QUANTIZATIONS.get(quantization)
+    default.check(dtype, device_type)
+    held_weights(config, Share(0, tp_size), default)

@@ -28,7 +28,7 @@ from trtrun.linear.quantization.base import (
 )
 from trtrun.models.config import read_model_config
 from trtrun.models.loading import shard_bytes
-from trtrun.models.shard_layout import StoredSlice, Weight
+from trtrun.models.weights import HeldWeight, StoredSlice
 
 DENSE = QUANTIZATIONS.get("none")
 
@@ -40,10 +40,10 @@ class Ready:
     matrix: torch.Tensor
 
     @property
-    def weight(self) -> Weight:
+    def weight(self) -> HeldWeight:
         """The whole matrix."""
         shape = (self.matrix.shape[0], self.matrix.shape[1])
-        return Weight(shape, (StoredSlice("a.weight", shape, (range(shape[0]), range(shape[1]))),))
+        return HeldWeight(shape, (StoredSlice("a.weight", shape, (range(shape[0]), range(shape[1]))),))
 
     def dense(self) -> torch.Tensor:
         """The matrix."""
