@@ -16,6 +16,7 @@ from parallel.sharding import loaded_vocabulary_range, vocabulary_range
 from trtrun.errors import CheckpointError, TrtrunError, reading, shorten
 from trtrun.layers.rope import RopeConfig
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
+from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, StoredQuantizations
 from trtrun.models.checkpoint import ITEM_BYTES, Checkpoint, read_json
 from trtrun.models.layer_plan import LayerPlan, ModelShape
 from trtrun.models.rope_config import parse_rope, read_number
@@ -49,6 +50,7 @@ class ModelConfig(ModelShape):
         layers: plan of each layer, as the family has it.
         checkpoint_dtype: name of the dtype that config.json states, or else that of the first tensor of the weights.
         eos_token_ids: tokens that end a text; empty when the checkpoint names none.
+        stored: how the checkpoint has stored each matrix; None where it has stored all plainly.
     """
 
     architecture: str
@@ -59,6 +61,7 @@ class ModelConfig(ModelShape):
     layers: tuple[LayerPlan, ...]
     checkpoint_dtype: str
     eos_token_ids: tuple[int, ...]
+    stored: StoredQuantizations | None
 
     @property
     def embedding(self) -> Weight:
@@ -87,9 +90,19 @@ class ModelConfig(ModelShape):
         return [*ends, *(weight for layer in self.layers for weight in layer.weights())]
 
     def quantization_of(self, weight: Weight, default: Quantization) -> Quantization:
-        """How a weight is held: linear layers as `default` says, and the head as goes with that."""
+        """How a weight is held: as the checkpoint has stored it, else as `default` says and, if the head, goes with it.
+
+        Raises:
+            CheckpointError: what is multiplied with as one is not stored as one.
+        """
         if weight.use == "plain":
             return QUANTIZATIONS.get("none")
+        held = {part.name: self.stored(part.name) if self.stored is not None else None for part in weight.parts}
+        if len(set(held.values())) > 1:
+            raise CheckpointError(f"{', '.join(held)} are multiplied with as one, but stored in different ways")
+        stored = held[weight.parts[0].name]
+        if stored is not None:
+            return stored
         return of_head(default) if weight.use == "head" else default
 
 
@@ -191,12 +204,6 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
             f"'architectures' must name one of {', '.join(MODEL_FAMILIES)}, not {shorten(architectures)}"
         )
     family: ModelFamily = MODEL_FAMILIES.get(str(architectures[0])[:200])
-    quantized = raw.get("quantization_config")
-    if quantized:
-        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
-        raise CheckpointError(
-            f"quantized weights ({shorten(method)}) are not supported; use a float32/float16/bfloat16 model"
-        )
     values = {**family.defaults, **raw}
     if values.get("hidden_act", family.activations[0]) not in family.activations:
         known = ", ".join(family.activations)
@@ -231,7 +238,19 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
         layers=tuple(family.plan_layers(shape, values)),
         checkpoint_dtype="float32",
         eos_token_ids=(),
+        stored=_parse_quantization(raw.get("quantization_config")),
     )
+
+
+def _parse_quantization(values: Any) -> StoredQuantizations | None:
+    if not values:
+        return None
+    method = values.get("quant_method", "unknown") if isinstance(values, dict) else values
+    if not isinstance(values, dict) or str(method) not in STORED_QUANTIZATIONS:
+        raise CheckpointError(
+            f"quantized weights ({shorten(method)}) are not supported; use a float32/float16/bfloat16 model"
+        )
+    return STORED_QUANTIZATIONS.get(method)(values)
 
 
 def _size(values: Mapping[str, Any], name: str) -> int:

@@ -26,7 +26,7 @@ from trtrun.models.checkpoint import Checkpoint, WeightFiles
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.models.dummy_weights import DummyWeights
-from trtrun.models.weight_check import check_weights, held_weights
+from trtrun.models.weight_check import check_split, check_weights, held_weights
 from trtrun.models.weight_reader import Progress, WeightReader
 from trtrun.models.weights import Share
 from trtrun.tensors import DTYPES, dtype_name
@@ -60,11 +60,12 @@ def shard_bytes(
 
     Raises:
         CheckpointError: the model cannot be shared out over `tp_size` ranks.
-        ConfigError: the quantization is unknown, or does not go with the dtype on the device.
+        ConfigError: the quantization is unknown; or it, or one of the checkpoint's, does not go with the dtype on the
+            device.
     """
     device, default = device or torch.device("cpu"), QUANTIZATIONS.get(quantization)
-    default.check(dtype_name(dtype), device.type)
     share = Share(tp_rank, tp_size)
+    check_split(config, tp_size, dtype_name(dtype), device.type, default)
     size = sum(count_bytes(held.create(weight, dtype)) for weight, held in held_weights(config, share, default))
     if _shares_tied_embedding(config, device, dtype, default):
         size -= config.embedding.cut(share).num_elements * dtype.itemsize

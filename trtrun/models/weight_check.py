@@ -10,7 +10,8 @@ import math
 from pathlib import Path
 
 from trtrun.configuration.config import LoadFormat
-from trtrun.linear.quantization import QUANTIZATIONS, Quantization
+from trtrun.errors import ConfigError
+from trtrun.linear.quantization import QUANTIZATIONS, Quantization, find_quantization
 from trtrun.models.checkpoint import Checkpoint, WeightFiles
 from trtrun.models.config import ModelConfig
 from trtrun.models.weights import HeldWeight, Share
@@ -56,7 +57,7 @@ def check_model_weights(
         check_weights(Checkpoint(path), config, Share(0, tp_size), QUANTIZATIONS.get(quantization))
 
 
-def check_split(config: ModelConfig, tp_size: int, dtype: str, device_type: str, quantization: str = "none") -> None:
+def check_split(config: ModelConfig, tp_size: int, dtype: str, device_type: str, default: Quantization) -> None:
     """Check that a model can be shared out over the ranks of a group, and held on their devices as is asked for.
 
     Args:
@@ -64,12 +65,23 @@ def check_split(config: ModelConfig, tp_size: int, dtype: str, device_type: str,
         tp_size: ranks of the group.
         dtype: of activations, by name.
         device_type: of all of its devices.
-        quantization: how the weights of linear layers are held, by name.
+        default: of the weights that the checkpoint has stored plainly.
 
     Raises:
         CheckpointError: heads or features cannot be shared out over `tp_size` ranks.
-        ConfigError: the quantization is unknown, or does not go with the dtype on the device.
+        ConfigError: a quantization does not go with the dtype on the device.
     """
-    default = QUANTIZATIONS.get(quantization)
-    default.check(dtype, device_type)
-    held_weights(config, Share(0, tp_size), default)
+    for held in dict.fromkeys(held for _, held in held_weights(config, Share(0, tp_size), default)):
+        held.check(dtype, device_type)
+
+
+def choose_default(config: ModelConfig, name: str, *, for_target: bool) -> Quantization:
+    """The quantization of what the checkpoint has stored plainly.
+
+    Raises:
+        ConfigError: there is none of that name, or a target cannot be held so, or not as the checkpoint has stored it.
+    """
+    default = find_quantization(name, for_target=for_target)
+    if for_target and not all(config.quantization_of(weight, default).fits_targets for weight in config.weights):
+        raise ConfigError("weights that are stored so are for drafts alone, as rows depend on their company")
+    return default
