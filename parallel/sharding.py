@@ -23,37 +23,17 @@ def column_range(size: int, rank: int, world: int) -> range:
     return _even_range(size, rank, world, "output features")
 
 
-def row_range(size: int, rank: int, world: int) -> range:
-    """Return the input features of a row-parallel weight that a rank holds; arguments and errors as column_range."""
-    return _even_range(size, rank, world, "input features")
-
-
-def padded_vocabulary(size: int, world: int, multiple: int = 1) -> int:
-    """Return the vocabulary size that the group stores: `size` padded so that every rank's share is equal.
-
-    Args:
-        size: entries of the checkpoint's vocabulary.
-        world: ranks of the group.
-        multiple: each rank's share is a multiple of this.
-    """
-    _check_group(0, world)
-    step = world * multiple
-    return -(-size // step) * step
-
-
-def vocabulary_range(size: int, rank: int, world: int, multiple: int = 1) -> range:
-    """Return the entries of the padded vocabulary that a rank stores; entries from `size` on are padding.
-
-    All ranks' ranges have the same length, padded_vocabulary(size, world, multiple) // world.
-    """
+def vocabulary_range(size: int, rank: int, world: int) -> range:
+    """Return the entries of the vocabulary that a rank stores: of `size` padded so that every rank's share is equal.
+    Entries from `size` on are padding."""
     _check_group(rank, world)
-    share = padded_vocabulary(size, world, multiple) // world
+    share = -(-size // world)
     return range(rank * share, (rank + 1) * share)
 
 
-def loaded_vocabulary_range(size: int, rank: int, world: int, multiple: int = 1) -> range:
+def loaded_vocabulary_range(size: int, rank: int, world: int) -> range:
     """Return the entries of vocabulary_range that the checkpoint has: what a rank reads. May be empty."""
-    stored = vocabulary_range(size, rank, world, multiple)
+    stored = vocabulary_range(size, rank, world)
     return range(min(stored.start, size), min(stored.stop, size))
 
 
@@ -85,14 +65,6 @@ def kv_heads_for_rank(num_kv_heads: int, rank: int, world: int) -> range:
         f"{num_kv_heads} KV heads cannot be shared out over {world} ranks: "
         f"use a number of devices that divides {num_kv_heads} or is a multiple of it"
     )
-
-
-def check_heads(num_heads: int, num_kv_heads: int, world: int) -> None:
-    """Raise ShardingError unless query and KV heads can be shared out over `world` ranks."""
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ShardingError(f"{num_heads} attention heads are not a multiple of {num_kv_heads} KV heads")
-    query_heads_for_rank(num_heads, 0, world)
-    kv_heads_for_rank(num_kv_heads, 0, world)
 
 
 def _even_range(size: int, rank: int, world: int, what: str) -> range:

@@ -16,10 +16,9 @@ from trtrun.configuration.config import ModelSection, RuntimeConfig
 from trtrun.configuration.device_lists import kind_of
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.kvcache.formats import KV_FORMATS
-from trtrun.linear.quantization import find_quantization
 from trtrun.models.checkpoint import NoWeightsError
 from trtrun.models.config import ModelConfig, read_model_config
-from trtrun.models.weight_check import check_model_weights, check_split
+from trtrun.models.weight_check import check_model_weights, check_split, choose_default
 from trtrun.start.model_settings import resolve_dtype_name, target_context
 from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
 
@@ -175,9 +174,8 @@ def _check_model(role: str, section: ModelSection) -> ModelConfig:
     kind = kind_of(section.devices[0])
     try:
         config = read_model_config(section.model)
-        find_quantization(section.quantization, for_target=role == "target")
-        dtype = resolve_dtype_name(section, config)
-        check_split(config, len(section.devices), dtype, kind, section.quantization)
+        default = choose_default(config, section.quantization, for_target=role == "target")
+        check_split(config, len(section.devices), resolve_dtype_name(section, config), kind, default)
     except (CheckpointError, ConfigError, ParallelError) as error:
         raise CheckpointError(f"{role}: {error}") from None
     return config

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from gpu_bench.models import SHAPES, Shape
+from trtrun.models.config import read_model_config
 from trtrun.models.dummy_weights import DummyWeights
 
 LAYERS_A_FILE = 8
@@ -31,7 +32,7 @@ def write_weights(path: Path, shape: Shape, device: torch.device) -> int:
     index_file = path / "model.safetensors.index.json"
     if index_file.exists():
         return 0
-    source = DummyWeights(path, getattr(torch, shape.dtype), device)
+    source = DummyWeights(path, getattr(torch, shape.dtype), device, read_model_config(path))
     places: dict[str, str] = {}
     names = list(shape.tensors().items())
     ends, layers = names[:3], names[3:]

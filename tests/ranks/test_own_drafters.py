@@ -1,5 +1,6 @@
-"""Drafting methods that are not the product's (tests/own_drafters.py, tests/branching.py): on draft ranks with devices
-of its own, and on target ranks that all have the same hidden states and go on with the same path of a tree."""
+"""What is not the product's, on ranks: drafting methods (tests/own_drafters.py, tests/branching.py) on draft ranks with
+devices of its own, and on target ranks that all have the same hidden states and go on with the same path of a tree. And
+a model family (tests/own_family.py), shared out."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from branching import Branching, branching_method
 from jobs import COUNT, HERE, alone, job_configuration, prompts, run_job, sampling
 from mpi4py import MPI
 from own_drafters import Recalling, check_watched, own_methods
-from pipelines import Reference, tokens_of
+from own_family import PlainReference, make_own_checkpoint, own_family
+from pipelines import Reference, noisy_copy, tokens_of
 
 from trtrun import LLM, SamplingParams
 
@@ -66,3 +68,17 @@ def test_texts_are_plain_decodings_for_random_trees_on_a_split_target(folder: Pa
         found = run_job(config, use)
     if found is not None:
         assert found[0] == plain and found[1] > 20
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_family_of_ones_own_runs_wherever_the_products_do(folder: Path, name: str) -> None:
+    own = folder / "own"
+    with own_family():
+        if MPI.COMM_WORLD.rank == 0 and not own.exists():
+            noisy_copy(own / "noisy", make_own_checkpoint(own / "target"), 0.05)
+        MPI.COMM_WORLD.barrier()
+        config = job_configuration(own, HERE[name])
+        found = run_job(config, lambda llm: tokens_of(llm.generate(prompts(), SamplingParams(max_tokens=COUNT))))
+    if found is not None:
+        reference = PlainReference(own / "target")
+        assert [text for (text,) in found] == [reference.greedy(prompt, COUNT) for prompt in prompts()]

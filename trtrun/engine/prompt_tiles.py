@@ -17,7 +17,7 @@ from trtrun.core.nouns import PrefillChunk
 from trtrun.kernels.triton.attention_tiles import LARGEST_TILE
 from trtrun.kvcache.tile_widths import padded_width, prompt_width
 from trtrun.models.config import ModelConfig
-from trtrun.models.shard_layout import ShardLayout
+from trtrun.models.weights import Share
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ def tile_width(model: ModelConfig, tp_size: int, device: str) -> int | None:
     alone; None where a chunk is one row."""
     if not device.rpartition("/")[2].startswith("cuda"):
         return None
-    layout = ShardLayout(model, 0, tp_size)
-    return prompt_width(LARGEST_TILE, len(layout.heads), len(layout.kv_heads))
+    share = Share(0, tp_size)
+    return prompt_width(LARGEST_TILE, len(model.queries.units(share)), len(model.keys.units(share)))
 
 
 def even_tiles(chunks: Sequence[PrefillChunk], width: int) -> list[PromptTile]:

@@ -17,8 +17,8 @@ from trtrun.kernels.cpu.attention import takes_blocks, takes_head
 from trtrun.kernels.cpu.machine import has_attention_kernel
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.models.config import ModelConfig
-from trtrun.models.shard_layout import ShardLayout
-from trtrun.models.weight_check import quantized_weights
+from trtrun.models.weight_check import held_weights
+from trtrun.models.weights import Share
 from trtrun.sampling.filters import RANKING_BYTES, most_ranked
 from trtrun.sampling.pieces import MOST_ELEMENTS
 
@@ -102,7 +102,7 @@ def working_bytes(
         num_taps: boundaries of the residual stream that are handed out.
         has_plain_kv: whether kernels can read the KV store where it lies.
     """
-    layout = ShardLayout(model, tp_rank, tp_size)
+    share = Share(tp_rank, tp_size)
     # A guess is a row of the draft engine.
     verified = shape.max_rows * shape.verified_tokens if verifies else max(shape.max_rows, shape.num_guesses)
     chosen = shape.max_rows * shape.chosen_tokens if verifies else verified
@@ -112,32 +112,39 @@ def working_bytes(
     if device_type == "cuda":
         tokens += min(shape.max_tokens, shape.max_rows * _MOST_PADDING)
     logits = verified * model.vocab_size * _FLOAT
-    head = _head_bytes(verified, layout, model, tp_size, dtype)
+    head = _head_bytes(verified, share, model, dtype)
     total = _row_state_bytes(shape) + _rotary_bytes(shape, model, dtype)
-    total += _activation_bytes(tokens, shape, layout, model, tp_size, dtype)
-    total += _attention_bytes(tokens, shape, layout, model, dtype, device_type, has_plain_kv)
+    total += _activation_bytes(tokens, share, model, dtype)
+    total += _attention_bytes(tokens, shape, share, model, dtype, device_type, has_plain_kv)
     total += head + logits + _sampling_bytes(shape, chosen, model, device_type, verifies)
     if chosen > verified:
         # Attention meets nodes once for each path through them; their logits are laid out by path.
-        total += _activation_bytes(chosen, shape, layout, model, tp_size, dtype) + chosen * model.vocab_size * _FLOAT
-    total += _product_bytes(tokens, verified, layout, quantization, dtype, device_type)
+        total += _activation_bytes(chosen, share, model, dtype) + chosen * model.vocab_size * _FLOAT
+    total += _product_bytes(tokens, verified, share, model, quantization, dtype, device_type)
     tap = num_taps * model.hidden_size * dtype.itemsize
     total += 2 * tokens * tap  # as the forward keeps them, and those of prompts as they are handed out
     if graphs:
         captured = max(verified, shape.max_rows * 2, MOST_PROMPT_TOKENS)
         total += captured * tap
-        pool = _activation_bytes(captured, shape, layout, model, tp_size, dtype) + head
+        pool = _activation_bytes(captured, share, model, dtype) + head
         total += logits + pool + logits + MOST_GRAPHS * _GRAPH_BYTES
     return total
 
 
 def _product_bytes(
-    tokens: int, verified: int, layout: ShardLayout, quantization: str, dtype: torch.dtype, device_type: str
+    tokens: int,
+    verified: int,
+    share: Share,
+    model: ModelConfig,
+    quantization: str,
+    dtype: torch.dtype,
+    device_type: str,
 ) -> int:
     """What one product needs beside operands and result, by what its quantization says."""
-    (head, of_head), *layers = quantized_weights(layout, QUANTIZATIONS.get(quantization))
-    largest = max(held.working_bytes(weight, tokens, dtype, device_type) for weight, held in layers)
-    return max(largest, of_head.working_bytes(head, verified, dtype, device_type))
+    return max(
+        held.working_bytes(weight, verified if weight.use == "head" else tokens, dtype, device_type)
+        for weight, held in held_weights(model, share, QUANTIZATIONS.get(quantization))
+    )
 
 
 def _row_state_bytes(shape: RoundShape) -> int:
@@ -154,24 +161,18 @@ def _rotary_bytes(shape: RoundShape, model: ModelConfig, dtype: torch.dtype) -> 
     return 3 * 2 * positions * model.head_dim * dtype.itemsize
 
 
-def _activation_bytes(
-    tokens: int, shape: RoundShape, layout: ShardLayout, model: ModelConfig, tp_size: int, dtype: torch.dtype
-) -> int:
-    """What a layer holds at its end, where all of its results are still there (models/decoder.py)."""
-    hidden, features = model.hidden_size, -(-model.intermediate_size // tp_size)
-    queries, keys = len(layout.heads) * model.head_dim, len(layout.kv_heads) * model.head_dim
-    attention = (queries + 2 * keys) + 2 * (queries + keys) + 2 * queries
-    held = tokens * (6 * hidden + attention + 4 * features) * dtype.itemsize
-    norms = 3 * tokens * max(hidden, queries + keys) * _FLOAT  # torch's own work in float32
-    gathered = tokens * hidden * (tp_size * dtype.itemsize + 2 * _FLOAT) if tp_size > 1 else 0
+def _activation_bytes(tokens: int, share: Share, model: ModelConfig, dtype: torch.dtype) -> int:
+    """What a layer holds, by its plan, beside what is gathered over the group."""
+    held = tokens * max(layer.token_bytes(share, dtype.itemsize) for layer in model.layers)
+    gathered = tokens * model.hidden_size * (share.size * dtype.itemsize + 2 * _FLOAT) if share.size > 1 else 0
     inputs = tokens * 6 * 8
-    return held + norms + gathered + inputs
+    return held + gathered + inputs
 
 
 def _attention_bytes(
     tokens: int,
     shape: RoundShape,
-    layout: ShardLayout,
+    share: Share,
     model: ModelConfig,
     dtype: torch.dtype,
     device_type: str,
@@ -183,17 +184,17 @@ def _attention_bytes(
     takes_shape = has_plain_kv and takes_head(model.head_dim) and takes_blocks(shape.block_size)
     if dtype is torch.bfloat16 and takes_shape and has_attention_kernel():
         return 0
-    heads, keys = len(layout.heads), len(layout.kv_heads)
-    context = 2 * shape.max_seq_len * keys * model.head_dim * dtype.itemsize
+    heads, keys = len(model.queries.units(share)), len(model.keys.held(share))
+    context = 2 * shape.max_seq_len * keys * dtype.itemsize
     mask = min(tokens, shape.max_seq_len) * shape.max_seq_len * (_FLOAT + 2)
     scores = max(1 << 20, 16 * heads * shape.max_seq_len) * (3 * _FLOAT + dtype.itemsize)
     return context + mask + scores
 
 
-def _head_bytes(count: int, layout: ShardLayout, model: ModelConfig, tp_size: int, dtype: torch.dtype) -> int:
+def _head_bytes(count: int, share: Share, model: ModelConfig, dtype: torch.dtype) -> int:
     """`count` rows of logits in the dtype of activations, and gathered over the group (layers/embedding.py)."""
-    share = count * len(layout.vocabulary) * dtype.itemsize
-    return share * (1 if tp_size == 1 else 2 + 2 * tp_size)
+    logits = count * model.head.cut(share).shape[0] * dtype.itemsize
+    return logits * (1 if share.size == 1 else 2 + 2 * share.size)
 
 
 def _sampling_bytes(shape: RoundShape, verified: int, model: ModelConfig, device_type: str, verifies: bool) -> int:

@@ -1,1 +1,1 @@
-"""What a layer of a model is made of beside attention and linear layers: embedding, feed-forward, norm, rotation."""
+"""A layer of a decoder and what it is made of: embedding, attention, feed-forward, norm, rotation."""

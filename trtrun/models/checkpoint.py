@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 
@@ -85,6 +85,30 @@ def _read_whole_number(digits: str) -> int:
 
 class NoWeightsError(CheckpointError):
     """A model directory has no file of weights, of any kind."""
+
+
+class WeightFiles(Protocol):
+    """What is used of a `Checkpoint`, or of what stands for one.
+
+    Attributes:
+        path: of the model directory.
+        bytes_read: bytes that were handed out so far.
+    """
+
+    path: Path
+    bytes_read: int
+
+    def check(self, name: str, shape: tuple[int, ...]) -> int:
+        """See Checkpoint."""
+        ...
+
+    def pieces(self, name: str, ranges: tuple[range, ...]) -> Iterator[tuple[int, torch.Tensor]]:
+        """See Checkpoint; pieces may be on the device that they are for."""
+        ...
+
+    def close(self) -> None:
+        """See Checkpoint."""
+        ...
 
 
 class Checkpoint:

@@ -1,21 +1,26 @@
 """Read a Hugging Face config.json, as transformers 4 and 5 write it, into one plain description of the model.
 
-Each architecture is a `ModelFamily`, registered by its own file, which says only what is special about it. This module
-reads no weights (at most their dtype) and knows no rank.
+Each architecture is a `ModelFamily`, registered by its own file, which plans the layers. This module reads no weights
+(at most their dtype) and knows no rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from parallel.sharding import loaded_vocabulary_range, vocabulary_range
 from trtrun.errors import CheckpointError, TrtrunError, reading, shorten
 from trtrun.layers.rope import RopeConfig
+from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
+from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, StoredQuantizations
 from trtrun.models.checkpoint import ITEM_BYTES, Checkpoint, read_json
+from trtrun.models.layer_plan import LayerPlan, ModelShape
 from trtrun.models.rope_config import parse_rope, read_number
+from trtrun.models.weights import Axis, StoredTensor, Weight
 from trtrun.registry import MODEL_FAMILIES
 
 _MOST = {
@@ -35,56 +40,85 @@ context, and no KV store holds such texts."""
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(ModelShape):
     """Shapes and options of one decoder-only model.
 
     Attributes:
         architecture: name in config.json, such as "LlamaForCausalLM".
-        max_position_embeddings: the context, MOST_POSITIONS at most.
         vocab_size: rows of the embedding in the checkpoint (the tokenizer may know fewer tokens).
-        sliding_windows: per layer, how many tokens back a query sees, itself included; None sees all.
+        max_position_embeddings: the context, MOST_POSITIONS at most.
+        layers: plan of each layer, as the family has it.
         checkpoint_dtype: name of the dtype that config.json states, or else that of the first tensor of the weights.
         eos_token_ids: tokens that end a text; empty when the checkpoint names none.
+        stored: how the checkpoint has stored each matrix; None where it has stored all plainly.
     """
 
     architecture: str
     vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     max_position_embeddings: int
-    rms_norm_eps: float
     tie_word_embeddings: bool
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     rope: RopeConfig
-    sliding_windows: tuple[int | None, ...]
+    layers: tuple[LayerPlan, ...]
     checkpoint_dtype: str
     eos_token_ids: tuple[int, ...]
+    stored: StoredQuantizations | None
+
+    @property
+    def embedding(self) -> Weight:
+        """[vocabulary share, hidden]. A row of made-up ones is as long as the layers' results."""
+        return self._of_vocabulary("model.embed_tokens.weight", 50.0)
+
+    @property
+    def head(self) -> Weight:
+        """[vocabulary share, hidden]; the embedding's own rows where embeddings are tied."""
+        held = self.embedding if self.tie_word_embeddings else self._of_vocabulary("lm_head.weight", 4.0)
+        return replace(held, use="head")
+
+    def _of_vocabulary(self, name: str, made_up: float) -> Weight:
+        entries = Axis(self.vocab_size, loaded_vocabulary_range, padded=vocabulary_range)
+        return Weight((StoredTensor(name, (entries, Axis(self.hidden_size)), made_up),))
+
+    @property
+    def final_norm(self) -> Weight:
+        """[hidden]."""
+        return Weight((StoredTensor("model.norm.weight", (Axis(self.hidden_size),)),))
+
+    @property
+    def weights(self) -> Sequence[Weight]:
+        """All that the model has."""
+        ends = (self.embedding, self.final_norm, self.head)
+        return [*ends, *(weight for layer in self.layers for weight in layer.weights())]
+
+    def quantization_of(self, weight: Weight, default: Quantization) -> Quantization:
+        """How a weight is held: as the checkpoint has stored it, else as `default` says and, if the head, goes with it.
+
+        Raises:
+            CheckpointError: what is multiplied with as one is not stored as one.
+        """
+        if weight.use == "plain":
+            return QUANTIZATIONS.get("none")
+        held = {part.name: self.stored(part.name) if self.stored is not None else None for part in weight.parts}
+        if len(set(held.values())) > 1:
+            raise CheckpointError(f"{', '.join(held)} are multiplied with as one, but stored in different ways")
+        stored = held[weight.parts[0].name]
+        if stored is not None:
+            return stored
+        return of_head(default) if weight.use == "head" else default
 
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """What one architecture adds to the common decoder.
+    """What one architecture is.
 
     Attributes:
         defaults: values that transformers' config class takes for keys that config.json leaves out.
-        qkv_bias, o_bias: whether the projections have a bias, given config.json.
-        qk_norm: whether queries and keys are RMS-normalised per head before the rotation.
-        sliding_windows: config.json → window per layer.
+        plan_layers: sizes and all values of config.json → the plan of each layer. Raises CheckpointError.
+        activations: values of `hidden_act` that its layers compute; the first where config.json leaves it out.
     """
 
     defaults: Mapping[str, Any]
-    qkv_bias: Callable[[Mapping[str, Any]], bool]
-    o_bias: Callable[[Mapping[str, Any]], bool]
-    sliding_windows: Callable[[Mapping[str, Any]], tuple[int | None, ...]]
-    qk_norm: bool = False
-    mlp_bias: Callable[[Mapping[str, Any]], bool] = field(default=lambda values: False)
+    plan_layers: Callable[[ModelShape, Mapping[str, Any]], Sequence[LayerPlan]]
+    activations: tuple[str, ...] = ("silu",)
 
 
 def read_flag(values: Mapping[str, Any], name: str) -> bool:
@@ -99,26 +133,30 @@ def read_flag(values: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def attention_bias(values: Mapping[str, Any]) -> bool:
-    """Whether config.json's `attention_bias` is on."""
-    return read_flag(values, "attention_bias")
+def read_window(values: Mapping[str, Any]) -> int | None:
+    """`sliding_window`: how many tokens back a query sees, itself included; None where it is null and sees all.
+
+    Raises:
+        CheckpointError: it is no size.
+    """
+    return None if values["sliding_window"] is None else min(_size(values, "sliding_window"), MOST_POSITIONS)
 
 
-def no_windows(values: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Every layer sees the whole context."""
-    return (None,) * int(values["num_hidden_layers"])
+def windows_by_layer_type(values: Mapping[str, Any]) -> Sequence[int | None]:
+    """Qwen's rule, layer by layer: `layer_types` where given, else the layers from `max_window_layers` on, if
+    `use_sliding_window`.
 
-
-def windows_by_layer_type(values: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Qwen's rule: `layer_types` where given, else the layers from `max_window_layers` on, if `use_sliding_window`."""
+    Raises:
+        CheckpointError: one of these is not what it should be.
+    """
     layers = int(values["num_hidden_layers"])
-    window = values.get("sliding_window") if read_flag(values, "use_sliding_window") else None
+    window = read_window(values) if read_flag(values, "use_sliding_window") else None
     types = values.get("layer_types")
     if types is None:
         first = values["max_window_layers"]
         if window is not None and (isinstance(first, bool) or not isinstance(first, int)):
             raise CheckpointError(f"'max_window_layers' must be a whole number, not {shorten(first)}")
-        return tuple(window if window is not None and index >= first else None for index in range(layers))
+        return [window if window is not None and index >= first else None for index in range(layers)]
     if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
         raise CheckpointError(f"'layer_types' must be a list with the type of each layer, not {shorten(types)}")
     unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
@@ -127,7 +165,7 @@ def windows_by_layer_type(values: Mapping[str, Any]) -> tuple[int | None, ...]:
             f"unknown layer type {shorten(unknown[0])}" if unknown else f"{len(types)} layer_types for {layers} layers"
         )
         raise CheckpointError(f"{detail}; known layer types: full_attention, sliding_attention")
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
+    return [window if kind == "sliding_attention" else None for kind in types]
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -166,15 +204,10 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
             f"'architectures' must name one of {', '.join(MODEL_FAMILIES)}, not {shorten(architectures)}"
         )
     family: ModelFamily = MODEL_FAMILIES.get(str(architectures[0])[:200])
-    quantized = raw.get("quantization_config")
-    if quantized:
-        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
-        raise CheckpointError(
-            f"quantized weights ({shorten(method)}) are not supported; use a float32/float16/bfloat16 model"
-        )
     values = {**family.defaults, **raw}
-    if values.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"hidden_act {shorten(values['hidden_act'])} is not supported; known: silu")
+    if values.get("hidden_act", family.activations[0]) not in family.activations:
+        known = ", ".join(family.activations)
+        raise CheckpointError(f"hidden_act {shorten(values['hidden_act'])} is not supported; known: {known}")
     hidden_size, num_heads = _size(values, "hidden_size"), _size(values, "num_attention_heads")
     if values.get("head_dim") is None and hidden_size % num_heads:
         raise CheckpointError(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
@@ -185,33 +218,39 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
             f"num_attention_heads {num_heads} must be a multiple of num_key_value_heads {num_kv_heads}, "
             f"and head_dim {head_dim} even"
         )
-    max_positions = _size(values, "max_position_embeddings")
-    num_layers = _size(values, "num_hidden_layers")
-    windows = family.sliding_windows(values)
-    if any(window is not None for window in windows):
-        _size(values, "sliding_window")
-        windows = tuple(None if window is None else min(window, MOST_POSITIONS) for window in windows)
-    return ModelConfig(
-        architecture=str(architectures[0]),
-        vocab_size=_size(values, "vocab_size"),
+    shape = ModelShape(
         hidden_size=hidden_size,
         intermediate_size=_size(values, "intermediate_size"),
-        num_layers=num_layers,
+        num_layers=_size(values, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=min(max_positions, MOST_POSITIONS),
         rms_norm_eps=read_number(values, "rms_norm_eps"),
+    )
+    max_positions = _size(values, "max_position_embeddings")
+    return ModelConfig(
+        **vars(shape),
+        architecture=str(architectures[0]),
+        vocab_size=_size(values, "vocab_size"),
+        max_position_embeddings=min(max_positions, MOST_POSITIONS),
         tie_word_embeddings=read_flag(values, "tie_word_embeddings"),
-        qkv_bias=family.qkv_bias(values),
-        o_bias=family.o_bias(values),
-        mlp_bias=family.mlp_bias(values),
-        qk_norm=family.qk_norm,
         rope=parse_rope(values, max_positions, head_dim),
-        sliding_windows=windows,
+        layers=tuple(family.plan_layers(shape, values)),
         checkpoint_dtype="float32",
         eos_token_ids=(),
+        stored=_parse_quantization(raw.get("quantization_config")),
     )
+
+
+def _parse_quantization(values: Any) -> StoredQuantizations | None:
+    if not values:
+        return None
+    method = values.get("quant_method", "unknown") if isinstance(values, dict) else values
+    if not isinstance(values, dict) or str(method) not in STORED_QUANTIZATIONS:
+        raise CheckpointError(
+            f"quantized weights ({shorten(method)}) are not supported; use a float32/float16/bfloat16 model"
+        )
+    return STORED_QUANTIZATIONS.get(method)(values)
 
 
 def _size(values: Mapping[str, Any], name: str) -> int:

@@ -1,104 +1,29 @@
-"""The decoder-only transformer that Llama, Mistral, Qwen2 and Qwen3 share, as one rank of a group runs it.
+"""A decoder-only transformer as one rank of a group runs it: embedding, layers of whatever kind, norm and head.
 
-It knows weights on this rank, the paged KV store and attention segments. It does not know requests, phases or files.
-A forward issues the same operations whatever the tensors hold and never reads a value back to the host, so it can be
-captured in a CUDA graph. In bfloat16 on the CPU a token's result is bit-equal whatever else is in the batch.
+It knows that a layer attends and feeds forward, the paged KV store and attention segments. It does not know requests,
+phases, files, or what is in a layer. A forward issues the same operations whatever the tensors hold and never reads a
+value back to the host, so it can be captured in a CUDA graph. In bfloat16 on the CPU a token's result is bit-equal
+whatever else is in the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
-from trtrun.attention.backend import AttentionBackend, attend
-from trtrun.kernels.rounded_rows import Activations
+from trtrun.attention.backend import AttentionBackend
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.kvcache.tile_widths import prompt_width
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
-from trtrun.layers.mlp import GatedMLP, RowParallelLinear
 from trtrun.layers.norm import RMSNorm
 from trtrun.layers.rotary import RotaryEmbedding
-from trtrun.linear.layer import Linear
 from trtrun.models.config import ModelConfig
+from trtrun.models.layer_plan import Layer
 from trtrun.models.taps import Taps
+from trtrun.models.weights import Share
 from trtrun.tensors import inference
-
-
-@dataclass
-class DecoderLayer:
-    """One layer: attention and feed-forward, each behind a norm and added to the residual stream.
-
-    Attributes:
-        qkv: hidden to this rank's query heads, key heads, value heads, in this order.
-        qk_norm: per-head norm of queries and keys (weight [heads + kv_heads, head_dim]), where the model has one.
-        window: sliding window of attention, None for the whole context.
-    """
-
-    input_norm: RMSNorm
-    qkv: Linear
-    qk_norm: RMSNorm | None
-    output: RowParallelLinear
-    post_attention_norm: RMSNorm
-    mlp: GatedMLP
-    attention: AttentionBackend
-    heads: int
-    kv_heads: int
-    head_dim: int
-    window: int | None
-
-    def attend(
-        self,
-        hidden: torch.Tensor,
-        delta: torch.Tensor | None,
-        angles: tuple[torch.Tensor, torch.Tensor],
-        batch: AttentionBatch,
-        store_layer: torch.Tensor,
-    ) -> torch.Tensor:
-        """The layer up to its attention, writing the tokens' keys and values.
-
-        Args:
-            hidden: [tokens, hidden], the residual stream, to which `delta` is added in place.
-            delta: what the layer before left to add to it; None at the first.
-            angles: of rotary position embedding.
-            batch: the segments.
-            store_layer: keys and values of this layer.
-
-        Returns:
-            [tokens, this rank's heads * head_dim], for `feed_forward`.
-        """
-        fused = self.qkv(_normalise(self.input_norm, hidden, delta, self.qkv.takes_rounded_rows)).view(
-            hidden.shape[0], -1, self.head_dim
-        )
-        rotated_heads = self.heads + self.kv_heads
-        query_key, value = fused[:, :rotated_heads], fused[:, rotated_heads:]
-        if self.qk_norm is not None:
-            query_key = self.qk_norm(query_key)
-        scale = self.head_dim**-0.5
-        window = self.window
-        return attend(self.attention, query_key, value, angles, store_layer, batch, scale, window).flatten(1)
-
-    def feed_forward(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The rest of the layer, token by token.
-
-        Args:
-            hidden: [n, hidden], the residual stream, which is overwritten.
-            attended: [n, this rank's heads * head_dim], contiguous, of the same tokens.
-
-        Returns:
-            [n, hidden]: what is left to add to the stream, so that adding and the next norm can be one operation.
-        """
-        delta = self.output(attended)
-        return self.mlp(_normalise(self.post_attention_norm, hidden, delta, self.mlp.takes_rounded_rows))
-
-
-def _normalise(norm: RMSNorm, hidden: torch.Tensor, delta: torch.Tensor | None, rounds: bool) -> Activations:
-    """hidden += delta, in place, where there is one, and the norm of it, rounded where the layer behind takes that."""
-    if rounds:
-        return norm.rounded(hidden, delta)
-    return norm(hidden) if delta is None else norm.add(hidden, delta)
 
 
 class CausalLM:
@@ -108,6 +33,7 @@ class CausalLM:
         config: shapes of the whole model.
         dtype, device: of weights and activations.
         kv_heads: KV heads that this rank holds, for its KVStore.
+        prompt_width: queries of the rows that prompts are best cut into; None where each is best one row.
         has_overflowed: on the CPU, whether any token so far had keys or values that may not be finite.
         on_layer: called after each layer of a forward: on CUDA once the layer is launched, and not at all where a graph
             is replayed. It must be quick and touch no tensor. None at first.
@@ -117,28 +43,26 @@ class CausalLM:
         self,
         config: ModelConfig,
         embedding: VocabularyEmbedding,
-        layers: list[DecoderLayer],
+        layers: Sequence[Layer],
         final_norm: RMSNorm,
         head: VocabularyHead,
         rotary: RotaryEmbedding,
+        attention: AttentionBackend,
+        share: Share,
     ) -> None:
         self.config = config
         self.dtype = embedding.weight.dtype
         self.device = embedding.weight.device
-        self.kv_heads = layers[0].kv_heads
+        heads, self.kv_heads = len(config.queries.units(share)), len(config.keys.units(share))
+        self.prompt_width = prompt_width(attention.tile, heads, self.kv_heads)
         self._embedding = embedding
         self._layers = layers
         self._final_norm = final_norm
         self._head = head
         self._rotary = rotary
+        self._attention = attention
         self.on_layer: Callable[[], None] | None = None
         self.has_overflowed = False
-
-    @property
-    def prompt_width(self) -> int | None:
-        """Queries of the rows that prompts are best cut into; None where each is best one row."""
-        layer = self._layers[0]
-        return prompt_width(layer.attention.tile, layer.heads, layer.kv_heads)
 
     def reserve_positions(self, positions: int) -> None:
         """Make rotary tables for positions [0, positions) now; needed before a graph is captured, free otherwise."""
@@ -206,7 +130,7 @@ class CausalLM:
 
     def copy_tokens(self, store: KVStore, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
         """Copy all layers' keys and values of single tokens; see `AttentionBackend.copy_tokens`."""
-        self._layers[0].attention.copy_tokens(store.data, source, target, offset)
+        self._attention.copy_tokens(store.data, source, target, offset)
 
     @inference
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

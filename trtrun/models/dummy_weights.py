@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+from trtrun.models.config import ModelConfig
+
 _DEVIATION = 0.02
 """Of the numbers of a matrix: what transformers initialises models with, unless their configuration says otherwise."""
 
-_FACTORS = {"embed_tokens.weight": 50.0, "lm_head.weight": 4.0, "q_proj.weight": 2.0, "k_proj.weight": 2.0}
-"""Of the deviation, by the ends of names: tokens differ, and attention tells them apart."""
-
-_OUTPUTS = re.compile(r"\.layers\.(\d+)\..*(?:o_proj|down_proj)\.weight$")
 _FIRST_OUTPUT, _LEAST_OUTPUT = 4.0, 0.03
 """Factors of what the first layer adds, halved from layer to layer, and of what any layer adds."""
 
@@ -37,12 +34,13 @@ class DummyWeights:
         bytes_read: bytes that were made so far.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
-        """Make weights of `dtype` on `device`."""
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, config: ModelConfig) -> None:
+        """Make weights of `dtype` on `device`, for the tensors of `config`."""
         self.path = path
         self.bytes_read = 0
         self._dtype = dtype
         self._device = device
+        self._factors = _read_factors(config)
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def check(self, name: str, shape: tuple[int, ...]) -> int:
@@ -59,7 +57,7 @@ class DummyWeights:
         rows = ranges[0]
         if len(ranges) == 1:
             self.bytes_read += len(rows) * self._dtype.itemsize
-            value = 1.0 if name.endswith("norm.weight") else 0.0
+            value = self._factors.get(name, 1.0)
             yield 0, torch.full((len(rows),), value, dtype=self._dtype, device=self._device)
             return
         height, width = self._shapes[name]
@@ -80,10 +78,15 @@ class DummyWeights:
         seed = int.from_bytes(digest, "big") >> 1
         generator = torch.Generator(self._device).manual_seed(seed)
         made = torch.empty(shape, dtype=self._dtype, device=self._device)
-        return made.normal_(0, _DEVIATION * _factor(name), generator=generator)
+        return made.normal_(0, _DEVIATION * self._factors.get(name, 1.0), generator=generator)
 
 
-def _factor(name: str) -> float:
-    if output := _OUTPUTS.search(name):
-        return max(math.ldexp(_FIRST_OUTPUT, -int(output[1])), _LEAST_OUTPUT)
-    return next((factor for end, factor in _FACTORS.items() if name.endswith(end)), 1.0)
+def _read_factors(config: ModelConfig) -> dict[str, float]:
+    """What `made_up` says of each tensor, with what later layers add made smaller."""
+    factors = {part.name: part.made_up for weight in config.weights for part in weight.parts}
+    for index, layer in enumerate(config.layers):
+        output = max(math.ldexp(_FIRST_OUTPUT, -index), _LEAST_OUTPUT)
+        factors |= {
+            part.name: output * part.made_up for weight in layer.weights() for part in weight.parts if part.is_output
+        }
+    return factors

@@ -1,34 +1,35 @@
 """From a Hugging Face directory to a model on this rank: each rank reads only its own slices, one weight at a time.
 
 No rank ever holds the whole model: a weight is filled from the mapped file piece by piece, packed for its kernel, and
-the plain copy freed before the next. Which tensors a linear layer has, its quantization says: sizes and loading ask it.
-This module does not know what else the process holds, or where the devices are.
+the plain copy freed before the next. Which weights there are, the plans of the layers say, and which tensors each has,
+its quantization: sizes and loading ask them. This module does not know what else the process holds, or where the
+devices are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from parallel.communicator import Communicator
-from trtrun.attention.backend import AttentionBackend, attention_backend
+from parallel.sharding import vocabulary_range
 from trtrun.configuration.config import LoadFormat
 from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
-from trtrun.layers.mlp import GatedMLP, RowParallelLinear
 from trtrun.layers.norm import RMSNorm
 from trtrun.layers.rotary import RotaryEmbedding
-from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
+from trtrun.linear.quantization import QUANTIZATIONS, Quantization
 from trtrun.linear.quantization.base import count_bytes
-from trtrun.models.checkpoint import Checkpoint
+from trtrun.models.checkpoint import Checkpoint, WeightFiles
 from trtrun.models.config import ModelConfig, read_model_config
-from trtrun.models.decoder import CausalLM, DecoderLayer
+from trtrun.models.decoder import CausalLM
 from trtrun.models.dummy_weights import DummyWeights
-from trtrun.models.shard_layout import ShardLayout
-from trtrun.models.weight_check import plain_weights, quantized_weights
+from trtrun.models.weight_check import check_split, check_weights, held_weights
 from trtrun.models.weight_reader import Progress, WeightReader
+from trtrun.models.weights import Share
 from trtrun.tensors import DTYPES, dtype_name
 
 
@@ -60,15 +61,15 @@ def shard_bytes(
 
     Raises:
         CheckpointError: the model cannot be shared out over `tp_size` ranks.
-        ConfigError: the quantization is unknown, or does not go with the dtype on the device.
+        ConfigError: the quantization is unknown; or it, or one of the checkpoint's, does not go with the dtype on the
+            device.
     """
-    device, held = device or torch.device("cpu"), QUANTIZATIONS.get(quantization)
-    held.check(dtype_name(dtype), device.type)
-    layout = ShardLayout(config, tp_rank, tp_size)
-    size = sum(weight.num_elements for weight in plain_weights(layout)) * dtype.itemsize
-    size += sum(count_bytes(own.create(weight, dtype)) for weight, own in quantized_weights(layout, held))
-    if _shares_tied_embedding(config, device, dtype, held):
-        size -= layout.embedding().num_elements * dtype.itemsize
+    device, default = device or torch.device("cpu"), QUANTIZATIONS.get(quantization)
+    share = Share(tp_rank, tp_size)
+    check_split(config, tp_size, dtype_name(dtype), device.type, default)
+    size = sum(count_bytes(held.create(weight, dtype)) for weight, held in held_weights(config, share, default))
+    if _shares_tied_embedding(config, device, dtype, default):
+        size -= config.embedding.cut(share).num_elements * dtype.itemsize
     return size
 
 
@@ -104,72 +105,51 @@ def load_model(
         CheckpointError: anything wrong with the directory, in one line.
         ConfigError: the quantization is unknown, or does not go with the dtype on the device.
     """
-    config = read_model_config(path)
-    held = QUANTIZATIONS.get(quantization)
-    size = shard_bytes(config, communicator.rank, communicator.size, dtype, device, quantization)
-    layout = ShardLayout(config, communicator.rank, communicator.size)
-    files = DummyWeights(path, DTYPES[config.checkpoint_dtype], device) if load_format == "dummy" else Checkpoint(path)
-    reader = WeightReader(files, layout, device, dtype, held, progress, batch_invariant)
+    config, default = read_model_config(path), QUANTIZATIONS.get(quantization)
+    share = Share(communicator.rank, communicator.size)
+    size = shard_bytes(config, *share, dtype, device, quantization)
+    is_made_up, stored = load_format == "dummy", DTYPES[config.checkpoint_dtype]
+    files: WeightFiles = DummyWeights(path, stored, device, config) if is_made_up else Checkpoint(path)
+    # Every name, shape and dtype is checked before the first byte of a weight is read.
+    total = check_weights(files, config, share, default)
+    quantization_of = partial(config.quantization_of, default=default)
+    reader = WeightReader(
+        files,
+        communicator,
+        device,
+        dtype,
+        quantization_of,
+        total,
+        progress,
+        batch_invariant,
+        KV_FORMATS.get(kv_format),
+    )
     # The order keeps the peak low: first the head, the largest weight that is packed out of a buffer, while little else
     # is resident; last the embedding, which needs no buffer.
-    shared = _shares_tied_embedding(config, device, dtype, held)
-    head = None if shared else reader.linear(layout.head(), quantization=of_head(held))
+    head = None if _shares_tied_embedding(config, device, dtype, default) else reader.linear(config.head)
     reader.release_buffer()
-    rotary = RotaryEmbedding(config.rope, config.head_dim, dtype, device)
-    attention = attention_backend(device, dtype, config.head_dim, KV_FORMATS.get(kv_format))
-    layers = [_load_layer(reader, config, layout, index, attention, communicator) for index in range(config.num_layers)]
+    layers = [layer.build(reader) for layer in config.layers]
     reader.release_buffer()
-    final_norm = RMSNorm(reader.tensor(layout.final_norm()), config.rms_norm_eps)
-    embedding = reader.tensor(layout.embedding())
+    final_norm = RMSNorm(reader.tensor(config.final_norm), config.rms_norm_eps)
+    embedding = reader.tensor(config.embedding)
     if head is None:
-        head = reader.linear(layout.head(), present=embedding, quantization=of_head(held))
+        head = reader.linear(config.head, present=embedding)
     reader.close()
     model = CausalLM(
         config,
-        VocabularyEmbedding(embedding, layout.vocabulary.start, communicator),
+        VocabularyEmbedding(embedding, vocabulary_range(config.vocab_size, *share).start, communicator),
         layers,
         final_norm,
         VocabularyHead(head, config.vocab_size, communicator, logits_reader),
-        rotary,
+        RotaryEmbedding(config.rope, config.head_dim, dtype, device),
+        reader.attention(config.head_dim),
+        share,
     )
     return model, LoadReport(reader.bytes_read, size)
 
 
 def _shares_tied_embedding(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, quantization: Quantization
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, default: Quantization
 ) -> bool:
     """Whether head and embedding are one tensor: tied, and multiplied without a copy of another form."""
-    return config.tie_word_embeddings and of_head(quantization).keeps_dense(dtype, device)
-
-
-def _load_layer(
-    reader: WeightReader,
-    config: ModelConfig,
-    layout: ShardLayout,
-    index: int,
-    attention: AttentionBackend,
-    communicator: Communicator,
-) -> DecoderLayer:
-    weights = layout.layer(index)
-    heads, kv_heads = len(layout.heads), len(layout.kv_heads)
-    qk_norm = None
-    if config.qk_norm:
-        query_norm, key_norm = reader.tensor(weights["q_norm"]), reader.tensor(weights["k_norm"])
-        per_head = torch.cat((query_norm.expand(heads, -1), key_norm.expand(kv_heads, -1)))
-        qk_norm = RMSNorm(per_head, config.rms_norm_eps)
-    return DecoderLayer(
-        input_norm=RMSNorm(reader.tensor(weights["input_norm"]), config.rms_norm_eps),
-        qkv=reader.linear(weights["qkv"], weights.get("qkv_bias")),
-        qk_norm=qk_norm,
-        output=RowParallelLinear(reader.linear(weights["o"]), reader.optional(weights.get("o_bias")), communicator),
-        post_attention_norm=RMSNorm(reader.tensor(weights["post_attention_norm"]), config.rms_norm_eps),
-        mlp=GatedMLP(
-            reader.linear(weights["gate_up"], weights.get("gate_up_bias")),
-            RowParallelLinear(reader.linear(weights["down"]), reader.optional(weights.get("down_bias")), communicator),
-        ),
-        attention=attention,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=config.head_dim,
-        window=config.sliding_windows[index],
-    )
+    return config.tie_word_embeddings and config.quantization_of(config.head, default).keeps_dense(dtype, device)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trtrun.models.config import ModelFamily
+from trtrun.models.blocks import AttentionPlan, DecoderPlan, GatedMLPPlan, NormPlan
+from trtrun.models.config import ModelFamily, read_window
+from trtrun.models.layer_plan import LayerPlan, ModelShape
 from trtrun.registry import MODEL_FAMILIES
 
 
-def _windows(values: Mapping[str, Any]) -> tuple[int | None, ...]:
-    return (values["sliding_window"],) * int(values["num_hidden_layers"])
+def _plan_layers(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
+    window = read_window(values)
+    return [
+        DecoderPlan(
+            NormPlan(f"model.layers.{index}.input_layernorm", shape.hidden_size, shape.rms_norm_eps),
+            AttentionPlan(f"model.layers.{index}.self_attn", shape, window),
+            NormPlan(f"model.layers.{index}.post_attention_layernorm", shape.hidden_size, shape.rms_norm_eps),
+            GatedMLPPlan(f"model.layers.{index}.mlp", shape),
+        )
+        for index in range(shape.num_layers)
+    ]
 
 
 MISTRAL = MODEL_FAMILIES.register("MistralForCausalLM")(
@@ -22,8 +33,6 @@ MISTRAL = MODEL_FAMILIES.register("MistralForCausalLM")(
             "sliding_window": 4096,
             "eos_token_id": 2,
         },
-        qkv_bias=lambda values: False,
-        o_bias=lambda values: False,
-        sliding_windows=_windows,
+        plan_layers=_plan_layers,
     )
 )

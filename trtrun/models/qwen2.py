@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trtrun.models.blocks import AttentionPlan, DecoderPlan, GatedMLPPlan, NormPlan
 from trtrun.models.config import ModelFamily, windows_by_layer_type
+from trtrun.models.layer_plan import LayerPlan, ModelShape
 from trtrun.registry import MODEL_FAMILIES
+
+
+def _plan_layers(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
+    return [
+        DecoderPlan(
+            NormPlan(f"model.layers.{index}.input_layernorm", shape.hidden_size, shape.rms_norm_eps),
+            AttentionPlan(f"model.layers.{index}.self_attn", shape, window, qkv_bias=True),
+            NormPlan(f"model.layers.{index}.post_attention_layernorm", shape.hidden_size, shape.rms_norm_eps),
+            GatedMLPPlan(f"model.layers.{index}.mlp", shape),
+        )
+        for index, window in enumerate(windows_by_layer_type(values))
+    ]
+
 
 QWEN2 = MODEL_FAMILIES.register("Qwen2ForCausalLM")(
     ModelFamily(
@@ -14,8 +32,6 @@ QWEN2 = MODEL_FAMILIES.register("Qwen2ForCausalLM")(
             "sliding_window": 4096,
             "max_window_layers": 28,
         },
-        qkv_bias=lambda values: True,
-        o_bias=lambda values: False,
-        sliding_windows=windows_by_layer_type,
+        plan_layers=_plan_layers,
     )
 )

@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
-from trtrun.models.config import ModelFamily, attention_bias, windows_by_layer_type
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trtrun.models.blocks import AttentionPlan, DecoderPlan, GatedMLPPlan, NormPlan
+from trtrun.models.config import ModelFamily, read_flag, windows_by_layer_type
+from trtrun.models.layer_plan import LayerPlan, ModelShape
 from trtrun.registry import MODEL_FAMILIES
+
+
+def _plan_layers(shape: ModelShape, values: Mapping[str, Any]) -> Sequence[LayerPlan]:
+    has_bias = read_flag(values, "attention_bias")
+    return [
+        DecoderPlan(
+            NormPlan(f"model.layers.{index}.input_layernorm", shape.hidden_size, shape.rms_norm_eps),
+            AttentionPlan(f"model.layers.{index}.self_attn", shape, window, has_bias, has_bias, head_norm=True),
+            NormPlan(f"model.layers.{index}.post_attention_layernorm", shape.hidden_size, shape.rms_norm_eps),
+            GatedMLPPlan(f"model.layers.{index}.mlp", shape),
+        )
+        for index, window in enumerate(windows_by_layer_type(values))
+    ]
+
 
 QWEN3 = MODEL_FAMILIES.register("Qwen3ForCausalLM")(
     ModelFamily(
@@ -15,9 +34,6 @@ QWEN3 = MODEL_FAMILIES.register("Qwen3ForCausalLM")(
             "sliding_window": 4096,
             "max_window_layers": 28,
         },
-        qkv_bias=attention_bias,
-        o_bias=attention_bias,
-        qk_norm=True,
-        sliding_windows=windows_by_layer_type,
+        plan_layers=_plan_layers,
     )
 )

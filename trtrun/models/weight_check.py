@@ -7,47 +7,31 @@ will work (`trtrun plan`, `check`, the start of `run`): they cannot differ. It r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 from trtrun.configuration.config import LoadFormat
-from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
-from trtrun.linear.quantization.base import TensorSlice
-from trtrun.models.checkpoint import Checkpoint
+from trtrun.errors import ConfigError
+from trtrun.linear.quantization import QUANTIZATIONS, Quantization, find_quantization
+from trtrun.models.checkpoint import Checkpoint, WeightFiles
 from trtrun.models.config import ModelConfig
-from trtrun.models.shard_layout import ShardLayout, Weight
-
-if TYPE_CHECKING:
-    import torch
+from trtrun.models.weights import HeldWeight, Share
 
 
-class WeightFiles(Protocol):
-    """What is used of a `Checkpoint`, or of what stands for one."""
+def held_weights(config: ModelConfig, share: Share, default: Quantization) -> list[tuple[HeldWeight, Quantization]]:
+    """Everything that a rank holds, and how; `default` is of the weights that the checkpoint has stored plainly.
 
-    path: Path
-    bytes_read: int
-
-    def check(self, name: str, shape: tuple[int, ...]) -> int:
-        """See Checkpoint."""
-        ...
-
-    def pieces(self, name: str, ranges: tuple[range, ...]) -> Iterator[tuple[int, torch.Tensor]]:
-        """See Checkpoint; pieces may be on the device that they are for."""
-        ...
-
-    def close(self) -> None:
-        """See Checkpoint."""
-        ...
+    Raises:
+        CheckpointError: heads or features cannot be shared out over so many ranks.
+    """
+    return [(weight.cut(share), config.quantization_of(weight, default)) for weight in config.weights]
 
 
-def check_weights(checkpoint: WeightFiles, layout: ShardLayout, quantization: Quantization) -> int:
+def check_weights(files: WeightFiles, config: ModelConfig, share: Share, default: Quantization) -> int:
     """Check every tensor that a rank reads: that it is there, in its shape and in a dtype that is supported.
 
     Args:
-        checkpoint: with its headers read.
-        layout: of the rank.
-        quantization: of the linear layers, which says which tensors they have.
+        files: with their headers read.
+        config, share, default: see `held_weights`.
 
     Returns:
         Bytes of the rank's slices, in the files' dtypes.
@@ -55,12 +39,8 @@ def check_weights(checkpoint: WeightFiles, layout: ShardLayout, quantization: Qu
     Raises:
         CheckpointError: a tensor is missing, or another one than config.json calls for.
     """
-    stored: list[TensorSlice] = [part for weight in plain_weights(layout) for part in weight.parts]
-    for weight, held in quantized_weights(layout, quantization):
-        stored += held.stored(weight)
-    return sum(
-        math.prod(len(item) for item in part.ranges) * checkpoint.check(part.name, part.shape) for part in stored
-    )
+    stored = [part for weight, held in held_weights(config, share, default) for part in held.stored(weight)]
+    return sum(math.prod(len(item) for item in part.ranges) * files.check(part.name, part.shape) for part in stored)
 
 
 def check_model_weights(
@@ -73,13 +53,11 @@ def check_model_weights(
         NoWeightsError: the directory has no weights.
         CheckpointError: they are truncated, of another format, or not those that `config` calls for.
     """
-    if load_format == "dummy":
-        return
-    held = QUANTIZATIONS.get(quantization)
-    check_weights(Checkpoint(path), ShardLayout(config, 0, tp_size), held)
+    if load_format != "dummy":
+        check_weights(Checkpoint(path), config, Share(0, tp_size), QUANTIZATIONS.get(quantization))
 
 
-def check_split(config: ModelConfig, tp_size: int, dtype: str, device_type: str, quantization: str = "none") -> None:
+def check_split(config: ModelConfig, tp_size: int, dtype: str, device_type: str, default: Quantization) -> None:
     """Check that a model can be shared out over the ranks of a group, and held on their devices as is asked for.
 
     Args:
@@ -87,23 +65,23 @@ def check_split(config: ModelConfig, tp_size: int, dtype: str, device_type: str,
         tp_size: ranks of the group.
         dtype: of activations, by name.
         device_type: of all of its devices.
-        quantization: how the weights of linear layers are held, by name.
+        default: of the weights that the checkpoint has stored plainly.
 
     Raises:
         CheckpointError: heads or features cannot be shared out over `tp_size` ranks.
-        ConfigError: the quantization is unknown, or does not go with the dtype on the device.
+        ConfigError: a quantization does not go with the dtype on the device.
     """
-    QUANTIZATIONS.get(quantization).check(dtype, device_type)
-    for rank in range(tp_size):
-        ShardLayout(config, rank, tp_size)
+    for held in dict.fromkeys(held for _, held in held_weights(config, Share(0, tp_size), default)):
+        held.check(dtype, device_type)
 
 
-def plain_weights(layout: ShardLayout) -> list[Weight]:
-    """Every weight of the rank that is no linear layer's: the embedding, norms and biases."""
-    return [layout.embedding(), *(weight for weight in layout.all_weights() if len(weight.shape) == 1)]
+def choose_default(config: ModelConfig, name: str, *, for_target: bool) -> Quantization:
+    """The quantization of what the checkpoint has stored plainly.
 
-
-def quantized_weights(layout: ShardLayout, quantization: Quantization) -> list[tuple[Weight, Quantization]]:
-    """Every linear layer's weight of the rank, and how it is held."""
-    layers = [(weight, quantization) for weight in layout.layer_matrices()]
-    return [(layout.head(), of_head(quantization)), *layers]
+    Raises:
+        ConfigError: there is none of that name, or a target cannot be held so, or not as the checkpoint has stored it.
+    """
+    default = find_quantization(name, for_target=for_target)
+    if for_target and not all(config.quantization_of(weight, default).fits_targets for weight in config.weights):
+        raise ConfigError("weights that are stored so are for drafts alone, as rows depend on their company")
+    return default

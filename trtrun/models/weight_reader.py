@@ -1,7 +1,7 @@
-"""Fills this rank's weights from a checkpoint, one at a time, checks them on the way, and makes the linear layers.
+"""Fills this rank's weights from a checkpoint, one at a time, looks at them on the way, and makes the linear layers.
 
-It knows files, slices, and that a quantization says which tensors a linear layer has. It does not know where in the
-model a weight stands, or what else the process holds.
+It knows its rank's share, files, and that a quantization says which tensors a linear layer has. Plans of layers build
+with it. It does not know where in the model a weight stands, or what else the process holds.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
+from parallel.communicator import Communicator
+from trtrun.attention.backend import AttentionBackend, attention_backend
 from trtrun.errors import CheckpointError
+from trtrun.kvcache.formats import KVFormat
+from trtrun.layers.mlp import RowParallelLinear
 from trtrun.linear.layer import Linear
-from trtrun.linear.quantization import Quantization
-from trtrun.linear.quantization.base import TensorSlice
-from trtrun.models.shard_layout import ShardLayout, Weight
-from trtrun.models.weight_check import WeightFiles, check_weights
+from trtrun.linear.quantization.base import Quantization, TensorSlice
+from trtrun.models.checkpoint import WeightFiles
+from trtrun.models.weights import HeldWeight, Share, Weight
 
 Progress = Callable[[int, int], None]
 
@@ -26,72 +29,78 @@ class WeightReader:
     """Reads the weights of one rank.
 
     Args:
-        checkpoint: the files, or what stands for them.
-        layout: what the rank holds of them.
+        files: the checkpoint, or what stands for it, with every tensor checked.
+        communicator: of the tensor-parallel group.
         device: where weights go.
         dtype: of activations, and of every weight that is not quantized.
-        quantization: of linear layers.
+        quantization_of: how each weight is held.
+        total: bytes to read.
         progress: called with (bytes read, bytes to read).
         batch_invariant: see `Quantization.apply`.
-
-    Raises:
-        CheckpointError: a tensor is missing, or has another shape, or a dtype that is not supported.
+        kv_format: how the store that attention will meet keeps keys and values.
     """
 
     def __init__(
         self,
-        checkpoint: WeightFiles,
-        layout: ShardLayout,
+        files: WeightFiles,
+        communicator: Communicator,
         device: torch.device,
         dtype: torch.dtype,
-        quantization: Quantization,
+        quantization_of: Callable[[Weight], Quantization],
+        total: int,
         progress: Progress | None,
         batch_invariant: bool,
+        kv_format: KVFormat,
     ) -> None:
         self.device = device
-        self._checkpoint = checkpoint
+        self.share = Share(communicator.rank, communicator.size)
+        self._files = files
+        self._communicator = communicator
         self._dtype = dtype
-        self._quantization = quantization
+        self._quantization_of = quantization_of
+        self._total = total
         self._progress = progress
         self._batch_invariant = batch_invariant
+        self._kv_format = kv_format
         self._buffer = torch.empty(0, dtype=dtype)
-        # Every name, shape and dtype is checked before the first byte of a weight is read.
-        self._total = check_weights(checkpoint, layout, quantization)
+        self._backends: dict[int, AttentionBackend] = {}
 
     @property
     def bytes_read(self) -> int:
         """Bytes read so far."""
-        return self._checkpoint.bytes_read
+        return self._files.bytes_read
 
     def close(self) -> None:
         """Unmap the files and report completion."""
-        self._checkpoint.close()
+        self._files.close()
         if self._progress is not None:
             self._progress(self._total, self._total)
 
-    def linear(
-        self,
-        weight: Weight,
-        bias: Weight | None = None,
-        *,
-        present: torch.Tensor | None = None,
-        quantization: Quantization | None = None,
-    ) -> Linear:
-        """A linear layer of `weight` [out, in] and `bias` [out]; `present` is the dense weight where it is there, and
-        `quantization` of this layer, where it is another one."""
-        held = quantization or self._quantization
+    def attention(self, head_dim: int) -> AttentionBackend:
+        """What attends over heads of a size: the same for all layers, which share its scratch memory."""
+        if head_dim not in self._backends:
+            self._backends[head_dim] = attention_backend(self.device, self._dtype, head_dim, self._kv_format)
+        return self._backends[head_dim]
+
+    def linear(self, weight: Weight, bias: Weight | None = None, *, present: torch.Tensor | None = None) -> Linear:
+        """A linear layer of `weight` [out, in] and `bias` [out]; `present` is the dense weight where it is there."""
+        held, share = self._quantization_of(weight), weight.cut(self.share)
         return Linear(
-            weight.shape,
+            share.shape,
             held,
-            held.load(_LayerSource(self, weight, held, present)),
-            self.optional(bias),
+            held.load(_LayerSource(self, share, held, present)),
+            None if bias is None else self.tensor(bias),
             batch_invariant=self._batch_invariant,
         )
 
-    def dense(self, weight: Weight, quantization: Quantization) -> torch.Tensor:
+    def row_parallel(self, weight: Weight, bias: Weight | None = None) -> RowParallelLinear:
+        """A linear layer whose input features are shared out."""
+        return RowParallelLinear(self.linear(weight), None if bias is None else self.tensor(bias), self._communicator)
+
+    def dense(self, weight: HeldWeight, quantization: Quantization) -> torch.Tensor:
         """The weight of a linear layer, [out, in] in the dtype of activations; see `WeightSource.dense`."""
         if self.device.type != "cpu" or quantization.keeps_dense(self._dtype, self.device):
-            return self.tensor(weight)
+            return self._fill(self._new(weight), weight)
         if self._buffer.numel() < weight.num_elements:
             # Weights are packed out of one buffer mapped from the system: the allocator would keep what is freed, and a
             # fresh one for each weight would leave holes between the packed copies.
@@ -102,17 +111,14 @@ class WeightReader:
         """Give the packing buffer back; the next packed weight maps another."""
         self._buffer = self._buffer.new_empty(0)
 
-    def optional(self, weight: Weight | None) -> torch.Tensor | None:
-        """The tensor, or None for a weight that the architecture does not have."""
-        return None if weight is None else self.tensor(weight)
-
     def tensor(self, weight: Weight) -> torch.Tensor:
         """Read `weight` on to the device in the model's dtype.
 
         Raises:
             CheckpointError: it holds NaN or infinite values, or values that overflow the dtype.
         """
-        return self._fill(torch.empty(weight.shape, dtype=self._dtype, device=self.device), weight)
+        held = weight.cut(self.share)
+        return self._fill(self._new(held), held)
 
     def stored(self, part: TensorSlice) -> torch.Tensor:
         """Read one slice on to the device in the file's dtype.
@@ -121,16 +127,19 @@ class WeightReader:
             CheckpointError: it holds NaN or infinite values.
         """
         shape, result = [len(item) for item in part.ranges], None
-        for offset, piece in self._checkpoint.pieces(part.name, part.ranges):
+        for offset, piece in self._files.pieces(part.name, part.ranges):
             if result is None:
                 result = torch.empty(shape, dtype=piece.dtype, device=self.device)
             self._take(part.name, result[offset : offset + piece.shape[0]], piece)
         return torch.empty(shape, dtype=self._dtype, device=self.device) if result is None else result
 
-    def _fill(self, result: torch.Tensor, weight: Weight) -> torch.Tensor:
+    def _new(self, weight: HeldWeight) -> torch.Tensor:
+        return torch.empty(weight.shape, dtype=self._dtype, device=self.device)
+
+    def _fill(self, result: torch.Tensor, weight: HeldWeight) -> torch.Tensor:
         row = 0
         for part in weight.parts:
-            for offset, piece in self._checkpoint.pieces(part.name, part.ranges):
+            for offset, piece in self._files.pieces(part.name, part.ranges):
                 self._take(part.name, result[row + offset : row + offset + piece.shape[0]], piece)
             row += len(part.ranges[0])
         result[row:].zero_()  # vocabulary padding
@@ -140,11 +149,11 @@ class WeightReader:
         """Copy a piece of tensor `name` to its place, and look at what arrived."""
         if not _is_finite(place.copy_(piece)):
             raise CheckpointError(
-                f"{self._checkpoint.path}: tensor '{name}' holds NaN or infinite values in "
+                f"{self._files.path}: tensor '{name}' holds NaN or infinite values in "
                 f"{str(place.dtype).removeprefix('torch.')}; the file is damaged or needs another dtype"
             )
         if self._progress is not None:
-            self._progress(self._checkpoint.bytes_read, self._total)
+            self._progress(self._files.bytes_read, self._total)
 
 
 @dataclass(frozen=True)
@@ -152,7 +161,7 @@ class _LayerSource:
     """Where one linear layer's weight comes from; see `WeightSource`."""
 
     reader: WeightReader
-    weight: Weight
+    weight: HeldWeight
     quantization: Quantization
     present: torch.Tensor | None
 

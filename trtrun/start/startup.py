@@ -37,11 +37,11 @@ from trtrun.kvcache.sizing import (
     tokens_of_blocks,
 )
 from trtrun.kvcache.store import KVStore
-from trtrun.linear.quantization import find_quantization
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.models.loading import LoadReport, load_model, shard_bytes
 from trtrun.models.model_files import hash_model_files
+from trtrun.models.weight_check import choose_default
 from trtrun.roles.round import Worker
 from trtrun.speculation.ahead.chains import NUM_RANKED
 from trtrun.start.kernel_names import kernels_for
@@ -151,7 +151,7 @@ class RankStartup:
         done = 0
         for role, section, config, communicator in self._parts():
             dtype = resolve_dtype(section, config)
-            find_quantization(section.quantization, for_target=role == "target")
+            choose_default(config, section.quantization, for_target=role == "target")
             size = self._shard_bytes(section, config, communicator)
 
             def report(read: int, total: int, before: int = done, size: int = size) -> None:

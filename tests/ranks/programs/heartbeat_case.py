@@ -30,7 +30,8 @@ from parallel.watchdog.addresses import listen
 from parallel.watchdog.heartbeat_server import HeartbeatServer
 from trtrun import LLM, SamplingParams, open_llm
 from trtrun.engine.runner import Engine
-from trtrun.models.decoder import CausalLM, DecoderLayer
+from trtrun.layers.decoder_layer import DecoderLayer
+from trtrun.models.decoder import CausalLM
 from trtrun.models.weight_reader import WeightReader
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.ahead.drafter import AheadDrafter

@@ -16,6 +16,7 @@ from trtrun import LLM, SamplingParams
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.models import dummy_weights
+from trtrun.models.config import read_model_config
 
 
 def config_alone(path: Path, *architecture: str, **overrides: Any) -> Path:
@@ -45,7 +46,8 @@ def test_ranks_share_one_model(tmp_path: Path, architecture: str, monkeypatch: p
 
 def test_no_block_of_a_matrix_repeats_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dummy_weights, "_BLOCK_NUMBERS", 64)
-    weights = dummy_weights.DummyWeights(tmp_path, torch.float32, torch.device("cpu"))
+    config = read_model_config(config_alone(tmp_path))
+    weights = dummy_weights.DummyWeights(tmp_path, torch.float32, torch.device("cpu"), config)
     weights.check("model.layers.0.mlp.up_proj.weight", (20, 16))
     pieces = list(weights.pieces("model.layers.0.mlp.up_proj.weight", (range(20), range(16))))
     made = torch.cat([piece for _, piece in pieces])

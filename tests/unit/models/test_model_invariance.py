@@ -101,7 +101,7 @@ def test_the_target_of_a_job_keeps_a_single_row_equal_to_the_same_row_among_othe
     inputs = torch.randn((6, 1376), generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     with make_llm(path, path) as llm:
         layer = llm.engine.orchestrator._ranks._worker.target._model._layers[0]
-        for linear in (layer.qkv, layer.output, layer.mlp._gate_up, layer.mlp._down):
+        for linear in (layer.attention.qkv, layer.attention.output, layer.mlp._gate_up, layer.mlp._down):
             part = inputs[:, : 1376 if linear is layer.mlp._down else 512].contiguous()
             together = linear(part)
             for row in range(6):

@@ -1,6 +1,7 @@
 """What a quantization is: one class that says which tensors a linear layer has, loads them, and multiplies with them.
 
-A new one is one file here that registers itself: `stored` and `create` (tensors, shapes and dtypes, from which files
+A new one is one file here that registers itself, by its name in the YAML file or, where checkpoints are stored so, by
+their `quant_method`: `stored` and `create` (tensors, shapes and dtypes, from which files
 are checked and sizes counted), `load` (from the checkpoint: a dense weight, rounded as it is read, or tensors of its
 own) and `apply` (the fastest product on the tensors' device). Loading, sizing and the layer ask it and never look at
 what it holds. `check` and `stored` are asked before any rank starts, by a process that does without torch: a
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trtrun.errors import ConfigError
 from trtrun.registry import Registry
@@ -169,6 +170,14 @@ class Quantization(Protocol):
 
 
 QUANTIZATIONS: Registry[Quantization] = Registry("quantization")
+"""By the names that the YAML file gives to how plain weights are to be held."""
+
+StoredQuantizations = Callable[[str], Quantization | None]
+"""Name of a matrix of the architecture, such as "model.layers.0.mlp.down_proj.weight" → how a checkpoint has stored it,
+which must be hashable; None where it has stored it plainly, as what is on an ignore list."""
+
+STORED_QUANTIZATIONS: Registry[Callable[[Mapping[str, Any]], StoredQuantizations]] = Registry("quant_method")
+"""By the `quant_method` of a config.json's `quantization_config`, which they are given."""
 
 _DTYPES = {"cpu": ("bfloat16",), "cuda": ("bfloat16", "float16")}
 
