@@ -12,9 +12,8 @@ from typing import Protocol
 import torch
 
 from trtrun.attention.gather import GatherAttention
-from trtrun.kernels.cpu.attention import NativeAttention, takes_blocks, takes_head
-from trtrun.kernels.cpu.machine import has_attention_kernel
-from trtrun.kernels.triton.support import triton_works
+from trtrun.kernels.chooser import operations_of
+from trtrun.kernels.cpu.attention import takes_blocks
 from trtrun.kvcache.formats import PLAIN, KVFormat
 from trtrun.kvcache.segments import AttentionBatch
 
@@ -98,9 +97,7 @@ class HostAttention:
     def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
         """For a model of `dtype` with heads of `head_dim` numbers."""
         self._gather = GatherAttention()
-        self._native: AttentionBackend | None = None
-        if dtype is torch.bfloat16 and takes_head(head_dim) and has_attention_kernel():
-            self._native = NativeAttention(head_dim)
+        self._native: AttentionBackend | None = operations_of("cpu").attention(dtype, head_dim)
 
     def forward(
         self,
@@ -133,8 +130,6 @@ def attention_backend(
     gathered contexts."""
     if not kv_format.is_plain:
         return GatherAttention(kv_format)
-    if triton_works(device.type):
-        from trtrun.kernels.triton.paged_attention import PagedAttention
-
-        return PagedAttention()
-    return HostAttention(dtype, head_dim) if device.type == "cpu" else GatherAttention()
+    if device.type == "cpu":
+        return HostAttention(dtype, head_dim)
+    return operations_of(device.type).attention(dtype, head_dim) or GatherAttention()

@@ -26,6 +26,7 @@ from trtrun.engine.runner import Engine
 from trtrun.engine.warmup import warm_up
 from trtrun.engine.working_memory import RoundShape
 from trtrun.errors import CheckpointError, ConfigError, TrtrunError
+from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.kvcache.sizing import (
     SlotMemory,
@@ -44,7 +45,6 @@ from trtrun.models.model_files import hash_model_files
 from trtrun.models.weight_check import choose_default
 from trtrun.roles.round import Worker
 from trtrun.speculation.ahead.chains import NUM_RANKED
-from trtrun.start.kernel_names import kernels_for
 from trtrun.start.largest_round import Rehearsal, SilentExchange, measure_largest_round
 from trtrun.start.memory_requirements import (
     engine_working_bytes,
@@ -333,7 +333,7 @@ class RankStartup:
             working_bytes=self._working_bytes,
             kv_bytes=num_blocks * self._demand().bytes_per_block,
             kv_tokens=tokens_of_blocks(num_blocks, block_size),
-            kernels="+".join(sorted({kernels_for(model.device, model.dtype) for model in models})),
+            kernels="+".join(sorted({operations_of(model.device.type).name(model.dtype) for model in models})),
             files_hash="+".join(
                 hash_model_files(section.model, section.load_format != "dummy") for _, section, _, _ in self._parts()
             ),
