@@ -56,8 +56,11 @@ class Chain:
         """The text that follows if no more tokens come: bytes that make no character as U+FFFD. Changes nothing."""
         elements: list[str] = []
         for step in self._steps:
-            ended = step.copied()
-            elements = [*ended.feed(elements), *ended.rest()]
+            if elements:
+                ended = step.copied()
+                elements = [*ended.feed(elements), *ended.rest()]
+            else:
+                elements = step.rest()
         return "".join(elements)
 
     def num_characters(self) -> int:
