@@ -6,7 +6,8 @@
 #
 # Installs what it needs first; for the whole suite also the system's programs that some tests start (Slurm, sshd, Chromium
 # and the like), where the user is root and apt-get is there. What it cannot install it says, and those tests are skipped.
-# Ends non-zero when a test fails on any one rank. The last lines count what was skipped by what it lacks, and all outcomes.
+# Ends non-zero when a test fails on any one rank. The last lines count what was skipped by what it lacks, name what failed,
+# and count all outcomes.
 # TRTRUN_PYTHON: a Python that has everything already (pip installs nothing then).
 # TRTRUN_TEST_RANKS: numbers of ranks, default "1 2 3 4 5".
 # TRTRUN_TEST_PROCESSES: processes that share the tests of one process, default one more than there are cores, 4 at most.
@@ -125,16 +126,19 @@ import json
 import pathlib
 import sys
 
-totals, reasons = collections.Counter(), collections.Counter()
+totals, reasons, failures = collections.Counter(), collections.Counter(), []
 for path in filter(pathlib.Path.is_file, pathlib.Path(sys.argv[2]).iterdir()):
     counts = json.loads(path.read_text())
     reasons.update(counts.pop("reasons", {}))
+    failures += [f"{path.name}: {name}" for name in counts.pop("failures", [])]
     totals.update(counts)
 ran = totals["passed"] + totals["failed"]
 totals["failed"] = max(totals["failed"], int(sys.argv[1]))
 print()
 for reason, count in reasons.most_common():
     print(f"##### {count} skipped: {reason}")
+for failure in failures:
+    print(f"##### failed in {failure}")
 print(f"##### total: {totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped")
 sys.exit(0 if ran and not totals["failed"] else 1)
 PY

@@ -115,8 +115,8 @@ class FreshDrafts:
         plan = plan_of(1, rows, [self._draft_len] * len(rows))
         drafter.begin_round(plan)
         drafter.propose(plan, [])
-        paths = drafter._paths
-        return {row: (paths[row].draft, paths[row].ranked, drafter._probs.get(row)) for row in rows}
+        texts = drafter._texts
+        return {row: (texts[row].draft, texts[row].ranked, drafter._probs.get(row)) for row in rows}
 
 
 class AheadRounds:
@@ -220,7 +220,7 @@ class AheadRounds:
             self._admissions[admission.row], self._tokens[admission.row] = admission, admission.tokens.tolist()
             self._guessed.pop(admission.row, None)
         rows, lens = plan.decode_rows.tolist(), plan.draft_lens.tolist()
-        asked = {row: most for row, most in zip(rows, lens, strict=True) if most > 0 and row in drafter._paths}
+        asked = {row: most for row, most in zip(rows, lens, strict=True) if most > 0 and row in drafter._texts}
         fresh = self.fresh.drafts(self._admissions, {row: self._tokens[row] for row in asked}) if asked else {}
         drafts: list[list[int]] = [[] for _ in rows]
         if plan.draft_len and not is_late:
@@ -245,7 +245,7 @@ class AheadRounds:
     def _propose(self, plan: RoundPlan, asked: dict[int, int], fresh: dict[int, FreshDraft]) -> list[list[int]]:
         """The drafts, each of which is the fresh one, as far as it goes."""
         drafter = self.drafter
-        going_on = {row: bool(drafter._paths[row].draft) for row in asked}
+        going_on = {row: bool(drafter._texts[row].draft) for row in asked}
         rows = plan.decode_rows.tolist()
         found = drafter.propose(plan, [index for index, row in enumerate(rows) if row in asked])
         drafts, foreseen_rows, probs = tokens_of(found), found.foreseen.tolist(), found.draft_probs
@@ -272,7 +272,7 @@ class AheadRounds:
             self.seen["cut"] += foreseen and len(draft) == most < drafter._draft_len
             empty += not draft
             assert not self.use_logits or len(draft) == most, "the tokens of a seed depend on the draft's length"
-            self._compare(draft, drafter._paths[row].ranked, ranked)
+            self._compare(draft, drafter._texts[row].ranked, ranked)
             if distributions is not None and probs is not None:
                 torch.testing.assert_close(probs[place, : len(draft)], distributions[: len(draft)])
                 assert not probs[place, len(draft) :].any()
@@ -298,14 +298,14 @@ class AheadRounds:
     def _check_guesses(self, asked: dict[int, int], fresh: dict[int, FreshDraft]) -> None:
         """A guess is no token that the draft has there; behind a whole draft the candidates are the fresh draft's."""
         for row, num_accepted, token in self.drafter._guesses._places:
-            draft = self.drafter._paths[row].draft
+            draft = self.drafter._texts[row].draft
             assert draft[num_accepted : num_accepted + 1] != [token]
         for row in asked.keys() - self.drafter._has_given:
-            path = self.drafter._paths[row]
-            place = len(path.draft)
+            text = self.drafter._texts[row]
+            place = len(text.draft)
             tokens, ranked, _ = fresh[row]
-            if not self.use_logits and path.ranked[place] != [tokens[place], *ranked[place]]:
-                self.different.append((path.ranked[place], [tokens[place], *ranked[place]]))
+            if not self.use_logits and text.ranked[place] != [tokens[place], *ranked[place]]:
+                self.different.append((text.ranked[place], [tokens[place], *ranked[place]]))
             self.seen["places"] += place + 1
 
     def _decide(self, row: int, draft: list[int]) -> tuple[list[int], int]:

@@ -12,7 +12,7 @@ import torch
 
 from parallel.link import Link
 from parallel.topology import Topology
-from trtrun.core.nouns import PrefillChunk, RoundPlan, Step
+from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
 from trtrun.engine.rows import RowState
 
 Rule = Callable[[Sequence[int]], int]
@@ -88,11 +88,13 @@ class FakeEngine:
     def rank_steps(self, *steps: object) -> None:
         """Steps are run one by one, so that each is checked."""
 
-    def verify_forward(self, plan: RoundPlan, draft_tokens: torch.Tensor, draft_lens: torch.Tensor) -> Step:
+    def verify_forward(self, plan: RoundPlan, draft: Draft) -> Step:
+        assert draft.paths is None
         self.forwards += 1
-        queries = draft_tokens.shape[1] + 1
+        queries = draft.tokens.shape[1] + 1
         outputs = []
-        for row, drafted, length in zip(plan.decode_rows.tolist(), draft_tokens, draft_lens.tolist(), strict=True):
+        drafts = zip(plan.decode_rows.tolist(), draft.tokens, draft.draft_lens.tolist(), strict=True)
+        for row, drafted, length in drafts:
             newest = int(self.rows.lengths[row]) - 1
             positions = [newest + step if step <= max(0, length) else -1 for step in range(queries)]
             outputs.append(self._feed(row, [int(self.rows.token_ids[row, newest]), *drafted.tolist()], positions))

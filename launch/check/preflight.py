@@ -15,6 +15,7 @@ from parallel.topology import Topology
 from trtrun.configuration.config import ModelSection, RuntimeConfig
 from trtrun.configuration.device_lists import kind_of
 from trtrun.errors import CheckpointError, ConfigError
+from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.models.checkpoint import NoWeightsError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.weight_check import check_model_weights, check_split, choose_default
@@ -41,6 +42,7 @@ def check_job(config: RuntimeConfig, topology: Topology) -> None:
 def check_models(config: RuntimeConfig) -> None:
     """Raise CheckpointError or ConfigError for models that are not supported, or that cannot be split like this. Only
     their config.json is read."""
+    KV_FORMATS.get(config.kv_cache.dtype)
     target = _check_model("target", config.target)
     target_context(config, target)
     if config.draft is not None:

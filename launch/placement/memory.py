@@ -45,9 +45,9 @@ class ModelShards:
             return 0
         return shard_bytes(self.model, index, self.tp_size, self.dtype, device, self.section.quantization)
 
-    def block_bytes(self, index: int | None, block_size: int) -> int:
+    def block_bytes(self, index: int | None, config: RuntimeConfig) -> int:
         """Bytes of one KV block on one rank; 0 where `index` is None."""
-        return 0 if index is None else kv_bytes_per_block(self.model, self.tp_size, block_size, self.dtype)
+        return 0 if index is None else kv_bytes_per_block(config, self.model, self.tp_size, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,8 @@ class JobMemory:
         slot = self.topology.slot(rank)
         if slot is None:
             return 0
-        block_size = self.config.kv_cache.block_size
-        drafted = self.draft.block_bytes(slot.draft_index, block_size) if self.draft is not None else 0
-        return drafted + self.target.block_bytes(slot.target_index, block_size)
+        drafted = self.draft.block_bytes(slot.draft_index, self.config) if self.draft is not None else 0
+        return drafted + self.target.block_bytes(slot.target_index, self.config)
 
     def working_bytes(self, rank: int) -> int:
         """Upper bound, by shapes, of what rounds need on one rank beside weights and KV. GPUs measure it at start."""

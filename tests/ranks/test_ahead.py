@@ -19,8 +19,8 @@ from pipelines import Reference, noisy_copy, prompt_of, tokens_of
 from trtrun import LLM, SamplingParams
 from trtrun.roles import message_exchange
 from trtrun.speculation.ahead.fan_out import FanOut
-from trtrun.speculation.ahead.paths import Guesses
 from trtrun.speculation.ahead.policy import NEVER, AheadPolicy
+from trtrun.speculation.ahead.row_texts import Guesses
 from trtrun.start import policies
 
 pytestmark = pytest.mark.mpi(min_size=3)

@@ -70,12 +70,13 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 @pytest.fixture
 def sampling_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling takes its kernels in the interpreter, too; and pieces are small, so that small lines have several."""
+    from trtrun.kernels.triton.operations import TritonOperations
     from trtrun.kernels.triton.sampling import acceptance, lines, threshold, token_choice
     from trtrun.sampling import distributions, keyed_ranks
     from trtrun.speculation import verify
 
     for module in (distributions, keyed_ranks, verify):
-        monkeypatch.setattr(module, "triton_works", lambda device_type: True)
+        monkeypatch.setattr(module, "operations_of", lambda device_type: TritonOperations())
     if not torch.cuda.is_available():
         for module in (acceptance, lines, threshold, token_choice):
             monkeypatch.setattr(module, "PIECE", 32)

@@ -10,7 +10,6 @@ import functools
 
 import pytest
 
-from trtrun.attention import backend
 from trtrun.environment import CPU_LIMIT
 from trtrun.kernels.cpu import attention, fused, machine
 from trtrun.kernels.cpu.machine import has_attention_kernel, has_bfloat16_kernels
@@ -43,7 +42,7 @@ _ATTENTION = {kind: functools.cache(_COMPILE_ATTENTION) for kind in PROCESSORS}
 def leave_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let models that are loaded from now on run on torch's operations, as on processors without the kernels."""
     _leave_products_to_torch(monkeypatch)
-    monkeypatch.setattr(backend, "has_attention_kernel", lambda: False)
+    monkeypatch.setattr(machine, "has_attention_kernel", lambda: False)
 
 
 def compute_as(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"startup"}),
         frozenset({"worker_factory", "largest_round"}),
         frozenset({"policies"}),
-        frozenset({"memory_requirements", "kernel_names"}),
+        frozenset({"memory_requirements"}),
         frozenset({"model_settings"}),
     ),
     "trtrun.roles": (
@@ -84,6 +84,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"failures", "draft_loss"}),
     ),
     "trtrun.kernels": (
+        frozenset({"chooser"}),
         frozenset({"cpu", "triton"}),
         frozenset({"torch"}),
         frozenset({"rounded_rows"}),

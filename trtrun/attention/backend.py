@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 
 from trtrun.attention.gather import GatherAttention
-from trtrun.kernels.cpu.attention import NativeAttention, takes_blocks, takes_head
-from trtrun.kernels.cpu.machine import has_attention_kernel
-from trtrun.kernels.triton.support import triton_works
+from trtrun.kernels.chooser import operations_of
+from trtrun.kernels.cpu.attention import takes_blocks
+from trtrun.kvcache.formats import PLAIN, KVFormat
 from trtrun.kvcache.segments import AttentionBatch
 
 
@@ -68,6 +68,27 @@ class AttentionBackend(Protocol):
         ...
 
 
+def attend(
+    backend: AttentionBackend,
+    query_key: torch.Tensor,
+    value: torch.Tensor,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    store_layer: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """`AttentionBackend.forward`, where tokens may stand at several places: draft trees take the kernels of chains.
+
+    The angles are of places; all else is of tokens, as there.
+    """
+    forks = batch.forks
+    if forks is None:
+        return backend.forward(query_key, value, angles, store_layer, batch, scale, window)
+    query_key, value = query_key.index_select(0, forks.nodes), value.index_select(0, forks.nodes)
+    return backend.forward(query_key, value, angles, store_layer, batch, scale, window).index_select(0, forks.places)
+
+
 class HostAttention:
     """Attention on the CPU: trtrun's own kernel where it takes the head and the block size, else gathered contexts."""
 
@@ -76,9 +97,7 @@ class HostAttention:
     def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
         """For a model of `dtype` with heads of `head_dim` numbers."""
         self._gather = GatherAttention()
-        self._native: AttentionBackend | None = None
-        if dtype is torch.bfloat16 and takes_head(head_dim) and has_attention_kernel():
-            self._native = NativeAttention(head_dim)
+        self._native: AttentionBackend | None = operations_of("cpu").attention(dtype, head_dim)
 
     def forward(
         self,
@@ -104,10 +123,13 @@ class HostAttention:
         return self._gather if self._native is None or not takes_blocks(block_size) else self._native
 
 
-def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int) -> AttentionBackend:
-    """The backend for a model: kernels that read the store in place where they work, else gathered contexts."""
-    if triton_works(device.type):
-        from trtrun.kernels.triton.paged_attention import PagedAttention
-
-        return PagedAttention()
-    return HostAttention(dtype, head_dim) if device.type == "cpu" else GatherAttention()
+def attention_backend(
+    device: torch.device, dtype: torch.dtype, head_dim: int, kv_format: KVFormat = PLAIN
+) -> AttentionBackend:
+    """The backend for a model: kernels that read the store in place where they work and its format is plain, else
+    gathered contexts."""
+    if not kv_format.is_plain:
+        return GatherAttention(kv_format)
+    if device.type == "cpu":
+        return HostAttention(dtype, head_dim)
+    return operations_of(device.type).attention(dtype, head_dim) or GatherAttention()

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from trtrun.kernels.cpu.rotation import rotate
 from trtrun.kernels.cpu.row_buckets import bucket_rows
+from trtrun.kvcache.formats import PLAIN, KVFormat
 from trtrun.kvcache.segments import AttentionBatch, ContextGroup
 from trtrun.kvcache.store import copy_plain_tokens
 
@@ -30,6 +31,10 @@ class GatherAttention:
 
     tile: int | None = None
 
+    def __init__(self, kv_format: KVFormat = PLAIN) -> None:
+        """Read and write a store of this format."""
+        self._format = kv_format
+
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:
@@ -47,12 +52,13 @@ class GatherAttention:
         window: int | None,
     ) -> torch.Tensor:
         """See AttentionBackend."""
-        _, num_blocks, kv_heads, _, head_dim = store_layer.shape
+        _, num_blocks, kv_heads, _, width = store_layer.shape
+        head_dim = query_key.shape[-1]
         rotated = rotate(query_key, *angles)
         query, key = rotated[:, :-kv_heads], rotated[:, -kv_heads:]
         write = batch.write_index((num_blocks, kv_heads))
         fresh = torch.cat((key.reshape(-1, head_dim), value.reshape(-1, head_dim)))
-        store_layer.view(-1, head_dim).index_copy_(0, write, fresh)
+        store_layer.view(-1, width).index_copy_(0, write, self._format.encode(fresh))
         outputs = []
         for number, segment in enumerate(batch.segments):
             queries = query[segment.start : segment.stop].view(segment.rows, segment.queries, -1, head_dim)
@@ -73,9 +79,10 @@ class GatherAttention:
     ) -> torch.Tensor:
         """query [R, Q, heads, head] → the same shape; the store's layer is [2, blocks, kv_heads, block, head]."""
         rows, queries, heads, head_dim = query.shape
-        _, num_blocks, kv_heads, block_size, _ = store_layer.shape
+        _, num_blocks, kv_heads, block_size, width = store_layer.shape
         index = group.gather_index((num_blocks, kv_heads))
-        context = store_layer.view(-1, block_size, head_dim).index_select(0, index)
+        stored = store_layer.view(-1, block_size, width).index_select(0, index)
+        context = self._format.decode(stored, head_dim, query.dtype)
         keys, values = context.view(2, rows * kv_heads, -1, head_dim).unbind()
         mask = group.mask(window)
         grouped = query.view(rows, queries, kv_heads, heads // kv_heads, head_dim).permute(0, 2, 3, 1, 4)

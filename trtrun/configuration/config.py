@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from trtrun.configuration.device_lists import host_of, kind_of, parse_devices
 from trtrun.configuration.drafting_methods import (
+    METHODS,
     NO_DRAFTS,
     DraftModelSection,
     SpeculationSection,
@@ -135,11 +136,12 @@ class RuntimeConfig(Section):
                 "devices of its own, or set it to auto"
             )
         rows = self.scheduler.max_batch_size
-        width = 1 + self.draft_len
+        width = 1 + self.draft_len * self.max_paths
         if self.scheduler.max_num_tokens < rows * width:
             raise ValueError(
                 f"scheduler.max_num_tokens: {self.scheduler.max_num_tokens} is too small to verify {width} tokens of "
                 f"each of {rows} rows: set it to {rows * width} or more, or lower scheduler.max_batch_size"
+                f"{' or speculation.max_paths' if self.max_paths > 1 else ''}"
             )
         return self
 
@@ -157,6 +159,11 @@ class RuntimeConfig(Section):
     def draft_len(self) -> int:
         """Tokens drafted for a row in one round, at most; 0 where nothing is drafted."""
         return self.speculation.draft_len if self.is_speculative else 0
+
+    @property
+    def max_paths(self) -> int:
+        """Paths of a row's draft, at most; 1 where drafts are chains."""
+        return METHODS[self.speculation.method].find_max_paths(self.speculation)
 
     @property
     def is_paced(self) -> bool:

@@ -18,6 +18,7 @@ from trtrun.errors import nearest, shorten
 
 MAX_DRAFT_LEN = 32
 MAX_LOOKUP = 32
+MAX_PATHS = 32
 DEFAULT_LOOKUP = 5
 DEFAULT_METHOD = "draft_target"
 NO_DRAFTS = "none"
@@ -105,10 +106,13 @@ class PromptLookupSection(SpeculationSection):
     Attributes:
         prompt_lookup_min: fewest of the row's last tokens that must have occurred before.
         prompt_lookup_max: most of them that are looked for. The longest match counts.
+        max_paths: earlier continuations that are proposed at once, as a draft tree; 1 proposes the best alone. The
+            target then verifies up to max_paths times draft_len tokens of a row in a round.
     """
 
     prompt_lookup_min: Annotated[int, Number, Field(ge=1, le=MAX_LOOKUP)] | None = None
     prompt_lookup_max: Annotated[int, Number, Field(ge=1, le=MAX_LOOKUP)] | None = None
+    max_paths: Annotated[int, Number, Field(ge=1, le=MAX_PATHS)] = 1
 
     @model_validator(mode="after")
     def _check_order(self) -> PromptLookupSection:
@@ -135,6 +139,8 @@ class DraftingMethod:
         section: its `speculation` section.
         find_taps: tells of a `speculation` section and the target's number of layers at which boundaries the drafter
             reads hidden states (models/taps.py); for one on the target ranks.
+        find_max_paths: tells of a `speculation` section how many paths a row's draft may have (Draft.paths); more than
+            one for methods on the target ranks alone.
     """
 
     placement: Role | None
@@ -142,13 +148,20 @@ class DraftingMethod:
     has_probabilities: bool
     section: type[SpeculationSection] = SpeculationSection
     find_taps: Callable[[SpeculationSection, int], Sequence[int]] = lambda section, num_layers: ()
+    find_max_paths: Callable[[SpeculationSection], int] = lambda section: 1
 
 
 METHODS: dict[str, DraftingMethod] = {
     "draft_target": DraftingMethod(
         Role.DRAFT, needs_draft_model=True, has_probabilities=True, section=DraftModelSection
     ),
-    "ngram": DraftingMethod(Role.TARGET, needs_draft_model=False, has_probabilities=False, section=PromptLookupSection),
+    "ngram": DraftingMethod(
+        Role.TARGET,
+        needs_draft_model=False,
+        has_probabilities=False,
+        section=PromptLookupSection,
+        find_max_paths=lambda section: section.max_paths if isinstance(section, PromptLookupSection) else 1,
+    ),
     NO_DRAFTS: DraftingMethod(None, needs_draft_model=False, has_probabilities=True),
 }
 """All methods by name, in the order in which they are shown."""

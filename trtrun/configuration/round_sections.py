@@ -27,12 +27,14 @@ class KVCacheSection(Section):
         max_tokens: tokens to hold, in place of the fraction. No more than all rows can use are kept; where these do
             not fit the start is refused, with the bytes.
         enable_block_reuse: share full verified blocks between requests with the same prefix.
+        dtype: how keys and values are kept, by the name of a KV format; `auto` keeps them as the model has them.
     """
 
     block_size: Annotated[int, Number, Field(ge=1, le=1024)] = 16
     free_memory_fraction: Annotated[float, Number, Field(gt=0, le=1)] | None = None
     max_tokens: Annotated[int, Number, Field(ge=1, le=MOST_STORED_TOKENS)] | None = None
     enable_block_reuse: bool = True
+    dtype: str = "auto"
 
 
 class SchedulerSection(Section):

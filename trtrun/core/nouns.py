@@ -148,22 +148,39 @@ class RoundPlan:
 
 @dataclass
 class Draft:
-    """What the drafter proposes for `plan.decode_rows`.
+    """What the drafter proposes for `plan.decode_rows`: a chain of tokens for each, or a tree of several paths.
 
     Attributes:
-        tokens: [rows, width] int64; behind a row's draft_lens any token. The width is the plan's draft_len. They are on
-            the drafter's device, or on the host where drafts travel as messages; then the width may be less.
-        draft_lens: [rows] int64 beside the tokens: how many of them are proposals, 0 to the plan's draft_lens.
+        tokens: [rows, width] int64. Of a chain those behind a row's draft_lens are any token, and the width is the
+            plan's draft_len. They are on the drafter's device, or on the host where drafts travel as messages; then the
+            width may be less. Of a tree they are its nodes, in any order.
+        draft_lens: [rows] int64 beside the tokens: how many of them follow one another, 0 to the plan's draft_lens. A
+            tree is cut off there.
         draft_probs: [probability_rows, draft_len, vocab] float32 on the drafter's device for the rows that need them
             (sampled rows when use_logits is on), in the order of decode_rows, or None.
         foreseen: [rows] int64 of 0 and 1 on the host: whether a row's draft was made before the verdict that it follows
             was known; None where none was.
+        paths: [rows, paths, depth] int64 beside the tokens: of each path from the row's newest token to a leaf the
+            nodes in order, as columns of `tokens`, then -1. Paths share nodes or hold the same token in several. The
+            depth is the plan's draft_len. None for a chain.
     """
 
     tokens: torch.Tensor
     draft_lens: torch.Tensor
     draft_probs: torch.Tensor | None = None
     foreseen: torch.Tensor | None = None
+    paths: torch.Tensor | None = None
+
+    @property
+    def depth(self) -> int:
+        """Tokens that may follow one another, at most."""
+        return self.tokens.shape[1] if self.paths is None else self.paths.shape[2]
+
+    def path_lens(self) -> torch.Tensor:
+        """[rows, paths] int64: nodes of each path, cut off at the row's draft_lens."""
+        assert self.paths is not None, "a chain has no paths"
+        lens = (self.paths < 0).cumsum(dim=2).eq(0).sum(dim=2)
+        return lens.minimum(self.draft_lens.clamp(min=0).unsqueeze(1))
 
 
 @dataclass(frozen=True)
@@ -172,7 +189,7 @@ class HiddenStates:
 
     Attributes:
         decoded: [decode_rows, width + 1, boundaries, hidden] in the model's dtype: of each row's newest token and the
-            draft behind it; behind a row's draft_lens it has no meaning. Valid until the engine's next forward.
+            tokens of its draft; behind a row's draft_lens it has no meaning. Valid until the engine's next forward.
         prompts: of each chunk of the plan's prefill [length, boundaries, hidden].
     """
 
@@ -185,8 +202,9 @@ class Step:
     """One verification.
 
     Attributes:
-        logits: [sampled_rows, width + 1, vocab] float32: decode rows, then rows whose last chunk ran (these repeat
-            their one position). Empty when the round samples nothing.
+        logits: [sampled_rows, width + 1, vocab] float32: after each decode row's newest token and after each token of
+            its draft; then rows whose last chunk ran (these repeat their one position). Empty when the round samples
+            nothing.
         hidden: what was tapped; None where nothing is.
     """
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from trtrun.core.nouns import PrefillChunk
+from trtrun.engine.draft_paths import TreeBatch
 from trtrun.engine.prompt_tiles import PromptTile, fitted_tiles, token_places
 from trtrun.engine.rows import RowState
-from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, Forks, StepBatch
 from trtrun.tensors import device_integers
 
 
@@ -24,7 +25,8 @@ class ForwardBatch:
 
     Attributes:
         tokens: [tokens] int64.
-        positions: [tokens] int64, at least 0 (padding stands at 0 here and at -1 in its segment).
+        positions: [tokens] int64, of places where the attention has forks; at least 0 (padding stands at 0 here and at
+            -1 in its segment).
         attention: the segments.
         wanted: [n] int64: tokens whose result is read; None for all.
     """
@@ -62,6 +64,7 @@ class BatchBuilder:
         self._rows = rows
         self._tokens: list[torch.Tensor] = []
         self._segments: list[AttentionSegment] = []
+        self._forks: Forks | None = None
         self.num_tokens = 0
 
     def add_rows(self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, context: int) -> int:
@@ -82,10 +85,21 @@ class BatchBuilder:
         """`add_rows` for rows with block tables [R, blocks] int64, which cover all positions."""
         start = self.num_tokens
         count, queries = tokens.shape
-        self._segments.append(AttentionSegment(start, count, queries, tables, positions))
+        place = self._segments[-1].stop if self._segments else 0
+        self._segments.append(AttentionSegment(place, count, queries, tables, positions))
         self._tokens.append(tokens.reshape(-1))
         self.num_tokens += count * queries
         return start
+
+    def add_trees(self, trees: TreeBatch) -> None:
+        """Add rows with a draft tree each, in front of everything else."""
+        assert not self._segments, "trees come first"
+        count, paths, queries = trees.positions.shape
+        tables, positions = trees.tables.flatten(0, 1), trees.positions.flatten(0, 1)
+        self._segments.append(AttentionSegment(0, count * paths, queries, tables, positions))
+        self._tokens.append(trees.tokens.reshape(-1))
+        self._forks = Forks(_numbered(trees.nodes, trees.tokens.shape[1]), _numbered(trees.places, paths * queries))
+        self.num_tokens = trees.tokens.numel()
 
     def add_prefill(self, chunk: PrefillChunk) -> int:
         """Add one prefill chunk; returns its first token."""
@@ -119,10 +133,25 @@ class BatchBuilder:
         whole = AttentionBatch(self._segments, self._rows.block_size)
         return [StepBatch(whole, step) for step in range(self._segments[0].queries)]
 
-    def build(self, wanted: Sequence[int]) -> ForwardBatch:
-        """The flattened batch, where the result of the tokens `wanted` is read."""
+    def build(self, wanted: torch.Tensor | None) -> ForwardBatch:
+        """The flattened batch, where the result of the tokens `wanted` [n] int64 is read; None for all of them."""
         tokens = self._tokens[0] if len(self._tokens) == 1 else torch.cat(self._tokens)
         flat = [segment.positions.reshape(-1) for segment in self._segments]
         positions = (flat[0] if len(flat) == 1 else torch.cat(flat)).clamp(min=0)
-        attention = AttentionBatch(self._segments, self._rows.block_size)
-        return ForwardBatch(tokens, positions, attention, device_integers(wanted, self._rows.device))
+        attention = AttentionBatch(self._segments, self._rows.block_size, self._whole_forks(len(positions)))
+        return ForwardBatch(tokens, positions, attention, wanted)
+
+    def _whole_forks(self, num_places: int) -> Forks | None:
+        """Those of the trees, and behind them one place for every token."""
+        forks, device = self._forks, self._rows.device
+        if forks is None or num_places == len(forks.nodes):
+            return forks
+        nodes = torch.arange(len(forks.places), self.num_tokens, device=device)
+        places = torch.arange(len(forks.nodes), num_places, device=device)
+        return Forks(torch.cat((forks.nodes, nodes)), torch.cat((forks.places, places)))
+
+
+def _numbered(columns: torch.Tensor, width: int) -> torch.Tensor:
+    """Columns [R, …] of rows of `width` as indices of all rows, flattened."""
+    rows = torch.arange(columns.shape[0], device=columns.device) * width
+    return (columns.flatten(1) + rows.unsqueeze(1)).flatten()

@@ -20,12 +20,16 @@ from functools import partial
 
 import torch
 
+from trtrun.engine.draft_paths import TreeBatch
 from trtrun.kernels.torch.graph_capture import capturing
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.likeliest import likeliest
 
 RowForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
 """(tokens [R, Q], positions [R, Q], block_tables [R, blocks], last_only) → logits [R * Q or R, vocab] float32."""
+
+TreeForward = Callable[[TreeBatch], torch.Tensor]
+"""Trees → logits [R * (nodes + 1), vocab] float32."""
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Turns work on tensors of fixed place into something that does it again when called."""
@@ -44,7 +48,7 @@ SHARED_CONTEXT = 256
 @dataclass(frozen=True)
 class _Shape:
     """What graphs are told apart by. `num_ranked` is 0 for a forward, whose result is logits; `choices` is how a chain
-    chooses, None where it takes the likeliest."""
+    of steps chooses, None where it takes the likeliest; `paths` is the number and depth of the paths of trees."""
 
     rows: int
     queries: int
@@ -52,6 +56,7 @@ class _Shape:
     last_only: bool = True
     num_ranked: int = 0
     choices: Hashable = None
+    paths: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,7 @@ class ForwardGraphs:
         most_tiles: int = 0,
         most_graphs: int = MOST_GRAPHS,
         fewest_blocks: int = 1,
+        forward_trees: TreeForward | None = None,
     ) -> None:
         """Capture `forward` on demand.
 
@@ -113,9 +119,11 @@ class ForwardGraphs:
             most_tiles: tiles of prompts of one forward.
             most_graphs: how many to keep.
             fewest_blocks: up to which contexts share a graph.
+            forward_trees: as `forward`, of rows with draft trees; None where there are none.
         """
         self._fewest_blocks = fewest_blocks
         self._forward = forward
+        self._forward_trees = forward_trees
         self._capture = capture
         self._max_rows = max_rows
         self._max_blocks = max_blocks
@@ -172,6 +180,26 @@ class ForwardGraphs:
 
         self._replay(shape, (tokens, positions, block_tables), work, shared)
         return self._logits[: rows if last_only else rows * queries]
+
+    def run_trees(self, trees: TreeBatch) -> torch.Tensor:
+        """Run one forward over rows with draft trees.
+
+        Returns:
+            [R * (nodes + 1), vocab] float32: valid until the next call.
+        """
+        rows, queries = trees.tokens.shape
+        count, depth = trees.positions.shape[1:]
+        shape = _Shape(self._bucket(rows), queries, trees.tables.shape[2], False, paths=(count, depth))
+
+        forward = self._forward_trees
+        assert forward is not None
+
+        def work(*inputs: torch.Tensor) -> torch.Tensor:
+            return forward(TreeBatch(*inputs))
+
+        inputs = (trees.tokens, trees.positions, trees.tables, trees.nodes, trees.places)
+        self._replay(shape, inputs, work, lambda: self._logits[: shape.rows * queries])
+        return self._logits[: rows * queries]
 
     def run_chain(
         self,
@@ -252,13 +280,8 @@ class ForwardGraphs:
         output: torch.Tensor,
     ) -> _Captured:
         """Run the work as it is, which also warms it up, and capture it for the next time."""
-        tokens, positions, _, *parameters = inputs
-        fixed = (
-            tokens.new_zeros((shape.rows, *tokens.shape[1:])),
-            positions.new_full((shape.rows, *positions.shape[1:]), -1),
-            tokens.new_zeros((shape.rows, shape.blocks)),
-            *(tensor.new_zeros((shape.rows, *tensor.shape[1:])) for tensor in parameters),
-        )
+        fixed = tuple(tensor.new_zeros((shape.rows, *tensor.shape[1:])) for tensor in inputs)
+        fixed[1].fill_(-1)  # positions
 
         def run() -> None:
             output.copy_(work(*fixed))

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from trtrun.core.nouns import RoundPlan, RowAdmission
-from trtrun.kernels.triton.support import triton_works
+from trtrun.kernels.chooser import operations_of
 from trtrun.sampling.row_sampling import RowSampling
-from trtrun.tensors import device_integers, kept_range
+from trtrun.tensors import device_integers
 
 
 class RowState:
@@ -92,14 +92,7 @@ class RowState:
             num_tokens: [rows] int64: tokens gained.
             tokens: [rows, width] int64: the tokens, then padding, which lands in the scratch part of the token_ids.
         """
-        if triton_works(self.device.type):
-            from trtrun.kernels.triton.row_tokens import advance
-
-            return advance(self.token_ids, self.lengths, rows, num_tokens, tokens)
-        lengths = self.lengths.index_select(0, rows)
-        columns = lengths.unsqueeze(1) + kept_range(0, tokens.shape[1], self.device)
-        self.token_ids[rows.unsqueeze(1), columns] = tokens.to(torch.int32)
-        self.lengths[rows] = lengths + num_tokens
+        operations_of(self.device.type).advance(self.token_ids, self.lengths, rows, num_tokens, tokens)
 
     def with_drafts(
         self, rows: torch.Tensor, draft_tokens: torch.Tensor, draft_lens: torch.Tensor
@@ -114,17 +107,8 @@ class RowState:
         Returns:
             tokens and positions, [rows, draft_len + 1] int64 each; positions behind a row's draft are -1.
         """
-        if triton_works(self.device.type):
-            from trtrun.kernels.triton.row_tokens import with_drafts
-
-            return with_drafts(self.token_ids, self.lengths, rows, draft_tokens, draft_lens)
-        newest = self.lengths.index_select(0, rows) - 1
-        tokens, positions = self.token_ids[rows, newest].to(torch.int64).unsqueeze(1), newest.unsqueeze(1)
-        if not draft_tokens.shape[1]:
-            return tokens, positions
-        steps = kept_range(0, draft_tokens.shape[1] + 1, self.device)
-        positions = torch.where(steps <= draft_lens.clamp(min=0).unsqueeze(1), positions + steps, -1)
-        return torch.cat((tokens, draft_tokens), dim=1), positions
+        operations = operations_of(self.device.type)
+        return operations.with_drafts(self.token_ids, self.lengths, rows, draft_tokens, draft_lens)
 
     def share_tokens(self, rows: Sequence[int], own: Sequence[int]) -> None:
         """Give each of the rows `own` the tokens of the row beside it in `rows`."""

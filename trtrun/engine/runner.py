@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from trtrun.core.nouns import PrefillChunk, RoundPlan, Step
+from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, read_tiles
+from trtrun.engine.draft_paths import DraftPaths, PathSpace, TreeBatch
 from trtrun.engine.graphs import MOST_PROMPT_TOKENS, SHARED_CONTEXT, Capture, ForwardGraphs
 from trtrun.engine.hidden_taps import HiddenTaps
 from trtrun.engine.prompt_tiles import even_tiles, token_places
@@ -61,6 +62,7 @@ class Engine:
         capture: Capture | None = None,
         logits_per_row: int = 1,
         taps: Sequence[int] = (),
+        path_space: PathSpace | None = None,
     ) -> None:
         """Put a model to work on rows.
 
@@ -69,8 +71,10 @@ class Engine:
             store: its keys and values.
             rows: its rows.
             capture: makes graphs of the forwards that rounds repeat; None runs them as they are.
-            logits_per_row: most positions of a row that get logits in one forward: draft_len + 1 where it verifies.
+            logits_per_row: most tokens of a row that get logits in one forward: those of a draft and one more where it
+                verifies.
             taps: boundaries of the residual stream that verification hands out (models/taps.py).
+            path_space: where the paths of draft trees have their keys; None where drafts are chains.
         """
         self._model = model
         self._store = store
@@ -79,6 +83,7 @@ class Engine:
         self.device = rows.device
         self._prompt_width = model.prompt_width
         self._taps = HiddenTaps(taps, model.config, model.dtype, self.device) if taps else None
+        self._paths = DraftPaths(path_space, rows, store) if path_space is not None else None
         self._graphs = self._make_graphs(capture, logits_per_row) if capture is not None else None
 
     def _make_graphs(self, capture: Capture, logits_per_row: int) -> ForwardGraphs:
@@ -97,6 +102,7 @@ class Engine:
             device=self.device,
             most_tiles=0 if self._prompt_width is None else -(-MOST_PROMPT_TOKENS // self._narrowest_tile),
             fewest_blocks=-(-SHARED_CONTEXT // self.rows.block_size),
+            forward_trees=self._forward_trees if self._paths is not None else None,
         )
 
     @property
@@ -121,6 +127,11 @@ class Engine:
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values of blocks `source` to blocks `target`, both [n] int64."""
         self._store.copy_blocks(source, target)
+
+    @property
+    def most_paths(self) -> int:
+        """Paths of a row's draft tree that may be verified; 1 where drafts are chains."""
+        return self._paths.most_paths if self._paths is not None else 1
 
     @property
     def has_graphs(self) -> bool:
@@ -154,6 +165,8 @@ class Engine:
         if self._model.has_overflowed:
             # The kernels on GPUs never read what a row does not see; those on CPUs read whole blocks.
             self._store.clear(self.rows.fresh_blocks(plan))
+            if self._paths is not None and len(plan.decode_rows):
+                self._paths.clear(kept_integers(plan.decode_rows.tolist(), self.device))
 
     @inference
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
@@ -163,7 +176,7 @@ class Engine:
         builder = BatchBuilder(self.rows)
         builder.add_prompts(chunks, self._prompt_width)
         if builder.num_tokens:
-            self._forward(builder.build(wanted=()))
+            self._forward(builder.build(device_integers((), self.device)))
 
     @inference
     def catch_up(self, rows: torch.Tensor, counts: Sequence[int], context: int) -> torch.Tensor:
@@ -252,38 +265,58 @@ class Engine:
         return self._graphs.run_chain(first, positions, tables, vocab_size, num_ranked, keyed)
 
     @inference
-    def verify_forward(self, plan: RoundPlan, draft_tokens: torch.Tensor, draft_lens: torch.Tensor) -> Step:
-        """One forward over draft_len + 1 positions of every decode row, and over every prefill chunk.
+    def verify_forward(self, plan: RoundPlan, draft: Draft) -> Step:
+        """One forward over the newest token of every decode row and its draft, and over every prefill chunk.
 
         Args:
             plan: the round's plan.
-            draft_tokens: [decode_rows, draft_len] int64.
-            draft_lens: [decode_rows] int64 on the device; below 1 means that only the newest token is fed.
+            draft: on the device; where its draft_lens are below 1 only the newest token is fed.
         """
         by_graph = self._prefill_by_graph(plan.prefill)
         if by_graph is None and plan.prefill:
-            return self._verify_beside_prompts(plan, draft_tokens, draft_lens)
-        queries = draft_tokens.shape[1] + 1
+            return self._verify_beside_prompts(plan, draft)
+        queries = draft.tokens.shape[1] + 1
         logits = torch.empty((0, queries, self.vocab_size), device=self.device)
         if len(plan.decode_rows):
             rows = kept_integers(plan.decode_rows.tolist(), self.device)
-            tokens, positions = self.rows.with_drafts(rows, draft_tokens, draft_lens)
-            logits = self._run_rows(rows, tokens, positions, plan.max_context, last_only=False)
-            logits = logits.view(-1, queries, self.vocab_size)
+            logits = self._run_drafts(rows, draft, plan.max_context).view(-1, queries, self.vocab_size)
         tapped = by_graph.tapped if by_graph is not None else []
         hidden = self._taps.states(len(plan.decode_rows), queries, tapped) if self._taps is not None else None
         return Step(logits if by_graph is None else self._join(logits, by_graph.logits, plan, queries), hidden)
 
-    def _verify_beside_prompts(self, plan: RoundPlan, draft_tokens: torch.Tensor, draft_lens: torch.Tensor) -> Step:
+    @inference
+    def keep_path(self, plan: RoundPlan, accepted: torch.Tensor) -> None:
+        """Have the plan's decode rows go on with the keys and values of the path `accepted` [decode_rows] int64 of
+        their trees, verified just now. Before they move on."""
+        assert self._paths is not None
+        if len(plan.decode_rows):
+            self._paths.keep(kept_integers(plan.decode_rows.tolist(), self.device), accepted)
+
+    def _run_drafts(self, rows: torch.Tensor, draft: Draft, context: int) -> torch.Tensor:
+        """A forward of `rows` [R] and their drafts alone; logits [R * (width + 1), vocab]."""
+        if draft.paths is None:
+            tokens, positions = self.rows.with_drafts(rows, draft.tokens, draft.draft_lens)
+            return self._run_rows(rows, tokens, positions, context, last_only=False)
+        assert self._paths is not None
+        trees = self._paths.fork(rows, draft, self.tables(rows, context))
+        if self._graphs is None:
+            return self._forward_trees(trees)
+        return self._replayed(self._graphs.run_trees(trees), trees.tokens)
+
+    def _verify_beside_prompts(self, plan: RoundPlan, draft: Draft) -> Step:
         """`verify_forward` where prompts are computed beside the decode rows, in one forward."""
-        builder, queries = BatchBuilder(self.rows), draft_tokens.shape[1] + 1
+        builder, queries = BatchBuilder(self.rows), draft.tokens.shape[1] + 1
         if len(plan.decode_rows):
             rows = kept_integers(plan.decode_rows.tolist(), self.device)
-            builder.add_rows(rows, *self.rows.with_drafts(rows, draft_tokens, draft_lens), plan.max_context)
+            if draft.paths is None:
+                builder.add_rows(rows, *self.rows.with_drafts(rows, draft.tokens, draft.draft_lens), plan.max_context)
+            else:
+                assert self._paths is not None
+                builder.add_trees(self._paths.fork(rows, draft, self.tables(rows, plan.max_context)))
         num_decoded = builder.num_tokens
         places = builder.add_prompts(plan.prefill, self._prompt_width)
         ended = [of_chunk[-1][-1] for of_chunk, chunk in zip(places, plan.prefill, strict=True) if chunk.is_last]
-        hidden = self._forward(builder.build([*range(num_decoded), *ended]))
+        hidden = self._forward(builder.build(device_integers([*range(num_decoded), *ended], self.device)))
         states = None
         if self._taps is not None:
             states = self._taps.states(len(plan.decode_rows), queries, [self._taps.copy(one) for one in places])
@@ -324,7 +357,10 @@ class Engine:
     ) -> torch.Tensor:
         """A forward of `rows` [R] alone, tokens and positions [R, Q]; logits [R * Q, vocab], or [R, vocab]."""
         run = self._forward_rows if self._graphs is None else self._graphs.run
-        logits = run(tokens, positions, self.tables(rows, context), last_only)
+        return self._replayed(run(tokens, positions, self.tables(rows, context), last_only), tokens)
+
+    def _replayed(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits of a forward of `tokens`, which may have been a graph's: then it says so to the taps."""
         if self._taps is not None and self._graphs is not None:
             self._taps.replayed(tokens.numel())
         return logits
@@ -346,6 +382,12 @@ class Engine:
         some = last_only and queries > 1
         wanted = torch.arange(queries - 1, count * queries, queries, device=self.device) if some else None
         return self._model.logits(self._forward(ForwardBatch(tokens, positions, batch, wanted), in_graph=True))
+
+    def _forward_trees(self, trees: TreeBatch) -> torch.Tensor:
+        """Logits [R * (nodes + 1), vocab] of trees alone."""
+        builder = BatchBuilder(self.rows)
+        builder.add_trees(trees)
+        return self._model.logits(self._forward(builder.build(None), in_graph=True))
 
     def _forward(self, batch: ForwardBatch, *, in_graph: bool = False) -> torch.Tensor:
         # A draft's vocabulary may be narrower than the target's: tokens beyond it are fed as its last one.

@@ -14,7 +14,7 @@ from collections.abc import Collection
 import numpy as np
 import torch
 
-from trtrun.core.nouns import PrefillChunk, RoundPlan
+from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan
 from trtrun.engine.graphs import MOST_PROMPT_TOKENS
 from trtrun.engine.runner import Engine
 
@@ -107,8 +107,10 @@ def _verify(engine: Engine, rows: int, length: int, context: int = 0) -> None:
         catch_up=np.full(rows, 2, dtype=np.int32),
         max_context=max(2 + length, context),
     )
-    drafted = torch.zeros((rows, length), dtype=torch.int64, device=engine.device)
-    engine.verify_forward(plan, drafted, torch.full((rows,), length, device=engine.device))
+    lens, paths = torch.full((rows,), length, device=engine.device), engine.most_paths
+    nodes = torch.arange(paths * length, device=engine.device).view(paths, length).expand(rows, -1, -1)
+    tokens = torch.zeros((rows, paths * length), dtype=torch.int64, device=engine.device)
+    engine.verify_forward(plan, Draft(tokens, lens, paths=nodes if paths > 1 and length else None))
 
 
 def _draft(engine: Engine, rows: int, draft_len: int, num_ranked: int) -> None:

@@ -46,11 +46,12 @@ class RoundShape:
     Attributes:
         max_rows: rows that run at once.
         max_tokens: tokens of one round over all rows.
-        draft_len: tokens drafted for a row; 0 without speculation.
+        draft_len: tokens drafted for a row, one behind the other; 0 without speculation.
         max_seq_len: tokens of one row, at most what the KV store may hold.
         block_size: tokens of a KV block.
         use_logits: whether draft_probs are made and verified.
         num_guesses: drafts that draft ranks of their own make ahead, at most.
+        max_paths: of a row's draft; 1 where it is a chain.
     """
 
     max_rows: int
@@ -60,6 +61,17 @@ class RoundShape:
     block_size: int
     use_logits: bool
     num_guesses: int = 0
+    max_paths: int = 1
+
+    @property
+    def verified_tokens(self) -> int:
+        """Tokens of a row that are verified in a round: its newest one and its draft."""
+        return 1 + self.max_paths * self.draft_len
+
+    @property
+    def chosen_tokens(self) -> int:
+        """Places of a row at which the target chooses in a round: paths are looked at one by one."""
+        return self.max_paths * (1 + self.draft_len)
 
 
 def working_bytes(
@@ -74,6 +86,7 @@ def working_bytes(
     quantization: str = "none",
     graphs: bool = False,
     num_taps: int = 0,
+    has_plain_kv: bool = True,
 ) -> int:
     """Upper bound of the bytes that one rank of an engine needs beside its weights and its KV store.
 
@@ -87,11 +100,12 @@ def working_bytes(
         quantization: how its weights are held, by name.
         graphs: whether forwards are captured as CUDA graphs.
         num_taps: boundaries of the residual stream that are handed out.
+        has_plain_kv: whether kernels can read the KV store where it lies.
     """
     share = Share(tp_rank, tp_size)
-    positions = shape.draft_len + 1 if verifies else 1
     # A guess is a row of the draft engine.
-    verified = shape.max_rows * positions if verifies else max(shape.max_rows, shape.num_guesses)
+    verified = shape.max_rows * shape.verified_tokens if verifies else max(shape.max_rows, shape.num_guesses)
+    chosen = shape.max_rows * shape.chosen_tokens if verifies else verified
     tokens = max(shape.max_tokens, verified, shape.max_rows * (1 if verifies else _MOST_CATCH_UP))
     # Drafts of different lengths are padded to the longest, beyond what the scheduler counts.
     tokens += verified
@@ -101,8 +115,11 @@ def working_bytes(
     head = _head_bytes(verified, share, model, dtype)
     total = _row_state_bytes(shape) + _rotary_bytes(shape, model, dtype)
     total += _activation_bytes(tokens, share, model, dtype)
-    total += _attention_bytes(tokens, shape, share, model, dtype, device_type)
-    total += head + logits + _sampling_bytes(shape, verified, model, device_type, verifies)
+    total += _attention_bytes(tokens, shape, share, model, dtype, device_type, has_plain_kv)
+    total += head + logits + _sampling_bytes(shape, chosen, model, device_type, verifies)
+    if chosen > verified:
+        # Attention meets nodes once for each path through them; their logits are laid out by path.
+        total += _activation_bytes(chosen, share, model, dtype) + chosen * model.vocab_size * _FLOAT
     total += _product_bytes(tokens, verified, share, model, quantization, dtype, device_type)
     tap = num_taps * model.hidden_size * dtype.itemsize
     total += 2 * tokens * tap  # as the forward keeps them, and those of prompts as they are handed out
@@ -153,12 +170,18 @@ def _activation_bytes(tokens: int, share: Share, model: ModelConfig, dtype: torc
 
 
 def _attention_bytes(
-    tokens: int, shape: RoundShape, share: Share, model: ModelConfig, dtype: torch.dtype, device_type: str
+    tokens: int,
+    shape: RoundShape,
+    share: Share,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device_type: str,
+    has_plain_kv: bool,
 ) -> int:
-    """Partial results of the kernels on GPUs; one row's context, mask and scores where plain torch attends on CPUs."""
-    if device_type == "cuda":
+    """Partial results of the kernels on GPUs; one row's context, mask and scores where plain torch attends."""
+    if device_type == "cuda" and has_plain_kv:
         return _PARTIAL_BYTES
-    takes_shape = takes_head(model.head_dim) and takes_blocks(shape.block_size)
+    takes_shape = has_plain_kv and takes_head(model.head_dim) and takes_blocks(shape.block_size)
     if dtype is torch.bfloat16 and takes_shape and has_attention_kernel():
         return 0
     heads, keys = len(model.queries.units(share)), len(model.keys.held(share))

@@ -58,17 +58,35 @@ class AttentionSegment:
         return (block.unsqueeze(-1) * store[1] + heads) * block_size + (positions % block_size).unsqueeze(-1)
 
 
+@dataclass(frozen=True)
+class Forks:
+    """Which tokens of a forward attention meets more than once: nodes of draft trees, one for each path through them.
+
+    Every path is a row of its own to attention, with its keys one behind the other, as if it were a chain; to all else
+    of a model a node is one token.
+
+    Attributes:
+        nodes: [places] int64: the token of the flattened batch at each place of the segments.
+        places: [tokens] int64: a place of each token.
+    """
+
+    nodes: torch.Tensor
+    places: torch.Tensor
+
+
 @dataclass
 class AttentionBatch:
     """The segments of one forward, and the indices that all its layers share.
 
     Attributes:
-        segments: in token order, covering the flattened batch without gaps.
+        segments: in token order, covering the flattened batch without gaps; with forks they cover the places.
         block_size: tokens a block.
+        forks: None where every token has one place, in order.
     """
 
     segments: Sequence[AttentionSegment]
     block_size: int
+    forks: Forks | None = None
     _write: dict[StoreShape, torch.Tensor] = field(default_factory=dict)
     _groups: dict[int, list[ContextGroup]] = field(default_factory=dict)
 

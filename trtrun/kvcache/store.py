@@ -13,12 +13,14 @@ import numpy as np
 import torch
 
 from trtrun.kvcache.blocks import NULL_BLOCK
+from trtrun.kvcache.formats import PLAIN, KVFormat
 
 _LINE_BYTES = 64
 
 
 class KVStore:
-    """Keys and values of all layers: one tensor [layers, 2, blocks, kv_heads, block, head].
+    """Keys and values of all layers: one tensor [layers, 2, blocks, kv_heads, block, head], where the last dimension is
+    what the format makes of a head.
 
     A [block, head] tile of one head is contiguous, so attention gathers a row's context with one index_select of whole
     tiles. How tokens lie inside a tile is the attention backend's business. The tensor is made of zeros, never of
@@ -35,6 +37,7 @@ class KVStore:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        kv_format: KVFormat = PLAIN,
     ) -> None:
         """Allocate `num_blocks` blocks, the null block included.
 
@@ -44,22 +47,34 @@ class KVStore:
             kv_heads: KV heads that this rank holds.
             block_size: tokens a block.
             head_dim: numbers a head.
-            dtype: of keys and values.
+            dtype: of the model's keys and values.
             device: where the store lives.
+            kv_format: how they are kept.
         """
         self.num_blocks = num_blocks
         self.kv_heads = kv_heads
         self.block_size = block_size
         self.head_dim = head_dim
-        shape = (num_layers, 2, num_blocks, kv_heads, block_size, head_dim)
-        on_host = device.type == "cpu"
-        self.data = _lazy_zeros(shape, dtype) if on_host else torch.zeros(shape, dtype=dtype, device=device)
+        width, stored_dtype = kv_format.stored(head_dim, dtype)
+        shape = (num_layers, 2, num_blocks, kv_heads, block_size, width)
+        if device.type == "cpu":
+            self.data = _lazy_zeros(shape, stored_dtype)
+        else:
+            self.data = torch.zeros(shape, dtype=stored_dtype, device=device)
         self._layers = self.data.unbind()
 
     @staticmethod
-    def bytes_per_block(num_layers: int, kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> int:
+    def bytes_per_block(
+        num_layers: int,
+        kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        kv_format: KVFormat = PLAIN,
+    ) -> int:
         """Bytes of one block over all layers, keys and values."""
-        return num_layers * 2 * kv_heads * block_size * head_dim * dtype.itemsize
+        width, stored_dtype = kv_format.stored(head_dim, dtype)
+        return num_layers * 2 * kv_heads * block_size * width * stored_dtype.itemsize
 
     def commit(self, num_blocks: int) -> None:
         """Have the system back the first `num_blocks` blocks with memory now rather than at their first write.

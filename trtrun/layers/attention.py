@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trtrun.attention.backend import AttentionBackend
+from trtrun.attention.backend import AttentionBackend, attend
 from trtrun.kernels.rounded_rows import Activations
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.layers.mlp import RowParallelLinear
@@ -56,5 +56,5 @@ class Attention:
         query_key, value = fused[:, : self.rotated_heads], fused[:, self.rotated_heads :]
         if self.head_norm is not None:
             query_key = self.head_norm(query_key)
-        scale = self.head_dim**-0.5
-        return self.backend.forward(query_key, value, angles, store_layer, batch, scale, self.window).flatten(1)
+        scale, window = self.head_dim**-0.5, self.window
+        return attend(self.backend, query_key, value, angles, store_layer, batch, scale, window).flatten(1)

@@ -6,12 +6,10 @@ It knows its two linear layers and the communicator. It does not know norms or r
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from parallel.communicator import Communicator
-from trtrun.kernels.cpu import fused as native
+from trtrun.kernels.chooser import operations_of
 from trtrun.kernels.rounded_rows import Activations
-from trtrun.kernels.triton.support import triton_works
 from trtrun.linear.layer import Linear
 
 
@@ -53,8 +51,7 @@ class GatedMLP:
     def __init__(self, gate_up: Linear, down: RowParallelLinear) -> None:
         self._gate_up = gate_up
         self._down = down
-        self._features = gate_up.out_features // 2
-        self._fused = triton_works(gate_up.device.type)
+        self._operations = operations_of(gate_up.device.type)
 
     @property
     def takes_rounded_rows(self) -> bool:
@@ -65,13 +62,5 @@ class GatedMLP:
         """x [tokens, hidden] → [tokens, hidden]."""
         fused = self._gate_up(x)
         if self._down.takes_rounded_rows:
-            from trtrun.kernels.triton.fused import silu_and_multiply_rounded
-
-            return self._down(silu_and_multiply_rounded(fused))
-        if self._fused:
-            from trtrun.kernels.triton.fused import silu_and_multiply
-
-            return self._down(silu_and_multiply(fused))
-        if native.fuses(fused.dtype, fused.device, self._features):
-            return self._down(native.silu_and_multiply(fused))
-        return self._down(functional.silu(fused[:, : self._features]).mul_(fused[:, self._features :]))
+            return self._down(self._operations.silu_and_multiply_rounded(fused))
+        return self._down(self._operations.silu_and_multiply(fused))

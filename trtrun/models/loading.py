@@ -17,6 +17,7 @@ import torch
 from parallel.communicator import Communicator
 from parallel.sharding import vocabulary_range
 from trtrun.configuration.config import LoadFormat
+from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.norm import RMSNorm
 from trtrun.layers.rotary import RotaryEmbedding
@@ -83,6 +84,7 @@ def load_model(
     quantization: str = "none",
     logits_reader: int | None = None,
     load_format: LoadFormat = "auto",
+    kv_format: str = "auto",
 ) -> tuple[CausalLM, LoadReport]:
     """Load this rank's share of the model in `path`.
 
@@ -97,6 +99,7 @@ def load_model(
         quantization: how the weights of linear layers are held, by name; each is quantized as it is read.
         logits_reader: the only rank of the group that needs logits; None where all do.
         load_format: `dummy` makes weights up, from config.json alone.
+        kv_format: how the store that the model will meet keeps keys and values, by name.
 
     Raises:
         CheckpointError: anything wrong with the directory, in one line.
@@ -110,7 +113,17 @@ def load_model(
     # Every name, shape and dtype is checked before the first byte of a weight is read.
     total = check_weights(files, config, share, default)
     quantization_of = partial(config.quantization_of, default=default)
-    reader = WeightReader(files, communicator, device, dtype, quantization_of, total, progress, batch_invariant)
+    reader = WeightReader(
+        files,
+        communicator,
+        device,
+        dtype,
+        quantization_of,
+        total,
+        progress,
+        batch_invariant,
+        KV_FORMATS.get(kv_format),
+    )
     # The order keeps the peak low: first the head, the largest weight that is packed out of a buffer, while little else
     # is resident; last the embedding, which needs no buffer.
     head = None if _shares_tied_embedding(config, device, dtype, default) else reader.linear(config.head)

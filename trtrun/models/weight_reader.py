@@ -15,6 +15,7 @@ import torch
 from parallel.communicator import Communicator
 from trtrun.attention.backend import AttentionBackend, attention_backend
 from trtrun.errors import CheckpointError
+from trtrun.kvcache.formats import KVFormat
 from trtrun.layers.mlp import RowParallelLinear
 from trtrun.linear.layer import Linear
 from trtrun.linear.quantization.base import Quantization, TensorSlice
@@ -36,6 +37,7 @@ class WeightReader:
         total: bytes to read.
         progress: called with (bytes read, bytes to read).
         batch_invariant: see `Quantization.apply`.
+        kv_format: how the store that attention will meet keeps keys and values.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class WeightReader:
         total: int,
         progress: Progress | None,
         batch_invariant: bool,
+        kv_format: KVFormat,
     ) -> None:
         self.device = device
         self.share = Share(communicator.rank, communicator.size)
@@ -58,6 +61,7 @@ class WeightReader:
         self._total = total
         self._progress = progress
         self._batch_invariant = batch_invariant
+        self._kv_format = kv_format
         self._buffer = torch.empty(0, dtype=dtype)
         self._backends: dict[int, AttentionBackend] = {}
 
@@ -75,7 +79,7 @@ class WeightReader:
     def attention(self, head_dim: int) -> AttentionBackend:
         """What attends over heads of a size: the same for all layers, which share its scratch memory."""
         if head_dim not in self._backends:
-            self._backends[head_dim] = attention_backend(self.device, self._dtype, head_dim)
+            self._backends[head_dim] = attention_backend(self.device, self._dtype, head_dim, self._kv_format)
         return self._backends[head_dim]
 
     def linear(self, weight: Weight, bias: Weight | None = None, *, present: torch.Tensor | None = None) -> Linear:

@@ -35,6 +35,7 @@ from trtrun.roles.verdict_report import VerdictCopy
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.protocols import TargetEngine
+from trtrun.speculation.trees import accepted_paths, verify_paths
 from trtrun.speculation.verify import verify
 from trtrun.tensors import kept_integers
 from trtrun.timing.phase_clock import HostPhases, PhaseClock
@@ -152,30 +153,52 @@ class Worker:
         if draft is None:
             nothing = kept_integers([0] * num_decode, device)
             draft = Draft(nothing.view(num_decode, 1)[:, :0], nothing)
-        step = self.target.verify_forward(plan, draft.tokens, draft.draft_lens)
+        step = self.target.verify_forward(plan, draft)
         if not sampled:
             return step, None
         rows = kept_integers(sampled, device)
         if not self.leads_target:
-            verdict = self.exchange.receive_verdict(plan, draft.tokens.shape[1] + 1)
+            verdict = self.exchange.receive_verdict(plan, draft.depth + 1)
         else:
-            proposed = _with_prefill_rows(draft, len(sampled) - num_decode)
-            verdict = verify(
-                step.logits,
+            verdict = self._decide(plan, step.logits, rows, draft, by_probability)
+            self.exchange.send_verdict(verdict)
+        if draft.paths is not None:
+            self.target.keep_path(plan, accepted_paths(draft, verdict))
+        state.advance(rows, verdict.num_tokens, verdict.tokens)
+        return step, verdict
+
+    def _decide(
+        self, plan: RoundPlan, logits: torch.Tensor, rows: torch.Tensor, draft: Draft, by_probability: Sequence[int]
+    ) -> Verdict:
+        """The verdict, on the target leader, for `plan.sampled_rows`, which are `rows` [rows] int64 on the device."""
+        assert self.target is not None
+        sampled, state = plan.sampled_rows, self.target.rows
+        proposed = _with_prefill_rows(draft, len(sampled) - len(plan.decode_rows))
+        lengths = state.lengths.index_select(0, rows)
+        if draft.paths is not None:
+            return verify_paths(
+                logits,
                 state.sampling,
                 sampled,
-                state.lengths.index_select(0, rows),
+                lengths,
                 state.token_ids,
-                proposed.tokens,
-                proposed.draft_lens,
-                draft.draft_probs,
-                by_probability if draft.draft_probs is not None else (),
+                proposed,
                 plan.max_context,
                 self.forced_acceptance,
             )
-            self.exchange.send_verdict(verdict)
-        state.advance(rows, verdict.num_tokens, verdict.tokens)
-        return step, verdict
+        return verify(
+            logits,
+            state.sampling,
+            sampled,
+            lengths,
+            state.token_ids,
+            proposed.tokens,
+            proposed.draft_lens,
+            draft.draft_probs,
+            by_probability if draft.draft_probs is not None else (),
+            plan.max_context,
+            self.forced_acceptance,
+        )
 
     def _observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
         """The rows that the process drafts for move on."""
@@ -233,10 +256,12 @@ def _with_prefill_rows(draft: Draft, num_rows: int) -> Draft:
     """The draft, and behind it rows whose prefill ends in this round, for which nothing is proposed."""
     if not num_rows:
         return draft
-    tokens, lens = draft.tokens, draft.draft_lens
-    return Draft(
-        torch.cat((tokens, tokens.new_zeros((num_rows, tokens.shape[1])))), torch.cat((lens, lens.new_zeros(num_rows)))
-    )
+
+    def extended(of_rows: torch.Tensor, value: int) -> torch.Tensor:
+        return torch.cat((of_rows, of_rows.new_full((num_rows, *of_rows.shape[1:]), value)))
+
+    paths = extended(draft.paths, -1) if draft.paths is not None else None
+    return Draft(extended(draft.tokens, 0), extended(draft.draft_lens, 0), paths=paths)
 
 
 def _count_redrafted(draft: Draft | None) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from trtrun.kernels.triton.support import triton_works
+from trtrun.kernels.chooser import operations_of
 from trtrun.sampling.penalties import add_logit_bias_
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
@@ -118,7 +118,7 @@ def distributions_of(
     max_context: int | None = None,
 ) -> TorchDistributions | KernelDistributions:
     """The distributions of positions; arguments as in `RowSampling.process`."""
-    if sampling.passes(rows) or not triton_works(logits.device.type):
+    if sampling.passes(rows) or not operations_of(logits.device.type).cuts_lines:
         processed = sampling.process(logits, rows, lengths, token_ids, draft_tokens, max_context)
         return TorchDistributions(sampling, processed, rows, lengths)
     width = token_ids.shape[1] if max_context is None else min(max_context, token_ids.shape[1])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from trtrun.kernels.triton.support import triton_works
+from trtrun.kernels.chooser import operations_of
 from trtrun.sampling.distributions import cut_lines
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
@@ -40,7 +40,7 @@ class KeyedRanks:
     @classmethod
     def of(cls, sampling: RowSampling, rows: Sequence[int], lengths: Tensor, stream: Stream) -> KeyedRanks | None:
         """The choices of `rows`; None where kernels do not run or a choice looks at a row's tokens."""
-        if not triton_works(lengths.device.type) or sampling.needs_history(rows):
+        if not operations_of(lengths.device.type).cuts_lines or sampling.needs_history(rows):
             return None
         steps = [of_row for of_row in sampling.steps(rows) if not of_row.greedy]
         by_count, by_share = any(of_row.top_k for of_row in steps), any(of_row.top_p for of_row in steps)

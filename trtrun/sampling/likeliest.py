@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from trtrun.kernels.triton.support import triton_works
+from trtrun.kernels.chooser import operations_of
 from trtrun.sampling.filters import largest, most_ranked
 from trtrun.sampling.pieces import pieces
 
@@ -21,11 +21,7 @@ def argmax(numbers: torch.Tensor) -> torch.Tensor:
     Returns:
         [...] int64; 0 where all are -inf.
     """
-    if triton_works(numbers.device.type):
-        from trtrun.kernels.triton import likeliest as kernels
-
-        return kernels.likeliest(numbers.reshape(-1, numbers.shape[-1]), 1).view(numbers.shape[:-1])
-    return numbers.argmax(dim=-1)
+    return operations_of(numbers.device.type).argmax(numbers)
 
 
 def likeliest(numbers: torch.Tensor, count: int) -> torch.Tensor:
@@ -40,16 +36,7 @@ def likeliest(numbers: torch.Tensor, count: int) -> torch.Tensor:
         logit is often there twice. Elsewhere equal numbers have no order, and where fewer are above -inf, what
         follows them may come twice.
     """
-    count = min(count, numbers.shape[1])
-    if triton_works(numbers.device.type):
-        from trtrun.kernels.triton import likeliest as kernels
-
-        return kernels.likeliest(numbers, count)
-    found = numbers.topk(count, dim=-1).indices
-    first = numbers.argmax(dim=-1, keepdim=True)
-    found = torch.where(found == first, found[:, :1], found)
-    found[:, :1] = first
-    return found
+    return operations_of(numbers.device.type).likeliest(numbers, min(count, numbers.shape[1]))
 
 
 def likeliest_in_order(numbers: torch.Tensor, count: int) -> torch.Tensor:
@@ -65,14 +52,10 @@ def likeliest_in_order(numbers: torch.Tensor, count: int) -> torch.Tensor:
     """
     width = numbers.shape[-1]
     count = min(count, width)
-    if triton_works(numbers.device.type):
-        from trtrun.kernels.triton import likeliest as kernels
-
-        # Compiled anew for each count: for few of them, which are powers of two.
-        ranked = min(width, 1 << (count - 1).bit_length())
-        found = kernels.likeliest(numbers.reshape(-1, width), ranked)[:, :count]
-        return found.reshape(*numbers.shape[:-1], count)
     lines = numbers.reshape(-1, width)
+    at_once = operations_of(numbers.device.type).likeliest_in_order(lines, count)
+    if at_once is not None:
+        return at_once.reshape(*numbers.shape[:-1], count)
     found = torch.empty((len(lines), count), dtype=torch.int64, device=numbers.device)
     for part in pieces(len(lines), width, most_ranked(numbers.device.type)):
         found[part] = largest(lines[part], count)[1]

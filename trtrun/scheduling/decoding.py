@@ -57,7 +57,8 @@ class Decoding:
             follows_given = takes_given and running.given_draft and running.may_follow_given_draft
             wanted = limits.draft_len if follows_given else draft_len
             longest = running.longest
-            most = self._choose_draft_len(running, longest, min(wanted, max(0, plan.budget - kept)))
+            left = max(0, plan.budget - kept) // limits.max_paths
+            most = self._choose_draft_len(running, longest, min(wanted, left))
             kept -= 1
             if most is None:
                 continue

@@ -18,7 +18,8 @@ class SchedulerLimits:
 
     Attributes:
         max_batch_size: rows of the running batch.
-        max_num_tokens: tokens of one round, over all rows: prefill chunks, and draft_len + 1 for each decode row.
+        max_num_tokens: tokens of one round, over all rows: prefill chunks, and for each decode row its newest token and
+            its draft.
         max_seq_len: tokens of one request, prompt and output, in the target's context.
         draft_max_seq_len: the draft engine's context; None where there is no draft engine, and so no draft store.
         draft_len: most tokens drafted for a row in one round, by whatever drafter; 0 where nothing is drafted.
@@ -28,6 +29,7 @@ class SchedulerLimits:
         plans_ahead: how many plans may be out without their results when the next is made: 0 or 1.
         max_waiting: most requests in the waiting queue; None for no limit.
         prompt_tile: tokens of the tiles that the target's ranks cut prompts into; None where they cut none.
+        max_paths: of a row's draft, at most: each counts as tokens of a round.
     """
 
     max_batch_size: int
@@ -41,6 +43,7 @@ class SchedulerLimits:
     plans_ahead: int = 0
     max_waiting: int | None = None
     prompt_tile: int | None = None
+    max_paths: int = 1
 
     @classmethod
     def of(
@@ -65,6 +68,7 @@ class SchedulerLimits:
             plans_ahead=config.plans_ahead,
             max_waiting=config.scheduler.max_waiting,
             prompt_tile=prompt_tile,
+            max_paths=config.max_paths,
         )
 
     def __post_init__(self) -> None:
@@ -79,6 +83,7 @@ class SchedulerLimits:
             ("plans_ahead", self.plans_ahead in (0, 1), "0 or 1"),
             ("max_waiting", self.max_waiting is None or self.max_waiting >= 1, "at least 1"),
             ("prompt_tile", self.prompt_tile is None or self.prompt_tile >= 1, "at least 1"),
+            ("max_paths", self.max_paths >= 1, "at least 1"),
         )
         for name, holds, rule in rules:
             if not holds:

@@ -27,9 +27,10 @@ class PlanBuilder:
         budget: tokens that still fit into the round; a last tile may take a little more.
     """
 
-    def __init__(self, budget: int, prompt_tile: int | None = None) -> None:
+    def __init__(self, budget: int, prompt_tile: int | None = None, max_paths: int = 1) -> None:
         self.budget = budget
         self._tile = prompt_tile or 1
+        self._max_paths = max_paths
         self._decoding: list[tuple[Completion, int]] = []
         self._last_chunks: list[PlannedRow] = []
         self._chunks: list[PlannedRow] = []
@@ -70,7 +71,8 @@ class PlanBuilder:
             self._updates.append((running.row, index, blocks[index]))
 
     def decode(self, running: Completion, longest: int, draft_len: int) -> None:
-        """Have a row of up to `longest` tokens draft and verify `draft_len` more; counts the result as pending."""
+        """Have a row of up to `longest` tokens draft and verify `draft_len` more on every path; counts the result as
+        pending."""
         most_gained = draft_len + 1
         if longest + most_gained > self._max_context:
             self._max_context = longest + most_gained
@@ -79,7 +81,7 @@ class PlanBuilder:
             self._given.append(running.row)
         running.num_pending_rounds += 1
         running.num_pending_tokens += most_gained
-        self.budget -= most_gained
+        self.budget -= 1 + draft_len * self._max_paths
 
     def takes_prompts(self, most: int) -> bool:
         """Whether `most` tokens are enough for a chunk. The first one may be as short as it has to be, so that every

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from trtrun.core.nouns import PrefillChunk, RoundPlan, Step
+from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.row_sampling import RowSampling
 
@@ -155,6 +155,10 @@ class DraftEngine(RoundEngine, Protocol[PreparedStep]):
 class TargetEngine(RoundEngine, Protocol):
     """The forward that verification needs."""
 
-    def verify_forward(self, plan: RoundPlan, draft_tokens: torch.Tensor, draft_lens: torch.Tensor) -> Step:
+    def verify_forward(self, plan: RoundPlan, draft: Draft) -> Step:
         """Logits of the round's rows, and what is tapped."""
+        ...
+
+    def keep_path(self, plan: RoundPlan, accepted: torch.Tensor) -> None:
+        """Have the plan's decode rows go on from the path `accepted` [decode_rows] int64 of their trees."""
         ...

@@ -19,27 +19,13 @@ import torch
 from torch import Tensor
 
 from trtrun.core.nouns import Verdict, VerdictLogprobs
-from trtrun.kernels.triton.support import triton_works
+from trtrun.kernels.chooser import operations_of
+from trtrun.kernels.torch.operations import count_accepted, gained
 from trtrun.sampling.distributions import KernelDistributions, TorchDistributions, distributions_of
 from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream, gumbel_argmax, uniforms
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.tensors import device_integers, kept_integers
-
-
-def _count_accepted(accepted: Tensor, draft_lens: Tensor) -> Tensor:
-    """[R] int64: how many of the leading draft tokens are accepted, from [R, K] bool of each one by itself."""
-    steps = torch.arange(accepted.shape[1], device=accepted.device)
-    return (accepted & (steps < draft_lens[:, None])).to(torch.int64).cumprod(dim=1).sum(dim=1)
-
-
-def _gained(draft_tokens: Tensor, num_accepted: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-    """(num_tokens [R], tokens [R, K + 1]): the accepted draft tokens, then `last` [R], then -1."""
-    steps = torch.arange(draft_tokens.shape[1] + 1, device=draft_tokens.device)
-    padded = torch.cat([draft_tokens, last[:, None]], dim=1)
-    count = num_accepted[:, None]
-    tokens = torch.where(steps < count, padded, torch.where(steps == count, last[:, None], -1))
-    return num_accepted + 1, tokens
 
 
 def accept_by_token(target_tokens: Tensor, draft_tokens: Tensor, draft_lens: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,15 +40,7 @@ def accept_by_token(target_tokens: Tensor, draft_tokens: Tensor, draft_lens: Ten
         num_tokens: [R] int64, accepted + 1.
         tokens: [R, K + 1] int64, the tokens gained, then -1.
     """
-    if not draft_tokens.shape[1]:  # a plain round: a dozen operations less to launch
-        return kept_integers([1] * len(draft_lens), draft_lens.device), target_tokens
-    if triton_works(target_tokens.device.type):
-        from trtrun.kernels.triton.sampling.acceptance import accept_by_token as accept_in_one
-
-        return accept_in_one(target_tokens, draft_tokens, draft_lens)
-    num_accepted = _count_accepted(draft_tokens == target_tokens[:, :-1], draft_lens)
-    last = target_tokens.gather(1, num_accepted[:, None])[:, 0]
-    return _gained(draft_tokens, num_accepted, last)
+    return operations_of(target_tokens.device.type).accept_by_token(target_tokens, draft_tokens, draft_lens)
 
 
 def accept_forced(
@@ -85,7 +63,7 @@ def accept_forced(
     if acceptance != whole:  # thirty operations, which other rounds do not have: without them where they can be spared
         wanted += uniforms(torch.zeros_like(lengths), lengths, Stream.ACCEPT) < acceptance - whole
     num_accepted = torch.minimum(wanted, draft_lens.clamp(min=0))
-    return _gained(draft_tokens, num_accepted, target_tokens.gather(1, num_accepted[:, None])[:, 0])
+    return gained(draft_tokens, num_accepted, target_tokens.gather(1, num_accepted[:, None])[:, 0])
 
 
 def accept_by_probability(
@@ -125,7 +103,7 @@ def accept_by_probability(
     # the target's own.
     possible &= draft_of_token > 0.0
     # u < target / draft, without the division; a token that the target rules out is never below 0.
-    num_accepted = _count_accepted((numbers * draft_of_token < target_of_token) & possible, draft_lens)
+    num_accepted = count_accepted((numbers * draft_of_token < target_of_token) & possible, draft_lens)
 
     at = num_accepted[:, None, None].expand(-1, 1, vocabulary)
     target_last = target_probs.gather(1, at)[:, 0]
@@ -139,7 +117,7 @@ def accept_by_probability(
     else:
         last_probs = target_last
     streams = torch.where(full, int(Stream.TARGET), int(Stream.RECOVER))
-    return _gained(draft_tokens, num_accepted, gumbel_argmax(last_probs.log(), seeds, lengths + num_accepted, streams))
+    return gained(draft_tokens, num_accepted, gumbel_argmax(last_probs.log(), seeds, lengths + num_accepted, streams))
 
 
 def verify(

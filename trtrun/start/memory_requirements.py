@@ -11,7 +11,9 @@ import torch
 
 from trtrun.configuration.config import ModelSection, RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS
+from trtrun.engine.draft_paths import PathSpace
 from trtrun.engine.working_memory import RoundShape, working_bytes
+from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
 from trtrun.models.config import ModelConfig
@@ -55,6 +57,19 @@ def guess_space(config: RuntimeConfig, num_blocks: int) -> GuessSpace:
     )
 
 
+def path_space(config: RuntimeConfig, num_blocks: int) -> PathSpace:
+    """What of the target's store belongs to paths of draft trees, behind the `num_blocks` blocks that both engines
+    have."""
+    size = config.kv_cache.block_size
+    return PathSpace(
+        most_paths=config.max_paths,
+        max_rows=config.scheduler.max_batch_size,
+        first_block=num_blocks,
+        # A path begins anywhere in its first block, with the row's newest token.
+        blocks_per_path=(size + config.draft_len - 1) // size + 1,
+    )
+
+
 def guess_steps(config: RuntimeConfig) -> list[int]:
     """Numbers of guesses that a round may have: few on GPUs, where each is a graph and most cost the same."""
     most = guess_space(config, 0).most_guesses
@@ -72,6 +87,7 @@ def round_shape(config: RuntimeConfig, context: int) -> RoundShape:
         max_rows=config.scheduler.max_batch_size,
         max_tokens=config.scheduler.max_num_tokens,
         draft_len=config.draft_len,
+        max_paths=config.max_paths,
         max_seq_len=context if stored is None else min(context, stored),
         block_size=config.kv_cache.block_size,
         use_logits=config.speculation.use_logits and config.has_draft_engine,
@@ -93,11 +109,12 @@ def engine_working_bytes(
     tp_rank: int,
     device: torch.device,
 ) -> int:
-    """Upper bound of what rounds need on one rank of an engine beside weights and KV, blocks of guesses among it."""
+    """Upper bound of what rounds need on one rank of an engine beside weights and KV, blocks of guesses and of paths
+    among it."""
     dtype = resolve_dtype(section, model)
-    blocks = guess_space(config, 0).num_blocks if role == "draft" else 0
-    guesses = blocks * kv_bytes_per_block(model, len(section.devices), config.kv_cache.block_size, dtype)
-    return guesses + working_bytes(
+    blocks = (guess_space if role == "draft" else path_space)(config, 0).num_blocks
+    beside = blocks * kv_bytes_per_block(config, model, len(section.devices), dtype)
+    return beside + working_bytes(
         round_shape(config, context),
         model,
         tp_rank,
@@ -108,10 +125,16 @@ def engine_working_bytes(
         quantization=section.quantization,
         graphs=config.cuda_graphs and device.type == "cuda",
         num_taps=len(target_taps(config, model)) if role == "target" else 0,
+        has_plain_kv=KV_FORMATS.get(config.kv_cache.dtype).is_plain,
     )
 
 
-def kv_bytes_per_block(model: ModelConfig, tp_size: int, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block on one rank of an engine with `tp_size` ranks."""
-    kv_heads = max(1, model.num_kv_heads // tp_size)
-    return KVStore.bytes_per_block(model.num_layers, kv_heads, block_size, model.head_dim, dtype)
+def kv_bytes_per_block(config: RuntimeConfig, model: ModelConfig, tp_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block on one rank of an engine with `tp_size` ranks.
+
+    Raises:
+        ConfigError: kv_cache.dtype is unknown.
+    """
+    kv_heads, kept = max(1, model.num_kv_heads // tp_size), config.kv_cache
+    kv_format = KV_FORMATS.get(kept.dtype)
+    return KVStore.bytes_per_block(model.num_layers, kv_heads, kept.block_size, model.head_dim, dtype, kv_format)

@@ -26,6 +26,8 @@ from trtrun.engine.runner import Engine
 from trtrun.engine.warmup import warm_up
 from trtrun.engine.working_memory import RoundShape
 from trtrun.errors import CheckpointError, ConfigError, TrtrunError
+from trtrun.kernels.chooser import operations_of
+from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.kvcache.sizing import (
     SlotMemory,
     blocks_of_tokens,
@@ -43,13 +45,13 @@ from trtrun.models.model_files import hash_model_files
 from trtrun.models.weight_check import choose_default
 from trtrun.roles.round import Worker
 from trtrun.speculation.ahead.chains import NUM_RANKED
-from trtrun.start.kernel_names import kernels_for
 from trtrun.start.largest_round import Rehearsal, SilentExchange, measure_largest_round
 from trtrun.start.memory_requirements import (
     engine_working_bytes,
     guess_space,
     kv_bytes_per_block,
     most_useful_blocks,
+    path_space,
     resolve_dtype,
     round_shape,
     target_taps,
@@ -170,6 +172,7 @@ class RankStartup:
                     # The target's leader decides for all; draft ranks all choose, from the same logits.
                     logits_reader=0 if role == "target" else None,
                     load_format=section.load_format,
+                    kv_format=self._config.kv_cache.dtype,
                 )
             except CheckpointError as error:
                 raise CheckpointError(f"{role}: {error}") from None
@@ -265,7 +268,7 @@ class RankStartup:
         for role, section, model, communicator in self._parts():
             dtype = resolve_dtype(section, model)
             weights += self._shard_bytes(section, model, communicator)
-            block += kv_bytes_per_block(model, communicator.size, self._config.kv_cache.block_size, dtype)
+            block += kv_bytes_per_block(self._config, model, communicator.size, dtype)
             working += engine_working_bytes(
                 self._config, self._context, role, section, model, communicator.rank, self._device
             )
@@ -277,16 +280,16 @@ class RankStartup:
 
     def _make_engine(self, role: str, loaded: _LoadedEngine, num_blocks: int) -> Engine:
         model, config = loaded.model, self._config
-        space = guess_space(config, num_blocks)
-        num_guesses = space.most_guesses if role == "draft" else 0
+        guesses, paths = guess_space(config, num_blocks), path_space(config, num_blocks)
         store = KVStore(
             model.config.num_layers,
-            num_blocks + (space.num_blocks if num_guesses else 0),
+            num_blocks + (guesses if role == "draft" else paths).num_blocks,
             model.kv_heads,
             config.kv_cache.block_size,
             model.config.head_dim,
             model.dtype,
             self._device,
+            KV_FORMATS.get(config.kv_cache.dtype),
         )
         if self._device.type == "cpu":
             # As much as one forward may write: enough for the first requests to run at full speed, and little beside
@@ -299,13 +302,21 @@ class RankStartup:
             config.speculation.draft_len,
             min(model.config.vocab_size, self._target_config.vocab_size),
             self._device,
-            num_guesses,
+            guesses.most_guesses if role == "draft" else 0,
         )
         graphs = config.cuda_graphs and loaded.communicator.is_capturable
         capture = capture_for(self._device) if graphs else None
         if role != "target":
             return Engine(model, store, rows, capture)
-        return Engine(model, store, rows, capture, config.draft_len + 1, target_taps(config, model.config))
+        return Engine(
+            model,
+            store,
+            rows,
+            capture,
+            round_shape(config, self._context).verified_tokens,
+            target_taps(config, model.config),
+            paths if paths.most_paths > 1 else None,
+        )
 
     def _report(self, num_blocks: int) -> RankReport:
         loaded = [engine.report for engine in self._engines.values()]
@@ -322,7 +333,7 @@ class RankStartup:
             working_bytes=self._working_bytes,
             kv_bytes=num_blocks * self._demand().bytes_per_block,
             kv_tokens=tokens_of_blocks(num_blocks, block_size),
-            kernels="+".join(sorted({kernels_for(model.device, model.dtype) for model in models})),
+            kernels="+".join(sorted({operations_of(model.device.type).name(model.dtype) for model in models})),
             files_hash="+".join(
                 hash_model_files(section.model, section.load_format != "dummy") for _, section, _, _ in self._parts()
             ),

@@ -18,14 +18,14 @@ PROGRAM = """
 import sys
 {before}
 import torch
-from trtrun.start.kernel_names import kernels_for
+from trtrun.kernels.chooser import operations_of
 from trtrun.linear.layer import Linear
 from trtrun.linear.quantization import QUANTIZATIONS
 torch.set_num_threads(2)
 weight, x = torch.eye(64).bfloat16(), torch.randn(3, 64).bfloat16()
 layer = Linear(weight.shape, QUANTIZATIONS.get("none"), {{"weight": weight.clone()}})
 assert torch.equal(layer(x), x)
-print(kernels_for(torch.device("cpu"), torch.bfloat16), kernels_for(torch.device("cpu"), torch.float32))
+print(operations_of("cpu").name(torch.bfloat16), operations_of("cpu").name(torch.float32))
 print(any(name.startswith("llvmlite") for name in sys.modules))
 """
 

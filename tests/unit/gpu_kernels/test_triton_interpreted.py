@@ -16,6 +16,8 @@ from paged import PagedModel, check_tilings, straight
 from torch.nn import functional
 
 from trtrun.attention.gather import GatherAttention
+from trtrun.kernels import chooser
+from trtrun.kernels.torch.operations import TorchOperations
 from trtrun.kernels.triton import support
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.layers import mlp, norm
@@ -205,14 +207,15 @@ def test_a_model_whose_norms_and_activations_round_is_the_same_model(
 ) -> None:
     """And only what attention gathered is rounded by a kernel of its own."""
     from trtrun.kernels.triton import fp8_matmul
+    from trtrun.kernels.triton.operations import TritonOperations
 
     path, batch = make_checkpoint(tmp_path), [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 3, 4, 100])]]
     # The interpreter has float16 and no bfloat16, in which alone the CPU's own kernels compute.
     monkeypatch.setattr(base, "_DTYPES", {"cpu": ("float16",)})
     leave_to_torch(monkeypatch)
     expected = PagedModel(path, torch.float16, quantization="fp8").forward(batch)
-    for module in (norm, mlp, support):
-        monkeypatch.setattr(module, "triton_works", lambda device_type: True)
+    for module in (norm, mlp, chooser):
+        monkeypatch.setattr(module, "operations_of", lambda device_type: TritonOperations())
     monkeypatch.setattr(support, "multiplies_fp8", lambda device: True)
     rounded, round_activations = [], fp8_matmul.round_activations
     monkeypatch.setattr(
@@ -272,9 +275,11 @@ def test_the_largest(width: int) -> None:
 def test_tokens_of_rows(draft_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same as torch's operations."""
     from trtrun.engine import rows as rows_room
+    from trtrun.kernels.triton.operations import TritonOperations
 
     def made(with_kernels: bool) -> list[torch.Tensor]:
-        monkeypatch.setattr(rows_room, "triton_works", lambda kind: with_kernels)
+        operations = TritonOperations() if with_kernels else TorchOperations()
+        monkeypatch.setattr(rows_room, "operations_of", lambda kind: operations)
         generator = torch.Generator().manual_seed(draft_len)
         state = rows_room.RowState(6, 40, 16, 5, 100, torch.device("cpu"))
         state.token_ids.copy_(torch.randint(0, 100, state.token_ids.shape, generator=generator))

@@ -116,12 +116,21 @@ def test_gpus_get_a_plan_ahead_unless_told_otherwise(
 
 @needs_gpu
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        {"method": "none"},
+        {"method": "draft_target"},
+        {"method": "ngram", "prompt_lookup_min": 1, "draft_len": 3},
+        {"method": "ngram", "prompt_lookup_min": 1, "draft_len": 3, "max_paths": 3},
+    ],
+)
 def test_a_round_is_launched_without_waiting_for_the_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafted: bool, temperature: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speculation: dict[str, Any], temperature: float
 ) -> None:
     """Once its graphs are there: torch raises an error at whatever would wait."""
     target = make_checkpoint(tmp_path / "target", seed=1)
+    drafted = speculation["method"] == "draft_target"
     draft = make_draft(tmp_path / "draft", target, 1) if drafted else None
     launch, steady = Worker.launch_round, []
     is_warm = False  # the start has rounds, too
@@ -139,7 +148,7 @@ def test_a_round_is_launched_without_waiting_for_the_gpu(
     monkeypatch.setattr(Worker, "launch_round", strict)
     devices = (("cuda:0",) if drafted else (), ("cuda:0",))
     sampling = SamplingParams(max_tokens=40, temperature=temperature, top_p=0.9, seed=3)
-    with make_llm(target, draft, devices=devices) as llm:
+    with make_llm(target, draft, devices=devices, speculation=speculation) as llm:
         expected = tokens_of(llm.generate([prompt_of(9)], sampling))
         is_warm = True
         assert tokens_of(llm.generate([prompt_of(9)], sampling)) == expected

@@ -21,6 +21,7 @@ from sampling_rows import (
 )
 
 from trtrun.core.sampling_params import SamplingParams
+from trtrun.kernels.torch.operations import TorchOperations
 from trtrun.sampling import filters
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.random import Stream
@@ -93,7 +94,7 @@ def test_acceptance_by_token_is_that_of_torch(draft_len: int, monkeypatch: pytes
     drafts = torch.randint(0, 2, (9, draft_len + 3), device=DEVICE)[:, :draft_len]
     lens = (torch.arange(9, device=DEVICE) % (draft_len + 2) - 1).repeat_interleave(2)[::2]  # a column of a packet
     found = accept_by_token(target, drafts, lens)
-    monkeypatch.setattr(verification, "triton_works", lambda device_type: False)
+    monkeypatch.setattr(verification, "operations_of", lambda device_type: TorchOperations())
     expected = accept_by_token(target, drafts, lens)
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +17,11 @@ from pipelines import Reference, make_llm, prompt_of, run_alone, tokens_of
 
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.drafting_methods import METHODS
-from trtrun.core.nouns import RoundPlan
+from trtrun.core.nouns import Draft, RoundPlan
 from trtrun.errors import ConfigError
 from trtrun.speculation.drafters import DRAFTERS, ngram
 from trtrun.speculation.drafters.ngram import NgramDrafter
+from trtrun.speculation.trees import path_tokens
 
 COUNT = 40
 LENGTHS = (1, 2, 17, 33, 64, 90)
@@ -37,10 +39,35 @@ def look_up(tokens: Sequence[int], fewest: int, most: int, draft_len: int) -> li
     return []
 
 
+def look_up_paths(tokens: Sequence[int], fewest: int, most: int, draft_len: int, max_paths: int) -> list[list[int]]:
+    """Several proposals as one would say it: the best matches in turn, without those that say nothing new."""
+    places = []
+    for start in range(1, len(tokens)):
+        sizes = range(min(most, start), fewest - 1, -1)
+        longest = next((size for size in sizes if tokens[start - size : start] == tokens[-size:]), 0)
+        places += [(-longest, start)] if longest else []
+    best = [list(tokens[start : start + draft_len]) for _, start in sorted(places)[: ngram._CANDIDATES * max_paths]]
+    new = [
+        one
+        for index, one in enumerate(best)
+        if not any(one == other[: len(one)] and (one != other or at < index) for at, other in enumerate(best))
+    ]
+    return new[:max_paths]
+
+
 def propose(
     texts: Sequence[Sequence[int]], lens: Sequence[int], fewest: int, most: int, max_context: int = 64
 ) -> list[list[int]]:
-    """What the drafter proposes for rows with these tokens, held in reverse order with scratch behind."""
+    """What the drafter proposes for rows with these tokens."""
+    draft = draft_of(texts, lens, fewest, most, max_context)
+    assert draft.tokens.shape == (len(texts), max(0, *lens)) and draft.draft_probs is None and draft.paths is None
+    return [row[:count] for row, count in zip(draft.tokens.tolist(), draft.draft_lens.tolist(), strict=True)]
+
+
+def draft_of(
+    texts: Sequence[Sequence[int]], lens: Sequence[int], fewest: int, most: int, max_context: int, max_paths: int = 1
+) -> Draft:
+    """The draft for rows with these tokens, held in reverse order with scratch behind."""
     rows = list(reversed(range(len(texts))))
     token_ids = torch.randint(4, (len(texts), 80), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
     lengths = torch.zeros(len(texts), dtype=torch.int64)
@@ -50,9 +77,7 @@ def propose(
     state: Any = SimpleNamespace(token_ids=token_ids, lengths=lengths)
     none, decode, draft_lens = np.zeros((0, 3), np.int32), np.array(rows, np.int32), np.array(lens, np.int32)
     plan = RoundPlan(0, (), (), none, (), decode, draft_lens, np.zeros_like(decode), max_context)
-    draft = NgramDrafter(state, fewest, most).propose(plan, [])
-    assert draft.tokens.shape == (len(rows), plan.draft_len) and draft.draft_probs is None
-    return [row[:count] for row, count in zip(draft.tokens.tolist(), draft.draft_lens.tolist(), strict=True)]
+    return NgramDrafter(state, fewest, most, max_paths).propose(plan, [])
 
 
 def test_it_proposes_what_followed_the_last_tokens_before() -> None:
@@ -84,6 +109,30 @@ def test_it_agrees_with_a_search_row_by_row(most_positions: int, monkeypatch: py
     assert found > 60
 
 
+@pytest.mark.parametrize("most_positions", [1, 1 << 22])
+def test_further_paths_are_the_next_best_matches(most_positions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "_MOST_POSITIONS", most_positions)
+    chance = random.Random(4)
+    found: Counter[int] = Counter()
+    for _ in range(60):
+        texts = [[chance.randrange(4) for _ in range(chance.randint(1, 40))] for _ in range(5)]
+        lens = [chance.randint(-1, 5) for _ in texts]
+        fewest, max_paths = chance.randint(1, 3), chance.randint(2, 6)
+        most = chance.randint(fewest, 6)
+        draft = draft_of(texts, lens, fewest, most, 64, max_paths)
+        if max(lens) < 1:
+            continue
+        assert draft.paths is not None and draft.paths.shape[1:] == (max_paths, max(lens))
+        tokens, counts = path_tokens(draft).tolist(), draft.path_lens().tolist()
+        for text, length, of_paths, of_row in zip(texts, lens, tokens, counts, strict=True):
+            paths = [path[:count] for path, count in zip(of_paths, of_row, strict=True) if count]
+            # Continuations are as long as the round's longest draft, and cut off where the row's own is.
+            expected = [one[:length] for one in look_up_paths(text, fewest, most, max(lens), max_paths)]
+            assert paths == (expected if length > 0 else [])
+            found[len(paths)] += 1
+    assert min(found[count] for count in range(1, 4)) > 10
+
+
 def repeated_prompts() -> list[list[int]]:
     """Prompts of which half say the same several times."""
     lengths = (1, 2, 17, 11, 64, 30)
@@ -103,23 +152,26 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_checkpoint(folder / name, name, seed=1, num_hidden_layers=2) for name in ARCHITECTURES}
 
 
-@pytest.mark.parametrize("plans_ahead", [0, 1])
+@pytest.mark.parametrize(("plans_ahead", "max_paths"), [(0, 1), (1, 1), (0, 2), (1, 3)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_lossless_greedy_equals_transformers(targets: dict[str, Path], architecture: str, plans_ahead: int) -> None:
+def test_lossless_greedy_equals_transformers(
+    targets: dict[str, Path], architecture: str, plans_ahead: int, max_paths: int
+) -> None:
     """Prefill in chunks, more prompts than rows, prefixes in use twice."""
     reference = Reference(targets[architecture])
     expected = [[reference.greedy(prompt, COUNT)] for prompt in repeated_prompts()]
     scheduler = {**SCHEDULER, "plans_ahead": plans_ahead}
-    with make_llm(targets[architecture], speculation={**SHORT, "draft_len": 3}, scheduler=scheduler) as llm:
+    speculation = {**SHORT, "draft_len": 3, "max_paths": max_paths}
+    with make_llm(targets[architecture], speculation=speculation, scheduler=scheduler) as llm:
         assert generate(llm) == expected
         assert generate(llm) == expected
         statistics = llm.statistics()
     assert 0 < statistics["num_accepted_draft_tokens"] < statistics["num_draft_tokens"]
 
 
-@pytest.mark.parametrize("plans_ahead", [0, 1])
+@pytest.mark.parametrize(("plans_ahead", "max_paths"), [(0, 1), (1, 1), (0, 2), (1, 2)])
 def test_sampled_output_is_the_targets_own_whatever_the_batch_and_who_is_preempted(
-    targets: dict[str, Path], plans_ahead: int
+    targets: dict[str, Path], plans_ahead: int, max_paths: int
 ) -> None:
     kinds: list[dict[str, Any]] = [
         {},
@@ -137,7 +189,7 @@ def test_sampled_output_is_the_targets_own_whatever_the_batch_and_who_is_preempt
         "scheduler": {**SCHEDULER, "plans_ahead": plans_ahead},
         "kv_cache": {"max_tokens": 144, "block_size": 8},
     }
-    with make_llm(target, speculation=SHORT, **sections) as llm:
+    with make_llm(target, speculation={**SHORT, "max_paths": max_paths}, **sections) as llm:
         outputs = llm.generate(repeated_prompts(), sampling)
         llm.check_idle()
         assert llm.statistics()["num_accepted_draft_tokens"] > 10

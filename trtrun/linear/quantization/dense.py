@@ -64,24 +64,10 @@ class Dense:
 
     def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """See `Quantization`."""
-        import torch
-        from torch.nn import functional
-
-        from trtrun.kernels.cpu.machine import has_bfloat16_kernels
-        from trtrun.kernels.cpu.matmul import BlockedMatmul, can_block
-        from trtrun.kernels.cpu.onednn_matmul import OneDnnMatmul, can_pack
-        from trtrun.kernels.triton.support import triton_works
+        from trtrun.kernels.chooser import operations_of
 
         weight = tensors["weight"]
-        if weight.dtype in (torch.bfloat16, torch.float16) and triton_works(weight.device.type):
-            from trtrun.kernels.triton.matmul import TritonMatmul
-
-            return TritonMatmul(weight, bias)
-        if not can_pack(weight.device, weight.dtype):
-            return lambda x: functional.linear(x, weight, bias)
-        if can_block(weight) and has_bfloat16_kernels():
-            return BlockedMatmul(weight, bias)
-        return OneDnnMatmul(weight, bias, batch_invariant=batch_invariant)
+        return operations_of(weight.device.type).product(weight, bias, batch_invariant=batch_invariant)
 
 
 QUANTIZATIONS.register("none")(Dense())

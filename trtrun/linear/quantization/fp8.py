@@ -96,19 +96,10 @@ class Fp8:
 
     def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """See `Quantization`. Rows are bit-equal in any company on all devices."""
-        from trtrun.kernels.cpu.fp8_matmul import BlockedFp8Matmul
-        from trtrun.kernels.cpu.machine import has_bfloat16_kernels
-        from trtrun.kernels.torch.fp8 import TorchFp8Matmul
-        from trtrun.kernels.triton.support import multiplies_fp8, triton_works
+        from trtrun.kernels.chooser import operations_of
 
-        codes, scale, rounds = tensors["codes"], tensors["scale"], self._rounds_activations
-        if triton_works(codes.device.type) and multiplies_fp8(codes.device):
-            from trtrun.kernels.triton.fp8_matmul import TritonFp8Matmul
-
-            return TritonFp8Matmul(codes, scale, bias, rounds_activations=rounds)
-        if codes.device.type == "cpu" and codes.shape[1] % 2 == 0 and has_bfloat16_kernels():
-            return BlockedFp8Matmul(codes, scale, bias, rounds_activations=rounds)
-        return TorchFp8Matmul(codes, scale, bias, rounds_activations=rounds)
+        codes, rounds = tensors["codes"], self._rounds_activations
+        return operations_of(codes.device.type).fp8_product(codes, tensors["scale"], bias, rounds_activations=rounds)
 
 
 QUANTIZATIONS.register("fp8")(Fp8("fp8", rounds_activations=True))

@@ -75,19 +75,10 @@ class Int8:
     def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """See `Quantization`. Rows are bit-equal in any company on the CPU's kernel; torch's operations promise
         nothing, as only drafts are rounded."""
-        from trtrun.kernels.cpu.int8_matmul import BlockedInt8Matmul
-        from trtrun.kernels.cpu.machine import has_bfloat16_kernels
-        from trtrun.kernels.torch.int8 import TorchInt8Matmul
-        from trtrun.kernels.triton.support import triton_works
+        from trtrun.kernels.chooser import operations_of
 
-        codes, scale = tensors["codes"], tensors["scale"]
-        if triton_works(codes.device.type):
-            from trtrun.kernels.triton.int8_matmul import TritonInt8Matmul
-
-            return TritonInt8Matmul(codes, scale, bias)
-        if codes.device.type == "cpu" and codes.shape[1] % 2 == 0 and has_bfloat16_kernels():
-            return BlockedInt8Matmul(codes, scale, bias)
-        return TorchInt8Matmul(codes, scale, bias)
+        codes = tensors["codes"]
+        return operations_of(codes.device.type).int8_product(codes, tensors["scale"], bias)
 
 
 QUANTIZATIONS.register("int8")(Int8())

@@ -23,7 +23,7 @@ from trtrun.speculation.ahead.chains import Chains
 from trtrun.speculation.ahead.fan_out import FanOut
 from trtrun.speculation.ahead.guess_space import GuessSpace
 from trtrun.speculation.ahead.guessing import Guesser
-from trtrun.speculation.ahead.paths import Guesses, RowPath
+from trtrun.speculation.ahead.row_texts import Guesses, RowText
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.given_drafts import HostGivenDrafts
 from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
@@ -60,7 +60,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         self._guess_steps = guess_steps
         self._fan_out = FanOut(draft_len)
         self._guesser = Guesser(engine, self._chains, space, self._fan_out)
-        self._paths: dict[int, RowPath] = {}
+        self._texts: dict[int, RowText] = {}
         self._last_prompt_tokens: dict[int, int] = {}
         self._guesses = Guesses()
         self._hits: dict[int, int] = {}
@@ -89,12 +89,12 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         self._given.begin_round(plan)
         self._has_given.clear()
         for row in (*plan.dropped_rows, *(admission.row for admission in plan.admissions)):
-            self._paths.pop(row, None)
+            self._texts.pop(row, None)
             self._hits.pop(row, None)
             self._probs.pop(row, None)
         for admission in plan.admissions:
             if admission.followed:
-                self._paths[admission.row] = RowPath(len(admission.tokens), admission.num_cached_tokens)
+                self._texts[admission.row] = RowText(len(admission.tokens), admission.num_cached_tokens)
                 self._last_prompt_tokens[admission.row] = int(admission.tokens[-1])
 
     @inference
@@ -105,13 +105,13 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         it always is, as the tokens of a seed depend on the draft there.
         """
         rows, lens = plan.decode_rows.tolist(), plan.draft_lens.tolist()
-        asked = {row: most for row, most in zip(rows, lens, strict=True) if most > 0 and row in self._paths}
+        asked = {row: most for row, most in zip(rows, lens, strict=True) if most > 0 and row in self._texts}
         self._take_given(plan, asked)
         self._take_hits(asked)
-        missing = {row: most for row, most in asked.items() if not self._paths[row].draft}
+        missing = {row: most for row, most in asked.items() if not self._texts[row].draft}
         if missing and (self._use_logits or len(missing) >= plan.redraft_from):
             self._draft_now(missing)
-        drafts = [self._paths[row].draft if row in asked else [] for row in rows]
+        drafts = [self._texts[row].draft if row in asked else [] for row in rows]
         counts, width = list(map(len, drafts)), max(map(len, drafts), default=0)
         padded = [[*draft, *[0] * (width - len(draft))] for draft in drafts]
         foreseen = [int(bool(draft) and row not in missing) for row, draft in zip(rows, drafts, strict=True)]
@@ -132,7 +132,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         for place, index in enumerate(probability_rows):
             of_row = self._probs.get(int(plan.decode_rows[index]))
             if of_row is not None:
-                count = len(self._paths[int(plan.decode_rows[index])].draft)
+                count = len(self._texts[int(plan.decode_rows[index])].draft)
                 probs[place, :count, : self._vocab_size] = of_row[:count]
         return probs
 
@@ -143,26 +143,26 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         self._move()
         self._guesses = Guesses()
         self._hits.clear()  # they point into the guesses of the round before
-        chunks = [chunk for chunk in plan.prefill if chunk.followed and chunk.row in self._paths]
+        chunks = [chunk for chunk in plan.prefill if chunk.followed and chunk.row in self._texts]
         self._engine.prefill(chunks)
         ended = [chunk.row for chunk in chunks if chunk.is_last]
         for row in ended:
-            self._paths[row].end_prompt(self._last_prompt_tokens.pop(row))
+            self._texts[row].end_prompt(self._last_prompt_tokens.pop(row))
         rows = self._rows_to_feed(plan, most > 0) + (ended if most else [])
         if not rows:
             return 0
-        paths = [self._paths[row] for row in rows]
-        self._write_history(rows, [path.draft for path in paths])
-        fed = self._chains.feed(rows, [path.take_unfed() for path in paths], [path.end for path in paths])
+        texts = [self._texts[row] for row in rows]
+        self._write_history(rows, [text.draft for text in texts])
+        fed = self._chains.feed(rows, [text.take_unfed() for text in texts], [text.end for text in texts])
         after = fed.ranked[:, 0]
         # With draft_probs the tokens of a seed depend on a draft's length, so it must be a fresh draft's.
         steps = self._draft_len if self._use_logits else plan.draft_len or self._draft_len
         guessed = [row for row in rows if self._may_guess(row, steps)]
         if most and guessed:
             places = {row: place for place, row in enumerate(rows)}
-            self._guesses = self._guesser.draft(self._paths, guessed, after, places, self._has_given, most, steps)
-        for path, candidates in zip(paths, after.tolist(), strict=True):
-            path.ranked = [*path.ranked[: len(path.draft)], candidates]
+            self._guesses = self._guesser.draft(self._texts, guessed, after, places, self._has_given, most, steps)
+        for text, candidates in zip(texts, after.tolist(), strict=True):
+            text.ranked = [*text.ranked[: len(text.draft)], candidates]
         return len(self._guesses.listed)
 
     @inference
@@ -175,19 +175,19 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         self._write_history(plan.sampled_rows, gained)
         self._hits.clear()
         for row, tokens in zip(plan.sampled_rows, gained, strict=True):
-            path = self._paths.get(row)
-            if path is not None and tokens:
-                self._given.learn(row, path.length, tokens)
-                self._learn_row(row, path, len(tokens) - 1, tokens[-1])
+            text = self._texts.get(row)
+            if text is not None and tokens:
+                self._given.learn(row, text.length, tokens)
+                self._learn_row(row, text, len(tokens) - 1, tokens[-1])
 
     def _write_history(self, rows: Sequence[int], gained: Sequence[Sequence[int]]) -> None:
         """Put what rows gained, or may gain, behind their tokens on the device, where their penalties or bans look at
         them."""
         sampling = self._engine.rows.sampling
         known = [
-            (row, self._paths[row].length, tokens)
+            (row, self._texts[row].length, tokens)
             for row, tokens in zip(rows, gained, strict=True)
-            if row in self._paths and tokens and sampling.needs_history([row])
+            if row in self._texts and tokens and sampling.needs_history([row])
         ]
         if known:
             own, lengths, tokens_of = zip(*known, strict=True)
@@ -201,11 +201,11 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         """See Drafter."""
         self._engine.close()
 
-    def _learn_row(self, row: int, path: RowPath, num_accepted: int, token: int) -> None:
-        drafted = len(path.draft)
-        candidates = path.ranked[num_accepted] if num_accepted < len(path.ranked) else None
-        path.advance(num_accepted, token)
-        if path.draft:  # the target verified less than was proposed, and the rest still holds
+    def _learn_row(self, row: int, text: RowText, num_accepted: int, token: int) -> None:
+        drafted = len(text.draft)
+        candidates = text.ranked[num_accepted] if num_accepted < len(text.ranked) else None
+        text.advance(num_accepted, token)
+        if text.draft:  # the target verified less than was proposed, and the rest still holds
             if row in self._probs:
                 self._probs[row] = self._probs[row][num_accepted + 1 :]
             return
@@ -216,14 +216,14 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
             self._hits[row] = index
 
     def _rows_to_feed(self, plan: RoundPlan, guesses: bool) -> list[int]:
-        """Decode rows whose paths are written to their ends in this round: those that are guessed for, those whose
+        """Decode rows whose texts are written to their ends in this round: those that are guessed for, those whose
         drafts came with their requests, so that little is ever to be fed at once, and those that were sat out for
         long."""
         planned = zip(plan.decode_rows.tolist(), plan.draft_lens.tolist(), plan.catch_up.tolist(), strict=True)
         return [
             row
             for row, draft_len, count in planned
-            if row in self._paths
+            if row in self._texts
             and ((guesses and draft_len > 0) or row in self._has_given or (not plan.draft_len and count > 0))
         ]
 
@@ -231,14 +231,14 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         """Where a row's output is the start of the draft that came with its request, what follows there is its draft,
         whatever was foreseen."""
         for row in asked.keys() & set(plan.given_rows):
-            path = self._paths[row]
-            tokens = self._given.behind(row, path.length, asked[row])
+            text = self._texts[row]
+            tokens = self._given.behind(row, text.length, asked[row])
             if not tokens:
                 continue
             self._has_given.add(row)
             self._hits.pop(row, None)
             self._probs.pop(row, None)
-            path.propose(tokens)
+            text.propose(tokens)
             if self._use_logits and self._engine.rows.sampling.sampled_indices([row]):
                 certain = device_integers(tokens, self._engine.device)
                 self._probs[row] = functional.one_hot(certain, self._vocab_size).to(torch.float32)
@@ -247,16 +247,16 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         """Drafts of guesses that came true become the rows' own, cut to what the plan asks for, as others are."""
         moved: list[tuple[int, int, int]] = []  # row, guess and position
         for row, most in asked.items():
-            path = self._paths[row]
+            text = self._texts[row]
             if (index := self._hits.get(row)) is not None:
-                guesses, start = self._guesses, path.length - 1
+                guesses, start = self._guesses, text.length - 1
                 draft = guesses.drafts[index][:most]
-                path.extend(draft, _without_chosen(draft, guesses.ranked[index]))
-                moved += [(row, index, start + step) for step in range(len(path.draft))]
+                text.extend(draft, _without_chosen(draft, guesses.ranked[index]))
+                moved += [(row, index, start + step) for step in range(len(text.draft))]
                 if guesses.probs[index] is not None:
                     self._probs[row] = guesses.probs[index]
-            elif len(path.draft) > most:
-                path.extend(path.draft[:most], path.ranked[:most])
+            elif len(text.draft) > most:
+                text.extend(text.draft[:most], text.ranked[:most])
         self._hits.clear()
         self._moves = moved
 
@@ -278,15 +278,15 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         """Draft for rows that have no draft, up to `missing` tokens each."""
         self._move()
         rows, engine, longest = list(missing), self._engine, max(missing.values())
-        paths = [self._paths[row] for row in rows]
-        starts = [path.length for path in paths]
-        fed = self._chains.feed(rows, [path.take_unfed() for path in paths], starts)
+        texts = [self._texts[row] for row in rows]
+        starts = [text.length for text in texts]
+        fed = self._chains.feed(rows, [text.take_unfed() for text in texts], starts)
         tables = engine.tables(kept_integers(rows, engine.device), max(starts) + longest)
         chosen = self._chains.step(rows, tables, fed.tokens[:, 0], starts, [most - 1 for most in missing.values()])
         tokens = torch.cat((fed.tokens, chosen.tokens), dim=1).tolist()
         ranked = torch.cat((fed.ranked, chosen.ranked), dim=1).tolist()
-        for path, most, of_row, candidates in zip(paths, missing.values(), tokens, ranked, strict=True):
-            path.extend(of_row[:most], _without_chosen(of_row[:most], candidates))
+        for text, most, of_row, candidates in zip(texts, missing.values(), tokens, ranked, strict=True):
+            text.extend(of_row[:most], _without_chosen(of_row[:most], candidates))
         if fed.probs is not None:
             parts = (fed.probs,) if chosen.probs is None else (fed.probs, chosen.probs)
             self._keep_probs(rows, torch.cat(parts, dim=1))
@@ -299,7 +299,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
     def _may_guess(self, row: int, steps: int) -> bool:
         """Whether guesses of so many steps fit behind a row, and are of use there: not where the draft that came with
         its request goes on."""
-        end = self._paths[row].end
+        end = self._texts[row].end
         return end + steps + 1 < self._engine.most_positions and not self._given.behind(row, end + 1, 1)
 
 

@@ -1,7 +1,7 @@
 """Drafts behind the likely verdicts of a round, made while the target verifies it.
 
 A guess is a row of its own to the engine: it shares the blocks of the real row's front, has a copy of the last, partly
-filled one, and writes into blocks that only the draft's store has. It knows an engine by protocol and rows' paths. It
+filled one, and writes into blocks that only the draft's store has. It knows an engine by protocol and rows' texts. It
 does not know plans, verdicts or which guesses came true.
 """
 
@@ -17,7 +17,7 @@ from torch.nn import functional
 from trtrun.speculation.ahead.chains import Chains, Chosen
 from trtrun.speculation.ahead.fan_out import MOST_RANKS, FanOut
 from trtrun.speculation.ahead.guess_space import GuessSpace
-from trtrun.speculation.ahead.paths import Guess, Guesses, RowPath
+from trtrun.speculation.ahead.row_texts import Guess, Guesses, RowText
 from trtrun.speculation.protocols import DraftEngine, PreparedStep
 from trtrun.tensors import device_integers
 
@@ -49,7 +49,7 @@ class Guesser(Generic[PreparedStep]):
 
     def draft(
         self,
-        paths: Mapping[int, RowPath],
+        texts: Mapping[int, RowText],
         rows: Sequence[int],
         after: Tensor,
         place_in_after: Mapping[int, int],
@@ -60,15 +60,15 @@ class Guesser(Generic[PreparedStep]):
         """Draft `steps` tokens for the likeliest verdicts of rows, and wait until they are known on the host.
 
         Args:
-            paths: of the rows; all that is on them has been fed.
+            texts: of the rows; all that is on them has been fed.
             rows: to guess for, one at least.
-            after: [places, ranks] int64 on the device: the likeliest tokens behind paths.
-            place_in_after: of each row, whose path that is.
+            after: [places, ranks] int64 on the device: the likeliest tokens behind texts.
+            place_in_after: of each row, whose text that is.
             whole: those of which only verdicts that accept a whole draft are guessed: no other place has candidates.
             most: guesses, at most.
             steps: tokens of each draft.
         """
-        wanted = self._list_guesses(paths, rows, whole, most)
+        wanted = self._list_guesses(texts, rows, whole, most)
         if not wanted:
             return Guesses()
         guesses = Guesses([one.guess for one in wanted])
@@ -116,22 +116,22 @@ class Guesser(Generic[PreparedStep]):
             state.share_tokens(rows, own_rows)
 
     def _list_guesses(
-        self, paths: Mapping[int, RowPath], rows: Sequence[int], whole: Set[int], most: int
+        self, texts: Mapping[int, RowText], rows: Sequence[int], whole: Set[int], most: int
     ) -> list[_Wanted]:
         wanted: list[_Wanted] = []
         share, more = divmod(most, len(rows))
         for number, row in enumerate(rows):
-            path = paths[row]
+            text = texts[row]
             budget = share + (number < more)
             if row in whole:
-                counts = [0] * len(path.draft) + [min(budget, MOST_RANKS)]
+                counts = [0] * len(text.draft) + [min(budget, MOST_RANKS)]
             else:
-                counts = self._fan_out.allocate(len(path.draft), budget)
+                counts = self._fan_out.allocate(len(text.draft), budget)
             for num_accepted, count in enumerate(counts):
-                on_host = num_accepted < len(path.draft)
-                for rank in range(min(count, len(path.ranked[num_accepted])) if on_host else count):
-                    token = path.ranked[num_accepted][rank] if on_host else _ON_DEVICE
-                    wanted.append(_Wanted(Guess(row, num_accepted, path.length + num_accepted), token, rank))
+                on_host = num_accepted < len(text.draft)
+                for rank in range(min(count, len(text.ranked[num_accepted])) if on_host else count):
+                    token = text.ranked[num_accepted][rank] if on_host else _ON_DEVICE
+                    wanted.append(_Wanted(Guess(row, num_accepted, text.length + num_accepted), token, rank))
         return wanted
 
 

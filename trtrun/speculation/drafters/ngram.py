@@ -2,8 +2,9 @@
 
 What a row's last tokens were followed by when they occurred before is likely to follow again: in texts that quote,
 summarise or rewrite their prompt, and in code. (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding; vLLM's
-method of the same name: the longest match counts, and of equally long ones the first.) It needs no model. Every target
-rank looks up the same integers in its own copy of the rows, so that all propose the same and nothing has to travel.
+method of the same name: the longest match counts, and of equally long ones the first.) Where several continuations may
+be proposed, those of the next best matches are further paths of a draft tree. It needs no model. Every target rank
+looks up the same integers in its own copy of the rows, so that all propose the same and nothing has to travel.
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import pad
 
 from trtrun.configuration.drafting_methods import PromptLookupSection
 from trtrun.core.nouns import Draft, RoundPlan
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.given_drafts import GivenDrafts
 from trtrun.speculation.protocols import Rows
-from trtrun.tensors import inference, kept_integers
+from trtrun.tensors import inference, kept_integers, kept_range
 
 _MOST_POSITIONS = 1 << 20
 """Positions that are compared at a time: with many rows of long contexts, memory stays within twenty megabytes."""
+
+_CANDIDATES = 4
+"""Matches that are looked at for each path: what repeats was followed by the same again."""
 
 
 class NgramDrafter(Drafter):
@@ -30,13 +35,14 @@ class NgramDrafter(Drafter):
     sampled, and a draft token is kept where it is that token.
     """
 
-    def __init__(self, rows: Rows, fewest: int, most: int) -> None:
+    def __init__(self, rows: Rows, fewest: int, most: int, max_paths: int = 1) -> None:
         """Look in `rows` for the last `most` tokens of a row; the longest part of them counts, from `fewest` on. What
-        came with a request is proposed first."""
+        came with a request is proposed first, and up to `max_paths` continuations in all."""
         self._rows = rows
         self._given = GivenDrafts(rows)
         self._fewest = fewest
         self._most = most
+        self._max_paths = max_paths
 
     @property
     def rows(self) -> Rows:
@@ -63,21 +69,28 @@ class NgramDrafter(Drafter):
         given = self._given.propose(plan)
         if given is not None:
             num_given = given[1].sum(dim=1)
-            tokens = torch.where(num_given.unsqueeze(1) > 0, given[0], tokens)
-            counts = torch.where(num_given > 0, num_given, counts)
-        return Draft(tokens, torch.minimum(counts, most))
+            is_given = num_given > 0
+            tokens[:, 0] = torch.where(is_given.unsqueeze(1), given[0], tokens[:, 0])
+            counts[:, 0] = torch.where(is_given, num_given, counts[:, 0])
+        if self._max_paths == 1:
+            return Draft(tokens[:, 0], torch.minimum(counts[:, 0], most))
+        nodes = kept_range(0, self._max_paths * plan.draft_len, device).view(1, self._max_paths, -1)
+        steps = kept_range(0, plan.draft_len, device)
+        paths = torch.where(steps < counts.unsqueeze(2), nodes, -1)
+        return Draft(tokens.flatten(1), torch.minimum(counts.amax(dim=1), most), paths=paths)
 
     def _look_up(self, rows: torch.Tensor, draft_len: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What followed the longest earlier occurrence of the rows' last tokens, within the first `columns` tokens.
+        """What followed earlier occurrences of the rows' last tokens, within the first `columns` tokens: of the longest
+        match first, and of equally long ones of the first.
 
         Args:
             rows: [R] int64.
-            draft_len: K, tokens to return.
+            draft_len: K, tokens of each continuation.
             columns: upper bound of the rows' lengths, which the host knows.
 
         Returns:
-            tokens: [R, K] int64.
-            counts: [R] int64: how many of them there are, 0 where nothing was found.
+            tokens: [R, max_paths, K] int64, none the start of another.
+            counts: [R, max_paths] int64: how many of them there are, 0 where nothing was found.
         """
         token_ids = self._rows.token_ids[rows, :columns]
         last = self._rows.lengths.index_select(0, rows).unsqueeze(1) - 1
@@ -91,12 +104,38 @@ class NgramDrafter(Drafter):
             agrees[:, back:] &= token_ids[:, : columns - back] == wanted
             matched += agrees
         # The longest match, and of those the first. A product of both bounds fits into an int32.
-        best, end = torch.max(matched * columns + (columns - 1 - places), dim=1, keepdim=True)
-        is_found = best >= self._fewest * columns
-        after = end + 1 + torch.arange(draft_len, device=rows.device)
+        scores = matched * columns + (columns - 1 - places)
+        if self._max_paths == 1:
+            best, end = torch.max(scores, dim=1, keepdim=True)
+        else:
+            best, end = torch.topk(scores, min(_CANDIDATES * self._max_paths, columns), dim=1)
+        counts = torch.where(best >= self._fewest * columns, last - end, 0).clamp(max=draft_len)
+        after = end.unsqueeze(2) + 1 + torch.arange(draft_len, device=rows.device)
         # Behind a row's end stands scratch, -1 too, which must be some token: it is fed with the rest.
-        tokens = token_ids.gather(1, after.clamp(max=columns - 1)).to(torch.int64).clamp(min=0)
-        return tokens, torch.where(is_found, last - end, 0).squeeze(1).clamp(max=draft_len)
+        tokens = token_ids.gather(1, after.clamp(max=columns - 1).flatten(1)).to(torch.int64).clamp(min=0)
+        tokens = tokens.view(after.shape)
+        return (tokens, counts) if self._max_paths == 1 else _distinct(tokens, counts, self._max_paths)
+
+
+def _distinct(tokens: torch.Tensor, counts: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `most` of continuations [R, candidates, K] that say something new, with their counts [R, candidates].
+
+    One that is the start of another says nothing; of equal ones the first stays.
+    """
+    num_candidates, draft_len = tokens.shape[1:]
+    order = torch.arange(num_candidates, device=tokens.device)
+    steps = torch.arange(draft_len, device=tokens.device)
+    # starts[r, a, b]: continuation a is the start of b.
+    behind = steps >= counts.unsqueeze(2)
+    starts = ((tokens.unsqueeze(2) == tokens.unsqueeze(1)) | behind.unsqueeze(2)).all(dim=3)
+    starts &= counts.unsqueeze(2) <= counts.unsqueeze(1)
+    equal = counts.unsqueeze(2) == counts.unsqueeze(1)
+    is_said = (starts & (~equal | (order.unsqueeze(1) > order))).any(dim=2) | (counts == 0)
+    kept = torch.sort(is_said.to(torch.int8), dim=1, stable=True).indices[:, :most]
+    counts = counts.masked_fill(is_said, 0).gather(1, kept)
+    tokens = tokens.gather(1, kept.unsqueeze(2).expand(-1, -1, draft_len))
+    missing = most - kept.shape[1]
+    return (pad(tokens, (0, 0, 0, missing)), pad(counts, (0, missing))) if missing else (tokens, counts)
 
 
 @DRAFTERS.register("ngram")
@@ -104,4 +143,4 @@ def make_ngram_drafter(place: DrafterContext) -> Drafter:
     """Prompt lookup in the target's rows, with the section's options."""
     section = place.section
     assert isinstance(section, PromptLookupSection) and place.target is not None
-    return NgramDrafter(place.target.rows, *section.lookup_range)
+    return NgramDrafter(place.target.rows, *section.lookup_range, section.max_paths)

@@ -1,4 +1,4 @@
-"""A row's path beside a naive model of it, which keeps every token and which of them were written at which place."""
+"""A row's text beside a naive model of it, which keeps every token and which of them were written at which place."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from trtrun.speculation.ahead.paths import Guess, Guesses, RowPath
+from trtrun.speculation.ahead.row_texts import Guess, Guesses, RowText
 
 
 @dataclass
 class Naive:
-    """All that `RowPath` is about, kept in full.
+    """All that `RowText` is about, kept in full.
 
     Attributes:
         row: the row's tokens.
@@ -25,30 +25,30 @@ class Naive:
     store: dict[int, int] = field(default_factory=dict)
 
     @property
-    def path(self) -> list[int]:
+    def text(self) -> list[int]:
         return self.row + self.draft
 
-    def check(self, path: RowPath) -> None:
-        """The path says the same, and claims nothing to be written whose token is another one."""
-        assert (path.length, path.newest, path.draft) == (len(self.row), self.row[-1], self.draft)
-        assert path.end == len(self.path)
-        assert path.unfed == self.path[path.written :]
-        assert 0 <= path.written <= path.end
-        assert all(self.store.get(place) == self.path[place] for place in range(path.written))
+    def check(self, text: RowText) -> None:
+        """The text says the same, and claims nothing to be written whose token is another one."""
+        assert (text.length, text.newest, text.draft) == (len(self.row), self.row[-1], self.draft)
+        assert text.end == len(self.text)
+        assert text.unfed == self.text[text.written :]
+        assert 0 <= text.written <= text.end
+        assert all(self.store.get(place) == self.text[place] for place in range(text.written))
 
 
 class Walk:
-    """A path through random operations, checked after each."""
+    """A text through random operations, checked after each."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         prompt = self._tokens(self.random.randrange(1, 6))
         self.naive = Naive(prompt, store=dict(enumerate(prompt)))
-        self.path = RowPath(len(prompt), 0)
-        self.path.end_prompt(prompt[-1])
+        self.text = RowText(len(prompt), 0)
+        self.text.end_prompt(prompt[-1])
         self.most_unfed = 0
         self.went_on = 0
-        self.naive.check(self.path)
+        self.naive.check(self.text)
 
     def _tokens(self, count: int) -> list[int]:
         return [self.random.randrange(4) for _ in range(count)]  # few ids: a wrong token is often the right one again
@@ -56,17 +56,17 @@ class Walk:
     def step(self) -> None:
         kind = self.random.choice(("feed", "draft now", "hit", "cut", "verdict", "verdict", "verdict"))
         getattr(self, kind.replace(" ", "_"))()
-        self.naive.check(self.path)
-        self.most_unfed = max(self.most_unfed, len(self.path.unfed))
+        self.naive.check(self.text)
+        self.most_unfed = max(self.most_unfed, len(self.text.unfed))
 
     def feed(self) -> None:
-        """The whole path, as before guesses."""
-        fed = self.path.take_unfed()
+        """The whole text, as before guesses."""
+        fed = self.text.take_unfed()
         assert fed, "a row is fed something, for what follows its last token"
-        start = self.path.end - len(fed)
-        assert fed == self.naive.path[start:]
+        start = self.text.end - len(fed)
+        assert fed == self.naive.text[start:]
         self.naive.store |= dict(enumerate(fed, start))
-        assert self.path.written == self.path.end and not self.path.unfed
+        assert self.text.written == self.text.end and not self.text.unfed
 
     def draft_now(self) -> None:
         if self.naive.draft:
@@ -77,7 +77,7 @@ class Walk:
     def hit(self) -> None:
         """The tokens come with their keys and values, also that of the newest token, which was not fed here."""
         lacking = len(self.naive.row) - 1
-        if self.naive.draft or self.path.written < lacking:
+        if self.naive.draft or self.text.written < lacking:
             return
         self.naive.store[lacking] = self.naive.row[-1]
         self._extend(self._tokens(self.random.randrange(1, 5)))
@@ -86,30 +86,30 @@ class Walk:
         self.naive.draft = draft
         for place, token in enumerate(draft[:-1], len(self.naive.row)):
             self.naive.store[place] = token
-        self.path.extend(list(draft), [[9 + place] for place in range(len(draft))])
+        self.text.extend(list(draft), [[9 + place] for place in range(len(draft))])
 
     def cut(self) -> None:
         most = self.random.randrange(1, 5)
         if len(self.naive.draft) > most:
             self.naive.draft = self.naive.draft[:most]
-            self.path.extend(self.path.draft[:most], self.path.ranked[:most])
+            self.text.extend(self.text.draft[:most], self.text.ranked[:most])
 
     def verdict(self) -> None:
         draft = self.naive.draft
         accepted = self.random.choice((0, len(draft), self.random.randrange(len(draft) + 1)))
         token = self.random.randrange(4)
         goes_on = draft[accepted : accepted + 1] == [token]
-        ranked = self.path.ranked[accepted + 1 :]
+        ranked = self.text.ranked[accepted + 1 :]
         self.naive.row = [*self.naive.row, *draft[:accepted], token]
         self.naive.draft = draft[accepted + 1 :] if goes_on else []
-        self.path.advance(accepted, token)
-        assert self.path.ranked == (ranked if goes_on else [])
+        self.text.advance(accepted, token)
+        assert self.text.ranked == (ranked if goes_on else [])
         self.went_on += bool(self.naive.draft)
-        # What is written behind the path is overwritten before it is read: only what the path claims counts.
+        # What is written behind the text is overwritten before it is read: only what the text claims counts.
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_a_path_is_what_the_tokens_and_the_store_say(seed: int) -> None:
+def test_a_text_is_what_the_tokens_and_the_store_say(seed: int) -> None:
     walk = Walk(seed)
     for _ in range(60):
         walk.step()
@@ -124,13 +124,13 @@ def test_the_walks_go_everywhere() -> None:
     assert sum(walk.went_on for walk in walks) > 20
 
 
-def decoding(prompt: list[int], draft: list[int]) -> RowPath:
+def decoding(prompt: list[int], draft: list[int]) -> RowText:
     """A row with a fresh draft."""
-    path = RowPath(len(prompt), 0)
-    path.end_prompt(prompt[-1])
-    path.take_unfed()
-    path.extend(draft, [[50 + place] for place in range(len(draft))])
-    return path
+    text = RowText(len(prompt), 0)
+    text.end_prompt(prompt[-1])
+    text.take_unfed()
+    text.extend(draft, [[50 + place] for place in range(len(draft))])
+    return text
 
 
 @pytest.mark.parametrize(
@@ -147,27 +147,27 @@ def decoding(prompt: list[int], draft: list[int]) -> RowPath:
 def test_a_verdict_on_a_draft_of_three(
     accepted: int, token: int, written: int, unfed: list[int], draft: list[int]
 ) -> None:
-    path = decoding([1, 2, 3], [10, 11, 12])
-    path.advance(accepted, token)
-    assert (path.length, path.written, path.unfed, path.draft) == (4 + accepted, written, unfed, draft)
-    assert path.ranked == [[51], [52]][: len(draft)]
+    text = decoding([1, 2, 3], [10, 11, 12])
+    text.advance(accepted, token)
+    assert (text.length, text.written, text.unfed, text.draft) == (4 + accepted, written, unfed, draft)
+    assert text.ranked == [[51], [52]][: len(draft)]
 
 
 def test_a_fed_draft_is_written_whole() -> None:
-    path = decoding([1, 2, 3], [10, 11, 12])
-    assert path.take_unfed() == [12]
-    assert path.take_unfed() == [12], "a second time for what follows it"
-    path.advance(3, 20)
-    assert (path.written, path.unfed) == (6, [20])
+    text = decoding([1, 2, 3], [10, 11, 12])
+    assert text.take_unfed() == [12]
+    assert text.take_unfed() == [12], "a second time for what follows it"
+    text.advance(3, 20)
+    assert (text.written, text.unfed) == (6, [20])
 
 
 def test_verdicts_in_rounds_without_a_forward_add_up() -> None:
-    path = decoding([1, 2, 3], [10, 11])
+    text = decoding([1, 2, 3], [10, 11])
     for token in (20, 21, 22):
-        path.advance(0, token)
-    assert (path.written, path.unfed) == (3, [20, 21, 22])
-    assert path.take_unfed() == [20, 21, 22]
-    assert (path.written, path.take_unfed()) == (6, [22])
+        text.advance(0, token)
+    assert (text.written, text.unfed) == (3, [20, 21, 22])
+    assert text.take_unfed() == [20, 21, 22]
+    assert (text.written, text.take_unfed()) == (6, [22])
 
 
 def test_a_guess_is_found_by_its_verdict_alone() -> None:

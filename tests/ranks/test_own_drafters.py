@@ -1,11 +1,13 @@
-"""Drafting methods that are not the product's (tests/own_drafters.py): on draft ranks with devices of its own, and on
-target ranks that all have the same hidden states. And a model family that is not (tests/own_family.py), shared out."""
+"""What is not the product's, on ranks: drafting methods (tests/own_drafters.py, tests/branching.py) on draft ranks with
+devices of its own, and on target ranks that all have the same hidden states and go on with the same path of a tree. And
+a model family (tests/own_family.py), shared out."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from branching import Branching, branching_method
 from jobs import COUNT, HERE, alone, job_configuration, prompts, run_job, sampling
 from mpi4py import MPI
 from own_drafters import Recalling, check_watched, own_methods
@@ -49,6 +51,23 @@ def test_hidden_states_are_transformers_on_every_rank_of_a_split_target(folder: 
             assert check_watched(reference, tokens) == sum(len(text) - 1 for text in tokens.values())
         else:
             assert [text for (text,) in texts] == [reference.greedy(prompt, COUNT) for prompt in prompts()]
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_texts_are_plain_decodings_for_random_trees_on_a_split_target(folder: Path, name: str) -> None:
+    solo = job_configuration(folder, ((), ("cpu:0",)))
+
+    def use(llm: LLM) -> tuple[list[object], float]:
+        return tokens_of(llm.generate(prompts(), sampling())), llm.statistics()["num_accepted_draft_tokens"]
+
+    plain = MPI.COMM_WORLD.bcast(alone(solo, use)[0] if MPI.COMM_WORLD.rank == 0 else None)
+    with branching_method():
+        Branching.texts = [[*prompt, *text] for prompt, (text, *_) in zip(prompts(), plain, strict=True)]
+        scheduler = {"max_num_tokens": 512, "max_batch_size": 3}
+        config = job_configuration(folder, HERE[name], speculation={"method": "branching"}, scheduler=scheduler)
+        found = run_job(config, use)
+    if found is not None:
+        assert found[0] == plain and found[1] > 20
 
 
 @pytest.mark.parametrize("name", HERE)

@@ -1,7 +1,7 @@
 """What a draft rank keeps of each row on the host: where it stands, the draft behind it, and what was guessed.
 
 Verdicts reach a draft rank as messages, so that its host knows every row's length and newest tokens without asking the
-device. A row's tokens and the draft behind them are its path; the row's blocks hold the keys and values of the path's
+device. A row's tokens and the draft behind them are its text; the row's blocks hold the keys and values of the text's
 front, and the rest of it is still to be fed. Pure bookkeeping: it knows no engine, no device and no message.
 """
 
@@ -12,13 +12,13 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class RowPath:
+class RowText:
     """One row's tokens and the draft behind them.
 
     Attributes:
         length: tokens of the row.
-        written: leading positions of the path whose keys and values are in the row's own blocks.
-        unfed: the path's tokens from position `written` on; never empty once the row decodes.
+        written: leading positions of the text whose keys and values are in the row's own blocks.
+        unfed: the text's tokens from position `written` on; never empty once the row decodes.
         newest: the row's last token.
         draft: tokens proposed behind the row's.
         ranked: for each number of accepted draft tokens, the likeliest tokens to follow them, best first, without the
@@ -34,7 +34,7 @@ class RowPath:
 
     @property
     def end(self) -> int:
-        """Tokens of the path."""
+        """Tokens of the text."""
         return self.length + len(self.draft)
 
     def end_prompt(self, newest: int) -> None:
@@ -54,7 +54,7 @@ class RowPath:
         self.draft, self.ranked, self.unfed = draft, [[] for _ in draft], [*self.unfed, *draft]
 
     def take_unfed(self) -> list[int]:
-        """The tokens to feed so that the whole path is written, the last one again where nothing is left."""
+        """The tokens to feed so that the whole text is written, the last one again where nothing is left."""
         if not self.unfed:
             self.written, self.unfed = self.end - 1, [self.draft[-1] if self.draft else self.newest]
         fed, self.written, self.unfed = self.unfed, self.end, []
@@ -77,7 +77,7 @@ class RowPath:
         self.newest = token
 
     def _keep(self, count: int) -> None:
-        """Cut the path to its first `count` tokens: the row's own, and as many of the draft's."""
+        """Cut the text to its first `count` tokens: the row's own, and as many of the draft's."""
         surplus = self.end - count
         if self.written > count:
             self.written, self.unfed = count, []

@@ -1,0 +1,148 @@
+"""Draft trees in a target engine: where each path of a tree has its keys, and what a forward over trees reads.
+
+Every path is a row of its own to attention, as if it were a chain (kvcache/segments.py): so a node has the bits that
+the same tokens have in a chain, whatever kernel attends. The first path's keys go to the row's own blocks. Every other
+path has blocks of its own behind the pool's: a copy of the block in which the row's newest token stands, and what a
+draft needs behind it. Once the target has decided, the blocks of the path that was accepted are copied to the row's.
+
+It knows rows, block tables and drafts. It does not know models, nor who proposes or decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from trtrun.core.nouns import Draft
+from trtrun.engine.rows import RowState
+from trtrun.kvcache.blocks import NULL_BLOCK
+from trtrun.kvcache.store import KVStore
+from trtrun.tensors import kept_range
+
+
+@dataclass(frozen=True)
+class PathSpace:
+    """Which blocks of a target's store belong to the paths of draft trees beside the first.
+
+    Attributes:
+        most_paths: of a row's draft; 1 where drafts are chains.
+        max_rows: rows that may have one.
+        first_block: the first of them.
+        blocks_per_path: for the rest of the block that the newest token stands in, and a draft behind it.
+    """
+
+    most_paths: int
+    max_rows: int
+    first_block: int
+    blocks_per_path: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all paths."""
+        return self.max_rows * (self.most_paths - 1) * self.blocks_per_path
+
+
+@dataclass(frozen=True)
+class TreeBatch:
+    """Rows with a draft tree each, for one forward. All of it begins with rows, as what a graph reads does.
+
+    Attributes:
+        tokens: [R, nodes + 1] int64: the newest token of each row, and the tokens of its draft.
+        positions: [R, paths, depth + 1] int64: where the newest token and each node of a path stand; -1 behind its end.
+        tables: [R, paths, blocks] int64: the block table of each path.
+        nodes: [R, paths, depth + 1] int64: the column of `tokens` at each place of a path; 0 behind its end.
+        places: [R, nodes + 1] int64: for each column of `tokens` a place in [paths * (depth + 1)]; 0 where no path has
+            it.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    tables: torch.Tensor
+    nodes: torch.Tensor
+    places: torch.Tensor
+
+
+class DraftPaths:
+    """The paths of the draft trees of a target engine's rows.
+
+    Attributes:
+        most_paths: of a row's tree.
+    """
+
+    def __init__(self, space: PathSpace, rows: RowState, store: KVStore) -> None:
+        """Keep keys and values of paths in the blocks of `space`, which `store` has."""
+        self.most_paths = space.most_paths
+        self._rows = rows
+        self._store = store
+        shape = (space.max_rows, space.most_paths - 1, space.blocks_per_path)
+        blocks = torch.arange(space.first_block, space.first_block + space.num_blocks, device=rows.device)
+        self._blocks = blocks.view(shape)
+
+    def fork(self, rows: torch.Tensor, draft: Draft, tables: torch.Tensor) -> TreeBatch:
+        """Make ready for a forward over the trees of `draft`, and copy what the paths share of a block.
+
+        Args:
+            rows: [R] int64 on the device.
+            draft: their trees.
+            tables: [R, blocks] int64: their block tables, wide enough for the deepest path.
+        """
+        assert draft.paths is not None
+        newest = self._rows.lengths.index_select(0, rows) - 1
+        first = self._rows.token_ids[rows, newest].to(torch.int64).unsqueeze(1)
+        steps = kept_range(0, draft.depth + 1, rows.device)
+        lens = draft.path_lens()
+        is_there = steps <= lens.unsqueeze(2)
+        nodes = torch.cat((torch.zeros_like(lens).unsqueeze(2), draft.paths + 1), dim=2).masked_fill_(~is_there, 0)
+        positions = torch.where(is_there, newest.view(-1, 1, 1) + steps, -1)
+        tokens = torch.cat((first, draft.tokens), dim=1)
+        return TreeBatch(
+            tokens, positions, self._fork_tables(rows, newest, tables, lens), nodes, _places(nodes, tokens)
+        )
+
+    def _fork_tables(
+        self, rows: torch.Tensor, newest: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor
+    ) -> torch.Tensor:
+        """[R, paths, blocks]: the rows' tables, with the blocks of paths where these leave their row."""
+        num_paths = lens.shape[1]
+        own = self._blocks[:, : num_paths - 1].index_select(0, rows)
+        start = (newest // self._rows.block_size).unsqueeze(1)
+        shared = tables.gather(1, start).expand(-1, num_paths - 1)
+        # A path that is not there writes nothing, but its row's block may be anyone's later: the copy costs the same.
+        self._store.copy_blocks(shared.reshape(-1), own[:, :, 0].reshape(-1))
+        behind = (kept_range(0, tables.shape[1], rows.device) - start).unsqueeze(1).expand(-1, num_paths - 1, -1)
+        is_own = (behind >= 0) & (behind < own.shape[2])
+        replaced = own.gather(2, behind.clamp(0, own.shape[2] - 1))
+        forked = torch.where(is_own, replaced, tables.unsqueeze(1))
+        return torch.cat((tables.unsqueeze(1), forked), dim=1)
+
+    def keep(self, rows: torch.Tensor, accepted: torch.Tensor) -> None:
+        """Give rows the keys and values of one of their paths; before they move on.
+
+        Args:
+            rows: [R] int64 on the device, as they were forked last.
+            accepted: [R] int64: the path.
+        """
+        size = self._blocks.shape[2]
+        own = self._blocks[rows, (accepted - 1).clamp(min=0)]
+        start = (self._rows.lengths.index_select(0, rows) - 1) // self._rows.block_size
+        columns = start.unsqueeze(1) + kept_range(0, size, rows.device)
+        tables = self._rows.block_tables
+        target = tables[rows.unsqueeze(1), columns.clamp(max=tables.shape[1] - 1)]
+        is_moved = (accepted > 0).unsqueeze(1) & (columns < tables.shape[1]) & (target != NULL_BLOCK)
+        # What stays where it is is written to itself: the shapes are the same whatever was accepted.
+        target = torch.where(is_moved, target, own)
+        self._store.copy_blocks(own.reshape(-1), target.reshape(-1))
+
+    def clear(self, rows: torch.Tensor) -> None:
+        """Zero the blocks of the rows' paths: see `KVStore.clear`."""
+        self._store.clear(self._blocks.index_select(0, rows).flatten().tolist())
+
+
+def _places(nodes: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The first place of each column of `tokens` in `nodes`; 0, where every row's newest token stands, for the rest."""
+    flat = nodes.flatten(1)
+    order = kept_range(0, flat.shape[1], nodes.device).expand_as(flat)
+    missing = flat.shape[1]
+    found = torch.full_like(tokens, missing).scatter_reduce_(1, flat, order, "amin")
+    return found.masked_fill_(found == missing, 0)

@@ -1,0 +1,67 @@
+"""The operations of a round on the CPU: trtrun's own kernels in bfloat16 where the processor has the instructions and
+they take the shape, oneDNN's products, and torch's operations for the rest. It does not know who asks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trtrun.kernels.cpu import fused as kernels
+from trtrun.kernels.cpu import machine
+from trtrun.kernels.cpu.attention import NativeAttention, takes_head
+from trtrun.kernels.cpu.fp8_matmul import BlockedFp8Matmul
+from trtrun.kernels.cpu.int8_matmul import BlockedInt8Matmul
+from trtrun.kernels.cpu.matmul import BlockedMatmul, can_block
+from trtrun.kernels.cpu.onednn_matmul import OneDnnMatmul, can_pack
+from trtrun.kernels.torch.operations import Product, TorchOperations
+
+
+class CpuOperations(TorchOperations):
+    """See TorchOperations."""
+
+    def name(self, dtype: torch.dtype) -> str:
+        """See TorchOperations."""
+        return "avx512_bf16" if dtype is torch.bfloat16 and machine.has_bfloat16_kernels() else super().name(dtype)
+
+    def attention(self, dtype: torch.dtype, head_dim: int) -> Any | None:
+        """See TorchOperations."""
+        is_taken = dtype is torch.bfloat16 and takes_head(head_dim) and machine.has_attention_kernel()
+        return NativeAttention(head_dim) if is_taken else None
+
+    def normalise(
+        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See TorchOperations."""
+        if kernels.fuses(weight.dtype, weight.device, weight.shape[-1]):
+            return kernels.normalise(x, weight, epsilon, delta)
+        return super().normalise(x, weight, epsilon, delta)
+
+    def silu_and_multiply(self, fused: torch.Tensor) -> torch.Tensor:
+        """See TorchOperations."""
+        if kernels.fuses(fused.dtype, fused.device, fused.shape[1] // 2):
+            return kernels.silu_and_multiply(fused)
+        return super().silu_and_multiply(fused)
+
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
+        """See TorchOperations."""
+        if not can_pack(weight.device, weight.dtype):
+            return super().product(weight, bias, batch_invariant=batch_invariant)
+        if can_block(weight) and machine.has_bfloat16_kernels():
+            return BlockedMatmul(weight, bias)
+        return OneDnnMatmul(weight, bias, batch_invariant=batch_invariant)
+
+    def fp8_product(
+        self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, rounds_activations: bool
+    ) -> Product:
+        """See TorchOperations."""
+        if codes.shape[1] % 2 == 0 and machine.has_bfloat16_kernels():
+            return BlockedFp8Matmul(codes, scale, bias, rounds_activations=rounds_activations)
+        return super().fp8_product(codes, scale, bias, rounds_activations=rounds_activations)
+
+    def int8_product(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Product:
+        """See TorchOperations."""
+        if codes.shape[1] % 2 == 0 and machine.has_bfloat16_kernels():
+            return BlockedInt8Matmul(codes, scale, bias)
+        return super().int8_product(codes, scale, bias)

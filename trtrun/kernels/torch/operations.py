@@ -1,0 +1,156 @@
+"""The operations of a round that have kernels, in torch's own: right on any device, for any dtype and shape.
+
+What is faster somewhere is a class that changes some of them: cpu/operations.py, triton/operations.py. Which one a
+device gets is chosen in chooser.py. It knows tensors. It does not know layers, rows or drafters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from trtrun.kernels.rounded_rows import RoundedRows
+from trtrun.kernels.torch.fp8 import TorchFp8Matmul
+from trtrun.kernels.torch.int8 import TorchInt8Matmul
+from trtrun.tensors import kept_integers, kept_range
+
+Product = Callable[[torch.Tensor], torch.Tensor]
+"""x [rows, in] → x @ weight.T + bias [rows, out]."""
+
+
+class TorchOperations:
+    """Operations that have kernels somewhere.
+
+    Attributes:
+        cuts_lines: whether tokens are chosen by the kernels of triton/sampling.
+    """
+
+    cuts_lines = False
+
+    def name(self, dtype: torch.dtype) -> str:
+        """What models of `dtype` compute with, in one word for reports."""
+        return "torch"
+
+    def attention(self, dtype: torch.dtype, head_dim: int) -> Any | None:
+        """An `AttentionBackend` (trtrun.attention) for heads of `head_dim`; None where plain torch attends."""
+        return None
+
+    def normalise(
+        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """RMSNorm of x [rows, size] with weight [size], or of x [rows, parts, size] with weight [parts, size]; where
+        `delta` [rows, size] is given, x [rows, size] becomes x + delta first, in place."""
+        if delta is not None:
+            x += delta
+        # F.rms_norm computes in float32 and rounds to x's dtype; the weight comes after the rounding, as in the
+        # models' own code, so it is not handed to F.rms_norm.
+        return functional.rms_norm(x, weight.shape[-1:], None, epsilon).mul_(weight)
+
+    def normalise_rounded(
+        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None
+    ) -> RoundedRows:
+        """As `normalise`, rounded for products that take rounded rows; only where there are such."""
+        raise NotImplementedError
+
+    def silu_and_multiply(self, fused: torch.Tensor) -> torch.Tensor:
+        """fused [rows, 2 * size], gates before factors → [rows, size]: silu(gate) * factor."""
+        size = fused.shape[1] // 2
+        return functional.silu(fused[:, :size]).mul_(fused[:, size:])
+
+    def silu_and_multiply_rounded(self, fused: torch.Tensor) -> RoundedRows:
+        """As `silu_and_multiply`, rounded for products that take rounded rows; only where there are such."""
+        raise NotImplementedError
+
+    def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
+        """x @ weight.T + bias with weight [out, in]; a row has the same bits in any company where `batch_invariant`."""
+        return lambda x: functional.linear(x, weight, bias)
+
+    def fp8_product(
+        self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, rounds_activations: bool
+    ) -> Product:
+        """The product with a weight in E4M3, codes [out, in] and float32 scale [out]."""
+        return TorchFp8Matmul(codes, scale, bias, rounds_activations=rounds_activations)
+
+    def int8_product(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Product:
+        """The product with a weight in int8, codes [out, in] and float32 scale [out]."""
+        return TorchInt8Matmul(codes, scale, bias)
+
+    def advance(
+        self,
+        token_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        rows: torch.Tensor,
+        num_tokens: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> None:
+        """Append tokens [R, width] int64 to `rows` [R] int64 of token_ids [max_rows, columns] int32, in place, and have
+        them grow by num_tokens [R] int64; lengths is [max_rows] int64."""
+        of_rows = lengths.index_select(0, rows)
+        columns = of_rows.unsqueeze(1) + kept_range(0, tokens.shape[1], rows.device)
+        token_ids[rows.unsqueeze(1), columns] = tokens.to(torch.int32)
+        lengths[rows] = of_rows + num_tokens
+
+    def with_drafts(
+        self,
+        token_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        rows: torch.Tensor,
+        draft_tokens: torch.Tensor,
+        draft_lens: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The newest token of each of `rows` [R] int64 and its draft [R, K] int64 behind it: tokens and positions, both
+        [R, K + 1] int64; positions behind a row's draft_lens [R] int64 are -1."""
+        newest = lengths.index_select(0, rows) - 1
+        tokens, positions = token_ids[rows, newest].to(torch.int64).unsqueeze(1), newest.unsqueeze(1)
+        if not draft_tokens.shape[1]:
+            return tokens, positions
+        steps = kept_range(0, draft_tokens.shape[1] + 1, rows.device)
+        positions = torch.where(steps <= draft_lens.clamp(min=0).unsqueeze(1), positions + steps, -1)
+        return torch.cat((tokens, draft_tokens), dim=1), positions
+
+    def argmax(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Where the largest number of each row [..., width] float32 stands, the first one where several are: [...]."""
+        return numbers.argmax(dim=-1)
+
+    def likeliest(self, numbers: torch.Tensor, count: int) -> torch.Tensor:
+        """Where the `count` largest numbers of each row [rows, width] float32 stand, the first of the largest first:
+        [rows, count] int64. Elsewhere equal numbers have no order here."""
+        found = numbers.topk(count, dim=-1).indices
+        first = numbers.argmax(dim=-1, keepdim=True)
+        found = torch.where(found == first, found[:, :1], found)
+        found[:, :1] = first
+        return found
+
+    def likeliest_in_order(self, numbers: torch.Tensor, count: int) -> torch.Tensor | None:
+        """As `likeliest`, and of equal numbers the first ones first; None where nothing does it at once."""
+        return None
+
+    def accept_by_token(
+        self, target_tokens: torch.Tensor, draft_tokens: torch.Tensor, draft_lens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See speculation/verify.py."""
+        if not draft_tokens.shape[1]:  # a plain round: a dozen operations less to launch
+            return kept_integers([1] * len(draft_lens), draft_lens.device), target_tokens
+        num_accepted = count_accepted(draft_tokens == target_tokens[:, :-1], draft_lens)
+        last = target_tokens.gather(1, num_accepted[:, None])[:, 0]
+        return gained(draft_tokens, num_accepted, last)
+
+
+def count_accepted(accepted: torch.Tensor, draft_lens: torch.Tensor) -> torch.Tensor:
+    """[R] int64: how many of the leading draft tokens are accepted, from [R, K] bool of each one by itself."""
+    steps = torch.arange(accepted.shape[1], device=accepted.device)
+    return (accepted & (steps < draft_lens[:, None])).to(torch.int64).cumprod(dim=1).sum(dim=1)
+
+
+def gained(
+    draft_tokens: torch.Tensor, num_accepted: torch.Tensor, last: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(num_tokens [R], tokens [R, K + 1]): the accepted draft tokens, then `last` [R], then -1."""
+    steps = torch.arange(draft_tokens.shape[1] + 1, device=draft_tokens.device)
+    padded = torch.cat([draft_tokens, last[:, None]], dim=1)
+    count = num_accepted[:, None]
+    tokens = torch.where(steps < count, padded, torch.where(steps == count, last[:, None], -1))
+    return num_accepted + 1, tokens
