@@ -19,6 +19,7 @@ from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.models.checkpoint import NoWeightsError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.weight_check import check_model_weights, check_split, choose_default
+from trtrun.models.weights import Share
 from trtrun.start.model_settings import resolve_dtype_name, target_context
 from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
 
@@ -175,7 +176,8 @@ def _check_model(role: str, section: ModelSection) -> ModelConfig:
     try:
         config = read_model_config(section.model)
         default = choose_default(config, section.quantization, for_target=role == "target")
-        check_split(config, len(section.devices), resolve_dtype_name(section, config), kind, default)
+        share = Share(0, len(section.devices))
+        check_split(config, share, resolve_dtype_name(section, config), kind, default)
     except (CheckpointError, ConfigError, ParallelError) as error:
         raise CheckpointError(f"{role}: {error}") from None
     return config

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class ModelConfig(ModelShape):
 
     @property
     def embedding(self) -> Weight:
-        """[vocabulary share, hidden]. A row of made-up ones is as long as the layers' results."""
+        """[vocabulary share, hidden]. Made-up rows are long, so that tokens differ."""
         return self._of_vocabulary("model.embed_tokens.weight", 50.0)
 
     @property
@@ -83,7 +84,7 @@ class ModelConfig(ModelShape):
         """[hidden]."""
         return Weight((StoredTensor("model.norm.weight", (Axis(self.hidden_size),)),))
 
-    @property
+    @cached_property
     def weights(self) -> Sequence[Weight]:
         """All that the model has."""
         ends = (self.embedding, self.final_norm, self.head)

@@ -27,7 +27,7 @@ from trtrun.models.checkpoint import Checkpoint, WeightFiles
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.models.dummy_weights import DummyWeights
-from trtrun.models.weight_check import check_split, check_weights, held_weights
+from trtrun.models.weight_check import check_split, check_weights
 from trtrun.models.weight_reader import Progress, WeightReader
 from trtrun.models.weights import Share
 from trtrun.tensors import DTYPES, dtype_name
@@ -66,8 +66,8 @@ def shard_bytes(
     """
     device, default = device or torch.device("cpu"), QUANTIZATIONS.get(quantization)
     share = Share(tp_rank, tp_size)
-    check_split(config, tp_size, dtype_name(dtype), device.type, default)
-    size = sum(count_bytes(held.create(weight, dtype)) for weight, held in held_weights(config, share, default))
+    weights = check_split(config, share, dtype_name(dtype), device.type, default)
+    size = sum(count_bytes(held.create(weight, dtype)) for weight, held in weights)
     if _shares_tied_embedding(config, device, dtype, default):
         size -= config.embedding.cut(share).num_elements * dtype.itemsize
     return size

@@ -57,22 +57,27 @@ def check_model_weights(
         check_weights(Checkpoint(path), config, Share(0, tp_size), QUANTIZATIONS.get(quantization))
 
 
-def check_split(config: ModelConfig, tp_size: int, dtype: str, device_type: str, default: Quantization) -> None:
-    """Check that a model can be shared out over the ranks of a group, and held on their devices as is asked for.
+def check_split(
+    config: ModelConfig, share: Share, dtype: str, device_type: str, default: Quantization
+) -> list[tuple[HeldWeight, Quantization]]:
+    """Check that a model can be shared out, and held on a type of device as is asked for.
 
     Args:
-        config: of the model.
-        tp_size: ranks of the group.
+        config, share, default: see `held_weights`.
         dtype: of activations, by name.
-        device_type: of all of its devices.
-        default: of the weights that the checkpoint has stored plainly.
+        device_type: "cpu" or "cuda".
+
+    Returns:
+        `held_weights`.
 
     Raises:
-        CheckpointError: heads or features cannot be shared out over `tp_size` ranks.
+        CheckpointError: heads or features cannot be shared out over so many ranks.
         ConfigError: a quantization does not go with the dtype on the device.
     """
-    for held in dict.fromkeys(held for _, held in held_weights(config, Share(0, tp_size), default)):
+    weights = held_weights(config, share, default)
+    for held in dict.fromkeys(held for _, held in weights):
         held.check(dtype, device_type)
+    return weights
 
 
 def choose_default(config: ModelConfig, name: str, *, for_target: bool) -> Quantization:
