@@ -193,7 +193,7 @@ class LLMEngine:
                 self._owners[part.request_id] = (request, index)
                 completion = self.scheduler.add(
                     part,
-                    None if text is None else text.copied(),
+                    text if text is None or len(parts) == 1 else text.copied(),
                     behind[index],
                     ("request", request_id) if group is None else group,
                 )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from copy import copy
 from dataclasses import MISSING, dataclass, field, fields
 
 from trtrun.core.values import (
@@ -144,19 +143,20 @@ class SamplingParams:
         """The same with a seed: drawn, where there is none."""
         if self.seed is not None:
             return self
-        seeded = copy(self)  # nothing is wrong with it, and need not be checked again
-        object.__setattr__(seeded, "seed", int.from_bytes(os.urandom(7), "little"))
-        return seeded
+        return self._changed(seed=int.from_bytes(os.urandom(7), "little"))
 
     def of_completion(self, index: int) -> SamplingParams:
         """The parameters of one of the `n` completions: they have a seed, which gives each its own."""
         assert self.seed is not None
         if self.n == 1:
             return self
-        one = copy(self)  # as above: what it lists may be long, and n is up to 128
-        object.__setattr__(one, "seed", (self.seed + index) % 2**63)
-        object.__setattr__(one, "n", 1)
-        return one
+        return self._changed(seed=(self.seed + index) % 2**63, n=1)
+
+    def _changed(self, **values: int) -> SamplingParams:
+        """A copy with a few other values. It is not checked again: what it lists may be long, and n is up to 128."""
+        other = object.__new__(SamplingParams)
+        other.__dict__.update(self.__dict__, **values)
+        return other
 
     def _check_ranges(self) -> None:
         # temperature and repetition_penalty: what float32 carries beside logits without a NaN on the way.
