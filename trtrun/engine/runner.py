@@ -8,26 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
-from trtrun.engine.batch import BatchBuilder, ForwardBatch, read_tiles
-from trtrun.engine.draft_paths import DraftPaths, PathSpace, TreeBatch
-from trtrun.engine.graphs import MOST_PROMPT_TOKENS, SHARED_CONTEXT, Capture, ForwardGraphs
+from trtrun.engine.batch import BatchBuilder, ForwardBatch
+from trtrun.engine.draft_paths import DraftPaths, PathSpace
+from trtrun.engine.forwards import Forwards
+from trtrun.engine.graphs import Capture
 from trtrun.engine.hidden_taps import HiddenTaps
-from trtrun.engine.prompt_tiles import even_tiles, token_places
 from trtrun.engine.rows import RowState
-from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
+from trtrun.kvcache.segments import StepBatch
 from trtrun.kvcache.store import KVStore
-from trtrun.kvcache.tile_widths import padded_width
 from trtrun.models.decoder import CausalLM
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.tensors import device_integers, inference, kept_integers, kept_range
-
-_NARROWEST_TILE = 16
-"""Queries of a tile of prompts in a graph, at least: few widths make few graphs."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +33,13 @@ class GraphStep:
     positions: torch.Tensor
 
 
-class _Prompts(NamedTuple):
-    """Prompts that a graph computed: logits [chunks, vocab] after the last token of each, not overwritten by later
-    forwards, and what was tapped of each chunk."""
-
-    logits: torch.Tensor
-    tapped: list[torch.Tensor]
-
-
 class Engine:
-    """The forwards of one engine rank.
+    """One engine rank.
 
     Attributes:
         rows: the state of every row.
         vocab_size: of the model's configuration, padding tokens of the checkpoint included.
+        tables, prompt_shapes: see Forwards.
     """
 
     def __init__(
@@ -81,34 +69,10 @@ class Engine:
         self.rows = rows
         self.vocab_size = model.config.vocab_size
         self.device = rows.device
-        self._prompt_width = model.prompt_width
-        self._taps = HiddenTaps(taps, model.config, model.dtype, self.device) if taps else None
-        self._paths = DraftPaths(path_space, rows, store) if path_space is not None else None
-        self._graphs = self._make_graphs(capture, logits_per_row) if capture is not None else None
-
-    def _make_graphs(self, capture: Capture, logits_per_row: int) -> ForwardGraphs:
-        max_rows, max_blocks = self.rows.block_tables.shape
-        # A graph keeps the address of what it reads: the rotary tables must not grow, that is move, later.
-        self._model.reserve_positions(max_blocks * self.rows.block_size)
-        if self._taps is not None:
-            self._taps.reserve(max(max_rows * logits_per_row, MOST_PROMPT_TOKENS))
-        return ForwardGraphs(
-            self._forward_rows,
-            capture,
-            max_rows=max_rows,
-            logits_per_row=logits_per_row,
-            max_blocks=max_blocks,
-            vocab_size=self.vocab_size,
-            device=self.device,
-            most_tiles=0 if self._prompt_width is None else -(-MOST_PROMPT_TOKENS // self._narrowest_tile),
-            fewest_blocks=-(-SHARED_CONTEXT // self.rows.block_size),
-            forward_trees=self._forward_trees if self._paths is not None else None,
-        )
-
-    @property
-    def _narrowest_tile(self) -> int:
-        """`_NARROWEST_TILE`, or what the kernel takes where that is less."""
-        return min(_NARROWEST_TILE, self._prompt_width or _NARROWEST_TILE)
+        tapped = HiddenTaps(taps, model.config, model.dtype, self.device) if taps else None
+        paths = DraftPaths(path_space, rows, store) if path_space is not None else None
+        self._forwards = Forwards(model, store, rows, capture, logits_per_row, tapped, paths)
+        self.tables, self.prompt_shapes = self._forwards.tables, self._forwards.prompt_shapes
 
     @property
     def block_size(self) -> int:
@@ -131,33 +95,22 @@ class Engine:
     @property
     def most_paths(self) -> int:
         """Paths of a row's draft tree that may be verified; 1 where drafts are chains."""
-        return self._paths.most_paths if self._paths is not None else 1
+        return self._forwards.paths.most_paths if self._forwards.paths is not None else 1
 
     @property
     def has_graphs(self) -> bool:
         """Whether forwards that rounds repeat are graphs."""
-        return self._graphs is not None
-
-    def prompt_shapes(self) -> list[tuple[int, int]]:
-        """Numbers of tiles and their width of prompts that are computed through graphs, a pair for each graph, the
-        largest first; none where there are no graphs, or prompts are no tiles."""
-        if self._graphs is None or self._prompt_width is None:
-            return []
-        narrow = self._narrowest_tile
-        lengths = range(1, self._prompt_width + 1)
-        widths = {max(narrow, padded_width(length, self._prompt_width)) for length in lengths}
-        shapes = [(tiles, width) for width in widths for tiles in self._graphs.prompt_tiles(width)]
-        return sorted(shapes, key=lambda shape: shape[0] * shape[1], reverse=True)
+        return self._forwards.graphs is not None
 
     @property
     def num_graphs(self) -> int:
         """Graphs that are held."""
-        return self._graphs.num_graphs if self._graphs is not None else 0
+        return self._forwards.graphs.num_graphs if self._forwards.graphs is not None else 0
 
     def close(self) -> None:
         """Give back what must not outlive the communicators. Nothing runs on the engine afterwards."""
-        if self._graphs is not None:
-            self._graphs.close()
+        if self._forwards.graphs is not None:
+            self._forwards.graphs.close()
 
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in what the plan changes before anything runs."""
@@ -165,18 +118,18 @@ class Engine:
         if self._model.has_overflowed:
             # The kernels on GPUs never read what a row does not see; those on CPUs read whole blocks.
             self._store.clear(self.rows.fresh_blocks(plan))
-            if self._paths is not None and len(plan.decode_rows):
-                self._paths.clear(kept_integers(plan.decode_rows.tolist(), self.device))
+            if self._forwards.paths is not None and len(plan.decode_rows):
+                self._forwards.paths.clear(kept_integers(plan.decode_rows.tolist(), self.device))
 
     @inference
     def prefill(self, chunks: Sequence[PrefillChunk]) -> None:
         """Compute keys and values of the chunks (the draft engine's prefill)."""
-        if self._prefill_by_graph(chunks) is not None:
+        if self._forwards.prefill_by_graph(chunks) is not None:
             return
         builder = BatchBuilder(self.rows)
-        builder.add_prompts(chunks, self._prompt_width)
+        builder.add_prompts(chunks, self._forwards.prompt_width)
         if builder.num_tokens:
-            self._forward(builder.build(device_integers((), self.device)))
+            self._forwards.run(builder.build(device_integers((), self.device)))
 
     @inference
     def catch_up(self, rows: torch.Tensor, counts: Sequence[int], context: int) -> torch.Tensor:
@@ -202,7 +155,7 @@ class Engine:
             positions = torch.where(-steps <= kept_integers(counts, self.device).unsqueeze(1), positions, -1)
             places = positions.clamp(min=0)
         tokens = self.rows.token_ids[rows.unsqueeze(1), places].to(torch.int64)
-        return self._run_rows(rows, tokens, positions, context, last_only=True)
+        return self._forwards.run_rows(rows, tokens, positions, context, last_only=True)
 
     @inference
     def feed(self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
@@ -216,7 +169,7 @@ class Engine:
         Returns:
             [rows, vocab] float32, after each row's last token.
         """
-        run = self._forward_rows if self._graphs is None else self._graphs.run
+        run = self._forwards.forward_rows if self._forwards.graphs is None else self._forwards.graphs.run
         return run(tokens, positions, tables, True)
 
     @inference
@@ -230,7 +183,7 @@ class Engine:
         Returns:
             One batch a step, for `decode`, in order.
         """
-        if self._graphs is not None:
+        if self._forwards.graphs is not None:
             return [GraphStep(tables, positions[:, step : step + 1]) for step in range(positions.shape[1])]
         builder = BatchBuilder(self.rows)
         builder.add_tables(tables, positions, positions)
@@ -240,10 +193,10 @@ class Engine:
     def decode(self, step: StepBatch | GraphStep, tokens: torch.Tensor) -> torch.Tensor:
         """Feed one token a row: tokens [rows] int64 → logits [rows, vocab] float32."""
         if isinstance(step, GraphStep):
-            assert self._graphs is not None
-            return self._graphs.run(tokens.unsqueeze(1), step.positions, step.block_tables, last_only=True)
+            assert self._forwards.graphs is not None
+            return self._forwards.graphs.run(tokens.unsqueeze(1), step.positions, step.block_tables, last_only=True)
         positions = step.segments[0].positions.reshape(-1).clamp(min=0)
-        return self._model.logits(self._forward(ForwardBatch(tokens, positions, step)))
+        return self._model.logits(self._forwards.run(ForwardBatch(tokens, positions, step)))
 
     @inference
     def rank_steps(
@@ -260,9 +213,9 @@ class Engine:
         Returns:
             [rows, steps, num_ranked] int64, valid until the next call; None where there are no graphs.
         """
-        if self._graphs is None:
+        if self._forwards.graphs is None:
             return None
-        return self._graphs.run_chain(first, positions, tables, vocab_size, num_ranked, keyed)
+        return self._forwards.graphs.run_chain(first, positions, tables, vocab_size, num_ranked, keyed)
 
     @inference
     def verify_forward(self, plan: RoundPlan, draft: Draft) -> Step:
@@ -272,36 +225,29 @@ class Engine:
             plan: the round's plan.
             draft: on the device; where its draft_lens are below 1 only the newest token is fed.
         """
-        by_graph = self._prefill_by_graph(plan.prefill)
+        by_graph = self._forwards.prefill_by_graph(plan.prefill)
         if by_graph is None and plan.prefill:
             return self._verify_beside_prompts(plan, draft)
         queries = draft.tokens.shape[1] + 1
         logits = torch.empty((0, queries, self.vocab_size), device=self.device)
         if len(plan.decode_rows):
             rows = kept_integers(plan.decode_rows.tolist(), self.device)
-            logits = self._run_drafts(rows, draft, plan.max_context).view(-1, queries, self.vocab_size)
+            logits = self._forwards.run_drafts(rows, draft, plan.max_context).view(-1, queries, self.vocab_size)
         tapped = by_graph.tapped if by_graph is not None else []
-        hidden = self._taps.states(len(plan.decode_rows), queries, tapped) if self._taps is not None else None
+        hidden = (
+            self._forwards.taps.states(len(plan.decode_rows), queries, tapped)
+            if self._forwards.taps is not None
+            else None
+        )
         return Step(logits if by_graph is None else self._join(logits, by_graph.logits, plan, queries), hidden)
 
     @inference
     def keep_path(self, plan: RoundPlan, accepted: torch.Tensor) -> None:
         """Have the plan's decode rows go on with the keys and values of the path `accepted` [decode_rows] int64 of
         their trees, verified just now. Before they move on."""
-        assert self._paths is not None
+        assert self._forwards.paths is not None
         if len(plan.decode_rows):
-            self._paths.keep(kept_integers(plan.decode_rows.tolist(), self.device), accepted)
-
-    def _run_drafts(self, rows: torch.Tensor, draft: Draft, context: int) -> torch.Tensor:
-        """A forward of `rows` [R] and their drafts alone; logits [R * (width + 1), vocab]."""
-        if draft.paths is None:
-            tokens, positions = self.rows.with_drafts(rows, draft.tokens, draft.draft_lens)
-            return self._run_rows(rows, tokens, positions, context, last_only=False)
-        assert self._paths is not None
-        trees = self._paths.fork(rows, draft, self.tables(rows, context))
-        if self._graphs is None:
-            return self._forward_trees(trees)
-        return self._replayed(self._graphs.run_trees(trees), trees.tokens)
+            self._forwards.paths.keep(kept_integers(plan.decode_rows.tolist(), self.device), accepted)
 
     def _verify_beside_prompts(self, plan: RoundPlan, draft: Draft) -> Step:
         """`verify_forward` where prompts are computed beside the decode rows, in one forward."""
@@ -311,38 +257,22 @@ class Engine:
             if draft.paths is None:
                 builder.add_rows(rows, *self.rows.with_drafts(rows, draft.tokens, draft.draft_lens), plan.max_context)
             else:
-                assert self._paths is not None
-                builder.add_trees(self._paths.fork(rows, draft, self.tables(rows, plan.max_context)))
+                assert self._forwards.paths is not None
+                builder.add_trees(self._forwards.paths.fork(rows, draft, self._forwards.tables(rows, plan.max_context)))
         num_decoded = builder.num_tokens
-        places = builder.add_prompts(plan.prefill, self._prompt_width)
+        places = builder.add_prompts(plan.prefill, self._forwards.prompt_width)
         ended = [of_chunk[-1][-1] for of_chunk, chunk in zip(places, plan.prefill, strict=True) if chunk.is_last]
-        hidden = self._forward(builder.build(device_integers([*range(num_decoded), *ended], self.device)))
+        hidden = self._forwards.run(builder.build(device_integers([*range(num_decoded), *ended], self.device)))
         states = None
-        if self._taps is not None:
-            states = self._taps.states(len(plan.decode_rows), queries, [self._taps.copy(one) for one in places])
+        if self._forwards.taps is not None:
+            states = self._forwards.taps.states(
+                len(plan.decode_rows), queries, [self._forwards.taps.copy(one) for one in places]
+            )
         if not len(hidden):
             return Step(torch.empty((0, queries, self.vocab_size), device=self.device), states)
         logits = self._model.logits(hidden)
         after_prompts = logits[num_decoded:].unsqueeze(1).expand(-1, queries, -1)
         return Step(torch.cat((logits[:num_decoded].view(-1, queries, self.vocab_size), after_prompts)), states)
-
-    def _prefill_by_graph(self, chunks: Sequence[PrefillChunk]) -> _Prompts | None:
-        """Compute chunks through a graph, where there are graphs and the chunks are short; else None."""
-        if self._graphs is None or self._prompt_width is None or not chunks:
-            return None
-        longest = max(chunk.length for chunk in chunks)
-        width = max(self._narrowest_tile, padded_width(longest, self._prompt_width))
-        tiles = even_tiles(chunks, width)
-        if not self._graphs.takes_prompts(len(tiles), width):
-            return None
-        context = max(chunk.start + chunk.length for chunk in chunks)
-        logits = self._run_rows(*read_tiles(self.rows, tiles, width), context, last_only=True)
-        last = {tile.chunk: index for index, tile in enumerate(tiles)}
-        tapped = []
-        if self._taps is not None:
-            places = token_places(tiles, width, 0)
-            tapped = [self._taps.copy(places[index]) for index in range(len(chunks))]
-        return _Prompts(logits[device_integers(list(last.values()), self.device)], tapped)
 
     def _join(self, logits: torch.Tensor, after_prompts: torch.Tensor, plan: RoundPlan, queries: int) -> torch.Tensor:
         """Logits [decode_rows, queries, vocab], and behind them those of prompts that end in the round, repeated."""
@@ -351,46 +281,3 @@ class Engine:
             return logits
         last = after_prompts[device_integers(ended, self.device)].unsqueeze(1)
         return torch.cat((logits, last.expand(-1, queries, -1)))
-
-    def _run_rows(
-        self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, context: int, last_only: bool
-    ) -> torch.Tensor:
-        """A forward of `rows` [R] alone, tokens and positions [R, Q]; logits [R * Q, vocab], or [R, vocab]."""
-        run = self._forward_rows if self._graphs is None else self._graphs.run
-        return self._replayed(run(tokens, positions, self.tables(rows, context), last_only), tokens)
-
-    def _replayed(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The logits of a forward of `tokens`, which may have been a graph's: then it says so to the taps."""
-        if self._taps is not None and self._graphs is not None:
-            self._taps.replayed(tokens.numel())
-        return logits
-
-    def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
-        """[R, blocks] int64: the tables of `rows` [R] int64, as wide as `context` tokens need, or as their graph's
-        bucket."""
-        blocks = -(-context // self.rows.block_size)
-        return self.rows.tables(rows, blocks if self._graphs is None else self._graphs.context_blocks(blocks))
-
-    def _forward_rows(
-        self, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, last_only: bool
-    ) -> torch.Tensor:
-        """See `graphs.RowForward`."""
-        count, queries = tokens.shape
-        segment = AttentionSegment(0, count, queries, block_tables, positions)
-        batch = AttentionBatch([segment], self.rows.block_size)
-        tokens, positions = tokens.reshape(-1), positions.reshape(-1).clamp(min=0)
-        some = last_only and queries > 1
-        wanted = torch.arange(queries - 1, count * queries, queries, device=self.device) if some else None
-        return self._model.logits(self._forward(ForwardBatch(tokens, positions, batch, wanted), in_graph=True))
-
-    def _forward_trees(self, trees: TreeBatch) -> torch.Tensor:
-        """Logits [R * (nodes + 1), vocab] of trees alone."""
-        builder = BatchBuilder(self.rows)
-        builder.add_trees(trees)
-        return self._model.logits(self._forward(builder.build(None), in_graph=True))
-
-    def _forward(self, batch: ForwardBatch, *, in_graph: bool = False) -> torch.Tensor:
-        # A draft's vocabulary may be narrower than the target's: tokens beyond it are fed as its last one.
-        tokens = batch.tokens.clamp(max=self.vocab_size - 1)
-        taps = self._taps.begin(len(tokens), in_graph=in_graph) if self._taps is not None else None
-        return self._model.forward(tokens, batch.positions, batch.attention, self._store, batch.wanted, taps)

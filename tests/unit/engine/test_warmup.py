@@ -14,8 +14,8 @@ from pipelines import prompt_of
 
 from trtrun.attention.backend import HostAttention
 from trtrun.core.nouns import RoundPlan
+from trtrun.engine.forwards import Forwards
 from trtrun.engine.graphs import ForwardGraphs
-from trtrun.engine.runner import Engine
 from trtrun.engine.warmup import _chunk, warm_up
 from trtrun.speculation.ahead.chains import NUM_RANKED
 
@@ -29,13 +29,13 @@ def test_graphs_of_short_prompts_are_made_at_the_start_where_rows_are_no_power_o
     """Draft engines have rows for guesses, too, and so graphs of more rows than there are prompts."""
     made: list[Any] = []
     plain: list[list[int]] = []
-    make, by_graph, engine_of = ForwardGraphs._make, Engine._prefill_by_graph, ahead_rounds.Engine
+    make, by_graph, engine_of = ForwardGraphs._make, Forwards.prefill_by_graph, ahead_rounds.Engine
 
     def logged_make(self: ForwardGraphs, shape: Any, *others: Any) -> Any:
         made.append(shape)
         return make(self, shape, *others)
 
-    def logged_prefill(self: Engine, chunks: Any) -> Any:
+    def logged_prefill(self: Forwards, chunks: Any) -> Any:
         found = by_graph(self, chunks)
         if found is None:
             plain.append([chunk.length for chunk in chunks])
@@ -43,7 +43,7 @@ def test_graphs_of_short_prompts_are_made_at_the_start_where_rows_are_no_power_o
 
     monkeypatch.setattr(HostAttention, "tile", 64)  # 32 queries of two heads each
     monkeypatch.setattr(ForwardGraphs, "_make", logged_make)
-    monkeypatch.setattr(Engine, "_prefill_by_graph", logged_prefill)
+    monkeypatch.setattr(Forwards, "prefill_by_graph", logged_prefill)
     monkeypatch.setattr(ahead_rounds, "MAX_ROWS", ROWS)
     monkeypatch.setattr(ahead_rounds, "Engine", lambda *a: engine_of(*a, capture=lambda work: work))
     model = ahead_rounds.load(make_checkpoint(tmp_path / "model", "LlamaForCausalLM", seed=1))

@@ -1,0 +1,174 @@
+"""How one engine rank's forwards run: as they are, or as CUDA graphs; and what is tapped on the way.
+
+It knows a model, its store, rows, and batches of them. It does not know phases of a round (runner.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from trtrun.core.nouns import Draft, PrefillChunk
+from trtrun.engine.batch import BatchBuilder, ForwardBatch, read_tiles
+from trtrun.engine.draft_paths import DraftPaths, TreeBatch
+from trtrun.engine.graphs import MOST_PROMPT_TOKENS, SHARED_CONTEXT, Capture, ForwardGraphs
+from trtrun.engine.hidden_taps import HiddenTaps
+from trtrun.engine.prompt_tiles import even_tiles, token_places
+from trtrun.engine.rows import RowState
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
+from trtrun.kvcache.store import KVStore
+from trtrun.kvcache.tile_widths import padded_width
+from trtrun.models.decoder import CausalLM
+from trtrun.tensors import device_integers
+
+_NARROWEST_TILE = 16
+"""Queries of a tile of prompts in a graph, at least: few widths make few graphs."""
+
+
+class GraphPrompts(NamedTuple):
+    """Prompts that a graph computed: logits [chunks, vocab] after the last token of each, not overwritten by later
+    forwards, and what was tapped of each chunk."""
+
+    logits: torch.Tensor
+    tapped: list[torch.Tensor]
+
+
+class Forwards:
+    """Forwards of a model over rows.
+
+    Attributes:
+        graphs: of the forwards that rounds repeat; None where they run as they are.
+        taps: of the residual stream; None without.
+        paths: of draft trees; None where drafts are chains.
+        prompt_width: queries of the tiles that prompts are cut into; None where each is one row.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        store: KVStore,
+        rows: RowState,
+        capture: Capture | None,
+        logits_per_row: int,
+        taps: HiddenTaps | None,
+        paths: DraftPaths | None,
+    ) -> None:
+        """See `runner.Engine`."""
+        self._model = model
+        self._store = store
+        self._rows = rows
+        self._vocab_size = model.config.vocab_size
+        self._device = rows.device
+        self.taps = taps
+        self.paths = paths
+        self.prompt_width = model.prompt_width
+        self.graphs = self._make_graphs(capture, logits_per_row) if capture is not None else None
+
+    def _make_graphs(self, capture: Capture, logits_per_row: int) -> ForwardGraphs:
+        max_rows, max_blocks = self._rows.block_tables.shape
+        # A graph keeps the address of what it reads: the rotary tables must not grow, that is move, later.
+        self._model.reserve_positions(max_blocks * self._rows.block_size)
+        if self.taps is not None:
+            self.taps.reserve(max(max_rows * logits_per_row, MOST_PROMPT_TOKENS))
+        return ForwardGraphs(
+            self.forward_rows,
+            capture,
+            max_rows=max_rows,
+            logits_per_row=logits_per_row,
+            max_blocks=max_blocks,
+            vocab_size=self._vocab_size,
+            device=self._device,
+            most_tiles=0 if self.prompt_width is None else -(-MOST_PROMPT_TOKENS // self._narrowest_tile),
+            fewest_blocks=-(-SHARED_CONTEXT // self._rows.block_size),
+            forward_trees=self._forward_trees if self.paths is not None else None,
+        )
+
+    @property
+    def _narrowest_tile(self) -> int:
+        """`_NARROWEST_TILE`, or what the kernel takes where that is less."""
+        return min(_NARROWEST_TILE, self.prompt_width or _NARROWEST_TILE)
+
+    def prompt_shapes(self) -> list[tuple[int, int]]:
+        """Numbers of tiles and their width of prompts that are computed through graphs, a pair for each graph, the
+        largest first; none where there are no graphs, or prompts are no tiles."""
+        if self.graphs is None or self.prompt_width is None:
+            return []
+        narrow = self._narrowest_tile
+        lengths = range(1, self.prompt_width + 1)
+        widths = {max(narrow, padded_width(length, self.prompt_width)) for length in lengths}
+        shapes = [(tiles, width) for width in widths for tiles in self.graphs.prompt_tiles(width)]
+        return sorted(shapes, key=lambda shape: shape[0] * shape[1], reverse=True)
+
+    def prefill_by_graph(self, chunks: Sequence[PrefillChunk]) -> GraphPrompts | None:
+        """Compute chunks through a graph, where there are graphs and the chunks are short; else None."""
+        if self.graphs is None or self.prompt_width is None or not chunks:
+            return None
+        longest = max(chunk.length for chunk in chunks)
+        width = max(self._narrowest_tile, padded_width(longest, self.prompt_width))
+        tiles = even_tiles(chunks, width)
+        if not self.graphs.takes_prompts(len(tiles), width):
+            return None
+        context = max(chunk.start + chunk.length for chunk in chunks)
+        logits = self.run_rows(*read_tiles(self._rows, tiles, width), context, last_only=True)
+        last = {tile.chunk: index for index, tile in enumerate(tiles)}
+        tapped = []
+        if self.taps is not None:
+            places = token_places(tiles, width, 0)
+            tapped = [self.taps.copy(places[index]) for index in range(len(chunks))]
+        return GraphPrompts(logits[device_integers(list(last.values()), self._device)], tapped)
+
+    def run_drafts(self, rows: torch.Tensor, draft: Draft, context: int) -> torch.Tensor:
+        """A forward of `rows` [R] and their drafts alone; logits [R * (width + 1), vocab]."""
+        if draft.paths is None:
+            tokens, positions = self._rows.with_drafts(rows, draft.tokens, draft.draft_lens)
+            return self.run_rows(rows, tokens, positions, context, last_only=False)
+        assert self.paths is not None
+        trees = self.paths.fork(rows, draft, self.tables(rows, context))
+        if self.graphs is None:
+            return self._forward_trees(trees)
+        return self._replayed(self.graphs.run_trees(trees), trees.tokens)
+
+    def run_rows(
+        self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, context: int, last_only: bool
+    ) -> torch.Tensor:
+        """A forward of `rows` [R] alone, tokens and positions [R, Q]; logits [R * Q, vocab], or [R, vocab]."""
+        run = self.forward_rows if self.graphs is None else self.graphs.run
+        return self._replayed(run(tokens, positions, self.tables(rows, context), last_only), tokens)
+
+    def _replayed(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits of a forward of `tokens`, which may have been a graph's: then it says so to the taps."""
+        if self.taps is not None and self.graphs is not None:
+            self.taps.replayed(tokens.numel())
+        return logits
+
+    def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+        """[R, blocks] int64: the tables of `rows` [R] int64, as wide as `context` tokens need, or as their graph's
+        bucket."""
+        blocks = -(-context // self._rows.block_size)
+        return self._rows.tables(rows, blocks if self.graphs is None else self.graphs.context_blocks(blocks))
+
+    def forward_rows(
+        self, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, last_only: bool
+    ) -> torch.Tensor:
+        """See `graphs.RowForward`."""
+        count, queries = tokens.shape
+        segment = AttentionSegment(0, count, queries, block_tables, positions)
+        batch = AttentionBatch([segment], self._rows.block_size)
+        tokens, positions = tokens.reshape(-1), positions.reshape(-1).clamp(min=0)
+        some = last_only and queries > 1
+        wanted = torch.arange(queries - 1, count * queries, queries, device=self._device) if some else None
+        return self._model.logits(self.run(ForwardBatch(tokens, positions, batch, wanted), in_graph=True))
+
+    def _forward_trees(self, trees: TreeBatch) -> torch.Tensor:
+        """Logits [R * (nodes + 1), vocab] of trees alone."""
+        builder = BatchBuilder(self._rows)
+        builder.add_trees(trees)
+        return self._model.logits(self.run(builder.build(None), in_graph=True))
+
+    def run(self, batch: ForwardBatch, *, in_graph: bool = False) -> torch.Tensor:
+        # A draft's vocabulary may be narrower than the target's: tokens beyond it are fed as its last one.
+        tokens = batch.tokens.clamp(max=self._vocab_size - 1)
+        taps = self.taps.begin(len(tokens), in_graph=in_graph) if self.taps is not None else None
+        return self._model.forward(tokens, batch.positions, batch.attention, self._store, batch.wanted, taps)
