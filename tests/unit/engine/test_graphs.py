@@ -19,8 +19,8 @@ from pipelines import Reference, make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
 from trtrun.attention.backend import HostAttention
+from trtrun.engine import forwards
 from trtrun.engine import graphs as engine_graphs
-from trtrun.engine import runner
 from trtrun.engine.graphs import ForwardGraphs
 from trtrun.speculation.pacing import Pacer
 from trtrun.start import startup
@@ -87,7 +87,7 @@ def test_short_prompts_go_through_graphs_and_long_ones_do_not(
 ) -> None:
     """Of any lengths, some at a time, beside rows that decode, with blocks that are reused."""
     monkeypatch.setattr(engine_graphs, "MOST_PROMPT_TOKENS", 64)
-    monkeypatch.setattr(runner, "MOST_PROMPT_TOKENS", 64)
+    monkeypatch.setattr(forwards, "MOST_PROMPT_TOKENS", 64)
     monkeypatch.setattr(HostAttention, "tile", 64)  # 32 queries of two heads each
     target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
     draft = make_draft(tmp_path / "draft", target, 1)
