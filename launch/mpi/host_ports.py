@@ -3,8 +3,9 @@
 MPI libraries listen on all interfaces, whatever interfaces they are told to use, and mpirun reads what comes there
 before it looks who sent it: three bytes from anywhere make Open MPI 5 wait for more, and the job's output with it.
 No flag of theirs changes that. So the parent of mpirun asks the kernel: a filter on each socket that a process of the
-job listens with drops packets that did not come over the loopback device. Once every rank is there, nobody at all has
-to connect to mpirun any more.
+job listens with drops packets that did not come over the loopback device. Who of this host has connected to mpirun and
+is another user, or came before the filter, is parted from it: mpirun waits for what a connection says, and all ranks
+with it. Once every rank is there, nobody at all has to connect to mpirun any more.
 
 Another process's sockets are reached as the kernel lets a parent do it (pidfd_getfd, Linux 5.6); where it does not,
 ports stay as they are. It does not know what is said over them.
@@ -23,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from launch.mpi.peers import user_of_peer
 from launch.mpi.sessions import session_processes
 
 LOOK_SECONDS = 0.5
@@ -70,14 +72,24 @@ class HostPorts:
         self._look_due = now + LOOK_SECONDS
         self._is_over = all_are_there
         for process in session_processes(self._session):
-            for name, listening in self._listening(process):
-                with listening:
+            connections: list[socket.socket] = []
+            ports: set[int] = set()
+            for name, found in self._sockets(process):
+                if not _listens(found):
+                    connections.append(found)
+                    continue
+                with found as listening:
                     try:
+                        ports.add(listening.getsockname()[1])
                         self._keep_strangers_out(name, listening, all_are_there and process == self._session)
                     except OSError as error:
                         self._refuse("filter them", error)
                     else:
                         self._kept.add(name)
+            for connection in connections:
+                with connection, suppress(OSError):  # it has ended by itself
+                    if process == self._session and connection.getsockname()[1] in ports:
+                        _part_from_stranger(connection)
         if self._is_over:
             told = f"; {self._refusal}: others stay open" if self._refusal else ""
             logger.info("%d ports of the job take no connections from other hosts%s", len(self._kept), told)
@@ -94,8 +106,8 @@ class HostPorts:
     def _refuse(self, what: str, error: OSError) -> None:
         self._refusal = self._refusal or f"the system does not let a parent {what} ({error.strerror})"
 
-    def _listening(self, process: int) -> Iterator[tuple[str, socket.socket]]:
-        """The listening TCP sockets of a process, with their names in the system."""
+    def _sockets(self, process: int) -> Iterator[tuple[str, socket.socket]]:
+        """The TCP sockets of a process, with their names in the system."""
         handle = -1
         try:
             handle = os.pidfd_open(process)
@@ -108,7 +120,7 @@ class HostPorts:
                     if error.errno not in _GONE:
                         raise
                     continue
-                if found is not None and _listens(found):
+                if found is not None and _is_tcp(found):
                     yield name, found
                 elif found is not None:
                     found.close()
@@ -154,6 +166,20 @@ def _take_socket(handle: int, number: int) -> socket.socket:
         raise
 
 
+def _is_tcp(found: socket.socket) -> bool:
+    return found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
+
+
 def _listens(found: socket.socket) -> bool:
-    is_tcp = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
-    return is_tcp and bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _part_from_stranger(connection: socket.socket) -> None:
+    """End a connection to mpirun that no process of this user has made on this host.
+
+    Raises:
+        OSError: it has ended.
+    """
+    if user_of_peer(connection) != os.geteuid():
+        logger.info("a stranger's connection to mpirun is ended: %s", connection.getpeername()[0])
+        connection.shutdown(socket.SHUT_RDWR)

@@ -16,6 +16,7 @@ from ports import lets_in
 
 from launch.mpi import host_ports
 from launch.mpi.host_ports import HostPorts
+from launch.mpi.peers import user_of_peer
 from launch.mpi.shared_memory import BYTES_A_RANK, has_room
 
 LISTENER = """
@@ -86,6 +87,27 @@ def test_while_ranks_start_this_host_connects_to_them(child: Child) -> None:
     ports.tend(all_are_there=False)
     assert [lets_in(port) for port in child.ports] == [True, True]
     child.talk()
+
+
+def test_who_is_another_user_is_parted_from_mpirun(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen from here by being another user than the one whose connections these are."""
+    user = os.geteuid()
+    ports = HostPorts(child.process.pid)
+    child.talk()  # both are let in by now
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    ports.tend(all_are_there=False)
+    assert [connection.recv(100) for connection in child.connections] == [b"", b""]
+
+
+def test_whose_the_other_end_is() -> None:
+    """An IPv4 connection to a port of both kinds is told by one address at one end and by another at the other."""
+    with socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listening:
+        for host in ("127.0.0.1", "::1"):
+            with (
+                socket.create_connection((host, listening.getsockname()[1]), timeout=SOON) as client,
+                listening.accept()[0] as accepted,
+            ):
+                assert user_of_peer(accepted) == user_of_peer(client) == os.geteuid()
 
 
 def test_what_comes_over_another_device_is_not_heard(child: Child, monkeypatch: pytest.MonkeyPatch) -> None:
