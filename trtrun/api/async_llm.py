@@ -20,10 +20,10 @@ from itertools import count
 from typing import Any, TypeVar
 
 from parallel.mpi_rank import find_mpi_rank
-from trtrun.api.engine_thread import EngineThread
+from trtrun.api.engine_thread import Arrival, EngineThread
 from trtrun.api.llm_engine import LLMEngine
 from trtrun.api.prompts import Prompt
-from trtrun.api.recipients import Mailbox, Recipient
+from trtrun.api.recipients import Mailbox
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.core.outputs import CompletionDelta, RequestId, StartReport
 from trtrun.core.sampling_params import SamplingParams
@@ -113,7 +113,7 @@ class AsyncLLM:
         if request_id is None:
             request_id = f"async {next(self._numbers)}"
         mailbox = Mailbox(asyncio.get_running_loop())
-        self._thread.add(mailbox, request_id, prompt, sampling, generated, group)
+        self._thread.add([Arrival(mailbox, request_id, prompt, sampling or SamplingParams(), generated, group)])
         try:
             while deltas := await mailbox.take():
                 for delta in deltas:
@@ -122,23 +122,14 @@ class AsyncLLM:
             if not mailbox.is_over:
                 self._thread.abort(request_id, mailbox)
 
-    def deliver(
-        self,
-        recipient: Recipient,
-        prompt: Prompt,
-        sampling: SamplingParams | None,
-        request_id: RequestId,
-        generated: Mapping[int, Sequence[int]] | None = None,
-        group: Hashable = None,
-        more_follow: bool | None = None,
-    ) -> None:
-        """Complete a prompt as `generate` does, and give what comes to a recipient in the engine core's thread.
+    def deliver(self, arrivals: Sequence[Arrival]) -> None:
+        """Complete prompts as `generate` does, and give what comes to their recipients in the engine core's thread.
 
-        For programs that hand on what comes, such as to another process: no event loop has to wake up for it, and the
-        rounds wait for none. What goes wrong ends the recipient. `abort` ends the request. After a rest the first round
-        waits a moment for other requests, unless it is told that no `more_follow` at once.
+        For fronts that hand on what comes, such as to another process: no event loop has to wake up for it, and the
+        rounds wait for none. The front has checked the requests, and they begin together. What goes wrong ends a
+        recipient. `abort` ends a request.
         """
-        self._thread.add(recipient, request_id, prompt, sampling, generated, group, more_follow)
+        self._thread.add(arrivals, are_checked=True)
 
     def abort(self, request_id: RequestId) -> None:
         """End a request before its next round; its iterator ends with what it has. Nothing where it is not known. Any

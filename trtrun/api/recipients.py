@@ -11,8 +11,10 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from trtrun.core.outputs import CompletionDelta, merge_deltas
 
@@ -93,7 +95,7 @@ class Mailbox(Recipient):
         self._has_news = asyncio.Event()
 
     def _keep(self, delta: CompletionDelta) -> None:
-        self._deltas.append(replace(delta, statistics=delta.statistics.copy()))
+        self._deltas.append(msgspec.structs.replace(delta, statistics=delta.statistics.copy()))
 
     def _keep_error(self, error: BaseException | None) -> None:
         self._error = error

@@ -110,7 +110,7 @@ class Scheduler:
         """Put a completion into the waiting queue and return its state, which lives on after its end.
 
         Args:
-            request: what is asked.
+            request: what is asked; its caller has held it to `limits`, and asked `check_room`.
             text: the output as text, without any so far; None without a tokenizer.
             generated: output tokens of a completion that goes on where another engine left it. They count as output in
                 every respect, as those of a preempted completion do.
@@ -118,17 +118,12 @@ class Scheduler:
                 group of its own.
 
         Raises:
-            InvalidRequestError: it can never run, wants more drafted than is, or had ended with one of the tokens in
-                `generated`.
-            QueueFullError: no more may wait; the message holds the numbers.
+            InvalidRequestError: it had ended with one of the tokens in `generated`.
             ValueError: its request_id is in use.
         """
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id} is in use")
-        self.limits.check_prompt(len(request.prompt_token_ids))
         most_drafted = request.sampling.draft_len
-        self.limits.check_draft_len(most_drafted)
-        self.check_room(1)
         completion = Completion(
             request=request,
             table=self._batch.new_table(),

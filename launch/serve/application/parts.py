@@ -11,7 +11,7 @@ from starlette.routing import Route
 from launch.serve.application.metrics_routes import metrics_route
 from launch.serve.application.status import StatusBoard
 from launch.serve.door.limits import Door
-from launch.serve.engine.engines import Engine
+from launch.serve.engine.client import EngineClient
 from launch.serve.front.front import Front
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
@@ -58,7 +58,7 @@ def model_name(config: RuntimeConfig) -> str:
     return config.server.model_name or config.target.model.name
 
 
-def make_parts(config: RuntimeConfig, keys: Keys, engine: Engine) -> Parts:
+def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts:
     """The parts, which know each other.
 
     Raises:

@@ -1,55 +1,16 @@
-"""What the front needs of an engine, wherever that runs: two faces, one for requests and one for the server.
+"""What the server needs of an engine from its start to its end, wherever that runs.
 
-There are two of each: `restarted_engine` has an engine in processes of its own and starts it again, `own_engine` has it
-in this process. It knows no process and no socket.
+There are two: `restarted_engine` has it in processes of its own and starts it again, `own_engine` has it in this
+process. Requests go to both by the same client. It knows no process and no socket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from launch.serve.door.refusals import Refusal
-from launch.serve.engine.messages import Ready, Status
-from launch.serve.engine.open_requests import EngineRequest, Inbox
-from trtrun.scheduling.limits import SchedulerLimits
-
-STATUS_SECONDS = 1.0
-"""How long an engine may take to say how full it is: a round, for most."""
-
-
-class Engine(Protocol):
-    """Completes requests.
-
-    Attributes:
-        ready: what the engine has said of itself; None while there is none.
-        limits: of that engine.
-    """
-
-    ready: Ready | None
-    limits: SchedulerLimits | None
-
-    def start(self, requests: Sequence[EngineRequest], inbox: Inbox, more_follow: bool = False) -> list[str]:
-        """Have requests completed; what comes of them goes to the inbox, under their places in the list.
-
-        Args:
-            requests: that came together.
-            inbox: their reader's.
-            more_follow: others will be started right behind them.
-
-        Returns:
-            Their ids, for `abort`.
-        """
-
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests; those that have ended are passed over."""
-
-    def end_all(self, error: Refusal) -> None:
-        """End every request with an error that its reader is told."""
-
-    async def ask_status(self) -> Status | None:
-        """How full the engine is; None where there is none, or it does not say so in time."""
+from launch.serve.engine.client import EngineClient
 
 
 @dataclass
@@ -80,7 +41,7 @@ class EngineRun(Protocol):
     """
 
     @property
-    def engine(self) -> Engine: ...
+    def engine(self) -> EngineClient: ...
 
     async def keep(self, events: EngineEvents) -> int:
         """Start the engine and keep it until `close`, or until it cannot be kept.

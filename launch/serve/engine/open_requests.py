@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from launch.serve.door.refusals import Refusal
 from launch.serve.engine.messages import Generate
@@ -93,20 +95,18 @@ class OpenRequest:
     lost_alone: set[int] = field(default_factory=set)
     is_given_back: bool = False
 
-    def message(self, more_follow: bool) -> Generate:
-        """What an engine is sent, a first or a later one; whether others are sent right behind it."""
+    def message(self) -> Generate:
+        """What an engine is sent, a first or a later one."""
         has_begun = len(self.generated) < self.request.sampling.n or any(self.generated.values())
         generated = {index: tuple(tokens) for index, tokens in self.generated.items()} if has_begun else None
         request = self.request
-        return Generate.of(
-            self.request_id, request.prompt_token_ids, request.sampling, generated, self.group, more_follow
-        )
+        return Generate.of(self.request_id, request.prompt_token_ids, request.sampling, generated, self.group)
 
     def take(self, delta: CompletionDelta) -> None:
         """Keep an engine's delta, and tell the reader."""
         before = self.before.get(delta.index)
         if before is not None:
-            delta = replace(delta, statistics=_add(before, delta.statistics))
+            delta = msgspec.structs.replace(delta, statistics=_add(before, delta.statistics))
         self.told[delta.index] = delta.statistics
         self.generated[delta.index] += delta.token_ids
         self.lost.clear()
@@ -131,6 +131,7 @@ def _add(before: RequestStatistics, now: RequestStatistics) -> RequestStatistics
         for place, number in enumerate(counts):
             histogram[place] += number
     return RequestStatistics(
+        arrival=before.arrival,
         num_rounds=before.num_rounds + now.num_rounds,
         num_drafts=before.num_drafts + now.num_drafts,
         num_draft_tokens=before.num_draft_tokens + now.num_draft_tokens,

@@ -69,11 +69,9 @@ class ArrivalBatches:
         if not self._num_coming and not self._num_announced:
             self._all_have_come.set()
 
-    async def wait(self) -> bool:
-        """Wait until nobody comes any more, or some have begun.
-
-        Returns:
-            Whether some of those that have waited are still to begin.
+    async def wait(self) -> None:
+        """Wait until nobody comes any more, or some have begun. All that have waited go on in one turn of the event
+        loop, and what is sent to the engine in one turn begins there together.
         """
         self._num_come += 1
         self._num_waiting += 1
@@ -82,7 +80,6 @@ class ArrivalBatches:
                 await self._gathered().wait()
         finally:
             self._num_waiting -= 1
-        return self._num_waiting > 0
 
     def _gathered(self) -> asyncio.Event:
         """Set once those that wait now may begin: one task looks for all of them, however many they are."""

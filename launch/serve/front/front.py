@@ -18,7 +18,7 @@ from launch.serve.door.counts import check_counts, distinct
 from launch.serve.door.lengths import SHORT_BODY
 from launch.serve.door.limits import Door, Ticket, engine_starting, out_of_time
 from launch.serve.door.refusals import Kind, Refusal, refusing
-from launch.serve.engine.engines import Engine
+from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.front.arrival_batches import ArrivalBatches
 from launch.serve.front.prompt_tokens import PromptTokens
@@ -82,13 +82,12 @@ class Generation:
 
     def __init__(
         self,
-        client: Engine,
+        client: EngineClient,
         requests: Sequence[EngineRequest],
         ticket: Ticket,
         metrics: FrontMetrics,
         arrived: float,
         timeout: float,
-        more_follow: bool = False,
     ) -> None:
         """Have requests completed.
 
@@ -99,7 +98,6 @@ class Generation:
             metrics: that observe it.
             arrived: when it came, in seconds of `time.perf_counter`.
             timeout: seconds from then on.
-            more_follow: others begin right behind it.
         """
         self.prompts = [request.prompt_token_ids for request in requests]
         self._n = requests[0].sampling.n
@@ -111,7 +109,7 @@ class Generation:
         self._is_closed = False
         sampling = requests[0].sampling
         self._observed = metrics.requests.begin(self.usage.num_prompt_tokens, sampling.n, sampling.max_tokens, arrived)
-        self._ids = client.start(requests, self._inbox, more_follow)
+        self._ids = client.start(requests, self._inbox)
         self._timer = asyncio.get_running_loop().call_later(
             max(0.0, arrived + timeout - time.perf_counter()), self.give_up, out_of_time(timeout)
         )
@@ -202,7 +200,7 @@ class Front:
         tokenizer: Tokenizer | None,
         draft_len: int,
         door: Door,
-        client: Engine,
+        client: EngineClient,
         metrics: FrontMetrics,
         timeout: float,
         reading: Reading,
@@ -277,10 +275,10 @@ class Front:
             else:
                 with refusing():
                     tokens = await self._read(prompts, of_each)
-            more_follow = await self._arrivals.wait()
+            await self._arrivals.wait()
             requests = self._join(tokens, of_each)
             self._check(requests)
-            generation = Generation(self.client, requests, ticket, self.metrics, arrived, self._timeout, more_follow)
+            generation = Generation(self.client, requests, ticket, self.metrics, arrived, self._timeout)
         except BaseException:
             ticket.leave()
             raise

@@ -248,7 +248,8 @@ def test_refused_request_says_the_numbers_and_the_others_go_on(
     job = Job(with_limits(**changes))
     job.add(make_request(0, [1, 2, 3]))
     with pytest.raises(InvalidRequestError) as caught:
-        job.scheduler.add(make_request(1, [1] * length))
+        job.scheduler.limits.check_prompt(length)  # as who adds it has to
+        job.scheduler.check_room(1)
     assert all(number in str(caught.value) for number in numbers) and "\n" not in str(caught.value)
     job.run([])
 

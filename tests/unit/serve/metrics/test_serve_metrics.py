@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import pytest
 from engine_messages import LIMITS, delta_of
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.engine import messages
 from launch.serve.metrics import FrontMetrics, ModelRecorder, Stage
 from launch.serve.metrics.exposition import write_exposition
+from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import LARGEST_COUNT
 
@@ -248,7 +251,7 @@ def test_rounds_without_drafts_are_rounds_and_no_drafts() -> None:
     for drafted, accepted in ((4, 3), (0, 0), (0, 0), (2, 0), (0, 0)):
         statistics.record_round(drafted, accepted)
     delta = replace(delta_of((1, 2), "stop"), statistics=statistics)
-    read = messages.Delta.of(delta).completion_delta()
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(delta), type=CompletionDelta)
     metrics.requests.begin(10, 1, 5, 1.0).observe(0, read, None, 2.0)
     samples = samples_of(metrics.render(READY, STATUS))
     assert samples["vllm:spec_decode_num_drafts_total"] == 2 and samples["trtrun:acceptance_length_count"] == 5

@@ -27,9 +27,9 @@ class InboxEngine(NoEngine):
 
     inbox: Inbox | None = None
 
-    def start(self, requests: Sequence[EngineRequest], inbox: Inbox, more_follow: bool = False) -> list[str]:
+    def start(self, requests: Sequence[EngineRequest], inbox: Inbox) -> list[str]:
         self.inbox = inbox
-        return super().start(requests, inbox, more_follow)
+        return super().start(requests, inbox)
 
 
 def ask(endpoint: str, body: dict[str, Any], engine: NoEngine) -> tuple[list[str], Front]:
