@@ -212,6 +212,7 @@ class LLMEngine:
         if self.tokenizer is not None:
             stop, keeps_stop = AhoCorasick(sampling.stop), sampling.include_stop_str_in_output
             text = CompletionText(IncrementalDetokenizer(self.tokenizer, tokens), stop, keeps_stop)
+        stops = AhoCorasick(sampling.stop_sequences) if sampling.stop_sequences else None
         try:
             for index, part in parts.items():
                 self._owners[part.request_id] = (request, index)
@@ -220,6 +221,7 @@ class LLMEngine:
                     None if text is None else text.copied(),
                     behind[index],
                     ("request", request_id) if group is None else group,
+                    stops,
                 )
                 new_text(completion, behind[index])  # it has been told
                 request.going_on[part.request_id] = completion

@@ -172,6 +172,21 @@ def read_token_ids(name: str, value: object) -> tuple[int, ...]:
     return tokens
 
 
+def read_token_sequences(name: str, value: object) -> tuple[tuple[int, ...], ...]:
+    """A list of lists of token ids, none of them empty.
+
+    Raises:
+        InvalidRequestError: it is something else, or as of `read_token_ids` and `check_words`.
+    """
+    items = _read_list(value)
+    _check_number(name, items or ())
+    if items is None or not all(items):
+        raise InvalidRequestError(f"{name} must be a list of lists of token ids, not {show_value(value)}")
+    sequences = tuple(read_token_ids(name, item) for item in items)
+    check_words(name, sequences, "tokens")
+    return sequences
+
+
 def read_bias(name: str, value: object) -> dict[int, float]:
     """Numbers by token id; ids may be texts of digits, as keys of JSON objects are.
 

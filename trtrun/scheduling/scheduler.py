@@ -30,6 +30,7 @@ from trtrun.scheduling.planning import PlanBuilder
 from trtrun.scheduling.queue import WaitingQueue
 from trtrun.scheduling.results import PlannedRound, check_result, commit_chunk, commit_row
 from trtrun.scheduling.stop_rules import append_tokens
+from trtrun.tokens.aho_corasick import AhoCorasick
 from trtrun.tokens.detokenizer import CompletionText
 
 
@@ -106,6 +107,7 @@ class Scheduler:
         text: CompletionText | None = None,
         generated: Sequence[int] = (),
         group: Hashable = None,
+        stops: AhoCorasick | None = None,
     ) -> Completion:
         """Put a completion into the waiting queue and return its state, which lives on after its end.
 
@@ -116,6 +118,7 @@ class Scheduler:
                 every respect, as those of a preempted completion do.
             group: of completions that were asked for together: rows are shared fairly between groups. None makes it a
                 group of its own.
+            stops: finds the sequences of tokens that end it; completions may share it. None without any.
 
         Raises:
             InvalidRequestError: it had ended with one of the tokens in `generated`.
@@ -129,6 +132,7 @@ class Scheduler:
             table=self._batch.new_table(),
             token_ids=list(request.prompt_token_ids),
             text=text,
+            stops=stops,
             statistics=RequestStatistics(arrival=time.perf_counter()),
             most_drafted=self.limits.draft_len if most_drafted is None else most_drafted,
             group=("completion", request.request_id) if group is None else group,

@@ -55,13 +55,13 @@ def check_all_prompts(sampling: Iterable[SamplingParams]) -> None:
     if total > MOST_OF_ALL_PROMPTS:
         raise Refusal(
             Kind.INVALID,
-            f"stop, bad_words, logit_bias, stop_token_ids and draft_token_ids hold {total} characters and tokens over "
-            f"all prompts; {MOST_OF_ALL_PROMPTS} are the most: send fewer prompts in a request",
+            f"stop, stop_sequences, bad_words, logit_bias, stop_token_ids and draft_token_ids hold {total} characters "
+            f"and tokens over all prompts; {MOST_OF_ALL_PROMPTS} are the most: send fewer prompts in a request",
         )
 
 
 def named_length(sampling: SamplingParams) -> int:
     """Characters of the words, and tokens, that parameters name."""
-    words = (*sampling.stop, *sampling.bad_words)
+    words = (*sampling.stop, *sampling.stop_sequences, *sampling.bad_words)
     tokens = (sampling.logit_bias, sampling.stop_token_ids, sampling.draft_token_ids)
     return sum(map(len, words)) + sum(map(len, tokens))

@@ -140,8 +140,6 @@ class Generation:
         while self._going_on and not pieces:
             for number, delta in await self._inbox.take():
                 choice = number * self._n + delta.index
-                if choice not in self._going_on:
-                    continue  # its reader has finished it
                 if delta.error is not None:
                     raise Refusal(Kind.INVALID if delta.error == NONE_ALLOWED else Kind.FAILED, delta.error)
                 if delta.finish_reason is not None:
@@ -156,13 +154,6 @@ class Generation:
     def is_over(self) -> bool:
         """Whether no choice goes on."""
         return not self._going_on
-
-    def finish(self, choice: int) -> None:
-        """The reader wants no more of a choice. Once that is so of all of a prompt's, their rows are free."""
-        self._going_on.discard(choice)
-        number = choice // self._n
-        if self._going_on.isdisjoint(range(number * self._n, (number + 1) * self._n)):
-            self._client.abort([self._ids[number]])
 
     def give_up(self, reason: Refusal) -> None:
         """End the request, whose reader is told why: however slow the reader is, the rows are free at once."""

@@ -22,8 +22,8 @@ from trtrun.core.sampling_params import LARGEST_COUNT, SamplingParams
 from trtrun.core.values import read_flag, read_integer, show_value
 from trtrun.errors import InvalidRequestError, nearest
 
-SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams)) - {"logprobs"}
-"""Fields that are SamplingParams' own."""
+SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams)) - {"logprobs", "stop_sequences"}
+"""Fields of the API that are SamplingParams' own."""
 
 COMPLETION_TOKENS = 16
 """max_tokens of a completion that does not say it, as OpenAI has it. A chat then goes on to the end of the context."""
