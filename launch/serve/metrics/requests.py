@@ -1,15 +1,15 @@
-"""How requests end, how long they take and how large they are, under vLLM's names.
+"""How long requests take and how large they are, under vLLM's names.
 
 A request is observed from its arrival at the front until it is over. It knows times that it is given, and no clock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Histogram
 
-from launch.serve.metrics.totals import FrontTotals
+from launch.serve.metrics.families import FrontTotals
 from launch.serve.metrics.triton import TritonMetrics
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
@@ -21,6 +21,24 @@ _WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 6
 _PART = (0.001, 0.005, 0.01, 0.05, *_WHOLE[1:])
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _CHOICES = (1, 2, 5, 10, 20, 50, 100)
+
+
+HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
+    "time_to_first_token_seconds": ("From arrival.", _FIRST_TOKEN),
+    "inter_token_latency_seconds": ("Between pieces, shared out to their tokens.", _BETWEEN_TOKENS),
+    "request_time_per_output_token_seconds": ("The mean of a request, behind its first token.", _BETWEEN_TOKENS),
+    "e2e_request_latency_seconds": ("From arrival to the end.", _WHOLE),
+    "request_queue_time_seconds": ("Without a row of the running batch.", _PART),
+    "request_prefill_time_seconds": ("From the row to the first token.", _PART),
+    "request_decode_time_seconds": ("From the first token to the last.", _PART),
+    "request_inference_time_seconds": ("From the row to the last token.", _PART),
+    "request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
+    "request_generation_tokens": ("Tokens generated for a request.", _TOKENS),
+    "request_max_num_generation_tokens": ("Tokens of a request's longest completion.", _TOKENS),
+    "request_params_n": ("n of a request.", _CHOICES),
+    "request_params_max_tokens": ("max_tokens of a request.", _TOKENS),
+}
+"""Help and buckets of each, by its name behind `vllm:`."""
 
 
 class RequestMetrics:
@@ -37,45 +55,12 @@ class RequestMetrics:
             totals: that go on with what comes.
             triton: has some sizes under Triton's names.
         """
-
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(name, text, tuple(labels), buckets=buckets, registry=registry).labels(**labels)
-
-        self._labels = labels
-        self._totals = totals
-        self._triton = triton
-        self._ended = Counter(
-            "vllm:request_success",
-            "Completions that ended, by the reason.",
-            (*labels, "finished_reason"),
-            registry=registry,
-        )
-        self._aborted = Counter(
-            "trtrun:requests_aborted",
-            "Requests that ended before all completions had.",
-            tuple(labels),
-            registry=registry,
-        ).labels(**labels)
-        self.first = histogram("vllm:time_to_first_token_seconds", "From arrival.", _FIRST_TOKEN)
-        self.between = histogram(
-            "vllm:inter_token_latency_seconds", "Between pieces, shared out to their tokens.", _BETWEEN_TOKENS
-        )
-        self._mean_between = histogram(
-            "vllm:request_time_per_output_token_seconds", "The mean of a request, behind its first token.",
-            _BETWEEN_TOKENS,
-        )  # fmt: skip
-        self._whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the end.", _WHOLE)
-        self._queue = histogram("vllm:request_queue_time_seconds", "Without a row of the running batch.", _PART)
-        self._prefill = histogram("vllm:request_prefill_time_seconds", "From the row to the first token.", _PART)
-        self._decode = histogram("vllm:request_decode_time_seconds", "From the first token to the last.", _PART)
-        self._inference = histogram("vllm:request_inference_time_seconds", "From the row to the last token.", _PART)
-        self._prompt_sizes = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
-        self._sizes = histogram("vllm:request_generation_tokens", "Tokens generated for a request.", _TOKENS)
-        self._longest = histogram(
-            "vllm:request_max_num_generation_tokens", "Tokens of a request's longest completion.", _TOKENS
-        )
-        self._asked_n = histogram("vllm:request_params_n", "n of a request.", _CHOICES)
-        self._asked_tokens = histogram("vllm:request_params_max_tokens", "max_tokens of a request.", _TOKENS)
+        self.totals = totals
+        self.triton = triton
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", text, tuple(labels), buckets=buckets, registry=registry).labels(**labels)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
 
     def begin(self, num_prompt_tokens: int, n: int, max_tokens: int, now: float) -> ObservedRequest:
         """A request was let in.
@@ -86,51 +71,25 @@ class RequestMetrics:
             max_tokens: of each completion.
             now: seconds of `time.perf_counter`.
         """
-        self._totals.num_prompt_tokens += num_prompt_tokens
-        self._totals.num_looked_up_tokens += num_prompt_tokens * n
-        self._prompt_sizes.observe(num_prompt_tokens)
-        self._asked_n.observe(n)
+        self.totals.num_prompt_tokens += num_prompt_tokens
+        self.totals.num_looked_up_tokens += num_prompt_tokens * n
+        self.observe(request_prompt_tokens=num_prompt_tokens, request_params_n=n)
         if max_tokens < LARGEST_COUNT:  # else: to the end of the context
-            self._asked_tokens.observe(max_tokens)
+            self.observe(request_params_max_tokens=max_tokens)
         return ObservedRequest(self, num_prompt_tokens, now)
 
-    def observe_piece(self, delta: CompletionDelta, before: RequestStatistics | None) -> None:
-        """A piece came of a completion, whose statistics go on from those `before`."""
-        self._totals.add(delta, before)
-        if delta.finish_reason is not None:
-            self._ended.labels(**self._labels, finished_reason=delta.finish_reason).inc()
-
-    def observe_abort(self) -> None:
-        """A request ended before its completions had."""
-        self._aborted.inc()
-
-    def observe_whole(
-        self, seconds: float, first: float, last: float, queued: float, num_prompt_tokens: int, lengths: Sequence[int]
-    ) -> None:
-        """A request was answered to its end.
-
-        Args:
-            seconds: from its arrival to its end.
-            first, last: seconds from its arrival to its first and its last tokens.
-            queued: seconds that it was without a row.
-            num_prompt_tokens: over all its prompts.
-            lengths: tokens of each completion.
-        """
-        total, longest = sum(lengths), max(lengths, default=0)
-        self._whole.observe(seconds)
-        self._queue.observe(queued)
-        self._prefill.observe(max(0.0, first - queued))
-        self._decode.observe(last - first)
-        self._inference.observe(max(0.0, last - queued))
-        if longest > 1:
-            self._mean_between.observe((last - first) / (longest - 1))
-        self._sizes.observe(total)
-        self._longest.observe(longest)
-        self._triton.observe_sizes(num_prompt_tokens, total)
+    def observe(self, **found: float) -> None:
+        """Add to histograms, by their names."""
+        for name, value in found.items():
+            self._histograms[name].observe(value)
 
 
 class ObservedRequest:
-    """What one request adds to the metrics. Times are of `time.perf_counter`."""
+    """What one request adds to the metrics. Times are of `time.perf_counter`.
+
+    Attributes:
+        queue_seconds: how long it was without a row.
+    """
 
     def __init__(self, metrics: RequestMetrics, num_prompt_tokens: int, now: float) -> None:
         self._metrics = metrics
@@ -139,34 +98,39 @@ class ObservedRequest:
         self._first = 0.0
         self._last: dict[int, float] = {}
         self._lengths: dict[int, int] = {}
-        self._queued = 0.0
+        self.queue_seconds = 0.0
 
     def observe(self, choice: int, delta: CompletionDelta, before: RequestStatistics | None, now: float) -> None:
-        """A piece of a choice came."""
-        self._metrics.observe_piece(delta, before)
-        self._queued = max(self._queued, delta.statistics.queue_seconds)
+        """A piece of a choice came, whose statistics go on from those `before`."""
+        self._metrics.totals.add(delta, before)
+        self.queue_seconds = max(self.queue_seconds, delta.statistics.queue_seconds)
         count = len(delta.token_ids)
         if not count:
             return
         if not self._last:
             self._first = now - self._began
-            self._metrics.first.observe(self._first)
+            self._metrics.observe(time_to_first_token_seconds=self._first)
         if choice in self._last:
-            self._metrics.between.observe((now - self._last[choice]) / count)
+            self._metrics.observe(inter_token_latency_seconds=(now - self._last[choice]) / count)
         self._last[choice] = now
         self._lengths[choice] = self._lengths.get(choice, 0) + count
-
-    @property
-    def queue_seconds(self) -> float:
-        """How long it was without a row."""
-        return self._queued
 
     def end(self, is_whole: bool, now: float) -> None:
         """The request is over; whether all its completions had ended."""
         if not is_whole:
-            self._metrics.observe_abort()
+            self._metrics.totals.num_aborted += 1
             return
         last = max(self._last.values(), default=self._began) - self._began
-        self._metrics.observe_whole(
-            now - self._began, self._first, last, self._queued, self._num_prompt_tokens, list(self._lengths.values())
+        total, longest = sum(self._lengths.values()), max(self._lengths.values(), default=0)
+        self._metrics.observe(
+            e2e_request_latency_seconds=now - self._began,
+            request_queue_time_seconds=self.queue_seconds,
+            request_prefill_time_seconds=max(0.0, self._first - self.queue_seconds),
+            request_decode_time_seconds=last - self._first,
+            request_inference_time_seconds=max(0.0, last - self.queue_seconds),
+            request_generation_tokens=total,
+            request_max_num_generation_tokens=longest,
         )
+        if longest > 1:
+            self._metrics.observe(request_time_per_output_token_seconds=(last - self._first) / (longest - 1))
+        self._metrics.triton.observe_sizes(self._num_prompt_tokens, total)

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.engine import messages
 from launch.serve.metrics import FrontMetrics, ModelRecorder, Stage
-from launch.serve.metrics.exposition import write_exposition
+from launch.serve.metrics.triton import write_exposition
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import LARGEST_COUNT
