@@ -16,8 +16,7 @@ from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.front.front import Front
 from launch.serve.metrics import FrontMetrics
 from launch.serve.reader.reader import Reader
-from launch.serve.reading.frames import HEAD_BYTES, pack, unpack
-from launch.serve.reading.messages import Facts, Reply, Task
+from launch.serve.reading.messages import HEAD_BYTES, Facts, Reply, Task, pack, unpack
 from launch.serve.reading.readers import Found, found_of
 from trtrun.api.prompts import PromptReader
 from trtrun.configuration.config import ASSETS

@@ -27,14 +27,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from launch.serve.application.metrics_routes import metrics_route
+from launch.serve.application.status import metrics_route
 from launch.serve.door.limits import RETRY_SECONDS
 from launch.serve.door.refusals import Refusal, retry_headers
 from launch.serve.door.stretches import MeasuredLoop
 from launch.serve.front.front import Front
 from launch.serve.http.connections import HEAD_SECONDS, Connections
 from launch.serve.http.requests import REQUEST_ID, Keys, RequestLog, Slashless
-from launch.serve.http.tls_port import TlsPort
+from launch.serve.http.tls import TlsPort
 from launch.serve.kserve import http_api as kserve
 from launch.serve.openai.api import answer_refusal
 from trtrun import __version__

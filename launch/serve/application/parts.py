@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from starlette.routing import Route
 
-from launch.serve.application.metrics_routes import metrics_route
-from launch.serve.application.status import StatusBoard
+from launch.serve.application.status import StatusBoard, metrics_route
 from launch.serve.door.limits import Door
 from launch.serve.engine.client import EngineClient
 from launch.serve.front.front import Front

@@ -32,7 +32,7 @@ from launch.serve.application.parts import make_parts
 from launch.serve.door.limits import server_ending
 from launch.serve.door.stretches import MeasuredLoop
 from launch.serve.engine.engines import EngineEvents, EngineRun
-from launch.serve.front.prompt_tokens import bound_threads
+from launch.serve.front.arrivals import bound_threads
 from launch.serve.http.connections import allow_open_files
 from launch.serve.http.requests import Keys
 from launch.serve.http.tls import check_tls

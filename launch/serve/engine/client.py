@@ -3,7 +3,7 @@
 A request is sent to the engine that is there, together with those of the same turn of the event loop, and begins with
 them. Whatever comes back is kept: its tokens, as long as it goes on. When
 the engine's connection ends, the request waits; the next engine gets it with those tokens and goes on behind them, and
-its reader sees a pause (`open_requests`). Requests that may be what ends engines are given up (`suspects`). It knows
+its reader sees a pause (`open_requests`). Requests that may be what ends engines are given up, too. It knows
 the messages. It does not know how engines are started (`keeper`), or what prompts and texts are for.
 """
 
@@ -17,7 +17,7 @@ from contextlib import suppress
 from itertools import count
 
 from launch.serve.door.refusals import Kind, Refusal
-from launch.serve.door.rests import Rests
+from launch.serve.door.stretches import Rests
 from launch.serve.engine.messages import (
     Abort,
     AskStatus,
@@ -33,8 +33,7 @@ from launch.serve.engine.messages import (
     Status,
     encode,
 )
-from launch.serve.engine.open_requests import EngineRequest, Inbox, OpenRequest
-from launch.serve.engine.suspects import Blame, Suspects
+from launch.serve.engine.open_requests import Blame, EngineRequest, Inbox, OpenRequest, Suspects
 from launch.serve.engine.unix_socket import listen
 from trtrun.core.outputs import CompletionDelta
 from trtrun.scheduling.limits import SchedulerLimits

@@ -14,14 +14,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from launch.serve.door.counts import check_counts, distinct
-from launch.serve.door.lengths import SHORT_BODY
+from launch.serve.door.counts import SHORT_BODY, check_counts, distinct
 from launch.serve.door.limits import Door, Ticket, engine_starting, out_of_time
 from launch.serve.door.refusals import Kind, Refusal, refusing
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
-from launch.serve.front.arrival_batches import ArrivalBatches
-from launch.serve.front.prompt_tokens import PromptTokens
+from launch.serve.front.arrivals import ArrivalBatches, PromptTokens
 from launch.serve.metrics import FrontMetrics
 from launch.serve.reading.readers import Found, Reading, ReadRequest
 from trtrun.api.prompts import Prompt, PromptReader

@@ -13,14 +13,15 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2
 
-from launch.serve.door.lengths import READ_HERE
+from launch.serve.door.counts import READ_HERE
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.http.bodies import BODY_SECONDS, Bodies
 from launch.serve.http.connections import SPARE_SECONDS
 from launch.serve.http.requests import Keys
-from launch.serve.kserve.forms import CALL, Sent
 from launch.serve.kserve.grpc_calls import Context, ObservedCall, caller_of, read_message
 from launch.serve.kserve.grpc_messages import (
+    CALL,
+    Sent,
     read_head,
     write_config,
     write_metadata,

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
-from launch.serve.door.lengths import READ_HERE
+from launch.serve.door.counts import READ_HERE
 from launch.serve.door.refusals import HTTP_STATUS, Refusal
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.connections import STALLED_SECONDS

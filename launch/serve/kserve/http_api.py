@@ -13,14 +13,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from launch.serve.door.lengths import READ_HERE
+from launch.serve.door.counts import READ_HERE
 from launch.serve.door.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
-from launch.serve.http.answers_in_parts import answer_in_parts, make_parts
+from launch.serve.http.answers import EventStream, answer_in_parts, event, make_parts
 from launch.serve.http.bodies import Bodies
-from launch.serve.http.event_stream import EventStream, event
 from launch.serve.http.json_bodies import parse_json
 from launch.serve.http.requests import Keys, unless_gone
-from launch.serve.kserve.forms import GENERATE, INFER, Sent
+from launch.serve.kserve.grpc_messages import GENERATE, INFER, Sent
 from launch.serve.kserve.http_bodies import dump, write_generate, write_infer
 from launch.serve.kserve.models import MODELS, VERSION, Model
 from launch.serve.kserve.requests import InferResponse, find_model, fixed_models, no_shared_memory

@@ -13,9 +13,8 @@ from typing import Any
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.kserve.models import BLS
 from launch.serve.kserve.requests import InferRequest
-from launch.serve.kserve.rows import Row
+from launch.serve.kserve.rows import Row, read_word_list
 from launch.serve.kserve.tensors import Array, refuse_input
-from launch.serve.kserve.word_lists import read_word_list
 from trtrun.api.prompts import Prompt
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError

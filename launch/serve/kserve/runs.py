@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from launch.serve.door.refusals import Kind, Refusal
-from launch.serve.door.rests import Rests
+from launch.serve.door.stretches import Rests
 from launch.serve.front.front import Front, Generation
 from launch.serve.kserve.requests import InferRequest, InferResponse
 from launch.serve.kserve.row_requests import RowRequest

@@ -12,17 +12,16 @@ from typing import Any, Protocol
 
 import msgspec
 
-from launch.serve.door.lengths import READ_HERE
+from launch.serve.door.counts import READ_HERE
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.front.front import Front
-from launch.serve.kserve.forms import Sent, read_body
+from launch.serve.kserve.grpc_messages import Sent, read_body
 from launch.serve.kserve.http_bodies import InferBody
 from launch.serve.kserve.models import MODELS, PARTS, VERSION, Model
 from launch.serve.kserve.places import Places, Stopping
-from launch.serve.kserve.requests import InferRequest, InferResponse, check_request
+from launch.serve.kserve.requests import STOP, InferRequest, InferResponse, check_request, is_stopping
 from launch.serve.kserve.row_requests import ModelFacts, RowRequest, read_row_requests
 from launch.serve.kserve.runs import Run
-from launch.serve.kserve.stopping import STOP, is_stopping
 from launch.serve.kserve.tensors import refuse_input
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import ModelTotals

@@ -15,10 +15,8 @@ from typing import Any
 import msgspec
 
 from launch.serve.front.front import Piece, Usage
+from launch.serve.openai.answer_parts import Choice, TokenTexts, tell_tokens, tell_usage
 from launch.serve.openai.calls import Answering
-from launch.serve.openai.token_texts import TokenTexts
-from launch.serve.openai.usage import tell_tokens, tell_usage
-from launch.serve.openai.whole_choices import Choice
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.tokens.detokenizer import TokenText
 from trtrun.tokens.text import Tokenizer

@@ -16,13 +16,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from launch.serve.door.lengths import READ_HERE
+from launch.serve.door.counts import READ_HERE
 from launch.serve.door.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
-from launch.serve.door.rests import Rests
+from launch.serve.door.stretches import Rests
 from launch.serve.front.front import Front, Generation
-from launch.serve.http.answers_in_parts import answer_in_parts, make_parts
+from launch.serve.http.answers import EventStream, LastEvents, answer_in_parts, event, make_parts
 from launch.serve.http.bodies import Bodies
-from launch.serve.http.event_stream import EventStream, LastEvents, event
 from launch.serve.http.json_bodies import parse_json
 from launch.serve.http.requests import Endpoint, Keys, unless_gone
 from launch.serve.metrics import ModelRequest, Stage

@@ -15,10 +15,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from launch.serve.door.lengths import SHORT_BODY
-from launch.serve.reading.frames import pack
+from launch.serve.door.counts import SHORT_BODY
 from launch.serve.reading.lane import Lane
-from launch.serve.reading.messages import Answered, Facts, Read, Refused, Stops, Task
+from launch.serve.reading.messages import Answered, Facts, Read, Refused, Stops, Task, pack
 from trtrun.core.sampling_params import SamplingParams
 
 LONG_NICENESS = 10

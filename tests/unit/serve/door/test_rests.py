@@ -9,9 +9,9 @@ from typing import Any
 
 from starlette.responses import Response
 
-from launch.serve.door.rests import MOST_SECONDS, Rests
+from launch.serve.door.stretches import MOST_SECONDS, Rests
 from launch.serve.front.front import Piece, Usage
-from launch.serve.http.answers_in_parts import JOINED_BYTES, answer_in_parts, make_parts
+from launch.serve.http.answers import JOINED_BYTES, answer_in_parts, make_parts
 from launch.serve.openai.answers import ChatAnswer, CompletionAnswer
 from launch.serve.openai.calls import Answering
 from trtrun.configuration.config import ASSETS

@@ -8,7 +8,7 @@ import pytest
 from fronts import TOKENIZER, NoEngine, make_front
 
 from launch.serve.door.limits import Door
-from launch.serve.front.arrival_batches import MOST_SECONDS, ArrivalBatches
+from launch.serve.front.arrivals import MOST_SECONDS, ArrivalBatches
 from trtrun.core.sampling_params import SamplingParams
 
 

@@ -10,8 +10,8 @@ import pytest
 from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_front
 
 from launch.serve.door.refusals import Refusal
-from launch.serve.front import prompt_tokens
-from launch.serve.front.prompt_tokens import PromptTokens
+from launch.serve.front import arrivals as prompt_tokens
+from launch.serve.front.arrivals import PromptTokens
 from trtrun.api.prompts import Prompt, PromptReader
 from trtrun.configuration.config import ASSETS
 from trtrun.core.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engine_messages import run
 
-from launch.serve.http.event_stream import EventStream, LastEvents, event
+from launch.serve.http.answers import EventStream, LastEvents, event
 
 
 class Work:

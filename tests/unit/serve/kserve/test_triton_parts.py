@@ -17,9 +17,9 @@ from launch.serve.kserve.http_bodies import read_generate
 from launch.serve.kserve.models import MODELS
 from launch.serve.kserve.requests import check_request, find_model
 from launch.serve.kserve.row_requests import UNSUPPORTED, ModelFacts, RowRequest, read_row_requests
+from launch.serve.kserve.rows import read_word_list, write_word_lists
 from launch.serve.kserve.runs import Gain, _Completion
 from launch.serve.kserve.tensors import DATATYPES, read_bytes, read_shape, read_values, write_bytes, write_values
-from launch.serve.kserve.word_lists import read_word_list, write_word_lists
 from trtrun.configuration.config import ASSETS
 from trtrun.core.nouns import Request, TokenLogprobs
 from trtrun.core.outputs import CompletionDelta

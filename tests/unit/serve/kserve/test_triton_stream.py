@@ -11,7 +11,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from launch.serve.door.lengths import READ_HERE
+from launch.serve.door.counts import READ_HERE
 from launch.serve.http.bodies import Bodies
 from launch.serve.kserve import grpc_server
 from launch.serve.kserve.grpc_messages import FINAL

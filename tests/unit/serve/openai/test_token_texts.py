@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from launch.serve.front.front import Piece, Usage
+from launch.serve.openai.answer_parts import TokenTexts
 from launch.serve.openai.answers import CompletionAnswer
 from launch.serve.openai.calls import Answering
-from launch.serve.openai.token_texts import TokenTexts
 from trtrun.configuration.config import ASSETS
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionDelta
