@@ -17,7 +17,7 @@ from launch.serve.front.front import Front
 from launch.serve.metrics import FrontMetrics
 from launch.serve.reader.reader import Reader
 from launch.serve.reading.messages import HEAD_BYTES, Facts, Reply, Task, pack, unpack
-from launch.serve.reading.readers import Found, found_of
+from launch.serve.reading.readers import Found, Readers, found_of
 from trtrun.api.prompts import PromptReader
 from trtrun.configuration.config import ASSETS
 from trtrun.models.config import read_model_config
@@ -79,7 +79,7 @@ class NoEngine(EngineClient):
         pass
 
 
-class HereReading:
+class HereReading(Readers):
     """Reads in this process what others read for a server.
 
     Attributes:

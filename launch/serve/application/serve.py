@@ -26,7 +26,6 @@ from launch.serve.application.http_server import (
     listen,
     make_application,
     make_metrics_application,
-    run_all,
 )
 from launch.serve.application.parts import make_parts
 from launch.serve.door.limits import server_ending
@@ -143,7 +142,7 @@ class _Server:
             HttpServer(make_metrics_application(self._front), metrics, section, METRICS_CONNECTIONS),
         )
         self._readers.start()
-        serving = asyncio.create_task(run_all(*servers))
+        serving = asyncio.gather(*(server.run_here() for server in servers))
         events = EngineEvents(
             on_ready=self._engine_is_there,
             on_lost=self._engine_is_gone,
@@ -170,8 +169,10 @@ class _Server:
             _, late = await asyncio.wait((serving,), timeout=ERROR_SECONDS)
             for server in servers:
                 server.cut()
-            for task in (waiting, asked, *late):
-                task.cancel()
+            if late:
+                serving.cancel()
+            waiting.cancel()
+            asked.cancel()
             await asyncio.gather(serving, waiting, asked, return_exceptions=True)
             self._readers.close()
 

@@ -21,7 +21,7 @@ from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.front.arrivals import ArrivalBatches, PromptTokens
 from launch.serve.metrics import FrontMetrics
-from launch.serve.reading.readers import Found, Reading, ReadRequest
+from launch.serve.reading.readers import Found, Readers, ReadRequest
 from trtrun.api.prompts import Prompt, PromptReader
 from trtrun.core.outputs import NONE_ALLOWED, CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
@@ -192,7 +192,7 @@ class Front:
         client: EngineClient,
         metrics: FrontMetrics,
         timeout: float,
-        reading: Reading,
+        readers: Readers,
         ping_seconds: float | None = None,
     ) -> None:
         self.ping_seconds = ping_seconds
@@ -204,7 +204,7 @@ class Front:
         self.metrics = metrics
         self._prompts = prompts
         self._timeout = timeout
-        self._reading = reading
+        self._readers = readers
         self._tokens = PromptTokens(prompts)
         self._arrivals = ArrivalBatches(door)
 
@@ -225,7 +225,7 @@ class Front:
         try:
             async with asyncio.timeout(max(0.0, arrived + self._timeout - time.perf_counter())):
                 with self._arrivals.announced() if is_short else nullcontext():
-                    found = await self._reading.read(kind, body, most_tokens, model, json_length)
+                    found = await self._readers.read(kind, body, most_tokens, model, json_length)
         except TimeoutError:
             raise out_of_time(self._timeout) from None
         if isinstance(found, ReadRequest) and not found.prompts:

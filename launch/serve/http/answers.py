@@ -9,9 +9,8 @@ ASGI, and when a client is gone. It does not know what answers hold, or how clie
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -60,14 +59,6 @@ def answer_in_parts(
     return _PartsResponse(parts, media_type, headers)
 
 
-class Closing(Protocol):
-    """A request at work."""
-
-    def close(self) -> None:
-        """Give up what has not ended."""
-        ...
-
-
 class LastEvents(bytes):
     """The last events of a stream, which are sent together with its end."""
 
@@ -77,11 +68,13 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, work: Closing, events: AsyncGenerator[bytes, None], ping_seconds: float | None = None) -> None:
+    def __init__(
+        self, close: Callable[[], None], events: AsyncGenerator[bytes, None], ping_seconds: float | None = None
+    ) -> None:
         """Answer with events.
 
         Args:
-            work: closed at the end, whatever that is.
+            close: gives up what has not ended of the request; called at the end, whatever that is.
             events: from `event`; several of them at once where there are.
             ping_seconds: after so long without an event a comment is sent, for proxies that end connections on which
                 nothing moves; None for never.
@@ -90,7 +83,7 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
-        self._work = work
+        self._close = close
         self._events = events
         self._is_gone = False
         self._sending = asyncio.Lock()
@@ -115,7 +108,7 @@ class EventStream(Response):
         finally:
             watching.cancel()
             self._end_pings()
-            self._work.close()
+            self._close()
 
     async def _stream(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -114,7 +114,7 @@ def _handlers(servicer: KServeServicer) -> Any:
         # Requests for inference may be long, and their messages are read where that holds up nothing.
         is_bytes = method.input_type.name == "ModelInferRequest"
         handlers[method.name] = make(
-            getattr(servicer, method.name),
+            servicer.handler(method.name),
             request_deserializer=None if is_bytes else _reader(GetMessageClass(method.input_type)),
             response_serializer=_write,
         )

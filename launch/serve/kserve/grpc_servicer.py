@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from tritonclient.grpc import service_pb2
@@ -35,7 +36,22 @@ from launch.serve.kserve.requests import find_model, fixed_models, no_shared_mem
 from launch.serve.kserve.service import Begun, KServeService
 from launch.serve.reading.readers import ReadAnswer
 
-Handler = Callable[["KServeServicer", Any, Context], Awaitable[Any]]
+Handler = Callable[..., Awaitable[Any]]
+
+STUBS: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("RepositoryModelLoad", "RepositoryModelUnload"), lambda message: fixed_models(message.model_name)),
+    **dict.fromkeys(("SystemSharedMemoryRegister", "CudaSharedMemoryRegister"), lambda message: no_shared_memory()),
+    "SystemSharedMemoryStatus": lambda message: service_pb2.SystemSharedMemoryStatusResponse(),
+    "SystemSharedMemoryUnregister": lambda message: service_pb2.SystemSharedMemoryUnregisterResponse(),
+    "CudaSharedMemoryStatus": lambda message: service_pb2.CudaSharedMemoryStatusResponse(),
+    "CudaSharedMemoryUnregister": lambda message: service_pb2.CudaSharedMemoryUnregisterResponse(),
+    "TraceSetting": lambda message: Refusal(Kind.INVALID, "there are no traces of single requests here"),
+    "LogSettings": lambda message: Refusal(
+        Kind.INVALID, "the log's settings are the server's options: see -v and --log-dir"
+    ),
+}
+"""Calls for what there is not: what each is told, or why it is refused. There are no regions of shared memory, so there
+is nothing to unregister."""
 
 
 def _call(needs_key: bool = True) -> Callable[[Handler], Handler]:
@@ -68,6 +84,21 @@ class KServeServicer:
     def observing(self, context: Context, name: str, needs_key: bool = True) -> ObservedCall:
         """What a call happens within."""
         return ObservedCall(self._service.front.metrics, self._keys if needs_key else None, context, name)
+
+    def handler(self, name: str) -> Handler:
+        """The call of this name in the protocol."""
+        if name not in STUBS:
+            found: Handler = getattr(self, name)
+            return found
+
+        async def stub(servicer: KServeServicer, message: Any, context: Context) -> Any:
+            told = STUBS[name](message)
+            if isinstance(told, Refusal):
+                raise told
+            return told
+
+        stub.__name__ = name
+        return partial(_call()(stub), self)
 
     @_call(needs_key=False)
     async def ServerLive(self, message: Any, context: Context) -> Any:
@@ -116,56 +147,6 @@ class KServeServicer:
         )
 
     @_call()
-    async def RepositoryModelLoad(self, message: Any, context: Context) -> Any:
-        """Refused: the models are the job's."""
-        raise fixed_models(message.model_name)
-
-    @_call()
-    async def RepositoryModelUnload(self, message: Any, context: Context) -> Any:
-        """Refused: the models are the job's."""
-        raise fixed_models(message.model_name)
-
-    @_call()
-    async def SystemSharedMemoryStatus(self, message: Any, context: Context) -> Any:
-        """No regions."""
-        return service_pb2.SystemSharedMemoryStatusResponse()
-
-    @_call()
-    async def SystemSharedMemoryUnregister(self, message: Any, context: Context) -> Any:
-        """There is nothing to unregister."""
-        return service_pb2.SystemSharedMemoryUnregisterResponse()
-
-    @_call()
-    async def SystemSharedMemoryRegister(self, message: Any, context: Context) -> Any:
-        """Refused."""
-        raise no_shared_memory()
-
-    @_call()
-    async def CudaSharedMemoryStatus(self, message: Any, context: Context) -> Any:
-        """No regions."""
-        return service_pb2.CudaSharedMemoryStatusResponse()
-
-    @_call()
-    async def CudaSharedMemoryUnregister(self, message: Any, context: Context) -> Any:
-        """There is nothing to unregister."""
-        return service_pb2.CudaSharedMemoryUnregisterResponse()
-
-    @_call()
-    async def CudaSharedMemoryRegister(self, message: Any, context: Context) -> Any:
-        """Refused."""
-        raise no_shared_memory()
-
-    @_call()
-    async def TraceSetting(self, message: Any, context: Context) -> Any:
-        """Refused."""
-        raise Refusal(Kind.INVALID, "there are no traces of single requests here")
-
-    @_call()
-    async def LogSettings(self, message: Any, context: Context) -> Any:
-        """Refused."""
-        raise Refusal(Kind.INVALID, "the log's settings are the server's options: see -v and --log-dir")
-
-    @_call()
     async def ModelInfer(self, message: Any, context: Context) -> Any:
         """Tensors in, tensors out: bytes of both messages."""
         head = read_head(message, READ_HERE)
@@ -177,7 +158,7 @@ class KServeServicer:
             work = (await self._begin(message, head, places if head.id else None)).work
             if isinstance(work, ReadAnswer):
                 return work.content
-            place.fill(work)
+            place.fill(work.stop)
             try:
                 told = write_response(await work.whole())
             finally:

@@ -22,7 +22,8 @@ from launch.serve.kserve.grpc_calls import FAILED, Context
 from launch.serve.kserve.grpc_messages import FINAL, WANTS_FINAL, head, read_head, read_known_head, write_response
 from launch.serve.kserve.places import Places
 from launch.serve.kserve.requests import find_model
-from launch.serve.kserve.service import Answering, Begun, KServeService
+from launch.serve.kserve.runs import Run
+from launch.serve.kserve.service import Begun, KServeService
 from launch.serve.reading.readers import ReadAnswer
 
 MOST_AT_ONCE = 1024
@@ -35,7 +36,7 @@ class _ClientGoneError(Exception):
     """Nothing can be written any more: the call is about to be cancelled."""
 
 
-async def _write_responses(work: Answering) -> AsyncIterator[tuple[Any, bool]]:
+async def _write_responses(work: Run) -> AsyncIterator[tuple[Any, bool]]:
     """Messages of a request at work, each with whether it is the last."""
     async for response in work.responses():
         yield write_response(response), response.is_last
@@ -97,7 +98,7 @@ class InferStream:
                 if isinstance(work, ReadAnswer):
                     await self._respond(message, _read_responses(work))
                     return
-                place.fill(work)
+                place.fill(work.stop)
                 try:
                     await self._respond(message, _write_responses(work))
                 finally:

@@ -153,8 +153,11 @@ class OpenAIApi:
             raise
 
     def _stream(self, generation: Generation, answer: Answer, counted: ModelRequest) -> Response:
-        events = self._events(generation, answer, counted)
-        return EventStream(_Streaming(generation, counted), events, self._front.ping_seconds)
+        def close() -> None:
+            generation.close()
+            counted.fail(Failure.CANCELED)  # unless it has ended
+
+        return EventStream(close, self._events(generation, answer, counted), self._front.ping_seconds)
 
     async def _events(
         self, generation: Generation, answer: Answer, counted: ModelRequest
@@ -195,19 +198,6 @@ class OpenAIApi:
             "owned_by": "trtrun",
             "max_model_len": None if limits is None else limits.max_length,
         }
-
-
-@dataclass(frozen=True)
-class _Streaming:
-    """A stream's request at work, and its count."""
-
-    generation: Generation
-    counted: ModelRequest
-
-    def close(self) -> None:
-        """Give up what has not ended."""
-        self.generation.close()
-        self.counted.fail(Failure.CANCELED)  # unless it has ended
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def ask(endpoint: str, body: dict[str, Any], engine: NoEngine) -> tuple[list[str
 
     asyncio.run(asyncio.wait_for(send(), 60))
     assert front.door.num_requests == 0
-    return [task.kind for task in front._reading.tasks], front  # type: ignore[attr-defined]
+    return [task.kind for task in front._readers.tasks], front  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("is_long", [False, True])
@@ -145,4 +145,4 @@ def test_a_chat_is_not_read_while_nobody_is_let_in() -> None:
     front.door.is_open = False
     with pytest.raises(Refusal, match="the engine is starting"):
         asyncio.run(front.read("chat", b"{}", time.perf_counter()))
-    assert not front._reading.tasks  # type: ignore[attr-defined]
+    assert not front._readers.tasks  # type: ignore[attr-defined]
