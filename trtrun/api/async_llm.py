@@ -15,17 +15,21 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
+import msgspec
+
 from parallel.mpi_rank import find_mpi_rank
-from trtrun.api.engine_thread import Arrival, EngineThread
+from trtrun.api.engine_thread import Arrival, EngineThread, Outlet, Recipient
 from trtrun.api.llm_engine import LLMEngine
 from trtrun.api.prompts import Prompt
-from trtrun.api.recipients import Mailbox
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.core.outputs import CompletionDelta, RequestId, StartReport
+from trtrun.core.outputs import CompletionDelta, RequestId, StartReport, merge_deltas
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.tokens.text import Tokenizer
 
@@ -151,3 +155,62 @@ class AsyncLLM:
     def close(self) -> None:
         """Let all ranks end; iterators that still run raise InvalidRequestError. Calling it again does nothing."""
         self._finalizer()
+
+
+@dataclass(frozen=True)
+class LoopOutlet(Outlet):
+    """Wakes readers in an event loop; one call wakes all of a round."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def flush(self, recipients: Sequence[Mailbox]) -> None:
+        """Wake the readers of mailboxes."""
+        with suppress(RuntimeError):  # the loop is closed, and nobody reads
+            self.loop.call_soon_threadsafe(_wake, recipients)
+
+
+class Mailbox(Recipient):
+    """What one reader in an event loop has not taken yet. The engine's thread puts, the reader takes."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(LoopOutlet(loop))
+        self._deltas: deque[CompletionDelta] = deque()
+        self._error: BaseException | None = None
+        self._has_news = asyncio.Event()
+
+    def _keep(self, delta: CompletionDelta) -> None:
+        self._deltas.append(msgspec.structs.replace(delta, statistics=delta.statistics.copy()))
+
+    def _keep_error(self, error: BaseException | None) -> None:
+        self._error = error
+
+    def wake(self) -> None:
+        """Tell the reader that there is news. In the reader's loop."""
+        self._has_news.set()
+
+    async def take(self) -> list[CompletionDelta]:
+        """Wait for news and return them, one delta a completion; none once the request is over.
+
+        Raises:
+            TrtrunError: what ended the request, once all deltas before it are taken.
+        """
+        while True:
+            self._has_news.clear()
+            is_over = self.is_over  # looked at before the deltas, as it comes after them
+            if self._deltas:
+                break
+            if is_over and self._error is not None:
+                raise self._error
+            if is_over:
+                return []
+            await self._has_news.wait()
+        found: dict[int, list[CompletionDelta]] = {}
+        while self._deltas:
+            delta = self._deltas.popleft()
+            found.setdefault(delta.index, []).append(delta)
+        return [merge_deltas(deltas) for deltas in found.values()]
+
+
+def _wake(mailboxes: Sequence[Mailbox]) -> None:
+    for mailbox in mailboxes:
+        mailbox.wake()

@@ -1,8 +1,8 @@
 """An engine core with a thread of its own: orders between rounds, rounds while there is work, recipients of what comes.
 
 The engine core belongs to one thread, and so do the device and the threads of CPU kernels that it was opened on. Any
-thread may order something; what comes of a request is put into its recipient. It does not know who reads, or how a
-round runs.
+thread may order something; what comes of a request is put into its recipient, and once a round every way out, an
+outlet, is told, whatever the number of its recipients. It does not know who reads, or how a round runs.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from trtrun.api.llm_engine import LLMEngine
 from trtrun.api.prompts import Prompt
-from trtrun.api.recipients import Recipient, flush
-from trtrun.core.outputs import RequestId
+from trtrun.core.outputs import CompletionDelta, RequestId
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError, RankFailedError, TrtrunError
 
@@ -32,6 +32,60 @@ MOST_GATHER_SECONDS = 0.004
 """How long that may take."""
 
 logger = logging.getLogger(__name__)
+
+
+class Outlet(ABC):
+    """A way out of the engine's thread."""
+
+    @abstractmethod
+    def flush(self, recipients: Sequence[Any]) -> None:
+        """These of its recipients have got something. Once a round, in the engine's thread: it must not wait."""
+
+
+class Recipient(ABC):
+    """What becomes of one request. The engine's thread calls it, or whoever orders when there is no engine any more.
+
+    Attributes:
+        outlet: flushed after the recipient got something.
+        is_over: whether nothing will be put any more.
+    """
+
+    def __init__(self, outlet: Outlet) -> None:
+        self.outlet = outlet
+        self.is_over = False
+        self._num_going_on = 0
+
+    def begin(self, num_completions: int) -> None:
+        """The request has been added."""
+        self._num_going_on = num_completions
+
+    def put(self, delta: CompletionDelta) -> None:
+        """Keep a delta, whose statistics go on counting once the outlet is flushed."""
+        self._keep(delta)
+        self._num_going_on -= delta.finish_reason is not None
+        self.is_over = self._num_going_on == 0
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Nothing will come any more, and why not: None where it was aborted."""
+        self._keep_error(error)
+        self.is_over = True
+
+    @abstractmethod
+    def _keep(self, delta: CompletionDelta) -> None:
+        """A delta came."""
+
+    @abstractmethod
+    def _keep_error(self, error: BaseException | None) -> None:
+        """The request ended before its completions had."""
+
+
+def flush(recipients: Iterable[Recipient]) -> None:
+    """Tell the outlets of recipients that got something, each once."""
+    outlets: dict[Outlet, list[Recipient]] = {}
+    for recipient in recipients:
+        outlets.setdefault(recipient.outlet, []).append(recipient)
+    for outlet, told in outlets.items():
+        outlet.flush(told)
 
 
 class Arrival(NamedTuple):

@@ -48,6 +48,22 @@ def cut_text(text: str, most: int) -> str:
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in cut)
 
 
+def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of JSON, for json.loads.
+
+    Raises:
+        InvalidRequestError: a key stands twice.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise InvalidRequestError(f"the key {show_value(name)} stands twice")
+            seen.add(name)
+    return values
+
+
 def check_characters(name: str, text: str) -> None:
     """Refuse half of a surrogate pair, which is no character: it has no UTF-8 and no tokens.
 

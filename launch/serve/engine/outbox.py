@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from launch.serve.engine.messages import Deltas, Ended, Message, MessageError, encode
-from trtrun.api.recipients import Outlet, Recipient
+from trtrun.api.engine_thread import Outlet, Recipient
 from trtrun.core.outputs import CompletionDelta, merge_deltas
 from trtrun.errors import RankFailedError
 

@@ -16,8 +16,8 @@ from launch.mpi.drain import end_at_once
 from launch.serve.door.limits import server_ending
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.engines import EngineEvents
+from launch.serve.engine.keeper import EngineWatch, is_watched
 from launch.serve.engine.process import open_engine, serve_front
-from launch.serve.engine.watch import EngineWatch, is_watched
 from trtrun.api.async_llm import AsyncLLM
 from trtrun.configuration.config import RuntimeConfig
 

@@ -19,6 +19,7 @@ from launch.exit_codes import ExitCode, FailedError
 from launch.mpi.job import finish_mpi
 from launch.mpi.start_progress import StartProgress
 from launch.serve.engine.identity import hash_config, hash_files
+from launch.serve.engine.keeper import is_watched
 from launch.serve.engine.messages import (
     Abort,
     AskStatus,
@@ -33,7 +34,6 @@ from launch.serve.engine.messages import (
 )
 from launch.serve.engine.outbox import Outbox, Sending
 from launch.serve.engine.unix_socket import connect
-from launch.serve.engine.watch import is_watched
 from launch.terminal import Bar
 from parallel.watchdog.heartbeat_server import beat_seconds
 from trtrun import __version__

@@ -14,10 +14,9 @@ from launch.mpi.mpirun import build_environment
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.engines import EngineEvents
 from launch.serve.engine.identity import hash_config, hash_files
-from launch.serve.engine.keeper import EngineKeeper, RestartLimit
+from launch.serve.engine.keeper import EngineKeeper, EngineWatch, RestartLimit, is_watched
 from launch.serve.engine.messages import Ready
 from launch.serve.engine.unix_socket import make_name
-from launch.serve.engine.watch import EngineWatch, is_watched
 from trtrun import __version__
 from trtrun.configuration.config import RuntimeConfig
 

@@ -14,8 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from launch.serve.door.counts import SHORT_BODY, check_counts, distinct
-from launch.serve.door.limits import Door, Ticket, engine_starting, out_of_time
+from launch.serve.door.limits import SHORT_BODY, Door, Ticket, check_counts, distinct, engine_starting, out_of_time
 from launch.serve.door.refusals import Kind, Refusal, refusing
 from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox

@@ -23,6 +23,11 @@ from launch.serve.kserve.models import VERSION, Model
 from launch.serve.kserve.requests import InferResponse, no_shared_memory
 from launch.serve.kserve.tensors import DATATYPES, Tensor, read_bytes, read_shape, refuse_input, write_bytes
 
+FAILED = "the server failed; its log says how"
+
+Context = Any
+"""grpc.aio.ServicerContext, whose types the library does not tell."""
+
 FINAL = "triton_final_response"
 """Parameter of a response: whether no other follows."""
 

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 
-from launch.serve.door.counts import READ_HERE
+from launch.serve.door.limits import READ_HERE
 from launch.serve.http.connections import HEAD_SECONDS
 from launch.serve.kserve.grpc_servicer import KServeServicer
 from trtrun.configuration.server_config import ServerSection

@@ -14,12 +14,20 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
-from launch.serve.door.counts import READ_HERE
+from launch.serve.door.limits import READ_HERE
 from launch.serve.door.refusals import HTTP_STATUS, Refusal
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.connections import STALLED_SECONDS
-from launch.serve.kserve.grpc_calls import FAILED, Context
-from launch.serve.kserve.grpc_messages import FINAL, WANTS_FINAL, head, read_head, read_known_head, write_response
+from launch.serve.kserve.grpc_messages import (
+    FAILED,
+    FINAL,
+    WANTS_FINAL,
+    Context,
+    head,
+    read_head,
+    read_known_head,
+    write_response,
+)
 from launch.serve.kserve.places import Places
 from launch.serve.kserve.requests import find_model
 from launch.serve.kserve.runs import Run

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.serve.door.counts import check_words
+from launch.serve.door.limits import check_words
 from launch.serve.kserve.tensors import Array, refuse_input
 
 

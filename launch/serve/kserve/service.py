@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from launch.serve.door.counts import READ_HERE
+from launch.serve.door.limits import READ_HERE
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.front.front import Front
 from launch.serve.kserve.grpc_messages import Sent, read_body, write_response

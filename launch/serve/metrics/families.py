@@ -28,6 +28,23 @@ _NOBODY = Status(num_running=0, num_waiting=0, num_free_blocks=0, num_blocks=0, 
 _NOTHING = RequestStatistics()
 
 
+BUCKETS = (10, 50, 100, 500, 1000)
+"""Of numbers of tokens, as Triton has them."""
+
+
+class Sizes:
+    """A histogram of numbers of tokens."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS) + 1)
+        self.total = 0
+
+    def observe(self, size: int) -> None:
+        """Count one."""
+        self.counts[sum(size > most for most in BUCKETS)] += 1
+        self.total += size
+
+
 @dataclass
 class FrontTotals:
     """Since the server's start.
@@ -45,6 +62,7 @@ class FrontTotals:
         num_restarts: of the engine.
         num_ended: completions that ended, by the reason.
         num_aborted: requests that ended before their completions had.
+        prompt_sizes, output_sizes: tokens of requests that were answered.
         num_refused: requests that were answered with an error, by HTTP status.
     """
 
@@ -62,6 +80,8 @@ class FrontTotals:
     num_ended: Counter[str] = field(default_factory=Counter)
     num_aborted: int = 0
     num_refused: Counter[str] = field(default_factory=Counter)
+    prompt_sizes: Sizes = field(default_factory=Sizes)
+    output_sizes: Sizes = field(default_factory=Sizes)
 
     @property
     def mean_acceptance_length(self) -> float | None:

@@ -19,25 +19,11 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from launch.serve.engine.messages import Ready, Status
-from launch.serve.metrics.families import Numbers
+from launch.serve.metrics.families import BUCKETS, Numbers, Sizes
 from launch.serve.metrics.models import VERSION
 
 MODEL = "tensorrt_llm"
-BUCKETS = (10, 50, 100, 500, 1000)
 _BOUND = "le"
-
-
-class _Sizes:
-    """A histogram of numbers of tokens."""
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BUCKETS) + 1)
-        self.total = 0
-
-    def observe(self, size: int) -> None:
-        """Count one."""
-        self.counts[sum(size > most for most in BUCKETS)] += 1
-        self.total += size
 
 
 class TritonMetrics(Collector):
@@ -45,12 +31,6 @@ class TritonMetrics(Collector):
 
     def __init__(self, numbers: Numbers) -> None:
         self._numbers = numbers
-        self._input_sizes, self._output_sizes = _Sizes(), _Sizes()
-
-    def observe_sizes(self, num_prompt_tokens: int, num_tokens: int) -> None:
-        """A request was answered."""
-        self._input_sizes.observe(num_prompt_tokens)
-        self._output_sizes.observe(num_tokens)
 
     def collect(self) -> Iterator[Metric]:
         """All families, as the registry asks for them."""
@@ -63,10 +43,9 @@ class TritonMetrics(Collector):
             "general_type",
             {"timestamp": round(time.time() * 1e6), "iteration_counter": self._numbers.total("num_rounds")},
         )
-        yield _histogram(
-            "nv_llm_input_token_len", "Prompt tokens of a request", "total_input_tokens", self._input_sizes
-        )
-        yield _histogram("nv_llm_output_token_len", "Tokens generated", "total_output_tokens", self._output_sizes)
+        sizes = self._numbers.totals.prompt_sizes, self._numbers.totals.output_sizes
+        yield _histogram("nv_llm_input_token_len", "Prompt tokens of a request", "total_input_tokens", sizes[0])
+        yield _histogram("nv_llm_output_token_len", "Tokens generated", "total_output_tokens", sizes[1])
 
     def _of_engine(self, ready: Ready, status: Status) -> Iterator[Metric]:
         limits = ready.scheduler_limits()
@@ -122,7 +101,7 @@ def _gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> Me
     return family
 
 
-def _histogram(name: str, text: str, kind: str, sizes: _Sizes) -> Metric:
+def _histogram(name: str, text: str, kind: str, sizes: Sizes) -> Metric:
     family = HistogramMetricFamily(name, f"{text}.", labels=["model", "response_metric_type", "version"])
     bounds = [*(str(most) for most in BUCKETS), "+Inf"]
     buckets = list(zip(bounds, accumulate(sizes.counts), strict=True))

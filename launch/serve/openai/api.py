@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from launch.serve.door.counts import READ_HERE
+from launch.serve.door.limits import READ_HERE
 from launch.serve.door.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
 from launch.serve.door.stretches import Rests
 from launch.serve.front.front import Front, Generation
@@ -28,7 +28,7 @@ from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
 from launch.serve.openai.answers import Answer, ChatAnswer, CompletionAnswer
 from launch.serve.openai.calls import Answering
-from launch.serve.openai.prompts import PromptMaker, needs_encoding
+from launch.serve.openai.prompts import PromptMaker
 from launch.serve.openai.types import read_completion
 from launch.serve.reading.readers import ReadRequest
 from trtrun.api.prompts import Prompt
@@ -106,7 +106,7 @@ class OpenAIApi:
         if len(body) > READ_HERE:
             return await self._read_aside("completion", request, body, arrived)
         call = read_completion(parse_json(body), self._front.model_name)
-        if not needs_encoding(call.encoding):
+        if not call.encoding.is_needed:
             return _Asked(call.prompts, call.answering)
         return _Asked(self._prompts.of_completion(call, self._front.most_prompt_tokens()), call.answering)
 

@@ -15,9 +15,17 @@ from dataclasses import fields
 from typing import Any
 
 from launch.serve.door.refusals import Kind, Refusal
-from launch.serve.openai.calls import Answering, ChatCall, CompletionCall, Encoding, Rendering
+from launch.serve.openai.calls import (
+    Answering,
+    ChatCall,
+    CompletionCall,
+    Encoding,
+    Rendering,
+    read_messages,
+    read_prediction,
+    read_text,
+)
 from launch.serve.openai.fields import BY_NAME, Endpoint, Field, Treatment, names_of
-from launch.serve.openai.messages import read_messages, read_prediction, read_text
 from trtrun.api.prompts import Prompt
 from trtrun.core.sampling_params import LARGEST_COUNT, SamplingParams
 from trtrun.core.values import read_flag, read_integer, show_value

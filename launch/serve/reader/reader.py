@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.mpi.parent_death import end_with_parent
-from launch.serve.door.counts import check_counts, check_text, distinct
+from launch.serve.door.limits import check_counts, check_text, distinct
 from launch.serve.door.refusals import Kind, Refusal, refusing
 from launch.serve.http.json_bodies import parse_json
 from launch.serve.kserve.grpc_messages import Sent, read_body, write_answer

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from launch.serve.door.counts import SHORT_BODY
+from launch.serve.door.limits import SHORT_BODY
 from launch.serve.reading.lane import Lane
 from launch.serve.reading.messages import Answered, Facts, Read, Refused, Stops, Task, pack
 from trtrun.core.sampling_params import SamplingParams

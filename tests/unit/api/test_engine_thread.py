@@ -12,8 +12,7 @@ import pytest
 from launch.serve.engine.messages import Begin, Close, Generate, Message
 from launch.serve.engine.process import _Served
 from trtrun.api import engine_thread
-from trtrun.api.engine_thread import Arrival, EngineThread
-from trtrun.api.recipients import Outlet, Recipient
+from trtrun.api.engine_thread import Arrival, EngineThread, Outlet, Recipient
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import SamplingParams

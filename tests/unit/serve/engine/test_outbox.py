@@ -12,7 +12,7 @@ from engine_messages import delta_of, run
 
 from launch.serve.engine.messages import Abort, Deltas, Ended, Message, MessageStream
 from launch.serve.engine.outbox import Outbox, Sending
-from trtrun.api.recipients import flush
+from trtrun.api.engine_thread import flush
 from trtrun.core.outputs import CompletionDelta
 from trtrun.errors import InvalidRequestError, RankFailedError
 

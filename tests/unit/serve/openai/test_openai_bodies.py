@@ -13,7 +13,7 @@ from engine_messages import delta_of, run
 from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_front, request_of
 from starlette.requests import Request
 
-from launch.serve.door.counts import READ_HERE
+from launch.serve.door.limits import READ_HERE
 from launch.serve.door.refusals import Refusal
 from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.front.front import Front
