@@ -18,6 +18,7 @@ import asyncio
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import msgspec
 
@@ -132,24 +133,15 @@ class OpenRequest:
             self.lost_alone.add(engine)
 
 
+_COUNTERS = ("num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_draft_tokens", "num_preemptions")
+"""Those of a completion that go on with its next engine; cached tokens and times are those of the first."""
+
+
 def _add(before: RequestStatistics, now: RequestStatistics) -> RequestStatistics:
     """Counters of a completion over several engines."""
-    length = max(len(before.acceptance_histogram), len(now.acceptance_histogram))
-    histogram = [0] * length
-    for counts in (before.acceptance_histogram, now.acceptance_histogram):
-        for place, number in enumerate(counts):
-            histogram[place] += number
-    return RequestStatistics(
-        arrival=before.arrival,
-        num_rounds=before.num_rounds + now.num_rounds,
-        num_drafts=before.num_drafts + now.num_drafts,
-        num_draft_tokens=before.num_draft_tokens + now.num_draft_tokens,
-        num_accepted_draft_tokens=before.num_accepted_draft_tokens + now.num_accepted_draft_tokens,
-        num_cached_prompt_tokens=before.num_cached_prompt_tokens,
-        num_preemptions=before.num_preemptions + now.num_preemptions,
-        admitted=before.admitted,
-        acceptance_histogram=histogram,
-    )
+    sums = {name: getattr(before, name) + getattr(now, name) for name in _COUNTERS}
+    kept = zip_longest(before.acceptance_histogram, now.acceptance_histogram, fillvalue=0)
+    return msgspec.structs.replace(before, acceptance_histogram=[sum(counts) for counts in kept], **sums)
 
 
 LOSSES_ALONE = 2
