@@ -37,16 +37,12 @@ class Parts:
 
     Attributes:
         front: a request's way.
-        door: who is let in.
-        metrics: what is counted.
         readers: of long requests; not started.
         routes: of the HTTP port.
         servicer: of the gRPC port.
     """
 
     front: Front
-    door: Door
-    metrics: FrontMetrics
     readers: Readers
     routes: tuple[Route, ...]
     servicer: KServeServicer
@@ -111,4 +107,4 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts
         *page_routes(),
         metrics_route(front, keys),
     )
-    return Parts(front, door, metrics, readers, routes, KServeServicer(kserve, keys, bodies))
+    return Parts(front, readers, routes, KServeServicer(kserve, keys, bodies))

@@ -122,7 +122,8 @@ class _Server:
         self._config = config
         self._running = running
         parts = make_parts(config, keys, running.engine)
-        self._front, self._door, self._metrics, self._readers = parts.front, parts.door, parts.metrics, parts.readers
+        self._front, self._readers = parts.front, parts.readers
+        self._door, self._metrics = self._front.door, self._front.metrics
         self._routes, self._servicer = parts.routes, parts.servicer
         self._is_ready = asyncio.Event()
         self._stopped_by: int | None = None

@@ -42,7 +42,7 @@ STATUS_SECONDS = 1.0
 """How long an engine may take to say how full it is: a round, for most."""
 
 MOST_TOGETHER = 1 << 16
-"""Prompt tokens of requests that are sent as one: others have their turn before more are made a message of."""
+"""Tokens of requests that are sent as one, which is not held for others beyond that."""
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ class EngineClient:
         if not self._beginning:
             asyncio.get_running_loop().call_soon(self._send_beginning)
         self._beginning.append(opened)
-        self._num_together += len(opened.request.prompt_token_ids)
+        self._num_together += len(opened.request.prompt_token_ids) + sum(map(len, opened.generated.values()))
         if self._num_together >= MOST_TOGETHER:
             self._send_beginning()
 

@@ -105,7 +105,7 @@ class Generation:
         self._inbox = Inbox()
         self._is_closed = False
         sampling = requests[0].sampling
-        self._observed = metrics.requests.begin(self.usage.num_prompt_tokens, sampling.n, sampling.max_tokens, arrived)
+        self._observed = metrics.begin(self.usage.num_prompt_tokens, sampling.n, sampling.max_tokens, arrived)
         self._ids = client.start(requests, self._inbox)
         self._timer = asyncio.get_running_loop().call_later(
             max(0.0, arrived + timeout - time.perf_counter()), self.give_up, out_of_time(timeout)

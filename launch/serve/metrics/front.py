@@ -45,45 +45,6 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
 """Help and buckets of each, by its name behind `vllm:`."""
 
 
-class RequestMetrics:
-    """Of all requests of one server."""
-
-    def __init__(self, labels: dict[str, str], registry: CollectorRegistry, totals: FrontTotals) -> None:
-        """Begin without observations.
-
-        Args:
-            labels: of every sample.
-            registry: that tells them.
-            totals: that go on with what comes.
-        """
-        self.totals = totals
-        self._histograms = {
-            name: Histogram(f"vllm:{name}", text, tuple(labels), buckets=buckets, registry=registry).labels(**labels)
-            for name, (text, buckets) in HISTOGRAMS.items()
-        }
-
-    def begin(self, num_prompt_tokens: int, n: int, max_tokens: int, now: float) -> ObservedRequest:
-        """A request was let in.
-
-        Args:
-            num_prompt_tokens: over all its prompts, each once.
-            n: completions of each prompt.
-            max_tokens: of each completion.
-            now: seconds of `time.perf_counter`.
-        """
-        self.totals.num_prompt_tokens += num_prompt_tokens
-        self.totals.num_looked_up_tokens += num_prompt_tokens * n
-        self.observe(request_prompt_tokens=num_prompt_tokens, request_params_n=n)
-        if max_tokens < LARGEST_COUNT:  # else: to the end of the context
-            self.observe(request_params_max_tokens=max_tokens)
-        return ObservedRequest(self, num_prompt_tokens, now)
-
-    def observe(self, **found: float) -> None:
-        """Add to histograms, by their names."""
-        for name, value in found.items():
-            self._histograms[name].observe(value)
-
-
 class ObservedRequest:
     """What one request adds to the metrics. Times are of `time.perf_counter`.
 
@@ -91,7 +52,7 @@ class ObservedRequest:
         queue_seconds: how long it was without a row.
     """
 
-    def __init__(self, metrics: RequestMetrics, num_prompt_tokens: int, now: float) -> None:
+    def __init__(self, metrics: FrontMetrics, num_prompt_tokens: int, now: float) -> None:
         self._metrics = metrics
         self._num_prompt_tokens = num_prompt_tokens
         self._began = now
@@ -142,7 +103,6 @@ class FrontMetrics:
 
     Attributes:
         totals: of all requests.
-        requests: that are observed.
         models: requests by the model that they name.
     """
 
@@ -160,8 +120,34 @@ class FrontMetrics:
         labels = {"model_name": model_name}
         self._numbers = Numbers(self.totals, draft_len)
         self._triton = TritonMetrics(self._numbers)
-        self.requests = RequestMetrics(labels, self._registry, self.totals)
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", text, tuple(labels), buckets=buckets, registry=self._registry).labels(
+                **labels
+            )
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
         self._registry.register(Families(labels, self._numbers))
+
+    def begin(self, num_prompt_tokens: int, n: int, max_tokens: int, now: float) -> ObservedRequest:
+        """A request was let in.
+
+        Args:
+            num_prompt_tokens: over all its prompts, each once.
+            n: completions of each prompt.
+            max_tokens: of each completion.
+            now: seconds of `time.perf_counter`.
+        """
+        self.totals.num_prompt_tokens += num_prompt_tokens
+        self.totals.num_looked_up_tokens += num_prompt_tokens * n
+        self.observe(request_prompt_tokens=num_prompt_tokens, request_params_n=n)
+        if max_tokens < LARGEST_COUNT:  # else: to the end of the context
+            self.observe(request_params_max_tokens=max_tokens)
+        return ObservedRequest(self, num_prompt_tokens, now)
+
+    def observe(self, **found: float) -> None:
+        """Add to histograms, by their names."""
+        for name, value in found.items():
+            self._histograms[name].observe(value)
 
     def ask_longest_stretch(self, ask: Callable[[], float]) -> None:
         """Where the longest stretch of the event loop is told, in seconds; 0 without."""
