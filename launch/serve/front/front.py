@@ -14,6 +14,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
+import msgspec
+
 from launch.serve.door.limits import SHORT_BODY, Door, Ticket, check_counts, distinct, engine_starting, out_of_time
 from launch.serve.door.refusals import Kind, Refusal, refusing
 from launch.serve.engine.client import EngineClient
@@ -27,19 +29,6 @@ from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.tokens.text import Tokenizer
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one choice of a request gained.
-
-    Attributes:
-        choice: its number: the prompt's place times `n`, plus the completion's.
-        delta: text, tokens, log probabilities, end.
-    """
-
-    choice: int
-    delta: CompletionDelta
 
 
 @dataclass
@@ -116,7 +105,7 @@ class Generation:
         """How long its last completion was without a row, so far."""
         return self._observed.queue_seconds
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncIterator[CompletionDelta]:
         """The pieces of all choices as they come, until each has ended.
 
         Raises:
@@ -126,14 +115,15 @@ class Generation:
             for piece in pieces:
                 yield piece
 
-    async def take(self) -> list[Piece]:
-        """Wait for pieces: what has come since the last call, one a choice; none once each has ended.
+    async def take(self) -> list[CompletionDelta]:
+        """Wait for pieces: what has come since the last call, a delta a choice; none once each has ended. Their `index` is
+        the choice's number: the prompt's place times `n`, plus the completion's.
 
         Raises:
             Refusal: the engine has lost or refused the request, its own parameters forbid all tokens, or its time is
                 over.
         """
-        pieces: list[Piece] = []
+        pieces: list[CompletionDelta] = []
         while self._going_on and not pieces:
             for number, delta in await self._inbox.take():
                 choice = number * self._n + delta.index
@@ -144,7 +134,7 @@ class Generation:
                 self.usage.num_completion_tokens += len(delta.token_ids)
                 self._observed.observe(choice, delta, self.usage.statistics.get(choice), time.perf_counter())
                 self.usage.statistics[choice] = delta.statistics
-                pieces.append(Piece(choice, delta))
+                pieces.append(msgspec.structs.replace(delta, index=choice) if number else delta)
         return pieces
 
     @property

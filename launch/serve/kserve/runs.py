@@ -208,9 +208,9 @@ class Run:
                 for sequence in range(self._n)
             ]
         try:
-            async for piece in self._generation:
+            async for delta in self._generation:
                 self._counted.begin_answer()
-                yield completions[piece.choice].take(piece.delta)
+                yield completions[delta.index].take(delta)
         except Refusal:
             if not self._is_stopped:
                 raise

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from launch.serve.front.front import Piece, Usage
+from launch.serve.front.front import Usage
 from launch.serve.openai.answer_parts import Choice, TokenTexts, tell_tokens, tell_usage
 from launch.serve.openai.calls import Answering
 from trtrun.core.nouns import TokenLogprobs
@@ -68,12 +68,11 @@ class Answer(ABC):
         needs_texts = answering.return_token_texts or (self.tells_offsets and answering.sampling.logprobs is not None)
         self._token_texts = TokenTexts(tokenizer, prompts, answering.sampling.n) if needs_texts else None
 
-    def keep(self, piece: Piece) -> None:
+    def keep(self, delta: CompletionDelta) -> None:
         """Take a piece of an answer that comes whole."""
-        delta = piece.delta
-        choice = self._choices.setdefault(piece.choice, Choice())
+        choice = self._choices.setdefault(delta.index, Choice())
         logprobs = None if self._answering.sampling.logprobs is None else delta.logprobs or ()
-        choice.add(delta.text, self._choice(piece.choice, {}, delta, logprobs))
+        choice.add(delta.text, self._choice(delta.index, {}, delta, logprobs))
 
     def whole(self, usage: Usage, draft_len: int) -> Iterator[bytes]:
         """The answer to a request that does not stream, of all pieces that were kept: its JSON, in parts."""
@@ -90,15 +89,14 @@ class Answer(ABC):
         """Chunks before the first piece."""
         return []
 
-    def chunk(self, piece: Piece) -> dict[str, Any] | None:
+    def chunk(self, delta: CompletionDelta) -> dict[str, Any] | None:
         """The chunk of a piece; None where it says nothing yet."""
-        delta = piece.delta
         self._so_far.num_completion_tokens += len(delta.token_ids)
         says_something = delta.text or delta.finish_reason or delta.logprobs is not None
         if not says_something and not (self._answering.shows_tokens and delta.token_ids):
             return None
         text = self._text(delta.text, is_chunk=True)
-        return self._chunk(self._choice(piece.choice, text, delta, delta.logprobs))
+        return self._chunk(self._choice(delta.index, text, delta, delta.logprobs))
 
     def usage_chunk(self, usage: Usage, draft_len: int) -> dict[str, Any] | None:
         """The last chunk, where it was asked for."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from launch.serve.front.front import Piece, Usage
+from launch.serve.front.front import Usage
 from launch.serve.openai.answer_parts import TokenTexts
 from launch.serve.openai.answers import CompletionAnswer
 from launch.serve.openai.calls import Answering
@@ -57,7 +57,7 @@ def test_offsets_are_where_tokens_stand_in_the_text(size: int) -> None:
         part = tuple(tokens[start : start + size])
         logprobs = tuple(TokenLogprobs(token, -1.0, ()) for token in part)
         reason = "length" if start + size >= len(tokens) else None
-        pieces.append(Piece(1, CompletionDelta(1, 1, part, "", RequestStatistics(), logprobs, reason, None, "")))
+        pieces.append(CompletionDelta(1, 1, part, "", RequestStatistics(), logprobs, reason, None, ""))
     chunks = [answer.chunk(piece) for piece in pieces]
     streamed = [offset for chunk in chunks if chunk for offset in chunk["choices"][0]["logprobs"]["text_offset"]]
     answer = CompletionAnswer("model", tokenizer, answering, [[5]])
