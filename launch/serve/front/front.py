@@ -116,8 +116,8 @@ class Generation:
                 yield piece
 
     async def take(self) -> list[CompletionDelta]:
-        """Wait for pieces: what has come since the last call, a delta a choice; none once each has ended. Their `index` is
-        the choice's number: the prompt's place times `n`, plus the completion's.
+        """Wait for pieces: what has come since the last call, a delta a choice; none once each has ended. Their `index`
+        is the choice's number: the prompt's place times `n`, plus the completion's.
 
         Raises:
             Refusal: the engine has lost or refused the request, its own parameters forbid all tokens, or its time is
