@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING
 
 from launch.exit_codes import ExitCode
 from launch.logs import FILE_ONLY
@@ -30,7 +31,7 @@ from launch.serve.application.http_server import (
 from launch.serve.application.parts import make_parts
 from launch.serve.door.limits import server_ending
 from launch.serve.door.stretches import MeasuredLoop
-from launch.serve.engine.engines import EngineEvents, EngineRun
+from launch.serve.engine.restarted_engine import EngineEvents, RestartedEngine
 from launch.serve.front.arrivals import bound_threads
 from launch.serve.http.connections import allow_open_files
 from launch.serve.http.requests import Keys
@@ -46,10 +47,13 @@ METRICS_CONNECTIONS = 64
 ERROR_SECONDS = 1.0
 """For the last words to streams that are cut off."""
 
+if TYPE_CHECKING:  # the front of an engine in processes of its own does without torch
+    from launch.serve.engine.own_engine import OwnEngine
+
 logger = logging.getLogger(__name__)
 
 
-def play_serve(config: RuntimeConfig, running: EngineRun) -> int:
+def play_serve(config: RuntimeConfig, running: RestartedEngine | OwnEngine) -> int:
     """Serve until a signal ends it.
 
     Args:
@@ -88,7 +92,7 @@ def play_serve_rank(config: RuntimeConfig) -> int:
         TrtrunError: as of `play_serve`; the ranks do not fit together, or a model cannot be loaded.
         RankFailedError: a rank failed.
     """
-    # Not at the top: the front of an engine in processes of its own does without torch.
+    # As above.
     from launch.check.rank_check import check_before_run
     from launch.serve.engine.own_engine import OwnEngine
     from trtrun.api.async_llm import AsyncLLM
@@ -111,14 +115,16 @@ def say(line: str) -> None:
         print(f"trtrun: {line}", file=sys.stderr, flush=True)
 
 
-async def _serve(config: RuntimeConfig, keys: Keys, running: EngineRun, http: Listener, metrics: Listener) -> int:
+async def _serve(
+    config: RuntimeConfig, keys: Keys, running: RestartedEngine | OwnEngine, http: Listener, metrics: Listener
+) -> int:
     return await _Server(config, keys, running).run(http, metrics)
 
 
 class _Server:
     """The parts of a server, joined, and its states: starting, serving, draining, over."""
 
-    def __init__(self, config: RuntimeConfig, keys: Keys, running: EngineRun) -> None:
+    def __init__(self, config: RuntimeConfig, keys: Keys, running: RestartedEngine | OwnEngine) -> None:
         self._config = config
         self._running = running
         parts = make_parts(config, keys, running.engine)

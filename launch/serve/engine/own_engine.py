@@ -15,15 +15,15 @@ from launch.exit_codes import ExitCode
 from launch.mpi.drain import end_at_once
 from launch.serve.door.limits import server_ending
 from launch.serve.engine.client import EngineClient
-from launch.serve.engine.engines import EngineEvents
 from launch.serve.engine.keeper import EngineWatch, is_watched
 from launch.serve.engine.process import open_engine, serve_front
+from launch.serve.engine.restarted_engine import EngineEvents
 from trtrun.api.async_llm import AsyncLLM
 from trtrun.configuration.config import RuntimeConfig
 
 
 class OwnEngine:
-    """See `EngineRun`.
+    """The same as a `RestartedEngine` to the server.
 
     Attributes:
         engine: for requests.
@@ -36,7 +36,11 @@ class OwnEngine:
         self._is_over = False
 
     async def keep(self, events: EngineEvents) -> int:
-        """See `EngineRun`."""
+        """Load the engine, and let it serve the front until `close`.
+
+        Raises:
+            RankFailedError: a rank of it failed.
+        """
         llm = await asyncio.to_thread(self._open)
         self.engine.on_ready, self.engine.on_lost = events.on_ready, events.on_lost
         watching = asyncio.create_task(self._watch_on(events))
@@ -53,7 +57,7 @@ class OwnEngine:
         return ExitCode.DONE
 
     async def close(self) -> None:
-        """See `EngineRun`. Where the ranks are only starting, it ends this process, and the launcher ends them."""
+        """Let the engine end. Where the ranks are only starting, it ends this process, and the launcher ends them."""
         if self.engine.ready is None and not self._is_over:
             end_at_once(signal.SIGTERM)
         self.engine.close()

@@ -14,11 +14,10 @@ from launch.exit_codes import ExitCode
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.engine import unix_socket as engine_socket
 from launch.serve.engine.client import EngineClient
-from launch.serve.engine.engines import EngineEvents
 from launch.serve.engine.identity import hash_config, hash_files
 from launch.serve.engine.messages import Begin, Close, Deltas, Generate, MessageStream, Ready, encode
 from launch.serve.engine.open_requests import EngineRequest, Inbox
-from launch.serve.engine.restarted_engine import RestartedEngine
+from launch.serve.engine.restarted_engine import EngineEvents, RestartedEngine
 from trtrun import __version__
 from trtrun.configuration.config import RuntimeConfig, make_config
 

@@ -15,10 +15,10 @@ from engine_messages import LIMITS
 from launch.serve.engine import client as engine_client
 from launch.serve.engine import process
 from launch.serve.engine.client import EngineClient
-from launch.serve.engine.engines import EngineEvents
 from launch.serve.engine.messages import Abort, AskStatus, Close, Message, Ready
 from launch.serve.engine.own_engine import OwnEngine
 from launch.serve.engine.process import _Served
+from launch.serve.engine.restarted_engine import EngineEvents
 from parallel.watchdog.activity import Doing, Phase
 from trtrun.configuration.config import make_config
 
