@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
+import msgspec
 import pytest
 
 from launch.serve.front.front import Usage
@@ -62,7 +62,7 @@ def test_offsets_are_where_tokens_stand_in_the_text(size: int) -> None:
     streamed = [offset for chunk in chunks if chunk for offset in chunk["choices"][0]["logprobs"]["text_offset"]]
     answer = CompletionAnswer("model", tokenizer, answering, [[5]])
     for piece in pieces:
-        answer.keep(replace(piece, choice=0))
+        answer.keep(msgspec.structs.replace(piece, index=0))
         answer.keep(piece)
     whole = json.loads(b"".join(answer.whole(Usage(1), 0)))["choices"][1]["logprobs"]
     assert streamed == whole["text_offset"] and len(streamed) == len(tokens) > len(text)
