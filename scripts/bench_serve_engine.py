@@ -20,8 +20,7 @@ from pathlib import Path
 from launch.cli import guarded
 from launch.serve.application.serve import play_serve
 from launch.serve.engine.identity import hash_config, hash_files
-from launch.serve.engine.message_stream import MessageStream, encode
-from launch.serve.engine.messages import Abort, AskStatus, Close, Delta, Deltas, Generate, Ready, Status
+from launch.serve.engine.messages import Abort, AskStatus, Begin, Close, Deltas, MessageStream, Ready, Status, encode
 from launch.serve.engine.restarted_engine import RestartedEngine
 from launch.serve.engine.unix_socket import connect
 from trtrun import __version__, load_config
@@ -50,7 +49,7 @@ class Row:
     num_left: int
     num_rounds: int = 0
 
-    def round(self, num_tokens: int) -> Delta:
+    def round(self, num_tokens: int) -> CompletionDelta:
         """What a round gives it."""
         count = min(num_tokens, self.num_left)
         self.num_left -= count
@@ -64,7 +63,7 @@ class Row:
         )
         reason = None if self.num_left else "length"
         tokens = tuple(range(100, 100 + count))
-        return Delta.of(CompletionDelta(self.request_id, 0, tokens, TEXT * count, statistics, None, reason))
+        return CompletionDelta(self.request_id, 0, tokens, TEXT * count, statistics, None, reason)
 
 
 async def serve(config: Path, round_seconds: float, num_tokens: int, socket: str) -> None:
@@ -92,13 +91,13 @@ async def serve(config: Path, round_seconds: float, num_tokens: int, socket: str
     rounds = asyncio.create_task(play())
     async for message in MessageStream(reader):
         match message:
-            case Generate():
-                row = Row(message.request_id, message.sampling["max_tokens"])
+            case Begin():
+                begun = [Row(request.request_id, request.sampling["max_tokens"]) for request in message.requests]
                 if round_seconds:
-                    rows[message.request_id] = row
+                    rows |= {row.request_id: row for row in begun}
                     is_asked.set()
                 else:
-                    writer.write(encode(Deltas(deltas=(row.round(row.num_left),))))
+                    writer.write(encode(Deltas(deltas=tuple(row.round(row.num_left) for row in begun))))
             case Abort():
                 rows.pop(message.request_id, None)
             case AskStatus():

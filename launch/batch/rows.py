@@ -16,7 +16,7 @@ from typing import Any
 
 from trtrun.core.outputs import CompletionOutput, RequestOutput
 from trtrun.core.sampling_params import SamplingParams
-from trtrun.core.values import check_characters, cut_text, show_value
+from trtrun.core.values import check_characters, cut_text, show_value, unique_keys
 from trtrun.errors import InvalidRequestError, nearest
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids")
@@ -121,22 +121,6 @@ def _parse_json(line: bytes, text: str) -> object:
         raise InvalidRequestError(_TOO_DEEP) from None
     except ValueError:  # the only other one
         raise InvalidRequestError("not a valid row: a number has more digits than any parameter can have") from None
-
-
-def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """An object of JSON, for json.loads.
-
-    Raises:
-        InvalidRequestError: a key stands twice.
-    """
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise InvalidRequestError(f"the key {show_value(name)} stands twice")
-            seen.add(name)
-    return values
 
 
 def _read_row(

@@ -114,7 +114,7 @@ def parse_peer_options(text: str | None) -> dict[str, Any]:
     Raises:
         click.BadParameter: it is not a JSON object, or has a name twice.
     """
-    from launch.batch.rows import unique_keys
+    from trtrun.core.values import unique_keys
 
     if text is None:
         return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +35,14 @@ def parse_biases(
         except ValueError:
             raise click.BadParameter(f"{value!r} is no bias: write ID=NUMBER, such as 5=-100") from None
     return biases or None
+
+
+def parse_sequences(context: click.Context, option: click.Parameter, values: Sequence[str]) -> list[list[int]] | None:
+    """Token ids between commas, as rows of a file have them; None where the option is not given."""
+    try:
+        return [[int(token) for token in value.split(",")] for value in values] or None
+    except ValueError:
+        raise click.BadParameter("a sequence is token ids between commas, such as 5,6") from None
 
 
 def with_prompts(command: Command) -> Command:
@@ -71,6 +79,14 @@ def with_prompts(command: Command) -> Command:
             multiple=True,
             metavar="ID",
             help="End at this token, as at the model's end of text. May be repeated.",
+        ),
+        click.option(
+            "--stop-sequence",
+            "stop_sequences",
+            multiple=True,
+            callback=parse_sequences,
+            metavar="ID,ID",
+            help="End at these tokens, one behind the other. May be repeated.",
         ),
         click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the model's end of text."),
         click.option("--repetition-penalty", type=float, help="Above 1: fewer tokens of prompt and output again."),

@@ -146,7 +146,7 @@ class Server:
             return f"rank {rank}"
         if program.startswith(("mpirun", "prterun")):
             return "mpirun"
-        if "launch.serve.reader.process" in words:
+        if "launch.serve.reader.reader" in words:
             return "reader"
         return "engine" if "serve-engine" in words else program
 

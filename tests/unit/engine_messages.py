@@ -28,7 +28,11 @@ def reader_of(data: bytes) -> asyncio.StreamReader:
 
 
 def delta_of(
-    tokens: tuple[int, ...], finish_reason: str | None = None, index: int = 0, rounds: int = 1
+    tokens: tuple[int, ...],
+    finish_reason: str | None = None,
+    index: int = 0,
+    rounds: int = 1,
+    request_id: str = "request 0",
 ) -> CompletionDelta:
     statistics = RequestStatistics(
         num_rounds=rounds,
@@ -38,4 +42,4 @@ def delta_of(
         acceptance_histogram=[0, rounds],
     )
     logprobs = tuple(TokenLogprobs(token, -0.25, ((token, -0.25), (1, -2.5))) for token in tokens)
-    return CompletionDelta("request 0", index, tokens, "é" * len(tokens), statistics, logprobs, finish_reason)
+    return CompletionDelta(request_id, index, tokens, "é" * len(tokens), statistics, logprobs, finish_reason)

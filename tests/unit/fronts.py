@@ -11,13 +11,13 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from launch.serve.door.limits import Door
+from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.front.front import Front
 from launch.serve.metrics import FrontMetrics
 from launch.serve.reader.reader import Reader
-from launch.serve.reading.frames import HEAD_BYTES, pack, unpack
-from launch.serve.reading.messages import Facts, Reply, Task
-from launch.serve.reading.readers import Found, found_of
+from launch.serve.reading.messages import HEAD_BYTES, Facts, Reply, Task, pack, unpack
+from launch.serve.reading.readers import Found, Readers, found_of
 from trtrun.api.prompts import PromptReader
 from trtrun.configuration.config import ASSETS
 from trtrun.models.config import read_model_config
@@ -53,31 +53,33 @@ class WatchedTokenizer:
         return TOKENIZER.bad_word_ids(self.words[-1])
 
 
-class NoEngine:
+class NoEngine(EngineClient):
     """Takes requests, and nothing comes of them.
 
     Attributes:
         requests: so far.
-        starts: for each start whether more were to follow.
+        starts: for each start whether it came in the turn of the event loop of the first: those are sent as one.
     """
 
-    ready: Any = None
-
     def __init__(self) -> None:
+        super().__init__()
         self.limits = SchedulerLimits(8, 4096, 100_000, None, draft_len=4, block_size=16, num_blocks=10_000)
         self.requests: list[EngineRequest] = []
         self.starts: list[bool] = []
+        self._turns: list[bool] = []
 
-    def start(self, requests: Sequence[EngineRequest], inbox: Inbox, more_follow: bool = False) -> list[str]:
+    def start(self, requests: Sequence[EngineRequest], inbox: Inbox) -> list[str]:
         self.requests += requests
-        self.starts.append(more_follow)
+        if not self.starts:
+            asyncio.get_running_loop().call_soon(self._turns.append, True)
+        self.starts.append(not self._turns)
         return [str(number) for number in range(len(requests))]
 
     def abort(self, request_ids: Sequence[str]) -> None:
         pass
 
 
-class HereReading:
+class HereReading(Readers):
     """Reads in this process what others read for a server.
 
     Attributes:

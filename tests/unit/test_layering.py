@@ -62,7 +62,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "trtrun.api": (
         frozenset({"llm", "async_llm"}),
         frozenset({"engine_thread", "shared_engine"}),
-        frozenset({"llm_engine", "pending", "interrupts", "recipients"}),
+        frozenset({"llm_engine", "interrupts"}),
         frozenset({"prompts", "deltas"}),
     ),
     "trtrun.start": (

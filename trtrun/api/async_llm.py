@@ -15,17 +15,21 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
+import msgspec
+
 from parallel.mpi_rank import find_mpi_rank
-from trtrun.api.engine_thread import EngineThread
+from trtrun.api.engine_thread import Arrival, EngineThread, Outlet, Recipient
 from trtrun.api.llm_engine import LLMEngine
 from trtrun.api.prompts import Prompt
-from trtrun.api.recipients import Mailbox, Recipient
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.core.outputs import CompletionDelta, RequestId, StartReport
+from trtrun.core.outputs import CompletionDelta, RequestId, StartReport, merge_deltas
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.tokens.text import Tokenizer
 
@@ -113,7 +117,7 @@ class AsyncLLM:
         if request_id is None:
             request_id = f"async {next(self._numbers)}"
         mailbox = Mailbox(asyncio.get_running_loop())
-        self._thread.add(mailbox, request_id, prompt, sampling, generated, group)
+        self._thread.add([Arrival(mailbox, request_id, prompt, sampling or SamplingParams(), generated, group)])
         try:
             while deltas := await mailbox.take():
                 for delta in deltas:
@@ -122,23 +126,14 @@ class AsyncLLM:
             if not mailbox.is_over:
                 self._thread.abort(request_id, mailbox)
 
-    def deliver(
-        self,
-        recipient: Recipient,
-        prompt: Prompt,
-        sampling: SamplingParams | None,
-        request_id: RequestId,
-        generated: Mapping[int, Sequence[int]] | None = None,
-        group: Hashable = None,
-        more_follow: bool | None = None,
-    ) -> None:
-        """Complete a prompt as `generate` does, and give what comes to a recipient in the engine core's thread.
+    def deliver(self, arrivals: Sequence[Arrival]) -> None:
+        """Complete prompts as `generate` does, and give what comes to their recipients in the engine core's thread.
 
-        For programs that hand on what comes, such as to another process: no event loop has to wake up for it, and the
-        rounds wait for none. What goes wrong ends the recipient. `abort` ends the request. After a rest the first round
-        waits a moment for other requests, unless it is told that no `more_follow` at once.
+        For fronts that hand on what comes, such as to another process: no event loop has to wake up for it, and the
+        rounds wait for none. The front has checked the requests, and they begin together. What goes wrong ends a
+        recipient. `abort` ends a request.
         """
-        self._thread.add(recipient, request_id, prompt, sampling, generated, group, more_follow)
+        self._thread.add(arrivals, are_checked=True)
 
     def abort(self, request_id: RequestId) -> None:
         """End a request before its next round; its iterator ends with what it has. Nothing where it is not known. Any
@@ -160,3 +155,62 @@ class AsyncLLM:
     def close(self) -> None:
         """Let all ranks end; iterators that still run raise InvalidRequestError. Calling it again does nothing."""
         self._finalizer()
+
+
+@dataclass(frozen=True)
+class LoopOutlet(Outlet):
+    """Wakes readers in an event loop; one call wakes all of a round."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def flush(self, recipients: Sequence[Mailbox]) -> None:
+        """Wake the readers of mailboxes."""
+        with suppress(RuntimeError):  # the loop is closed, and nobody reads
+            self.loop.call_soon_threadsafe(_wake, recipients)
+
+
+class Mailbox(Recipient):
+    """What one reader in an event loop has not taken yet. The engine's thread puts, the reader takes."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(LoopOutlet(loop))
+        self._deltas: deque[CompletionDelta] = deque()
+        self._error: BaseException | None = None
+        self._has_news = asyncio.Event()
+
+    def _keep(self, delta: CompletionDelta) -> None:
+        self._deltas.append(msgspec.structs.replace(delta, statistics=delta.statistics.copy()))
+
+    def _keep_error(self, error: BaseException | None) -> None:
+        self._error = error
+
+    def wake(self) -> None:
+        """Tell the reader that there is news. In the reader's loop."""
+        self._has_news.set()
+
+    async def take(self) -> list[CompletionDelta]:
+        """Wait for news and return them, one delta a completion; none once the request is over.
+
+        Raises:
+            TrtrunError: what ended the request, once all deltas before it are taken.
+        """
+        while True:
+            self._has_news.clear()
+            is_over = self.is_over  # looked at before the deltas, as it comes after them
+            if self._deltas:
+                break
+            if is_over and self._error is not None:
+                raise self._error
+            if is_over:
+                return []
+            await self._has_news.wait()
+        found: dict[int, list[CompletionDelta]] = {}
+        while self._deltas:
+            delta = self._deltas.popleft()
+            found.setdefault(delta.index, []).append(delta)
+        return [merge_deltas(deltas) for deltas in found.values()]
+
+
+def _wake(mailboxes: Sequence[Mailbox]) -> None:
+    for mailbox in mailboxes:
+        mailbox.wake()

@@ -1,8 +1,8 @@
 """An engine core with a thread of its own: orders between rounds, rounds while there is work, recipients of what comes.
 
 The engine core belongs to one thread, and so do the device and the threads of CPU kernels that it was opened on. Any
-thread may order something; what comes of a request is put into its recipient. It does not know who reads, or how a
-round runs.
+thread may order something; what comes of a request is put into its recipient, and once a round every way out, an
+outlet, is told, whatever the number of its recipients. It does not know who reads, or how a round runs.
 """
 
 from __future__ import annotations
@@ -10,28 +10,93 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from trtrun.api.llm_engine import LLMEngine
 from trtrun.api.prompts import Prompt
-from trtrun.api.recipients import Recipient, flush
-from trtrun.core.outputs import RequestId
+from trtrun.core.outputs import CompletionDelta, RequestId
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError, RankFailedError, TrtrunError
 
 T = TypeVar("T")
 
 GATHER_SECONDS = 0.0002
-"""After a rest the first round begins once no request has come for so long, where nobody says whether more follow:
-those that are handed over one right after the other come in less."""
+"""After a rest the first round begins once no request has come for so long: those that are handed over one right after
+the other come in less. A front hands over together what came together."""
 
 MOST_GATHER_SECONDS = 0.004
 """How long that may take."""
 
 logger = logging.getLogger(__name__)
+
+
+class Outlet(ABC):
+    """A way out of the engine's thread."""
+
+    @abstractmethod
+    def flush(self, recipients: Sequence[Any]) -> None:
+        """These of its recipients have got something. Once a round, in the engine's thread: it must not wait."""
+
+
+class Recipient(ABC):
+    """What becomes of one request. The engine's thread calls it, or whoever orders when there is no engine any more.
+
+    Attributes:
+        outlet: flushed after the recipient got something.
+        is_over: whether nothing will be put any more.
+    """
+
+    def __init__(self, outlet: Outlet) -> None:
+        self.outlet = outlet
+        self.is_over = False
+        self._num_going_on = 0
+
+    def begin(self, num_completions: int) -> None:
+        """The request has been added."""
+        self._num_going_on = num_completions
+
+    def put(self, delta: CompletionDelta) -> None:
+        """Keep a delta, whose statistics go on counting once the outlet is flushed."""
+        self._keep(delta)
+        self._num_going_on -= delta.finish_reason is not None
+        self.is_over = self._num_going_on == 0
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Nothing will come any more, and why not: None where it was aborted."""
+        self._keep_error(error)
+        self.is_over = True
+
+    @abstractmethod
+    def _keep(self, delta: CompletionDelta) -> None:
+        """A delta came."""
+
+    @abstractmethod
+    def _keep_error(self, error: BaseException | None) -> None:
+        """The request ended before its completions had."""
+
+
+def flush(recipients: Iterable[Recipient]) -> None:
+    """Tell the outlets of recipients that got something, each once."""
+    outlets: dict[Outlet, list[Recipient]] = {}
+    for recipient in recipients:
+        outlets.setdefault(recipient.outlet, []).append(recipient)
+    for outlet, told in outlets.items():
+        outlet.flush(told)
+
+
+class Arrival(NamedTuple):
+    """A request that is to be added, and where goes what becomes of it; see `LLMEngine.add_request`."""
+
+    recipient: Recipient
+    request_id: RequestId
+    prompt: Prompt
+    sampling: SamplingParams
+    generated: Mapping[int, Sequence[int]] | None = None
+    group: Hashable = None
 
 
 class _Order(NamedTuple):
@@ -53,7 +118,7 @@ class EngineThread:
         self._over: TrtrunError | None = None
         self._told_failure: RankFailedError | None = None
         self._recipients: dict[RequestId, Recipient] = {}
-        self._more_follow: bool | None = None
+        self._gathers = True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> LLMEngine | None:
@@ -65,32 +130,31 @@ class EngineThread:
         self._thread.start()
         return self._opened.result()
 
-    def add(
-        self,
-        recipient: Recipient,
-        request_id: RequestId,
-        prompt: Prompt,
-        sampling: SamplingParams | None,
-        generated: Mapping[int, Sequence[int]] | None,
-        group: Hashable = None,
-        more_follow: bool | None = None,
-    ) -> None:
-        """Have a request added; what becomes of it goes to the recipient. Whether others are added right behind it;
-        None where that is not known."""
+    def add(self, arrivals: Sequence[Arrival], are_checked: bool = False) -> None:
+        """Have requests added, which begin together.
+
+        Args:
+            arrivals: what becomes of each goes to its recipient, also why it is not added.
+            are_checked: by a front, as `LLMEngine.add_request` would; and no others are waited for.
+        """
 
         def work(engine: LLMEngine) -> None:
-            try:
-                engine.add_request(prompt, sampling, request_id, generated, group)
-            except Exception as error:
-                refuse(error)
-                return
-            recipient.begin(len(generated) if generated is not None else sampling.n if sampling is not None else 1)
-            self._recipients[request_id] = recipient
-            self._more_follow = more_follow
+            add = engine.add_checked if are_checked else engine.add_request
+            for arrival in arrivals:
+                recipient, request_id, prompt, sampling, generated, group = arrival
+                try:
+                    add(prompt, sampling, request_id, generated, group)
+                except Exception as error:
+                    refuse(error, [arrival])
+                    continue
+                recipient.begin(sampling.n if generated is None else len(generated))
+                self._recipients[request_id] = recipient
+                self._gathers = not are_checked
 
-        def refuse(error: Exception) -> None:
-            recipient.end(error)
-            flush([recipient])
+        def refuse(error: Exception, refused: Sequence[Arrival] = arrivals) -> None:
+            for arrival in refused:
+                arrival.recipient.end(error)
+            flush(arrival.recipient for arrival in refused)
 
         self._order(_Order(work, refuse))
 
@@ -183,7 +247,7 @@ class EngineThread:
                 self._has_orders.wait()
         was_idle = not engine.has_work
         self._do_waiting(engine)
-        if was_idle and engine.has_work:
+        if was_idle and engine.has_work and self._gathers:
             self._gather(engine)
         return not self._is_closing
 
@@ -191,9 +255,9 @@ class EngineThread:
         """Wait a moment for more, before the first round after a rest. Requests often come several at once, and a round
         that has begun with the first one alone makes all others wait for its end."""
         deadline = time.monotonic() + MOST_GATHER_SECONDS
-        while self._more_follow is not False and not self._is_closing and (left := deadline - time.monotonic()) > 0:
+        while not self._is_closing and time.monotonic() < deadline:
             with self._has_orders:
-                if not self._orders and not self._has_orders.wait(left if self._more_follow else GATHER_SECONDS):
+                if not self._orders and not self._has_orders.wait(GATHER_SECONDS):
                     return
             self._do_waiting(engine)
 

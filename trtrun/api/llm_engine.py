@@ -168,16 +168,41 @@ class LLMEngine:
                 one of its completions had ended; nothing else is affected.
             QueueFullError: as many wait as may (`scheduler.max_waiting`).
         """
+        tokens, sampling = self._prompts.encode(prompt), sampling or SamplingParams()
+        self.scheduler.limits.check_prompt(len(tokens))
+        self._prompts.check(sampling)
+        self.scheduler.limits.check_draft_len(sampling.draft_len)
+        behind = None
+        if generated is not None:
+            behind = {index: self._prompts.encode(found) if found else () for index, found in generated.items()}
+        return self.add_checked(tokens, sampling, request_id, behind, group)
+
+    def add_checked(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        request_id: RequestId | None,
+        generated: Mapping[int, Sequence[int]] | None,
+        group: Hashable,
+    ) -> RequestId:
+        """The same for a request whose prompt is tokens that can run, with parameters that the model can follow: its
+        caller has checked them by `PromptReader` and `SchedulerLimits`.
+
+        Raises:
+            InvalidRequestError: its id is in use, or one of its completions had ended.
+            QueueFullError: as many wait as may.
+        """
         if request_id in self._requests:
             raise InvalidRequestError(f"the request id {request_id!r} is in use")
-        tokens = self._prompts.encode(prompt)
-        limits = self.scheduler.limits
-        limits.check_prompt(len(tokens))
+        assert not isinstance(prompt, str)
+        tokens = tuple(prompt)
         requests = self._prompts.requests(
-            tokens, sampling or SamplingParams(), lambda: next(self._completion_ids), limits.max_length
+            tokens, sampling, lambda: next(self._completion_ids), self.scheduler.limits.max_length
         )
         parts = dict(enumerate(requests))
-        behind = dict.fromkeys(parts, ()) if generated is None else self._read_generated(generated, len(parts))
+        behind = dict.fromkeys(parts, ()) if generated is None else generated
+        if not behind or not parts.keys() >= behind.keys():
+            raise InvalidRequestError(f"generated must name completions between 0 and {len(parts) - 1}, one at least")
         parts = {index: parts[index] for index in behind}
         self.scheduler.check_room(len(parts))
         while request_id is None or request_id in self._requests:
@@ -185,9 +210,9 @@ class LLMEngine:
         request = _Request(request_id, len(parts), {})
         text = None  # of each completion, which share what the prompt and the stop strings take
         if self.tokenizer is not None:
-            stop = AhoCorasick(sampling.stop if sampling is not None else ())
-            keeps_stop = sampling is not None and sampling.include_stop_str_in_output
+            stop, keeps_stop = AhoCorasick(sampling.stop), sampling.include_stop_str_in_output
             text = CompletionText(IncrementalDetokenizer(self.tokenizer, tokens), stop, keeps_stop)
+        stops = AhoCorasick(sampling.stop_sequences) if sampling.stop_sequences else None
         try:
             for index, part in parts.items():
                 self._owners[part.request_id] = (request, index)
@@ -196,6 +221,7 @@ class LLMEngine:
                     text if text is None or len(parts) == 1 else text.copied(),
                     behind[index],
                     ("request", request_id) if group is None else group,
+                    stops,
                 )
                 new_text(completion, behind[index])  # it has been told
                 request.going_on[part.request_id] = completion
@@ -207,12 +233,6 @@ class LLMEngine:
             self._requests.pop(request_id, None)
             raise
         return request_id
-
-    def _read_generated(self, generated: Mapping[int, Sequence[int]], count: int) -> dict[int, tuple[int, ...]]:
-        """The output tokens of completions that go on, checked as those of a prompt are."""
-        if not generated or not all(index in range(count) for index in generated):
-            raise InvalidRequestError(f"generated must name completions between 0 and {count - 1}, one at least")
-        return {index: self._prompts.encode(tokens) if tokens else () for index, tokens in generated.items()}
 
     def abort_request(self, request_id: RequestId) -> bool:
         """End a request now, without a further delta; False when it is not known (any more)."""

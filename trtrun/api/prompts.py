@@ -94,14 +94,10 @@ class PromptReader:
 
         Args:
             tokens: from `encode`.
-            sampling: of the prompt.
+            sampling: of the prompt, that `check` lets through.
             next_id: called for the request_id of each.
             max_length: tokens that a text may have, prompt and output.
-
-        Raises:
-            InvalidRequestError: a parameter that this model cannot follow.
         """
-        self.check(sampling)
         stops = self._stop_ids(sampling)
         lists = self._lists(sampling, stops, min(max_length, len(tokens) + sampling.max_tokens))
         first = sampling.with_seed()

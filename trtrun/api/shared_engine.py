@@ -1,6 +1,7 @@
-"""One engine core that several threads call: one at a time has the turn, and each gets the deltas of its own requests.
+"""One engine core that several threads call: one at a time has the turn, and each gets the deltas of its own requests,
+of which it puts their output together.
 
-It knows turns, interrupts and who waits for what. It does not know prompts, rounds or ranks.
+It knows turns, interrupts, deltas and who waits for what. It does not know prompts, rounds or ranks.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from trtrun.api.interrupts import FairLock, held_interrupts
 from trtrun.api.llm_engine import LLMEngine
-from trtrun.core.outputs import CompletionDelta, RequestId
+from trtrun.core.nouns import TokenLogprobs
+from trtrun.core.outputs import CompletionDelta, CompletionOutput, RequestId, RequestOutput
+from trtrun.core.request_statistics import RequestStatistics
+from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError
 
 
@@ -85,3 +90,73 @@ class SharedEngine:
     def forget(self, request_id: RequestId) -> None:
         """Throw an inbox away: its request has ended."""
         self.inboxes.pop(request_id, None)
+
+
+@dataclass(slots=True)
+class _Parts:
+    """What came of one completion so far."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    token_origins: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    statistics: RequestStatistics = field(default_factory=RequestStatistics)
+    finish_reason: str | None = None
+
+
+class PendingRequest:
+    """One prompt of a call, from the time that it is queued until its output is whole."""
+
+    def __init__(
+        self, index: int, prompt: str | None, prompt_token_ids: tuple[int, ...], sampling: SamplingParams
+    ) -> None:
+        """Begin without any output.
+
+        Args:
+            index: place of the prompt in the call.
+            prompt: its text, None where it came as token ids.
+            prompt_token_ids: its tokens.
+            sampling: says how many completions it has, and whether they have log probabilities.
+        """
+        self._index = index
+        self._prompt = prompt
+        self._prompt_token_ids = prompt_token_ids
+        self._has_logprobs = sampling.logprobs is not None
+        self._completions = [_Parts() for _ in range(sampling.n)]
+        self._num_finished = 0
+        self._error: str | None = None
+
+    def take(self, inbox: deque[CompletionDelta]) -> RequestOutput | None:
+        """Add all deltas of `inbox`, which is empty then; returns the output once it is whole."""
+        while inbox:
+            delta = inbox.popleft()
+            parts = self._completions[delta.index]
+            parts.text.append(delta.text)
+            parts.token_ids += delta.token_ids
+            parts.token_origins.append(delta.token_origins)
+            if delta.logprobs is not None:
+                parts.logprobs += delta.logprobs
+            parts.statistics = delta.statistics
+            if delta.error is not None and self._error is None:
+                self._error = delta.error
+            if delta.finish_reason is not None:
+                parts.finish_reason = delta.finish_reason
+                self._num_finished += 1
+        return self._output() if self._num_finished == len(self._completions) else None
+
+    def _output(self) -> RequestOutput:
+        if self._error is not None:
+            return RequestOutput(self._index, self._prompt, self._prompt_token_ids, (), self._error)
+        completions = tuple(
+            CompletionOutput(
+                index,
+                "".join(parts.text),
+                tuple(parts.token_ids),
+                str(parts.finish_reason),
+                parts.statistics,
+                parts.logprobs if self._has_logprobs else None,
+                "".join(parts.token_origins),
+            )
+            for index, parts in enumerate(self._completions)
+        )
+        return RequestOutput(self._index, self._prompt, self._prompt_token_ids, completions)

@@ -7,11 +7,11 @@ byte layout, `scheduling` makes plans, `engine` turns them into tensors, `specul
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from trtrun.core.sampling_params import SamplingParams
@@ -247,10 +247,9 @@ class VerdictLogprobs:
     values: torch.Tensor
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One output position's log probabilities: the chosen token's, and the most likely tokens', best first."""
 
     token_id: int
     logprob: float
-    alternatives: Sequence[tuple[int, float]]
+    alternatives: tuple[tuple[int, float], ...]

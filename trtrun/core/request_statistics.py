@@ -5,8 +5,9 @@ Plain data that adds up. It knows no round, no clock and no rank; `telemetry` ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from functools import cache
+
+import msgspec
 
 ACCEPTED, RECOVERED, BONUS, PLAIN = "a", "r", "b", "p"
 """How a token came: a draft token that the target kept, its own in place of a rejected one, its own behind a draft that
@@ -21,8 +22,7 @@ def token_origins(num_draft_tokens: int, num_tokens: int) -> str:
     return ACCEPTED * (num_tokens - 1) + (BONUS if num_tokens > num_draft_tokens else RECOVERED)
 
 
-@dataclass
-class ForesightStatistics:
+class ForesightStatistics(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """How often drafts were ready when their rounds began, where draft ranks draft ahead.
 
     Attributes:
@@ -31,8 +31,8 @@ class ForesightStatistics:
         num_redrafted_rounds: rounds in which the row waited for a fresh draft instead.
     """
 
-    due_by_place: list[int] = field(default_factory=list)
-    foreseen_by_place: list[int] = field(default_factory=list)
+    due_by_place: list[int] = []
+    foreseen_by_place: list[int] = []
     num_redrafted_rounds: int = 0
 
     def record(self, place: int, foreseen: bool, num_draft_tokens: int) -> None:
@@ -65,9 +65,8 @@ class ForesightStatistics:
         return sum(self.foreseen_by_place) / due if due else None
 
 
-@dataclass
-class RequestStatistics:
-    """What speculation did for one request. Times are seconds of `time.perf_counter`.
+class RequestStatistics(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What speculation did for one request. Times are seconds of `time.perf_counter`, one clock on a host.
 
     `admitted` is when it first got a row, `first_token` when its first token was committed. `num_drafts` of the
     `num_rounds` verified a draft: pacing, drafters with nothing to offer and lost draft ranks leave rounds without one.
@@ -83,8 +82,8 @@ class RequestStatistics:
     num_accepted_draft_tokens: int = 0
     num_cached_prompt_tokens: int = 0
     num_preemptions: int = 0
-    acceptance_histogram: list[int] = field(default_factory=list)
-    foresight: ForesightStatistics = field(default_factory=ForesightStatistics)
+    acceptance_histogram: list[int] = []
+    foresight: ForesightStatistics = msgspec.field(default_factory=ForesightStatistics)
 
     def record_round(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Count one round that verified `num_draft_tokens` and kept `num_accepted` of them."""
@@ -99,7 +98,8 @@ class RequestStatistics:
 
     def copy(self) -> RequestStatistics:
         """The same counts and times, which stay as they are."""
-        return replace(self, acceptance_histogram=[*self.acceptance_histogram], foresight=self.foresight.copy())
+        own = [*self.acceptance_histogram]
+        return msgspec.structs.replace(self, acceptance_histogram=own, foresight=self.foresight.copy())
 
     @property
     def queue_seconds(self) -> float:

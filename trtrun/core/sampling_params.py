@@ -17,6 +17,7 @@ from trtrun.core.values import (
     read_optional_integer,
     read_texts,
     read_token_ids,
+    read_token_sequences,
     show_value,
 )
 from trtrun.errors import InvalidRequestError, nearest
@@ -37,6 +38,7 @@ _READERS: dict[str, Callable[[str, object], object]] = {
     **dict.fromkeys(("stop_token_ids", "draft_token_ids"), read_token_ids),
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output"), read_flag),
     "logit_bias": read_bias,
+    "stop_sequences": read_token_sequences,
 }
 
 
@@ -60,6 +62,8 @@ class SamplingParams:
             same last character the longest. At most 1,024, and 65,536 characters in all.
         include_stop_str_in_output: leave the stop string that ends the text at its end; what follows is cut off.
         stop_token_ids: tokens that end the request, beside the model's end-of-sequence tokens.
+        stop_sequences: tokens, one behind the other, that end the request with the last of them, and stay. At most
+            1,024, and 65,536 tokens in all. They end it before min_tokens, too.
         ignore_eos: go on after the model's end-of-sequence tokens.
         repetition_penalty: above 1 discourages tokens of prompt and output (CTRL, arXiv:1909.05858); 1e-6 to 1e6.
         presence_penalty: subtracted from the logits of tokens that the output has, in [-2, 2].
@@ -93,6 +97,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
     ignore_eos: bool = False
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -137,6 +142,7 @@ class SamplingParams:
             default = item.default if item.default_factory is MISSING else item.default_factory()
             value = values.get(item.name, default)
             object.__setattr__(parameters, item.name, tuple(value) if isinstance(value, list) else value)
+        object.__setattr__(parameters, "stop_sequences", tuple(map(tuple, parameters.stop_sequences)))
         return parameters
 
     def with_seed(self) -> SamplingParams:

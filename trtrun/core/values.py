@@ -48,6 +48,22 @@ def cut_text(text: str, most: int) -> str:
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in cut)
 
 
+def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of JSON, for json.loads.
+
+    Raises:
+        InvalidRequestError: a key stands twice.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise InvalidRequestError(f"the key {show_value(name)} stands twice")
+            seen.add(name)
+    return values
+
+
 def check_characters(name: str, text: str) -> None:
     """Refuse half of a surrogate pair, which is no character: it has no UTF-8 and no tokens.
 
@@ -170,6 +186,21 @@ def read_token_ids(name: str, value: object) -> tuple[int, ...]:
     for token in tokens:
         _check_token_id(name, token)
     return tokens
+
+
+def read_token_sequences(name: str, value: object) -> tuple[tuple[int, ...], ...]:
+    """A list of lists of token ids, none of them empty.
+
+    Raises:
+        InvalidRequestError: it is something else, or as of `read_token_ids` and `check_words`.
+    """
+    items = _read_list(value)
+    _check_number(name, items or ())
+    if items is None or not all(items):
+        raise InvalidRequestError(f"{name} must be a list of lists of token ids, not {show_value(value)}")
+    sequences = tuple(read_token_ids(name, item) for item in items)
+    check_words(name, sequences, "tokens")
+    return sequences
 
 
 def read_bias(name: str, value: object) -> dict[int, float]:

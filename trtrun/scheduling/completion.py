@@ -13,6 +13,7 @@ from typing import NamedTuple
 from trtrun.core.nouns import FinishReason, Request
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.kvcache.tables import BlockTable
+from trtrun.tokens.aho_corasick import ROOT, AhoCorasick
 from trtrun.tokens.detokenizer import CompletionText
 
 NO_ROW = -1
@@ -27,6 +28,8 @@ class Completion:
         table: its KV blocks; empty while it waits.
         token_ids: prompt and committed output.
         text: the output as text; None without a tokenizer.
+        stops: finds the sequences of tokens that end it; None without any.
+        stop_state: of these, behind the newest token.
         statistics: times are of `time.perf_counter`.
         finish_reason: None until it ends.
         row: its row of the running batch, -1 while it waits and after its end.
@@ -50,6 +53,8 @@ class Completion:
     table: BlockTable
     token_ids: list[int]
     text: CompletionText | None = None
+    stops: AhoCorasick | None = None
+    stop_state: int = ROOT
     statistics: RequestStatistics = field(default_factory=RequestStatistics)
     finish_reason: FinishReason | None = None
     row: int = NO_ROW

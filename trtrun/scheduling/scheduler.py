@@ -30,6 +30,7 @@ from trtrun.scheduling.planning import PlanBuilder
 from trtrun.scheduling.queue import WaitingQueue
 from trtrun.scheduling.results import PlannedRound, check_result, commit_chunk, commit_row
 from trtrun.scheduling.stop_rules import append_tokens
+from trtrun.tokens.aho_corasick import AhoCorasick
 from trtrun.tokens.detokenizer import CompletionText
 
 
@@ -106,34 +107,32 @@ class Scheduler:
         text: CompletionText | None = None,
         generated: Sequence[int] = (),
         group: Hashable = None,
+        stops: AhoCorasick | None = None,
     ) -> Completion:
         """Put a completion into the waiting queue and return its state, which lives on after its end.
 
         Args:
-            request: what is asked.
+            request: what is asked; its caller has held it to `limits`, and asked `check_room`.
             text: the output as text, without any so far; None without a tokenizer.
             generated: output tokens of a completion that goes on where another engine left it. They count as output in
                 every respect, as those of a preempted completion do.
             group: of completions that were asked for together: rows are shared fairly between groups. None makes it a
                 group of its own.
+            stops: finds the sequences of tokens that end it; completions may share it. None without any.
 
         Raises:
-            InvalidRequestError: it can never run, wants more drafted than is, or had ended with one of the tokens in
-                `generated`.
-            QueueFullError: no more may wait; the message holds the numbers.
+            InvalidRequestError: it had ended with one of the tokens in `generated`.
             ValueError: its request_id is in use.
         """
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id} is in use")
-        self.limits.check_prompt(len(request.prompt_token_ids))
         most_drafted = request.sampling.draft_len
-        self.limits.check_draft_len(most_drafted)
-        self.check_room(1)
         completion = Completion(
             request=request,
             table=self._batch.new_table(),
             token_ids=list(request.prompt_token_ids),
             text=text,
+            stops=stops,
             statistics=RequestStatistics(arrival=time.perf_counter()),
             most_drafted=self.limits.draft_len if most_drafted is None else most_drafted,
             group=("completion", request.request_id) if group is None else group,

@@ -1,4 +1,4 @@
-"""When a completion ends: stop strings, stop tokens, and length. The only place that knows.
+"""When a completion ends: stop strings, stop tokens and sequences of these, and length. The only place that knows.
 
 It knows one completion and the limits; rows, blocks and plans are the scheduler's.
 """
@@ -36,7 +36,7 @@ def _none_ends(completion: Completion, tokens: Sequence[int], limits: SchedulerL
     """Whether it is plain that the completion goes on behind all of the tokens, as it does in most rounds."""
     request, count = completion.request, len(tokens)
     sampling = request.sampling
-    if sampling.stop or len(completion.token_ids) + count >= limits.max_length:
+    if sampling.stop or completion.stops is not None or len(completion.token_ids) + count >= limits.max_length:
         return False
     if completion.num_output_tokens + count >= sampling.max_tokens:
         return False
@@ -51,6 +51,10 @@ def _reason_to_end(completion: Completion, token: int, limits: SchedulerLimits) 
         reason = FinishReason.STOP
     elif count >= sampling.max_tokens or len(completion.token_ids) >= limits.max_length:
         reason = FinishReason.LENGTH
+    if completion.stops is not None:
+        completion.stop_state = completion.stops.step(completion.stop_state, token)
+        if completion.stops.num_whole(completion.stop_state):
+            reason = FinishReason.STOP
     text = completion.text
     if sampling.stop and text is not None:
         text.append(token)

@@ -6,7 +6,9 @@ It adds up numbers that others measured. It knows no rank and opens no port.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+
+import msgspec
 
 from trtrun.core.request_statistics import ForesightStatistics, RequestStatistics
 
@@ -107,7 +109,7 @@ class RunStatistics:
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "acceptance_histogram": list(self.acceptance_histogram),
             "num_guesses": self.num_guesses,
-            "foresight": asdict(self.foresight),
+            "foresight": msgspec.structs.asdict(self.foresight),
             "draft_losses": self.draft_losses,
         } | {f"{name}_s": round(getattr(self, name), 6) for name in _TIMES}
 

@@ -198,7 +198,7 @@ def _decode_admission(
         num_prompt_tokens=int(record["num_prompt_tokens"]),
         num_cached_tokens=int(record["num_cached_tokens"]),
         followed=bool(record["followed"]),
-        sampling=SamplingParams(**values),
+        sampling=SamplingParams.from_checked(values),
         lists=lists[int(record["lists"])],
         draft_tokens=draft_tokens,
     )

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -27,14 +27,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from launch.serve.application.metrics_routes import metrics_route
+from launch.serve.application.status import metrics_route
 from launch.serve.door.limits import RETRY_SECONDS
 from launch.serve.door.refusals import Refusal, retry_headers
 from launch.serve.door.stretches import MeasuredLoop
 from launch.serve.front.front import Front
 from launch.serve.http.connections import HEAD_SECONDS, Connections
 from launch.serve.http.requests import REQUEST_ID, Keys, RequestLog, Slashless
-from launch.serve.http.tls_port import TlsPort
+from launch.serve.http.tls import TlsPort
 from launch.serve.kserve import http_api as kserve
 from launch.serve.openai.api import answer_refusal
 from trtrun import __version__
@@ -270,24 +270,3 @@ def _plain_error(request: Request, message: str, error: HTTPException) -> JSONRe
 def _count(front: Front, response: Response) -> Response:
     front.metrics.count_refusal(response.status_code)
     return response
-
-
-class Server(Protocol):
-    """What listens on a port until it is told to finish."""
-
-    async def run_here(self) -> None:
-        """Answer until `finish`."""
-        ...
-
-    def finish(self) -> None:
-        """Take no more requests, and end once those in work have their answers."""
-        ...
-
-    def cut(self) -> None:
-        """End now."""
-        ...
-
-
-async def run_all(*servers: Server) -> None:
-    """Run servers until all are finished."""
-    await asyncio.gather(*(server.run_here() for server in servers))

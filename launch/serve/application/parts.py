@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from starlette.routing import Route
 
-from launch.serve.application.metrics_routes import metrics_route
-from launch.serve.application.status import StatusBoard
+from launch.serve.application.status import StatusBoard, metrics_route
 from launch.serve.door.limits import Door
-from launch.serve.engine.engines import Engine
+from launch.serve.engine.client import EngineClient
 from launch.serve.front.front import Front
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
@@ -38,16 +37,12 @@ class Parts:
 
     Attributes:
         front: a request's way.
-        door: who is let in.
-        metrics: what is counted.
         readers: of long requests; not started.
         routes: of the HTTP port.
         servicer: of the gRPC port.
     """
 
     front: Front
-    door: Door
-    metrics: FrontMetrics
     readers: Readers
     routes: tuple[Route, ...]
     servicer: KServeServicer
@@ -58,7 +53,7 @@ def model_name(config: RuntimeConfig) -> str:
     return config.server.model_name or config.target.model.name
 
 
-def make_parts(config: RuntimeConfig, keys: Keys, engine: Engine) -> Parts:
+def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts:
     """The parts, which know each other.
 
     Raises:
@@ -112,4 +107,4 @@ def make_parts(config: RuntimeConfig, keys: Keys, engine: Engine) -> Parts:
         *page_routes(),
         metrics_route(front, keys),
     )
-    return Parts(front, door, metrics, readers, routes, KServeServicer(kserve, keys, bodies))
+    return Parts(front, readers, routes, KServeServicer(kserve, keys, bodies))

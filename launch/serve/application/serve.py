@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING
 
 from launch.exit_codes import ExitCode
 from launch.logs import FILE_ONLY
@@ -26,13 +27,12 @@ from launch.serve.application.http_server import (
     listen,
     make_application,
     make_metrics_application,
-    run_all,
 )
 from launch.serve.application.parts import make_parts
 from launch.serve.door.limits import server_ending
 from launch.serve.door.stretches import MeasuredLoop
-from launch.serve.engine.engines import EngineEvents, EngineRun
-from launch.serve.front.prompt_tokens import bound_threads
+from launch.serve.engine.restarted_engine import EngineEvents, RestartedEngine
+from launch.serve.front.arrivals import bound_threads
 from launch.serve.http.connections import allow_open_files
 from launch.serve.http.requests import Keys
 from launch.serve.http.tls import check_tls
@@ -47,10 +47,13 @@ METRICS_CONNECTIONS = 64
 ERROR_SECONDS = 1.0
 """For the last words to streams that are cut off."""
 
+if TYPE_CHECKING:  # the front of an engine in processes of its own does without torch
+    from launch.serve.engine.own_engine import OwnEngine
+
 logger = logging.getLogger(__name__)
 
 
-def play_serve(config: RuntimeConfig, running: EngineRun) -> int:
+def play_serve(config: RuntimeConfig, running: RestartedEngine | OwnEngine) -> int:
     """Serve until a signal ends it.
 
     Args:
@@ -89,7 +92,7 @@ def play_serve_rank(config: RuntimeConfig) -> int:
         TrtrunError: as of `play_serve`; the ranks do not fit together, or a model cannot be loaded.
         RankFailedError: a rank failed.
     """
-    # Not at the top: the front of an engine in processes of its own does without torch.
+    # As above.
     from launch.check.rank_check import check_before_run
     from launch.serve.engine.own_engine import OwnEngine
     from trtrun.api.async_llm import AsyncLLM
@@ -112,18 +115,21 @@ def say(line: str) -> None:
         print(f"trtrun: {line}", file=sys.stderr, flush=True)
 
 
-async def _serve(config: RuntimeConfig, keys: Keys, running: EngineRun, http: Listener, metrics: Listener) -> int:
+async def _serve(
+    config: RuntimeConfig, keys: Keys, running: RestartedEngine | OwnEngine, http: Listener, metrics: Listener
+) -> int:
     return await _Server(config, keys, running).run(http, metrics)
 
 
 class _Server:
     """The parts of a server, joined, and its states: starting, serving, draining, over."""
 
-    def __init__(self, config: RuntimeConfig, keys: Keys, running: EngineRun) -> None:
+    def __init__(self, config: RuntimeConfig, keys: Keys, running: RestartedEngine | OwnEngine) -> None:
         self._config = config
         self._running = running
         parts = make_parts(config, keys, running.engine)
-        self._front, self._door, self._metrics, self._readers = parts.front, parts.door, parts.metrics, parts.readers
+        self._front, self._readers = parts.front, parts.readers
+        self._door, self._metrics = self._front.door, self._front.metrics
         self._routes, self._servicer = parts.routes, parts.servicer
         self._is_ready = asyncio.Event()
         self._stopped_by: int | None = None
@@ -143,7 +149,7 @@ class _Server:
             HttpServer(make_metrics_application(self._front), metrics, section, METRICS_CONNECTIONS),
         )
         self._readers.start()
-        serving = asyncio.create_task(run_all(*servers))
+        serving = asyncio.gather(*(server.run_here() for server in servers))
         events = EngineEvents(
             on_ready=self._engine_is_there,
             on_lost=self._engine_is_gone,
@@ -165,15 +171,17 @@ class _Server:
             return await self._end(keeping, is_whole)
         finally:
             self._running.engine.end_all(server_ending())
+            self._readers.close()  # requests that are being read are told so, too
             for server in servers:
                 server.finish()
             _, late = await asyncio.wait((serving,), timeout=ERROR_SECONDS)
             for server in servers:
                 server.cut()
-            for task in (waiting, asked, *late):
-                task.cancel()
+            if late:
+                serving.cancel()
+            waiting.cancel()
+            asked.cancel()
             await asyncio.gather(serving, waiting, asked, return_exceptions=True)
-            self._readers.close()
 
     def _begin_to_measure(self, loop: asyncio.AbstractEventLoop) -> None:
         """The start is over: from here on the loop's stretches count."""

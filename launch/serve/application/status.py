@@ -1,6 +1,8 @@
-"""GET /status: who sits where, what is drafted, how full the engine is, and what has come of it so far.
+"""GET /status: who sits where, what is drafted, how full the engine is, and what has come of it so far; and GET
+/metrics, for Prometheus: on a port of its own, and on the API's for whoever looks for it there.
 
-The page reads it, and so may any program. It knows the configuration and numbers; it does not know rounds, or who asks.
+The page reads the status, and so may any program. It knows the configuration and numbers; it does not know rounds, who
+asks, or what is counted (`metrics`).
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import asyncio
 import time
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -19,6 +22,26 @@ from launch.serve.http.requests import Keys
 from parallel.topology import Role, Topology
 from trtrun import __version__
 from trtrun.configuration.config import RuntimeConfig
+
+METRICS_PATH = "/metrics"
+
+
+def metrics_route(front: Front, keys: Keys) -> Route:
+    """For an application.
+
+    Args:
+        front: whose metrics they are.
+        keys: of which requests need one. The API's port may be reached by many, that of the metrics is the operator's.
+    """
+
+    async def metrics(request: Request) -> Response:
+        keys.check(request)
+        status = await front.client.ask_status()
+        told = front.metrics.render(front.client.ready, status, is_hanging=front.door.is_hanging)
+        return Response(told, media_type=CONTENT_TYPE_LATEST)
+
+    return Route(METRICS_PATH, metrics, methods=["GET"])
+
 
 FRESH_SECONDS = 0.2
 """How long one answer of the engine serves all who ask: the rounds do not feel how many do."""

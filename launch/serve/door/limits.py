@@ -1,16 +1,25 @@
-"""The door: who is let in while how much is in work, and how long a request may take.
+"""The door: who is let in while how much is in work, how long a request may take, and how much it may bring, whatever
+its protocol.
 
 Completions that have a row run at once, others wait for one; the front knows how many of both there can be, so the door
-answers at once. It knows numbers, and no request.
+answers at once. Words are strings that stop a text, that must not come, or that have a bias. All of them are gone
+through when a request comes, and some become tokens, while others wait. One list is held to what `trtrun.core.values`
+says; a request has one for each of its prompts. It knows numbers and sampling parameters. It does not know what prompts
+are.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Sequence, Sized
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from launch.serve.door.refusals import Kind, Refusal
+from trtrun.core import values
+from trtrun.core.sampling_params import SamplingParams
+from trtrun.errors import InvalidRequestError
+from trtrun.tokens.text import Tokenizer
 
 RETRY_SECONDS = 1
 """After which a client that was turned away may try again: a queue moves with every completion that ends."""
@@ -136,3 +145,111 @@ def out_of_time(seconds: float) -> Refusal:
     return Refusal(
         Kind.TIMEOUT, f"the request was not done within {seconds:g} s (server.request_timeout_s)", code="timeout"
     )
+
+
+READ_HERE = 1 << 12
+"""Bytes of a request that the event loop reads itself: its JSON, its lists, the tokens of its prompt. What is longer is
+read in other processes (`reading`)."""
+
+SHORT_BODY = 1 << 16
+"""Bytes of a body that is not counted among those that are read at once, and that waits for no longer one."""
+
+
+MOST_OF_ALL_PROMPTS = 1 << 20
+"""Of one request, over its prompts: characters of words, and tokens that parameters name. Each prompt goes to the
+engine with its own."""
+
+
+def check_words(name: str, words: Sequence[Sized], unit: str = "characters") -> None:
+    """Hold a list to the limits, which are those of `trtrun.core.values.check_words`.
+
+    Args:
+        name: of the field or input, for the message.
+        words: texts, or token ids of each.
+        unit: what words are made of, for the message.
+
+    Raises:
+        Refusal: there are too many, or they are too long.
+    """
+    try:
+        values.check_words(name, words, unit)
+    except InvalidRequestError as error:
+        raise Refusal(Kind.INVALID, str(error), name) from None
+
+
+def check_all_prompts(sampling: Iterable[SamplingParams]) -> None:
+    """Hold what the parameters of all prompts name to MOST_OF_ALL_PROMPTS.
+
+    Args:
+        sampling: of each prompt; several may have the same object.
+
+    Raises:
+        Refusal: it is more.
+    """
+    lengths: dict[int, int] = {}
+    total = 0
+    for parameters in sampling:
+        length = lengths.get(id(parameters))
+        if length is None:
+            length = lengths[id(parameters)] = named_length(parameters)
+        total += length
+    if total > MOST_OF_ALL_PROMPTS:
+        raise Refusal(
+            Kind.INVALID,
+            f"stop, stop_sequences, bad_words, logit_bias, stop_token_ids and draft_token_ids hold {total} characters "
+            f"and tokens over all prompts; {MOST_OF_ALL_PROMPTS} are the most: send fewer prompts in a request",
+        )
+
+
+def named_length(sampling: SamplingParams) -> int:
+    """Characters of the words, and tokens, that parameters name."""
+    words = (*sampling.stop, *sampling.stop_sequences, *sampling.bad_words)
+    tokens = (sampling.logit_bias, sampling.stop_token_ids, sampling.draft_token_ids)
+    return sum(map(len, words)) + sum(map(len, tokens))
+
+
+MOST_PROMPTS = 1024
+"""Of one request."""
+
+
+def check_counts(prompts: Sized, sampling: Sequence[SamplingParams]) -> None:
+    """Hold a request to the limits.
+
+    Args:
+        prompts: of the request.
+        sampling: of each prompt; several may have the same object.
+
+    Raises:
+        Refusal: there are too many prompts, or their parameters name too much.
+    """
+    if not 0 < len(prompts) <= MOST_PROMPTS:
+        raise Refusal(Kind.INVALID, f"a request has 1 to {MOST_PROMPTS} prompts, not {len(prompts)}", "prompt")
+    check_all_prompts(sampling)
+
+
+def check_text(text: str, tokenizer: Tokenizer | None, most_tokens: int) -> None:
+    """Refuse a text of which it is known, before it becomes tokens, that these are too many.
+
+    Args:
+        text: of a prompt.
+        tokenizer: of the model; None where there is none.
+        most_tokens: that a prompt may have.
+
+    Raises:
+        Refusal: it is too long.
+    """
+    most = None if tokenizer is None else tokenizer.most_bytes_of_a_token
+    if most is None or len(text) <= most * most_tokens:
+        return
+    raise Refusal(
+        Kind.INVALID,
+        f"the prompt has {len(text)} characters, more than the {most_tokens} tokens that there is room for can spell: "
+        "shorten it",
+        "prompt",
+        "context_length_exceeded",
+    )
+
+
+def distinct(sampling: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """Each object once: the prompts of a request share theirs."""
+    return list({id(parameters): parameters for parameters in sampling}.values())

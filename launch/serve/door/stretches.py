@@ -1,4 +1,5 @@
-"""How long the event loop works at a stretch: the time in which every stream waits, whoever it works for.
+"""How long the event loop works at a stretch: the time in which every stream waits, whoever it works for; and rests in
+work that may be long, so that it is no stretch.
 
 What is counted is the loop's own processor time, so that a busy machine, or a thread beside it, makes no stretch
 longer. A reading of the processor's clock is a call of the system; so before each callback the wall clock alone is
@@ -84,3 +85,26 @@ class MeasuredLoop(uvloop.Loop):
             logger.info("the event loop has worked %.3f s at a stretch, in or behind %r", seconds, self._called)
         self._called = getattr(callback, "__self__", callback)
         callback(*arguments)
+
+
+MOST_SECONDS = 0.005
+"""Of work without a rest."""
+
+
+class Rests:
+    """The rests of one task, which has to ask for one behind each part of its work; parts are short."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Begin to work; the clock, in seconds, is another one for tests."""
+        self._clock = clock
+        self._began = clock()
+
+    def begin(self) -> None:
+        """Begin anew, behind something that was waited for."""
+        self._began = self._clock()
+
+    async def rest(self) -> None:
+        """Let others have their turn, where the work has gone on for long."""
+        if self._clock() - self._began > MOST_SECONDS:
+            await asyncio.sleep(0)
+            self._began = self._clock()

@@ -1,8 +1,9 @@
-"""The front's side of the engine's socket.
+"""The front's side of the engine, wherever that runs: behind a socket, of another process or of this one.
 
-A request is sent to the engine that is there, and whatever comes back is kept: its tokens, as long as it goes on. When
+A request is sent to the engine that is there, together with those of the same turn of the event loop, and begins with
+them. Whatever comes back is kept: its tokens, as long as it goes on. When
 the engine's connection ends, the request waits; the next engine gets it with those tokens and goes on behind them, and
-its reader sees a pause (`open_requests`). Requests that may be what ends engines are given up (`suspects`). It knows
+its reader sees a pause (`open_requests`). Requests that may be what ends engines are given up, too. It knows
 the messages. It does not know how engines are started (`keeper`), or what prompts and texts are for.
 """
 
@@ -16,18 +17,32 @@ from contextlib import suppress
 from itertools import count
 
 from launch.serve.door.refusals import Kind, Refusal
-from launch.serve.door.rests import Rests
-from launch.serve.engine import engines
-from launch.serve.engine.message_stream import MessageError, MessageStream, encode
-from launch.serve.engine.messages import Abort, AskStatus, Beat, Close, Delta, Deltas, Ended, Message, Ready, Status
-from launch.serve.engine.open_requests import EngineRequest, Inbox, OpenRequest
-from launch.serve.engine.suspects import Blame, Suspects
+from launch.serve.door.stretches import Rests
+from launch.serve.engine.messages import (
+    Abort,
+    AskStatus,
+    Beat,
+    Begin,
+    Close,
+    Deltas,
+    Ended,
+    Message,
+    MessageError,
+    MessageStream,
+    Ready,
+    Status,
+    encode,
+)
+from launch.serve.engine.open_requests import Blame, EngineRequest, Inbox, OpenRequest, Suspects
 from launch.serve.engine.unix_socket import listen
+from trtrun.core.outputs import CompletionDelta
 from trtrun.scheduling.limits import SchedulerLimits
 
-_MOST_HELD_BYTES = 1 << 12
-"""Of messages that wait for those right behind them: writing one takes longer than making it, and what is written the
-engine reads meanwhile."""
+STATUS_SECONDS = 1.0
+"""How long an engine may take to say how full it is: a round, for most."""
+
+MOST_TOGETHER = 1 << 16
+"""Tokens of requests that are sent as one, which is not held for others beyond that."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +68,8 @@ class EngineClient:
         self.on_beat: Callable[[Beat], None] = lambda beat: None
         self.on_blame: Callable[[Collection[int]], None] = lambda engines: None
         self._writer: asyncio.StreamWriter | None = None
-        self._held = bytearray()
+        self._beginning: list[OpenRequest] = []
+        self._num_together = 0
         self._requests: dict[str, OpenRequest] = {}
         self._ids = count()
         self._suspects = Suspects()
@@ -69,15 +85,14 @@ class EngineClient:
 
     async def listen(self, socket: str) -> None:
         """Wait for engines at a socket, one after the other."""
-        self._server = await listen(socket, self._serve)
+        self._server = await listen(socket, self.serve)
 
-    def start(self, requests: Sequence[EngineRequest], inbox: Inbox, more_follow: bool = False) -> list[str]:
+    def start(self, requests: Sequence[EngineRequest], inbox: Inbox) -> list[str]:
         """Have requests completed; what comes of them goes to the inbox, under their places in the list.
 
         Args:
             requests: that came together.
             inbox: their reader's.
-            more_follow: others will be started right behind them.
 
         Returns:
             Their ids, for `abort`.
@@ -89,7 +104,7 @@ class EngineClient:
             group = ids[0] if ids else request_id
             opened = OpenRequest(request_id, number, request, inbox, generated, group)
             self._requests[request_id] = opened
-            self._submit(opened, more_follow or number + 1 < len(requests))
+            self._submit(opened)
             ids.append(request_id)
         return ids
 
@@ -114,7 +129,7 @@ class EngineClient:
         self._statuses.append(answer)
         self._send(AskStatus())
         try:
-            return await asyncio.wait_for(answer, engines.STATUS_SECONDS)
+            return await asyncio.wait_for(answer, STATUS_SECONDS)
         except TimeoutError:
             return None
 
@@ -143,31 +158,43 @@ class EngineClient:
             self._server.close()
         self._send(Close())
 
-    def _submit(self, opened: OpenRequest, more_follow: bool) -> None:
-        """Send a request to the engine that is there, for the first time or again."""
-        try:
-            self._send(opened.message(more_follow), more_follow)
-        except MessageError as error:
-            del self._requests[opened.request_id]
-            opened.inbox.end(_refusal(opened, Kind.TOO_LARGE, str(error)))
-
-    def _send(self, message: Message, more_follow: bool = False) -> None:
-        """Write a message, or hold it for those that follow in this turn of the event loop."""
+    def _submit(self, opened: OpenRequest) -> None:
+        """Send a request to the engine that is there, for the first time or again, with those of this turn."""
         if self._writer is None:
-            return  # nothing is lost: the next engine is sent all that goes on
-        if more_follow and not self._held:
-            asyncio.get_running_loop().call_soon(self._write_held)
-        self._held += encode(message)
-        if not more_follow or len(self._held) >= _MOST_HELD_BYTES:
-            self._write_held()
+            return  # the next engine is sent all that goes on
+        if not self._beginning:
+            asyncio.get_running_loop().call_soon(self._send_beginning)
+        self._beginning.append(opened)
+        self._num_together += len(opened.request.prompt_token_ids) + sum(map(len, opened.generated.values()))
+        if self._num_together >= MOST_TOGETHER:
+            self._send_beginning()
 
-    def _write_held(self) -> None:
-        if self._writer is not None and self._held:
+    def _send_beginning(self) -> None:
+        beginning, self._beginning, self._num_together = self._beginning, [], 0
+        if not beginning:
+            return
+        try:
+            self._write(encode(Begin(requests=tuple(opened.message() for opened in beginning))))
+        except MessageError as error:
+            if len(beginning) == 1:
+                self._requests.pop(beginning[0].request_id, None)
+                beginning[0].inbox.end(_refusal(beginning[0], Kind.TOO_LARGE, str(error)))
+                return
+            for opened in beginning:
+                self._beginning = [opened]
+                self._send_beginning()
+
+    def _send(self, message: Message) -> None:
+        """Write a message behind the requests before it."""
+        self._send_beginning()
+        self._write(encode(message))
+
+    def _write(self, data: bytes) -> None:
+        if self._writer is not None:
             with suppress(ConnectionError):
-                self._writer.write(bytes(self._held))
-        self._held.clear()
+                self._writer.write(data)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One engine's connection, from its first message to its end."""
         try:
             messages = MessageStream(reader)
@@ -195,12 +222,12 @@ class EngineClient:
         self.ready, self.limits, self._writer = ready, ready.scheduler_limits(), writer
         going_on = self._suspects.begin(self._requests)
         for opened in going_on:
-            self._submit(opened, more_follow=opened is not going_on[-1])
+            self._submit(opened)
         self.on_ready()
 
     def _detach(self) -> None:
         self.ready = self.limits = self._writer = None
-        self._held.clear()
+        self._beginning, self._num_together = [], 0
         while self._statuses:
             self._answer_status(None)
         for blame in self._suspects.lose(self._requests):
@@ -223,7 +250,7 @@ class EngineClient:
         """A request has a token, or has ended: another one may have waited for that."""
         opened = self._suspects.next_behind(request_id, self._requests)
         if opened is not None:
-            self._submit(opened, more_follow=False)
+            self._submit(opened)
 
     async def _take_deltas(self, message: Deltas, writer: asyncio.StreamWriter, rests: Rests) -> None:
         """What a round has added; no more once the engine is given up, for the next one begins where this was left."""
@@ -255,13 +282,14 @@ class EngineClient:
                 answer.set_result(status)
                 return
 
-    def _take_delta(self, delta: Delta) -> None:
-        opened = self._requests.get(delta.request_id)
+    def _take_delta(self, delta: CompletionDelta) -> None:
+        request_id = str(delta.request_id)
+        opened = self._requests.get(request_id)
         if opened is not None and delta.index in opened.generated:
-            opened.take(delta.completion_delta())
+            opened.take(delta)
             if not opened.generated:
-                del self._requests[delta.request_id]
-            self._go_on_behind(delta.request_id)
+                del self._requests[request_id]
+            self._go_on_behind(request_id)
             if self._suspected_ends:  # others get on: it was not the engine
                 self.on_blame(self._suspected_ends)
                 self._suspected_ends = set()

@@ -1,32 +1,41 @@
-"""What front and engine say to each other: a few kinds of messages.
+"""What front and engine say to each other: a few kinds of messages, each MessagePack behind its length.
 
-The front sends Generate, Abort, AskStatus and Close; the engine sends Ready, Deltas, Ended, Status and Beat. They are
-plain values. What comes with every round, a Delta for each row, is a list without names of fields (`array_like`). It
-does not know who sends what when, or how messages go over the socket (`message_stream.py`).
+    4 bytes, big-endian: length │ {"kind": "begin", "requests": […]}
+
+The front sends Begin, Abort, AskStatus and Close; the engine sends Ready, Deltas, Ended, Status and Beat. They are
+plain values, checked as they are read: a field that is missing, unknown or of another type ends the connection. It does
+not know who sends what when.
 """
 
 from __future__ import annotations
 
+import asyncio
 from array import array
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import msgspec
 
-from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionDelta
-from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import SamplingParams
+from trtrun.errors import TrtrunError, one_line
 from trtrun.scheduling.limits import SchedulerLimits
+
+MOST_BYTES = 1 << 28
+"""Of one message: many times the tokens of the longest request."""
+
+_LENGTH_BYTES = 4
+_READ_BYTES = 1 << 18
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
     """A message says its kind."""
 
 
-class Generate(_Message, frozen=True, tag="generate"):
+class Generate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Complete a prompt, from its start or behind the tokens `generated`, in turns with those of other groups (see
-    `LLMEngine.add_request`). With `more_follow` another one is sent right behind it.
+    `LLMEngine.add_request`). The front has checked it.
 
     Attributes:
         prompt: its tokens, 32 bits each: there may be a hundred thousand.
@@ -37,7 +46,6 @@ class Generate(_Message, frozen=True, tag="generate"):
     sampling: dict[str, Any]
     generated: dict[int, tuple[int, ...]] | None = None
     group: str | None = None
-    more_follow: bool = False
 
     @classmethod
     def of(
@@ -47,7 +55,6 @@ class Generate(_Message, frozen=True, tag="generate"):
         sampling: SamplingParams,
         generated: dict[int, tuple[int, ...]] | None,
         group: str | None = None,
-        more_follow: bool = False,
     ) -> Generate:
         """The message for one request."""
         return cls(
@@ -56,7 +63,6 @@ class Generate(_Message, frozen=True, tag="generate"):
             sampling=sampling.as_mapping(),
             generated=generated,
             group=group,
-            more_follow=more_follow,
         )
 
     @property
@@ -65,8 +71,14 @@ class Generate(_Message, frozen=True, tag="generate"):
         return tuple(array("i", self.prompt))
 
     def sampling_params(self) -> SamplingParams:
-        """The parameters, checked once more."""
-        return SamplingParams.from_mapping(self.sampling)
+        """The parameters."""
+        return SamplingParams.from_checked(self.sampling)
+
+
+class Begin(_Message, frozen=True, tag="begin"):
+    """Requests that came together, and begin together."""
+
+    requests: tuple[Generate, ...]
 
 
 class Abort(_Message, frozen=True, tag="abort"):
@@ -105,100 +117,10 @@ class Ready(_Message, frozen=True, tag="ready"):
         return SchedulerLimits(**self.limits)  # type: ignore[arg-type]
 
 
-class Counters(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What speculation did for a completion, since the engine got it, and how long it waited for a row."""
-
-    num_rounds: int
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_draft_tokens: int
-    num_cached_prompt_tokens: int
-    acceptance_histogram: tuple[int, ...]
-    num_preemptions: int = 0
-    queue_seconds: float | None = None
-
-
-class Delta(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbid_unknown_fields=True):
-    """What a round, or several, added to a completion; see CompletionDelta.
-
-    Attributes:
-        logprobs: for each token its id, its log probability, and (id, log probability) of the likeliest ones.
-    """
-
-    request_id: str
-    index: int
-    token_ids: tuple[int, ...]
-    text: str
-    counters: Counters
-    logprobs: tuple[tuple[int, float, tuple[tuple[int, float], ...]], ...] | None = None
-    finish_reason: str | None = None
-    error: str | None = None
-    token_origins: str = ""
-
-    @classmethod
-    def of(cls, delta: CompletionDelta) -> Delta:
-        """The message for a delta of the engine."""
-        logprobs = None
-        if delta.logprobs is not None:
-            logprobs = tuple(
-                (entry.token_id, entry.logprob, tuple((token, value) for token, value in entry.alternatives))
-                for entry in delta.logprobs
-            )
-        statistics = delta.statistics
-        return cls(
-            request_id=str(delta.request_id),
-            index=delta.index,
-            token_ids=delta.token_ids,
-            text=delta.text,
-            # By their places: each row of each round has them, and names would take as long as making them.
-            counters=Counters(
-                statistics.num_rounds,
-                statistics.num_drafts,
-                statistics.num_draft_tokens,
-                statistics.num_accepted_draft_tokens,
-                statistics.num_cached_prompt_tokens,
-                tuple(statistics.acceptance_histogram),
-                statistics.num_preemptions,
-                None if statistics.admitted is None else statistics.queue_seconds,
-            ),
-            logprobs=logprobs,
-            finish_reason=delta.finish_reason,
-            error=delta.error,
-            token_origins=delta.token_origins,
-        )
-
-    def completion_delta(self) -> CompletionDelta:
-        """The delta, with statistics that hold the counters, and times from its arrival at the engine."""
-        counters = self.counters
-        logprobs = None
-        if self.logprobs is not None:
-            logprobs = tuple(TokenLogprobs(token, value, others) for token, value, others in self.logprobs)
-        return CompletionDelta(
-            request_id=self.request_id,
-            index=self.index,
-            token_ids=self.token_ids,
-            text=self.text,
-            statistics=RequestStatistics(
-                num_rounds=counters.num_rounds,
-                num_drafts=counters.num_drafts,
-                num_draft_tokens=counters.num_draft_tokens,
-                num_accepted_draft_tokens=counters.num_accepted_draft_tokens,
-                num_cached_prompt_tokens=counters.num_cached_prompt_tokens,
-                acceptance_histogram=list(counters.acceptance_histogram),
-                num_preemptions=counters.num_preemptions,
-                admitted=counters.queue_seconds,
-            ),
-            logprobs=logprobs,
-            finish_reason=self.finish_reason,
-            error=self.error,
-            token_origins=self.token_origins,
-        )
-
-
 class Deltas(_Message, frozen=True, tag="deltas"):
     """What a round added, to all its completions: one message, however many rows there are."""
 
-    deltas: tuple[Delta, ...]
+    deltas: tuple[CompletionDelta, ...]
 
 
 class Ended(_Message, frozen=True, tag="ended"):
@@ -262,4 +184,87 @@ class Beat(_Message, frozen=True, tag="beat"):
     still_seconds: float | None
 
 
-Message = Generate | Abort | AskStatus | Close | Ready | Deltas | Ended | Status | Beat
+Message = Begin | Abort | AskStatus | Close | Ready | Deltas | Ended | Status | Beat
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+class MessageError(TrtrunError):
+    """What came over the socket is no message, or a message is too large for it."""
+
+
+def encode(message: Message) -> bytes:
+    """A message with its length before it.
+
+    Raises:
+        MessageError: it is too large.
+    """
+    body = _ENCODER.encode(message)
+    if len(body) > MOST_BYTES:
+        raise MessageError(f"a message of {len(body)} bytes is larger than {MOST_BYTES}, the most that is sent")
+    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+
+
+class MessageStream:
+    """The messages that come over a connection, in their order. It reads what there is, not message by message."""
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader = reader
+        self._received = bytearray()
+        self._messages: deque[Message] = deque()
+        self._error: MessageError | None = None
+
+    async def __aiter__(self) -> AsyncIterator[Message]:
+        """Messages until the other side ends the connection.
+
+        Raises:
+            MessageError: as of `read`.
+        """
+        while (message := await self.read()) is not None:
+            yield message
+
+    async def read(self) -> Message | None:
+        """The next message; None where the other side has ended the connection.
+
+        Raises:
+            MessageError: it is too large, or no message.
+        """
+        while not self._messages:
+            if self._error is not None:
+                raise self._error
+            try:
+                data = await self._reader.read(_READ_BYTES)
+            except ConnectionError:
+                return None
+            if not data:
+                return None
+            self._received += data
+            self._split()
+        return self._messages.popleft()
+
+    def _split(self) -> None:
+        """Take whole messages off what has been received. What is wrong is told behind the messages before it."""
+        received, begin = self._received, 0
+        try:
+            while len(received) >= begin + _LENGTH_BYTES:
+                length = int.from_bytes(received[begin : begin + _LENGTH_BYTES], "big")
+                if length > MOST_BYTES:
+                    raise MessageError(
+                        f"the other side announces a message of {length} bytes; {MOST_BYTES} are the most"
+                    )
+                end = begin + _LENGTH_BYTES + length
+                if len(received) < end:
+                    break
+                self._messages.append(_decode(bytes(received[begin + _LENGTH_BYTES : end])))
+                begin = end
+        except MessageError as error:
+            self._error = error
+        del received[:begin]
+
+
+def _decode(body: bytes) -> Message:
+    try:
+        return _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MessageError(f"the other side sent no message that is known: {one_line(error)}") from None

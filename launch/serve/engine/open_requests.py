@@ -1,14 +1,26 @@
 """Requests that outlive engines: what came of each is kept, so that the next engine goes on where the last one stood;
-and what their readers have not taken yet.
+what their readers have not taken yet; and which of them may be what ends engines.
 
-It knows requests and deltas. It does not know engines, or who reads.
+Most engines are lost for reasons of their own, and requests go on with the next one. A request that loses engine after
+engine without a token in between is suspected:
+
+- alone in work, it is given up behind the second engine in a row;
+- beside others, the engine behind the second gets the suspects one at a time, each once the one before has a token or
+  has ended, so that a third loss shows which one it was.
+
+Requests that came together, the prompts of one client's request, are one: they are alone together, and given up
+together. It knows requests, deltas and numbers of engines. It does not know connections, or who reads.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+import msgspec
 
 from launch.serve.door.refusals import Refusal
 from launch.serve.engine.messages import Generate
@@ -93,20 +105,18 @@ class OpenRequest:
     lost_alone: set[int] = field(default_factory=set)
     is_given_back: bool = False
 
-    def message(self, more_follow: bool) -> Generate:
-        """What an engine is sent, a first or a later one; whether others are sent right behind it."""
+    def message(self) -> Generate:
+        """What an engine is sent, a first or a later one."""
         has_begun = len(self.generated) < self.request.sampling.n or any(self.generated.values())
         generated = {index: tuple(tokens) for index, tokens in self.generated.items()} if has_begun else None
         request = self.request
-        return Generate.of(
-            self.request_id, request.prompt_token_ids, request.sampling, generated, self.group, more_follow
-        )
+        return Generate.of(self.request_id, request.prompt_token_ids, request.sampling, generated, self.group)
 
     def take(self, delta: CompletionDelta) -> None:
         """Keep an engine's delta, and tell the reader."""
         before = self.before.get(delta.index)
         if before is not None:
-            delta = replace(delta, statistics=_add(before, delta.statistics))
+            delta = msgspec.structs.replace(delta, statistics=_add(before, delta.statistics))
         self.told[delta.index] = delta.statistics
         self.generated[delta.index] += delta.token_ids
         self.lost.clear()
@@ -123,20 +133,116 @@ class OpenRequest:
             self.lost_alone.add(engine)
 
 
+_COUNTERS = ("num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_draft_tokens", "num_preemptions")
+"""Those of a completion that go on with its next engine; cached tokens and times are those of the first."""
+
+
 def _add(before: RequestStatistics, now: RequestStatistics) -> RequestStatistics:
     """Counters of a completion over several engines."""
-    length = max(len(before.acceptance_histogram), len(now.acceptance_histogram))
-    histogram = [0] * length
-    for counts in (before.acceptance_histogram, now.acceptance_histogram):
-        for place, number in enumerate(counts):
-            histogram[place] += number
-    return RequestStatistics(
-        num_rounds=before.num_rounds + now.num_rounds,
-        num_drafts=before.num_drafts + now.num_drafts,
-        num_draft_tokens=before.num_draft_tokens + now.num_draft_tokens,
-        num_accepted_draft_tokens=before.num_accepted_draft_tokens + now.num_accepted_draft_tokens,
-        num_cached_prompt_tokens=before.num_cached_prompt_tokens,
-        num_preemptions=before.num_preemptions + now.num_preemptions,
-        admitted=before.admitted,
-        acceptance_histogram=histogram,
-    )
+    sums = {name: getattr(before, name) + getattr(now, name) for name in _COUNTERS}
+    kept = zip_longest(before.acceptance_histogram, now.acceptance_histogram, fillvalue=0)
+    return msgspec.structs.replace(before, acceptance_histogram=[sum(counts) for counts in kept], **sums)
+
+
+LOSSES_ALONE = 2
+"""Engines in a row that a request may lose without a token in between, and without another one in work."""
+
+MOST_LOSSES = 3
+"""The same beside other requests. No more than the restarts that a server has by default: the others go on."""
+
+_END = "it is not tried again"
+
+
+@dataclass(frozen=True)
+class Blame:
+    """A request that is given up, with those that came with it.
+
+    Attributes:
+        group: of them.
+        engines: numbers of those that it has ended.
+        is_certain: whether nothing else was in work; else it is once another request gets on.
+        reason: what its reader is told.
+    """
+
+    group: str
+    engines: frozenset[int]
+    is_certain: bool
+    reason: str
+
+
+class Suspects:
+    """What is known of one engine after the other.
+
+    Attributes:
+        engine: number of the one that is there, or was there last.
+    """
+
+    def __init__(self) -> None:
+        self.engine = 0
+        self._waiting: deque[str] = deque()
+        self._tried: str | None = None
+
+    def begin(self, requests: Mapping[str, OpenRequest]) -> list[OpenRequest]:
+        """An engine is there: which requests it gets now. `next_behind` tells of the others."""
+        self.engine += 1
+        suspects = [opened for opened in requests.values() if len(opened.lost) >= MOST_LOSSES - 1]
+        self._waiting = deque(opened.request_id for opened in suspects[1:])
+        self._tried = suspects[0].request_id if suspects else None
+        return self._had(requests)
+
+    def next_behind(self, request_id: str, requests: Mapping[str, OpenRequest]) -> OpenRequest | None:
+        """A request has a token, or has ended: which one the engine gets for that."""
+        if request_id != self._tried:
+            return None
+        self._tried = None
+        while self._waiting:
+            opened = requests.get(self._waiting.popleft())
+            if opened is not None:
+                self._tried = opened.request_id
+                return opened
+        return None
+
+    def lose(self, requests: Mapping[str, OpenRequest]) -> list[Blame]:
+        """The engine is gone: who of those that go on is given up."""
+        had = self._had(requests)
+        self._waiting.clear()
+        self._tried = None
+        was_alone = len({opened.group for opened in requests.values()}) == 1
+        for opened in had:
+            opened.lose_engine(self.engine, was_alone)
+        blames = [blame for opened in had if (blame := _judge(opened)) is not None]
+        return list({blame.group: blame for blame in blames}.values())
+
+    def find_culprit(self, engines: Collection[int | None], requests: Mapping[str, OpenRequest]) -> Blame | None:
+        """The request that was alone in work when each of several engines was lost, whatever it got in between.
+
+        Args:
+            engines: their numbers, None for those that were never there.
+            requests: that go on.
+        """
+        ended = frozenset(engine for engine in engines if engine is not None)
+        if len(ended) < LOSSES_ALONE or None in engines:
+            return None
+        for opened in requests.values():
+            if ended <= opened.lost_alone:
+                reason = f"the engine ended {len(ended)} times while it had this request alone: {_END}"
+                return Blame(opened.group, ended, True, reason)
+        return None
+
+    def _had(self, requests: Mapping[str, OpenRequest]) -> list[OpenRequest]:
+        """Those that the engine has got so far."""
+        waiting = set(self._waiting)
+        return [opened for opened in requests.values() if opened.request_id not in waiting]
+
+
+def _judge(opened: OpenRequest) -> Blame | None:
+    """Whether a request is given up for the engines that it has lost."""
+    alone = frozenset(opened.lost) & opened.lost_alone
+    count = len(opened.lost)
+    if len(alone) >= LOSSES_ALONE:
+        had = "had this request alone" if len(alone) == count else "had this request"
+        return Blame(opened.group, alone, True, f"the engine ended {count} times in a row while it {had}: {_END}")
+    if count >= MOST_LOSSES:
+        reason = f"the engine ended {count} times in a row while it had this request: {_END}"
+        return Blame(opened.group, frozenset(opened.lost), False, reason)
+    return None

@@ -13,11 +13,11 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 
-from launch.serve.engine.message_stream import MessageError, encode
-from launch.serve.engine.messages import Delta, Deltas, Ended, Message
-from trtrun.api.recipients import Outlet, Recipient
+import msgspec
+
+from launch.serve.engine.messages import Deltas, Ended, Message, MessageError, encode
+from trtrun.api.engine_thread import Outlet, Recipient
 from trtrun.core.outputs import CompletionDelta, merge_deltas
 from trtrun.errors import RankFailedError
 
@@ -56,7 +56,7 @@ class Outbox(Outlet):
                 return
             for delta in deltas:
                 # By the time it is sent, the engine has counted on.
-                copy = replace(delta, statistics=delta.statistics.copy())
+                copy = msgspec.structs.replace(delta, statistics=delta.statistics.copy())
                 self._late.setdefault((delta.request_id, delta.index), []).append(copy)
 
     def send(self, message: Message) -> None:
@@ -88,7 +88,7 @@ class Outbox(Outlet):
             self._connection.close()
 
     def _write_deltas(self, deltas: Iterable[CompletionDelta]) -> None:
-        told = tuple(map(Delta.of, deltas))
+        told = tuple(deltas)
         if not told:
             return
         try:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -17,15 +19,26 @@ from launch.exit_codes import ExitCode, FailedError
 from launch.mpi.job import finish_mpi
 from launch.mpi.start_progress import StartProgress
 from launch.serve.engine.identity import hash_config, hash_files
-from launch.serve.engine.message_stream import MessageError, MessageStream
-from launch.serve.engine.messages import Abort, AskStatus, Beat, Close, Generate, Ready, Status
+from launch.serve.engine.keeper import is_watched
+from launch.serve.engine.messages import (
+    Abort,
+    AskStatus,
+    Beat,
+    Begin,
+    Close,
+    Generate,
+    MessageError,
+    MessageStream,
+    Ready,
+    Status,
+)
 from launch.serve.engine.outbox import Outbox, Sending
 from launch.serve.engine.unix_socket import connect
-from launch.serve.engine.watch import is_watched
 from launch.terminal import Bar
 from parallel.watchdog.heartbeat_server import beat_seconds
 from trtrun import __version__
 from trtrun.api.async_llm import AsyncLLM
+from trtrun.api.engine_thread import Arrival
 from trtrun.api.llm_engine import LLMEngine
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
@@ -79,16 +92,21 @@ def play_engine(config: RuntimeConfig, socket_name: str) -> int:
         FailedError: the front cannot be reached.
     """
     check_before_run(config)
-    with Bar("loading weights", in_bytes=True) as bar:
-        llm = AsyncLLM.open(config, bar.update)
-    if llm is None:
-        finish_mpi()
-        return ExitCode.DONE
-    StartProgress().tell_expendable(losable_ranks(config, make_topology(config)))
-    with llm:
-        asyncio.run(_serve(llm, socket_name))
+    llm = open_engine(config)
+    if llm is not None:
+        with llm:
+            asyncio.run(_serve(llm, socket_name))
     finish_mpi()
     return ExitCode.DONE
+
+
+def open_engine(config: RuntimeConfig) -> AsyncLLM | None:
+    """Load this rank's part, and tell the terminal of it; None on workers, once they have served to the end."""
+    with Bar("loading weights", in_bytes=True) as bar:
+        llm = AsyncLLM.open(config, bar.update)
+    if llm is not None:
+        StartProgress().tell_expendable(losable_ranks(config, make_topology(config)))
+    return llm
 
 
 async def _serve(llm: AsyncLLM, socket_name: str) -> None:
@@ -96,6 +114,15 @@ async def _serve(llm: AsyncLLM, socket_name: str) -> None:
         connection = connect(socket_name)
     except OSError as error:
         raise FailedError(f"the front cannot be reached at {socket_name}: {error.strerror}") from None
+    await serve_front(llm, connection)
+
+
+async def serve_front(llm: AsyncLLM, connection: socket.socket) -> None:
+    """Greet the front and do what it says, until it closes or is gone.
+
+    Raises:
+        RankFailedError: a rank failed.
+    """
     connection.setblocking(False)
     # The transport that reads owns its file descriptor; the engine's thread writes through one of its own.
     outbox = Outbox(connection.dup(), asyncio.get_running_loop())
@@ -118,11 +145,7 @@ class _Served:
         self._telling: set[asyncio.Task[None]] = set()
 
     async def follow(self, messages: MessageStream) -> None:
-        """Greet the front and do what it says, until it closes or is gone.
-
-        Raises:
-            RankFailedError: a rank failed.
-        """
+        """See `serve_front`."""
         self._outbox.send(await describe_engine(self._llm))
         reading = asyncio.create_task(self._read(messages))
         if is_watched(self._llm.config):
@@ -141,8 +164,8 @@ class _Served:
     async def _read(self, messages: MessageStream) -> None:
         async for message in messages:
             match message:
-                case Generate():
-                    self._begin(message)
+                case Begin():
+                    self._begin(message.requests)
                 case Abort():
                     self._llm.abort(message.request_id)
                 case AskStatus():
@@ -157,10 +180,13 @@ class _Served:
 
     async def _beat(self) -> None:
         limit = self._llm.config.launch.heartbeat_seconds
+        was_hanging = False
         while True:
             beat = describe_round(self._llm)
-            if beat.still_seconds is not None and beat.still_seconds > limit:
-                faulthandler.dump_traceback()  # before the front hears it, and ends this process
+            is_hanging = beat.still_seconds is not None and beat.still_seconds > limit
+            if is_hanging and not was_hanging:
+                faulthandler.dump_traceback()  # before the front hears it, and may end this process
+            was_hanging = is_hanging
             self._outbox.offer(beat)
             await asyncio.sleep(beat_seconds(limit))
 
@@ -172,24 +198,21 @@ class _Served:
         except InvalidRequestError:
             pass  # it is closed
 
-    def _begin(self, request: Generate) -> None:
-        sending = Sending(self._outbox, request.request_id, self._hear_failure)
-        try:
+    def _begin(self, requests: Sequence[Generate]) -> None:
+        """The front has checked them, and their bad words become tokens here, beside the rounds."""
+        arrivals = []
+        for request in requests:
             sampling = request.sampling_params()
+            recipient = Sending(self._outbox, request.request_id, self._hear_failure)
             if sampling.bad_words:
-                self._llm.engine.prepare(sampling)  # here, beside the rounds
-        except InvalidRequestError as error:
-            sending.end(error)
-            return
-        self._llm.deliver(
-            sending,
-            request.prompt_token_ids,
-            sampling,
-            request.request_id,
-            request.generated,
-            request.group,
-            request.more_follow,
-        )
+                with suppress(InvalidRequestError):  # told when it is added
+                    self._llm.engine.prepare(sampling)
+            arrivals.append(
+                Arrival(
+                    recipient, request.request_id, request.prompt_token_ids, sampling, request.generated, request.group
+                )
+            )
+        self._llm.deliver(arrivals)
 
     def _hear_failure(self, error: RankFailedError) -> None:
         """In the engine's thread."""

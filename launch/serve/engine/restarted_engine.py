@@ -7,26 +7,45 @@ same configuration and the same files, and has the same room. It does not know r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from launch.exit_codes import FailedError
 from launch.mpi.mpirun import build_environment
 from launch.serve.engine.client import EngineClient
-from launch.serve.engine.engines import EngineEvents
 from launch.serve.engine.identity import hash_config, hash_files
-from launch.serve.engine.keeper import EngineKeeper, RestartLimit
+from launch.serve.engine.keeper import EngineKeeper, EngineWatch, RestartLimit, is_watched
 from launch.serve.engine.messages import Ready
 from launch.serve.engine.unix_socket import make_name
-from launch.serve.engine.watch import EngineWatch, is_watched
 from trtrun import __version__
 from trtrun.configuration.config import RuntimeConfig
 
 
-class RestartedEngine:
-    """See `EngineRun`.
+@dataclass
+class EngineEvents:
+    """What an engine tells the server.
 
     Attributes:
-        engine: for requests.
+        on_ready, on_lost: it is there; it is gone.
+        on_hang: it is there, does not get on, and nothing starts it again; with a line for the user.
+        on_recovery: it gets on again.
+        on_restart: it is started again; with a line for the user.
+        on_early_end: it was killed before it was up; the same.
+    """
+
+    on_ready: Callable[[], None]
+    on_lost: Callable[[], None]
+    on_hang: Callable[[str], None]
+    on_recovery: Callable[[], None]
+    on_restart: Callable[[str], None]
+    on_early_end: Callable[[str], None]
+
+
+class RestartedEngine:
+    """An engine from its start to its end, as the server has it; `own_engine` has the other one.
+
+    Attributes:
+        engine: for requests, the same over all restarts.
     """
 
     def __init__(self, config: RuntimeConfig, command: Sequence[str]) -> None:
@@ -49,7 +68,14 @@ class RestartedEngine:
         self._watch = EngineWatch(launch.heartbeat_seconds, launch.start_seconds) if is_watched(config) else None
 
     async def keep(self, events: EngineEvents) -> int:
-        """See `EngineRun`."""
+        """Start the engine and keep it until `close`, or until it cannot be kept.
+
+        Returns:
+            The exit status: of an engine that was told to end, or that could not start.
+
+        Raises:
+            FailedError: it ended, and is not started again.
+        """
 
         def begin() -> None:
             keeper.note_up()
@@ -93,7 +119,7 @@ class RestartedEngine:
                 self.engine.drop()  # from now on: the kernel may take its time with a process that waits for a device
 
     async def close(self) -> None:
-        """See `EngineRun`."""
+        """Let the engine end; `keep` then returns."""
         if self._keeper is None:
             return
         if self.engine.ready is None:
@@ -102,12 +128,13 @@ class RestartedEngine:
         await self._keeper.close()
 
     def kill(self) -> None:
-        """See `EngineRun`."""
+        """End the engine now, as far as its processes do not end with this one."""
         if self._keeper is not None:
             self._keeper.kill()
 
     def is_abandoned(self) -> bool:
-        """Never: who has started a front may go."""
+        """Whether a SIGTERM is none of a user's, but the end of whoever has started this process: never, for who has
+        started a front may go."""
         return False
 
     def _may_restart(self) -> bool:

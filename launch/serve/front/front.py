@@ -14,35 +14,21 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from launch.serve.door.counts import check_counts, distinct
-from launch.serve.door.lengths import SHORT_BODY
-from launch.serve.door.limits import Door, Ticket, engine_starting, out_of_time
+import msgspec
+
+from launch.serve.door.limits import SHORT_BODY, Door, Ticket, check_counts, distinct, engine_starting, out_of_time
 from launch.serve.door.refusals import Kind, Refusal, refusing
-from launch.serve.engine.engines import Engine
+from launch.serve.engine.client import EngineClient
 from launch.serve.engine.open_requests import EngineRequest, Inbox
-from launch.serve.front.arrival_batches import ArrivalBatches
-from launch.serve.front.prompt_tokens import PromptTokens
+from launch.serve.front.arrivals import ArrivalBatches, PromptTokens
 from launch.serve.metrics import FrontMetrics
-from launch.serve.reading.readers import Found, Reading, ReadRequest
+from launch.serve.reading.readers import Found, Readers, ReadRequest
 from trtrun.api.prompts import Prompt, PromptReader
 from trtrun.core.outputs import NONE_ALLOWED, CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.tokens.text import Tokenizer
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one choice of a request gained.
-
-    Attributes:
-        choice: its number: the prompt's place times `n`, plus the completion's.
-        delta: text, tokens, log probabilities, end.
-    """
-
-    choice: int
-    delta: CompletionDelta
 
 
 @dataclass
@@ -82,13 +68,12 @@ class Generation:
 
     def __init__(
         self,
-        client: Engine,
+        client: EngineClient,
         requests: Sequence[EngineRequest],
         ticket: Ticket,
         metrics: FrontMetrics,
         arrived: float,
         timeout: float,
-        more_follow: bool = False,
     ) -> None:
         """Have requests completed.
 
@@ -99,7 +84,6 @@ class Generation:
             metrics: that observe it.
             arrived: when it came, in seconds of `time.perf_counter`.
             timeout: seconds from then on.
-            more_follow: others begin right behind it.
         """
         self.prompts = [request.prompt_token_ids for request in requests]
         self._n = requests[0].sampling.n
@@ -110,8 +94,8 @@ class Generation:
         self._inbox = Inbox()
         self._is_closed = False
         sampling = requests[0].sampling
-        self._observed = metrics.requests.begin(self.usage.num_prompt_tokens, sampling.n, sampling.max_tokens, arrived)
-        self._ids = client.start(requests, self._inbox, more_follow)
+        self._observed = metrics.begin(self.usage.num_prompt_tokens, sampling.n, sampling.max_tokens, arrived)
+        self._ids = client.start(requests, self._inbox)
         self._timer = asyncio.get_running_loop().call_later(
             max(0.0, arrived + timeout - time.perf_counter()), self.give_up, out_of_time(timeout)
         )
@@ -121,7 +105,7 @@ class Generation:
         """How long its last completion was without a row, so far."""
         return self._observed.queue_seconds
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncIterator[CompletionDelta]:
         """The pieces of all choices as they come, until each has ended.
 
         Raises:
@@ -131,19 +115,18 @@ class Generation:
             for piece in pieces:
                 yield piece
 
-    async def take(self) -> list[Piece]:
-        """Wait for pieces: what has come since the last call, one a choice; none once each has ended.
+    async def take(self) -> list[CompletionDelta]:
+        """Wait for pieces: what has come since the last call, a delta a choice; none once each has ended. Their `index`
+        is the choice's number: the prompt's place times `n`, plus the completion's.
 
         Raises:
             Refusal: the engine has lost or refused the request, its own parameters forbid all tokens, or its time is
                 over.
         """
-        pieces: list[Piece] = []
+        pieces: list[CompletionDelta] = []
         while self._going_on and not pieces:
             for number, delta in await self._inbox.take():
                 choice = number * self._n + delta.index
-                if choice not in self._going_on:
-                    continue  # its reader has finished it
                 if delta.error is not None:
                     raise Refusal(Kind.INVALID if delta.error == NONE_ALLOWED else Kind.FAILED, delta.error)
                 if delta.finish_reason is not None:
@@ -151,20 +134,13 @@ class Generation:
                 self.usage.num_completion_tokens += len(delta.token_ids)
                 self._observed.observe(choice, delta, self.usage.statistics.get(choice), time.perf_counter())
                 self.usage.statistics[choice] = delta.statistics
-                pieces.append(Piece(choice, delta))
+                pieces.append(msgspec.structs.replace(delta, index=choice) if number else delta)
         return pieces
 
     @property
     def is_over(self) -> bool:
         """Whether no choice goes on."""
         return not self._going_on
-
-    def finish(self, choice: int) -> None:
-        """The reader wants no more of a choice. Once that is so of all of a prompt's, their rows are free."""
-        self._going_on.discard(choice)
-        number = choice // self._n
-        if self._going_on.isdisjoint(range(number * self._n, (number + 1) * self._n)):
-            self._client.abort([self._ids[number]])
 
     def give_up(self, reason: Refusal) -> None:
         """End the request, whose reader is told why: however slow the reader is, the rows are free at once."""
@@ -202,10 +178,10 @@ class Front:
         tokenizer: Tokenizer | None,
         draft_len: int,
         door: Door,
-        client: Engine,
+        client: EngineClient,
         metrics: FrontMetrics,
         timeout: float,
-        reading: Reading,
+        readers: Readers,
         ping_seconds: float | None = None,
     ) -> None:
         self.ping_seconds = ping_seconds
@@ -217,7 +193,7 @@ class Front:
         self.metrics = metrics
         self._prompts = prompts
         self._timeout = timeout
-        self._reading = reading
+        self._readers = readers
         self._tokens = PromptTokens(prompts)
         self._arrivals = ArrivalBatches(door)
 
@@ -238,7 +214,7 @@ class Front:
         try:
             async with asyncio.timeout(max(0.0, arrived + self._timeout - time.perf_counter())):
                 with self._arrivals.announced() if is_short else nullcontext():
-                    found = await self._reading.read(kind, body, most_tokens, model, json_length)
+                    found = await self._readers.read(kind, body, most_tokens, model, json_length)
         except TimeoutError:
             raise out_of_time(self._timeout) from None
         if isinstance(found, ReadRequest) and not found.prompts:
@@ -277,10 +253,10 @@ class Front:
             else:
                 with refusing():
                     tokens = await self._read(prompts, of_each)
-            more_follow = await self._arrivals.wait()
+            await self._arrivals.wait()
             requests = self._join(tokens, of_each)
             self._check(requests)
-            generation = Generation(self.client, requests, ticket, self.metrics, arrived, self._timeout, more_follow)
+            generation = Generation(self.client, requests, ticket, self.metrics, arrived, self._timeout)
         except BaseException:
             ticket.leave()
             raise

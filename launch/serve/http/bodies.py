@@ -1,23 +1,65 @@
-"""Bodies of requests: how many bytes one may have, how many all of them together, and how long one may take to come.
+"""Bodies of requests: how many bytes one may have, how many all of them together, how long one may take to come; and
+what they were before compression.
 
 Each body has a limit, but so many connections may each send the largest one at once. So the bytes of all long bodies
 are counted, from the moment that they are read until their request is in work or refused: a client that announces more
 than there is room for is told at once, and one that sends more is told then. Short bodies are not counted, so that long
-ones never keep them out; there are no more of them than connections. It knows HTTP through Starlette. It does not know
-what bodies hold.
+ones never keep them out; there are no more of them than connections. Of compressed bytes a few may become many, so no
+more is ever made than may be. It knows HTTP through Starlette. It does not know what bodies hold.
 """
 
 from __future__ import annotations
 
 import asyncio
+import zlib
 from types import TracebackType
 
 from starlette.requests import Request
 
-from launch.serve.door.lengths import SHORT_BODY
-from launch.serve.door.limits import RETRY_SECONDS
+from launch.serve.door.limits import RETRY_SECONDS, SHORT_BODY
 from launch.serve.door.refusals import Kind, Refusal
-from launch.serve.http.compression import decompress, is_compressed
+
+ENCODINGS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+"""What is read, with zlib's word for each."""
+
+
+def is_compressed(encoding: str) -> bool:
+    """Whether a body with this Content-Encoding, empty where there is none, has to be decompressed.
+
+    Raises:
+        Refusal: it is an encoding that is not read.
+    """
+    name = encoding.strip().lower()
+    if name in ("", "identity"):
+        return False
+    if name not in ENCODINGS:
+        raise Refusal(Kind.INVALID, "Content-Encoding may be gzip or deflate")
+    return True
+
+
+def decompress(raw: bytes, encoding: str, most_bytes: int) -> bytes:
+    """A body as it was before compression.
+
+    Args:
+        raw: as it came.
+        encoding: for which `is_compressed`.
+        most_bytes: that a body may have.
+
+    Raises:
+        Refusal: it is not so encoded, or larger.
+    """
+    name = encoding.strip().lower()
+    opened = zlib.decompressobj(ENCODINGS[name])
+    try:
+        found = opened.decompress(raw, most_bytes + 1)
+    except zlib.error:
+        raise Refusal(Kind.INVALID, f"the body is not {name}, as Content-Encoding says") from None
+    if len(found) > most_bytes:
+        raise Refusal(Kind.TOO_LARGE, f"the body is larger than {most_bytes} bytes (server.max_body_bytes)")
+    if not opened.eof or opened.unused_data:
+        raise Refusal(Kind.INVALID, f"the body is not {name} as a whole, as Content-Encoding says")
+    return found
+
 
 BODY_SECONDS = 60.0
 """How long a client may take to send a body."""

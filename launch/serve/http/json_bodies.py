@@ -8,8 +8,8 @@ from __future__ import annotations
 import codecs
 import json
 
-from launch.batch.rows import unique_keys
 from launch.serve.door.refusals import Kind, Refusal
+from trtrun.core.values import unique_keys
 from trtrun.errors import InvalidRequestError
 
 _JSON = json.JSONDecoder(object_pairs_hook=unique_keys)

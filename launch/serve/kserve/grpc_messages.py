@@ -1,11 +1,14 @@
-"""Between the messages of KServe's gRPC and requests in no protocol's words. The messages are tritonclient's own.
+"""Between what travels and requests in no protocol's words: messages of KServe's gRPC, which are tritonclient's own,
+and the forms in which a request comes, all read here: `infer` and `generate` over HTTP, a call of gRPC.
 
-It knows protobuf messages and tensors. It does not know calls or streams.
+The front's event loop reads short requests by the same function as the processes that read long ones. It knows protobuf
+messages, tensors and the forms' own modules. It does not know calls or streams, or what inputs mean.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,9 +17,16 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import model_config_pb2, service_pb2
 
 from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.http.json_bodies import parse_json
+from launch.serve.kserve.http_bodies import InferBody, read_generate, read_infer, write_generate, write_infer
 from launch.serve.kserve.models import VERSION, Model
 from launch.serve.kserve.requests import InferResponse, no_shared_memory
 from launch.serve.kserve.tensors import DATATYPES, Tensor, read_bytes, read_shape, refuse_input, write_bytes
+
+FAILED = "the server failed; its log says how"
+
+Context = Any
+"""grpc.aio.ServicerContext, whose types the library does not tell."""
 
 FINAL = "triton_final_response"
 """Parameter of a response: whether no other follows."""
@@ -180,3 +190,60 @@ def _read_contents(item: Any, shape: tuple[int, ...]) -> Tensor:
     values = np.empty(len(found), dtype)
     values[:] = found
     return Tensor(item.name, item.datatype, values.reshape(shape))
+
+
+INFER, GENERATE, CALL = "infer", "generate", "call"
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A request as it came.
+
+    Attributes:
+        form: one of the three.
+        model: that it names.
+        raw: its bytes.
+        json_length: of `infer`: how many of these are JSON; the rest are tensors.
+    """
+
+    form: str
+    model: Model
+    raw: bytes
+    json_length: int = 0
+
+
+def read_body(sent: Sent) -> InferBody:
+    """What it says.
+
+    Raises:
+        Refusal: it is not as its form has it.
+    """
+    if sent.form == INFER:
+        return read_infer(parse_json(sent.raw[: sent.json_length]), sent.raw[sent.json_length :])
+    if sent.form == GENERATE:
+        return read_generate(sent.model, parse_json(sent.raw))
+    try:
+        message = service_pb2.ModelInferRequest.FromString(sent.raw)
+    except DecodeError:
+        raise no_message() from None
+    return InferBody(message.id, read_tensors(message), read_outputs(message), frozenset(), False)
+
+
+def write_answer(form: str, response: InferResponse, body: InferBody) -> tuple[bytes, int | None]:
+    """A whole response in a form.
+
+    Args:
+        form: of the request.
+        response: to it.
+        body: what the request says.
+
+    Returns:
+        The bytes, and the length of their JSON where bytes of tensors follow it.
+    """
+    if form == CALL:
+        return write_response(response).SerializeToString(), None
+    if form == GENERATE:
+        return b"".join(write_generate(response)), None
+    parts, behind = write_infer(response, body)
+    text = b"".join(parts)
+    return b"".join([text, *behind]), len(text) if behind else None

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 from tritonclient.grpc import service_pb2
 
-from launch.serve.door.lengths import READ_HERE
+from launch.serve.door.limits import READ_HERE
 from launch.serve.http.connections import HEAD_SECONDS
 from launch.serve.kserve.grpc_servicer import KServeServicer
 from trtrun.configuration.server_config import ServerSection
@@ -114,7 +114,7 @@ def _handlers(servicer: KServeServicer) -> Any:
         # Requests for inference may be long, and their messages are read where that holds up nothing.
         is_bytes = method.input_type.name == "ModelInferRequest"
         handlers[method.name] = make(
-            getattr(servicer, method.name),
+            servicer.handler(method.name),
             request_deserializer=None if is_bytes else _reader(GetMessageClass(method.input_type)),
             response_serializer=_write,
         )

@@ -1,4 +1,5 @@
-"""KServe's protocol over gRPC: its calls, with the service of tritonclient's protocol files, and errors as statuses.
+"""KServe's protocol over gRPC: its calls, with the service of tritonclient's protocol files; and what every call
+happens within: an id, a key, a log line, and errors as statuses.
 
 A call reads as it works: message → tensors → a run → messages. A client that cancels, or goes away, cancels its call,
 which lets its rows go. It knows gRPC, and nothing of engines.
@@ -7,20 +8,26 @@ which lets its rows go. It knows gRPC, and nothing of engines.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from types import MethodType
 from typing import Any
 
+import grpc
 from tritonclient.grpc import service_pb2
 
-from launch.serve.door.lengths import READ_HERE
-from launch.serve.door.refusals import Kind, Refusal
+from launch.serve.door.limits import READ_HERE
+from launch.serve.door.refusals import HTTP_STATUS, Kind, Refusal
 from launch.serve.http.bodies import BODY_SECONDS, Bodies
-from launch.serve.http.connections import SPARE_SECONDS
-from launch.serve.http.requests import Keys
-from launch.serve.kserve.forms import CALL, Sent
-from launch.serve.kserve.grpc_calls import Context, ObservedCall, caller_of, read_message
+from launch.serve.http.connections import SPARE_SECONDS, STALLED_SECONDS
+from launch.serve.http.requests import REQUEST_ID, Keys, choose_id
 from launch.serve.kserve.grpc_messages import (
+    CALL,
+    FAILED,
+    Context,
+    Sent,
+    no_message,
     read_head,
     write_config,
     write_metadata,
@@ -32,9 +39,128 @@ from launch.serve.kserve.models import MODELS
 from launch.serve.kserve.places import Places, PlacesByCaller
 from launch.serve.kserve.requests import find_model, fixed_models, no_shared_memory
 from launch.serve.kserve.service import Begun, KServeService
+from launch.serve.metrics import FrontMetrics
 from launch.serve.reading.readers import ReadAnswer
 
-Handler = Callable[["KServeServicer", Any, Context], Awaitable[Any]]
+_STATUS: Mapping[Kind, grpc.StatusCode] = {
+    Kind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Kind.UNAUTHORIZED: grpc.StatusCode.UNAUTHENTICATED,
+    Kind.UNKNOWN_MODEL: grpc.StatusCode.NOT_FOUND,
+    Kind.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Kind.BUSY: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Kind.FAILED: grpc.StatusCode.INTERNAL,
+    Kind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    Kind.TIMEOUT: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+
+logger = logging.getLogger(__name__)
+
+
+class ObservedCall:
+    """What one call happens within. Its log line has nothing of its content."""
+
+    def __init__(self, metrics: FrontMetrics, keys: Keys | None, context: Context, name: str) -> None:
+        self._metrics = metrics
+        self._keys = keys
+        self._context = context
+        self._name = name
+        self._began = time.perf_counter()
+        self._request_id = ""
+        self._status = grpc.StatusCode.OK
+
+    async def __aenter__(self) -> None:
+        sent = _texts_of(self._context)
+        self._request_id = choose_id(sent.get(REQUEST_ID, ""))
+        await self._context.send_initial_metadata(((REQUEST_ID, self._request_id),))
+        if self._keys is not None:
+            try:
+                self._keys.check_header(sent.get("authorization", ""))
+            except Refusal as refusal:
+                await self._refuse(refusal)
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]  # a stream's, of which the first one ended the others
+        if isinstance(error, asyncio.CancelledError):
+            self._status = grpc.StatusCode.CANCELLED
+            self._log()
+            return
+        if isinstance(error, Refusal):
+            await self._refuse(error)
+        elif isinstance(error, TimeoutError):
+            logger.info("a client has read nothing for %g s, and is left", STALLED_SECONDS)
+            await self._abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"nothing was read for {STALLED_SECONDS:g} s")
+        elif isinstance(error, Exception):
+            logger.error("%s failed", self._name, exc_info=error)
+            self._metrics.count_refusal(500)
+            await self._abort(grpc.StatusCode.INTERNAL, FAILED)
+        self._log()
+
+    async def _refuse(self, refusal: Refusal) -> None:
+        self._metrics.count_refusal(HTTP_STATUS[refusal.kind])
+        if refusal.retry_after is not None:
+            self._context.set_trailing_metadata((("retry-after", str(refusal.retry_after)),))
+        await self._abort(_STATUS[refusal.kind], str(refusal))
+
+    async def _abort(self, status: grpc.StatusCode, line: str) -> None:
+        self._status = status
+        self._log()
+        await self._context.abort(status, line)
+
+    def _log(self) -> None:
+        seconds = time.perf_counter() - self._began
+        logger.info("%s: gRPC %s: %s after %.3f s", self._request_id, self._name, self._status.name, seconds)
+
+
+def check_message(message: Any) -> None:
+    """Raise a Refusal for what came in place of a message."""
+    if message is None:
+        raise no_message()
+
+
+async def read_message(context: Context, seconds: float) -> Any:
+    """The message of a call that has one.
+
+    Raises:
+        Refusal: it is none, or not there in time.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            message = await context.read()
+    except TimeoutError:
+        raise Refusal(Kind.TIMEOUT, f"the call's message was not there within {seconds:g} s") from None
+    if message is grpc.aio.EOF:
+        raise Refusal(Kind.INVALID, "the call has no message")
+    check_message(message)
+    return message
+
+
+def caller_of(context: Context) -> tuple[str, str]:
+    """Who calls: the connection, and the key, as a proxy may bring calls of several clients through one connection."""
+    return context.peer(), _texts_of(context).get("authorization", "")
+
+
+def _texts_of(context: Context) -> dict[str, str]:
+    """What a call says of itself, but for bytes."""
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+
+
+Handler = Callable[..., Awaitable[Any]]
+
+STUBS: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("RepositoryModelLoad", "RepositoryModelUnload"), lambda message: fixed_models(message.model_name)),
+    **dict.fromkeys(("SystemSharedMemoryRegister", "CudaSharedMemoryRegister"), lambda message: no_shared_memory()),
+    "SystemSharedMemoryStatus": lambda message: service_pb2.SystemSharedMemoryStatusResponse(),
+    "SystemSharedMemoryUnregister": lambda message: service_pb2.SystemSharedMemoryUnregisterResponse(),
+    "CudaSharedMemoryStatus": lambda message: service_pb2.CudaSharedMemoryStatusResponse(),
+    "CudaSharedMemoryUnregister": lambda message: service_pb2.CudaSharedMemoryUnregisterResponse(),
+    "TraceSetting": lambda message: Refusal(Kind.INVALID, "there are no traces of single requests here"),
+    "LogSettings": lambda message: Refusal(
+        Kind.INVALID, "the log's settings are the server's options: see -v and --log-dir"
+    ),
+}
+"""Calls for what there is not: what each is told, or why it is refused. There are no regions of shared memory, so there
+is nothing to unregister."""
 
 
 def _call(needs_key: bool = True) -> Callable[[Handler], Handler]:
@@ -67,6 +193,21 @@ class KServeServicer:
     def observing(self, context: Context, name: str, needs_key: bool = True) -> ObservedCall:
         """What a call happens within."""
         return ObservedCall(self._service.front.metrics, self._keys if needs_key else None, context, name)
+
+    def handler(self, name: str) -> Handler:
+        """The call of this name in the protocol."""
+        if name not in STUBS:
+            found: Handler = getattr(self, name)
+            return found
+
+        async def stub(servicer: KServeServicer, message: Any, context: Context) -> Any:
+            told = STUBS[name](message)
+            if isinstance(told, Refusal):
+                raise told
+            return told
+
+        stub.__name__ = name
+        return MethodType(_call()(stub), self)
 
     @_call(needs_key=False)
     async def ServerLive(self, message: Any, context: Context) -> Any:
@@ -115,56 +256,6 @@ class KServeServicer:
         )
 
     @_call()
-    async def RepositoryModelLoad(self, message: Any, context: Context) -> Any:
-        """Refused: the models are the job's."""
-        raise fixed_models(message.model_name)
-
-    @_call()
-    async def RepositoryModelUnload(self, message: Any, context: Context) -> Any:
-        """Refused: the models are the job's."""
-        raise fixed_models(message.model_name)
-
-    @_call()
-    async def SystemSharedMemoryStatus(self, message: Any, context: Context) -> Any:
-        """No regions."""
-        return service_pb2.SystemSharedMemoryStatusResponse()
-
-    @_call()
-    async def SystemSharedMemoryUnregister(self, message: Any, context: Context) -> Any:
-        """There is nothing to unregister."""
-        return service_pb2.SystemSharedMemoryUnregisterResponse()
-
-    @_call()
-    async def SystemSharedMemoryRegister(self, message: Any, context: Context) -> Any:
-        """Refused."""
-        raise no_shared_memory()
-
-    @_call()
-    async def CudaSharedMemoryStatus(self, message: Any, context: Context) -> Any:
-        """No regions."""
-        return service_pb2.CudaSharedMemoryStatusResponse()
-
-    @_call()
-    async def CudaSharedMemoryUnregister(self, message: Any, context: Context) -> Any:
-        """There is nothing to unregister."""
-        return service_pb2.CudaSharedMemoryUnregisterResponse()
-
-    @_call()
-    async def CudaSharedMemoryRegister(self, message: Any, context: Context) -> Any:
-        """Refused."""
-        raise no_shared_memory()
-
-    @_call()
-    async def TraceSetting(self, message: Any, context: Context) -> Any:
-        """Refused."""
-        raise Refusal(Kind.INVALID, "there are no traces of single requests here")
-
-    @_call()
-    async def LogSettings(self, message: Any, context: Context) -> Any:
-        """Refused."""
-        raise Refusal(Kind.INVALID, "the log's settings are the server's options: see -v and --log-dir")
-
-    @_call()
     async def ModelInfer(self, message: Any, context: Context) -> Any:
         """Tensors in, tensors out: bytes of both messages."""
         head = read_head(message, READ_HERE)
@@ -176,7 +267,7 @@ class KServeServicer:
             work = (await self._begin(message, head, places if head.id else None)).work
             if isinstance(work, ReadAnswer):
                 return work.content
-            place.fill(work)
+            place.fill(work.stop)
             try:
                 told = write_response(await work.whole())
             finally:

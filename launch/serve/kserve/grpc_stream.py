@@ -14,15 +14,24 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2
 
-from launch.serve.door.lengths import READ_HERE
+from launch.serve.door.limits import READ_HERE
 from launch.serve.door.refusals import HTTP_STATUS, Refusal
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.connections import STALLED_SECONDS
-from launch.serve.kserve.grpc_calls import FAILED, Context
-from launch.serve.kserve.grpc_messages import FINAL, WANTS_FINAL, head, read_head, read_known_head, write_response
+from launch.serve.kserve.grpc_messages import (
+    FAILED,
+    FINAL,
+    WANTS_FINAL,
+    Context,
+    head,
+    read_head,
+    read_known_head,
+    write_response,
+)
 from launch.serve.kserve.places import Places
 from launch.serve.kserve.requests import find_model
-from launch.serve.kserve.service import Answering, Begun, KServeService
+from launch.serve.kserve.runs import Run
+from launch.serve.kserve.service import Begun, KServeService
 from launch.serve.reading.readers import ReadAnswer
 
 MOST_AT_ONCE = 1024
@@ -35,7 +44,7 @@ class _ClientGoneError(Exception):
     """Nothing can be written any more: the call is about to be cancelled."""
 
 
-async def _write_responses(work: Answering) -> AsyncIterator[tuple[Any, bool]]:
+async def _write_responses(work: Run) -> AsyncIterator[tuple[Any, bool]]:
     """Messages of a request at work, each with whether it is the last."""
     async for response in work.responses():
         yield write_response(response), response.is_last
@@ -97,7 +106,7 @@ class InferStream:
                 if isinstance(work, ReadAnswer):
                     await self._respond(message, _read_responses(work))
                     return
-                place.fill(work)
+                place.fill(work.stop)
                 try:
                     await self._respond(message, _write_responses(work))
                 finally:

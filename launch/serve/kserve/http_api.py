@@ -13,18 +13,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from launch.serve.door.lengths import READ_HERE
+from launch.serve.door.limits import READ_HERE
 from launch.serve.door.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
-from launch.serve.http.answers_in_parts import answer_in_parts, make_parts
+from launch.serve.http.answers import EventStream, answer_in_parts, event, make_parts
 from launch.serve.http.bodies import Bodies
-from launch.serve.http.event_stream import EventStream, event
 from launch.serve.http.json_bodies import parse_json
 from launch.serve.http.requests import Keys, unless_gone
-from launch.serve.kserve.forms import GENERATE, INFER, Sent
+from launch.serve.kserve.grpc_messages import GENERATE, INFER, Sent
 from launch.serve.kserve.http_bodies import dump, write_generate, write_infer
 from launch.serve.kserve.models import MODELS, VERSION, Model
 from launch.serve.kserve.requests import InferResponse, find_model, fixed_models, no_shared_memory
-from launch.serve.kserve.service import Answering, Begun, KServeService, is_long
+from launch.serve.kserve.runs import Run
+from launch.serve.kserve.service import Begun, KServeService, is_long
 from launch.serve.reading.readers import ReadAnswer
 
 PREFIX = "/v2"
@@ -131,7 +131,7 @@ class KServeHttpApi:
         begun = await self._begin_generate(request)
         if isinstance(begun.work, ReadAnswer):
             return Response(event(begun.work.content), media_type="text/event-stream")
-        return EventStream(begun.work, self._events(begun.work), self._service.front.ping_seconds)
+        return EventStream(begun.work.close, self._events(begun.work), self._service.front.ping_seconds)
 
     async def _begin(self, request: Request, sent: Sent, arrived: float) -> Begun:
         """Let a request in; one that takes long to read is given up when its client goes away."""
@@ -153,7 +153,7 @@ class KServeHttpApi:
         finally:
             begun.work.close()
 
-    async def _events(self, work: Answering) -> AsyncGenerator[bytes, None]:
+    async def _events(self, work: Run) -> AsyncGenerator[bytes, None]:
         """An error is an event, too: the status is out."""
         try:
             async for response in work.responses():

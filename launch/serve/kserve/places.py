@@ -6,37 +6,28 @@ It knows ids and works. It does not know what travels.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
-
-
-class Stopping(Protocol):
-    """A request that can be stopped."""
-
-    def stop(self) -> None:
-        """Its client wants no more of it: what there is becomes its last response."""
-        ...
 
 
 class Place:
     """A request's place among the others, from the moment that it has come."""
 
     def __init__(self) -> None:
-        self._work: Stopping | None = None
+        self._stop: Callable[[], None] | None = None
         self._is_stopped = False
 
-    def fill(self, work: Stopping) -> None:
-        """The request has been let in."""
-        self._work = work
+    def fill(self, stop: Callable[[], None]) -> None:
+        """The request has been let in; `stop` makes what there is of it its last response."""
+        self._stop = stop
         if self._is_stopped:
-            work.stop()
+            stop()
 
     def stop(self) -> None:
         """Its client wants no more of it, be it at work or not let in yet."""
         self._is_stopped = True
-        if self._work is not None:
-            self._work.stop()
+        if self._stop is not None:
+            self._stop()
 
 
 class Places:

@@ -10,9 +10,8 @@ import numpy as np
 from launch.serve.kserve.models import PREPROCESSING
 from launch.serve.kserve.requests import InferRequest, InferResponse
 from launch.serve.kserve.row_requests import ModelFacts
-from launch.serve.kserve.rows import Row
+from launch.serve.kserve.rows import Row, write_word_lists
 from launch.serve.kserve.tensors import Array, Tensor, refuse_input, text_array
-from launch.serve.kserve.word_lists import write_word_lists
 from trtrun.tokens.text import Tokenizer
 
 _UNSUPPORTED = ("DECODER_QUERY", "IMAGE_BYTES", "IMAGE_URL", "VIDEO_BYTES", "PROMPT_TABLE_EXTRA_ID")

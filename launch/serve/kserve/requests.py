@@ -141,3 +141,12 @@ def _check_tensor(model: Model, tensor: Tensor) -> None:
             tensor.name,
             f"shape {list(shape)}; {model.name} wants {list(wanted)}, where -1 is any size and the first is the batch",
         )
+
+
+STOP = "stop"
+"""Input of the models of tokens that ends another request."""
+
+
+def is_stopping(request: InferRequest) -> bool:
+    """Whether a request ends another one."""
+    return STOP in request.inputs and bool(request.inputs[STOP].any())

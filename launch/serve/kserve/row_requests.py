@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.kserve.models import BLS
 from launch.serve.kserve.requests import InferRequest
-from launch.serve.kserve.rows import Row
+from launch.serve.kserve.rows import Row, read_word_list
 from launch.serve.kserve.tensors import Array, refuse_input
-from launch.serve.kserve.word_lists import read_word_list
 from trtrun.api.prompts import Prompt
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError
-from trtrun.tokens.aho_corasick import AhoCorasick
 from trtrun.tokens.text import Tokenizer
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
@@ -68,7 +65,6 @@ class RowRequest:
     Attributes:
         prompt: a text or token ids.
         sampling: of its completions.
-        stop_sequences: token sequences that end a completion, and stay at its end.
         end_tokens: tokens that end a completion, and are left out of it.
         pad_token: fills rows of a batch that are shorter than others.
         stream: whether the client wants pieces.
@@ -78,19 +74,12 @@ class RowRequest:
 
     prompt: Prompt
     sampling: SamplingParams
-    stop_sequences: tuple[tuple[int, ...], ...]
     end_tokens: frozenset[int]
     pad_token: int
     stream: bool
     has_prompt: bool
     log_probs: bool
     reuse_stats: bool
-
-    @cached_property
-    def stop_search(self) -> AhoCorasick:
-        """Finds the stop sequences, for all completions: what a token takes does not grow with their number, for all
-        streams wait for it."""
-        return AhoCorasick(self.stop_sequences)
 
 
 @dataclass(frozen=True)
@@ -156,7 +145,6 @@ def _read_row_request(row: Row, request: InferRequest, facts: ModelFacts) -> Row
     return RowRequest(
         prompt,
         sampling,
-        _read_stops(row, facts),
         end_tokens,
         row.number("pad_id", max(end_id if end_id < facts.vocab_size else facts.end_id, 0)),
         row.flag("stream" if has_text else "streaming"),
@@ -181,6 +169,7 @@ def _read_sampling(row: Row, request: InferRequest, facts: ModelFacts) -> tuple[
         "repetition_penalty": row.number("repetition_penalty", 1.0),
         "presence_penalty": row.number("presence_penalty", 0.0),
         "frequency_penalty": row.number("frequency_penalty", 0.0),
+        "stop_sequences": _read_stops(row, facts),
         "bad_words": _read_bad_words(row, facts),
         "logit_bias": _read_bias(row, request, facts),
         "logprobs": 0 if wants_log_probs else None,

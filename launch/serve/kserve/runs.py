@@ -6,21 +6,21 @@ stays. It knows the front's pieces and the models' outputs. It does not know how
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from launch.serve.door.refusals import Kind, Refusal
-from launch.serve.door.rests import Rests
-from launch.serve.front.front import Front, Generation, Piece
+from launch.serve.door.stretches import Rests
+from launch.serve.front.front import Front, Generation
 from launch.serve.kserve.requests import InferRequest, InferResponse
 from launch.serve.kserve.row_requests import RowRequest
 from launch.serve.kserve.tensors import Array, Tensor, text_array
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
 from trtrun.core.outputs import CompletionDelta
-from trtrun.tokens.aho_corasick import ROOT
 from trtrun.tokens.detokenizer import IncrementalDetokenizer
 
 
@@ -78,8 +78,7 @@ class _Completion:
     ) -> None:
         self._request = row_request
         self._row, self._sequence = row, sequence
-        self._stop = row_request.stop_search
-        self._stop_state = ROOT
+        self._newest: deque[int] = deque(maxlen=max(map(len, row_request.sampling.stop_sequences), default=1))
         self._sum_log_probs = 0.0
         self._num_tokens = len(prompt)
         self._num_cached_tokens = 0
@@ -88,10 +87,9 @@ class _Completion:
 
     def take(self, delta: CompletionDelta) -> Gain:
         """What a delta adds."""
-        kept, is_stopped = self._count(delta.token_ids)
-        is_last = self.is_over = is_stopped or delta.finish_reason is not None
-        if not is_stopped and delta.finish_reason == "stop" and delta.token_ids[-1:]:
-            kept -= delta.token_ids[-1] in self._request.end_tokens
+        self._newest.extend(delta.token_ids)
+        is_last = self.is_over = delta.finish_reason is not None
+        kept = len(delta.token_ids) - (delta.finish_reason == "stop" and self._ends_with_end_token())
         tokens = list(delta.token_ids[:kept])
         log_probs = [entry.logprob for entry in (delta.logprobs or ())[:kept]]
         self._sum_log_probs += sum(log_probs)
@@ -101,6 +99,13 @@ class _Completion:
             text = self._text.extend(tokens) + (self._text.flush() if is_last else "")
         self._num_cached_tokens = delta.statistics.num_cached_prompt_tokens
         return self._gain(tokens, text, log_probs, is_last)
+
+    def _ends_with_end_token(self) -> bool:
+        """Whether the newest token is one that is left out: it may be the end of a stop sequence, which stays."""
+        newest = tuple(self._newest)
+        if not newest or newest[-1] not in self._request.end_tokens:
+            return False
+        return not any(newest[-len(stop) :] == stop for stop in self._request.sampling.stop_sequences)
 
     def end(self) -> Gain:
         """End it where it is."""
@@ -119,14 +124,6 @@ class _Completion:
             self._num_cached_tokens,
             is_last,
         )
-
-    def _count(self, tokens: Sequence[int]) -> tuple[int, bool]:
-        """How many of the new tokens belong to the completion, and whether a stop sequence ends it there."""
-        for place, token in enumerate(tokens if self._stop else ()):
-            self._stop_state = self._stop.step(self._stop_state, token)
-            if self._stop.num_whole(self._stop_state):
-                return place + 1, True
-        return len(tokens), False
 
 
 class Run:
@@ -211,12 +208,9 @@ class Run:
                 for sequence in range(self._n)
             ]
         try:
-            async for piece in self._generation:
+            async for delta in self._generation:
                 self._counted.begin_answer()
-                gain = completions[piece.choice].take(piece.delta)
-                if gain.is_last and not _has_ended(piece):
-                    self._generation.finish(piece.choice)
-                yield gain
+                yield completions[delta.index].take(delta)
         except Refusal:
             if not self._is_stopped:
                 raise
@@ -226,12 +220,10 @@ class Run:
         self._counted.move_to_queue(self._generation.queue_seconds)
 
     def _own_text(self, row_request: RowRequest, prompt: Sequence[int]) -> IncrementalDetokenizer | None:
-        """What makes the text of a row's completions where the engine's is not theirs: that has stop tokens in it, and
-        goes on behind stop sequences, which it does not know."""
-        if self._tokenizer is None or not self._request.model.has_text:
+        """What makes the text of a row's completions where the engine's is not theirs: that has stop tokens in it."""
+        if self._tokenizer is None or not self._request.model.has_text or not row_request.sampling.stop_token_ids:
             return None
-        needs_own = row_request.stop_sequences or row_request.sampling.stop_token_ids
-        return IncrementalDetokenizer(self._tokenizer, prompt) if needs_own else None
+        return IncrementalDetokenizer(self._tokenizer, prompt)
 
     def _row(self, gain: Gain, is_whole: bool) -> str | Array:
         """The text, or the tokens, of a completion or a piece; behind the prompt's where that is asked for. Pieces
@@ -287,10 +279,6 @@ def _add(found: dict[tuple[int, int], Gain], gain: Gain) -> None:
         found[place].add(gain)
     else:
         found[place] = replace(gain)
-
-
-def _has_ended(piece: Piece) -> bool:
-    return piece.delta.finish_reason is not None
 
 
 def _integers(name: str, values: Sequence[int]) -> Tensor:

@@ -6,23 +6,22 @@ know how requests and responses travel.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from launch.serve.door.lengths import READ_HERE
+from launch.serve.door.limits import READ_HERE
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.front.front import Front
-from launch.serve.kserve.forms import Sent, read_body
+from launch.serve.kserve.grpc_messages import Sent, read_body, write_response
 from launch.serve.kserve.http_bodies import InferBody
 from launch.serve.kserve.models import MODELS, PARTS, VERSION, Model
-from launch.serve.kserve.places import Places, Stopping
-from launch.serve.kserve.requests import InferRequest, InferResponse, check_request
+from launch.serve.kserve.places import Places
+from launch.serve.kserve.requests import STOP, InferRequest, InferResponse, check_request, is_stopping
 from launch.serve.kserve.row_requests import ModelFacts, RowRequest, read_row_requests
 from launch.serve.kserve.runs import Run
-from launch.serve.kserve.stopping import STOP, is_stopping
 from launch.serve.kserve.tensors import refuse_input
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import ModelTotals
@@ -44,22 +43,6 @@ NOTHING = InferBody("", (), (), frozenset(), False)
 """What a request says on which its answer does not hang."""
 
 
-class Answering(Stopping, Protocol):
-    """A request at work. One of `whole` and `responses` is called once; `close` always."""
-
-    async def whole(self) -> InferResponse:
-        """One response for all."""
-        ...
-
-    def responses(self) -> AsyncIterator[InferResponse]:
-        """Responses as they come, one at least; the last says so."""
-        ...
-
-    def close(self) -> None:
-        """Give up what has not ended."""
-        ...
-
-
 @dataclass(frozen=True)
 class Begun:
     """A request that was let in.
@@ -70,7 +53,7 @@ class Begun:
     """
 
     body: InferBody
-    work: Answering | ReadAnswer
+    work: Run | ReadAnswer
 
 
 class KServeService:
@@ -194,36 +177,15 @@ def is_long(sent: Sent) -> bool:
     return len(sent.raw) > READ_HERE or sent.model.is_processing
 
 
-class _Stopped:
-    """A request that has stopped others."""
-
-    def __init__(self, response: InferResponse) -> None:
-        self._response = response
-
-    async def whole(self) -> InferResponse:
-        """The response."""
-        return self._response
-
-    async def responses(self) -> AsyncIterator[InferResponse]:
-        """The one response."""
-        yield self._response
-
-    def stop(self) -> None:
-        """There is nothing to end."""
-
-    def close(self) -> None:
-        """There is nothing to give up."""
-
-
-def _stop(model: Model, request_id: str, beside: Places | None, counted: ModelRequest) -> Answering:
-    """Stop what has the same id on the same stream or connection: nobody ends the requests of others."""
+def _stop(model: Model, request_id: str, beside: Places | None, counted: ModelRequest) -> ReadAnswer:
+    """Stop what has the same id on the same stream or connection of gRPC: nobody ends the requests of others."""
     if beside is None:
         raise refuse_input(
             STOP, "stops a request of the same gRPC stream or connection and id: send it there, with its id"
         )
     beside.stop(request_id)
     counted.succeed()
-    return _Stopped(InferResponse(model, request_id))
+    return ReadAnswer(1, write_response(InferResponse(model, request_id)).SerializeToString(), None)
 
 
 def _statistics(name: str, totals: ModelTotals) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 from types import TracebackType
 
 from prometheus_client.core import Metric
@@ -230,46 +229,45 @@ class ModelRecorder(Collector):
                 labels = {"model": model, "version": VERSION, "reason": reason}
                 failures.add_sample(failures.name, labels, totals.num_failures[reason])
         yield failures
-        yield self._family("request_success", "Requests answered to their end.", lambda totals: totals.num_successes)
-        yield self._family("count", "Completions, or other results, of these.", lambda totals: totals.num_inferences)
-        yield self._family(
-            "exec_count",
-            "Executions: a request is one, whatever shares its rounds.",
-            lambda totals: totals.num_successes,
-        )
-        yield self._family(
-            "pending_request_count",
-            "Requests that have arrived and have no answer yet, not even its first token.",
-            lambda totals: totals.num_pending,
-            "gauge",
-        )
-        yield self._family(
-            "request_duration_us",
-            "Microseconds from arrival to end, failed requests among them.",
-            lambda totals: _microseconds(totals.success_seconds + totals.failure_seconds),
-        )
-        for stage, text in (
-            (Stage.QUEUE, "waiting for a row of the running batch"),
-            (Stage.INPUT, "reading the request, and making tokens of it"),
-            (Stage.INFER, "with the engine, beyond waiting"),
-            (Stage.OUTPUT, "making the answer"),
-        ):
-            yield self._family(
-                f"{stage}_duration_us",
-                f"Microseconds of answered requests {text}.",
-                partial(_stage_microseconds, stage),
-            )
-
-    def _family(self, name: str, text: str, value: Callable[[ModelTotals], int], kind: str = "counter") -> Metric:
-        family = Metric(PREFIX + name, text, kind)
-        for model, totals in self._models.items():
-            family.add_sample(family.name, {"model": model, "version": VERSION}, value(totals))
-        return family
-
-
-def _stage_microseconds(stage: Stage, totals: ModelTotals) -> int:
-    return _microseconds(totals.seconds[stage])
+        for name, text, kind, value in _FAMILIES:
+            family = Metric(PREFIX + name, text, kind)
+            for model, totals in self._models.items():
+                family.add_sample(family.name, {"model": model, "version": VERSION}, value(totals))
+            yield family
 
 
 def _microseconds(seconds: float) -> int:
     return round(seconds * 1e6)
+
+
+def _duration(stage: Stage, text: str) -> tuple[str, str, str, Callable[[ModelTotals], int]]:
+    help_text = f"Microseconds of answered requests {text}."
+    return f"{stage}_duration_us", help_text, "counter", lambda totals: _microseconds(totals.seconds[stage])
+
+
+_FAMILIES: Sequence[tuple[str, str, str, Callable[[ModelTotals], int]]] = (
+    ("request_success", "Requests answered to their end.", "counter", lambda totals: totals.num_successes),
+    ("count", "Completions, or other results, of these.", "counter", lambda totals: totals.num_inferences),
+    (
+        "exec_count",
+        "Executions: a request is one, whatever shares its rounds.",
+        "counter",
+        lambda totals: totals.num_successes,
+    ),
+    (
+        "pending_request_count",
+        "Requests that have arrived and have no answer yet, not even its first token.",
+        "gauge",
+        lambda totals: totals.num_pending,
+    ),
+    (
+        "request_duration_us",
+        "Microseconds from arrival to end, failed requests among them.",
+        "counter",
+        lambda totals: _microseconds(totals.success_seconds + totals.failure_seconds),
+    ),
+    _duration(Stage.QUEUE, "waiting for a row of the running batch"),
+    _duration(Stage.INPUT, "reading the request, and making tokens of it"),
+    _duration(Stage.INFER, "with the engine, beyond waiting"),
+    _duration(Stage.OUTPUT, "making the answer"),
+)

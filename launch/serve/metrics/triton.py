@@ -3,72 +3,49 @@
 Their model is always `tensorrt_llm`: whatever a client asks for, that is what generates. Left out is what there is
 nothing of here: pinned memory by its bytes, and disaggregated serving. So are nv_gpu_*: the front sees the GPUs of one
 host, and not only those that the job has.
+
+Triton's metrics are written as Triton writes them: programs made for it read whole numbers, counters without `_total`
+behind their names, and a bucket's bound as the last label; the library writes floats, adds the suffix, and sorts.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from launch.serve.engine.messages import Ready, Status
+from launch.serve.metrics.families import BUCKETS, Numbers, Sizes
 from launch.serve.metrics.models import VERSION
-from launch.serve.metrics.totals import FrontTotals
 
 MODEL = "tensorrt_llm"
-BUCKETS = (10, 50, 100, 500, 1000)
-
-
-class _Sizes:
-    """A histogram of numbers of tokens."""
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BUCKETS) + 1)
-        self.total = 0
-
-    def observe(self, size: int) -> None:
-        """Count one."""
-        self.counts[sum(size > most for most in BUCKETS)] += 1
-        self.total += size
+_BOUND = "le"
 
 
 class TritonMetrics(Collector):
     """Of one server."""
 
-    def __init__(self, totals: FrontTotals) -> None:
-        self._totals = totals
-        self._ready: Ready | None = None
-        self._status: Status | None = None
-        self._num_rounds = 0.0
-        self._input_sizes, self._output_sizes = _Sizes(), _Sizes()
-
-    def observe_sizes(self, num_prompt_tokens: int, num_tokens: int) -> None:
-        """A request was answered."""
-        self._input_sizes.observe(num_prompt_tokens)
-        self._output_sizes.observe(num_tokens)
-
-    def take(self, ready: Ready | None, status: Status | None, num_rounds: float) -> None:
-        """How the engine stands; None where there is none, or it did not say."""
-        self._ready, self._status, self._num_rounds = ready, status, num_rounds
+    def __init__(self, numbers: Numbers) -> None:
+        self._numbers = numbers
 
     def collect(self) -> Iterator[Metric]:
         """All families, as the registry asks for them."""
-        ready, status = self._ready, self._status
+        ready, status = self._numbers.ready, self._numbers.status
         if ready is not None and status is not None:
             yield from self._of_engine(ready, status)
         yield _gauges(
             "general",
             "Seconds since the epoch times 10**6, and rounds since the server's start",
             "general_type",
-            {"timestamp": round(time.time() * 1e6), "iteration_counter": self._num_rounds},
+            {"timestamp": round(time.time() * 1e6), "iteration_counter": self._numbers.total("num_rounds")},
         )
-        yield _histogram(
-            "nv_llm_input_token_len", "Prompt tokens of a request", "total_input_tokens", self._input_sizes
-        )
-        yield _histogram("nv_llm_output_token_len", "Tokens generated", "total_output_tokens", self._output_sizes)
+        sizes = self._numbers.totals.prompt_sizes, self._numbers.totals.output_sizes
+        yield _histogram("nv_llm_input_token_len", "Prompt tokens of a request", "total_input_tokens", sizes[0])
+        yield _histogram("nv_llm_output_token_len", "Tokens generated", "total_output_tokens", sizes[1])
 
     def _of_engine(self, ready: Ready, status: Status) -> Iterator[Metric]:
         limits = ready.scheduler_limits()
@@ -100,7 +77,7 @@ class TritonMetrics(Collector):
                 "free": status.num_free_blocks,
                 "used": used,
                 "tokens_per": limits.block_size,
-                "reused": self._totals.num_cached_tokens // limits.block_size,
+                "reused": self._numbers.totals.num_cached_tokens // limits.block_size,
                 "fraction": status.kv_usage,
             },
         )
@@ -124,9 +101,31 @@ def _gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> Me
     return family
 
 
-def _histogram(name: str, text: str, kind: str, sizes: _Sizes) -> Metric:
+def _histogram(name: str, text: str, kind: str, sizes: Sizes) -> Metric:
     family = HistogramMetricFamily(name, f"{text}.", labels=["model", "response_metric_type", "version"])
     bounds = [*(str(most) for most in BUCKETS), "+Inf"]
     buckets = list(zip(bounds, accumulate(sizes.counts), strict=True))
     family.add_metric([MODEL, kind, VERSION], buckets, sizes.total)
     return family
+
+
+def write_exposition(families: Iterable[Metric]) -> bytes:
+    """Families with their samples, a line each."""
+    lines = []
+    for family in families:
+        text = family.documentation.replace("\\", "\\\\").replace("\n", "\\n")
+        lines += [f"# HELP {family.name} {text}", f"# TYPE {family.name} {family.type}"]
+        lines += map(_write_sample, family.samples)
+    return "".join(f"{line}\n" for line in lines).encode()
+
+
+def _write_sample(sample: Sample) -> str:
+    names = sorted(sample.labels, key=lambda name: (name == _BOUND, name))
+    labels = ",".join(f'{name}="{_escape(sample.labels[name])}"' for name in names)
+    value = float(sample.value)
+    number = str(int(value)) if value.is_integer() else repr(value)
+    return f"{sample.name}{{{labels}}} {number}" if labels else f"{sample.name} {number}"
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')

@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from launch.serve.front.front import Piece, Usage
+from launch.serve.front.front import Usage
+from launch.serve.openai.answer_parts import Choice, TokenTexts, tell_tokens, tell_usage
 from launch.serve.openai.calls import Answering
-from launch.serve.openai.token_texts import TokenTexts
-from launch.serve.openai.usage import tell_tokens, tell_usage
-from launch.serve.openai.whole_choices import Choice
 from trtrun.core.nouns import TokenLogprobs
+from trtrun.core.outputs import CompletionDelta
+from trtrun.core.request_statistics import RequestStatistics
 from trtrun.tokens.detokenizer import TokenText
 from trtrun.tokens.text import Tokenizer
 
@@ -31,6 +31,7 @@ _KEPT_SPELLINGS = 2
 """A tokenizer's, and that without one."""
 
 _ENCODER = msgspec.json.Encoder()
+_NOTHING = CompletionDelta("", 0, (), "", RequestStatistics())
 
 
 class Answer(ABC):
@@ -67,16 +68,11 @@ class Answer(ABC):
         needs_texts = answering.return_token_texts or (self.tells_offsets and answering.sampling.logprobs is not None)
         self._token_texts = TokenTexts(tokenizer, prompts, answering.sampling.n) if needs_texts else None
 
-    def keep(self, piece: Piece) -> None:
+    def keep(self, delta: CompletionDelta) -> None:
         """Take a piece of an answer that comes whole."""
-        delta = piece.delta
-        choice = self._choices.setdefault(piece.choice, Choice())
-        asked = self._answering.sampling.logprobs is not None
-        told = self._choice(
-            piece.choice, {}, list(delta.token_ids), delta.token_origins, (delta.logprobs or ()) if asked else None,
-            delta.finish_reason,
-        )  # fmt: skip
-        choice.add(delta.text, told)
+        choice = self._choices.setdefault(delta.index, Choice())
+        logprobs = None if self._answering.sampling.logprobs is None else delta.logprobs or ()
+        choice.add(delta.text, self._choice(delta.index, {}, delta, logprobs))
 
     def whole(self, usage: Usage, draft_len: int) -> Iterator[bytes]:
         """The answer to a request that does not stream, of all pieces that were kept: its JSON, in parts."""
@@ -93,22 +89,14 @@ class Answer(ABC):
         """Chunks before the first piece."""
         return []
 
-    def chunk(self, piece: Piece) -> dict[str, Any] | None:
+    def chunk(self, delta: CompletionDelta) -> dict[str, Any] | None:
         """The chunk of a piece; None where it says nothing yet."""
-        delta = piece.delta
         self._so_far.num_completion_tokens += len(delta.token_ids)
         says_something = delta.text or delta.finish_reason or delta.logprobs is not None
         if not says_something and not (self._answering.shows_tokens and delta.token_ids):
             return None
-        told = self._choice(
-            piece.choice,
-            self._text(delta.text, is_chunk=True),
-            list(delta.token_ids),
-            delta.token_origins,
-            delta.logprobs,
-            delta.finish_reason,
-        )
-        return self._chunk(told)
+        text = self._text(delta.text, is_chunk=True)
+        return self._chunk(self._choice(delta.index, text, delta, delta.logprobs))
 
     def usage_chunk(self, usage: Usage, draft_len: int) -> dict[str, Any] | None:
         """The last chunk, where it was asked for."""
@@ -137,14 +125,10 @@ class Answer(ABC):
         }
 
     def _choice(
-        self,
-        number: int,
-        text: dict[str, Any],
-        token_ids: list[int],
-        token_origins: str,
-        logprobs: Sequence[TokenLogprobs] | None,
-        finish_reason: str | None,
+        self, number: int, text: dict[str, Any], delta: CompletionDelta, logprobs: Sequence[TokenLogprobs] | None
     ) -> dict[str, Any]:
+        """A choice with its text and what a delta brought it; its log probabilities, or None where it has none."""
+        token_ids, finish_reason = list(delta.token_ids), delta.finish_reason
         told = {"index": number, **text, "logprobs": None, "finish_reason": finish_reason}
         texts: Sequence[TokenText] = ()
         if self._token_texts is not None:
@@ -154,7 +138,7 @@ class Answer(ABC):
         if self._answering.return_token_ids:
             told["token_ids"] = token_ids
         if self._answering.return_token_origins:
-            told["token_origins"] = token_origins
+            told["token_origins"] = delta.token_origins
         if self._answering.return_token_texts:
             told["token_texts"] = [part.text for part in texts]
         return told
@@ -198,8 +182,7 @@ class ChatAnswer(Answer):
         """Whose words follow, for each choice."""
         delta = {"role": "assistant", "content": ""}
         return [
-            self._chunk(self._choice(number, {"delta": delta}, [], "", None, None))
-            for number in range(self._num_choices)
+            self._chunk(self._choice(number, {"delta": delta}, _NOTHING, None)) for number in range(self._num_choices)
         ]
 
     def _text(self, text: str, is_chunk: bool) -> dict[str, Any]:

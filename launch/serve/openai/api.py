@@ -16,20 +16,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from launch.serve.door.lengths import READ_HERE
+from launch.serve.door.limits import READ_HERE
 from launch.serve.door.refusals import HTTP_STATUS, Kind, Refusal, retry_headers
-from launch.serve.door.rests import Rests
+from launch.serve.door.stretches import Rests
 from launch.serve.front.front import Front, Generation
-from launch.serve.http.answers_in_parts import answer_in_parts, make_parts
+from launch.serve.http.answers import EventStream, LastEvents, answer_in_parts, event, make_parts
 from launch.serve.http.bodies import Bodies
-from launch.serve.http.event_stream import EventStream, LastEvents, event
 from launch.serve.http.json_bodies import parse_json
 from launch.serve.http.requests import Endpoint, Keys, unless_gone
 from launch.serve.metrics import ModelRequest, Stage
 from launch.serve.metrics.models import Failure
 from launch.serve.openai.answers import Answer, ChatAnswer, CompletionAnswer
 from launch.serve.openai.calls import Answering
-from launch.serve.openai.prompts import PromptMaker, needs_encoding
+from launch.serve.openai.prompts import PromptMaker
 from launch.serve.openai.types import read_completion
 from launch.serve.reading.readers import ReadRequest
 from trtrun.api.prompts import Prompt
@@ -107,7 +106,7 @@ class OpenAIApi:
         if len(body) > READ_HERE:
             return await self._read_aside("completion", request, body, arrived)
         call = read_completion(parse_json(body), self._front.model_name)
-        if not needs_encoding(call.encoding):
+        if not call.encoding.is_needed:
             return _Asked(call.prompts, call.answering)
         return _Asked(self._prompts.of_completion(call, self._front.most_prompt_tokens()), call.answering)
 
@@ -154,8 +153,11 @@ class OpenAIApi:
             raise
 
     def _stream(self, generation: Generation, answer: Answer, counted: ModelRequest) -> Response:
-        events = self._events(generation, answer, counted)
-        return EventStream(_Streaming(generation, counted), events, self._front.ping_seconds)
+        def close() -> None:
+            generation.close()
+            counted.fail(Failure.CANCELED)  # unless it has ended
+
+        return EventStream(close, self._events(generation, answer, counted), self._front.ping_seconds)
 
     async def _events(
         self, generation: Generation, answer: Answer, counted: ModelRequest
@@ -196,19 +198,6 @@ class OpenAIApi:
             "owned_by": "trtrun",
             "max_model_len": None if limits is None else limits.max_length,
         }
-
-
-@dataclass(frozen=True)
-class _Streaming:
-    """A stream's request at work, and its count."""
-
-    generation: Generation
-    counted: ModelRequest
-
-    def close(self) -> None:
-        """Give up what has not ended."""
-        self.generation.close()
-        self.counted.fail(Failure.CANCELED)  # unless it has ended
 
 
 def error_body(refusal: Refusal) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Clients were written for several servers, and send what these know. null is nothing, whatever the name. A field that has
 its effect is read by `types`. One that changes no text is passed over. One that would change the answer, and is
-not supported, is taken at the values that change nothing, and refused by name at others. `field_rules` does so;
+not supported, is taken at the values that change nothing, and refused by name at others.
 docs/serve.md shows the table. It knows names and values, and no body.
 """
 

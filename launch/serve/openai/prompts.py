@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from launch.serve.door.counts import check_text
+from launch.serve.door.limits import check_text
 from launch.serve.door.refusals import Kind, Refusal, refusing
 from launch.serve.openai.calls import ChatCall, CompletionCall, Encoding, Rendering
 from launch.serve.openai.chat_template import ChatTemplate
@@ -41,7 +41,7 @@ class PromptMaker:
             Refusal: a text cannot become tokens.
         """
         encoding = call.encoding
-        if not needs_encoding(encoding):
+        if not encoding.is_needed:
             return call.prompts
         with refusing():
             return [
@@ -83,11 +83,6 @@ class PromptMaker:
         if self._tokenizer is None:
             raise InvalidRequestError("the target has no tokenizer: give token ids instead of text")
         return _tokens(self._tokenizer, text, encoding.adds_special_tokens)
-
-
-def needs_encoding(encoding: Encoding) -> bool:
-    """Whether the prompts of a completion do not go on as they are."""
-    return encoding.most_tokens is not None or not encoding.adds_special_tokens
 
 
 def _cut(tokens: Tokens, encoding: Encoding, most_tokens: int) -> Tokens:

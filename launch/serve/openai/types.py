@@ -1,29 +1,94 @@
 """Requests of the OpenAI API: what their fields mean here.
 
-Which fields there are, and what becomes of those that have no effect, is the table in `fields`, by which
-`field_rules` takes them; messages are read by `messages`. The rest become SamplingParams, which checks
-their values, once they are what clients of several servers mean by them. It knows JSON values, and no HTTP.
+Which fields there are is the table in `fields`: those with an effect are taken, others passed over, or refused by name;
+what nobody here knows is refused with the nearest name. Messages are read by `messages`. The rest become
+SamplingParams, which checks their values, once they are what clients of several servers mean by them. It knows JSON
+values, and no HTTP.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from launch.serve.door.refusals import Kind, Refusal
-from launch.serve.openai.calls import Answering, ChatCall, CompletionCall, Encoding, Rendering
-from launch.serve.openai.field_rules import take_fields
-from launch.serve.openai.fields import Endpoint
-from launch.serve.openai.messages import read_messages, read_prediction, read_text
+from launch.serve.openai.calls import (
+    Answering,
+    ChatCall,
+    CompletionCall,
+    Encoding,
+    Rendering,
+    read_messages,
+    read_prediction,
+    read_text,
+)
+from launch.serve.openai.fields import BY_NAME, Endpoint, Field, Treatment, names_of
 from trtrun.api.prompts import Prompt
 from trtrun.core.sampling_params import LARGEST_COUNT, SamplingParams
 from trtrun.core.values import read_flag, read_integer, show_value
 from trtrun.errors import InvalidRequestError, nearest
 
-SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams)) - {"logprobs"}
-"""Fields that are SamplingParams' own."""
+_ALLOWING = {"tools": "tool_choice", "functions": "function_call"}
+"""Fields that ask for nothing where another one is "none"."""
+
+
+def take_fields(values: object, endpoint: Endpoint) -> dict[str, Any]:
+    """The fields of a body that have an effect, each with a value that is not null.
+
+    Raises:
+        Refusal: the body is no object, or has a field that is unknown, or asks for what there is not.
+    """
+    if not isinstance(values, dict):
+        raise Refusal(Kind.INVALID, f"the body must be a JSON object, not {show_value(values)}")
+    taken = {}
+    for name, value in values.items():
+        if value is None:
+            continue
+        field = BY_NAME.get(name)
+        if field is None or field.endpoint not in (None, endpoint):
+            raise _unknown(name, endpoint)
+        if field.treatment is Treatment.EFFECT:
+            taken[name] = value
+        elif field.treatment is Treatment.NEUTRAL and not _asks_for_nothing(field, value, values):
+            raise _unsupported(field)
+    return taken
+
+
+def _asks_for_nothing(field: Field, value: object, values: Mapping[str, Any]) -> bool:
+    if field.name == "best_of" and value == values.get("n"):
+        return True
+    if values.get(_ALLOWING.get(field.name, "")) == "none":
+        return True
+    # To Python true is 1, and false is 0.
+    return any(value == neutral and (type(value) is bool) == (type(neutral) is bool) for neutral in field.neutral)
+
+
+def _unsupported(field: Field) -> Refusal:
+    line = f"{field.name} is not supported here: leave it out"
+    if field.says:
+        line = f"{field.name} is not supported here: give {field.says}"
+    elif field.neutral:
+        line += f", or give {' or '.join(map(show_value, field.neutral))}"
+    if field.name in _ALLOWING:
+        line += f', or give {_ALLOWING[field.name]} "none"'
+    return Refusal(Kind.INVALID, line, field.name, "unsupported_field")
+
+
+def _unknown(name: str, endpoint: Endpoint) -> Refusal:
+    told = name[:100].encode(errors="backslashreplace").decode()  # half a character cannot be sent back
+    match = difflib.get_close_matches(name[:100], sorted(names_of(endpoint)), n=1, cutoff=0.5)
+    hint = f" (did you mean '{match[0]}'?)" if match else ": leave it out"
+    if name in BY_NAME:
+        others = next(other for other in Endpoint if other is not endpoint)
+        hint = f" of {endpoint.value}: {others.value} have it"
+    return Refusal(Kind.INVALID, f"unknown field {show_value(name)}{hint}", told, "unknown_field")
+
+
+SAMPLING_FIELDS = frozenset(item.name for item in fields(SamplingParams)) - {"logprobs", "stop_sequences"}
+"""Fields of the API that are SamplingParams' own."""
 
 COMPLETION_TOKENS = 16
 """max_tokens of a completion that does not say it, as OpenAI has it. A chat then goes on to the end of the context."""

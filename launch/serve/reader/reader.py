@@ -1,33 +1,61 @@
-"""Reads requests of all protocols, whatever their length: from bytes to tokens and checked parameters.
+"""What a process runs that reads requests of all protocols for a front, whatever their length: from bytes to tokens and
+checked parameters, one request after the other, until the front is gone.
 
-What it makes of them is what the front's event loop makes of short ones, by the same functions. It knows bodies, the
-tokenizer and the chat template. It does not know who asks, or what becomes of it.
+    python -m launch.serve.reader.reader        its standard input is a socket
+
+What it makes of them is what the front's event loop makes of short ones, by the same functions. The kernel bounds it:
+the processor time of a task, and the memory that it may have. A task that goes beyond ends the process, or is refused;
+the front starts another one. It ends with the front, and with nothing else that a terminal or a batch system sends to
+all, as it has a session of its own: then requests are still read. It knows bodies, the tokenizer and the chat template.
+It does not know who asks, or what becomes of it.
 """
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
+import socket
+import sys
+import traceback
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from launch.serve.door.counts import check_counts, check_text, distinct
-from launch.serve.door.refusals import Refusal, refusing
+from launch.mpi.parent_death import end_with_parent
+from launch.serve.door.limits import check_counts, check_text, distinct
+from launch.serve.door.refusals import Kind, Refusal, refusing
 from launch.serve.http.json_bodies import parse_json
-from launch.serve.kserve.forms import Sent, read_body, write_answer
+from launch.serve.kserve.grpc_messages import Sent, read_body, write_answer
 from launch.serve.kserve.models import MODELS
 from launch.serve.kserve.processing import process
-from launch.serve.kserve.requests import check_request
+from launch.serve.kserve.requests import check_request, is_stopping
 from launch.serve.kserve.row_requests import ModelFacts, RowRequest, read_row_requests
-from launch.serve.kserve.stopping import is_stopping
 from launch.serve.openai.calls import Answering
 from launch.serve.openai.chat_template import ChatTemplate
 from launch.serve.openai.prompts import PromptMaker
 from launch.serve.openai.types import read_chat, read_completion
-from launch.serve.reading.messages import Answered, Facts, Read, Refused, Stops, Task
+from launch.serve.reading.messages import (
+    BLOCK_HEAD_BYTES,
+    CHANGED,
+    HEAD_BYTES,
+    Answered,
+    Facts,
+    Read,
+    Refused,
+    Reply,
+    Stops,
+    Task,
+    pack,
+    too_much_memory,
+    unpack,
+)
 from trtrun.api.prompts import Prompt, PromptReader
 from trtrun.core.sampling_params import SamplingParams
-from trtrun.tokens.text import Tokenizer
+from trtrun.errors import CheckpointError
+from trtrun.tokens.text import Tokenizer, hash_tokenizer_files, read_tokenizer
 
 Result = Read | Answered | Stops | Refused
 
@@ -119,3 +147,101 @@ def _others(value: Answering | RowRequest) -> dict[str, Any]:
     """What travels of a request beside its prompts and parameters, by name."""
     names = [item.name for item in fields(value) if item.name not in ("prompt", "sampling")]
     return {name: getattr(value, name) for name in names}
+
+
+MOST_KEPT_BYTES = 1 << 28
+"""How much a process may have grown to read another request: memory that Python does not give back."""
+
+_CHANGED_LINE = "the tokenizer's files have changed since the server has read them: start the server again"
+
+
+def main() -> None:
+    """Read on."""
+    parent = int(sys.argv[1])
+    end_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with socket.socket(fileno=os.dup(0)) as front:
+        facts = unpack(_read(front, HEAD_BYTES), Facts)
+        os.nice(facts.niceness)
+        _read_on(front, _make_reader(facts), facts)
+
+
+def _make_reader(facts: Facts) -> Reader | None:
+    """Who reads; None where the tokenizer's files are not those that the front has read."""
+    if facts.tokenizer is None:
+        return Reader(facts, None)
+    directory = Path(facts.tokenizer)
+    try:
+        tokenizer = read_tokenizer(directory)
+    except CheckpointError:
+        tokenizer = None  # as while they are being replaced
+    # Behind the reading: whatever has come between shows.
+    return Reader(facts, tokenizer) if hash_tokenizer_files(directory) == facts.tokenizer_hash else None
+
+
+def _read_on(front: socket.socket, reader: Reader | None, facts: Facts) -> None:
+    """A task after the other."""
+    has_at_first = _pages()[0]
+    _bound_memory(facts.most_bytes)
+    while head := _receive(front, HEAD_BYTES):
+        task = unpack(_receive(front, int.from_bytes(head, "big")), Task)
+        body = _receive(front, int.from_bytes(_receive(front, BLOCK_HEAD_BYTES), "big"))
+        signal.setitimer(signal.ITIMER_PROF, task.seconds)  # what it sends then ends the process
+        result, blocks = _do(reader, task, body)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        is_last = reader is None or _pages()[0] - has_at_first > MOST_KEPT_BYTES
+        front.sendall(pack(Reply(result=result, sizes=tuple(map(len, blocks)), is_last=is_last)))
+        for block in blocks:
+            front.sendall(block)
+        del result, blocks, body
+        if is_last:
+            return
+
+
+def _do(reader: Reader | None, task: Task, body: bytes) -> tuple[Result, list[bytes]]:
+    if reader is None:
+        return Refused(kind=Kind.FAILED.name, reason=_CHANGED_LINE, field=None, code=CHANGED), []
+    try:
+        return reader.read(task, body)
+    except MemoryError:
+        return Refused.of(too_much_memory()), []
+    except Exception:  # a defect, whose traceback goes where the front's goes
+        traceback.print_exc()
+        return Refused(kind=Kind.FAILED.name, reason="the server failed; its log says how", field=None, code=None), []
+
+
+def _bound_memory(most_bytes: int) -> None:
+    """Let this process have so much more than it has now, as far as it may have that."""
+    wanted, (_, hard) = _pages()[1] + most_bytes, resource.getrlimit(resource.RLIMIT_AS)
+    # The hard limit stays: an ordinary user may not raise it.
+    resource.setrlimit(resource.RLIMIT_AS, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # requests are nobody's but the client's
+
+
+def _pages() -> tuple[int, int]:
+    """Bytes of this process that are in memory, and of its address space."""
+    size, resident = Path("/proc/self/statm").read_text(encoding="ascii").split()[:2]
+    return int(resident) * resource.getpagesize(), int(size) * resource.getpagesize()
+
+
+def _read(front: socket.socket, head_bytes: int) -> bytes:
+    return _receive(front, int.from_bytes(_receive(front, head_bytes), "big"))
+
+
+def _receive(front: socket.socket, count: int) -> bytes:
+    """So many bytes; none where the front has ended the connection."""
+    found = bytearray(count)
+    view, num_received = memoryview(found), 0
+    while num_received < count:
+        got = front.recv_into(view[num_received:])
+        if not got:
+            return b""
+        num_received += got
+    return bytes(found)
+
+
+if __name__ == "__main__":
+    main()

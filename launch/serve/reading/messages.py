@@ -1,12 +1,16 @@
-"""What the front and the processes that read for it say to each other: facts once, then a task and a reply, in turns.
+"""What the front and the processes that read for it say to each other: facts once, then a task and a reply, in turns;
+MessagePack behind its length, and blocks behind that.
 
-Lists that may be long travel behind a message, as blocks of bytes: token ids as 32 bits each. It does not know how they
-are made or read.
+    4 bytes, big-endian: length of the message │ the message │ 8 bytes: length of the block │ the block     a task
+    4 bytes, big-endian: length of the message │ the message │ its blocks, as long as it says               a reply
+
+Lists that may be long travel as blocks of bytes: token ids as 32 bits each. Both ends are this program's own. It does
+not know how they are made or read.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -136,3 +140,28 @@ class Reply(_Message, frozen=True, tag="reply"):
 def too_much_memory() -> Refusal:
     """What a request is told that cannot be read within the memory of a process."""
     return Refusal(Kind.TOO_LARGE, "reading the request takes more memory than it may: send less at once")
+
+
+HEAD_BYTES = 4
+"""Of the length of a message."""
+
+BLOCK_HEAD_BYTES = 8
+"""Of the length of a task's block."""
+
+_ENCODER = msgspec.msgpack.Encoder()
+M = TypeVar("M", Facts, Task, Reply)
+
+
+def pack(message: Facts | Task | Reply) -> bytes:
+    """A message behind its length."""
+    body = _ENCODER.encode(message)
+    return len(body).to_bytes(HEAD_BYTES, "big") + body
+
+
+def unpack(body: bytes, kind: type[M]) -> M:
+    """A message again; the process that sent it is one of this program's.
+
+    Raises:
+        msgspec.DecodeError: it is none of that kind.
+    """
+    return msgspec.msgpack.decode(body, type=kind)

@@ -11,14 +11,13 @@ import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from launch.serve.door.lengths import SHORT_BODY
-from launch.serve.reading.frames import pack
+from launch.serve.door.limits import SHORT_BODY
 from launch.serve.reading.lane import Lane
-from launch.serve.reading.messages import Answered, Facts, Read, Refused, Stops, Task
+from launch.serve.reading.messages import Answered, Facts, Read, Refused, Stops, Task, pack
 from trtrun.core.sampling_params import SamplingParams
 
 LONG_NICENESS = 10
@@ -57,19 +56,8 @@ class ReadAnswer:
 Found = ReadRequest | ReadAnswer | Stops
 
 
-class Reading(Protocol):
-    """Reads requests beside the event loop."""
-
-    async def read(self, kind: str, body: bytes, most_tokens: int, model: str = "", json_length: int = 0) -> Found:
-        """What a request asks for; see Task.
-
-        Raises:
-            Refusal: it is wrong, or takes more time or memory than it may.
-        """
-
-
 class Readers:
-    """See Reading; all processes of a server. It belongs to one event loop."""
+    """All processes of a server. It belongs to one event loop."""
 
     def __init__(self, facts: Facts, most_body_bytes: int) -> None:
         """Begin without processes.
@@ -89,7 +77,11 @@ class Readers:
             lane.start_one()
 
     async def read(self, kind: str, body: bytes, most_tokens: int, model: str = "", json_length: int = 0) -> Found:
-        """See Reading."""
+        """What a request asks for; see Task.
+
+        Raises:
+            Refusal: it is wrong, or takes more time or memory than it may.
+        """
         seconds = _BASE_SECONDS + _SECONDS_A_MIB * len(body) / (1 << 20)
         task = Task(kind=kind, seconds=seconds, most_tokens=most_tokens, model=model, json_length=json_length)
         lane = self._long if len(body) > SHORT_BODY else self._short

@@ -21,15 +21,15 @@ def engine_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, __file__, "serve-engine", *arguments]
 
 
-def add_request(engine: LLMEngine, prompt: Any, *arguments: Any, **options: Any) -> Any:
-    """In place of `LLMEngine.add_request`."""
+def add_checked(engine: LLMEngine, prompt: Any, *arguments: Any, **options: Any) -> Any:
+    """In place of `LLMEngine.add_checked`."""
     if list(map(str, prompt)) == PROMPT:
         os.kill(os.getpid(), signal.SIGKILL)
-    return _add_request(engine, prompt, *arguments, **options)
+    return _add_checked(engine, prompt, *arguments, **options)
 
 
 if __name__ == "__main__":
-    _add_request = LLMEngine.add_request
-    LLMEngine.add_request = add_request  # type: ignore[method-assign]
+    _add_checked = LLMEngine.add_checked
+    LLMEngine.add_checked = add_checked  # type: ignore[method-assign]
     engine_keeper.engine_command = engine_command
     main()

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from launch.serve.engine.messages import Close, Generate, Message
+from launch.serve.engine.messages import Begin, Close, Generate, Message
 from launch.serve.engine.process import _Served
 from trtrun.api import engine_thread
-from trtrun.api.engine_thread import EngineThread
-from trtrun.api.recipients import Outlet, Recipient
+from trtrun.api.engine_thread import Arrival, EngineThread, Outlet, Recipient
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import SamplingParams
+from trtrun.errors import InvalidRequestError
 
 PATIENCE = 60.0
 
@@ -56,6 +56,8 @@ class Core:
     def add_request(self, prompt: Any, sampling: Any, request_id: Any, generated: Any, group: Any) -> None:
         self.requests.append(request_id)
 
+    add_checked = add_request
+
     def step(self) -> list[CompletionDelta]:
         requests, self.requests = self.requests, []
         self.rounds.append(len(requests))
@@ -74,48 +76,80 @@ def running() -> Iterator[tuple[EngineThread, Core]]:
     thread.close()
 
 
-def test_requests_that_are_announced_are_waited_for(
+def arrival_of(reader: Reader, number: int) -> Arrival:
+    return Arrival(reader, number, (1,), SamplingParams())
+
+
+def test_requests_that_are_handed_over_together_begin_together(running: tuple[EngineThread, Core]) -> None:
+    thread, core = running
+    readers = [Reader() for _ in range(3)]
+    thread.add([arrival_of(reader, number) for number, reader in enumerate(readers)], are_checked=True)
+    assert all(reader.has_ended.wait(PATIENCE) for reader in readers)
+    assert core.rounds == [3]
+
+
+def test_requests_that_come_apart_are_waited_for(
     running: tuple[EngineThread, Core], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread, core = running
     monkeypatch.setattr(engine_thread, "MOST_GATHER_SECONDS", PATIENCE)
-    monkeypatch.setattr(engine_thread, "GATHER_SECONDS", 0.0)
+    monkeypatch.setattr(engine_thread, "GATHER_SECONDS", PATIENCE)
     readers = [Reader() for _ in range(3)]
     for number, reader in enumerate(readers):
-        thread.add(reader, number, (1,), None, None, more_follow=number < 2)
+        if number == 2:
+            monkeypatch.setattr(engine_thread, "GATHER_SECONDS", 0.0)
+        thread.add([arrival_of(reader, number)])
         if number < 2:
             assert thread.call(lambda engine: len(core.requests)).result(PATIENCE) == number + 1
     assert all(reader.has_ended.wait(PATIENCE) for reader in readers)
     assert core.rounds == [3]
 
 
-def test_nobody_is_waited_for_behind_the_last_one(
+def test_nobody_is_waited_for_behind_what_a_front_hands_over(
     running: tuple[EngineThread, Core], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread, core = running
     monkeypatch.setattr(engine_thread, "MOST_GATHER_SECONDS", 2 * PATIENCE)
     monkeypatch.setattr(engine_thread, "GATHER_SECONDS", 2 * PATIENCE)
     reader = Reader()
-    thread.add(reader, 0, (1,), None, None, more_follow=False)
+    thread.add([arrival_of(reader, 0)], are_checked=True)
     assert reader.has_ended.wait(PATIENCE) and core.rounds == [1]
 
 
-def test_what_the_front_says_of_those_that_follow_is_passed_on() -> None:
+def test_one_that_is_refused_keeps_out_none_that_came_with_it(
+    running: tuple[EngineThread, Core], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread, core = running
+    add = core.add_request
+
+    def refuse_first(prompt: Any, sampling: Any, request_id: Any, generated: Any, group: Any) -> None:
+        if request_id == 0:
+            raise InvalidRequestError("no")
+        add(prompt, sampling, request_id, generated, group)
+
+    monkeypatch.setattr(core, "add_checked", refuse_first)
+    readers = [Reader() for _ in range(3)]
+    thread.add([arrival_of(reader, number) for number, reader in enumerate(readers)], are_checked=True)
+    assert all(reader.has_ended.wait(PATIENCE) for reader in readers)
+    assert core.rounds == [2] and readers[0].is_over
+
+
+def test_what_the_front_sends_as_one_is_handed_over_as_one() -> None:
     class Told:
         def __init__(self) -> None:
-            self.more_follow: list[Any] = []
+            self.ids: list[list[Any]] = []
 
-        def deliver(self, *arguments: Any) -> None:
-            self.more_follow.append(arguments[-1])
+        def deliver(self, arrivals: list[Arrival]) -> None:
+            self.ids.append([arrival.request_id for arrival in arrivals])
 
     async def messages() -> AsyncIterator[Message]:
-        for more_follow in (True, False):
-            yield Generate.of(str(more_follow), (1,), SamplingParams(), None, None, more_follow)
+        for names in ("ab", "c"):
+            yield Begin(requests=tuple(Generate.of(name, (1,), SamplingParams(), None) for name in names))
         yield Close()
 
     async def work() -> None:
         told = Told()
         await _Served(told, None)._read(messages())  # type: ignore[arg-type]
-        assert told.more_follow == [True, False]
+        assert told.ids == [["a", "b"], ["c"]]
 
     asyncio.run(work())

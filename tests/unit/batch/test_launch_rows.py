@@ -13,8 +13,9 @@ import launch.batch.input
 import launch.batch.rows
 from launch.batch.input import InputRows
 from launch.batch.options import Part
-from launch.batch.rows import PromptRow, refused_row, unique_keys
+from launch.batch.rows import PromptRow, refused_row
 from trtrun.core.sampling_params import SamplingParams
+from trtrun.core.values import unique_keys
 from trtrun.errors import ConfigError, InvalidRequestError
 
 

@@ -11,6 +11,7 @@ from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError, InvalidRequestError
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.scheduling.stop_rules import append_tokens
+from trtrun.tokens.aho_corasick import AhoCorasick
 
 
 def test_first_plan_admits_in_order_into_the_smallest_rows() -> None:
@@ -124,6 +125,38 @@ def test_many_stop_tokens_are_not_gone_through_in_each_round() -> None:
     tokens = CountedTokens([5, 6, 7])
     assert append_tokens(running, tokens, LIMITS) == ([5, 6, 7], None) and tokens.num_searches == 0
     assert append_tokens(running, [8, 4999, 9], LIMITS) == ([8, 4999], FinishReason.STOP)
+
+
+class CountedToken(int):
+    """Tokens that count how often one is looked up."""
+
+    num_hashed = 0
+
+    def __hash__(self) -> int:
+        CountedToken.num_hashed += 1
+        return super().__hash__()
+
+
+def test_a_token_costs_as_much_with_stop_sequences_of_many_lengths() -> None:
+    """As many lengths as the limit of all tokens allows."""
+    sequences = (*((1,) * length + (2,) for length in range(361)), *((place, place + 1, 7) for place in range(3, 600)))
+    limits = with_limits(max_seq_len=4096, num_blocks=2048)
+    scheduler, stops = Scheduler(limits), AhoCorasick(sequences)
+    sampling = SamplingParams(seed=1, max_tokens=4000)
+    for number in range(2):  # completions of a request share what finds them
+        running = scheduler.add(Request(number, (1,), sampling), stops=stops)
+        CountedToken.num_hashed = 0
+        tokens = [CountedToken(1 if place % 400 else 9) for place in range(1, 2000)]
+        assert append_tokens(running, tokens, limits) == (tokens, None)
+        assert append_tokens(running, [500, 501, 7, 8], limits) == ([500, 501, 7], FinishReason.STOP)
+        assert CountedToken.num_hashed < 8 * len(tokens)
+
+
+def test_a_stop_sequence_counts_over_rounds_and_not_from_the_prompt() -> None:
+    sampling = SamplingParams(seed=1, max_tokens=20, min_tokens=20, stop_sequences=[[5, 6]])
+    running = Scheduler(LIMITS).add(Request(0, (1, 5), sampling), stops=AhoCorasick(sampling.stop_sequences))
+    assert append_tokens(running, [6, 5], LIMITS) == ([6, 5], None)
+    assert append_tokens(running, [6, 7], LIMITS) == ([6], FinishReason.STOP)
 
 
 def test_a_given_draft_ends_where_the_text_has_to() -> None:
@@ -248,7 +281,8 @@ def test_refused_request_says_the_numbers_and_the_others_go_on(
     job = Job(with_limits(**changes))
     job.add(make_request(0, [1, 2, 3]))
     with pytest.raises(InvalidRequestError) as caught:
-        job.scheduler.add(make_request(1, [1] * length))
+        job.scheduler.limits.check_prompt(length)  # as who adds it has to
+        job.scheduler.check_room(1)
     assert all(number in str(caught.value) for number in numbers) and "\n" not in str(caught.value)
     job.run([])
 

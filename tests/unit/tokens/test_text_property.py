@@ -17,7 +17,7 @@ import tokenizers
 from tokenizer_layouts import BYTES, LAYOUTS, SPECIAL, TEXTS, layout
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
-from launch.serve.openai.token_texts import TokenTexts
+from launch.serve.openai.answer_parts import TokenTexts
 from trtrun.tokens.aho_corasick import AhoCorasick
 from trtrun.tokens.decoders import chain as chains
 from trtrun.tokens.decoders.elements import REPLACEMENT, Step

@@ -15,7 +15,7 @@ import pytest
 from fronts import NoEngine, WatchedTokenizer, make_front
 
 from launch.serve.application.http_server import make_application, make_metrics_application
-from launch.serve.application.metrics_routes import metrics_route
+from launch.serve.application.status import metrics_route
 from launch.serve.front.front import Front
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys

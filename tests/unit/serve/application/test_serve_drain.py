@@ -13,7 +13,7 @@ from fronts import NoEngine
 from launch.exit_codes import FailedError
 from launch.serve.application.http_server import listen
 from launch.serve.application.serve import _Server
-from launch.serve.engine.engines import EngineEvents
+from launch.serve.engine.restarted_engine import EngineEvents
 from launch.serve.http.requests import Keys
 from trtrun.configuration.config import make_config
 

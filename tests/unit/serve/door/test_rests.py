@@ -9,9 +9,9 @@ from typing import Any
 
 from starlette.responses import Response
 
-from launch.serve.door.rests import MOST_SECONDS, Rests
-from launch.serve.front.front import Piece, Usage
-from launch.serve.http.answers_in_parts import JOINED_BYTES, answer_in_parts, make_parts
+from launch.serve.door.stretches import MOST_SECONDS, Rests
+from launch.serve.front.front import Usage
+from launch.serve.http.answers import JOINED_BYTES, answer_in_parts, make_parts
 from launch.serve.openai.answers import ChatAnswer, CompletionAnswer
 from launch.serve.openai.calls import Answering
 from trtrun.configuration.config import ASSETS
@@ -68,7 +68,7 @@ def test_an_answer_goes_out_in_parts_where_it_is_long() -> None:
     asyncio.run(work())
 
 
-def pieces() -> Iterator[Piece]:
+def pieces() -> Iterator[CompletionDelta]:
     """Of two choices, the second of which begins late."""
     for number in range(6):
         choice = int(number in (3, 5))
@@ -78,7 +78,7 @@ def pieces() -> Iterator[Piece]:
         delta = CompletionDelta(
             "r", choice, tokens, f"<{number}>", RequestStatistics(), logprobs, reason, token_origins="pa"
         )
-        yield Piece(choice, delta)
+        yield delta
 
 
 def test_a_whole_answer_is_what_its_pieces_say() -> None:

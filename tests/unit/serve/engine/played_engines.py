@@ -14,12 +14,10 @@ from launch.exit_codes import ExitCode
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.engine import unix_socket as engine_socket
 from launch.serve.engine.client import EngineClient
-from launch.serve.engine.engines import EngineEvents
 from launch.serve.engine.identity import hash_config, hash_files
-from launch.serve.engine.message_stream import MessageStream, encode
-from launch.serve.engine.messages import Close, Delta, Deltas, Generate, Ready
+from launch.serve.engine.messages import Begin, Close, Deltas, Generate, MessageStream, Ready, encode
 from launch.serve.engine.open_requests import EngineRequest, Inbox
-from launch.serve.engine.restarted_engine import RestartedEngine
+from launch.serve.engine.restarted_engine import EngineEvents, RestartedEngine
 from trtrun import __version__
 from trtrun.configuration.config import RuntimeConfig, make_config
 
@@ -35,6 +33,7 @@ class Process:
         self.words, self.config, self._client = words, config, client
         self.returncode: int | None = None
         self.heard: list[Generate] = []
+        self._unheard: list[Generate] = []
         self._messages: MessageStream
         self._writer: asyncio.StreamWriter | None = None
         self._task = asyncio.create_task(self._run(play))
@@ -87,16 +86,19 @@ class Process:
 
     async def hear(self) -> Generate | None:
         """The next request; None once the front closes."""
-        while (message := await self._messages.read()) is not None and not isinstance(message, Close):
-            if isinstance(message, Generate):
-                self.heard.append(message)
-                return message
-        return None
+        while not self._unheard:
+            message = await self._messages.read()
+            if message is None or isinstance(message, Close):
+                return None
+            if isinstance(message, Begin):
+                self._unheard += message.requests
+        self.heard.append(self._unheard.pop(0))
+        return self.heard[-1]
 
     async def tell(self, request: Generate, token: int, finish_reason: str | None = None) -> None:
         """A token of each completion of a request, which the front has read behind this."""
-        deltas = [replace(delta_of((token,), finish_reason, index), request_id=request.request_id) for index in (0, 1)]
-        self.send(Deltas(deltas=tuple(map(Delta.of, deltas))))
+        deltas = [delta_of((token,), finish_reason, index, request_id=request.request_id) for index in (0, 1)]
+        self.send(Deltas(deltas=tuple(deltas)))
         generated = self._client._requests[request.request_id].generated
         count = sum(map(len, generated.values()))
         while generated and sum(map(len, generated.values())) == count:

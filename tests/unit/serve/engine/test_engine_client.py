@@ -12,9 +12,20 @@ from engine_messages import LIMITS, SAMPLING, delta_of, run
 
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.engine import unix_socket as engine_socket
-from launch.serve.engine.client import EngineClient
-from launch.serve.engine.message_stream import MessageStream, encode
-from launch.serve.engine.messages import Abort, AskStatus, Delta, Deltas, Ended, Generate, Message, Ready, Status
+from launch.serve.engine.client import MOST_TOGETHER, EngineClient
+from launch.serve.engine.messages import (
+    Abort,
+    AskStatus,
+    Begin,
+    Deltas,
+    Ended,
+    Generate,
+    Message,
+    MessageStream,
+    Ready,
+    Status,
+    encode,
+)
 from launch.serve.engine.open_requests import EngineRequest, Inbox
 from trtrun.core.outputs import CompletionDelta
 
@@ -24,6 +35,7 @@ class Engine:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._messages, self.writer = MessageStream(reader), writer
+        self._unheard: list[Generate] = []
 
     @classmethod
     async def connect(cls, socket: str) -> Engine:
@@ -35,10 +47,22 @@ class Engine:
         self.writer.write(encode(message))
 
     def tell(self, *deltas: CompletionDelta) -> None:
-        self.send(Deltas(deltas=tuple(map(Delta.of, deltas))))
+        self.send(Deltas(deltas=deltas))
 
     async def hear(self) -> Any:
-        return await self._messages.read()
+        """The next message, or the next request of one."""
+        if not self._unheard:
+            message = await self._messages.read()
+            if not isinstance(message, Begin):
+                return message
+            self._unheard += message.requests
+        return self._unheard.pop(0)
+
+    async def hear_ids(self) -> list[str]:
+        """Those of the requests that are sent as one."""
+        message = await self._messages.read()
+        assert isinstance(message, Begin)
+        return [request.request_id for request in message.requests]
 
     async def die(self, client: EngineClient) -> None:
         self.writer.close()
@@ -193,17 +217,17 @@ def test_requests_that_came_together_are_a_group_on_every_engine() -> None:
     with_client(check)
 
 
-def test_an_engine_hears_whether_more_requests_follow() -> None:
+def test_an_engine_hears_which_requests_begin_together() -> None:
     async def check(client: EngineClient, socket: str) -> None:
         engine = await Engine.connect(socket)
         while client.ready is None:
             await asyncio.sleep(0)
         client.start([EngineRequest((number,), SAMPLING) for number in range(2)], Inbox())
-        client.start([EngineRequest((number,), SAMPLING) for number in range(2)], Inbox(), more_follow=True)
-        assert [(await engine.hear()).more_follow for _ in range(4)] == [True, False, True, True]
+        client.start([EngineRequest((number,), SAMPLING) for number in range(2)], Inbox())
+        assert await engine.hear_ids() == [f"request {number}" for number in range(4)]
         await engine.die(client)
         engine = await Engine.connect(socket)
-        assert [(await engine.hear()).more_follow for _ in range(4)] == [True, True, True, False]
+        assert await engine.hear_ids() == [f"request {number}" for number in range(4)]
 
     with_client(check)
 
@@ -236,19 +260,21 @@ def test_requests_that_follow_each_other_are_written_together() -> None:
         assert client._writer is not None
         write, written = client._writer.write, list[bytes]()
         client._writer.write = lambda data: (written.append(data), write(data))[1]  # type: ignore[assignment, method-assign]
-        for number in range(3):
-            client.start([EngineRequest((1,), SAMPLING)], Inbox(), more_follow=number < 2)
+        for _ in range(3):
+            client.start([EngineRequest((1,), SAMPLING)], Inbox())
+        assert not written
+        assert await engine.hear_ids() == ["request 0", "request 1", "request 2"]
         assert len(written) == 1
-        assert [(await engine.hear()).more_follow for _ in range(3)] == [True, True, False]
         # One behind which nothing comes after all, and one whose follower ends it, in their order.
-        client.start([EngineRequest((1,), SAMPLING)], Inbox(), more_follow=True)
-        assert (await engine.hear()).request_id == "request 3"
-        client.start([EngineRequest((1,), SAMPLING)], Inbox(), more_follow=True)
+        client.start([EngineRequest((1,), SAMPLING)], Inbox())
+        assert await engine.hear_ids() == ["request 3"]
+        client.start([EngineRequest((1,), SAMPLING)], Inbox())
         client.abort(["request 4"])
         assert [type(await engine.hear()) for _ in range(2)] == [Generate, Abort]
-        # Many of them are not held until the last: the engine reads meanwhile.
-        client.start([EngineRequest((1,) * 500, SAMPLING)] * 8, Inbox())
-        assert len(written) == 1 + 1 + 1 + 4
+        # Those with many tokens are not held until the last.
+        client.start([EngineRequest((1,) * (MOST_TOGETHER // 2), SAMPLING)] * 8, Inbox())
+        assert len(written) == 1 + 1 + 2 + 4
+        assert [len(await engine.hear_ids()) for _ in range(4)] == [2] * 4
         engine.writer.close()
 
     with_client(check)

@@ -11,9 +11,8 @@ import pytest
 from engine_messages import run
 
 from launch.serve.engine import keeper as engine_keeper
-from launch.serve.engine.engines import EngineEvents
 from launch.serve.engine.keeper import RestartLimit
-from launch.serve.engine.restarted_engine import RestartedEngine
+from launch.serve.engine.restarted_engine import EngineEvents, RestartedEngine
 from trtrun.configuration.config import make_config
 
 

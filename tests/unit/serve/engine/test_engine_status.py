@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -11,17 +12,23 @@ from typing import Any
 import pytest
 from engine_messages import LIMITS
 
-from launch.serve.engine import engines, own_engine
-from launch.serve.engine.engines import EngineEvents
+from launch.serve.engine import client as engine_client
+from launch.serve.engine import process
+from launch.serve.engine.client import EngineClient
 from launch.serve.engine.messages import Abort, AskStatus, Close, Message, Ready
 from launch.serve.engine.own_engine import OwnEngine
 from launch.serve.engine.process import _Served
+from launch.serve.engine.restarted_engine import EngineEvents
 from parallel.watchdog.activity import Doing, Phase
 from trtrun.configuration.config import make_config
 
 
 class LongRound:
     """An AsyncLLM in a round: what is asked of the engine is answered when the round is over."""
+
+    config = make_config(
+        {"target": {"model": "asset:target", "devices": ["cpu:0", "cpu:1"]}, "speculation": {"method": "none"}}
+    )
 
     def __init__(self) -> None:
         self.is_over = asyncio.Event()
@@ -33,6 +40,10 @@ class LongRound:
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
+
+
+async def describe(llm: Any) -> Ready:
+    return Ready(version="1", config_hash="h", limits=asdict(LIMITS))
 
 
 class Sent:
@@ -65,28 +76,31 @@ def test_what_comes_behind_a_question_does_not_wait_for_the_answer() -> None:
     asyncio.run(asyncio.wait_for(work(), 60))
 
 
-def test_an_engine_in_this_process_is_not_waited_for_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "STATUS_SECONDS", 0.0)
+def test_an_engine_in_a_long_round_is_not_waited_for_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "STATUS_SECONDS", 0.0)
+    monkeypatch.setattr(process, "describe_engine", describe)
 
     async def work() -> None:
-        config: Any = None  # it is read when the engine is opened
-        engine = OwnEngine(config)
-        engine._llm, engine.ready = LongRound(), object()  # type: ignore[assignment]
-        assert await engine.ask_status() is None
+        client, llm = EngineClient(), LongRound()
+        fronts, own = socket.socketpair()
+        hearing = asyncio.create_task(client.serve(*await asyncio.open_unix_connection(sock=fronts)))
+        serving = asyncio.create_task(process.serve_front(llm, own))  # type: ignore[arg-type]
+        while client.ready is None:
+            await asyncio.sleep(0)
+        assert await client.ask_status() is None
+        client.close()
+        await asyncio.gather(serving, hearing)
 
     asyncio.run(asyncio.wait_for(work(), 60))
 
 
 def test_an_engine_in_this_process_that_hangs_is_told_of_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def describe(llm: Any) -> Ready:
-        return Ready(version="1", config_hash="h", limits=asdict(LIMITS))
-
     async def work() -> None:
         doing = Doing(Phase.VERIFYING, 8, still_seconds=60.0)
         llm: Any = LongRound()
         llm.engine = SimpleNamespace(orchestrator=SimpleNamespace(look=lambda: doing))
         llm.close = lambda: None
-        config = make_config(
+        llm.config = config = make_config(
             {
                 "target": {"model": "asset:target", "devices": ["cpu:0"]},
                 "speculation": {"method": "none"},
@@ -95,7 +109,7 @@ def test_an_engine_in_this_process_that_hangs_is_told_of_and_goes_on(monkeypatch
         )
         engine = OwnEngine(config)
         monkeypatch.setattr(engine, "_open", lambda: llm)
-        monkeypatch.setattr(own_engine, "describe_engine", describe)
+        monkeypatch.setattr(process, "describe_engine", describe)
         said: asyncio.Queue[str] = asyncio.Queue()
 
         def say(word: str) -> Callable[[], None]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from launch.serve.engine.keeper import EngineWatch, is_watched
 from launch.serve.engine.messages import Beat
-from launch.serve.engine.watch import EngineWatch, is_watched
 from trtrun.configuration.config import make_config
 
 BETWEEN = Beat(doing="idle after round 7", still_seconds=None)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 from engine_messages import delta_of, run
 
-from launch.serve.engine.message_stream import MessageStream
-from launch.serve.engine.messages import Abort, Deltas, Ended, Message
+from launch.serve.engine.messages import Abort, Deltas, Ended, Message, MessageStream
 from launch.serve.engine.outbox import Outbox, Sending
-from trtrun.api.recipients import flush
+from trtrun.api.engine_thread import flush
 from trtrun.core.outputs import CompletionDelta
 from trtrun.errors import InvalidRequestError, RankFailedError
 
@@ -56,13 +55,13 @@ def sending(outbox: Outbox, name: str, failures: list[RankFailedError] | None = 
 
 
 def of_request(name: str, delta: CompletionDelta) -> CompletionDelta:
-    return replace(delta, request_id=name)
+    return msgspec.structs.replace(delta, request_id=name)
 
 
 async def read_deltas(messages: MessageStream) -> list[CompletionDelta]:
     message = await messages.read()
     assert isinstance(message, Deltas)
-    return [delta.completion_delta() for delta in message.deltas]
+    return list(message.deltas)
 
 
 def test_a_round_is_one_message_in_the_order_of_its_rows() -> None:
@@ -102,7 +101,7 @@ def test_what_a_front_does_not_read_becomes_one_delta_a_completion() -> None:
         told: list[CompletionDelta] = []
         while not isinstance(message := await messages.read(), Ended):
             assert isinstance(message, Deltas)
-            told += [delta.completion_delta() for delta in message.deltas]
+            told += message.deltas
         tokens = [token for delta in told if delta.index == 0 for token in delta.token_ids]
         assert tokens == [number for number in range(rounds) for _ in range(500)]
         (late,) = [delta for delta in told if delta.index == 1]

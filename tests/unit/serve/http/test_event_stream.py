@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engine_messages import run
 
-from launch.serve.http.event_stream import EventStream, LastEvents, event
+from launch.serve.http.answers import EventStream, LastEvents, event
 
 
 class Work:
@@ -34,7 +34,7 @@ class Work:
         self.has_sent.set()
 
     async def answer(self, events: AsyncGenerator[bytes, None], ping_seconds: float | None = None) -> None:
-        await EventStream(self, events, ping_seconds)({"type": "http"}, self.receive, self.send)
+        await EventStream(self.close, events, ping_seconds)({"type": "http"}, self.receive, self.send)
 
 
 def test_events_are_sent_as_they_are_and_the_last_ones_with_the_end() -> None:

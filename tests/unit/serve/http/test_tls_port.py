@@ -18,8 +18,9 @@ from starlette.routing import Route
 from launch.serve.application import http_server
 from launch.serve.application.http_server import HttpServer, listen
 from launch.serve.door.stretches import MeasuredLoop
-from launch.serve.http import connections, tls_port
-from launch.serve.http.tls_port import TlsPort
+from launch.serve.http import connections
+from launch.serve.http import tls as tls_port
+from launch.serve.http.tls import TlsPort
 from trtrun.configuration.server_config import ServerSection
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl: install the package openssl")

@@ -41,11 +41,11 @@ class Work:
 def test_requests_are_stopped_by_their_id_before_and_behind_the_door() -> None:
     places, early, late, other = Places(), Work(), Work(), Work()
     with places.take("a") as first, places.take("a") as second, places.take("b") as third:
-        first.fill(early)
-        third.fill(other)
+        first.fill(early.stop)
+        third.fill(other.stop)
         places.stop("a")
         places.stop("nobody's")
-        second.fill(late)
+        second.fill(late.stop)
         assert early.stopped.is_set() and late.stopped.is_set() and not other.stopped.is_set()
     assert not len(places)
 
@@ -69,7 +69,7 @@ def test_a_stream_stops_its_own_requests_and_its_connection_all() -> None:
     stream = Places(connection)
     with connection.take("a") as first, stream.take("a") as second, Places(connection).take("a") as third:
         for place, work in ((first, mine), (second, streamed), (third, other)):
-            place.fill(work)
+            place.fill(work.stop)
         stream.stop("a")
         assert streamed.stopped.is_set() and not mine.stopped.is_set() and not other.stopped.is_set()
         connection.stop("a")

@@ -17,16 +17,21 @@ from launch.serve.kserve.http_bodies import read_generate
 from launch.serve.kserve.models import MODELS
 from launch.serve.kserve.requests import check_request, find_model
 from launch.serve.kserve.row_requests import UNSUPPORTED, ModelFacts, RowRequest, read_row_requests
+from launch.serve.kserve.rows import read_word_list, write_word_lists
 from launch.serve.kserve.runs import Gain, _Completion
 from launch.serve.kserve.tensors import DATATYPES, read_bytes, read_shape, read_values, write_bytes, write_values
-from launch.serve.kserve.word_lists import read_word_list, write_word_lists
 from trtrun.configuration.config import ASSETS
-from trtrun.core.nouns import TokenLogprobs
+from trtrun.core.nouns import Request, TokenLogprobs
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import SamplingParams
+from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.scheduling.scheduler import Scheduler
+from trtrun.scheduling.stop_rules import append_tokens
+from trtrun.tokens.aho_corasick import AhoCorasick
 from trtrun.tokens.text import read_tokenizer
 
+LIMITS = SchedulerLimits(4, 64, 256, 256, 4, 16, 32)
 FACTS = ModelFacts(read_tokenizer(ASSETS / "target"), 4096, (0,), 4)
 VALUES: dict[str, Any] = {
     "BOOL": st.booleans(),
@@ -178,13 +183,13 @@ def test_what_inputs_become() -> None:
     bls = ask("tensorrt_llm_bls", num_draft_tokens=10, min_length=99, random_seed=2**63 + 5, stop_words=["os", ""])
     assert bls.sampling.draft_len == 4 and bls.sampling.min_tokens == 7 and bls.sampling.seed == 5
     assert FACTS.tokenizer is not None
-    assert bls.stop_sequences == (tuple(FACTS.tokenizer.encode("os", add_special_tokens=False)),)
+    assert bls.sampling.stop_sequences == (tuple(FACTS.tokenizer.encode("os", add_special_tokens=False)),)
     assert not bls.has_prompt and bls.end_tokens == {0} and not bls.sampling.ignore_eos
     assert ask("tensorrt_llm_bls", num_draft_tokens=0).sampling.draft_len == 0
     target = ask("tensorrt_llm", draft_input_ids=[1, 2], end_id=9, stop_words_list=[[1, 2], [2, -1]])
     assert target.prompt == (5, 6) and target.sampling.draft_token_ids == (1, 2) and target.has_prompt
     assert target.end_tokens == {9} and target.sampling.stop_token_ids == (9,) and target.sampling.ignore_eos
-    assert target.stop_sequences == ((1, 2),) and target.pad_token == 9
+    assert target.sampling.stop_sequences == ((1, 2),) and target.pad_token == 9
     endless = ask("tensorrt_llm", end_id=-1)
     assert endless.end_tokens == frozenset() and endless.sampling.ignore_eos and not endless.sampling.stop_token_ids
 
@@ -241,39 +246,32 @@ def delta(tokens: list[int], finish_reason: str | None = None) -> CompletionDelt
 def test_where_a_completion_ends(
     pieces: list[list[int]], finish_reason: str | None, found: list[int], has_ended: bool
 ) -> None:
-    stops = ((5, 6), (8,))
-    asked = RowRequest("x", SamplingParams(), stops, frozenset({9}), 0, True, False, True, False)
-    completion = _Completion(asked, 0, 0, [1, 1], None)
+    """The engine ends it; what ends it is left out or stays."""
+    sampling = SamplingParams(stop_sequences=((5, 6), (8,)), stop_token_ids=(9,))
+    completion = _Completion(RowRequest("x", sampling, frozenset({9}), 0, True, False, True, False), 0, 0, [1, 1], None)
+    in_engine = Scheduler(LIMITS).add(
+        Request(0, (1, 1), SamplingParams(stop_sequences=sampling.stop_sequences)), stops=AhoCorasick(((5, 6), (8,)))
+    )
     tokens: list[int] = []
     for place, piece in enumerate(pieces):
-        gain = completion.take(delta(piece, finish_reason if place == len(pieces) - 1 else None))
+        gained, reason = append_tokens(in_engine, piece, LIMITS)
+        if reason is None and place == len(pieces) - 1:
+            reason = finish_reason
+        gain = completion.take(delta(gained, reason))
         tokens += gain.tokens
         assert gain.log_probs == [-float(token) for token in gain.tokens]
+        if reason is not None:
+            break
     assert tokens == found and gain.is_last == completion.is_over == has_ended
     assert gain.sum_log_probs == -sum(found) and gain.num_tokens == 2 + len(found)
 
 
-class CountedToken(int):
-    """Tokens that count how often one is looked up."""
-
-    num_hashed = 0
-
-    def __hash__(self) -> int:
-        CountedToken.num_hashed += 1
-        return super().__hash__()
-
-
-def test_a_token_costs_as_much_with_stop_sequences_of_many_lengths() -> None:
-    """As many lengths as the limit of all tokens allows."""
-    stops = (*((1,) * length + (2,) for length in range(361)), *((place, place + 1, 7) for place in range(3, 600)))
-    asked = RowRequest("x", SamplingParams(), stops, frozenset(), 0, True, False, False, False)
-    for _ in range(2):  # completions of a request share what finds them
-        completion = _Completion(asked, 0, 0, [1], None)
-        CountedToken.num_hashed = 0
-        tokens = [CountedToken(1 if place % 400 else 9) for place in range(1, 2000)]
-        assert completion.take(delta(tokens)).tokens == tokens
-        assert completion.take(delta([500, 501, 7, 8])).tokens == [500, 501, 7] and completion.is_over
-        assert CountedToken.num_hashed < 8 * len(tokens)
+def test_a_stop_sequence_stays_though_its_last_token_is_one_that_ends() -> None:
+    sampling = SamplingParams(stop_sequences=((5, 9),), stop_token_ids=(9,))
+    asked = RowRequest("x", sampling, frozenset({9}), 0, True, False, True, False)
+    for before, found in ((5, [5, 9]), (6, [6])):
+        completion = _Completion(asked, 0, 0, [1, 1], None)
+        assert completion.take(delta([before])).tokens + completion.take(delta([9], "stop")).tokens == found
 
 
 def test_no_model_has_two_lists_of_stop_words() -> None:

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
-from launch.serve.door.lengths import READ_HERE
+from launch.serve.door.limits import READ_HERE
 from launch.serve.http.bodies import Bodies
 from launch.serve.kserve import grpc_server
 from launch.serve.kserve.grpc_messages import FINAL
@@ -125,7 +125,7 @@ class Servicer:
     def __init__(self) -> None:
         self.has_begun, self.has_ended = asyncio.Event(), asyncio.Event()
 
-    def __getattr__(self, name: str) -> Any:
+    def handler(self, name: str) -> Any:
         return self._serve
 
     async def _serve(self, messages: AsyncIterator[Any], context: Any) -> None:

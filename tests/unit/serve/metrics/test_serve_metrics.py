@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import pytest
 from engine_messages import LIMITS, delta_of
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.engine import messages
 from launch.serve.metrics import FrontMetrics, ModelRecorder, Stage
-from launch.serve.metrics.exposition import write_exposition
+from launch.serve.metrics.triton import write_exposition
+from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import LARGEST_COUNT
 
@@ -58,7 +61,7 @@ def busy_metrics() -> FrontMetrics:
     metrics.count_restart()
     with metrics.models.begin("ensemble") as request:
         request.enter(Stage.INFER)
-    observed = metrics.requests.begin(40, 2, 30, 10.0)
+    observed = metrics.begin(40, 2, 30, 10.0)
     before = {}
     for choice, seconds, rounds in ((0, 1.0, 1), (1, 1.5, 2), (0, 2.0, 3), (1, 4.0, 3)):
         delta = delta_of((1, 2), "stop" if rounds == 3 else None, rounds=rounds)
@@ -71,7 +74,7 @@ def busy_metrics() -> FrontMetrics:
 
 def test_totals_go_on_over_engines_and_names_are_vllms() -> None:
     metrics = FrontMetrics('a "model"', 4)
-    observed = metrics.requests.begin(10, 1, 40, 1.0)
+    observed = metrics.begin(10, 1, 40, 1.0)
     before = None
     for rounds, now in ((1, 1.5), (3, 2.0)):
         delta = delta_of((1, 2), "stop" if rounds == 3 else None, rounds=rounds)
@@ -200,7 +203,7 @@ def test_a_request_fails_once_for_the_reason_that_ended_it(error: BaseException,
 
 def test_a_request_that_is_given_up_is_no_whole_one_and_no_limit_is_no_size() -> None:
     metrics = FrontMetrics("pair", 4)
-    metrics.requests.begin(10, 1, LARGEST_COUNT, 1.0).end(is_whole=False, now=2.0)
+    metrics.begin(10, 1, LARGEST_COUNT, 1.0).end(is_whole=False, now=2.0)
     samples = samples_of(metrics.render(READY, STATUS))
     assert samples["trtrun:requests_aborted_total"] == 1
     assert samples["vllm:e2e_request_latency_seconds_count"] == 0
@@ -248,8 +251,8 @@ def test_rounds_without_drafts_are_rounds_and_no_drafts() -> None:
     for drafted, accepted in ((4, 3), (0, 0), (0, 0), (2, 0), (0, 0)):
         statistics.record_round(drafted, accepted)
     delta = replace(delta_of((1, 2), "stop"), statistics=statistics)
-    read = messages.Delta.of(delta).completion_delta()
-    metrics.requests.begin(10, 1, 5, 1.0).observe(0, read, None, 2.0)
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(delta), type=CompletionDelta)
+    metrics.begin(10, 1, 5, 1.0).observe(0, read, None, 2.0)
     samples = samples_of(metrics.render(READY, STATUS))
     assert samples["vllm:spec_decode_num_drafts_total"] == 2 and samples["trtrun:acceptance_length_count"] == 5
     assert metrics.totals.num_row_rounds == 5 and metrics.totals.mean_acceptance_length == 1 + 3 / 5
@@ -257,7 +260,7 @@ def test_rounds_without_drafts_are_rounds_and_no_drafts() -> None:
 
 def test_the_engine_under_the_names_of_tritons_backend() -> None:
     metrics = busy_metrics()
-    metrics.requests.begin(10, 1, 5, 1.0).end(is_whole=True, now=2.0)  # on a bucket's bound
+    metrics.begin(10, 1, 5, 1.0).end(is_whole=True, now=2.0)  # on a bucket's bound
     samples = samples_of(metrics.render(READY, STATUS))
 
     def told(name: str, label: str) -> dict[str, float]:

@@ -13,7 +13,7 @@ from engine_messages import delta_of, run
 from fronts import TOKENIZER, NoEngine, WatchedTokenizer, make_front, request_of
 from starlette.requests import Request
 
-from launch.serve.door.lengths import READ_HERE
+from launch.serve.door.limits import READ_HERE
 from launch.serve.door.refusals import Refusal
 from launch.serve.engine.open_requests import EngineRequest, Inbox
 from launch.serve.front.front import Front
@@ -27,9 +27,9 @@ class InboxEngine(NoEngine):
 
     inbox: Inbox | None = None
 
-    def start(self, requests: Sequence[EngineRequest], inbox: Inbox, more_follow: bool = False) -> list[str]:
+    def start(self, requests: Sequence[EngineRequest], inbox: Inbox) -> list[str]:
         self.inbox = inbox
-        return super().start(requests, inbox, more_follow)
+        return super().start(requests, inbox)
 
 
 def ask(endpoint: str, body: dict[str, Any], engine: NoEngine) -> tuple[list[str], Front]:
@@ -49,7 +49,7 @@ def ask(endpoint: str, body: dict[str, Any], engine: NoEngine) -> tuple[list[str
 
     asyncio.run(asyncio.wait_for(send(), 60))
     assert front.door.num_requests == 0
-    return [task.kind for task in front._reading.tasks], front  # type: ignore[attr-defined]
+    return [task.kind for task in front._readers.tasks], front  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("is_long", [False, True])
@@ -145,4 +145,4 @@ def test_a_chat_is_not_read_while_nobody_is_let_in() -> None:
     front.door.is_open = False
     with pytest.raises(Refusal, match="the engine is starting"):
         asyncio.run(front.read("chat", b"{}", time.perf_counter()))
-    assert not front._reading.tasks  # type: ignore[attr-defined]
+    assert not front._readers.tasks  # type: ignore[attr-defined]

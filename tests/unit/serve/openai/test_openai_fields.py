@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from launch.serve.door.refusals import Refusal
-from launch.serve.openai.field_rules import take_fields
 from launch.serve.openai.fields import BY_NAME, FIELDS, Endpoint, Field, Treatment, names_of
-from launch.serve.openai.types import SAMPLING_FIELDS
+from launch.serve.openai.types import SAMPLING_FIELDS, take_fields
 
 DOCS = Path(__file__).resolve().parents[4] / "docs" / "serve.md"
 BEGINNING, END = "<!-- fields: tests/unit/serve/openai/test_openai_fields.py -->\n", "<!-- end of fields -->\n"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
+import msgspec
 import pytest
 
-from launch.serve.front.front import Piece, Usage
+from launch.serve.front.front import Usage
+from launch.serve.openai.answer_parts import TokenTexts
 from launch.serve.openai.answers import CompletionAnswer
 from launch.serve.openai.calls import Answering
-from launch.serve.openai.token_texts import TokenTexts
 from trtrun.configuration.config import ASSETS
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionDelta
@@ -57,12 +57,12 @@ def test_offsets_are_where_tokens_stand_in_the_text(size: int) -> None:
         part = tuple(tokens[start : start + size])
         logprobs = tuple(TokenLogprobs(token, -1.0, ()) for token in part)
         reason = "length" if start + size >= len(tokens) else None
-        pieces.append(Piece(1, CompletionDelta(1, 1, part, "", RequestStatistics(), logprobs, reason, None, "")))
+        pieces.append(CompletionDelta(1, 1, part, "", RequestStatistics(), logprobs, reason, None, ""))
     chunks = [answer.chunk(piece) for piece in pieces]
     streamed = [offset for chunk in chunks if chunk for offset in chunk["choices"][0]["logprobs"]["text_offset"]]
     answer = CompletionAnswer("model", tokenizer, answering, [[5]])
     for piece in pieces:
-        answer.keep(replace(piece, choice=0))
+        answer.keep(msgspec.structs.replace(piece, index=0))
         answer.keep(piece)
     whole = json.loads(b"".join(answer.whole(Usage(1), 0)))["choices"][1]["logprobs"]
     assert streamed == whole["text_offset"] and len(streamed) == len(tokens) > len(text)

@@ -14,10 +14,8 @@ from test_readers import CHAT, FACTS, PATIENCE, SLOW
 
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.reading import lane, readers
-from launch.serve.reading.child import Child
-from launch.serve.reading.frames import pack
-from launch.serve.reading.lane import Lane
-from launch.serve.reading.messages import Reply, Stops, Task
+from launch.serve.reading.lane import Child, Lane
+from launch.serve.reading.messages import Reply, Stops, Task, pack
 
 TASK = Task(kind="completion", seconds=100.0, most_tokens=100)
 BODY = b'{"prompt": [1, 2]}'

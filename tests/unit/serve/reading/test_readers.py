@@ -139,7 +139,7 @@ def test_a_limit_on_memory_that_is_there_already_stays() -> None:
     """An ordinary user may not raise it (ulimit -v); root, who runs these tests, may."""
     program = """
 import os, resource
-from launch.serve.reader import process
+from launch.serve.reader import reader as process
 resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))
 process._pages()  # has Python read what it needs for it
 if os.getuid() == 0:
@@ -201,7 +201,7 @@ def test_signals_to_all_of_the_fronts_session_do_not_reach_readers_and_they_end_
     facts = msgspec.structs.replace(FACTS, template=SLOW, most_bytes=1 << 32)
     program = f"""
 import asyncio, os, signal
-from launch.serve.reading.frames import pack
+from launch.serve.reading.messages import pack
 from launch.serve.reading.lane import Lane
 from launch.serve.reading.messages import Facts, Task
 async def work():
@@ -242,5 +242,5 @@ def test_what_a_template_writes_is_bounded() -> None:
 
 
 def test_a_reader_needs_no_torch() -> None:
-    program = "import sys, launch.serve.reader.process; print('torch' in sys.modules)"
+    program = "import sys, launch.serve.reader.reader; print('torch' in sys.modules)"
     assert output_of(program) == "False"

@@ -1,27 +1,62 @@
-"""Server-sent events as an ASGI answer, for every protocol: written as they come, where it is asked for with comments
-while nothing does.
+"""Answers that are long or last, for every protocol: whole ones, made and sent in parts as their client reads, and
+streams of events, written as they come, where it is asked for with comments while nothing does.
 
-The HTML standard has the format (https://html.spec.whatwg.org/multipage/server-sent-events.html). It knows ASGI, and
-when a client is gone. It does not know what the events hold, or how clients that read nothing are cut (`connections`).
+The HTML standard has the format of events (https://html.spec.whatwg.org/multipage/server-sent-events.html). It knows
+ASGI, and when a client is gone. It does not know what answers hold, or how clients that read nothing are cut
+(`connections`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from launch.serve.door.stretches import Rests
 
-class Closing(Protocol):
-    """A request at work."""
+JOINED_BYTES = 1 << 16
+"""Of an answer that is sent as one: more than most have."""
 
-    def close(self) -> None:
-        """Give up what has not ended."""
-        ...
+
+class _PartsResponse(Response):
+    """An answer of several parts, whose length is told before."""
+
+    def __init__(self, parts: Sequence[bytes], media_type: str, headers: Mapping[str, str] | None) -> None:
+        super().__init__(
+            media_type=media_type, headers={**(headers or {}), "content-length": str(sum(map(len, parts)))}
+        )
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI calls it."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        rests = Rests()
+        for part in self._parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await rests.rest()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def make_parts(parts: Iterable[bytes]) -> list[bytes]:
+    """Parts that are made as they are asked for, each in little time."""
+    made: list[bytes] = []
+    rests = Rests()
+    for part in parts:
+        made.append(part)
+        await rests.rest()
+    return made
+
+
+def answer_in_parts(
+    parts: Sequence[bytes], media_type: str = "application/json", headers: Mapping[str, str] | None = None
+) -> Response:
+    """The answer of parts, as one where they are short."""
+    if sum(map(len, parts)) <= JOINED_BYTES:
+        return Response(b"".join(parts), media_type=media_type, headers=dict(headers or {}))
+    return _PartsResponse(parts, media_type, headers)
 
 
 class LastEvents(bytes):
@@ -33,11 +68,13 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, work: Closing, events: AsyncGenerator[bytes, None], ping_seconds: float | None = None) -> None:
+    def __init__(
+        self, close: Callable[[], None], events: AsyncGenerator[bytes, None], ping_seconds: float | None = None
+    ) -> None:
         """Answer with events.
 
         Args:
-            work: closed at the end, whatever that is.
+            close: gives up what has not ended of the request; called at the end, whatever that is.
             events: from `event`; several of them at once where there are.
             ping_seconds: after so long without an event a comment is sent, for proxies that end connections on which
                 nothing moves; None for never.
@@ -46,7 +83,7 @@ class EventStream(Response):
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
-        self._work = work
+        self._close = close
         self._events = events
         self._is_gone = False
         self._sending = asyncio.Lock()
@@ -71,7 +108,7 @@ class EventStream(Response):
         finally:
             watching.cancel()
             self._end_pings()
-            self._work.close()
+            self._close()
 
     async def _stream(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
