@@ -30,6 +30,7 @@ STARTS = (
     "try:\n",
 )
 LONGEST_RUN_SECONDS = 900.0
+MOST_ROWS = 32
 
 
 def write_rows(path: Path, count: int, max_tokens: int, seed: int) -> None:
@@ -44,11 +45,14 @@ def write_rows(path: Path, count: int, max_tokens: int, seed: int) -> None:
 
 
 def run(folder: Path, rows: Path, name: str, speculation: dict[str, Any], devices: list[str]) -> list[Any]:
-    """Token ids of each row, and what the run says of its drafts."""
+    """Token ids of each row, and what the run says of its drafts. Rounds have room for all rows' trees."""
     output = folder / f"{name}.jsonl"
     config = folder / f"{name}.yaml"
     target = {"model": "asset:target", "devices": devices, "dtype": "bfloat16"}
-    config.write_text(json.dumps({"target": target, "speculation": speculation}), encoding="utf-8")
+    verified = MOST_ROWS * (1 + speculation.get("max_paths", 1) * speculation.get("draft_len", 1))
+    scheduler = {"max_batch_size": MOST_ROWS, "max_num_tokens": max(2048, verified)}
+    values = {"target": target, "speculation": speculation, "scheduler": scheduler}
+    config.write_text(json.dumps(values), encoding="utf-8")
     command = [sys.executable, "-m", "launch.cli", "run", "--config", config, "--prompts", rows, "--output", output]
     done = subprocess.run(
         list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=LONGEST_RUN_SECONDS
