@@ -244,6 +244,7 @@ async def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         status = await server.end(PATIENCE)
     if metrics[STRETCH] > LONGEST_STRETCH:
         flood.faults.append(f"the event loop worked {metrics[STRETCH]:.3f} s at a stretch")
+        flood.faults += [line for line in server.lines if "at a stretch, in or behind" in line][:20]
     if metrics[RESTARTS] or status not in (0, 3):
         flood.faults.append(f"{metrics[RESTARTS]:.0f} engines were lost; exit status {status}")
     flood.faults += [line for line in server.lines if "Traceback" in line or " ERROR " in line][:20]

@@ -24,6 +24,9 @@ from trtrun.errors import ConfigError
 MESSAGE_OVERHEAD = 1 << 12
 """Bytes of a message beside what counts as its body: names, shapes, parameters."""
 
+MOST_MESSAGE_BYTES = 1 << 22
+"""Of a message. gRPC's library copies one in the event loop's thread, at a stretch: 16 MiB take it 50 ms."""
+
 END_SECONDS = 0.5
 """For calls that are still there when the server ends, such as streams without requests."""
 
@@ -40,6 +43,11 @@ IDLE_SECONDS = 300.0
 """How long a connection without a call is kept. Clients connect again by themselves."""
 
 
+def most_message_bytes(section: ServerSection) -> int:
+    """The longest message that is taken: `server.max_body_bytes`, or as much as may be copied at a stretch."""
+    return min(section.max_body_bytes, MOST_MESSAGE_BYTES) + MESSAGE_OVERHEAD
+
+
 class GrpcServer:
     """The gRPC port, from `open` until `finish`.
 
@@ -52,7 +60,7 @@ class GrpcServer:
         self._finishing = asyncio.Event()
         self._server = grpc.aio.server(
             options=(
-                ("grpc.max_receive_message_length", section.max_body_bytes + MESSAGE_OVERHEAD),
+                ("grpc.max_receive_message_length", most_message_bytes(section)),
                 ("grpc.max_send_message_length", -1),
                 ("grpc.so_reuseport", 0),  # a port that is taken is an error
                 ("grpc.keepalive_time_ms", round(PING_SECONDS * 1000)),

@@ -19,7 +19,7 @@ from launch.serve.door.refusals import Refusal
 from launch.serve.http.bodies import Bodies
 from launch.serve.http.requests import Keys
 from launch.serve.kserve import grpc_servicer
-from launch.serve.kserve.grpc_server import GrpcServer
+from launch.serve.kserve.grpc_server import MESSAGE_OVERHEAD, MOST_MESSAGE_BYTES, GrpcServer, most_message_bytes
 from launch.serve.kserve.grpc_servicer import KServeServicer
 from launch.serve.kserve.http_api import KServeHttpApi
 from launch.serve.kserve.row_requests import ModelFacts
@@ -162,6 +162,24 @@ def test_messages_of_grpc_count_too(is_stream: bool) -> None:
         return str(caught.value.details())
 
     with_ports(check)
+
+
+def test_a_message_of_grpc_is_no_longer_than_the_event_loop_may_copy() -> None:
+    """Whatever `server.max_body_bytes` is: the library copies a message at a stretch."""
+
+    async def check(ports: Ports) -> None:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{ports.grpc.port}") as channel:
+            call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            with pytest.raises(grpc.aio.AioRpcError, match="larger than max") as caught:
+                await call(b" " * (MOST_MESSAGE_BYTES + MESSAGE_OVERHEAD + 1))
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(b" " * (MOST_MESSAGE_BYTES + MESSAGE_OVERHEAD))
+            assert "larger than max" not in str(caught.value.details())
+
+    assert ServerSection().max_body_bytes > MOST_MESSAGE_BYTES
+    with_ports(check)
+    assert most_message_bytes(ServerSection(max_body_bytes=20_000)) == 20_000 + MESSAGE_OVERHEAD
 
 
 def test_all_bodies_together_may_be_as_long_as_one() -> None:
