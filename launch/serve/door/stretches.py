@@ -62,8 +62,9 @@ class Stretches:
 
 
 class MeasuredLoop(uvloop.Loop):
-    """uvloop's loop, which marks the beginning of each callback that is called soon: the steps of tasks among them.
-    Others, such as of sockets, count together with the next of these.
+    """uvloop's loop, which marks the beginning of each callback that is called soon, the steps of tasks among them, or
+    later, or where a file can be read, as gRPC's library has it. Those of uvloop's own sockets count together with the
+    next of these, unless they mark themselves (`http/connections.py` does).
 
     Attributes:
         stretches: of this loop.
@@ -79,6 +80,16 @@ class MeasuredLoop(uvloop.Loop):
     ) -> asyncio.Handle:
         """As of every loop."""
         return super().call_soon(self._call, callback, args, context=context)
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """As of every loop."""
+        return super().call_later(delay, self._call, callback, args, context=context)
+
+    def add_reader(self, fd: Any, callback: Callable[..., object], *args: Any) -> None:  # type: ignore[override]
+        """As of every loop."""
+        super().add_reader(fd, self._call, callback, args)
 
     def _call(self, callback: Callable[..., object], arguments: tuple[Any, ...]) -> None:
         if (seconds := self.stretches.mark()) > TOLD_SECONDS:

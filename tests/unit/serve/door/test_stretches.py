@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Iterator
 
@@ -75,3 +76,36 @@ def test_a_step_of_a_task_that_works_long_is_a_stretch_and_one_that_rests_is_not
         return in_parts
 
     assert runner.run(work_in_parts()) < 0.2
+
+
+@pytest.mark.parametrize("way", ["files", "timers"])
+def test_what_files_and_timers_call_are_stretches_of_their_own(runner: asyncio.Runner, way: str) -> None:
+    """Ten at once, of 20 ms each, which have one turn of the loop together."""
+    pairs = [socket.socketpair() for _ in range(10)]
+    called = []
+
+    def work(place: int) -> None:
+        runner.get_loop().remove_reader(pairs[place][0])
+        began = time.thread_time()
+        while time.thread_time() - began < 0.02:
+            pass
+        called.append(place)
+
+    async def work_together() -> float:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, MeasuredLoop)
+        for place, (here, there) in enumerate(pairs):
+            there.send(b"1")
+            if way == "files":
+                loop.add_reader(here, work, place)
+            else:
+                loop.call_later(0.001, work, place)
+        loop.stretches.begin()
+        while len(called) < len(pairs):
+            await asyncio.sleep(0)
+        return loop.stretches.longest
+
+    assert 0.02 <= runner.run(work_together()) < 0.15
+    for pair in pairs:
+        for end in pair:
+            end.close()
