@@ -48,7 +48,7 @@ class ServerSection(Section):
         max_connections: open at once on the HTTP port; where all have requests, one on a connection beyond is answered
             with 503. Over gRPC so many connections and calls may be open, 256 calls on one connection.
         max_body_bytes: of one request; larger ones are answered with 413. A body has 60 s to arrive. A message over
-            gRPC has at most 4194304.
+            gRPC has at most 4194304 bytes.
         max_total_body_bytes: of all bodies longer than 65536 bytes, while they are read and until their requests are in
             work; one beyond is answered with 429.
         request_timeout_s: from the arrival of a request's body to its end; then 504, or an error in the stream.
