@@ -131,6 +131,10 @@ def leave(status: int) -> NoReturn:
     """
     logger.info("ends with exit status %d", status)
     StartProgress().tell_over(status)
+    if status:
+        from launch.mpi.job import join_world
+
+        join_world()
     if status and "mpi4py.MPI" in sys.modules:
         abort.abort_at_exit(status)
     gc.freeze()  # else Python looks through all of torch again before it ends: a third of a second

@@ -6,6 +6,7 @@ that this process has a role.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import time
@@ -219,8 +220,26 @@ def print_error(line: str) -> None:
     """
     place = find_mpi_rank()
     if place is not None and place.rank != 0:
+        join_world()
         time.sleep(LAST_WORD_SECONDS)
     print(f"trtrun: {' '.join(line.split())}", file=sys.stderr, flush=True)
+
+
+def join_world() -> None:
+    """Start MPI in a rank that is to end because of an error, if it has not started it yet.
+
+    mpirun kills the other ranks when one fails. If one of them is just connecting to it, Open MPI's mpirun (5.0.11,
+    OpenPMIx's connection handler) crashes, or never ends. All ranks get through MPI's start together, and then none is
+    connecting. If another one never comes, this process ends with abort.STATUS after abort.ABORT_SECONDS.
+    """
+    place = find_mpi_rank()
+    if place is None or place.size == 1 or "mpi4py.MPI" in sys.modules or "OMPI_COMM_WORLD_SIZE" not in os.environ:
+        return
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.dump_traceback_later(abort.ABORT_SECONDS, exit=True, file=nowhere)
+        import mpi4py.MPI  # noqa: F401 (starts MPI)
+
+        faulthandler.cancel_dump_traceback_later()
 
 
 def finish_mpi() -> None:

@@ -182,6 +182,19 @@ def test_a_world_of_the_wrong_size_ends_with_the_right_command(config: Configs, 
         assert f"launch.cli run --config {file} --prompt x" in lines[0]
 
 
+def test_a_mistake_that_ranks_find_before_they_start_mpi_ends_a_users_own_mpirun(  # type: ignore[no-untyped-def]
+    config: Configs, run_ranks, tmp_path: Path
+) -> None:
+    # Open MPI's mpirun crashes, or hangs, if one rank ends while another one connects to it.
+    file = config(THREE_RANKS, target={"model": str(tmp_path / "nowhere")})
+    for _ in range(4):
+        done = run_ranks(2, "-m", "launch.cli", "run", "--config", str(file), "--prompt", "x", timeout=30)
+        lines = [line for line in done.stderr.splitlines() if "trtrun:" in line]
+        assert done.returncode == 2, done.stderr
+        assert len(lines) == 1
+        assert "target.model: no such directory" in lines[0]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -80,14 +80,15 @@ def test_a_rank_that_fails_aborts_its_job(monkeypatch: pytest.MonkeyPatch, statu
 def test_other_ranks_speak_only_after_rank_0_had_its_chance(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
 ) -> None:
-    waits: list[float] = []
+    waits: list[float | str] = []
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", str(rank))
     monkeypatch.setattr(launch.mpi.job, "time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr(launch.mpi.job, "join_world", lambda: waits.append("MPI's start"))
     assert find_mpi_rank() is not None
     launch.mpi.job.print_error("wrong")
     assert capsys.readouterr().err == "trtrun: wrong\n"
-    assert waits == ([] if rank == 0 else [launch.mpi.job.LAST_WORD_SECONDS])
+    assert waits == ([] if rank == 0 else ["MPI's start", launch.mpi.job.LAST_WORD_SECONDS])
 
 
 def test_exit_codes_are_distinct_and_every_one_is_in_the_help() -> None:
