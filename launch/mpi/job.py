@@ -233,7 +233,8 @@ def join_world() -> None:
     connecting. If another one never comes, this process ends with abort.STATUS after abort.ABORT_SECONDS.
     """
     place = find_mpi_rank()
-    if place is None or place.size == 1 or "mpi4py.MPI" in sys.modules or "OMPI_COMM_WORLD_SIZE" not in os.environ:
+    is_openmpi = {"OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE"} <= os.environ.keys()  # the latter: started by its mpirun
+    if place is None or place.size == 1 or "mpi4py.MPI" in sys.modules or not is_openmpi:
         return
     with open(os.devnull, "w") as nowhere:
         faulthandler.dump_traceback_later(abort.ABORT_SECONDS, exit=True, file=nowhere)

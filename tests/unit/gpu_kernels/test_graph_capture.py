@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from gpus import needs_gpu
+from gpus import needs_gpu, needs_two_gpus
 
+from trtrun.kernels.torch import graph_capture
 from trtrun.kernels.torch.graph_capture import capturing
 
 
@@ -25,6 +26,8 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         yield
 
     monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(graph_capture, "_capture_stream", lambda device: None)
     return seen
 
 
@@ -71,3 +74,16 @@ def test_an_earlier_graph_that_is_garbage_does_not_end_a_capture() -> None:
     values.zero_()
     graph.replay()
     assert values.tolist() == [1.0] * 8
+
+
+@needs_two_gpus
+def test_each_gpu_of_a_process_captures_on_itself() -> None:
+    for device in (0, 1, 0):
+        with torch.cuda.device(device):
+            values = torch.zeros(8, device="cuda")
+            graph = torch.cuda.CUDAGraph()
+            with capturing(graph):
+                assert torch.cuda.current_device() == device
+                values.add_(1)
+            graph.replay()
+            assert values.tolist() == [1.0] * 8

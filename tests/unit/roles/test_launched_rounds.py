@@ -158,7 +158,7 @@ def test_a_round_is_launched_without_waiting_for_the_gpu(
 @needs_two_gpus
 def test_a_thread_whose_gpu_is_another_one_may_call(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target", seed=1)
-    with make_llm(target, None, devices=((), ("cuda:1",))) as llm:
+    with torch.cuda.device(0), make_llm(target, None, devices=((), ("cuda:1",))) as llm:
         expected = tokens_of(llm.generate([prompt_of(9)], GREEDY))
         with ThreadPoolExecutor(1) as pool:
             call = pool.submit(lambda: (torch.cuda.current_device(), tokens_of(llm.generate([prompt_of(9)], GREEDY))))

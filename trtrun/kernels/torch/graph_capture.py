@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,11 +28,18 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     Raises:
         RuntimeError: the block did what cannot be captured.
     """
+    stream = _capture_stream(torch.cuda.current_device())
     was_collecting = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             yield
     finally:
         if was_collecting:
             gc.enable()
+
+
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """The stream for captures on a device. torch's own is that of the device which the process captured on first."""
+    return torch.cuda.Stream(device)
