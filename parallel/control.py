@@ -4,7 +4,7 @@ It carries bytes on the host, over MPI, and never looks inside a plan or a repor
 kept until MPI has sent them. Waiting spins for as long as a message usually takes, where it may, and then sleeps
 (`parallel.waiting`). In a job of one process the same calls go through queues, and MPI is not started.
 
-Where MPI outlives its ranks (`parallel.lost_ranks`), a rank that is gone is one whose messages do not come: the
+Where MPI outlives its ranks (`parallel.mpi_rank`), a rank that is gone is one whose messages do not come: the
 heartbeat says who it is, and `forget` leaves it out from then on.
 """
 

@@ -5,7 +5,7 @@ host of the receiver needs to know anyway. As messages they can be looked for: a
 goes on without it, which no collective and no receive on a device allows. They also arrive where NCCL's kernels would
 have to wait for a turn on the device.
 
-Where MPI outlives its ranks (`parallel.lost_ranks`), a rank that is gone is one whose messages do not come. It carries
+Where MPI outlives its ranks (`parallel.mpi_rank`), a rank that is gone is one whose messages do not come. It carries
 bytes under a tag and never looks inside. It knows ranks of the world, and no role.
 """
 
@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from parallel.lost_ranks import is_lost_peer
+from parallel.mpi_rank import is_lost_peer
 from parallel.waiting import Waiter, wait_until
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from parallel import abort
 from parallel.errors import ControlPlaneError
-from parallel.lost_ranks import is_lost_peer
+from parallel.mpi_rank import is_lost_peer
 from parallel.waiting import wait_until
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ import torch
 
 from trtrun.attention.gather import GatherAttention
 from trtrun.kernels.cpu.attention import NativeAttention
+from trtrun.kernels.cpu.byte_matmul import BlockedInt8Matmul
 from trtrun.kernels.cpu.fp8_matmul import BlockedFp8Matmul
-from trtrun.kernels.cpu.int8_matmul import BlockedInt8Matmul
 from trtrun.kernels.cpu.machine import has_bfloat16_kernels
 from trtrun.kernels.cpu.matmul import BlockedMatmul
 from trtrun.kernels.cpu.onednn_matmul import OneDnnMatmul

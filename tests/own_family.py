@@ -22,9 +22,7 @@ from torch.nn import functional
 
 from parallel.sharding import column_range
 from trtrun.kvcache.segments import AttentionBatch
-from trtrun.layers.attention import Attention
-from trtrun.layers.mlp import RowParallelLinear
-from trtrun.layers.norm import RMSNorm
+from trtrun.layers.decoder_layer import Attention, RMSNorm, RowParallelLinear
 from trtrun.linear.layer import Linear
 from trtrun.models.blocks import AttentionPlan, NormPlan
 from trtrun.models.config import ModelFamily, read_model_config, read_window

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from trtrun.core.nouns import RowAdmission
-from trtrun.core.sampling_params import SamplingParams
-from trtrun.core.token_lists import TokenLists
+from trtrun.core.sampling_params import SamplingParams, TokenLists
 
 VOCAB = 23
 

@@ -62,7 +62,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "trtrun.api": (
         frozenset({"llm", "async_llm"}),
         frozenset({"engine_thread", "shared_engine"}),
-        frozenset({"llm_engine", "interrupts"}),
+        frozenset({"llm_engine"}),
         frozenset({"prompts", "deltas"}),
     ),
     "trtrun.start": (
@@ -77,10 +77,10 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "trtrun.roles": (
         frozenset({"orchestrator"}),
         frozenset({"engine_ranks"}),
-        frozenset({"commit", "round"}),
-        frozenset({"device_exchange", "exchange", "message_exchange"}),
+        frozenset({"round"}),
+        frozenset({"message_exchange"}),
+        frozenset({"exchange"}),
         frozenset({"launched_round"}),
-        frozenset({"verdict_report"}),
         frozenset({"failures", "draft_loss"}),
     ),
     "trtrun.kernels": (
@@ -91,13 +91,13 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun.timing": (
         frozenset({"tracing"}),
-        frozenset({"phase_spans"}),
-        frozenset({"phase_clock", "spans", "telemetry"}),
+        frozenset({"spans"}),
+        frozenset({"phase_clock", "telemetry"}),
     ),
     "trtrun.tokens": (
         frozenset({"detokenizer"}),
         frozenset({"text"}),
-        frozenset({"aho_corasick", "decoders"}),
+        frozenset({"decoders"}),
     ),
     "trtrun.configuration": (
         frozenset({"topology"}),
@@ -109,15 +109,13 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"outputs"}),
         frozenset({"nouns", "request_statistics"}),
         frozenset({"sampling_params"}),
-        frozenset({"values", "token_lists"}),
+        frozenset({"values"}),
     ),
     "parallel": (
         frozenset({"groups", "link", "probe", "watchdog"}),
         frozenset({"transports", "control", "mailbox"}),
         frozenset({"messages"}),
-        frozenset(
-            {"communicator", "sharding", "topology", "waiting", "mpi_rank", "abort", "json_gather", "lost_ranks"}
-        ),
+        frozenset({"communicator", "sharding", "topology", "waiting", "mpi_rank", "abort", "json_gather"}),
         frozenset({"errors"}),
     ),
 }
@@ -147,7 +145,7 @@ FORBIDDEN = {
     ("trtrun.wire", "trtrun.core.outputs"),
     ("trtrun.timing", "trtrun.core.outputs"),
     *product(("trtrun.configuration", "trtrun.tokens"), (f"trtrun.{room}" for room in ROOTS)),
-    *product(("trtrun.tokens.aho_corasick", "trtrun.tokens.decoders"), ("trtrun.errors",)),
+    *product(("trtrun.tokens.detokenizer", "trtrun.tokens.decoders"), ("trtrun.errors",)),
     *product(("trtrun.api.prompts", "trtrun.api.deltas"), ("trtrun.start", "trtrun.roles", "trtrun.timing")),
     *product((f"trtrun.{room}" for room in UNTIMED), ("trtrun.timing",)),
 }

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from trtrun.core.nouns import FinishReason, TokenLogprobs
 from trtrun.core.outputs import NONE_ALLOWED, CompletionDelta, RequestId
-from trtrun.scheduling.completion import Completion, RowResult
+from trtrun.scheduling.batch import Completion, RowResult
 
 NOT_FINITE = (
     "the target's logits are not finite (NaN or infinite): the checkpoint may be damaged, or need another dtype"

@@ -28,14 +28,13 @@ from trtrun.engine.prompt_tiles import tile_width
 from trtrun.errors import InvalidRequestError, RankFailedError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.roles.orchestrator import RowGain
-from trtrun.scheduling.completion import Completion
+from trtrun.scheduling.batch import Completion
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.start.job import StartedJob, open_job
 from trtrun.start.model_settings import target_context
 from trtrun.start.policies import make_orchestrator
 from trtrun.timing.telemetry import RunStatistics
-from trtrun.tokens.aho_corasick import AhoCorasick
-from trtrun.tokens.detokenizer import CompletionText, IncrementalDetokenizer
+from trtrun.tokens.detokenizer import AhoCorasick, CompletionText, IncrementalDetokenizer
 from trtrun.tokens.text import Tokenizer, read_shared_tokenizer
 
 T = TypeVar("T")

@@ -11,8 +11,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from trtrun.core.nouns import Request
-from trtrun.core.sampling_params import SamplingParams
-from trtrun.core.token_lists import NO_LISTS, TokenLists, TokenSequences
+from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists, TokenSequences
 from trtrun.errors import InvalidRequestError, one_line, shorten
 from trtrun.tokens.text import Tokenizer
 

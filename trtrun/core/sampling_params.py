@@ -1,13 +1,20 @@
-"""How one completion's tokens are chosen: every parameter, checked against what the wire and the kernels can carry.
+"""How one completion's tokens are chosen: every parameter, checked against what the wire and the kernels can carry; and
+tokens that a request treats unlike others, as arrays: what ends it, what has a bias, what must not be generated.
 
-Plain data with validation. It knows no request, no model and no logits.
+A request may name a vocabulary of tokens, and has `n` completions: the arrays are made once, travel once and are held
+once, however many rows have them. Plain data with validation. It knows no request, no model and no logits.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
 
 from trtrun.core.values import (
     read_bias,
@@ -21,6 +28,102 @@ from trtrun.core.values import (
     show_value,
 )
 from trtrun.errors import InvalidRequestError, nearest
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSequences:
+    """Sequences of token ids, one behind the other: they take as much as all of them are long.
+
+    Attributes:
+        tokens: [sum of lengths] int32.
+        lengths: [sequences] int32, each at least 1.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def of(cls, sequences: Iterable[Sequence[int]]) -> TokenSequences:
+        """The sequences that are given, of which none is empty."""
+        listed = list(sequences)
+        lengths = np.fromiter(map(len, listed), np.int32, len(listed))
+        return cls(np.fromiter(chain.from_iterable(listed), np.int32, int(lengths.sum())), lengths)
+
+    def __len__(self) -> int:
+        """How many sequences there are."""
+        return len(self.lengths)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """[sequences] int64: where each begins in `tokens`."""
+        starts: np.ndarray = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+        return starts
+
+    def within(self, longest: int, vocabulary: int) -> TokenSequences:
+        """Those of at most `longest` tokens, all of them below `vocabulary`: no text can hold the others."""
+        if not len(self):
+            return self
+        largest = np.maximum.reduceat(self.tokens, self.starts)
+        kept = (self.lengths <= longest) & (largest < vocabulary)
+        if kept.all():
+            return self
+        return TokenSequences(self.tokens[np.repeat(kept, self.lengths)], self.lengths[kept])
+
+
+def _no_integers() -> np.ndarray:
+    return np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLists:
+    """The lists of one request.
+
+    Attributes:
+        stop_ids: [stops] int32, ascending: tokens that may not be chosen until min_tokens are out.
+        bias_ids: [biases] int32, each once.
+        bias_values: [biases] float64: what is added to the logits of `bias_ids`.
+        bad_words: sequences that must not be generated.
+    """
+
+    stop_ids: np.ndarray
+    bias_ids: np.ndarray
+    bias_values: np.ndarray
+    bad_words: TokenSequences
+
+    @classmethod
+    def of(
+        cls,
+        stop_ids: Iterable[int] = (),
+        logit_bias: Mapping[int, float] | None = None,
+        bad_words: TokenSequences | Iterable[Sequence[int]] = (),
+    ) -> TokenLists:
+        """The lists of what is given."""
+        bias = logit_bias or {}
+        return cls(
+            stop_ids=np.array(sorted(set(stop_ids)), dtype=np.int32),
+            bias_ids=np.fromiter(bias.keys(), np.int32, len(bias)),
+            bias_values=np.fromiter(bias.values(), np.float64, len(bias)),
+            bad_words=bad_words if isinstance(bad_words, TokenSequences) else TokenSequences.of(bad_words),
+        )
+
+    @cached_property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in any of them."""
+        return not (len(self.stop_ids) or len(self.bias_ids) or len(self.bad_words))
+
+    @cached_property
+    def digest(self) -> bytes:
+        """The same for lists of the same tokens and values, and for no others."""
+        found = hashlib.blake2b(digest_size=16)
+        for array in (self.stop_ids, self.bias_ids, self.bias_values, self.bad_words.lengths, self.bad_words.tokens):
+            found.update(len(array).to_bytes(8, "little"))
+            found.update(array.tobytes())
+        return found.digest()
+
+
+NO_LISTS = TokenLists(_no_integers(), _no_integers(), np.empty(0), TokenSequences(_no_integers(), _no_integers()))
+"""Of a request that names no tokens."""
+
 
 LARGEST_COUNT = 2**31 - 1
 """Where max_tokens, min_tokens and top_k are cut off: beyond any context and any vocabulary, within what travels."""

@@ -44,15 +44,21 @@ class RowState:
         """Make `max_rows` rows, and behind them `num_guesses` more for guesses of a draft engine."""
         max_rows += num_guesses
         self.num_guesses = num_guesses
-        slack = max_draft_len + 2
+        columns, max_blocks = _columns(max_seq_len, block_size, max_draft_len)
         self.max_draft_len = max_draft_len
         self.device = device
         self.block_size = block_size
-        self.token_ids = torch.zeros((max_rows, max_seq_len + slack), dtype=torch.int32, device=device)
+        self.token_ids = torch.zeros((max_rows, columns), dtype=torch.int32, device=device)
         self.lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        max_blocks = -(-(max_seq_len + slack) // block_size)
         self.block_tables = torch.zeros((max_rows, max_blocks), dtype=torch.int64, device=device)
         self.sampling = RowSampling(max_rows, vocab_size, device)
+
+    @staticmethod
+    def num_bytes(max_rows: int, max_seq_len: int, block_size: int, max_draft_len: int) -> int:
+        """Of the tensors of so many rows, guesses among them."""
+        columns, max_blocks = _columns(max_seq_len, block_size, max_draft_len)
+        of_row = columns * torch.int32.itemsize + (1 + max_blocks) * torch.int64.itemsize
+        return max_rows * (of_row + RowSampling.BYTES_PER_ROW)
 
     def apply(self, plan: RoundPlan) -> None:
         """Take in what the plan changes: rows dropped, rows admitted, blocks assigned, in this order."""
@@ -134,3 +140,9 @@ class RowState:
     def tables(self, rows: torch.Tensor, blocks: int) -> torch.Tensor:
         """[rows, blocks] int64: the rows' tables, cut to `blocks` columns or to what there is."""
         return self.block_tables[:, :blocks].index_select(0, rows)
+
+
+def _columns(max_seq_len: int, block_size: int, max_draft_len: int) -> tuple[int, int]:
+    """Tokens and blocks of a row, with scratch for a draft and the tokens around it."""
+    columns = max_seq_len + max_draft_len + 2
+    return columns, -(-columns // block_size)

@@ -14,9 +14,8 @@ import torch
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
 from trtrun.engine.batch import BatchBuilder, ForwardBatch
 from trtrun.engine.draft_paths import DraftPaths, PathSpace
-from trtrun.engine.forwards import Forwards
+from trtrun.engine.forwards import Forwards, HiddenTaps
 from trtrun.engine.graphs import Capture
-from trtrun.engine.hidden_taps import HiddenTaps
 from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import StepBatch
 from trtrun.kvcache.store import KVStore

@@ -1,9 +1,10 @@
 """What an engine's rounds need beside weights and KV store, told from shapes alone: an upper bound.
 
 `trtrun plan` and the ranks on CPUs reckon with it; on GPUs the ranks measure their largest round at start instead
-(start/largest_round.py). It counts what models, kernels and sampling hold at a time, each at its largest. It knows
-shapes. It does not know plans, devices' free memory or weights, and it leaves out what libraries keep for themselves
-and the contexts that plain torch attention gathers for other rows than one.
+(start/largest_round.py). On a CPU that round would keep a start waiting for as long as its prompts take, seconds to
+minutes, and nothing there counts the peak of what torch holds. It counts what models, kernels and sampling hold at a
+time, each at its largest. It knows shapes. It does not know plans, devices' free memory or weights, and it leaves out
+what libraries keep for themselves and the contexts that plain torch attention gathers for other rows than one.
 """
 
 from __future__ import annotations
@@ -13,8 +14,13 @@ from dataclasses import dataclass
 import torch
 
 from trtrun.engine.graphs import MOST_GRAPHS, MOST_PROMPT_TOKENS
+from trtrun.engine.prompt_tiles import tile_width
+from trtrun.engine.rows import RowState
 from trtrun.kernels.cpu.attention import takes_blocks, takes_head
 from trtrun.kernels.cpu.machine import has_attention_kernel
+from trtrun.kernels.triton.attention_tiles import MOST_PARTIAL_BYTES
+from trtrun.kvcache.tile_widths import most_padding
+from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.models.config import ModelConfig
 from trtrun.models.weight_check import held_weights
@@ -24,15 +30,6 @@ from trtrun.sampling.pieces import MOST_ELEMENTS
 
 _GRAPH_BYTES = 4 << 20
 """What a graph is taken to hold beside its share of the pool: its nodes, and the tensors that it reads."""
-
-_PARTIAL_BYTES = 64 << 20
-"""Partial results of attention over split contexts (kernels/triton/paged_attention.py)."""
-
-_MOST_CATCH_UP = 8
-"""Tokens that a draft engine feeds of each row after rounds that it sat out."""
-
-_MOST_PADDING = 63
-"""Of a prompt's chunk in tiles of 128 queries (engine/prompt_tiles.py)."""
 
 _FLOAT = 4
 _SAMPLING_TENSORS = 8
@@ -52,6 +49,7 @@ class RoundShape:
         use_logits: whether draft_probs are made and verified.
         num_guesses: drafts that draft ranks of their own make ahead, at most.
         max_paths: of a row's draft; 1 where it is a chain.
+        most_catch_up: tokens of a row that a draft engine feeds after rounds that it sat out, at most.
     """
 
     max_rows: int
@@ -62,6 +60,7 @@ class RoundShape:
     use_logits: bool
     num_guesses: int = 0
     max_paths: int = 1
+    most_catch_up: int = 1
 
     @property
     def verified_tokens(self) -> int:
@@ -106,14 +105,17 @@ def working_bytes(
     # A guess is a row of the draft engine.
     verified = shape.max_rows * shape.verified_tokens if verifies else max(shape.max_rows, shape.num_guesses)
     chosen = shape.max_rows * shape.chosen_tokens if verifies else verified
-    tokens = max(shape.max_tokens, verified, shape.max_rows * (1 if verifies else _MOST_CATCH_UP))
+    tokens = max(shape.max_tokens, verified, shape.max_rows * (1 if verifies else shape.most_catch_up))
     # Drafts of different lengths are padded to the longest, beyond what the scheduler counts.
     tokens += verified
-    if device_type == "cuda":
-        tokens += min(shape.max_tokens, shape.max_rows * _MOST_PADDING)
+    if width := tile_width(model, tp_size, device_type):
+        tokens += min(shape.max_tokens, shape.max_rows * most_padding(width))
     logits = verified * model.vocab_size * _FLOAT
     head = _head_bytes(verified, share, model, dtype)
-    total = _row_state_bytes(shape) + _rotary_bytes(shape, model, dtype)
+    scratch = shape.draft_len + 2 + shape.block_size
+    total = RotaryEmbedding.most_bytes(shape.max_seq_len + scratch, model.head_dim, dtype)
+    rows = shape.max_rows + shape.num_guesses
+    total += RowState.num_bytes(rows, shape.max_seq_len, shape.block_size, shape.draft_len)
     total += _activation_bytes(tokens, share, model, dtype)
     total += _attention_bytes(tokens, shape, share, model, dtype, device_type, has_plain_kv)
     total += head + logits + _sampling_bytes(shape, chosen, model, device_type, verifies)
@@ -147,20 +149,6 @@ def _product_bytes(
     )
 
 
-def _row_state_bytes(shape: RoundShape) -> int:
-    """History, block tables and parameters of all rows (engine/rows.py)."""
-    columns = shape.max_seq_len + shape.draft_len + 2
-    return (shape.max_rows + shape.num_guesses) * (
-        columns * 4 + -(-columns // shape.block_size) * 8 + 8 + 6 * 4 + 4 * 8
-    )
-
-
-def _rotary_bytes(shape: RoundShape, model: ModelConfig, dtype: torch.dtype) -> int:
-    """Cosines and sines, which are copied when they grow (layers/rotary.py)."""
-    positions = -(-(shape.max_seq_len + shape.draft_len + 2 + shape.block_size) // 2048) * 2048
-    return 3 * 2 * positions * model.head_dim * dtype.itemsize
-
-
 def _activation_bytes(tokens: int, share: Share, model: ModelConfig, dtype: torch.dtype) -> int:
     """What a layer holds, by its plan, beside what is gathered over the group."""
     held = tokens * max(layer.token_bytes(share, dtype.itemsize) for layer in model.layers)
@@ -180,7 +168,7 @@ def _attention_bytes(
 ) -> int:
     """Partial results of the kernels on GPUs; one row's context, mask and scores where plain torch attends."""
     if device_type == "cuda" and has_plain_kv:
-        return _PARTIAL_BYTES
+        return MOST_PARTIAL_BYTES
     takes_shape = has_plain_kv and takes_head(model.head_dim) and takes_blocks(shape.block_size)
     if dtype is torch.bfloat16 and takes_shape and has_attention_kernel():
         return 0

@@ -1,13 +1,18 @@
-"""The pool of KV blocks: who holds a block, which are free, and which free ones still hold reusable tokens.
+"""The pool of KV blocks: who holds a block, which are free, and which free ones still hold reusable tokens; and reuse
+of full blocks between rows, where a block is found again by the chain of all tokens up to its end.
 
-It knows block numbers and reference counts. It does not know tokens, rows, hashes, tensors or devices: `prefix.py`
-says which blocks are cached, `tables.py` says which row holds which block, `store.py` holds the keys and values.
+It knows block numbers, reference counts, digests of token chains, and which blocks hold them in the target's store
+alone. It does not know which tokens are verified or written: `BlockTable.commit` is told that by the scheduler.
+`tables.py` says which row holds which block, `store.py` holds the keys and values. The idea of hashing (parent, tokens
+of the block) is from vLLM's automatic prefix caching.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
 
 NULL_BLOCK = 0
 """Never given to a row: padding of block tables points here and padding tokens are written here."""
@@ -141,3 +146,89 @@ class BlockPool:
         lost = set(range(1, self.num_blocks)) - set(unheld)
         found += [f"block {block} is lost" for block in sorted(lost) if not self._references[block]]
         return found
+
+
+DIGEST_BYTES = 32
+
+
+def extend_digests(digests: list[bytes], tokens: Sequence[int], block_size: int, num_blocks: int) -> None:
+    """Append to `digests` until it holds those of the first `num_blocks` full blocks of `tokens`.
+
+    Each digest is BLAKE2b over the parent's digest and the block's token ids (int32), so it names the whole chain. A
+    cryptographic digest of 256 bits is taken as equality of tokens: Python's own `hash` would let a crafted prompt
+    read another request's keys and values.
+    """
+    parent = digests[-1] if digests else b"\0" * DIGEST_BYTES
+    for index in range(len(digests), num_blocks):
+        block_tokens = array("i", tokens[index * block_size : (index + 1) * block_size])
+        parent = blake2b(parent + block_tokens.tobytes(), digest_size=DIGEST_BYTES).digest()
+        digests.append(parent)
+
+
+class PrefixCache:
+    """Which block holds which token chain.
+
+    Args:
+        pool: its evictions remove blocks from this cache.
+        enabled: when False nothing is ever registered or found.
+    """
+
+    def __init__(self, pool: BlockPool, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self._pool = pool
+        self._block_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+        self._target_only: set[int] = set()
+        pool.on_evict = self._forget
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    @property
+    def blocks(self) -> frozenset[int]:
+        """All blocks that may be handed to another row."""
+        return frozenset(self._digest_of)
+
+    def match(self, digests: Sequence[bytes], in_draft_store: bool = True) -> list[int]:
+        """Blocks of the longest cached chain that `digests` starts with, in the draft's store too if that is asked for.
+        Takes no reference."""
+        found = []
+        for digest in digests:
+            block = self._block_of.get(digest)
+            if block is None or (in_draft_store and block in self._target_only):
+                break
+            found.append(block)
+        return found
+
+    def register(self, block: int, digest: bytes, in_draft_store: bool = True) -> None:
+        """Offer a held block for reuse. Where another block already holds the same chain, that one stays, unless it is
+        in the target's store alone and this one is not.
+
+        The caller guarantees that all its tokens are verified, that the target has written it whole, and the draft too
+        with `in_draft_store`, and that nobody writes to it again.
+        """
+        if not self.enabled or block in self._digest_of:
+            return
+        other = self._block_of.get(digest)
+        if other is not None:
+            if not in_draft_store or other not in self._target_only:
+                return
+            self._forget(other)
+            self._pool.unmark_cached(other)
+        self._block_of[digest] = block
+        self._digest_of[block] = digest
+        if not in_draft_store:
+            self._target_only.add(block)
+        self._pool.mark_cached(block)
+
+    def clear(self) -> None:
+        """Forget every chain; evictable blocks become free."""
+        for block in self._digest_of:
+            self._pool.unmark_cached(block)
+        self._block_of.clear()
+        self._digest_of.clear()
+        self._target_only.clear()
+
+    def _forget(self, block: int) -> None:
+        del self._block_of[self._digest_of.pop(block)]
+        self._target_only.discard(block)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trtrun.kvcache.blocks import BlockPool
-from trtrun.kvcache.prefix import PrefixCache, extend_digests
+from trtrun.kvcache.blocks import BlockPool, PrefixCache, extend_digests
 
 
 class BlockTable:

@@ -1,6 +1,8 @@
-"""A layer of most decoders: attention and feed-forward, each behind a norm and added to the residual stream.
+"""A layer of most decoders, and what it consists of: RMSNorm, self-attention of a rank's heads, a gated feed-forward
+layer; each of the two behind a norm, and added to the residual stream.
 
-It knows the order of its blocks. It does not know what they hold, or which layer it is.
+Attention is the projections around a backend that stores keys and values and attends. It knows weights, heads, windows
+and the communicator. It does not know which layer it is, or how its weights are held.
 """
 
 from __future__ import annotations
@@ -9,11 +11,135 @@ from dataclasses import dataclass
 
 import torch
 
-from trtrun.kernels.rounded_rows import Activations
+from parallel.communicator import Communicator
+from trtrun.attention.backend import AttentionBackend, attend
+from trtrun.kernels.chooser import operations_of
+from trtrun.kernels.rounded_rows import Activations, RoundedRows
 from trtrun.kvcache.segments import AttentionBatch
-from trtrun.layers.attention import Attention
-from trtrun.layers.mlp import GatedMLP
-from trtrun.layers.norm import RMSNorm
+from trtrun.linear.layer import Linear
+
+
+class RMSNorm:
+    """x / sqrt(mean(x²) + eps) * weight over the last dimension.
+
+    Args:
+        weight: [size], or [heads, size] for one weight per head; in the model's dtype on its device.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        self.weight = weight
+        self._eps = eps
+        self._operations = operations_of(weight.device.type)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [tokens, size], or [tokens, heads, size] for one weight per head → the same shape and dtype."""
+        return self._operations.normalise(x, self.weight, self._eps)
+
+    def rounded(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> RoundedRows:
+        """As `add`, or the norm of `hidden` where `delta` is None, rounded for a layer that takes rounded rows; on CUDA
+        with Triton."""
+        return self._operations.normalise_rounded(hidden, self.weight, self._eps, delta)
+
+    def add(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """hidden += delta, in place, and the norm of the sum; both [tokens, size] in the model's dtype."""
+        return self._operations.normalise(hidden, self.weight, self._eps, delta)
+
+
+@dataclass
+class Attention:
+    """Attention over the paged store.
+
+    Attributes:
+        qkv: hidden to this rank's query heads, key heads, value heads, in this order.
+        head_norm: norm of queries and keys per head (weight [heads + kv_heads, head_dim]), where the model has one.
+        output: this rank's heads back to hidden, for whoever is handed what was attended.
+        rotated_heads: this rank's query and key heads.
+        window: sliding window, None for the whole context.
+    """
+
+    qkv: Linear
+    head_norm: RMSNorm | None
+    output: RowParallelLinear
+    backend: AttentionBackend
+    rotated_heads: int
+    head_dim: int
+    window: int | None
+
+    @property
+    def takes_rounded_rows(self) -> bool:
+        """See Linear."""
+        return self.qkv.takes_rounded_rows
+
+    def __call__(
+        self,
+        x: Activations,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        batch: AttentionBatch,
+        store_layer: torch.Tensor,
+    ) -> torch.Tensor:
+        """x [tokens, hidden], normalised → [tokens, this rank's heads * head_dim], for `output`; see
+        AttentionBackend."""
+        fused = self.qkv(x)
+        fused = fused.view(fused.shape[0], -1, self.head_dim)
+        query_key, value = fused[:, : self.rotated_heads], fused[:, self.rotated_heads :]
+        if self.head_norm is not None:
+            query_key = self.head_norm(query_key)
+        scale, window = self.head_dim**-0.5, self.window
+        return attend(self.backend, query_key, value, angles, store_layer, batch, scale, window).flatten(1)
+
+
+class RowParallelLinear:
+    """A linear layer whose input features are spread over the group: partial results are summed, then the bias added.
+
+    Args:
+        linear: this rank's input features, without bias.
+        bias: [out] or None; added once, after the sum.
+        communicator: of the tensor-parallel group.
+    """
+
+    def __init__(self, linear: Linear, bias: torch.Tensor | None, communicator: Communicator) -> None:
+        self._linear = linear
+        self._bias = bias
+        self._communicator = communicator
+
+    @property
+    def takes_rounded_rows(self) -> bool:
+        """See Linear."""
+        return self._linear.takes_rounded_rows
+
+    def __call__(self, x: Activations) -> torch.Tensor:
+        """x [tokens, in share] → [tokens, out], equal on all ranks."""
+        output = self._linear(x)
+        if self._communicator.size > 1:
+            output = self._communicator.all_reduce(output)
+        return output if self._bias is None else output.add_(self._bias)
+
+
+class GatedMLP:
+    """SwiGLU (arXiv:2002.05202) with gate and up fused into one linear layer.
+
+    Args:
+        gate_up: hidden to this rank's gate features, then as many up features.
+        down: back to hidden.
+    """
+
+    def __init__(self, gate_up: Linear, down: RowParallelLinear) -> None:
+        self._gate_up = gate_up
+        self._down = down
+        self._operations = operations_of(gate_up.device.type)
+
+    @property
+    def takes_rounded_rows(self) -> bool:
+        """See Linear."""
+        return self._gate_up.takes_rounded_rows
+
+    def __call__(self, x: Activations) -> torch.Tensor:
+        """x [tokens, hidden] → [tokens, hidden]."""
+        fused = self._gate_up(x)
+        if self._down.takes_rounded_rows:
+            return self._down(self._operations.silu_and_multiply_rounded(fused))
+        return self._down(self._operations.silu_and_multiply(fused))
 
 
 @dataclass

@@ -83,6 +83,12 @@ class RotaryEmbedding:
         self._cosines = torch.empty(0, head_dim, dtype=dtype, device=device)
         self._sines = torch.empty(0, head_dim, dtype=dtype, device=device)
 
+    @staticmethod
+    def most_bytes(positions: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Of tables that cover so many positions, and the chunks that they are copied from when they grow."""
+        made = -(-positions // _CHUNK) * _CHUNK
+        return 3 * 2 * made * head_dim * dtype.itemsize
+
     def reserve(self, positions: int) -> None:
         """Make the tables cover positions [0, positions). Host work only; call before capturing a graph."""
         if positions <= self._cosines.shape[0]:

@@ -15,9 +15,7 @@ from trtrun.models.layer_plan import Layer, ModelShape
 from trtrun.models.weights import Axis, LinearPlan, Share, StoredTensor, Weight
 
 if TYPE_CHECKING:
-    from trtrun.layers.attention import Attention
-    from trtrun.layers.mlp import GatedMLP
-    from trtrun.layers.norm import RMSNorm
+    from trtrun.layers.decoder_layer import Attention, GatedMLP, RMSNorm
     from trtrun.models.weight_reader import WeightReader
 
 _FLOAT = 4
@@ -38,7 +36,7 @@ class NormPlan:
 
     def build(self, reader: WeightReader) -> RMSNorm:
         """See LayerPlan."""
-        from trtrun.layers.norm import RMSNorm
+        from trtrun.layers.decoder_layer import RMSNorm
 
         return RMSNorm(reader.tensor(self.weight), self.eps)
 
@@ -94,8 +92,7 @@ class AttentionPlan:
         """See LayerPlan."""
         import torch
 
-        from trtrun.layers.attention import Attention
-        from trtrun.layers.norm import RMSNorm
+        from trtrun.layers.decoder_layer import Attention, RMSNorm
 
         heads, kv_heads = len(self.shape.queries.units(reader.share)), len(self.shape.keys.units(reader.share))
         head_norm = None
@@ -154,7 +151,7 @@ class GatedMLPPlan:
 
     def build(self, reader: WeightReader) -> GatedMLP:
         """See LayerPlan."""
-        from trtrun.layers.mlp import GatedMLP
+        from trtrun.layers.decoder_layer import GatedMLP
 
         gate_up = reader.linear(self.gate_up.weight, self.gate_up.bias)
         return GatedMLP(gate_up, reader.row_parallel(self.down.weight, self.down.bias))

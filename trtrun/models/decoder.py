@@ -16,8 +16,8 @@ from trtrun.attention.backend import AttentionBackend
 from trtrun.kvcache.segments import AttentionBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.kvcache.tile_widths import prompt_width
+from trtrun.layers.decoder_layer import RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
-from trtrun.layers.norm import RMSNorm
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.models.config import ModelConfig
 from trtrun.models.layer_plan import Layer

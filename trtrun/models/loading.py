@@ -18,8 +18,8 @@ from parallel.communicator import Communicator
 from parallel.sharding import vocabulary_range
 from trtrun.configuration.config import LoadFormat
 from trtrun.kvcache.formats import KV_FORMATS
+from trtrun.layers.decoder_layer import RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
-from trtrun.layers.norm import RMSNorm
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization
 from trtrun.linear.quantization.base import count_bytes

@@ -16,7 +16,7 @@ from parallel.communicator import Communicator
 from trtrun.attention.backend import AttentionBackend, attention_backend
 from trtrun.errors import CheckpointError
 from trtrun.kvcache.formats import KVFormat
-from trtrun.layers.mlp import RowParallelLinear
+from trtrun.layers.decoder_layer import RowParallelLinear
 from trtrun.linear.layer import Linear
 from trtrun.linear.quantization.base import Quantization, TensorSlice
 from trtrun.models.checkpoint import WeightFiles

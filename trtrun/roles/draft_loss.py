@@ -5,7 +5,7 @@ It knows the configuration and who sits where. How a loss is noticed is the hear
 
 from __future__ import annotations
 
-from parallel.lost_ranks import outlives_ranks
+from parallel.mpi_rank import outlives_ranks
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
 

@@ -1,6 +1,8 @@
-"""What a round sees of the way between draft and target ranks: drafts there, verdicts back.
+"""What a round sees of the way between draft and target ranks: drafts there, verdicts back; and the way from device to
+device, where they share devices, or nobody drafts.
 
-Two ways stand behind it: device_exchange.py and message_exchange.py. It does not know what is drafted or verified.
+On that way shapes follow from the plan on both sides: nothing is read back, and nothing waits for the host. The other
+way is message_exchange.py. It does not know what is drafted or verified.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from parallel.link import Link
 from trtrun.core.nouns import Draft, RoundPlan, Verdict
 from trtrun.roles.launched_round import LaunchedRound
 
@@ -47,3 +50,54 @@ class Exchange(Protocol):
     def forget(self) -> None:
         """Drop what is left of a round that did not come to its end."""
         ...
+
+
+class DeviceExchange:
+    """See Exchange; over a `parallel.link.Link`."""
+
+    def __init__(self, link: Link, *, in_place: bool, leads_draft: bool, target_vocab_size: int | None) -> None:
+        """Exchange over `link`.
+
+        Args:
+            link: of this process.
+            in_place: whether the drafter runs on the target ranks, which then all have proposed the same.
+            leads_draft: whether this is the draft leader, which sends.
+            target_vocab_size: width of draft_probs on a target rank; None on ranks that verify nothing.
+        """
+        self._link = link
+        self._in_place = in_place
+        self._leads_draft = leads_draft
+        self._target_vocab_size = target_vocab_size
+
+    def is_late(self, plan: RoundPlan) -> bool:
+        """See Exchange: the target waits."""
+        return False
+
+    def hand_over(self, plan: RoundPlan, draft: Draft | None, probability_rows: Sequence[int]) -> Draft | None:
+        """See Exchange."""
+        if plan.draft_len == 0:
+            return None
+        if self._in_place:
+            return draft
+        if draft is not None and self._leads_draft:
+            self._link.send_draft(draft.tokens, draft.draft_lens, draft.draft_probs)
+        if self._target_vocab_size is None:
+            return None
+        shape = (len(plan.decode_rows), plan.draft_len, len(probability_rows), self._target_vocab_size)
+        return Draft(*self._link.receive_draft(*shape))
+
+    def send_verdict(self, verdict: Verdict) -> None:
+        """See Exchange: to draft ranks, too."""
+        self._link.send_verdict(verdict.num_tokens, verdict.tokens)
+
+    def receive_verdict(self, plan: RoundPlan, width: int) -> Verdict:
+        """See Exchange."""
+        return Verdict(*self._link.receive_verdict(len(plan.sampled_rows), width))
+
+    def conclude(self, plan: RoundPlan, decided: LaunchedRound) -> LaunchedRound:
+        """See Exchange: nothing waits for it here."""
+        return decided
+
+    def forget(self) -> None:
+        """See Exchange."""
+        self._link.forget()

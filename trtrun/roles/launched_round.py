@@ -1,7 +1,9 @@
-"""A round that an engine rank has launched, and how its report is had once the device has done it.
+"""A round that an engine rank has launched, and its report: the verdict on its way from the device to the host, which
+is the one copy of a round.
 
 A GPU works after the calls that launch its work have returned, so the next round can be launched before the report of
-this one is read: then the device goes from one to the other without a gap. It does not know what a round is made of.
+this one is read: then the device goes from one to the other without a gap. It knows the verdict's tensors and the
+report's layout. It does not know what a round is made of, or who reads the report.
 """
 
 from __future__ import annotations
@@ -10,8 +12,81 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from trtrun.roles.verdict_report import VerdictCopy
+import numpy as np
+import torch
+
+from trtrun.core.nouns import RoundPlan, Verdict
+from trtrun.timing.phase_clock import Event, timing_event
 from trtrun.wire.reports import ReportArrays, RoundTimes
+
+
+class VerdictCopy:
+    """A verdict that is copied to the host. Counts, lengths, tokens and the bits of their logits travel in one tensor.
+
+    From a GPU the copy goes to pinned memory behind what the device has to do first, and nothing waits for it here.
+    """
+
+    def __init__(self, plan: RoundPlan, verdict: Verdict | None) -> None:
+        """Begin to copy.
+
+        Args:
+            plan: the round's.
+            verdict: the leader's own; None where the round samples nothing.
+        """
+        self._round_index = plan.round_index
+        self._width = 1
+        self._event: Event | None = None
+        self._copies: list[torch.Tensor] = []
+        if verdict is None:
+            return
+        assert verdict.draft_lens is not None and verdict.chosen_logits is not None  # the leader's own
+        self._width = verdict.tokens.shape[1]
+        bits = verdict.chosen_logits.view(torch.int32).to(torch.int64)
+        columns = (verdict.num_tokens.unsqueeze(1), verdict.draft_lens.unsqueeze(1), verdict.tokens, bits)
+        sources = [torch.cat(columns, dim=1)]
+        if verdict.logprobs is not None:
+            sources += [verdict.logprobs.token_ids, verdict.logprobs.values]
+        self._copies = [_to_host(source) for source in sources]
+        if verdict.tokens.is_cuda:
+            self._event = timing_event()
+            self._event.record()
+
+    def is_here(self) -> bool:
+        """Whether `wait` would not wait."""
+        return self._event is None or self._event.query()
+
+    def wait(self, take_times: Callable[[], RoundTimes] = RoundTimes) -> ReportArrays:
+        """Wait for the copy, and make the report of it.
+
+        A row with a logit that is not finite gains no token: looking for that here costs the device nothing.
+
+        Args:
+            take_times: tells what phases took, once the copy is there.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        if not self._copies:
+            tokens = np.empty((0, 1), dtype=np.int64)
+            return ReportArrays(self._round_index, take_times(), tokens[:, 0], tokens[:, 0], tokens)
+        packed = self._copies[0].numpy()
+        width = self._width
+        num_tokens, tokens = packed[:, 0], packed[:, 2 : 2 + width]
+        chosen = np.isfinite(packed[:, 2 + width :].astype(np.int32).view(np.float32))
+        if not chosen.all():
+            num_tokens = np.where((chosen | (tokens < 0)).all(axis=1), num_tokens, 0)
+        draft_lens = np.maximum(packed[:, 1], 0)
+        arrays = (num_tokens, draft_lens, tokens)
+        if len(self._copies) == 1:
+            return ReportArrays(self._round_index, take_times(), *arrays)
+        _, ids, values = self._copies
+        return ReportArrays(self._round_index, take_times(), *arrays, ids.numpy(), values.numpy())
+
+
+def _to_host(source: torch.Tensor) -> torch.Tensor:
+    """`source` itself on the CPU; else memory of the host that will have its contents."""
+    if source.is_cpu:
+        return source
+    return torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
 
 
 class LaunchedRound(Protocol):

@@ -30,8 +30,7 @@ import torch
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.roles.exchange import Exchange
-from trtrun.roles.launched_round import DecidedRound, DoneRound, LaunchedRound
-from trtrun.roles.verdict_report import VerdictCopy
+from trtrun.roles.launched_round import DecidedRound, DoneRound, LaunchedRound, VerdictCopy
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.protocols import TargetEngine

@@ -42,6 +42,8 @@ class RowSampling:
         device: where logits live.
     """
 
+    BYTES_PER_ROW = columns.NUM_NUMBERS * torch.float32.itemsize + columns.NUM_INTEGERS * torch.int64.itemsize
+
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trtrun.core.nouns import RowAdmission
-from trtrun.core.token_lists import NO_LISTS, TokenLists
+from trtrun.core.sampling_params import NO_LISTS, TokenLists
 from trtrun.sampling.bad_words import BadWords
 
 

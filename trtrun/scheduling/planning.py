@@ -1,7 +1,6 @@
 """A round plan under construction: collects rows, block updates and the token budget, then freezes to a RoundPlan.
 
-It knows the layout of `RoundPlan` and nothing of policy: who gets into the round is decided in `decoding.py` and
-`admission.py`.
+It knows the layout of `RoundPlan` and nothing of policy: who gets into the round is decided in `admission.py`.
 """
 
 from __future__ import annotations
@@ -10,10 +9,13 @@ import numpy as np
 
 from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
 from trtrun.kvcache.tile_widths import padding
-from trtrun.scheduling.completion import Completion, PlannedRow, Work
+from trtrun.scheduling.batch import Completion, PlannedRow, Work
 
 MAX_MISSED_ROUNDS = 6
-"""Rounds without drafts that the draft engine sits out in a row: it then feeds 8 tokens a row at once."""
+"""Rounds without drafts that the draft engine sits out in a row."""
+
+MOST_CATCH_UP = 2 + MAX_MISSED_ROUNDS
+"""Tokens of a row that it feeds at once after them."""
 
 
 class PlanBuilder:

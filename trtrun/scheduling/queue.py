@@ -15,7 +15,7 @@ from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
-from trtrun.scheduling.completion import Completion
+from trtrun.scheduling.batch import Completion
 
 
 @dataclass(eq=False, slots=True)

@@ -6,8 +6,8 @@ tensors or how drafts are verified. `schedule` makes a plan, `commit` takes its 
 committed length and an upper bound; blocks and contexts are reserved for the upper bound, so that ranks, which know
 the true length from verdicts, never meet a position without a block.
 
-Rows go in turns to those who ask (`queue.py`), and a round's tokens to decoding rows first (`decoding.py`), then to
-prompts (`admission.py`); `results.py` takes in what a round gave. Only the most recently admitted row is ever
+Rows go in turns to those who ask (`queue.py`), and a round's tokens to decoding rows first, then to prompts
+(`admission.py`); `results.py` takes in what a round gave. Only the most recently admitted row is ever
 preempted, and gets a row again before all that wait, so the oldest row always makes progress and nothing can wait for
 ever.
 """
@@ -21,17 +21,13 @@ from collections.abc import Hashable, Sequence
 from trtrun.core.nouns import FinishReason, Request, RoundPlan
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.errors import InvalidRequestError, QueueFullError
-from trtrun.scheduling.admission import Admission
-from trtrun.scheduling.batch import RunningBatch
-from trtrun.scheduling.completion import NO_ROW, Completion, RowResult
-from trtrun.scheduling.decoding import Decoding
+from trtrun.scheduling.admission import Admission, Decoding
+from trtrun.scheduling.batch import NO_ROW, Completion, RowResult, RunningBatch
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.planning import PlanBuilder
 from trtrun.scheduling.queue import WaitingQueue
-from trtrun.scheduling.results import PlannedRound, check_result, commit_chunk, commit_row
-from trtrun.scheduling.stop_rules import append_tokens
-from trtrun.tokens.aho_corasick import AhoCorasick
-from trtrun.tokens.detokenizer import CompletionText
+from trtrun.scheduling.results import PlannedRound, append_tokens, check_result, commit_chunk, commit_row
+from trtrun.tokens.detokenizer import AhoCorasick, CompletionText
 
 
 class Scheduler:

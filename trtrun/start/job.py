@@ -18,8 +18,7 @@ from parallel import abort
 from parallel.control import ControlPlane
 from parallel.errors import TopologyError
 from parallel.groups import open_groups
-from parallel.lost_ranks import is_lost_peer
-from parallel.mpi_rank import find_mpi_rank
+from parallel.mpi_rank import find_mpi_rank, is_lost_peer
 from parallel.probe import verify_groups
 from parallel.topology import Topology
 from parallel.watchdog.activity import Activity, Phase

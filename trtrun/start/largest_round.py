@@ -28,9 +28,6 @@ _MUCH_PADDING = 17
 _GRAPH_TENSORS_BYTES = 1 << 20
 """What a graph reads and writes of its own, above all the block tables of its rows."""
 
-_CATCH_UP = 8
-"""Tokens that a draft engine feeds of a row at most (scheduling/planning.py)."""
-
 _SAMPLING = SamplingParams(
     temperature=1.0,
     top_p=0.9,
@@ -164,7 +161,7 @@ def _plan(
         prefill=tuple(chunks),
         decode_rows=np.array(decoding, dtype=np.int32),
         draft_lens=np.full(count, shape.draft_len if speculates else -1, dtype=np.int32),
-        catch_up=np.full(count, min(_CATCH_UP, length) if speculates else 0, dtype=np.int32),
+        catch_up=np.full(count, min(shape.most_catch_up, length) if speculates else 0, dtype=np.int32),
         max_context=length + shape.draft_len + 1,
         num_guesses=shape.num_guesses,
     )

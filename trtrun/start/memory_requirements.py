@@ -17,6 +17,7 @@ from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
 from trtrun.models.config import ModelConfig
+from trtrun.scheduling.planning import MOST_CATCH_UP
 from trtrun.speculation.ahead.guess_space import GuessSpace
 from trtrun.start.model_settings import resolve_dtype_name
 from trtrun.tensors import DTYPES
@@ -92,6 +93,7 @@ def round_shape(config: RuntimeConfig, context: int) -> RoundShape:
         block_size=config.kv_cache.block_size,
         use_logits=config.speculation.use_logits and config.has_draft_engine,
         num_guesses=guess_space(config, 0).most_guesses,
+        most_catch_up=MOST_CATCH_UP,
     )
 
 

@@ -17,8 +17,7 @@ from parallel.watchdog.activity import Activity
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS
 from trtrun.engine.runner import Engine
-from trtrun.roles.device_exchange import DeviceExchange
-from trtrun.roles.exchange import Exchange
+from trtrun.roles.exchange import DeviceExchange, Exchange
 from trtrun.roles.message_exchange import MessageExchange
 from trtrun.roles.round import Worker
 from trtrun.speculation.drafters import DRAFTERS, Drafter, DrafterContext

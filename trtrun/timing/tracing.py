@@ -17,8 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from trtrun.timing.phase_clock import PhaseClock
-from trtrun.timing.phase_spans import SpanClock, span_clock
-from trtrun.timing.spans import ClockOffset, RankSpans, SpanLog, read_spans
+from trtrun.timing.spans import ClockOffset, RankSpans, SpanClock, SpanLog, read_spans, span_clock
 
 CLOCK_READINGS = 16
 """Of each rank's clock; the one of the shortest round trip counts."""

@@ -17,8 +17,7 @@ import tokenizers
 from tokenizers.decoders import ByteLevel
 
 from trtrun.errors import CheckpointError, one_line
-from trtrun.tokens.decoders.chain import read_chain
-from trtrun.tokens.decoders.decoding import Decoding
+from trtrun.tokens.decoders.chain import Decoding, read_chain
 
 _FILE = "tokenizer.json"
 _KEEPING = ("ByteLevel", "Digits", "FixedLength", "Metaspace", "Punctuation", "Split", "UnicodeScripts")

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
-from trtrun.core.sampling_params import SamplingParams
-from trtrun.core.token_lists import NO_LISTS, TokenLists, TokenSequences
+from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists, TokenSequences
 
 
 class _PlanHeader(NamedTuple):

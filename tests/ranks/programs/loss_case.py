@@ -28,7 +28,7 @@ import parallel.watchdog.heartbeat
 from launch.mpi.start_progress import DONE, StartProgress
 from parallel import abort
 from parallel.control import ControlPlane
-from parallel.lost_ranks import is_lost_peer, outlives_ranks
+from parallel.mpi_rank import is_lost_peer, outlives_ranks
 from parallel.topology import Topology
 from parallel.waiting import wait_until
 from parallel.watchdog.activity import Activity, Phase

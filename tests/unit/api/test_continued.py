@@ -13,8 +13,7 @@ from trtrun.api.prompts import Prompt
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionDelta, RequestId
 from trtrun.errors import InvalidRequestError
-from trtrun.tokens.aho_corasick import AhoCorasick
-from trtrun.tokens.detokenizer import CompletionText, IncrementalDetokenizer
+from trtrun.tokens.detokenizer import AhoCorasick, CompletionText, IncrementalDetokenizer
 
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4}
 END, EASY = {0: 60.0}, {0: 4.0}

@@ -20,7 +20,7 @@ from trtrun.kernels import chooser
 from trtrun.kernels.torch.operations import TorchOperations
 from trtrun.kernels.triton import support
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
-from trtrun.layers import mlp, norm
+from trtrun.layers import decoder_layer
 from trtrun.linear.quantization import base
 
 pytest.importorskip("triton", reason="needs triton: pip install triton")
@@ -214,7 +214,7 @@ def test_a_model_whose_norms_and_activations_round_is_the_same_model(
     monkeypatch.setattr(base, "_DTYPES", {"cpu": ("float16",)})
     leave_to_torch(monkeypatch)
     expected = PagedModel(path, torch.float16, quantization="fp8").forward(batch)
-    for module in (norm, mlp, chooser):
+    for module in (decoder_layer, chooser):
         monkeypatch.setattr(module, "operations_of", lambda device_type: TritonOperations())
     monkeypatch.setattr(support, "multiplies_fp8", lambda device: True)
     rounded, round_activations = [], fp8_matmul.round_activations

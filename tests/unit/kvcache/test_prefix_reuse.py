@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from scheduler_simulation import Job, make_request
 
-from trtrun.kvcache.blocks import BlockPool
-from trtrun.kvcache.prefix import PrefixCache, extend_digests
+from trtrun.kvcache.blocks import BlockPool, PrefixCache, extend_digests
 from trtrun.kvcache.tables import BlockTable
 from trtrun.scheduling.scheduler import SchedulerLimits
 

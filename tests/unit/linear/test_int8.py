@@ -8,8 +8,8 @@ from gpus import needs_gpu
 from native import leave_to_torch, needs_kernels
 
 from trtrun.errors import ConfigError
-from trtrun.kernels.cpu.int8_matmul import BlockedInt8Matmul
-from trtrun.kernels.cpu.int8_matmul_code import int8_matmul_module
+from trtrun.kernels.cpu.byte_matmul import BlockedInt8Matmul
+from trtrun.kernels.cpu.byte_matmul_code import int8_matmul_module
 from trtrun.kernels.cpu.machine import compile_kernels
 from trtrun.kernels.cpu.matmul_code import KERNEL, STRETCH, TILE_ROWS, prefetch_for
 from trtrun.kernels.torch.int8 import TorchInt8Matmul, quantize

@@ -16,8 +16,7 @@ from torch.nn import functional
 from trtrun.attention.gather import GatherAttention
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
-from trtrun.layers.mlp import GatedMLP
-from trtrun.layers.norm import RMSNorm
+from trtrun.layers.decoder_layer import GatedMLP, RMSNorm
 from trtrun.layers.rope import RopeConfig
 from trtrun.layers.rotary import RotaryEmbedding
 

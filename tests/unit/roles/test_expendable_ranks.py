@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parallel.lost_ranks import FAULT_TOLERANCE_VARIABLE, outlives_ranks
+from parallel.mpi_rank import FAULT_TOLERANCE_VARIABLE, outlives_ranks
 from trtrun.configuration.config import make_config
 from trtrun.configuration.topology import make_topology
 from trtrun.roles import draft_loss

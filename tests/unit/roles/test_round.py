@@ -13,8 +13,8 @@ import torch
 from tests.fakes import FakeEngine, Rule, own_link
 from trtrun.core.nouns import Request, RoundPlan, Verdict
 from trtrun.core.sampling_params import SamplingParams
-from trtrun.roles.commit import commit_round
-from trtrun.roles.device_exchange import DeviceExchange
+from trtrun.roles.exchange import DeviceExchange
+from trtrun.roles.orchestrator import commit_round
 from trtrun.roles.round import Worker, probability_rows
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler

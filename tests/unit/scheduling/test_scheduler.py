@@ -9,9 +9,9 @@ from scheduler_simulation import Job, make_request, output_of
 from trtrun.core.nouns import FinishReason, Request
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError, InvalidRequestError
+from trtrun.scheduling.results import append_tokens
 from trtrun.scheduling.scheduler import Scheduler
-from trtrun.scheduling.stop_rules import append_tokens
-from trtrun.tokens.aho_corasick import AhoCorasick
+from trtrun.tokens.detokenizer import AhoCorasick
 
 
 def test_first_plan_admits_in_order_into_the_smallest_rows() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from scheduler_simulation import make_request
 
-from trtrun.kvcache.blocks import BlockPool
-from trtrun.kvcache.prefix import PrefixCache
+from trtrun.kvcache.blocks import BlockPool, PrefixCache
 from trtrun.kvcache.tables import BlockTable
-from trtrun.scheduling.completion import Completion
+from trtrun.scheduling.batch import Completion
 from trtrun.scheduling.queue import WaitingQueue
 
 POOL = BlockPool(2)

@@ -10,8 +10,7 @@ from checkpoints import make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trtrun.tokens.aho_corasick import ROOT, AhoCorasick
-from trtrun.tokens.detokenizer import CompletionText, IncrementalDetokenizer
+from trtrun.tokens.detokenizer import ROOT, AhoCorasick, CompletionText, IncrementalDetokenizer
 from trtrun.tokens.text import Tokenizer, read_tokenizer
 
 LETTERS = st.text("ab", max_size=6)

@@ -18,10 +18,9 @@ from tokenizer_layouts import BYTES, LAYOUTS, SPECIAL, TEXTS, layout
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from launch.serve.openai.answer_parts import TokenTexts
-from trtrun.tokens.aho_corasick import AhoCorasick
 from trtrun.tokens.decoders import chain as chains
 from trtrun.tokens.decoders.elements import REPLACEMENT, Step
-from trtrun.tokens.detokenizer import CompletionText, IncrementalDetokenizer, TokenText
+from trtrun.tokens.detokenizer import AhoCorasick, CompletionText, IncrementalDetokenizer, TokenText
 from trtrun.tokens.text import Tokenizer
 
 UNSEEN = ["😀🤖", "አማርኛ", " é", "\ufffd", "𝔘", "ab", "  ", "▁", "##", "it 's", "</w>", "<0x41>"]

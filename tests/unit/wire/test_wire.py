@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
-from trtrun.core.sampling_params import SamplingParams
-from trtrun.core.token_lists import NO_LISTS, TokenLists
+from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists
 from trtrun.wire.plans import decode_plan, encode_plan
 from trtrun.wire.reports import ReportArrays, RoundReport, RoundTimes, decode_report
 

@@ -1,7 +1,8 @@
-"""The code of products with weights of a byte each, as LLVM IR: what int8_matmul_code.py and fp8_matmul_code.py share.
+"""The code of products with weights of a byte each, as LLVM IR: integers of 8 bits, and what fp8_matmul_code.py shares
+with them.
 
-It knows that bytes become bfloat16 on the way, once for all rows; the rest is the product of bfloat16 (matmul_code.py).
-It does not know what the bytes stand for, nor where scales come from.
+It knows that bytes become bfloat16 on the way, once for all rows, and how integers do; the rest is the product of
+bfloat16 (matmul_code.py). It does not know tensors, nor where scales come from.
 """
 
 from __future__ import annotations
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
     from llvmlite import ir
 
     from trtrun.kernels.cpu.matmul_code import Place
+from typing import TYPE_CHECKING
+
+from trtrun.kernels.cpu.emitter import LANES
+
+if TYPE_CHECKING:
+    from llvmlite import ir
 
 FEATURE_BYTES = 8
 """A scale and a bias, both float32, for each output feature: a block's scales lie before its biases."""
@@ -103,3 +110,28 @@ class ByteMatmulCode(MatmulCode):
                 builder.store(wide, self.at(builder, target, part * LINE_BYTES), align=LINE_BYTES)
         builder.ret_void()
         return builder.function
+
+
+def int8_matmul_module(prefetch: Prefetch) -> ir.Module:
+    """A module whose function KERNEL takes the Arguments of matmul_code.py, with `bias` as FEATURE_BYTES tells."""
+    return _Int8MatmulCode(prefetch).module
+
+
+class _Int8MatmulCode(ByteMatmulCode):
+    """Every integer of 8 bits is a bfloat16."""
+
+    def prepare(self) -> None:
+        """See ByteMatmulCode."""
+        self._join = self.declare("llvm.x86.avx512bf16.cvtne2ps2bf16.512", self.pairs, self.floats, self.floats)
+
+    def widen(self, builder: ir.IRBuilder, line: ir.Value, offset: int) -> ir.Value:
+        """See ByteMatmulCode."""
+        integers = self._ir.VectorType(self.byte, LANES)
+        low, high = (
+            builder.sitofp(
+                builder.sext(builder.load(self.at(builder, line, place), typ=integers, align=LANES), self.lanes),
+                self.floats,
+            )
+            for place in (offset, offset + LANES)
+        )
+        return builder.call(self._join, [high, low])

@@ -14,8 +14,13 @@ import torch
 
 from trtrun.kernels.cpu.byte_matmul import BlockedByteMatmul
 from trtrun.kernels.cpu.emitter import LANES
-from trtrun.kernels.cpu.fp8_matmul_code import ROW_SCALE_BYTES, fp8_matmul_module
-from trtrun.kernels.cpu.fp8_rounding_code import ROUND_ROWS, RoundingArguments, rounding_module
+from trtrun.kernels.cpu.fp8_matmul_code import (
+    ROUND_ROWS,
+    ROW_SCALE_BYTES,
+    RoundingArguments,
+    fp8_matmul_module,
+    rounding_module,
+)
 from trtrun.kernels.cpu.machine import Kernel, load_kernels, processor_name
 from trtrun.kernels.cpu.matmul_code import KERNEL, prefetch_for
 from trtrun.kernels.torch.fp8 import round_activations

@@ -42,4 +42,4 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
     """The stream for captures on a device. torch's own is that of the device which the process captured on first."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -19,6 +19,9 @@ _MOST_PLACES_SPLIT = 256
 """Queries of a row and KV head, heads counted, of which shares are computed apart: results of shares take memory, and
 more queries have tiles enough."""
 
+MOST_PARTIAL_BYTES = 64 << 20
+"""Of results of shares that exist at once: 64 rows of 6 queries, 32 heads and 16k tokens have 400 MB."""
+
 _LEAST_TILE = 16
 """Fewer rows than that a matrix unit does not multiply."""
 

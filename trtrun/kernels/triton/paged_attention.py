@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from trtrun.kernels.triton.attention_shares import combine_kernel, merge, power
-from trtrun.kernels.triton.attention_tiles import LARGEST_TILE, MOST_SPLIT, choose_tiling
+from trtrun.kernels.triton.attention_tiles import LARGEST_TILE, MOST_PARTIAL_BYTES, MOST_SPLIT, choose_tiling
 from trtrun.kernels.triton.early_launch import begin, early
 from trtrun.kernels.triton.paged_store import rotate_and_write
 from trtrun.kernels.triton.prompts.suitability import is_chosen
@@ -27,9 +27,6 @@ from trtrun.kvcache.store import copy_plain_tokens
 _SHARE = 256
 """Keys of a share. Each is summed by itself, and the shares one after the other, whoever computes them: so a query has
 the same bits in a round, in a prompt and in any company."""
-
-PARTIAL_BYTES = 64 << 20
-"""Results of shares that exist at once: 64 rows of 6 queries, 32 heads and 16k tokens have 400 MB."""
 
 _KEYS, _WIDE_KEYS, _STAGES = 128, 64, 2
 """Keys of one step of a program, and of one in float32, which takes twice the room; steps that are loaded at once."""
@@ -205,7 +202,7 @@ class PagedAttention:
 
 def _split_rows(segment: AttentionSegment, partial_bytes: int) -> list[slice]:
     """The rows of a segment in slices whose partial results, of `partial_bytes` a token, may exist at once."""
-    step = segment.rows if not partial_bytes else max(1, PARTIAL_BYTES // (partial_bytes * segment.queries))
+    step = segment.rows if not partial_bytes else max(1, MOST_PARTIAL_BYTES // (partial_bytes * segment.queries))
     return [slice(start, min(start + step, segment.rows)) for start in range(0, segment.rows, max(1, step))]
 
 

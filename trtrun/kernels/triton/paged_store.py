@@ -1,6 +1,6 @@
 """Writing keys and values to the paged KV store, as Triton kernels for CUDA, with the rotation before it.
 
-Rotation rounds where the torch operations of `trtrun.kernels.cpu.rotation` round. It knows tensors; it does not know
+Rotation rounds where the torch operations of `trtrun.kernels.cpu.operations` round. It knows tensors; it does not know
 who attends.
 """
 

@@ -26,9 +26,9 @@ from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.scheduling.results import append_tokens
 from trtrun.scheduling.scheduler import Scheduler
-from trtrun.scheduling.stop_rules import append_tokens
-from trtrun.tokens.aho_corasick import AhoCorasick
+from trtrun.tokens.detokenizer import AhoCorasick
 from trtrun.tokens.text import read_tokenizer
 
 LIMITS = SchedulerLimits(4, 64, 256, 256, 4, 16, 32)
