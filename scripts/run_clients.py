@@ -160,15 +160,18 @@ def _run_call(call: Call, place: Place) -> str:
             words, cwd=place.folder, env=environment | QUIET | call.variables(place), stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=CALL_SECONDS, check=False,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"not done after {CALL_SECONDS} s"
+        output, status = done.stdout, done.returncode
+    except subprocess.TimeoutExpired as error:
+        output, status = error.output or b"", 0
+        if not call.last_words or call.last_words not in output.decode(errors="replace"):
+            return f"not done after {CALL_SECONDS} s"
     except OSError as error:
         return str(error)
-    said = done.stdout.decode(errors="replace")
+    said = output.decode(errors="replace")
     (place.folder / "said").write_text(said, encoding="utf-8")
-    if done.returncode != 0:
+    if status != 0:
         last = said.strip().splitlines()[-1:] or [""]
-        return f"status {done.returncode}: {last[0][:200]} ({place.folder / 'said'})"
+        return f"status {status}: {last[0][:200]} ({place.folder / 'said'})"
     try:
         found = call.check(said, place)
     except (OSError, ValueError, KeyError, IndexError) as error:

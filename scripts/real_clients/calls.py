@@ -59,6 +59,7 @@ class Call:
         options: of `trtrun serve`; a call with options has a server of its own.
         variables: of its environment.
         own_server: whether it has a server of its own without options, too.
+        last_words: of a client that may hang while it exits: what it says when all is done.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Call:
     options: Sequence[str] = ()
     variables: Callable[[Place], dict[str, str]] = lambda place: {}
     own_server: bool = False
+    last_words: str = ""
 
 
 @dataclass(frozen=True)
