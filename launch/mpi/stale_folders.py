@@ -1,8 +1,9 @@
 """Removes what killed mpiruns and their daemons left on a host, because it keeps others from starting.
 
-Open MPI's programs keep a folder each, named by process id. One that was killed leaves it behind, and the next process
-of the same id then ends with "The PMIx server's listener thread failed to start": soon, in a container, where ids are
-small and come again. PMIx after 5.0 reclaims such a folder by itself. This module does not know jobs.
+Open MPI's programs keep a folder each, named by process id; those of Open MPI 4 lie in one of the host and user. One
+that was killed leaves it behind, and with Open MPI 5 the next process of the same id then ends with "The PMIx server's
+listener thread failed to start": soon, in a container, where ids are small and come again. PMIx after 5.0 reclaims such
+a folder by itself. This module does not know jobs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _FOLDER = re.compile(r"[a-z]+\.(?P<process>\d+)")
 _PROGRAMS = ("ompi", "prte", "prted", "prterun")
 """Before the process id, in the names of folders that nothing but the name tells from a user's own."""
 
-_ADDRESS = re.compile(r"tcp[46]?://(?P<host>[^;,\s]+):(?P<port>\d+)")
+_ADDRESS = re.compile(r"tcp[46]?://(?P<host>[^;,\s]+)(,[^;\s]+)?:(?P<port>\d+)")
 _CONNECT_SECONDS = 1.0
 _BASES = ("PRTE_MCA_prte_tmpdir_base", "TMPDIR", "TEMP", "TMP")
 
@@ -33,8 +34,9 @@ def remove_stale_folders(environment: Mapping[str, str]) -> None:
     Args:
         environment: of mpirun or of its daemon; tells where their folders are.
     """
+    base = _base(environment)
     with suppress(OSError):
-        for folder in list(_find_abandoned(_base(environment))):
+        for folder in [*_find_abandoned(base), *_find_abandoned_of_openmpi4(base)]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -46,8 +48,14 @@ def remove_folder_of(process: int, environment: Mapping[str, str]) -> None:
         process: of the mpirun, which is gone.
         environment: of it.
     """
+    base = _base(environment)
+    for folder in (shared / f"pid.{process}" for shared in _shared_folders(base)):
+        if not _listens(folder / "contact.txt"):
+            shutil.rmtree(folder, ignore_errors=True)
+            with suppress(OSError):
+                folder.parent.rmdir()  # if it was the last
     with suppress(OSError):
-        for entry in list(os.scandir(_base(environment))):
+        for entry in list(os.scandir(base)):
             program, _, number = entry.name.partition(".")
             if program not in _PROGRAMS or number != str(process) or not entry.is_dir(follow_symlinks=False):
                 continue
@@ -73,10 +81,27 @@ def _find_abandoned(base: Path) -> Iterator[Path]:
             yield Path(entry.path)
 
 
+def _shared_folders(base: Path) -> list[Path]:
+    """Where Open MPI 4 keeps a folder for each of its programs of this host and user, if it is there."""
+    folders = [base / f"ompi.{name}.{os.geteuid()}" for name in _host_names()]
+    return [folder for folder in folders if folder.is_dir() and not folder.is_symlink()]
+
+
+def _find_abandoned_of_openmpi4(base: Path) -> Iterator[Path]:
+    for folder in (folder for shared in _shared_folders(base) for folder in shared.glob("pid.*")):
+        number = folder.name.removeprefix("pid.")
+        if number.isdecimal() and not _is_alive(int(number)) and not _listens(folder / "contact.txt"):
+            yield folder
+
+
+def _host_names() -> set[str]:
+    host = socket.gethostname()
+    return {host, host.partition(".")[0]}
+
+
 def _mark_of_this_host(folder: str) -> Path | None:
     """The file by which a folder says that it belongs to this host, where it does."""
-    host = socket.gethostname()
-    marks = [Path(folder, f"pmix.{name}.tool") for name in {host, host.partition(".")[0]}]
+    marks = [Path(folder, f"pmix.{name}.tool") for name in _host_names()]
     return next(filter(Path.is_file, marks), None)
 
 
@@ -92,7 +117,9 @@ def _is_alive(process: int) -> bool:
 
 def _listens(mark: Path) -> bool:
     """Whether somebody takes connections at the address in the first line, such as "prterun-node1-7@0.0;tcp4://…"."""
-    found = _ADDRESS.search(mark.read_text(encoding="utf-8", errors="replace").partition("\n")[0])
+    found = None
+    with suppress(OSError):
+        found = _ADDRESS.search(mark.read_text(encoding="utf-8", errors="replace").partition("\n")[0])
     if found is None:
         return False
     try:

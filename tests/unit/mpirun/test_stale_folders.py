@@ -111,3 +111,25 @@ def test_the_whole_folder_of_an_mpirun_that_was_killed_goes_where_nobody_listens
         assert folder.is_dir()
     remove_folder_of(gone, {"TMPDIR": str(tmp_path)})
     assert not folder.exists()
+
+
+def test_folders_of_open_mpi_4_go_by_host_user_and_process(tmp_path: Path, gone: int) -> None:
+    shared = tmp_path / f"ompi.{socket.gethostname()}.{os.geteuid()}"
+    elsewhere = tmp_path / f"ompi.elsewhere.{os.geteuid()}" / f"pid.{gone}"
+    elsewhere.mkdir(parents=True)
+    for remove in (remove_stale_folders, lambda environment: remove_folder_of(gone, environment)):
+        folder, own = shared / f"pid.{gone}", shared / f"pid.{os.getpid()}"
+        for each in (folder, own):
+            each.mkdir(parents=True, exist_ok=True)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            # An mpirun of a host with several addresses tells them all.
+            contact = f"802291712.0;tcp://127.0.0.1,192.0.2.7:{listener.getsockname()[1]}\n{gone}\n"
+            (folder / "contact.txt").write_text(contact)
+            remove({"TMPDIR": str(tmp_path)})
+            assert folder.is_dir()
+        remove({"TMPDIR": str(tmp_path)})
+        assert not folder.exists() and own.is_dir() and elsewhere.is_dir()
+    own.rmdir()
+    folder.mkdir()
+    remove_folder_of(gone, {"TMPDIR": str(tmp_path)})
+    assert not shared.exists()
