@@ -118,9 +118,10 @@ def _cut_at_mark(text: str, final: str) -> str:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """As in transformers, whose templates these are."""
+    """As in transformers, whose templates these are; but what a template computes of constants it computes when it is
+    rendered, where that is bounded, and not when it is compiled."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], optimized=False
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse

@@ -45,7 +45,7 @@ def read_chat_template(path: Path) -> ChatTemplate | None:
         raise CheckpointError(f"{path}: chat_template must be a text, not {shorten(source)}")
     try:
         return ChatTemplate(source, _special_tokens(config))
-    except TemplateError as error:
+    except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:  # Python's: of what Jinja makes of it
         raise CheckpointError(f"{path}: its chat template is no Jinja template: {one_line(error)}") from None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from launch.serve.openai import chat_template
 from launch.serve.openai.chat_template import ChatTemplate
 from launch.serve.openai.chat_template_files import read_chat_template
 from trtrun.errors import CheckpointError, InvalidRequestError
@@ -101,7 +102,19 @@ def test_too_little_memory_is_no_fault_of_the_messages(tmp_path: Path) -> None:
         template_of(tmp_path, "{{ grow() }}").render(MESSAGES, values={"grow": grow})
 
 
-@pytest.mark.parametrize("source", ["{% for %}", "{{", 5, {"a": 1}])
+def test_what_is_computed_of_constants_is_computed_when_it_is_rendered(tmp_path: Path) -> None:
+    """Else a short template could take any time and memory before anything bounds it, when the server starts."""
+    source = "{{ 'a' * 50000000 }}"
+    assert len(chat_template._environment().compile(source, raw=True)) < 5000
+    template = template_of(tmp_path, source)
+    with pytest.raises(InvalidRequestError, match="writes more than 16777216 characters"):
+        template.render(MESSAGES)
+
+
+NESTED = "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"
+
+
+@pytest.mark.parametrize("source", ["{% for %}", "{{", 5, {"a": 1}, NESTED, NESTED.replace("(", "[").replace(")", "]")])
 def test_what_is_no_template_is_refused(tmp_path: Path, source: object) -> None:
     with pytest.raises(CheckpointError, match="template"):
         template_of(tmp_path, source)
