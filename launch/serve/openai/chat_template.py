@@ -12,10 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
+from jinja2 import pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trtrun.errors import InvalidRequestError, one_line, shorten
@@ -121,12 +123,22 @@ def _environment() -> ImmutableSandboxedEnvironment:
     """As in transformers, whose templates these are; but what a template computes of constants it computes when it is
     rendered, where that is bounded, and not when it is compiled."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], optimized=False
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, loopcontrols],
+        optimized=False,
+        finalize=_as_it_is,
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
+
+
+@pass_context
+def _as_it_is(_context: Context, value: Any) -> Any:
+    """What is written. A function that wants the context keeps Jinja from writing constants when it compiles."""
+    return value
 
 
 class _Generation(Extension):
