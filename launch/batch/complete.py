@@ -16,8 +16,8 @@ from launch.batch.messages import Refusals, join_tokens
 from launch.batch.ordered import RowWriter, TextPrinter
 from launch.batch.rows import PromptRow, output_row, refused_row
 from launch.terminal import Bar
+from trtrun.api.interrupts import listening
 from trtrun.api.prompts import Prompt
-from trtrun.api.shared_engine import listening
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError
 

@@ -62,7 +62,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "trtrun.api": (
         frozenset({"llm", "async_llm"}),
         frozenset({"engine_thread", "shared_engine"}),
-        frozenset({"llm_engine"}),
+        frozenset({"llm_engine", "interrupts"}),
         frozenset({"prompts", "deltas"}),
     ),
     "trtrun.start": (
@@ -91,8 +91,8 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun.timing": (
         frozenset({"tracing"}),
-        frozenset({"spans"}),
-        frozenset({"phase_clock", "telemetry"}),
+        frozenset({"phase_clock"}),
+        frozenset({"spans", "telemetry"}),
     ),
     "trtrun.tokens": (
         frozenset({"detokenizer"}),

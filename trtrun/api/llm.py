@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
+from trtrun.api.interrupts import listening
 from trtrun.api.llm_engine import LLMEngine
 from trtrun.api.prompts import Prompt
-from trtrun.api.shared_engine import PendingRequest, SharedEngine, listening
+from trtrun.api.shared_engine import PendingRequest, SharedEngine
 from trtrun.configuration.config import RuntimeConfig, make_one_device_config
 from trtrun.core.outputs import CompletionDelta, RequestId, RequestOutput, StartReport
 from trtrun.core.sampling_params import SamplingParams

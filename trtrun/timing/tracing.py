@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from trtrun.timing.phase_clock import PhaseClock
-from trtrun.timing.spans import ClockOffset, RankSpans, SpanClock, SpanLog, read_spans, span_clock
+from trtrun.timing.phase_clock import PhaseClock, SpanClock, span_clock
+from trtrun.timing.spans import ClockOffset, RankSpans, SpanLog, read_spans
 
 CLOCK_READINGS = 16
 """Of each rank's clock; the one of the shortest round trip counts."""

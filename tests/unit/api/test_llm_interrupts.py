@@ -14,7 +14,7 @@ import pytest
 from pipelines import interrupt_call, make_llm, prompt_of, tokens_of
 
 from trtrun import LLM, SamplingParams
-from trtrun.api.shared_engine import FairLock, held_interrupts
+from trtrun.api.interrupts import FairLock, held_interrupts
 from trtrun.errors import InvalidRequestError, RankFailedError
 from trtrun.tokens.detokenizer import CompletionText
 
