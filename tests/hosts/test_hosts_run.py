@@ -68,7 +68,8 @@ def test_the_printed_command_starts_the_same_job(
     shell = two_hosts.command()[:-3]  # its environment, without the command
     done = run(two_hosts.network["north"].words(*shell, "bash", "-c", command))
     assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
+    # Open MPI's own is of an ssh that was quicker than its parent.
+    assert not [line for line in done.stderr.splitlines() if "Warning" in line and "setpgid" not in line]
     assert read_rows(output) == reference
 
 
