@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import queue
 import threading
-from collections import defaultdict
 
 import pytest
 import torch
@@ -18,10 +18,12 @@ TYPES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
 
 
 class Network:
-    """Messages of each pair of ranks, in order."""
+    """Messages of each pair of ranks, in order. All queues are made before a thread starts: of two made at once for one
+    pair, one would be lost with the message in it."""
 
-    def __init__(self) -> None:
-        self.messages: defaultdict[tuple[int, int], queue.Queue[bytes]] = defaultdict(queue.Queue)
+    def __init__(self, size: int) -> None:
+        pairs = itertools.product(range(size), repeat=2)
+        self.messages: dict[tuple[int, int], queue.Queue[bytes]] = {pair: queue.Queue() for pair in pairs}
 
 
 class FakeNccl:
@@ -71,7 +73,7 @@ def no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sum_on_threads(way: str, parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """Every rank's result, each on a thread of its own."""
-    network, results = Network(), [part.clone() for part in parts]
+    network, results = Network(len(parts)), [part.clone() for part in parts]
 
     def play(rank: int) -> None:
         fake = FakeNccl(network, rank, len(parts))
