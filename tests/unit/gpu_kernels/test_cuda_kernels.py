@@ -93,7 +93,7 @@ def test_split_contexts_take_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch
     batch = AttentionBatch([AttentionSegment(0, rows, queries, tables, positions)], 16)
     backend, outputs, peaks, angles = paged_attention.PagedAttention(), [], [], straight(value)
     for most in (1 << 40, 1 << 20, 1):
-        monkeypatch.setattr(paged_attention, "PARTIAL_BYTES", most)
+        monkeypatch.setattr(paged_attention, "MOST_PARTIAL_BYTES", most)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
