@@ -12,7 +12,6 @@ SERVE = [
     "uvicorn>=0.35",
     "httptools>=0.6.4",
     "uvloop>=0.21",
-    "msgspec>=0.20",
     "prometheus-client>=0.22",
     "jinja2>=3.1",
     "tritonclient[grpc]>=2.60,<3",  # Triton's protocol files, with the grpcio and protobuf that fit them
@@ -41,6 +40,7 @@ setup(
         "numpy>=1.26",
         "tokenizers>=0.22",
         "pydantic>=2.7,<3",
+        "msgspec>=0.20",  # what ranks and the server tell each other, in bytes
         "PyYAML>=6",
         "click>=8.1",
         "rich>=13",
