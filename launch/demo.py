@@ -1,7 +1,7 @@
 """The main job on the shipped pair: text as it comes, then speculative and plain decoding side by side.
 
-`python -m launch.demo` starts four ranks with mpirun: one orchestrator, one draft, two tensor-parallel targets. The
-last line is JSON. Behind scripts/demo.sh.
+`python -m launch.demo` starts ranks with mpirun: one orchestrator, one draft, two tensor-parallel targets; on fewer
+cores than these three need, two that draft and verify. The last line is JSON. Behind scripts/demo.sh.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ import click
 from launch.cli import guarded, leave
 from launch.mpi.job import Job
 from trtrun.configuration.config import ASSETS, load_config
+from trtrun.threads import count_cores
 
 if TYPE_CHECKING:
     from trtrun.api.llm import LLM
 
-CONFIG = Path(__file__).resolve().parent / "configs" / "cpu_pair.yaml"
+CONFIGS = Path(__file__).resolve().parent / "configs"
+CORES = 3
+"""That the ranks of cpu_pair.yaml compute on."""
+
 HELD_OUT = ASSETS / "heldout.json"
 
 
@@ -45,6 +49,11 @@ class Measured:
     def tokens_per_s(self) -> float:
         """Over all prompts, prompt processing included."""
         return self.num_tokens / self.seconds
+
+
+def choose_config(cores: int) -> Path:
+    """The placement for so many cores: ranks that share one would wait for each other in every layer."""
+    return CONFIGS / ("cpu_pair.yaml" if cores >= CORES else "cpu_pair_on_two_cores.yaml")
 
 
 def read_prompts() -> list[str]:
@@ -150,15 +159,23 @@ def _print_table(speculative: Measured, plain: Measured) -> None:
 
 
 @click.command()
-@click.option("--config", "config_path", default=CONFIG, type=click.Path(path_type=Path), help="Another YAML file.")
+@click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path),
+    help="Another YAML file.  [default: the shipped pair, placed by the cores that are there]",
+)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set any key of the YAML file.")
 @click.option("--prompts", "num_prompts", default=6, show_default=True, type=click.IntRange(1), help="To measure on.")
 @click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(1), help="For each prompt.")
-def command(config_path: Path, overrides: tuple[str, ...], num_prompts: int, max_tokens: int) -> int:
+def command(config_path: Path | None, overrides: tuple[str, ...], num_prompts: int, max_tokens: int) -> int:
     """Run the shipped pair: text as it comes, then speculative and plain decoding side by side."""
     # The same prompts are run twice; found again in the KV store, they would flatter the second run.
-    config = load_config(config_path, [*overrides, "kv_cache.enable_block_reuse=false"])
-    job = Job(config, sys.argv[1:], module="launch.demo")
+    chosen = config_path or choose_config(count_cores())
+    config = load_config(chosen, [*overrides, "kv_cache.enable_block_reuse=false"])
+    # Ranks are told what was chosen: mpirun may have bound them to fewer cores.
+    arguments = sys.argv[1:] if config_path is not None else ["--config", str(chosen), *sys.argv[1:]]
+    job = Job(config, arguments, module="launch.demo")
 
     def check() -> None:
         from launch.check.preflight import check_job

@@ -1,10 +1,11 @@
-"""Times trtrun's bfloat16 kernels on the CPU beside what runs without them: oneDNN's products and torch's attention.
+"""Times trtrun's bfloat16 kernels on the CPU beside what runs without them: products of oneDNN or torch, torch's
+attention.
 
     python scripts/bench_cpu_kernels.py [--threads 2] [--hidden 1024] [--rows 1,6,32] [--context 128]
 
 Weights are streamed from memory, as in decoding: each product goes through so many of them that no cache holds them.
 All take turns within each repeat; times are medians. "int8" and "fp8" are the own products with weights of 8 bits, of
-which half as many bytes come out of memory. The last line is JSON.
+which half as many bytes come out of memory, where the processor multiplies bfloat16. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from trtrun.attention.gather import GatherAttention
 from trtrun.kernels.cpu.attention import NativeAttention
 from trtrun.kernels.cpu.byte_matmul import BlockedInt8Matmul
 from trtrun.kernels.cpu.fp8_matmul import BlockedFp8Matmul
-from trtrun.kernels.cpu.machine import has_bfloat16_kernels
+from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, processor_kind
 from trtrun.kernels.cpu.matmul import BlockedMatmul
-from trtrun.kernels.cpu.onednn_matmul import OneDnnMatmul
+from trtrun.kernels.cpu.onednn_matmul import OneDnnMatmul, can_pack
 from trtrun.kernels.torch import fp8, int8
+from trtrun.kernels.torch.operations import TorchOperations
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 
@@ -49,16 +51,19 @@ def time_products(features: int, inputs: int, rows: list[int], repeats: int) -> 
     """One entry for each number of rows: microseconds a product and gigabytes of weight a second."""
     count = max(2, STREAMED_BYTES // (features * inputs * 2))
     weights = [torch.randn(features, inputs).bfloat16() for _ in range(count)]
-    integers, codes = [int8.quantize(weight) for weight in weights], [fp8.quantize(weight) for weight in weights]
     products: dict[str, list[Callable[[torch.Tensor], torch.Tensor]]] = {
         "own": [BlockedMatmul(weight, None) for weight in weights],
-        "int8": [BlockedInt8Matmul(tensors["codes"], tensors["scale"], None) for tensors in integers],
-        "fp8": [
-            BlockedFp8Matmul(tensors["codes"], tensors["scale"], None, rounds_activations=True) for tensors in codes
-        ],
-        "onednn": [OneDnnMatmul(weight, None, batch_invariant=True) for weight in weights],
     }
-    del weights, integers, codes
+    if can_pack(torch.device("cpu"), torch.bfloat16):
+        products["onednn"] = [OneDnnMatmul(weight, None, batch_invariant=True) for weight in weights]
+    else:
+        products["torch"] = [TorchOperations().product(weight, None, batch_invariant=True) for weight in weights]
+    if processor_kind() == MULTIPLIES_BFLOAT16:
+        integers, codes = [int8.quantize(weight) for weight in weights], [fp8.quantize(weight) for weight in weights]
+        products["int8"] = [BlockedInt8Matmul(tensors["codes"], tensors["scale"], None) for tensors in integers]
+        products["fp8"] = [
+            BlockedFp8Matmul(tensors["codes"], tensors["scale"], None, rounds_activations=True) for tensors in codes
+        ]
     entries: list[dict[str, object]] = []
     for number in rows:
         x = torch.randn(number, inputs).bfloat16()
@@ -128,8 +133,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.hidden % 2:
         parser.error(f"argument --hidden: {options.hidden} is odd; the kernels take pairs of input features")
-    if not has_bfloat16_kernels():
-        print("bench_cpu_kernels.py: the kernels need AVX-512 BF16, libgomp and llvmlite", file=sys.stderr)
+    if processor_kind() is None:
+        print("bench_cpu_kernels.py: the kernels need AVX2, libgomp and llvmlite", file=sys.stderr)
         return 2
     torch.set_num_threads(options.threads)
     shapes = [
@@ -139,7 +144,11 @@ def main() -> int:
     ]
     products = [entry for shape in shapes for entry in time_products(*shape, options.rows, options.repeats)]
     attention = [time_attention(queries, options.context, options.repeats) for queries in options.rows]
-    print(json.dumps({"threads": options.threads, "products": products, "attention": attention}))
+    print(
+        json.dumps(
+            {"processor": processor_kind(), "threads": options.threads, "products": products, "attention": attention}
+        )
+    )
     return 0
 
 

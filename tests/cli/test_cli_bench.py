@@ -13,7 +13,9 @@ from xml.etree import ElementTree
 import pytest
 from commands import FOUR_RANKS, ONE_PROCESS, ROOT, Configs, Run
 
-from trtrun.kernels.cpu.machine import has_bfloat16_kernels
+from launch.demo import CORES
+from trtrun.kernels.cpu.machine import processor_kind
+from trtrun.threads import count_cores
 from trtrun.timing.telemetry import ROUND_PARTS
 
 
@@ -102,7 +104,7 @@ def test_bench_says_what_bfloat16_was_computed_with(config: Configs, trtrun: Run
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert report["kernels"] == ["avx512_bf16" if has_bfloat16_kernels() else "torch"]
+    assert report["kernels"] == [processor_kind() or "torch"]
     assert (report["target_quantization"], report["draft_quantization"]) == ("fp8", "int8")
 
 
@@ -258,7 +260,7 @@ def test_the_demo_shows_text_ranks_and_figures(trtrun: Run) -> None:
     done = trtrun("--prompts", 2, "--max-tokens", 24, words=words)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert len(report["ranks"]) == 4
+    assert len(report["ranks"]) == (4 if count_cores() >= CORES else 3)
     assert report["identical"] is True
     assert report["speculative_rounds"] < report["plain_rounds"]
     assert report["mean_acceptance_length"] > 1.5

@@ -11,7 +11,7 @@ TEMPLATES = ROOT / "launch" / "configs"
 LARGE = sorted(path for path in TEMPLATES.glob("*.yaml") if "/models/" in path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("name", ["one_process_cpu", "cpu_pair"])
+@pytest.mark.parametrize("name", ["one_process_cpu", "cpu_pair", "cpu_pair_on_two_cores"])
 def test_the_cpu_templates_run(trtrun: Run, name: str) -> None:
     arguments = ["--prompt", "def main(", "--max-tokens", "4", "--set", "kv_cache.max_tokens=512"]
     done = trtrun("run", "--config", TEMPLATES / f"{name}.yaml", *arguments)

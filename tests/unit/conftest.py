@@ -14,6 +14,7 @@ from native import compute_as
 from pipelines import LLM_VOCABULARY, make_llm, noisy_copy
 
 from trtrun import LLM
+from trtrun.kernels.cpu import machine
 
 if not torch.cuda.is_available():
     # Read when triton is imported, by whichever test file is the first: its interpreter runs the kernels of GPUs.
@@ -52,10 +53,12 @@ def _idle_is_whole(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(params=[1, 5])
 def each_number_of_threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """torch's threads, also more of them than a small machine has cores."""
+    """torch's threads, also more of them than a small machine has cores; all take part in the least of work."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "WORTH_A_TEAM_NS", 0)
+        yield
     torch.set_num_threads(before)
 
 

@@ -16,8 +16,8 @@ import torch
 from trtrun.engine.graphs import MOST_GRAPHS, MOST_PROMPT_TOKENS
 from trtrun.engine.prompt_tiles import tile_width
 from trtrun.engine.rows import RowState
+from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.attention import takes_blocks, takes_head
-from trtrun.kernels.cpu.machine import has_attention_kernel
 from trtrun.kernels.triton.attention_tiles import MOST_PARTIAL_BYTES
 from trtrun.kvcache.tile_widths import most_padding
 from trtrun.layers.rotary import RotaryEmbedding
@@ -170,7 +170,7 @@ def _attention_bytes(
     if device_type == "cuda" and has_plain_kv:
         return MOST_PARTIAL_BYTES
     takes_shape = has_plain_kv and takes_head(model.head_dim) and takes_blocks(shape.block_size)
-    if dtype is torch.bfloat16 and takes_shape and has_attention_kernel():
+    if dtype is torch.bfloat16 and takes_shape and machine.processor_kind() is not None:
         return 0
     heads, keys = len(model.queries.units(share)), len(model.keys.held(share))
     context = 2 * shape.max_seq_len * keys * dtype.itemsize

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from native import needs_kernels
+from native import each_processor
 from torch.nn import functional
 
 from trtrun.kernels.cpu.fused import fuses, normalise, rotate, silu_and_multiply
 
-pytestmark = [needs_kernels, pytest.mark.usefixtures("each_number_of_threads")]
+pytestmark = [each_processor, pytest.mark.usefixtures("each_number_of_threads", "processor")]
 
 ROWS = [0, 1, 2, 7, 300]
 

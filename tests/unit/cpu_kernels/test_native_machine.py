@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from native import needs_kernels
+import torch
+from native import HAD, PROCESSORS
 
 from trtrun.environment import CPU_LIMIT, OURS
 from trtrun.errors import ConfigError
@@ -46,9 +47,10 @@ def run(before: str = "", **environment: str) -> list[str]:
     return done.stdout.split()
 
 
-@needs_kernels
-def test_the_kernels_are_used_where_they_run() -> None:
-    assert run(**{CPU_LIMIT: os.environ.get(CPU_LIMIT, "")}) == ["avx512_bf16", "torch", "True"]
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=needed) for kind, needed in PROCESSORS.items()])
+def test_the_kernels_of_each_kind_of_processor_are_used_where_they_run(kind: str) -> None:
+    limit = os.environ.get(CPU_LIMIT, "") if kind == HAD[0] else kind
+    assert run(**{CPU_LIMIT: limit}) == [kind, "torch", "True"]
 
 
 def test_without_a_compiler_torch_does_the_work() -> None:
@@ -64,14 +66,7 @@ def test_without_gnu_openmp_torch_does_the_work() -> None:
 
 
 def test_a_processor_without_the_instructions_is_not_asked_to_load_llvm() -> None:
-    assert run(ATEN_CPU_CAPABILITY="avx2") == ["torch", "torch", "False"]
-
-
-@pytest.mark.parametrize("limit", ["avx512", "avx2"])
-def test_a_processor_may_be_told_to_do_with_less(limit: str) -> None:
-    kernels, _, loads_llvm = run(**{CPU_LIMIT: limit})
-    assert kernels == "torch"
-    assert loads_llvm == "False" or limit == "avx512"  # whose AVX-512 must be looked at
+    assert run(ATEN_CPU_CAPABILITY="default") == ["torch", "torch", "False"]
 
 
 def test_code_is_made_of_what_may_be_used_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,3 +81,13 @@ def test_code_is_made_of_what_may_be_used_alone(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(CPU_LIMIT, "avx3")
     with pytest.raises(ConfigError, match="TRTRUN_MAX_CPU_ISA is 'avx3': set it to avx2 or avx512"):
         machine._processor_features()
+
+
+def test_little_work_wakes_no_other_thread() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        assert machine.team(machine.WORTH_A_TEAM_NS - 1, 100) == 1
+        assert [machine.team(machine.WORTH_A_TEAM_NS, most) for most in (0, 1, 3, 4, 100)] == [1, 1, 3, 4, 4]
+    finally:
+        torch.set_num_threads(before)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from native import leave_to_torch, needs_kernels
+from native import each_processor, leave_to_torch
 
-from trtrun.kernels.cpu.machine import compile_kernels
+from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, compile_kernels
 from trtrun.kernels.cpu.matmul import BlockedMatmul
-from trtrun.kernels.cpu.matmul_code import KERNEL, STRETCH, TILE_ROWS, matmul_module, prefetch_for
+from trtrun.kernels.cpu.matmul_code import FORMS, KERNEL, STRETCH, matmul_module, prefetch_for
 from trtrun.linear.layer import Linear
 from trtrun.linear.quantization import QUANTIZATIONS
 
-pytestmark = [needs_kernels, pytest.mark.usefixtures("each_number_of_threads")]
+pytestmark = [each_processor, pytest.mark.usefixtures("each_number_of_threads", "processor")]
 
 SHAPES = [
     (64, 2),  # one pair of input features
@@ -23,6 +23,7 @@ SHAPES = [
     (70, 2 * STRETCH + 2),  # one pair more than tiles go through together
     (130, 6 * STRETCH + 10),
 ]
+TILE_ROWS = FORMS[MULTIPLIES_BFLOAT16].rows
 ROWS = [1, 2, 3, 4, 5, TILE_ROWS, TILE_ROWS + 1, 13, 5 * TILE_ROWS, 100]
 
 
@@ -86,12 +87,12 @@ def test_values_that_are_not_numbers_come_through() -> None:
     assert bool(found[1].isnan().all())
 
 
-@pytest.mark.parametrize("processor", ["znver5", "sapphirerapids"])
-def test_every_way_to_prefetch_gives_the_same(processor: str) -> None:
+@pytest.mark.parametrize("name", ["znver5", "sapphirerapids"])
+def test_every_way_to_prefetch_gives_the_same(name: str, processor: str) -> None:
     """What other processors get runs here too."""
     weight, x = numbers(1000, 688, seed=1), numbers(8, 688, seed=2)
     own, other = BlockedMatmul(weight, None), BlockedMatmul(weight, None)
-    other._kernel = compile_kernels(matmul_module(prefetch_for(processor)), KERNEL)[KERNEL]
+    other._kernel = compile_kernels(matmul_module(prefetch_for(name), processor), KERNEL)[KERNEL]
     for rows in (1, 6, 8):
         assert torch.equal(other(x[:rows]), own(x[:rows]))
 

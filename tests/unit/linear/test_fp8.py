@@ -7,17 +7,18 @@ import math
 import pytest
 import torch
 from fp8_products import NAMES, assert_product, numbers, quantized
-from native import leave_to_torch, needs_kernels
+from native import leave_to_torch, needs_bfloat16
 
 from trtrun.kernels.cpu.fp8_matmul import BlockedFp8Matmul, _with_scales
 from trtrun.kernels.cpu.fp8_matmul_code import fp8_matmul_module
-from trtrun.kernels.cpu.machine import compile_kernels
-from trtrun.kernels.cpu.matmul_code import KERNEL, STRETCH, TILE_ROWS, prefetch_for
+from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, compile_kernels
+from trtrun.kernels.cpu.matmul_code import FORMS, KERNEL, STRETCH, prefetch_for
 from trtrun.kernels.torch.fp8 import SMALLEST_SCALE, TorchFp8Matmul, quantize, round_activations, widen
 from trtrun.linear.layer import Linear
 from trtrun.linear.quantization import QUANTIZATIONS
 
 SHAPES = [(64, 2), (1, 8), (24, 60), (128, 1000), (1000, 688), (70, 2 * STRETCH + 2), (130, 6 * STRETCH + 10)]
+TILE_ROWS = FORMS[MULTIPLIES_BFLOAT16].rows
 ROWS = [1, 2, 3, 4, 5, TILE_ROWS, TILE_ROWS + 1, 13, 70]
 EVERY_CODE = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 FINITE = EVERY_CODE[~EVERY_CODE.float().isnan()]
@@ -99,7 +100,7 @@ def test_products_of_torch_are_right_and_rows_do_not_depend_on_their_number(
     assert matmul(x[:0]).shape == (0, features)
 
 
-@needs_kernels
+@needs_bfloat16
 @pytest.mark.usefixtures("each_number_of_threads")
 @pytest.mark.parametrize("rounds", [True, False])
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -118,7 +119,7 @@ def test_products_of_the_kernel_are_right_and_rows_do_not_depend_on_their_number
     assert matmul(x[:0]).shape == (0, features)
 
 
-@needs_kernels
+@needs_bfloat16
 @pytest.mark.usefixtures("each_number_of_threads")
 @pytest.mark.parametrize("inputs", [16, 60, 1376, 8192])
 def test_the_kernel_rounds_activations_as_torch_does(inputs: int) -> None:
@@ -134,7 +135,7 @@ def test_the_kernel_rounds_activations_as_torch_does(inputs: int) -> None:
         assert torch.equal(found[:, :inputs].isnan().any(dim=1), values.isnan().any(dim=1))
 
 
-@needs_kernels
+@needs_bfloat16
 def test_the_kernel_widens_every_code() -> None:
     bits = FINITE.view(torch.uint8)
     codes = torch.stack((bits, bits.flip(0)), dim=1).view(torch.float8_e4m3fn)
@@ -144,7 +145,7 @@ def test_the_kernel_widens_every_code() -> None:
     assert torch.equal(matmul(torch.tensor([[0.0, 1.0]]).bfloat16()).float()[0], FINITE.float().flip(0))
 
 
-@needs_kernels
+@needs_bfloat16
 @pytest.mark.parametrize("processor", ["znver5", "sapphirerapids"])
 def test_every_way_to_prefetch_gives_the_same(processor: str) -> None:
     """What other processors get runs here too."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from gpus import needs_gpu
-from native import leave_to_torch, needs_kernels
+from native import leave_to_torch, needs_bfloat16
 
 from trtrun.errors import ConfigError
 from trtrun.kernels.cpu.byte_matmul import BlockedInt8Matmul
 from trtrun.kernels.cpu.byte_matmul_code import int8_matmul_module
-from trtrun.kernels.cpu.machine import compile_kernels
-from trtrun.kernels.cpu.matmul_code import KERNEL, STRETCH, TILE_ROWS, prefetch_for
+from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, compile_kernels
+from trtrun.kernels.cpu.matmul_code import FORMS, KERNEL, STRETCH, prefetch_for
 from trtrun.kernels.torch.int8 import TorchInt8Matmul, quantize
 from trtrun.linear.layer import Linear
 from trtrun.linear.quantization import QUANTIZATIONS
@@ -20,6 +20,7 @@ from trtrun.tensors import dtype_name
 
 CPU, INT8 = torch.device("cpu"), QUANTIZATIONS.get("int8")
 SHAPES = [(64, 2), (1, 8), (24, 60), (128, 1000), (1000, 688), (70, 2 * STRETCH + 2), (130, 6 * STRETCH + 10)]
+TILE_ROWS = FORMS[MULTIPLIES_BFLOAT16].rows
 ROWS = [1, 2, 3, 4, 5, TILE_ROWS, TILE_ROWS + 1, 13, 70]
 
 
@@ -61,7 +62,7 @@ def test_rounding_in_pieces_is_rounding_of_the_whole() -> None:
     assert torch.equal(held["scale"], weight.float().abs().amax(dim=1) / 127)
 
 
-@needs_kernels
+@needs_bfloat16
 @pytest.mark.usefixtures("each_number_of_threads")
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("features", "inputs"), SHAPES)
@@ -79,7 +80,7 @@ def test_products_of_the_kernel_are_right_and_rows_do_not_depend_on_their_number
     assert matmul(x[:0]).shape == (0, features)
 
 
-@needs_kernels
+@needs_bfloat16
 @pytest.mark.parametrize("processor", ["znver5", "sapphirerapids"])
 def test_every_way_to_prefetch_gives_the_same(processor: str) -> None:
     """What other processors get runs here too."""

@@ -97,6 +97,7 @@ EXPECTED = {
     "cpu_pair": Expected(
         (ORCHESTRATOR, "draft rank 1 (cpu:0)", "target rank 2 (cpu:1)", "target rank 3 (cpu:2)"),
     ),
+    "cpu_pair_on_two_cores": Expected((ORCHESTRATOR, "draft+target rank 1 (cpu:0)", "draft+target rank 2 (cpu:1)")),
     "one_gpu": Expected(("orchestrator+draft+target rank 0 (cuda:0)",)),
     "two_gpus": Expected((ORCHESTRATOR, "draft rank 1 (cuda:0)", "target rank 2 (cuda:1)")),
     "tp2_draft1": Expected((ORCHESTRATOR, "draft+target rank 1 (cuda:0)", "target rank 2 (cuda:1)")),

@@ -1,7 +1,7 @@
 """Attention over the paged KV store in bfloat16 on the CPU, reading the store where it lies.
 
-It knows one layer's store, segments and threads. It does not know models. Written for AVX-512 BF16; where a
-processor has AVX2 alone, bfloat16 is multiplied as float32, which its numbers are.
+It knows one layer's store, segments and threads. It does not know models. Written for AVX-512 BF16; processors
+without it multiply bfloat16 as float32, which its numbers are.
 
 A tile of the store is sixteen tokens of one KV head. Its keys lie as [head / 2, 16, 2], pairs of numbers behind one
 another for sixteen tokens, and its values as [8, head, 2], pairs of tokens: so that scores of sixteen keys, and sixteen
@@ -20,6 +20,7 @@ import functools
 
 import torch
 
+from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.attention_code import (
     KERNEL,
     SCRATCH_BYTES_PER_KEY,
@@ -29,11 +30,13 @@ from trtrun.kernels.cpu.attention_code import (
     tile_queries,
 )
 from trtrun.kernels.cpu.emitter import LANES
-from trtrun.kernels.cpu.machine import Kernel, has_bfloat16_kernels, load_kernels
+from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, Kernel, load_kernels
 from trtrun.kernels.cpu.rotation import rotate
 from trtrun.kvcache.segments import AttentionBatch
 
 _NO_WINDOW = 1 << 30
+_READ_NS, _MULTIPLY_NS = 0.4, 0.04
+"""That one thread needs for a key's number and its value's: to read them, and for each query; about."""
 
 
 class NativeAttention:
@@ -43,8 +46,9 @@ class NativeAttention:
 
     def __init__(self, head_dim: int) -> None:
         """Compile the kernel for heads of `head_dim` numbers."""
-        self._kernel = _kernel(head_dim)
-        self._tile = tile_queries(has_bfloat16_kernels())
+        multiplies_bfloat16 = machine.processor_kind() == MULTIPLIES_BFLOAT16
+        self._kernel = _kernel(head_dim, multiplies_bfloat16)
+        self._tile = tile_queries(multiplies_bfloat16)
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def forward(
@@ -91,7 +95,8 @@ class NativeAttention:
             arguments.value = value.data_ptr() + start * arguments.value_stride
             arguments.output = output.data_ptr() + start * arguments.output_stride
             items = segment.rows * kv_heads * -(-segment.queries * arguments.group // self._tile)
-            threads = max(1, min(torch.get_num_threads(), items))
+            numbers = segment.rows * kv_heads * arguments.keys * query.shape[2]
+            threads = machine.team(numbers * (_READ_NS + segment.queries * arguments.group * _MULTIPLY_NS), items)
             arguments.scratch = self._reserve(threads * arguments.keys * SCRATCH_BYTES_PER_KEY)
             self._kernel(ctypes.addressof(arguments), threads)
         return output
@@ -127,5 +132,5 @@ def takes_blocks(block_size: int) -> bool:
 
 
 @functools.cache
-def _kernel(head_dim: int) -> Kernel:
-    return load_kernels(attention_module, head_dim, has_bfloat16_kernels(), names=(KERNEL,))[KERNEL]
+def _kernel(head_dim: int, multiplies_bfloat16: bool) -> Kernel:
+    return load_kernels(attention_module, head_dim, multiplies_bfloat16, names=(KERNEL,))[KERNEL]

@@ -16,9 +16,9 @@ import functools
 import torch
 
 from trtrun.kernels.cpu.byte_matmul_code import UNPACKED_BYTES, int8_matmul_module
-from trtrun.kernels.cpu.machine import Kernel, load_kernels, processor_name
+from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, Kernel, load_kernels, processor_name
 from trtrun.kernels.cpu.matmul import BlockedProduct, pack_blocks
-from trtrun.kernels.cpu.matmul_code import BLOCK, KERNEL, prefetch_for
+from trtrun.kernels.cpu.matmul_code import FORMS, KERNEL, prefetch_for
 
 
 class BlockedByteMatmul(BlockedProduct):
@@ -32,14 +32,15 @@ class BlockedByteMatmul(BlockedProduct):
     """
 
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, kernel: Kernel) -> None:
-        features = codes.shape[0]
-        blocks = -(-features // BLOCK)
-        per_feature = torch.zeros(2, blocks * BLOCK)
+        features, form = codes.shape[0], FORMS[MULTIPLIES_BFLOAT16]
+        blocks = -(-features // form.block)
+        per_feature = torch.zeros(2, blocks * form.block)
         per_feature[0, :features] = scale
         if bias is not None:
             per_feature[1, :features] = bias
-        of_blocks = per_feature.view(2, blocks, BLOCK).transpose(0, 1).contiguous()
-        super().__init__(pack_blocks(codes.view(torch.int8)), features, of_blocks, kernel, UNPACKED_BYTES)
+        of_blocks = per_feature.view(2, blocks, form.block).transpose(0, 1).contiguous()
+        packed = pack_blocks(codes.view(torch.int8), form.block)
+        super().__init__(packed, features, of_blocks, kernel, form, UNPACKED_BYTES)
 
 
 class BlockedInt8Matmul(BlockedByteMatmul):

@@ -10,9 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trtrun.kernels.cpu.emitter import count
+from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16
 from trtrun.kernels.cpu.matmul_code import (
     BLOCK,
     BLOCK_PAIR_BYTES,
+    FORMS,
     KERNEL,
     LINE_BYTES,
     REGISTERS,
@@ -44,12 +46,12 @@ _PAIR_BYTES = BLOCK_PAIR_BYTES // 2
 class ByteMatmulCode(MatmulCode):
     """Widens weights in registers for the rows of one tile; for more rows once, into a buffer that all tiles read."""
 
-    weight_pair_bytes = _PAIR_BYTES
     feature_bytes = FEATURE_BYTES
     unpacked_bytes = UNPACKED_BYTES
 
     def __init__(self, prefetch: Prefetch) -> None:
-        super().__init__(KERNEL)
+        super().__init__(KERNEL, FORMS[MULTIPLIES_BFLOAT16])
+        self.weight_pair_bytes = _PAIR_BYTES
         self.prepare()
         self._unpack = self._emit_unpack(prefetch)
         sources = [

@@ -48,7 +48,9 @@ class Emitter:
         self.integer, self.small, self.bit, self.byte = (ir.IntType(bits) for bits in (64, 32, 1, 8))
         self.pointer, self.void = ir.PointerType(), ir.VoidType()
         self.floats = ir.VectorType(ir.FloatType(), LANES)
-        self.halves, self.pairs = ir.VectorType(BFloat(), LANES), ir.VectorType(BFloat(), 2 * LANES)
+        # Without the instructions bfloat16 is an integer of 16 bits: LLVM would call a library for each bfloat.
+        half = BFloat() if multiplies_bfloat16 else ir.IntType(16)
+        self.halves, self.pairs = ir.VectorType(half, LANES), ir.VectorType(half, 2 * LANES)
         self.lanes = ir.VectorType(self.small, LANES)
         floats, small = self.floats, self.small
         self._dot: ir.Function | None = None
@@ -109,22 +111,31 @@ class Emitter:
         value = builder.load(address, typ=self.small, align=2)
         return builder.bitcast(self.spread(builder, value), self.pairs)
 
+    def spread_number(self, builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+        """The float32 at `address` in all sixteen lanes."""
+        return self.spread(builder, builder.load(address, typ=self.floats.element, align=4))
+
+    def add_product(self, builder: ir.IRBuilder, place: ir.Value, left: ir.Value, right: ir.Value) -> None:
+        """Add to the sixteen float32 at `place` the products of two times sixteen."""
+        builder.store(builder.call(self._fma, [left, right, builder.load(place, typ=self.floats)]), place)
+
     def add_dot(self, builder: ir.IRBuilder, place: ir.Value, left: ir.Value, right: ir.Value) -> None:
         """Add to the sixteen float32 at `place`, lane by lane, the products of two pairs of bfloat16."""
-        total = builder.load(place, typ=self.floats)
-        if self._dot is not None:
-            total = builder.call(self._dot, [total, left, right])
-        else:
-            for one, other in zip(self._apart(builder, left), self._apart(builder, right), strict=True):
-                total = builder.call(self._fma, [one, other, total])
-        builder.store(total, place)
+        if self._dot is None:
+            for number in range(2):
+                one, other = (self.widen_one(builder, pairs, number) for pairs in (left, right))
+                self.add_product(builder, place, one, other)
+            return
+        builder.store(builder.call(self._dot, [builder.load(place, typ=self.floats), left, right]), place)
 
-    def _apart(self, builder: ir.IRBuilder, pairs: ir.Value) -> list[ir.Value]:
-        """The first of sixteen pairs of bfloat16, and the second, as float32."""
+    def widen_one(self, builder: ir.IRBuilder, pairs: ir.Value, number: int) -> ir.Value:
+        """The first (0) or the second (1) of sixteen pairs of bfloat16, as float32."""
         bits = builder.bitcast(pairs, self.lanes)
-        first = builder.shl(bits, self.numbers([16] * LANES))
-        second = builder.and_(bits, self.numbers([-(1 << 16)] * LANES))
-        return [builder.bitcast(first, self.floats), builder.bitcast(second, self.floats)]
+        if number:
+            wide = builder.and_(bits, self.numbers([-(1 << 16)] * LANES))
+        else:
+            wide = builder.shl(bits, self.numbers([16] * LANES))
+        return builder.bitcast(wide, self.floats)
 
     def round(self, builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
         """Sixteen float32 → sixteen bfloat16, to nearest even."""
@@ -170,8 +181,8 @@ class Emitter:
     def store_some(self, builder: ir.IRBuilder, value: ir.Value, address: ir.Value, mask: ir.Value) -> None:
         """Store those of sixteen bfloat16 whose bit of `mask` is set."""
         if self._store is None:
-            name, kinds = "llvm.masked.store.v16bf16.p0", (self.halves, self.pointer, self.small, mask.type)
-            self._store = self.declare(name, self.void, *kinds)
+            name = f"llvm.masked.store.v16{self.halves.element.intrinsic_name}.p0"
+            self._store = self.declare(name, self.void, self.halves, self.pointer, self.small, mask.type)
         builder.call(self._store, [value, address, self.small(2), mask])
 
     def call_one(

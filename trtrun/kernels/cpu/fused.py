@@ -1,6 +1,6 @@
 """The small operations between products in bfloat16 on the CPU: each one pass over its rows in place of several.
 
-They know rows of numbers. They do not know layers. Written for AVX-512 BF16.
+They know rows of numbers. They do not know layers.
 
 Every intermediate that the models' own code rounds to bfloat16 is rounded to it here, and a row's result is bit-equal
 in any company: sums run over a row alone, in one order.
@@ -13,9 +13,10 @@ import functools
 
 import torch
 
+from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.emitter import LANES
 from trtrun.kernels.cpu.fused_code import NORMALISE, ROTATE, SILU_AND_MULTIPLY, Arguments, fused_module
-from trtrun.kernels.cpu.machine import Kernel, has_bfloat16_kernels, load_kernels
+from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, Kernel, load_kernels
 
 _ALONE = 16 * 1024
 """Numbers up to which one thread is faster than waking others (measured: a microsecond or two)."""
@@ -23,7 +24,9 @@ _ALONE = 16 * 1024
 
 def fuses(dtype: torch.dtype, device: torch.device, size: int) -> bool:
     """Whether the kernels of this module take vectors of `size` numbers of this dtype on this device."""
-    return device.type == "cpu" and dtype is torch.bfloat16 and size % LANES == 0 and has_bfloat16_kernels()
+    return (
+        device.type == "cpu" and dtype is torch.bfloat16 and size % LANES == 0 and machine.processor_kind() is not None
+    )
 
 
 def normalise(x: torch.Tensor, weight: torch.Tensor, epsilon: float, delta: torch.Tensor | None = None) -> torch.Tensor:
@@ -76,10 +79,10 @@ def rotate(heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> tor
 
 def _run(name: str, arguments: Arguments, output: torch.Tensor) -> torch.Tensor:
     threads = 1 if output.numel() <= _ALONE else torch.get_num_threads()
-    _kernels()[name](ctypes.addressof(arguments), threads)
+    _kernels(machine.processor_kind() == MULTIPLIES_BFLOAT16)[name](ctypes.addressof(arguments), threads)
     return output
 
 
 @functools.cache
-def _kernels() -> dict[str, Kernel]:
-    return load_kernels(fused_module, names=(NORMALISE, SILU_AND_MULTIPLY, ROTATE))
+def _kernels(multiplies_bfloat16: bool) -> dict[str, Kernel]:
+    return load_kernels(fused_module, multiplies_bfloat16, names=(NORMALISE, SILU_AND_MULTIPLY, ROTATE))

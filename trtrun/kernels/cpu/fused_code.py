@@ -41,16 +41,16 @@ class Arguments(ctypes.Structure):
     ]
 
 
-def fused_module() -> ir.Module:
+def fused_module(multiplies_bfloat16: bool) -> ir.Module:
     """A module with the three kernels, each of which shares its rows out over the threads that enter it."""
-    return _FusedCode("fused").module
+    return _FusedCode("fused", multiplies_bfloat16).module
 
 
 class _FusedCode(Emitter):
     """Emits the kernels."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, multiplies_bfloat16: bool) -> None:
+        super().__init__(name, multiplies_bfloat16)
         number = self.floats.element
         self._sum = self.declare("llvm.vector.reduce.fadd.v16f32", number, number, self.floats)
         self._root = self.declare("llvm.sqrt.f32", number, number)

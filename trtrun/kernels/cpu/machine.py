@@ -39,20 +39,32 @@ THREAD_NUMBER, NUM_THREADS, BARRIER = "omp_get_thread_num", "omp_get_num_threads
 """Functions of the OpenMP library that a kernel may declare: the first two return int32, the last waits for all."""
 
 
-@functools.cache
-def has_bfloat16_kernels() -> bool:
-    """Whether kernels of bfloat16 dot products run here.
+MULTIPLIES_BFLOAT16 = "avx512_bf16"
+"""The kind of processor that has dot products of bfloat16; the others multiply it as float32."""
 
-    They need AVX-512 BF16, a torch that runs on GNU OpenMP (the Linux wheels do) and llvmlite.
+KINDS = {MULTIPLIES_BFLOAT16: ("avx512bf16",), "avx512": ("avx512f", "avx512bw", "avx512vl"), "avx2": ("avx2", "fma")}
+"""Kinds of processors that kernels are compiled for, and the features that each must have; the best comes first."""
+
+
+WORTH_A_TEAM_NS = 100_000
+"""Work that is shared out over threads. Less is done sooner by one: others sleep soon after their last work, so that
+they do not take cores from other programs (GOMP_SPINCOUNT in trtrun.environment), and waking one takes some 50 µs."""
+
+
+def team(nanoseconds: float, most: int) -> int:
+    """How many of torch's threads, `most` at most, do work that would take one of them about so long."""
+    return 1 if nanoseconds < WORTH_A_TEAM_NS else max(1, min(torch.get_num_threads(), most))
+
+
+@functools.cache
+def processor_kind() -> str | None:
+    """Which of KINDS this processor is; None where no kernel runs.
+
+    Kernels need a torch that runs on GNU OpenMP (the Linux wheels do) and llvmlite, too.
     """
-    return _has_features("avx512bf16") and _openmp() is not None
-
-
-@functools.cache
-def has_attention_kernel() -> bool:
-    """Whether the kernel of paged attention runs here: with AVX-512 BF16 or AVX2, whose dot products are made of
-    multiplications in float32. Beside these it needs what `has_bfloat16_kernels` needs."""
-    return has_bfloat16_kernels() or (_has_features("avx2", "fma") and _openmp() is not None)
+    if _openmp() is None:
+        return None
+    return next((kind for kind, features in KINDS.items() if _has_features(*features)), None)
 
 
 def _has_features(*names: str) -> bool:
@@ -123,8 +135,7 @@ def load_kernels(
 
 
 def compile_kernels(module: ir.Module, *names: str) -> Kernels:
-    """Compile `module` for this processor and return its functions `names`. Needs `has_bfloat16_kernels`, or what else
-    says that the module's code runs here."""
+    """Compile `module` for this processor, which has a `processor_kind`, and return its functions `names`."""
     return _link(_compile(module), names)
 
 

@@ -1,12 +1,15 @@
 """y = x @ weight.T + bias in bfloat16 on the CPU, for few rows at the speed at which the weight comes out of memory.
 
-It knows one product, its blocked weight and its threads. It does not know models. Written for AVX-512 BF16.
+It knows one product, its blocked weight and its threads. It does not know models.
 
 The weight [out, in] lies in blocks of 64 output features; a block holds its input features in pairs, [in / 2, 64, 2],
 as the instruction VDPBF16PS takes them: sixteen float32 accumulators each add the products of one pair. A tile of up to
 six rows keeps its 6 x 64 accumulators in registers, reads the block once and asks for memory ahead of time. More rows
 take the block again while it is in the second-level cache, a stretch of input features at a time, and ask for the next
 stretch meanwhile.
+
+Processors without that instruction get activations as float32, once for the whole product, and widen weights in
+registers; with AVX2, whose registers are half as many and half as wide, blocks are 16 features wide (FORMS).
 
 Every accumulator adds the pairs of input features one by one, in order, whatever the number of rows, of threads and of
 stretches: a row's result is bit-equal in any company, which lossless verification rests on.
@@ -20,8 +23,20 @@ import functools
 import torch
 from torch.nn import functional
 
+from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.machine import Kernel, load_kernels, processor_name
-from trtrun.kernels.cpu.matmul_code import BLOCK, KERNEL, STRETCH, TILE_ROWS, Arguments, matmul_module, prefetch_for
+from trtrun.kernels.cpu.matmul_code import (
+    FORMS,
+    KERNEL,
+    STRETCH,
+    Arguments,
+    Form,
+    matmul_module,
+    prefetch_for,
+)
+
+_READ_NS, _MULTIPLY_NS = 0.16, 0.02
+"""That one thread needs for a weight's number: to read it, and for each row; about, on processors of 2020 to 2025."""
 
 _CACHED_NUMBERS = 2**19
 """Weights of up to so many numbers belong to models small enough to stay in the caches (the shipped pair: 20 MB)."""
@@ -32,9 +47,10 @@ class BlockedProduct:
 
     Args:
         blocks: the weight, from `pack_blocks`.
-        features: output features, of which the last block may hold fewer than 64.
+        features: output features, of which the last block may hold fewer than the others.
         per_feature: float32, what the kernel reads for each output feature; None for nothing.
         kernel: compiled for such blocks.
+        form: that it was compiled for.
         unpacked_bytes: what each thread needs beside its sums, for more rows than a tile takes.
     """
 
@@ -44,8 +60,10 @@ class BlockedProduct:
         features: int,
         per_feature: torch.Tensor | None,
         kernel: Kernel,
+        form: Form,
         unpacked_bytes: int = 0,
     ) -> None:
+        self._form = form
         self._blocks = blocks
         self._features = features
         self._per_feature = per_feature
@@ -64,14 +82,16 @@ class BlockedProduct:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, in] bfloat16 → [rows, out] bfloat16."""
+        if not self._form.multiplies_bfloat16:
+            x = x.float()
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = x.shape[0]
-        threads = min(torch.get_num_threads(), self._blocks.shape[0])
+        threads = machine.team(self._blocks.numel() * (_READ_NS + rows * _MULTIPLY_NS), self._blocks.shape[0])
         y = torch.empty(rows, self._features, dtype=torch.bfloat16)
         arguments = self._arguments
-        if self._needs_scratch and rows > TILE_ROWS:
-            scratch = torch.empty(threads, rows * BLOCK * 4 + self._unpacked_bytes, dtype=torch.uint8)
+        if self._needs_scratch and rows > self._form.rows:
+            scratch = torch.empty(threads, rows * self._form.block * 4 + self._unpacked_bytes, dtype=torch.uint8)
             arguments.scratch = scratch.data_ptr()
         arguments.x, arguments.y = x.data_ptr(), y.data_ptr()
         arguments.x_stride, arguments.rows = x.stride(0) * x.itemsize, rows
@@ -88,22 +108,24 @@ class BlockedMatmul(BlockedProduct):
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        features = weight.shape[0]
-        padded = None if bias is None else functional.pad(bias.float(), (0, -features % BLOCK))
-        super().__init__(pack_blocks(weight), features, padded, _kernel())
+        kind = machine.processor_kind()
+        assert kind is not None
+        features, form = weight.shape[0], FORMS[kind]
+        padded = None if bias is None else functional.pad(bias.float(), (0, -features % form.block))
+        super().__init__(pack_blocks(weight, form.block), features, padded, _kernel(kind), form)
 
 
-def pack_blocks(weight: torch.Tensor) -> torch.Tensor:
-    """weight [out, in] → a copy [blocks, in / 2, 64, 2], the last block filled up with zeros."""
+def pack_blocks(weight: torch.Tensor, block: int) -> torch.Tensor:
+    """weight [out, in] → a copy [blocks, in / 2, block, 2], the last block filled up with zeros."""
     features, inputs = weight.shape
-    count = -(-features // BLOCK)
-    blocks = torch.empty(count, inputs // 2, BLOCK, 2, dtype=weight.dtype)
-    full = features // BLOCK
-    pairs = weight[: full * BLOCK].view(full, BLOCK, inputs // 2, 2)
+    count = -(-features // block)
+    blocks = torch.empty(count, inputs // 2, block, 2, dtype=weight.dtype)
+    full = features // block
+    pairs = weight[: full * block].view(full, block, inputs // 2, 2)
     blocks[:full].copy_(pairs.transpose(1, 2))
     if full < count:
-        rest = functional.pad(weight[full * BLOCK :], (0, 0, 0, count * BLOCK - features))
-        blocks[full].copy_(rest.view(BLOCK, inputs // 2, 2).transpose(0, 1))
+        rest = functional.pad(weight[full * block :], (0, 0, 0, count * block - features))
+        blocks[full].copy_(rest.view(block, inputs // 2, 2).transpose(0, 1))
     return blocks
 
 
@@ -113,5 +135,5 @@ def can_block(weight: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _kernel() -> Kernel:
-    return load_kernels(matmul_module, prefetch_for(processor_name()), names=(KERNEL,))[KERNEL]
+def _kernel(kind: str) -> Kernel:
+    return load_kernels(matmul_module, prefetch_for(processor_name()), kind, names=(KERNEL,))[KERNEL]

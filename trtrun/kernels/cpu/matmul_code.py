@@ -1,7 +1,8 @@
 """The code of the product in matmul.py, as LLVM IR.
 
-It knows instructions, registers and caches. It does not know tensors. How the weight lies, and in which order the
-products are added, is told in matmul.py. Weights of fewer bits build on it (byte_matmul_code.py).
+It knows instructions, registers and caches. It does not know tensors, nor which processor this is. How the weight lies,
+and in which order the products are added, is told in matmul.py. Weights of fewer bits build on it
+(byte_matmul_code.py).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import ctypes
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from trtrun.kernels.cpu.emitter import LANES, PAIR_BYTES, REGISTER_BYTES, Emitter, count
-from trtrun.kernels.cpu.machine import NUM_THREADS, THREAD_NUMBER
+from trtrun.kernels.cpu.machine import MULTIPLIES_BFLOAT16, NUM_THREADS, THREAD_NUMBER
 
 if TYPE_CHECKING:
     from llvmlite import ir
@@ -19,15 +20,36 @@ if TYPE_CHECKING:
     """Sixteen sums of a tile: where they are, their row, their part of the block, where they are kept in between."""
 
 KERNEL = "matmul"
-BLOCK = 64
-"""Output features of a block: four registers of sixteen float32."""
-TILE_ROWS = 6
-"""Rows computed at a time: 24 of 32 registers are then accumulators, the rest hold weights and the broadcast pair."""
 STRETCH = 1024
-"""Pairs of input features that several tiles go through together: 256 KiB of a block, so that this stretch and the
+"""Pairs of input features that several tiles go through together: 256 KiB of a wide block, so that this stretch and the
 next, which is on its way, fit a second-level cache of 1 MiB."""
 
-REGISTERS = BLOCK // LANES
+
+class Form(NamedTuple):
+    """How a kind of processor multiplies.
+
+    Attributes:
+        multiplies_bfloat16: whether activations are bfloat16, of which an instruction takes pairs; else they come as
+            float32, and weights are widened in registers.
+        registers: of sixteen sums, that a row has of a block.
+        rows: of a tile, which are computed together.
+    """
+
+    multiplies_bfloat16: bool
+    registers: int
+    rows: int
+
+    @property
+    def block(self) -> int:
+        """Output features of a block."""
+        return self.registers * LANES
+
+
+FORMS = {MULTIPLIES_BFLOAT16: Form(True, 4, 6), "avx512": Form(False, 4, 5), "avx2": Form(False, 1, 5)}
+"""By kinds of processors (machine.py). Of 32 registers 24 or 20 are then accumulators, of AVX2's 16, half as wide, 10;
+the others hold weights and what is broadcast. With one row more LLVM keeps sums on the stack: half as fast."""
+
+REGISTERS, BLOCK = FORMS[MULTIPLIES_BFLOAT16].registers, FORMS[MULTIPLIES_BFLOAT16].block
 LINE_BYTES = REGISTER_BYTES
 BLOCK_PAIR_BYTES = BLOCK * PAIR_BYTES
 """Bytes of a block for one pair of input features."""
@@ -67,8 +89,9 @@ class Source(NamedTuple):
 class Arguments(ctypes.Structure):
     """What the kernel gets.
 
-    Strides are in bytes. scratch is [threads, rows, 64] float32, needed where rows > TILE_ROWS and pairs > STRETCH.
-    is_cached is 1 for a weight that caches may hold from call to call, 0 for one that memory delivers each time.
+    Strides are in bytes. scratch is [threads, rows, block] float32, needed for more rows than a tile's with
+    pairs > STRETCH. is_cached is 1 for a weight that caches may hold from call to call, 0 for one that memory delivers
+    each time.
     """
 
     _fields_: ClassVar = [
@@ -85,10 +108,11 @@ class Arguments(ctypes.Structure):
     ]
 
 
-def matmul_module(prefetch: Prefetch) -> ir.Module:
-    """A module whose function KERNEL takes Arguments and shares the blocks out over the threads that enter it."""
-    code = MatmulCode(KERNEL)
-    sources = Source("streamed", BLOCK_PAIR_BYTES, prefetch), Source("cached", BLOCK_PAIR_BYTES, None)
+def matmul_module(prefetch: Prefetch, kind: str) -> ir.Module:
+    """A module whose function KERNEL takes Arguments and shares the blocks out over the threads that enter it, for
+    processors of one of FORMS' kinds."""
+    code = MatmulCode(KERNEL, FORMS[kind])
+    sources = Source("streamed", code.weight_pair_bytes, prefetch), Source("cached", code.weight_pair_bytes, None)
     code.emit_kernel([code.emit_tiles(source) for source in sources])
     return code.module
 
@@ -96,16 +120,21 @@ def matmul_module(prefetch: Prefetch) -> ir.Module:
 class MatmulCode(Emitter):
     """Emits the kernel and its tiles."""
 
-    weight_pair_bytes = BLOCK_PAIR_BYTES
-    """Bytes of a block for one pair of input features, as the weight lies in memory."""
     feature_bytes = 4
     """Bytes at `bias` for each output feature."""
     unpacked_bytes = 0
     """Room that each thread has in scratch, before the sums."""
 
+    def __init__(self, name: str, form: Form) -> None:
+        super().__init__(name, form.multiplies_bfloat16)
+        self._form = form
+        self._input_pair_bytes = PAIR_BYTES if form.multiplies_bfloat16 else 2 * PAIR_BYTES
+        self.weight_pair_bytes = form.block * PAIR_BYTES
+        """Bytes of a block for one pair of input features, as the weight lies in memory."""
+
     def emit_tiles(self, source: Source) -> list[ir.Function]:
-        """Tiles of one row to TILE_ROWS rows."""
-        return [self._emit_tile(rows, source) for rows in range(1, TILE_ROWS + 1)]
+        """Tiles of one row and more, up to the form's."""
+        return [self._emit_tile(rows, source) for rows in range(1, self._form.rows + 1)]
 
     def _emit_tile(self, rows: int, source: Source) -> ir.Function:
         """tile(x, x_stride, weight, ahead, bias, y, y_stride, scratch, pairs, lanes, first, last) for `rows` rows.
@@ -118,11 +147,11 @@ class MatmulCode(Emitter):
         kinds = [pointer, integer, pointer, pointer, pointer, pointer, integer, pointer, integer, integer, bit, bit]
         builder, arguments = self.define(f"tile_{rows}_{source.name}", *kinds)
         x, x_stride, weight, ahead, bias, y, y_stride, scratch, pairs, lanes, first, last = arguments
-        sums = [[builder.alloca(self.floats) for _ in range(REGISTERS)] for _ in range(rows)]
+        sums = [[builder.alloca(self.floats) for _ in range(self._form.registers)] for _ in range(rows)]
         places: list[Place] = [
-            (sums[row][part], row, part, self.at(builder, scratch, (row * REGISTERS + part) * LINE_BYTES))
+            (sums[row][part], row, part, self.at(builder, scratch, (row * self._form.registers + part) * LINE_BYTES))
             for row in range(rows)
-            for part in range(REGISTERS)
+            for part in range(self._form.registers)
         ]
         with builder.if_else(first) as (then, otherwise):
             with then:
@@ -135,7 +164,7 @@ class MatmulCode(Emitter):
         self._emit_pairs(builder, sums, inputs, weight, ahead, pairs, source)
         with builder.if_else(last) as (then, otherwise):
             with then:
-                ends = [self.at(builder, row, builder.mul(pairs, integer(PAIR_BYTES))) for row in inputs]
+                ends = [self.at(builder, row, builder.mul(pairs, integer(self._input_pair_bytes))) for row in inputs]
                 self._emit_results(builder, places, bias, ends, y, y_stride, lanes)
             with otherwise:
                 for place, _, _, saved in places:
@@ -159,7 +188,7 @@ class MatmulCode(Emitter):
         def add_pair(pair: ir.Value) -> None:
             line = self.at(builder, weight, builder.mul(pair, integer(source.pair_bytes)))
             if source.prefetch is None:
-                place = self.at(builder, ahead, builder.mul(pair, integer(BLOCK_PAIR_BYTES)))
+                place = self.at(builder, ahead, builder.mul(pair, integer(self._form.block * PAIR_BYTES)))
                 self.prefetch(builder, place, TO_SECOND_LEVEL)
             else:
                 for part in range(0, source.pair_bytes, LINE_BYTES):
@@ -176,10 +205,10 @@ class MatmulCode(Emitter):
             add_pair(pair)
 
     def load_weights(self, builder: ir.IRBuilder, line: ir.Value, source: Source) -> list[ir.Value]:
-        """The 64 pairs of bfloat16 weights at `line`, of one pair of input features."""
+        """A block's pairs of bfloat16 weights at `line`, of one pair of input features."""
         return [
             builder.load(self.at(builder, line, part * LINE_BYTES), typ=self.pairs, align=64)
-            for part in range(REGISTERS)
+            for part in range(self._form.registers)
         ]
 
     def _add_products(
@@ -190,12 +219,22 @@ class MatmulCode(Emitter):
         weights: list[ir.Value],
         pair: ir.Value,
     ) -> None:
-        """Input features `pair` of every row times the 64 pairs of weights, added to `sums`."""
-        offset = builder.mul(pair, self.integer(PAIR_BYTES))
-        for row, source in enumerate(inputs):
-            pairs = self.spread_pair(builder, self.at(builder, source, offset))
-            for part, place in enumerate(sums[row]):
-                self.add_dot(builder, place, pairs, weights[part])
+        """Input features `pair` of every row times the block's pairs of weights, added to `sums`."""
+        offset = builder.mul(pair, self.integer(self._input_pair_bytes))
+        places = [self.at(builder, source, offset) for source in inputs]
+        if self._form.multiplies_bfloat16:
+            for row, place in enumerate(places):
+                pairs = self.spread_pair(builder, place)
+                for part, total in enumerate(sums[row]):
+                    self.add_dot(builder, total, pairs, weights[part])
+            return
+        # One feature of the pair after the other: so few registers hold widened weights.
+        for feature in range(2):
+            wide = [self.widen_one(builder, pairs, feature) for pairs in weights]
+            for row, place in enumerate(places):
+                number = self.spread_number(builder, self.at(builder, place, feature * PAIR_BYTES))
+                for part, total in enumerate(sums[row]):
+                    self.add_product(builder, total, number, wide[part])
 
     def _emit_results(
         self,
@@ -211,12 +250,17 @@ class MatmulCode(Emitter):
         integer = self.integer
         self.finish(builder, places, bias, ends)
         limit = self.spread(builder, builder.trunc(lanes, self.small))
+        is_whole = builder.icmp_signed(">=", lanes, integer(self._form.block))
         for place, row, part, _ in places:
-            lane = self.numbers(range(part * LANES, (part + 1) * LANES))
             target = self.at(builder, y, builder.mul(y_stride, integer(row)))
             target = self.at(builder, target, part * LINE_BYTES // 2)
             rounded = self.round(builder, builder.load(place, typ=self.floats))
-            self.store_some(builder, rounded, target, builder.icmp_signed("<", lane, limit))
+            with builder.if_else(is_whole) as (then, otherwise):
+                with then:
+                    builder.store(rounded, target, align=2)
+                with otherwise:
+                    lane = self.numbers(range(part * LANES, (part + 1) * LANES))
+                    self.store_some(builder, rounded, target, builder.icmp_signed("<", lane, limit))
 
     def finish(self, builder: ir.IRBuilder, places: list[Place], bias: ir.Value, ends: list[ir.Value]) -> None:
         """Turn sums into results: add the bias, where there is one. `ends`: addresses behind the rows' inputs."""
@@ -227,7 +271,7 @@ class MatmulCode(Emitter):
 
     def emit_kernel(self, tiles: list[list[ir.Function]]) -> None:
         """For each block of this thread, for each stretch of input features, for each tile of rows."""
-        integer = self.integer
+        integer, block = self.integer, self._form.block
         thread_number = self.declare(THREAD_NUMBER, self.small)
         num_threads = self.declare(NUM_THREADS, self.small)
         builder, (pointer,) = self.define(KERNEL, self.pointer)
@@ -235,21 +279,21 @@ class MatmulCode(Emitter):
         rows, pairs, features = field["rows"], field["pairs"], field["features"]
         thread = builder.zext(builder.call(thread_number, []), integer)
         threads = builder.zext(builder.call(num_threads, []), integer)
-        blocks = builder.sdiv(builder.add(features, integer(BLOCK - 1)), integer(BLOCK))
+        blocks = builder.sdiv(builder.add(features, integer(block - 1)), integer(block))
         start = builder.sdiv(builder.mul(thread, blocks), threads)
         stop = builder.sdiv(builder.mul(builder.add(thread, integer(1)), blocks), threads)
         y_stride = builder.mul(features, integer(2))
-        alone = builder.icmp_signed("<=", rows, integer(TILE_ROWS))
+        alone = builder.icmp_signed("<=", rows, integer(self._form.rows))
         stretch = builder.select(alone, pairs, integer(STRETCH))
-        saved_bytes = integer(BLOCK * 4)
+        saved_bytes = integer(block * 4)
         room_bytes = builder.add(builder.mul(rows, saved_bytes), integer(self.unpacked_bytes))
         room = self.at(builder, field["scratch"], builder.mul(thread, room_bytes))
         saved = self.at(builder, room, self.unpacked_bytes)
         has_bias = builder.icmp_unsigned("!=", builder.ptrtoint(field["bias"], integer), integer(0))
-        with count(builder, start, stop, 1) as block:
+        with count(builder, start, stop, 1) as number:
             block_bytes = builder.mul(pairs, integer(self.weight_pair_bytes))
-            weight = self.at(builder, field["weight"], builder.mul(block, block_bytes))
-            first_feature = builder.mul(block, integer(BLOCK))
+            weight = self.at(builder, field["weight"], builder.mul(number, block_bytes))
+            first_feature = builder.mul(number, integer(block))
             bias = self.at(builder, field["bias"], builder.mul(first_feature, integer(self.feature_bytes)))
             bias = builder.select(has_bias, bias, field["bias"])
             y = self.at(builder, field["y"], builder.mul(first_feature, integer(2)))
@@ -260,10 +304,10 @@ class MatmulCode(Emitter):
                 taken = builder.select(last, remaining, stretch)
                 packed = self.at(builder, weight, builder.mul(pair, integer(self.weight_pair_bytes)))
                 source = self.begin_stretch(builder, packed, taken, room, alone)
-                with count(builder, integer(0), rows, TILE_ROWS) as row:
+                with count(builder, integer(0), rows, self._form.rows) as row:
                     row_x = self.at(builder, field["x"], builder.mul(row, field["x_stride"]))
                     arguments = [
-                        self.at(builder, row_x, builder.mul(pair, integer(PAIR_BYTES))),
+                        self.at(builder, row_x, builder.mul(pair, integer(self._input_pair_bytes))),
                         field["x_stride"],
                         source,
                         self._ahead(builder, packed, taken, row),
@@ -296,8 +340,8 @@ class MatmulCode(Emitter):
 
     def _ahead(self, builder: ir.IRBuilder, weight: ir.Value, pairs: ir.Value, row: ir.Value) -> ir.Value:
         """What a later tile asks for: tiles 1, 2, 3, 4, 5… line 0, 1, 2, 3, 0… of each pair of the next stretch."""
-        tile = builder.sdiv(row, self.integer(TILE_ROWS))
-        line = builder.and_(builder.sub(tile, self.integer(1)), self.integer(REGISTERS - 1))
+        tile = builder.sdiv(row, self.integer(self._form.rows))
+        line = builder.and_(builder.sub(tile, self.integer(1)), self.integer(self._form.registers - 1))
         behind = self.at(builder, weight, builder.mul(pairs, self.integer(self.weight_pair_bytes)))
         return self.at(builder, behind, builder.mul(line, self.integer(LINE_BYTES)))
 
@@ -309,8 +353,8 @@ class MatmulCode(Emitter):
         kind: ir.Value,
         arguments: list[ir.Value],
     ) -> None:
-        """Call the tile of list `kind` that takes the `left` rows, or the first TILE_ROWS of them."""
-        full = self.integer(TILE_ROWS)
+        """Call the tile of list `kind` that takes the `left` rows, or the first of them."""
+        full = self.integer(self._form.rows)
         taken = builder.select(builder.icmp_signed("<", left, full), left, full)
         number = builder.add(taken, builder.mul(kind, full))
         self.call_one(builder, number, [tile for hint in tiles for tile in hint], arguments)

@@ -1,4 +1,4 @@
-"""The operations of a round on the CPU: trtrun's own kernels in bfloat16 where the processor has the instructions and
+"""The operations of a round on the CPU: trtrun's own kernels in bfloat16 where there are any for the processor and
 they take the shape, oneDNN's products, and torch's operations for the rest. It does not know who asks.
 """
 
@@ -23,11 +23,12 @@ class CpuOperations(TorchOperations):
 
     def name(self, dtype: torch.dtype) -> str:
         """See TorchOperations."""
-        return "avx512_bf16" if dtype is torch.bfloat16 and machine.has_bfloat16_kernels() else super().name(dtype)
+        kind = machine.processor_kind() if dtype is torch.bfloat16 else None
+        return kind or super().name(dtype)
 
     def attention(self, dtype: torch.dtype, head_dim: int) -> Any | None:
         """See TorchOperations."""
-        is_taken = dtype is torch.bfloat16 and takes_head(head_dim) and machine.has_attention_kernel()
+        is_taken = dtype is torch.bfloat16 and takes_head(head_dim) and machine.processor_kind() is not None
         return NativeAttention(head_dim) if is_taken else None
 
     def normalise(
@@ -46,22 +47,22 @@ class CpuOperations(TorchOperations):
 
     def product(self, weight: torch.Tensor, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """See TorchOperations."""
-        if not can_pack(weight.device, weight.dtype):
-            return super().product(weight, bias, batch_invariant=batch_invariant)
-        if can_block(weight) and machine.has_bfloat16_kernels():
+        if can_block(weight) and machine.processor_kind() is not None:
             return BlockedMatmul(weight, bias)
-        return OneDnnMatmul(weight, bias, batch_invariant=batch_invariant)
+        if can_pack(weight.device, weight.dtype):
+            return OneDnnMatmul(weight, bias, batch_invariant=batch_invariant)
+        return super().product(weight, bias, batch_invariant=batch_invariant)
 
     def fp8_product(
         self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, *, rounds_activations: bool
     ) -> Product:
         """See TorchOperations."""
-        if codes.shape[1] % 2 == 0 and machine.has_bfloat16_kernels():
+        if codes.shape[1] % 2 == 0 and machine.processor_kind() == machine.MULTIPLIES_BFLOAT16:
             return BlockedFp8Matmul(codes, scale, bias, rounds_activations=rounds_activations)
         return super().fp8_product(codes, scale, bias, rounds_activations=rounds_activations)
 
     def int8_product(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Product:
         """See TorchOperations."""
-        if codes.shape[1] % 2 == 0 and machine.has_bfloat16_kernels():
+        if codes.shape[1] % 2 == 0 and machine.processor_kind() == machine.MULTIPLIES_BFLOAT16:
             return BlockedInt8Matmul(codes, scale, bias)
         return super().int8_product(codes, scale, bias)
