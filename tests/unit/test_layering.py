@@ -71,7 +71,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"startup"}),
         frozenset({"worker_factory", "largest_round"}),
         frozenset({"policies"}),
-        frozenset({"memory_requirements"}),
+        frozenset({"memory_requirements", "rehearsed_rounds"}),
         frozenset({"model_settings"}),
     ),
     "trtrun.roles": (

@@ -4,7 +4,8 @@ Verifying a few rows costs hardly more than decoding them, as both wait for the 
 arithmetic, and a draft_len that is right for one row loses more time than its accepted tokens win. The pacer keeps how
 long rounds of each draft_len took under each load, and how often the draft token of each position was accepted, and
 answers with the draft_len of the most tokens a second to be expected. That is the goodput of Liu et al. 2024
-(arXiv:2406.14066), with times measured on the way in place of a profile made beforehand.
+(arXiv:2406.14066). It begins with what the start measured (round_costs.py), where it did, and corrects that by what
+rounds take; else it learns all of it on the way.
 
 It knows numbers of rows, seconds and counts. It does not know requests, clocks, models or what a plan makes of its
 answer. No text depends on the answer: acceptance by token is lossless for any draft_len.
@@ -17,14 +18,19 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from trtrun.speculation.round_costs import RoundCosts
+
 _NUM_SAMPLES = 5
 """Times kept for a draft_len under a load; their median counts, so one slow round (a kernel's first use) does not."""
 
 _FEWEST_SAMPLES = 2
-_FIRST_TRIAL = 8
+_FIRST_TRIAL, _FIRST_TRIAL_OF_KNOWN = 8, 16
 _LONGEST_PAUSE = 512
-"""Rounds of a load before the first trial of another draft_len, and most rounds between two: a trial that changes
-nothing doubles the pause, one that does brings it back to the first."""
+"""Rounds of a load before the first trial of another draft_len, without and with costs that the start measured, and
+most rounds between two: a trial that changes nothing doubles the pause, one that does brings it back to the first."""
+
+_PLAIN_ROUNDS = 64
+"""Rounds before the first trial where nothing should be drafted by the costs: a draft that fails costs most there."""
 
 _TRIAL_ROUNDS = 2
 _REVIEW_EVERY = 8
@@ -36,7 +42,13 @@ _WORTH_A_CHANGE = 1.03
 _MEMORY = 0.98
 """What is kept of older acceptances with every round that brings new ones: the last fifty rounds weigh most."""
 
-_PRIOR_ACCEPTANCE = 0.8
+_PRIOR_ACCEPTANCE, _PRIOR_OFFERS = 0.8, 0.5
+_FEWEST_DRAFTS = 4
+"""That must have been verified before none are made: one first token of a good draft is rejected now and then. After
+the first round these are drafts of one token where a longer one does not seem to pay, which cost little."""
+
+_TRUST = 1
+"""As much as so many samples of one draft_len counts what all of a load say of the measured costs."""
 
 
 @dataclass(slots=True)
@@ -51,17 +63,19 @@ class _Load:
         last_seen: by draft_len, the value of `rounds` when it was recorded last.
         trial: the draft_len on trial, for `trial_left` rounds more.
         pause: rounds between the last trial and the next, which is due when `rounds` comes to `next_trial`.
+        costs: by draft_len, what the start expects a round to take; empty where it measured nothing.
     """
 
     share_drafted: float
     current: int
+    pause: int
+    next_trial: int
+    costs: list[float] = field(default_factory=list)
     rounds: int = 0
     seconds: dict[int, deque[float]] = field(default_factory=dict)
     last_seen: dict[int, int] = field(default_factory=dict)
     trial: int = 0
     trial_left: int = 0
-    pause: int = _FIRST_TRIAL
-    next_trial: int = _FIRST_TRIAL
 
     def known_seconds(self) -> dict[int, float]:
         """Seconds of a round by draft_len, in order of draft_len, where there are samples enough."""
@@ -70,6 +84,23 @@ class _Load:
             for draft_len, samples in sorted(self.seconds.items())
             if len(samples) >= _FEWEST_SAMPLES
         }
+
+    def expected_seconds(self) -> list[float]:
+        """Seconds of a round by draft_len, from the costs: times what rounds have taken of them. A draft_len that was
+        not seen is as its neighbour that was."""
+        ratios = {
+            draft_len: (len(samples), statistics.median_low(samples) / self.costs[draft_len])
+            for draft_len, samples in self.seconds.items()
+            if draft_len < len(self.costs)
+        }
+        if not ratios:
+            return self.costs
+        pooled = sum(count * ratio for count, ratio in ratios.values()) / sum(count for count, _ in ratios.values())
+        found = []
+        for draft_len, seconds in enumerate(self.costs):
+            count, ratio = ratios[min(ratios, key=lambda seen, place=draft_len: abs(seen - place))]  # type: ignore[misc]
+            found.append(seconds * (count * ratio + _TRUST * pooled) / (count + _TRUST))
+        return found
 
 
 def first_trial(draft_len: int) -> int:
@@ -80,18 +111,22 @@ def first_trial(draft_len: int) -> int:
 class Pacer:
     """Chooses draft_len, between 0 and the configured one, from what rounds took and what was accepted."""
 
-    def __init__(self, draft_len: int) -> None:
-        """Start without knowledge: `draft_len`, the configured one, is the answer until there is some."""
+    def __init__(self, draft_len: int, costs: RoundCosts | None = None) -> None:
+        """Start with `costs`; without them `draft_len`, the configured one, is the answer until something is known."""
         self._most = draft_len
+        self._costs = costs
+        self._num_drafts = 0
         self._loads: dict[tuple[int, int], _Load] = {}
-        self._offered = [1.0] * draft_len
-        self._accepted = [_PRIOR_ACCEPTANCE] * draft_len
+        self._offered = [_PRIOR_OFFERS] * draft_len
+        self._accepted = [_PRIOR_ACCEPTANCE * _PRIOR_OFFERS] * draft_len
 
     def choose(self, num_rows: int, num_plain: int = 0) -> int:
         """Tokens to draft for each row in the next round, in which `num_rows` rows decode, `num_plain` of them without
         drafts."""
         load = self._load(num_rows, num_plain)
-        return load.trial if load.trial_left else load.current
+        if load.trial_left:
+            return load.trial
+        return max(1, load.current) if load.costs and self._num_drafts < _FEWEST_DRAFTS else load.current
 
     def record(
         self,
@@ -111,6 +146,7 @@ class Pacer:
             num_plain: rows that nothing was to be drafted for.
         """
         self._record_acceptances(acceptances)
+        self._num_drafts += len(acceptances)
         if seconds is None:
             return
         load = self._load(num_rows, num_plain)
@@ -124,9 +160,9 @@ class Pacer:
                 self._review(load)
                 load.next_trial = load.rounds + load.pause
             return
-        if load.rounds % _REVIEW_EVERY == 0:
+        if load.rounds % _REVIEW_EVERY == 0 or (load.costs and load.rounds < 2 * _REVIEW_EVERY):
             self._review(load)
-        if load.rounds >= load.next_trial:
+        if load.rounds >= load.next_trial and (load.current or not load.costs or load.rounds >= _PLAIN_ROUNDS):
             load.trial, load.trial_left = self._trial(load), _TRIAL_ROUNDS
 
     def expected_tokens(self, draft_len: int) -> float:
@@ -144,7 +180,14 @@ class Pacer:
         if load is None:
             nearest = min(self._loads, key=lambda key: abs(key[0] - rows) + abs(key[1] - plain), default=None)
             current = self._most if nearest is None else self._loads[nearest].current
-            load = self._loads[rows, plain] = _Load(max(0.0, 1 - plain / rows), current)
+            costs: list[float] = []
+            if self._costs is not None and self._costs.covers(num_rows):
+                costs = [self._costs.estimate(num_rows, draft_len) for draft_len in range(self._most + 1)]
+            pause = _FIRST_TRIAL_OF_KNOWN if costs else _FIRST_TRIAL
+            load = _Load(max(0.0, 1 - plain / rows), current, pause, pause, costs)
+            self._loads[rows, plain] = load
+            if costs:
+                self._review(load)
         return load
 
     def _record_acceptances(self, acceptances: Sequence[tuple[int, int]]) -> None:
@@ -163,21 +206,25 @@ class Pacer:
 
     def _review(self, load: _Load) -> None:
         """Take the draft_len of the highest goodput; leave the present one unless another is clearly better."""
-        known = load.known_seconds()
-        if len(known) < 2:
-            return
-        goodput = {
-            draft_len: (1 + load.share_drafted * (self.expected_tokens(draft_len) - 1)) / _estimate(known, draft_len)
-            for draft_len in range(self._most + 1)
-        }
-        best = max(goodput, key=lambda draft_len: goodput[draft_len])
+        if load.costs:
+            seconds = load.expected_seconds()
+        else:
+            known = load.known_seconds()
+            if len(known) < 2:
+                return
+            seconds = [_estimate(known, draft_len) for draft_len in range(self._most + 1)]
+        goodput = [
+            (1 + load.share_drafted * (self.expected_tokens(draft_len) - 1)) / took
+            for draft_len, took in enumerate(seconds)
+        ]
+        best = max(range(self._most + 1), key=lambda draft_len: goodput[draft_len])
         if goodput[best] > _WORTH_A_CHANGE * goodput[load.current]:
-            load.current, load.pause = best, _FIRST_TRIAL
+            load.current, load.pause = best, _FIRST_TRIAL if not load.costs else _FIRST_TRIAL_OF_KNOWN
             load.next_trial = min(load.next_trial, load.rounds + load.pause)
 
     def _trial(self, load: _Load) -> int:
         """The draft_len to try next: one far off at first, then the neighbour that was seen least recently."""
-        if len(load.known_seconds()) < 2:
+        if not load.costs and len(load.known_seconds()) < 2:
             half = first_trial(self._most)
             return half if half != load.current else self._most
         neighbours = [value for value in (load.current - 1, load.current + 1) if 0 <= value <= self._most]

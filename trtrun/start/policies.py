@@ -6,19 +6,27 @@ It knows the configuration and the machine's cores. It does not know how rounds 
 from __future__ import annotations
 
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.device_lists import kind_of
 from trtrun.roles.engine_ranks import EngineRanks
 from trtrun.roles.orchestrator import Orchestrator
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.ahead.policy import AheadPolicy
 from trtrun.speculation.pacing import Pacer, first_trial
+from trtrun.speculation.round_costs import RoundCosts
 from trtrun.start.memory_requirements import guess_steps
+from trtrun.start.rehearsed_rounds import measure_round_costs
 from trtrun.threads import outnumber_cores
 
 
 def make_orchestrator(config: RuntimeConfig, limits: SchedulerLimits, ranks: EngineRanks) -> Orchestrator:
-    """The orchestrator of a job, over its engine ranks."""
-    pacer = Pacer(config.speculation.draft_len) if config.is_paced else None
+    """The orchestrator of a job, over its engine ranks, which are up. Where draft_len follows from what rounds take,
+    some are run here.
+
+    Raises:
+        RankFailedError: a rank failed.
+    """
+    pacer = Pacer(config.speculation.draft_len, _round_costs(config, limits, ranks)) if config.is_paced else None
     return Orchestrator(Scheduler(limits), ranks, pacer, ahead=_ahead_policy(config))
 
 
@@ -28,16 +36,33 @@ def sure_draft_lens(config: RuntimeConfig) -> set[int]:
     return {most, first_trial(most)} if config.is_paced else {most}
 
 
+def _round_costs(config: RuntimeConfig, limits: SchedulerLimits, ranks: EngineRanks) -> RoundCosts | None:
+    """What rounds cost; None where they are not tried.
+
+    Where drafts are made ahead a round that foresaw nothing says little of those that did. On GPUs each kind would have
+    its graph captured first.
+    """
+    devices = [*config.target.devices, *config.draft_devices]
+    if any(kind_of(device) == "cuda" for device in devices) or (config.drafts_ahead and _guessed_steps(config)):
+        return None
+    return measure_round_costs(ranks, limits)
+
+
 def _ahead_policy(config: RuntimeConfig) -> AheadPolicy | None:
-    """What decides how much is drafted ahead; None where nothing is.
+    """What decides how much is drafted ahead; None where nothing is."""
+    if not config.drafts_ahead:
+        return None
+    always_redrafts = config.speculation.use_logits
+    return AheadPolicy(_guessed_steps(config), config.speculation.draft_len, always_redrafts=always_redrafts)
+
+
+def _guessed_steps(config: RuntimeConfig) -> list[int]:
+    """Steps that may be drafted ahead.
 
     CPU ranks that share cores would slow the verification that they draft beside, so nothing is guessed there unless
     the user has said so.
     """
-    if not config.drafts_ahead:
-        return None
     assert config.draft is not None
     devices = sorted({*config.draft.devices, *config.target.devices})
     waits = config.speculation.drafting_ahead == "auto" and outnumber_cores(devices, config.threads)
-    steps = [] if waits else guess_steps(config)
-    return AheadPolicy(steps, config.speculation.draft_len, always_redrafts=config.speculation.use_logits)
+    return [] if waits else guess_steps(config)

@@ -24,6 +24,7 @@ from trtrun.core.nouns import RoundPlan
 from trtrun.errors import ConfigError
 from trtrun.roles.engine_ranks import EngineRanks
 from trtrun.speculation.pacing import Pacer
+from trtrun.speculation.round_costs import RoundCosts
 from trtrun.timing.spans import RankSpans
 from trtrun.wire.reports import RoundReport
 
@@ -71,6 +72,24 @@ class Machine:
             pacer.record(num_rows, draft_len, self.cost(num_rows, draft_len) * self._noise() / 1e3, pairs)
         return chosen
 
+    def speed(self, pacer: Pacer, num_rows: int, tokens: int) -> float:
+        """Tokens a millisecond and row over rounds as the pacer wants them, until a row has so many."""
+        gained = took = 0.0
+        while gained < tokens:
+            draft_len = pacer.choose(num_rows)
+            accepted = [self._accept(draft_len) for _ in range(num_rows)]
+            cost = self.cost(num_rows, draft_len) * self._noise()
+            pacer.record(num_rows, draft_len, cost / 1e3, [(draft_len, count) for count in accepted if draft_len])
+            gained, took = gained + 1 + sum(accepted) / num_rows, took + cost
+        return gained / took
+
+    def costs(self) -> RoundCosts:
+        """What a start on this machine measures."""
+        lens = (0, 1, MOST // 2, MOST)
+        return RoundCosts(
+            {rows: {n: self.cost(rows, n) * self._noise() / 1e3 for n in lens} for rows in (1, 4, 16, 64)}
+        )
+
     def _accept(self, draft_len: int) -> int:
         count = 0
         while count < draft_len and self.generator.random() < self.acceptance:
@@ -86,13 +105,52 @@ def test_the_configured_draft_len_is_the_answer_until_something_is_known() -> No
     assert [pacer.choose(rows) for rows in (1, 7, 32)] == [MOST] * 3
 
 
+@pytest.mark.parametrize("has_costs", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 16, 32, 64, 200])
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.87, 0.98])
-def test_it_finds_what_pays_most(num_rows: int, acceptance: float) -> None:
+def test_it_finds_what_pays_most(num_rows: int, acceptance: float, has_costs: bool) -> None:
     """From the hundredth round on, nearly all have a draft_len close to the best, whatever load and draft are."""
     machine = Machine(acceptance)
-    chosen = machine.run(Pacer(MOST), num_rows, 500)
+    chosen = machine.run(Pacer(MOST, machine.costs() if has_costs else None), num_rows, 500)
     assert machine.share_of_good(num_rows, chosen[100:]) > 0.93, chosen
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.parametrize("num_rows", [1, 4, 16, 64, 128])
+def test_the_first_texts_of_a_process_are_no_slower_than_plain_ones(num_rows: int, acceptance: float) -> None:
+    """With what the start measured, 64 tokens are hardly slower even with a draft that is never right."""
+    shares = []
+    for seed in range(9):
+        machine = Machine(acceptance, generator=random.Random(seed))
+        pacer = Pacer(MOST, machine.costs())
+        shares.append(machine.speed(pacer, num_rows, 64) * machine.cost(num_rows, 0))
+    assert sorted(shares)[4] > 0.96, shares
+
+
+def test_costs_that_the_start_measured_are_corrected_by_rounds() -> None:
+    """The start found verifying cheap, and it is not: contexts are long, say."""
+    cheap, machine = Machine(0.6, position_ms=0.0), Machine(0.6)
+    pacer = Pacer(MOST, cheap.costs())
+    assert pacer.choose(16) > 1
+    assert machine.share_of_good(16, machine.run(pacer, 16, 500)[100:]) > 0.93
+
+
+def test_rounds_of_far_more_rows_than_were_measured_are_learned_on_the_way() -> None:
+    machine = Machine(0.0)
+    costs = RoundCosts({1: {0: 0.02, 1: 0.03, MOST: 0.05}})
+    assert costs.covers(2) and not costs.covers(3)
+    pacer = Pacer(MOST, costs)
+    assert pacer.choose(64) == MOST
+    assert machine.share_of_good(64, machine.run(pacer, 64, 500)[100:]) > 0.93
+
+
+def test_costs_between_those_measured_are_on_lines() -> None:
+    costs = RoundCosts({1: {0: 1.0, 1: 2.0, 5: 4.0}, 4: {0: 2.5, 1: 5.0, 5: 7.0}, 8: {0: 2.0, 1: 5.0, 5: 9.0}})
+    assert costs.estimate(1, 1) == 2.0 and costs.estimate(4, 5) == 7.0
+    assert costs.estimate(1, 3) == 3.0
+    assert costs.estimate(2, 0) == 1.5 and costs.estimate(3, 3) == pytest.approx(5.0)
+    assert costs.estimate(6, 5) == 8.0 and costs.estimate(16, 5) == 13.0
+    assert costs.estimate(6, 0) == 2.5, "noise makes no round of more rows a shorter one"
 
 
 def test_a_good_draft_of_one_row_keeps_its_length_and_trials_are_rare() -> None:
@@ -214,7 +272,10 @@ class TimedRanks:
 
 
 def draft_lens(llm: LLM, machine: Machine, sampling: list[SamplingParams]) -> tuple[Any, list[int]]:
-    """The tokens of prompts run together on `machine`'s clock, and the draft_len of every round with all rows."""
+    """The tokens of prompts run together on `machine`'s clock, of which the start knew nothing, and the draft_len of
+    every round with all rows."""
+    if llm.engine.orchestrator._pacer is not None:
+        llm.engine.orchestrator._pacer = Pacer(MOST)
     ranks = TimedRanks(llm.engine.orchestrator._ranks, machine)
     llm.engine.orchestrator._ranks, llm.engine.orchestrator._clock = ranks, ranks.clock
     outputs = llm.generate([prompt_of(12, seed=index) for index in range(len(sampling))], sampling)
@@ -367,3 +428,30 @@ def test_a_load_that_is_new_begins_as_the_nearest_one_does() -> None:
         draft_len = pacer.choose(32)
         pacer.record(32, draft_len, 0.1 * (1 + 10 * draft_len), [(draft_len, 0)] * 32 if draft_len else [])
     assert (pacer.choose(28), pacer.choose(2)) == (0, 4)
+
+
+@pytest.mark.parametrize("method", ["draft_target", "ngram"])
+def test_a_start_measures_rounds_and_leaves_no_trace(pair: tuple[Path, Path], method: str) -> None:
+    target, draft = pair
+    models = (target, draft) if method == "draft_target" else (target,)
+    prompts = [prompt_of(12, seed=index) for index in range(4)]
+    with make_llm(target) as llm:
+        expected = tokens_of(llm.generate(prompts, SAMPLING))
+    speculation = {"draft_len": MOST, "pacing": "measured", "method": method}
+    with make_llm(*models, speculation=speculation, scheduler={"max_batch_size": 6}) as llm:
+        orchestrator = llm.engine.orchestrator
+        assert orchestrator._pacer is not None and orchestrator._pacer._costs is not None
+        measured = orchestrator._pacer._costs.seconds
+        assert next(iter(measured)) == 1 and set(measured) <= {1, 4, 6}
+        for of_rows in measured.values():
+            assert list(of_rows) == [0, 1, MOST // 2, MOST] and min(of_rows.values()) > 0
+        assert llm.statistics()["num_rounds"] == 0
+        assert tokens_of(llm.generate(prompts, SAMPLING)) == expected
+        llm.check_idle()
+
+
+def test_contexts_that_are_too_short_to_try_rounds_in_are_not_tried(tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "target", max_position_embeddings=20)
+    with make_llm(target, target, speculation={"draft_len": MOST, "pacing": "measured"}) as llm:
+        assert llm.engine.orchestrator._pacer is not None and llm.engine.orchestrator._pacer._costs is None
+        assert len(tokens_of(llm.generate([prompt_of(4)], [SamplingParams(max_tokens=8, ignore_eos=True)]))[0][0]) == 8
