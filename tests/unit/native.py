@@ -28,6 +28,9 @@ PROCESSORS = {
 }
 """The kinds, and where they can be had."""
 
+PATHS = {kind: PROCESSORS[kind] for kind in (MULTIPLIES_BFLOAT16, "avx2")}
+"""For tests of whole models: kinds whose code differs, with and without dot products of bfloat16."""
+
 needs_bfloat16, needs_kernels = PROCESSORS[MULTIPLIES_BFLOAT16], PROCESSORS["avx2"]
 """For tests of kernels that only processors have which multiply bfloat16, and of those that each kind has."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, make_checkpoint
-from native import PROCESSORS, compute_as, leave_to_torch
+from native import PATHS, compute_as, leave_to_torch
 from paged import PagedModel, straight
 from pipelines import make_llm
 from torch.nn import functional
@@ -23,7 +23,7 @@ from trtrun.layers.rotary import RotaryEmbedding
 LENGTH = 40
 
 
-@pytest.fixture(params=[*(pytest.param(kind, marks=needed) for kind, needed in PROCESSORS.items()), "torch"])
+@pytest.fixture(params=[*(pytest.param(kind, marks=needed) for kind, needed in PATHS.items()), "torch"])
 def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models run on the kernels that each kind of processor chooses, and as on processors that have none."""
     if request.param == "torch":

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, make_checkpoint, make_draft
-from native import PROCESSORS, compute_as, leave_to_torch, needs_bfloat16, needs_kernels
+from native import PATHS, compute_as, leave_to_torch, needs_bfloat16, needs_kernels
 from pipelines import Reference, make_llm, noisy_copy, prompt_of, run_alone, tokens_of, useless_draft
 
 from trtrun import SamplingParams
@@ -209,7 +209,7 @@ BFLOAT16_SAMPLING = SamplingParams(max_tokens=36)
 @pytest.fixture(
     scope="module",
     params=[
-        *(pytest.param((16, kind), id=kind, marks=needed) for kind, needed in PROCESSORS.items()),
+        *(pytest.param((16, kind), id=kind, marks=needed) for kind, needed in PATHS.items()),
         pytest.param((8, "avx512_bf16"), id="own products, torch's attention", marks=needs_bfloat16),
         pytest.param((8, "torch"), id="torch"),
     ],
