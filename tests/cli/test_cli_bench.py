@@ -13,7 +13,8 @@ from xml.etree import ElementTree
 import pytest
 from commands import FOUR_RANKS, ONE_PROCESS, ROOT, Configs, Run
 
-from launch.demo import CORES
+from launch.demo import CORES, choose_config
+from trtrun.configuration.config import load_config
 from trtrun.kernels.cpu.machine import processor_kind
 from trtrun.threads import count_cores
 from trtrun.timing.telemetry import ROUND_PARTS
@@ -253,6 +254,12 @@ def test_bench_refuses_a_trace_that_cannot_be_written_before_it_runs(
     assert done.returncode == 2
     assert done.stdout == "" and said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_demo_is_placed_by_the_cores_that_are_there() -> None:
+    names = [choose_config(cores).stem for cores in (1, CORES - 1, CORES, 64)]
+    assert names == ["cpu_pair_on_two_cores"] * 2 + ["cpu_pair"] * 2
+    assert len(load_config(choose_config(CORES)).target.devices) + 1 == CORES
 
 
 def test_the_demo_shows_text_ranks_and_figures(trtrun: Run) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from trtrun.speculation.round_costs import RoundCosts
@@ -98,7 +98,7 @@ class _Load:
         pooled = sum(count * ratio for count, ratio in ratios.values()) / sum(count for count, _ in ratios.values())
         found = []
         for draft_len, seconds in enumerate(self.costs):
-            count, ratio = ratios[min(ratios, key=lambda seen, place=draft_len: abs(seen - place))]  # type: ignore[misc]
+            count, ratio = ratios[_nearest(ratios, draft_len)]
             found.append(seconds * (count * ratio + _TRUST * pooled) / (count + _TRUST))
         return found
 
@@ -229,6 +229,10 @@ class Pacer:
             return half if half != load.current else self._most
         neighbours = [value for value in (load.current - 1, load.current + 1) if 0 <= value <= self._most]
         return min(neighbours, key=lambda draft_len: load.last_seen.get(draft_len, 0))
+
+
+def _nearest(places: Iterable[int], place: int) -> int:
+    return min(places, key=lambda one: abs(one - place))
 
 
 def _rounded(num_rows: int) -> int:

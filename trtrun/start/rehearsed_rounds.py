@@ -12,6 +12,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -34,6 +35,9 @@ _MOST_SECONDS = 0.5
 """After which no further number of rows is tried."""
 
 _SAMPLING = SamplingParams(seed=0)
+_NONE = np.zeros(0, dtype=np.int32)
+_NOTHING = RoundPlan(0, (), (), np.zeros((0, 3), dtype=np.int32), (), _NONE, _NONE, _NONE, max_context=1)
+"""A round in which nobody runs."""
 
 
 def measure_round_costs(
@@ -87,7 +91,7 @@ class _Rehearsal:
         self._limits = limits
         self._length = length
         self._clock = clock
-        self._next = _FIRST_ROUND
+        self._last_index = _FIRST_ROUND
         self._num_admitted = 0
 
     def measure(self, rows: int, draft_len: int) -> float:
@@ -107,49 +111,31 @@ class _Rehearsal:
 
     def drop_rows(self) -> None:
         """Leave the ranks as they were."""
-        self._ranks.publish(self._empty(dropped_rows=tuple(range(self._num_admitted))))
+        self._ranks.publish(replace(_NOTHING, round_index=self._index(), dropped_rows=tuple(range(self._num_admitted))))
         self._await_verdict()
 
     def _await_verdict(self) -> None:
         while not self._ranks.collect().is_verdict:
             pass  # the draft leader's, which tells its times
 
+    def _index(self) -> int:
+        self._last_index += 1
+        return self._last_index
+
     def _plan(self, rows: int, draft_len: int, number: int) -> RoundPlan:
         """Round `number` of a kind; the first admits its rows anew."""
-        dropped, self._num_admitted = range(0 if number else self._num_admitted), rows
-        tokens = np.zeros(self._length, dtype=np.int32)
         follows = self._limits.draft_max_seq_len is not None
-        admissions = [
-            RowAdmission(row, row, tokens, self._length, 0, follows, _SAMPLING) for row in range(0 if number else rows)
-        ]
-        return self._empty(
-            dropped_rows=tuple(dropped),
-            admissions=tuple(admissions),
+        plan = replace(
+            _NOTHING,
+            round_index=self._index(),
             decode_rows=np.arange(rows, dtype=np.int32),
             draft_lens=np.full(rows, draft_len, dtype=np.int32),
             catch_up=np.full(rows, 2 if follows and draft_len else 0, dtype=np.int32),
             max_context=self._length + (number + 1) * (draft_len + 1),
         )
-
-    def _empty(
-        self,
-        dropped_rows: tuple[int, ...],
-        admissions: tuple[RowAdmission, ...] = (),
-        decode_rows: np.ndarray | None = None,
-        draft_lens: np.ndarray | None = None,
-        catch_up: np.ndarray | None = None,
-        max_context: int = 1,
-    ) -> RoundPlan:
-        nothing = np.zeros(0, dtype=np.int32)
-        self._next += 1
-        return RoundPlan(
-            round_index=self._next,
-            dropped_rows=dropped_rows,
-            admissions=admissions,
-            block_updates=np.zeros((0, 3), dtype=np.int32),
-            prefill=(),
-            decode_rows=nothing if decode_rows is None else decode_rows,
-            draft_lens=nothing if draft_lens is None else draft_lens,
-            catch_up=nothing if catch_up is None else catch_up,
-            max_context=max_context,
-        )
+        if number:
+            return plan
+        tokens = np.zeros(self._length, dtype=np.int32)
+        dropped, self._num_admitted = tuple(range(self._num_admitted)), rows
+        admissions = [RowAdmission(row, row, tokens, self._length, 0, follows, _SAMPLING) for row in range(rows)]
+        return replace(plan, dropped_rows=dropped, admissions=tuple(admissions))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from native import each_processor, leave_to_torch
@@ -108,3 +110,15 @@ def test_linear_layers_agree_with_those_of_torch(inputs: int, monkeypatch: pytes
     other = Linear(weight.shape, dense, {"weight": weight.clone()}, bias)
     assert not isinstance(other._product, BlockedMatmul)
     assert torch.allclose(own(x).float(), other(x).float(), rtol=2**-7, atol=2**-7)
+
+
+def test_a_product_takes_no_more_memory_than_is_reckoned() -> None:
+    """Beside its result, and what tiles leave for each other: activations as float32, where they have to be."""
+    rows, features, inputs = 200, 70, 688
+    matmul, x = BlockedMatmul(numbers(features, inputs, seed=1), None), numbers(rows, inputs, seed=2)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        matmul(x)
+    taken = sum(max(0, event.self_cpu_memory_usage) for event in profile.key_averages())
+    weight = SimpleNamespace(shape=(features, inputs))
+    reckoned = QUANTIZATIONS.get("none").working_bytes(weight, rows, torch.bfloat16, "cpu")
+    assert 2 * rows * features <= taken <= 2 * rows * features + reckoned

@@ -36,7 +36,7 @@ from trtrun.kvcache.segments import AttentionBatch
 
 _NO_WINDOW = 1 << 30
 _READ_NS, _MULTIPLY_NS = 0.4, 0.04
-"""That one thread needs for a key's number and its value's: to read them, and for each query; about."""
+"""That one thread needs for a key's number and its value's: to read them, and for each query; about, on a Xeon."""
 
 
 class NativeAttention:

@@ -48,7 +48,8 @@ KINDS = {MULTIPLIES_BFLOAT16: ("avx512bf16",), "avx512": ("avx512f", "avx512bw",
 
 WORTH_A_TEAM_NS = 100_000
 """Work that is shared out over threads. Less is done sooner by one: others sleep soon after their last work, so that
-they do not take cores from other programs (GOMP_SPINCOUNT in trtrun.environment), and waking one takes some 50 µs."""
+they do not take cores from other programs (GOMP_SPINCOUNT in trtrun.environment), and waking one takes some 40 µs on a
+Xeon."""
 
 
 def team(nanoseconds: float, most: int) -> int:

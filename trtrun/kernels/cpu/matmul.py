@@ -36,7 +36,8 @@ from trtrun.kernels.cpu.matmul_code import (
 )
 
 _READ_NS, _MULTIPLY_NS = 0.16, 0.02
-"""That one thread needs for a weight's number: to read it, and for each row; about, on processors of 2020 to 2025."""
+"""That one thread needs for a weight's number: to read it, and for each row; about, on a Xeon, with AVX-512 and with
+AVX2."""
 
 _CACHED_NUMBERS = 2**19
 """Weights of up to so many numbers belong to models small enough to stay in the caches (the shipped pair: 20 MB)."""

@@ -55,8 +55,10 @@ class Dense:
         return {"weight": TensorSpec(weight.shape, dtype)}
 
     def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
-        """See `Quantization`. What oneDNN pads is little."""
-        return 0
+        """See `Quantization`: on CPUs that do not multiply bfloat16 activations become float32 first."""
+        if len(weight.shape) != 2 or device_type != "cpu" or dtype.itemsize != 2:
+            return 0
+        return rows * weight.shape[1] * 4
 
     def load(self, source: WeightSource) -> Tensors:
         """See `Quantization`."""
