@@ -18,7 +18,7 @@ from pipelines import configuration, make_llm, noisy_copy, prompt_of, tokens_of
 from trtrun import LLM, SamplingParams
 from trtrun.core.nouns import RoundPlan
 from trtrun.errors import ConfigError
-from trtrun.roles.engine_ranks import EngineRanks
+from trtrun.roles.engine_ranks import EngineRanks, SoloRanks
 from trtrun.speculation.pacing import Pacer
 from trtrun.timing.spans import RankSpans
 from trtrun.wire.reports import RoundReport
@@ -219,13 +219,19 @@ def test_a_pacing_of_another_name_is_refused(pair: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("method", ["draft_target", "ngram"])
-def test_a_start_measures_rounds_and_leaves_no_trace(pair: tuple[Path, Path], method: str) -> None:
+def test_a_start_measures_rounds_and_leaves_no_trace(
+    pair: tuple[Path, Path], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, draft = pair
+    plans: list[RoundPlan] = []
+    publish = SoloRanks.publish
+    monkeypatch.setattr(SoloRanks, "publish", lambda ranks, plan: (plans.append(plan), publish(ranks, plan)))
     models = (target, draft) if method == "draft_target" else (target,)
     prompts = [prompt_of(12, seed=index) for index in range(4)]
     with make_llm(target) as llm:
         expected = tokens_of(llm.generate(prompts, SAMPLING))
     speculation = {"draft_len": MOST, "pacing": "measured", "method": method}
+    plans.clear()
     with make_llm(*models, speculation=speculation, scheduler={"max_batch_size": 6}) as llm:
         orchestrator = llm.engine.orchestrator
         assert orchestrator._pacer is not None and orchestrator._pacer._costs is not None
@@ -233,6 +239,11 @@ def test_a_start_measures_rounds_and_leaves_no_trace(pair: tuple[Path, Path], me
         assert next(iter(measured)) == 1 and set(measured) <= {1, 4, 6}
         for of_rows in measured.values():
             assert list(of_rows) == [0, 1, MOST // 2, MOST] and min(of_rows.values()) > 0
+        held: set[int] = set()
+        for plan in plans:
+            assert set(plan.dropped_rows) <= held and not len(plan.block_updates)
+            held = held - set(plan.dropped_rows) | {admission.row for admission in plan.admissions}
+        assert len(plans) > 12 and not held
         assert llm.statistics()["num_rounds"] == 0
         assert tokens_of(llm.generate(prompts, SAMPLING)) == expected
         llm.check_idle()
