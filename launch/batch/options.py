@@ -85,6 +85,7 @@ class BenchOptions:
         max_tokens: tokens to generate for each prompt.
         top_p: of workloads that sample.
         repeats: timed runs of each case; medians are reported.
+        cold: time every workload from its first run on, without a warm-up: that one and the next five.
         exact: count the texts that speculation leaves as they are, for each workload.
         peer: "transformers", "vllm" or None.
         peer_python: the interpreter that has the peer; None for this one.
@@ -98,6 +99,7 @@ class BenchOptions:
     max_tokens: int = 64
     top_p: float = 1.0
     repeats: int = 3
+    cold: bool = False
     exact: bool = False
     peer: str | None = None
     peer_python: str | None = None

@@ -17,7 +17,7 @@ import torch
 
 from launch.batch.options import BenchOptions, Workload
 from launch.bench.case import Case
-from launch.bench.measure import PLAIN, SPECULATIVE, Measured, measure
+from launch.bench.measure import COLD_RUNS, PLAIN, SPECULATIVE, Measured, measure
 from launch.bench.peer import PeerFigures, run_peer
 from launch.bench.tables import print_tables
 from launch.bench.trace import BenchTrace
@@ -38,7 +38,8 @@ def play_bench(job: Job, options: BenchOptions) -> int:
     """
     seed = options.seed if options.seed is not None else int.from_bytes(os.urandom(4), "little")
     modes = (PLAIN, SPECULATIVE) if job.config.is_speculative else (PLAIN,)
-    trace = BenchTrace(options.trace, job.topology, len(modes) * len(options.workloads) * options.repeats)
+    num_runs = COLD_RUNS if options.cold else options.repeats
+    trace = BenchTrace(options.trace, job.topology, len(modes) * len(options.workloads) * num_runs)
     measured = measure(job, options, seed, modes, trace)
     _give_memory_back()
     peer = run_peer(job, options, measured.cases) if options.peer is not None else None
@@ -82,7 +83,8 @@ def _make_report(
         "prompt_tokens": options.workloads[0].prompt_tokens,
         "max_tokens": options.max_tokens,
         "top_p": options.top_p,
-        "repeats": options.repeats,
+        "repeats": COLD_RUNS if options.cold else options.repeats,
+        "cold": options.cold,
         "start_s": round(measured.start_s, 3),
         "memory": _memory(job, measured.ranks),
         "identical_to_plain": measured.identical,
@@ -106,6 +108,9 @@ def _entry(
     """What is told of one workload."""
     entry = asdict(workload)
     entry |= {mode: case.as_dict() | trace.figures(mode, workload) for mode, case in cases.items()}
+    if options.cold:
+        for mode, case in cases.items():
+            entry[mode]["first_over_next"] = case.first_over_next
     if workload in equal_rows:
         entry["equal_rows"] = equal_rows[workload]
     figures = peer.cases.get(workload, {}) if peer is not None else {}

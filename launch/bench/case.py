@@ -20,6 +20,7 @@ class Case:
 
     prompts: list[Prompts] = field(default_factory=list)
     tokens_per_s: list[float] = field(default_factory=list)
+    round_s: list[float] = field(default_factory=list)
     first_token_s: list[float] = field(default_factory=list)
     output_token_s: list[float] = field(default_factory=list)
     num_rounds: int = 0
@@ -29,6 +30,8 @@ class Case:
     draft_losses: int = 0
     num_guesses: int = 0
     foresight: ForesightStatistics = field(default_factory=ForesightStatistics)
+    num_captures: int = 0
+    num_compilations: int = 0
     anticipating_s: float = 0.0
     elapsed_s: float = 0.0
     parts_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ROUND_PARTS, 0.0))
@@ -40,6 +43,7 @@ class Case:
         return {
             "tokens_per_s": round(statistics.median(self.tokens_per_s), 2),
             "tokens_per_s_runs": [round(value, 2) for value in self.tokens_per_s],
+            "round_wall_ms_runs": [round(1e3 * value, 3) for value in self.round_s],
             "time_to_first_token_ms": round(1e3 * statistics.median(self.first_token_s), 3),
             "time_per_output_token_ms": round(1e3 * statistics.median(self.output_token_s), 3),
             "mean_acceptance_length": round(self.mean_acceptance_length, 3),
@@ -47,9 +51,17 @@ class Case:
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
             "draft_losses": self.draft_losses,
+            "num_captures": self.num_captures,
+            "num_compilations": self.num_compilations,
             "round_wall_ms": round(1e3 * self.elapsed_s / rounds, 6),
             "round_ms": {name: round(1e3 * seconds / rounds, 6) for name, seconds in self.parts_s.items()},
         } | ({"drafting_ahead": self._foresight_figures()} if self.foresight.due_by_place else {})
+
+    @property
+    def first_over_next(self) -> float | None:
+        """The first run's tokens a second as a multiple of the median of those that follow; None without any."""
+        first, *following = self.tokens_per_s
+        return round(first / statistics.median(following), 3) if following else None
 
     def _foresight_figures(self) -> dict[str, object]:
         """How drafting ahead went; a place is the number of draft tokens that the round before had accepted."""

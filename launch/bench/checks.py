@@ -21,6 +21,10 @@ def check_bench(job: Job, options: BenchOptions) -> None:
         raise ConfigError("--peer-python names the interpreter of a peer: add --peer, or leave it out")
     elif options.peer_options:
         raise ConfigError("--peer-options are a peer's: add --peer vllm, or leave them out")
+    if options.cold and options.exact:
+        raise ConfigError("--cold times the first run of every workload, and --exact would be its first: drop one")
+    if options.cold and options.peer is not None:
+        raise ConfigError("--cold times the first run of every workload, and a peer is warmed up first: drop one")
     if options.exact and not config.is_speculative:
         raise ConfigError("--exact compares speculative with plain decoding, and speculation.method is none")
     if options.exact and config.speculation.forced_acceptance is not None:

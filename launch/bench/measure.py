@@ -32,6 +32,9 @@ FIRST_TOKEN_ID = 3
 
 WARM_UP_TOKENS = 8
 
+COLD_RUNS = 6
+"""Of each workload, where the first is compared with the others."""
+
 
 @dataclass
 class Measured:
@@ -101,10 +104,10 @@ def measure(job: Job, options: BenchOptions, seed: int, modes: Sequence[str], tr
         draws = Draws(seed, read_model_config(job.config.target.model).vocab_size, options)
         for workload in options.workloads:
             cases = result.cases[workload] = {mode: Case() for mode in modes}
-            for mode in modes:
+            for mode in () if options.cold else modes:
                 llm.set_speculation(mode == SPECULATIVE)
                 _generate(llm, draws.draw(workload, min(WARM_UP_TOKENS, options.max_tokens)))
-            for _ in range(options.repeats):
+            for _ in range(COLD_RUNS if options.cold else options.repeats):
                 for mode in modes:
                     llm.set_speculation(mode == SPECULATIVE)
                     batch = draws.draw(workload)
@@ -162,12 +165,15 @@ def _run_once(llm: LLM, case: Case, batch: Batch) -> None:
     case.prompts.append(batch.prompts)
     case.tokens_per_s.append(tokens / elapsed)
     case.num_rounds += totals["num_rounds"]
+    case.round_s.append(elapsed / max(1, totals["num_rounds"]))
     case.num_draft_tokens += totals["num_draft_tokens"]
     case.num_accepted_draft_tokens += totals["num_accepted_draft_tokens"]
     case.num_guesses += totals["num_guesses"]
     case.foresight.add(ForesightStatistics(**totals["foresight"]))
     case.anticipating_s += totals["anticipating_s"]
     case.draft_losses = totals["draft_losses"]
+    case.num_captures += totals["num_captures"]
+    case.num_compilations += totals["num_compilations"]
     case.elapsed_s += elapsed
     for name, seconds in round_parts(totals, elapsed).items():
         case.parts_s[name] += seconds

@@ -31,6 +31,8 @@ def print_tables(report: Mapping[str, Any], peer: PeerFigures | None) -> None:
     for entry in report["results"]:
         if "equal_rows" in entry:
             console.print(f"{_name(report, entry)}: {entry['equal_rows']} of {entry['rows']} texts equal plain ones")
+    if report["cold"]:
+        console.print(_cold_table(report))
     console.print(_round_table(report))
     sys.stdout.flush()
 
@@ -58,6 +60,22 @@ def _speed_table(report: Mapping[str, Any], peer: PeerFigures | None) -> Table:
         if peer is not None:
             for cells in _peer_lines(entry, peer, plain):
                 table.add_row(_name(report, entry), *cells)
+    return table
+
+
+def _cold_table(report: Mapping[str, Any]) -> Table:
+    """Every run of each case in order, the first beside the median of the others, and what was made in their rounds."""
+    table = Table(title="tokens/s of the runs, in order")
+    for name in ("rows", "mode", "first", "next", "first ÷ median of next", "captures", "compilations"):
+        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=name != "next")
+    for entry in report["results"]:
+        for mode in (PLAIN, SPECULATIVE):
+            if mode in entry:
+                case = entry[mode]
+                first, *following = (f"{rate:.0f}" for rate in case["tokens_per_s_runs"])
+                made = (str(case["num_captures"]), str(case["num_compilations"]))
+                ratio = f"{case['first_over_next']:.2f}"
+                table.add_row(_name(report, entry), mode, first, " ".join(following), ratio, *made)
     return table
 
 

@@ -32,6 +32,9 @@ WORKLOAD = re.compile(r"(?P<rows>[0-9]{1,9})(x(?P<prompt_tokens>[0-9]{1,9}))?(@(
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0), help="0 is greedy.")
 @click.option("--top-p", default=1.0, show_default=True, type=click.FloatRange(0, 1, min_open=True), help="With it.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Medians are over these.")
+@click.option(
+    "--cold", is_flag=True, help="Time the first run of each of --rows and the next five: what its first users get."
+)
 @click.option("--exact", is_flag=True, help="Count the texts that speculation leaves as they are, for each of --rows.")
 @click.option(
     "--peer", type=click.Choice(["transformers", "vllm"]), help="Measure this on the same weights and prompts too."

@@ -6,6 +6,8 @@ A part fills tables from `trtrun bench`'s JSON. It knows configurations and figu
 from __future__ import annotations
 
 import json
+import re
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -65,6 +67,7 @@ def _one_device(options: Options) -> Iterator[Part]:
     yield Part("8b", "8B-shaped pair, plain and speculative", 55, play_rows)
     yield Part("8b-long", "the same with long prompts", 45, play_long)
     yield Part("8b-sampled", f"the same at temperature {TEMPERATURE}, beside greedy", 55, play_sampled)
+    yield Part("cold", "the first run of each workload beside later ones", 75, partial(play_cold, placement=ONE))
     yield Part("exactness", "texts equal to plain decoding's", 45, partial(play_exactness, placement=ONE))
     yield Part("1b", "1B-shaped target, plain", 25, play_small)
     yield Part("70b", "70B-shaped pair, plain and with forced acceptance", large, play_large)
@@ -82,6 +85,8 @@ def _placements(options: Options) -> Iterator[Part]:
             play = partial(play_placement, pair=pair, placement=place)
             yield Part(f"{pair}:{place.name}", f"{pair}-shaped pair: {place.about}", jobs * seconds, play)
         if pair == "8b":
+            play = partial(play_cold, placement=places[0])
+            yield Part("cold", f"the first run of each workload beside later ones: {places[0].about}", 75, play)
             yield Part("kill-draft", "a draft rank is killed in the middle of a run", 70, play_killed_draft)
             yield Part("kill-target", "a target rank is killed in the middle of a run", 30, play_killed_target)
     for place in places:
@@ -139,6 +144,25 @@ def play_sampled(bench: Workbench) -> None:
             rates = (greedy["tokens_per_s"], other["tokens_per_s"])
             rounds = greedy["round_wall_ms"] / other["round_wall_ms"]  # acceptance is another thing when sampling
             table.add(number, mode, *rates, rates[1] / rates[0], rounds)
+
+
+def play_cold(bench: Workbench, placement: Placement) -> None:
+    """What the first to send a workload gets, at the settings that a user finds."""
+    workloads = bench.options.scale.cold[bench.options.num_devices]
+    most_rows = max(int(re.split("[x@]", workload)[0]) for workload in workloads)
+    report = bench.bench(bench.config("8b", placement, most_rows=most_rows, as_shipped=True), workloads, "--cold")
+    title = f"First runs: {placement.about} (tokens/s); ready after {report['start_s']:.1f} s"
+    columns = ("rows", "mode", "first", "next five", "first ÷ median of next", "round ms, first", "round ms, next")
+    table = bench.table(title, *columns, "captures", "compilations")
+    for entry in report["results"]:
+        for mode in ("plain", "speculative"):
+            case = entry[mode]
+            first, *following = case["tokens_per_s_runs"]
+            made = (case["num_captures"], case["num_compilations"])
+            later = ", ".join(f"{rate:.0f}" for rate in following)
+            first_round, *next_rounds = case["round_wall_ms_runs"]
+            rounds = (first_round, statistics.median(next_rounds))
+            table.add(_workload(entry), mode, first, later, case["first_over_next"], *rounds, *made)
 
 
 def play_small(bench: Workbench) -> None:

@@ -30,6 +30,7 @@ class Scale:
         most_rows: another, larger one.
         exact_rows: the same for the comparison of texts.
         long_prompts: workloads of long prompts, as --rows names them.
+        cold: workloads whose first runs are compared with later ones, by the number of devices.
         max_tokens: new tokens of each prompt.
         repeats: timed runs of each case.
         kill_prompts, kill_tokens: prompts of a run in which a rank is killed, and their tokens.
@@ -39,15 +40,19 @@ class Scale:
     most_rows: int
     exact_rows: tuple[int, ...]
     long_prompts: tuple[str, ...]
+    cold: dict[int, tuple[str, ...]]
     max_tokens: int
     repeats: int
     kill_prompts: int
     kill_tokens: int
 
 
+ONE_COLD = ("1", "4", "16", "48", "100", "4x500", "1x12000", "16@0.7")
+COLD = {1: ONE_COLD, 2: ("1", "8", "32", "4x6000", "20@0.7"), 4: ONE_COLD, 8: ONE_COLD}
+
 SCALES = {
-    "cuda": Scale((1, 8, 32), 128, (1, 8, 32, 64), ("1x2000", "8x2000", "1x8000"), 128, 3, 200, 256),
-    "cpu": Scale((1, 2), 4, (1, 2), ("1x48", "2x48", "1x96"), 8, 1, 40, 24),
+    "cuda": Scale((1, 8, 32), 128, (1, 8, 32, 64), ("1x2000", "8x2000", "1x8000"), COLD, 128, 3, 200, 256),
+    "cpu": Scale((1, 2), 4, (1, 2), ("1x48", "2x48", "1x96"), dict.fromkeys(COLD, ("1", "2x48")), 8, 1, 40, 24),
 }
 """On CPU slots it is the programs that are tried, with tiny models."""
 
@@ -140,6 +145,7 @@ class Workbench:
         drafts: bool = True,
         files: bool = False,
         most_rows: int = 0,
+        as_shipped: bool = False,
         **speculation: Any,
     ) -> Path:
         """Write the YAML file of a job.
@@ -151,6 +157,7 @@ class Workbench:
             drafts: whether there is a draft; else the target runs alone.
             files: read weights from files, which are there.
             most_rows: that run at once, where they are more than the usual ones.
+            as_shipped: leave the settings of speculation at their defaults; else rounds are all alike.
             speculation: changes of that section.
         """
         options, shapes = self.options, self.pair(pair)
@@ -164,7 +171,8 @@ class Workbench:
         }
         if drafts:
             values["draft"] = {"model": str(self.model(shapes.draft)), "devices": draft, **format_of_weights}
-            values["speculation"] = {"draft_len": shapes.draft_len, "pacing": "fixed", "ahead": "off", **speculation}
+            alike = {"draft_len": shapes.draft_len, "pacing": "fixed", "ahead": "off", **speculation}
+            values["speculation"] = speculation if as_shipped else alike
         if pair == "70b":
             for role, name in (("target", options.target_quantization), ("draft", options.draft_quantization)):
                 if name != "none" and role in values:

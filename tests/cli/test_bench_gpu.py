@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from drains import wait_for_end_of, wait_until
 from test_cli_peer import peer_python
 
 sys.path.append(str(ROOT / "scripts"))
+from gpu_bench.parts import list_parts
 from gpu_bench.placement_parts import _add_sums
 from gpu_bench.placements import PLACEMENTS, find_apart
 from gpu_bench.tables import Table, show
@@ -84,6 +86,43 @@ def test_texts_are_compared_greedy_and_sampled_and_a_failing_part_costs_no_other
     assert f"70b: {states['70b']}" in done.stdout, "told in its place"
     rows = rows_of(done.stdout, "Texts equal to plain decoding's")
     assert [list(row.values()) for row in rows] == [["0", "1 of 1", "2 of 2"], ["0.8", "1 of 1", "2 of 2"]]
+
+
+def test_first_runs_are_shown_beside_later_ones(trtrun: Run, tmp_path: Path) -> None:
+    output = tmp_path / "figures.jsonl"
+    done = trtrun(*GPUS[1], "--parts", "cold", "--output", output, words=WORDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(done.stdout, "First runs: draft and target on one device, in one process (tokens/s); ready after")
+    modes = ("plain", "speculative")
+    assert [(row["rows"], row["mode"]) for row in rows] == [
+        (rows, mode) for rows in ("1", "2 of 48 tokens") for mode in modes
+    ]
+    report = json.loads(output.read_text().splitlines()[0])["report"]
+    for row, case in zip(rows, (entry[mode] for entry in report["results"] for mode in modes), strict=True):
+        first, *following = case["tokens_per_s_runs"]
+        assert float(row["first"]) == pytest.approx(first, rel=0.01)
+        assert row["next five"] == ", ".join(f"{rate:.0f}" for rate in following) and len(following) == 5
+        assert float(row["first ÷ median of next"]) == pytest.approx(case["first_over_next"], abs=0.01)
+        assert (row["captures"], row["compilations"]) == ("0", "0")
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+@pytest.mark.parametrize("count", PLACEMENTS)
+def test_first_runs_are_at_the_settings_that_a_user_finds(tmp_path: Path, kind: str, count: int) -> None:
+    """bench() is played, the configuration is written."""
+    asked: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+
+    class Asked(Workbench):
+        def bench(self, config: Path, rows: Any, *extra: object) -> dict[str, Any]:
+            assert extra == ("--cold",)
+            asked.append((json.loads(config.read_text()), rows))
+            return {"start_s": 1.0, "results": []}
+
+    options = Options(kind, count)
+    list_parts(options)["cold"].play(Asked(options, tmp_path, deadline=0.0))
+    ((values, rows),) = asked
+    assert values["speculation"] == {} and len(rows) == len(set(rows)) > 1
+    assert values["scheduler"]["max_batch_size"] >= max(int(re.split("[x@]", workload)[0]) for workload in rows)
 
 
 def test_what_would_not_be_done_in_time_is_left_out_and_named(trtrun: Run) -> None:

@@ -173,6 +173,7 @@ def test_status_tells_who_sits_where_and_how_full_it_is(client: openai.OpenAI, s
     assert totals["tokens"] == metrics["vllm:generation_tokens_total"] > 0
     assert totals["accepted_draft_tokens"] == metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
     assert 1 < totals["mean_acceptance_length"] <= 5
+    assert metrics["trtrun:captures_total"] == metrics["trtrun:compilations_total"] == 0, "the start made them"
     before = metrics['nv_inference_request_failure{model="pair",reason="CANCELED",version="1"}']
     successes = metrics['nv_inference_request_success{model="pair",version="1"}']
     client.completions.create(model="pair", prompt=PROMPT, **GREEDY)

@@ -56,7 +56,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"kernels"}),
         frozenset({"kvcache"}),
         frozenset({"wire", "timing", "tokens", "configuration", "registry"}),
-        frozenset({"core", "environment", "tensors", "threads"}),
+        frozenset({"core", "environment", "first_uses", "tensors", "threads"}),
         frozenset({"errors"}),
     ),
     "trtrun.api": (

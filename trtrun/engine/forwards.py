@@ -14,8 +14,10 @@ import torch
 
 from trtrun.core.nouns import Draft, HiddenStates, PrefillChunk
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, read_tiles
+from trtrun.engine.capture import Capture
 from trtrun.engine.draft_paths import DraftPaths, TreeBatch
-from trtrun.engine.graphs import MOST_PROMPT_TOKENS, SHARED_CONTEXT, Capture, ForwardGraphs
+from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes
+from trtrun.engine.graphs import ForwardGraphs
 from trtrun.engine.prompt_tiles import even_tiles, token_places
 from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
@@ -56,10 +58,12 @@ class HiddenTaps:
         self._last = self._fixed[:num_tokens] if in_graph and self._fixed is not None else self._new(num_tokens)
         return Taps(self.boundaries, self._last)
 
-    def replayed(self, num_tokens: int) -> None:
-        """A graph has run whose first tokens are these; what the graph's bucket adds is behind them."""
+    def replayed(self, rows: int, queries: int, padded: int) -> None:
+        """A graph has run whose first `rows` rows are these, of `padded` queries each, of which the first count."""
         if self._fixed is not None:
-            self._last = self._fixed[:num_tokens]
+            taken = self._fixed[: rows * padded]
+            of_rows = taken.view(rows, padded, *taken.shape[1:])
+            self._last = of_rows[:, :queries].flatten(0, 1) if padded > queries else taken
 
     def copy(self, places: Sequence[range]) -> torch.Tensor:
         """[tokens, boundaries, hidden] of the tokens at `places` in the last forward; later ones leave it alone."""
@@ -85,6 +89,14 @@ class GraphPrompts(NamedTuple):
 
     logits: torch.Tensor
     tapped: list[torch.Tensor]
+
+
+class PromptShape(NamedTuple):
+    """Prompts of one graph: `tiles` tiles of `width` queries, whose contexts are more than `start` tokens."""
+
+    tiles: int
+    width: int
+    start: int
 
 
 class Forwards:
@@ -124,16 +136,16 @@ class Forwards:
         self._model.reserve_positions(max_blocks * self._rows.block_size)
         if self.taps is not None:
             self.taps.reserve(max(max_rows * logits_per_row, MOST_PROMPT_TOKENS))
+        most_tiles = 0 if self.prompt_width is None else -(-MOST_PROMPT_TOKENS // self._narrowest_tile)
+        shapes = GraphShapes(max_rows, logits_per_row, max_blocks, self._rows.block_size)
         return ForwardGraphs(
             self.forward_rows,
             capture,
-            max_rows=max_rows,
-            logits_per_row=logits_per_row,
-            max_blocks=max_blocks,
+            shapes,
+            most_logits=max(max_rows * logits_per_row, most_tiles),
+            table_numbers=max(max_rows, most_tiles) * max_blocks,
             vocab_size=self._vocab_size,
             device=self._device,
-            most_tiles=0 if self.prompt_width is None else -(-MOST_PROMPT_TOKENS // self._narrowest_tile),
-            fewest_blocks=-(-SHARED_CONTEXT // self._rows.block_size),
             forward_trees=self._forward_trees if self.paths is not None else None,
         )
 
@@ -142,31 +154,44 @@ class Forwards:
         """`_NARROWEST_TILE`, or what the kernel takes where that is less."""
         return min(_NARROWEST_TILE, self.prompt_width or _NARROWEST_TILE)
 
-    def prompt_shapes(self) -> list[tuple[int, int]]:
-        """Numbers of tiles and their width of prompts that are computed through graphs, a pair for each graph, the
-        largest first; none where there are no graphs, or prompts are no tiles."""
+    def prompt_shapes(self) -> list[PromptShape]:
+        """What prompts that are computed through graphs are like, one for each graph, the largest first; none where
+        there are no graphs, or prompts are no tiles."""
         if self.graphs is None or self.prompt_width is None:
             return []
-        narrow = self._narrowest_tile
-        lengths = range(1, self.prompt_width + 1)
-        widths = {max(narrow, padded_width(length, self.prompt_width)) for length in lengths}
-        shapes = [(tiles, width) for width in widths for tiles in self.graphs.prompt_tiles(width)]
-        return sorted(shapes, key=lambda shape: shape[0] * shape[1], reverse=True)
+        shapes, found = self.graphs.shapes, []
+        for index, blocks in enumerate(shapes.prompt_widths()):
+            widths = {self._tile_width(length, blocks) for length in range(1, self.prompt_width + 1)}
+            start = shapes.prompt_widths()[index - 1] * self._rows.block_size if index else 0
+            for width in widths:
+                found += [PromptShape(tiles, width, start) for tiles in shapes.numbers_of_tiles(width, blocks)]
+        return sorted(found, key=lambda shape: shape.tiles * shape.width, reverse=True)
+
+    def _tile_width(self, longest: int, blocks: int) -> int:
+        """Queries of the tiles of prompts whose longest chunk has `longest` tokens, by the width of their tables: with
+        long contexts there are graphs of the widest alone."""
+        assert self.prompt_width is not None and self.graphs is not None
+        if blocks > self.graphs.shapes.prompt_widths()[0]:
+            return self.prompt_width
+        return max(self._narrowest_tile, padded_width(longest, self.prompt_width))
 
     def prefill_by_graph(self, chunks: Sequence[PrefillChunk]) -> GraphPrompts | None:
         """Compute chunks through a graph, where there are graphs and the chunks are short; else None."""
         if self.graphs is None or self.prompt_width is None or not chunks:
             return None
-        longest = max(chunk.length for chunk in chunks)
-        width = max(self._narrowest_tile, padded_width(longest, self.prompt_width))
+        context, shapes = max(chunk.start + chunk.length for chunk in chunks), self.graphs.shapes
+        blocks = shapes.prompt_blocks(-(-context // self._rows.block_size))
+        width = self._tile_width(max(chunk.length for chunk in chunks), blocks)
         tiles = even_tiles(chunks, width)
-        if not self.graphs.takes_prompts(len(tiles), width):
+        if not shapes.takes_prompts(len(tiles), width):
             return None
-        context = max(chunk.start + chunk.length for chunk in chunks)
-        logits = self.run_rows(*read_tiles(self._rows, tiles, width), context, last_only=True)
+        rows, tokens, positions = read_tiles(self._rows, tiles, width)
+        tables = self._rows.tables(rows, blocks)
+        logits = self.graphs.run(tokens, positions, tables, True, shapes.tiles(len(tiles), width, blocks))
         last = {tile.chunk: index for index, tile in enumerate(tiles)}
         tapped = []
         if self.taps is not None:
+            self.taps.replayed(len(tiles), width, width)
             places = token_places(tiles, width, 0)
             tapped = [self.taps.copy(places[index]) for index in range(len(chunks))]
         return GraphPrompts(logits[device_integers(list(last.values()), self._device)], tapped)
@@ -180,26 +205,31 @@ class Forwards:
         trees = self.paths.fork(rows, draft, self.tables(rows, context))
         if self.graphs is None:
             return self._forward_trees(trees)
-        return self._replayed(self.graphs.run_trees(trees), trees.tokens)
+        logits = self.graphs.run_trees(trees)
+        if self.taps is not None:
+            count, queries = trees.tokens.shape
+            self.taps.replayed(count, queries, queries)
+        return logits
 
     def run_rows(
         self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, context: int, last_only: bool
     ) -> torch.Tensor:
         """A forward of `rows` [R] alone, tokens and positions [R, Q]; logits [R * Q, vocab], or [R, vocab]."""
-        run = self.forward_rows if self.graphs is None else self.graphs.run
-        return self._replayed(run(tokens, positions, self.tables(rows, context), last_only), tokens)
-
-    def _replayed(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The logits of a forward of `tokens`, which may have been a graph's: then it says so to the taps."""
-        if self.taps is not None and self.graphs is not None:
-            self.taps.replayed(tokens.numel())
+        tables = self.tables(rows, context)
+        if self.graphs is None:
+            return self.forward_rows(tokens, positions, tables, last_only)
+        logits = self.graphs.run(tokens, positions, tables, last_only)
+        if self.taps is not None:
+            count, queries = tokens.shape
+            padded = queries if last_only else self.graphs.shapes.queries(self.graphs.shapes.rows(count), queries)
+            self.taps.replayed(count, queries, padded)
         return logits
 
     def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
-        """[R, blocks] int64: the tables of `rows` [R] int64, as wide as `context` tokens need, or as their graph's
-        bucket."""
+        """[R, blocks] int64: the tables of `rows` [R] int64, as wide as `context` tokens need, or as their graph
+        has them."""
         blocks = -(-context // self._rows.block_size)
-        return self._rows.tables(rows, blocks if self.graphs is None else self.graphs.context_blocks(blocks))
+        return self._rows.tables(rows, blocks if self.graphs is None else self.graphs.shapes.blocks(blocks, len(rows)))
 
     def forward_rows(
         self, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, last_only: bool

@@ -1,11 +1,11 @@
 """CUDA graphs of the forwards that rounds repeat: a whole forward becomes one launch.
 
 On a GPU a small forward takes longer to launch, kernel by kernel from Python, than to run. A forward over rows with the
-same number of queries each is captured once for every bucket of rows and of context, and replayed from then on: its
+same number of queries each is captured once for each of a few shapes (graph_shapes.py), and replayed from then on: its
 inputs are copied into tensors of fixed place, its logits into one buffer that all graphs share.
 
-Where a row's next token follows from the logits and the row's parameters, a chain of such steps with their choices is
-one graph, too.
+Where a row's next token follows from the logits and the row's parameters, the graph of one step chooses it, too, and
+stands ready for the next: a chain of steps is that graph again and again, without a look at the host.
 
 It knows a function from tokens, positions and block tables to logits. It does not know models, plans or which ranks the
 function talks to; collectives inside it must be capturable (`Communicator.is_capturable`).
@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 
+from trtrun.engine.capture import Capture
 from trtrun.engine.draft_paths import TreeBatch
-from trtrun.kernels.torch.graph_capture import capturing
+from trtrun.engine.graph_shapes import GraphShapes
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.likeliest import likeliest
 
@@ -31,24 +31,17 @@ RowForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Te
 TreeForward = Callable[[TreeBatch], torch.Tensor]
 """Trees → logits [R * (nodes + 1), vocab] float32."""
 
-Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Turns work on tensors of fixed place into something that does it again when called."""
+MOST_GRAPHS = 224
+"""Graphs kept of one engine. Each holds its nodes on the device and a share of the pool. A start captures fewer."""
 
-MOST_GRAPHS = 64
-"""Graphs kept of one engine. Each holds its nodes on the device and a share of the pool; rounds repeat a few shapes."""
-
-MOST_PROMPT_TOKENS = 512
-"""Tokens of prompts, padding counted, that are computed through a graph. With more the device has enough to do while
-the host launches, and padding would cost more than launching."""
-
-SHARED_CONTEXT = 256
-"""Contexts of up to so many tokens share a graph: attention does not split them, however wide the table."""
+_MOST_STEPS = 16
+"""Steps of a chain between two looks of the host."""
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """What graphs are told apart by. `num_ranked` is 0 for a forward, whose result is logits; `choices` is how a chain
-    of steps chooses, None where it takes the likeliest; `paths` is the number and depth of the paths of trees."""
+    """What graphs are told apart by. `num_ranked` is 0 for a forward, whose result is logits; `choices` is how a step
+    of a chain chooses, None where it takes the likeliest; `paths` is the number and depth of the paths of trees."""
 
     rows: int
     queries: int
@@ -61,31 +54,14 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _Captured:
-    """One graph, the tensors that it reads, and the one that it writes."""
+    """One graph and the tensors that it reads, and writes where it goes on from them."""
 
     inputs: tuple[torch.Tensor, ...]
-    output: torch.Tensor
     replay: Callable[[], None]
 
 
-class CudaCapture:
-    """Captures CUDA graphs that share one pool of memory: they are replayed one after the other on one stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Capture `work`, which has run once before: libraries allocate at their first use, which a graph cannot."""
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph, self._pool):
-            work()
-        return graph.replay
-
-
 class ForwardGraphs:
-    """Runs row forwards through graphs, made when a shape comes up for the first time.
+    """Runs row forwards through graphs: those of a start, and others that are made when a shape comes up first.
 
     The least recently used one is given back when there are too many. Shapes follow from plans, so that all ranks of a
     tensor-parallel group capture and give back alike.
@@ -95,15 +71,13 @@ class ForwardGraphs:
         self,
         forward: RowForward,
         capture: Capture,
+        shapes: GraphShapes,
         *,
-        max_rows: int,
-        logits_per_row: int,
-        max_blocks: int,
+        most_logits: int,
+        table_numbers: int,
         vocab_size: int,
         device: torch.device,
-        most_tiles: int = 0,
         most_graphs: int = MOST_GRAPHS,
-        fewest_blocks: int = 1,
         forward_trees: TreeForward | None = None,
     ) -> None:
         """Capture `forward` on demand.
@@ -111,24 +85,22 @@ class ForwardGraphs:
         Args:
             forward: reads nothing but its arguments and what never moves, and never waits for the device.
             capture: see `Capture`; `CudaCapture` on a GPU.
-            max_rows: of one forward.
-            logits_per_row: most queries of a row that have logits.
-            max_blocks: width of the rows' block tables.
+            shapes: of graphs.
+            most_logits: lines of logits of one forward, those of padding counted.
+            table_numbers: most rows of a forward times the widest block tables.
             vocab_size: width of the logits.
             device: where everything lives.
-            most_tiles: tiles of prompts of one forward.
             most_graphs: how many to keep.
-            fewest_blocks: up to which contexts share a graph.
             forward_trees: as `forward`, of rows with draft trees; None where there are none.
         """
-        self._fewest_blocks = fewest_blocks
+        self.shapes = shapes
         self._forward = forward
         self._forward_trees = forward_trees
         self._capture = capture
-        self._max_rows = max_rows
-        self._max_blocks = max_blocks
-        most_logits = max(max_rows * logits_per_row, most_tiles)
         self._logits = torch.empty((most_logits, vocab_size), dtype=torch.float32, device=device)
+        # Wide tables are megabytes, so that all graphs read them from one place.
+        self._tables = torch.zeros(table_numbers, dtype=torch.int64, device=device)
+        self._first_step = torch.zeros(1, dtype=torch.int64, device=device)
         self._most_graphs = most_graphs
         self._graphs: OrderedDict[_Shape, _Captured] = OrderedDict()
 
@@ -142,44 +114,44 @@ class ForwardGraphs:
         communicator is destroyed, so this comes first."""
         self._graphs.clear()
 
-    def context_blocks(self, blocks: int) -> int:
-        """The width of block tables to hand in for contexts of up to `blocks` blocks."""
-        return min(max(self._fewest_blocks, 1 << max(0, blocks - 1).bit_length()), self._max_blocks)
-
-    def takes_prompts(self, tiles: int, width: int) -> bool:
-        """Whether so many tiles of prompts, of `width` queries each, are computed through a graph."""
-        return self._bucket(tiles) * width <= MOST_PROMPT_TOKENS
-
-    def prompt_tiles(self, width: int) -> list[int]:
-        """The numbers of tiles of `width` queries that have graphs of their own."""
-        buckets = {self._bucket(tiles) for tiles in range(1, MOST_PROMPT_TOKENS // width + 1)}
-        return sorted(tiles for tiles in buckets if self.takes_prompts(tiles, width))
-
     def run(
-        self, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, last_only: bool
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        block_tables: torch.Tensor,
+        last_only: bool,
+        fewest_rows: int = 1,
     ) -> torch.Tensor:
         """Run one forward.
 
         Args:
             tokens: [R, Q] int64 on the device.
             positions: [R, Q] int64; -1 is padding.
-            block_tables: [R, `context_blocks`] int64.
+            block_tables: [R, blocks] int64, as wide as one of the shapes.
             last_only: whether only each row's last query has logits.
+            fewest_rows: of the graph, where it is one for prompts.
 
         Returns:
             [R * Q, vocab], or [R, vocab] with `last_only`, float32: valid until the next call.
         """
         rows, queries = tokens.shape
-        shape = _Shape(self._bucket(rows), queries, block_tables.shape[1], last_only)
+        bucket = max(fewest_rows, self.shapes.rows(rows))
+        width = queries if last_only else self.shapes.queries(bucket, queries)
+        shape = _Shape(bucket, width, block_tables.shape[1], last_only)
 
         def work(tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
             return self._forward(tokens, positions, block_tables, last_only)
 
-        def shared() -> torch.Tensor:
-            return self._logits[: shape.rows if last_only else shape.rows * queries]
+        def fixed() -> list[torch.Tensor]:
+            both = [tensor.new_zeros((bucket, width)) for tensor in (tokens, positions)]
+            return [*both, self._own_tables(shape)]
 
-        self._replay(shape, (tokens, positions, block_tables), work, shared)
-        return self._logits[: rows if last_only else rows * queries]
+        lines = bucket if last_only else bucket * width
+        captured = self._ready(shape, fixed, work, lambda: self._logits[:lines], (tokens, positions, block_tables))
+        captured.replay()
+        if last_only or width == queries:
+            return self._logits[: rows if last_only else rows * queries]
+        return self._logits[: rows * width].view(rows, width, -1)[:, :queries].reshape(rows * queries, -1)
 
     def run_trees(self, trees: TreeBatch) -> torch.Tensor:
         """Run one forward over rows with draft trees.
@@ -189,7 +161,8 @@ class ForwardGraphs:
         """
         rows, queries = trees.tokens.shape
         count, depth = trees.positions.shape[1:]
-        shape = _Shape(self._bucket(rows), queries, trees.tables.shape[2], False, paths=(count, depth))
+        shape = _Shape(self.shapes.rows(rows), queries, trees.tables.shape[2], False, paths=(count, depth))
+        inputs = (trees.tokens, trees.positions, trees.tables, trees.nodes, trees.places)
 
         forward = self._forward_trees
         assert forward is not None
@@ -197,8 +170,11 @@ class ForwardGraphs:
         def work(*inputs: torch.Tensor) -> torch.Tensor:
             return forward(TreeBatch(*inputs))
 
-        inputs = (trees.tokens, trees.positions, trees.tables, trees.nodes, trees.places)
-        self._replay(shape, inputs, work, lambda: self._logits[: shape.rows * queries])
+        def fixed() -> list[torch.Tensor]:
+            return [tensor.new_zeros((shape.rows, *tensor.shape[1:])) for tensor in inputs]
+
+        captured = self._ready(shape, fixed, work, lambda: self._logits[: shape.rows * queries], inputs)
+        captured.replay()
         return self._logits[: rows * queries]
 
     def run_chain(
@@ -210,12 +186,12 @@ class ForwardGraphs:
         num_ranked: int,
         keyed: KeyedRanks | None = None,
     ) -> torch.Tensor:
-        """Feed a token, choose the one that follows, feed that, and so on: one launch for all steps.
+        """Feed a token, choose the one that follows, feed that, and so on, without a look at the host.
 
         Args:
             first: [R] int64 on the device: the first tokens.
             positions: [R, steps] int64: where each step's token stands; -1 is padding.
-            block_tables: [R, `context_blocks`] int64.
+            block_tables: [R, blocks] int64, as wide as one of the shapes.
             vocab_size: ids to choose from: the first ones.
             num_ranked: how many tokens to tell of each step.
             keyed: how rows choose where some are sampled; None takes the likeliest.
@@ -225,82 +201,113 @@ class ForwardGraphs:
             next call.
         """
         rows, steps = positions.shape
+        found = []
+        for start in range(0, steps, _MOST_STEPS):
+            part = positions[:, start : start + _MOST_STEPS]
+            found.append(self._run_steps(first, part, block_tables, vocab_size, num_ranked, keyed)[:rows])
+            if steps > _MOST_STEPS:
+                found[-1] = found[-1].clone()
+                first = found[-1][:, -1, 0]
+                keyed = None if keyed is None else replace(keyed, lengths=keyed.lengths + part.shape[1])
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+    def _run_steps(
+        self,
+        first: torch.Tensor,
+        positions: torch.Tensor,
+        block_tables: torch.Tensor,
+        vocab_size: int,
+        num_ranked: int,
+        keyed: KeyedRanks | None,
+    ) -> torch.Tensor:
+        """[graph's rows, steps, num_ranked] of up to `_MOST_STEPS` steps; see `run_chain`."""
+        rows, steps = positions.shape
         choices = None if keyed is None else keyed.kind
-        shape = _Shape(self._bucket(rows), steps, block_tables.shape[1], num_ranked=num_ranked, choices=choices)
+        shape = _Shape(self.shapes.rows(rows), 1, block_tables.shape[1], num_ranked=num_ranked, choices=choices)
 
         def work(
-            first: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, *parameters: torch.Tensor
+            token: torch.Tensor,
+            positions: torch.Tensor,
+            block_tables: torch.Tensor,
+            step: torch.Tensor,
+            ranked: torch.Tensor,
+            *parameters: torch.Tensor,
         ) -> torch.Tensor:
-            token, ranked = first, []
-            for step in range(steps):
-                logits = self._forward(token.unsqueeze(1), positions[:, step : step + 1], block_tables, True)
-                logits = logits[:, :vocab_size]
-                if keyed is None:
-                    ranked.append(likeliest(logits, num_ranked))
-                else:
-                    ranked.append(keyed.rank(logits, step, num_ranked, *parameters))
-                token = ranked[-1][:, 0]
-            return torch.stack(ranked, dim=1)
+            where = positions.index_select(1, step)
+            logits = self._forward(token.unsqueeze(1), where, block_tables, True)[:, :vocab_size]
+            found = likeliest(logits, num_ranked) if keyed is None else keyed.rank(logits, 0, num_ranked, *parameters)
+            ranked.index_copy_(1, step, found.unsqueeze(1))
+            step.add_(1)
+            if parameters:
+                parameters[1].add_(1)  # lengths
+            return found[:, 0]
 
-        parameters = () if keyed is None else (keyed.rows, keyed.lengths)
-        made = partial(first.new_empty, (shape.rows, steps, num_ranked))
-        return self._replay(shape, (first, positions, block_tables, *parameters), work, made)[:rows]
+        def fixed() -> list[torch.Tensor]:
+            places = positions.new_zeros((shape.rows, _MOST_STEPS))
+            ranked = first.new_empty((shape.rows, _MOST_STEPS, num_ranked))
+            made = [first.new_zeros(shape.rows), places, self._own_tables(shape), self._first_step.clone(), ranked]
+            return made if keyed is None else [*made, *(tensor.new_zeros(shape.rows) for tensor in keyed.parameters)]
 
-    def _bucket(self, rows: int) -> int:
-        bucket = 1 << (rows - 1).bit_length()
-        # Tiles of prompts may be more than rows.
-        return bucket if rows > self._max_rows else min(bucket, self._max_rows)
+        parameters = () if keyed is None else keyed.parameters
+        inputs = (first, positions, block_tables, self._first_step, None, *parameters)
+        captured = self._ready(shape, fixed, work, None, inputs)
+        for _ in range(steps):
+            captured.replay()
+        return captured.inputs[4][:, :steps]
 
-    def _replay(
+    def _own_tables(self, shape: _Shape) -> torch.Tensor:
+        return self._tables[: shape.rows * shape.blocks].view(shape.rows, shape.blocks)
+
+    def _ready(
         self,
         shape: _Shape,
-        inputs: tuple[torch.Tensor, ...],
+        make_fixed: Callable[[], Sequence[torch.Tensor]],
         work: Callable[..., torch.Tensor],
-        make_output: Callable[[], torch.Tensor],
-    ) -> torch.Tensor:
-        """Run the graph of `shape` on tokens, positions, block tables and whatever else is by row; make it first, to
-        write to what `make_output` gives, if need be."""
+        make_output: Callable[[], torch.Tensor] | None,
+        inputs: Sequence[torch.Tensor | None],
+    ) -> _Captured:
+        """The graph of `shape` with `inputs` where it reads them: tokens, positions, block tables and whatever else; it
+        is made first if need be, and writes to what `make_output` gives, or to its tokens."""
         captured = self._graphs.get(shape)
         if captured is None:
-            captured = self._graphs[shape] = self._make(shape, inputs, work, make_output())
+            fixed = make_fixed()
+            captured = self._graphs[shape] = self._make(shape, fixed, work, make_output() if make_output else fixed[0])
             # Now and not before: capturing has waited for the device, so that none of the others is still running.
             if len(self._graphs) > self._most_graphs:
                 self._graphs.popitem(last=False)
         else:
             self._graphs.move_to_end(shape)
-            _fill(captured.inputs, inputs)
-            captured.replay()
-        return captured.output
+        _fill(captured.inputs, inputs)
+        return captured
 
     def _make(
-        self,
-        shape: _Shape,
-        inputs: tuple[torch.Tensor, ...],
-        work: Callable[..., torch.Tensor],
-        output: torch.Tensor,
+        self, shape: _Shape, fixed: Sequence[torch.Tensor], work: Callable[..., torch.Tensor], output: torch.Tensor
     ) -> _Captured:
-        """Run the work as it is, which also warms it up, and capture it for the next time."""
-        fixed = tuple(tensor.new_zeros((shape.rows, *tensor.shape[1:])) for tensor in inputs)
+        """Run the work as it is on padding, which warms it up, and capture it. It writes to the null block alone."""
         fixed[1].fill_(-1)  # positions
 
         def run() -> None:
             output.copy_(work(*fixed))
 
-        _fill(fixed, inputs)
         run()
-        return _Captured(fixed, output, self._capture(run))
+        return _Captured(tuple(fixed), self._capture(run))
 
 
-def _fill(fixed: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-    """Copy tokens, positions, block tables and parameters to where a graph reads them; rows that the bucket adds are
-    padding."""
-    rows = inputs[0].shape[0]
-    torch._foreach_copy_([place[:rows] for place in fixed], list(inputs))  # one launch on a GPU
-    positions = fixed[1]
-    if rows < positions.shape[0]:
-        positions[rows:].fill_(-1)
-
-
-def capture_for(device: torch.device) -> Capture | None:
-    """What captures the forwards of an engine on `device`: CUDA graphs on a GPU, nothing elsewhere."""
-    return CudaCapture(device) if device.type == "cuda" else None
+def _fill(fixed: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor | None]) -> None:
+    """Copy tokens, positions, block tables and parameters to where a graph reads them; the rows that it has beside them
+    are padding, and so are its queries."""
+    positions = inputs[1]
+    assert positions is not None
+    rows, queries = positions.shape[:2]
+    if rows < fixed[1].shape[0] or queries < fixed[1].shape[1]:
+        fixed[1].fill_(-1)
+    places, tensors = [], []
+    for place, tensor in zip(fixed, inputs, strict=True):
+        if tensor is not None:
+            part = place[tuple(map(slice, tensor.shape))]
+            if part.is_contiguous():
+                places.append(part)
+                tensors.append(tensor)
+            else:
+                part.copy_(tensor)
+    torch._foreach_copy_(places, tensors)  # one launch on a GPU, as all are dense

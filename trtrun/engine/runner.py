@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
 from trtrun.engine.batch import BatchBuilder, ForwardBatch
+from trtrun.engine.capture import Capture
 from trtrun.engine.draft_paths import DraftPaths, PathSpace
 from trtrun.engine.forwards import Forwards, HiddenTaps
-from trtrun.engine.graphs import Capture
+from trtrun.engine.graph_shapes import GraphShapes, catch_up_width
 from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import StepBatch
 from trtrun.kvcache.store import KVStore
@@ -102,6 +104,11 @@ class Engine:
         return self._forwards.graphs is not None
 
     @property
+    def graph_shapes(self) -> GraphShapes | None:
+        """The shapes of graphs; None where there are none."""
+        return self._forwards.graphs.shapes if self._forwards.graphs is not None else None
+
+    @property
     def num_graphs(self) -> int:
         """Graphs that are held."""
         return self._forwards.graphs.num_graphs if self._forwards.graphs is not None else 0
@@ -147,7 +154,8 @@ class Engine:
         Returns:
             [rows, vocab] float32.
         """
-        width = 1 << (max(counts) - 1).bit_length()
+        count = max(counts)
+        width = catch_up_width(count) if self.has_graphs else 1 << (count - 1).bit_length()
         steps = kept_range(-width, 0, self.device)
         places = positions = self.rows.lengths.index_select(0, rows).unsqueeze(1) + steps
         if width > 2:
@@ -168,8 +176,12 @@ class Engine:
         Returns:
             [rows, vocab] float32, after each row's last token.
         """
-        run = self._forwards.forward_rows if self._forwards.graphs is None else self._forwards.graphs.run
-        return run(tokens, positions, tables, True)
+        if self._forwards.graphs is None:
+            return self._forwards.forward_rows(tokens, positions, tables, True)
+        missing = catch_up_width(tokens.shape[1]) - tokens.shape[1]
+        if missing:
+            tokens, positions = pad(tokens, (missing, 0)), pad(positions, (missing, 0), value=-1)
+        return self._forwards.graphs.run(tokens, positions, tables, True)
 
     @inference
     def prepare_steps(self, tables: torch.Tensor, positions: torch.Tensor) -> Sequence[StepBatch | GraphStep]:
@@ -192,8 +204,7 @@ class Engine:
     def decode(self, step: StepBatch | GraphStep, tokens: torch.Tensor) -> torch.Tensor:
         """Feed one token a row: tokens [rows] int64 → logits [rows, vocab] float32."""
         if isinstance(step, GraphStep):
-            assert self._forwards.graphs is not None
-            return self._forwards.graphs.run(tokens.unsqueeze(1), step.positions, step.block_tables, last_only=True)
+            return self.feed(tokens.unsqueeze(1), step.positions, step.block_tables)
         positions = step.segments[0].positions.reshape(-1).clamp(min=0)
         return self._model.logits(self._forwards.run(ForwardBatch(tokens, positions, step)))
 

@@ -1,10 +1,9 @@
 """First use of every kernel, before the first request: nothing initialises under load.
 
 oneDNN and cuBLAS choose or compile kernels at the first call of each shape, which costs milliseconds, and a CUDA graph
-takes up to a tenth of a second to capture. This runs the shapes that rounds have: of one row, and where there are
-graphs of as many rows as each graph is for, and of as many short prompts as may come together. Contexts are short;
-longer ones have graphs that are captured when they first come. It writes to the null block only, so it leaves no trace
-in the KV store's owners.
+takes up to a tenth of a second to capture. Where there are graphs this makes all of them, so that no round has to wait
+for one; elsewhere it runs the shapes of rounds of one row. It writes to the null block only, so it leaves no trace in
+the KV store's owners.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ import numpy as np
 import torch
 
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan
-from trtrun.engine.graphs import MOST_PROMPT_TOKENS
+from trtrun.engine.graph_shapes import GraphShapes, catch_up_width
 from trtrun.engine.runner import Engine
-
-_CONTEXTS = (64, 1024)
-"""One that a program attends to by itself, and one that is split."""
+from trtrun.sampling.keyed_ranks import KeyedRanks
+from trtrun.sampling.random import Stream
 
 _LAST_ROUNDS = 8
 """Up to which draft_len rounds of one row are run, one for each: every request's end may need any of them."""
@@ -33,8 +31,10 @@ def warm_up(
     *,
     verifies: bool,
     num_ranked: int = 1,
+    most_catch_up: int = 2,
+    samples_steps: bool = True,
 ) -> None:
-    """Run prefills, and the forwards of rounds of one row and, through graphs, of more.
+    """Run prefills and the forwards of rounds: of one row, or through each of the graphs that rounds may need.
 
     Collective over the engine's tensor-parallel group. The rows' tables hold no block, so that all that is written goes
     to the null block.
@@ -46,53 +46,83 @@ def warm_up(
         max_rows: of a round.
         verifies: whether it is a target engine; others draft.
         num_ranked: tokens of each drafted place that its drafter wants ranked: graphs are told apart by it.
+        most_catch_up: tokens of a row that a draft engine feeds after rounds that it sat out, at most.
+        samples_steps: whether steps of sampled rows are chains, too.
     """
     # Rows of two zero tokens stand in for requests.
     engine.rows.lengths[:max_rows].fill_(2)
     longest = engine.rows.token_ids.shape[1] - engine.rows.max_draft_len - 2
-    lengths = (2, MOST_PROMPT_TOKENS) if engine.has_graphs else (2,)
-    for length in sorted({min(length, longest, max_tokens) for length in lengths}):
-        engine.prefill([_chunk(0, length)])
-    shapes = engine.prompt_shapes()
-    widest = max((width for _, width in shapes), default=0)
-    for tiles, width in shapes:
-        rows = min(tiles, max_rows)
-        # A row has several tiles only of the widest: a longer chunk is cut into wider ones where there are any.
-        of_each = [width * (len(range(row, tiles, rows)) if width == widest else 1) for row in range(rows)]
-        if sum(of_each) <= max_tokens and of_each[0] <= longest:
-            engine.prefill([_chunk(row, length) for row, length in enumerate(of_each)])
-    if engine.has_graphs:
-        for context in sorted({min(context, longest) for context in _CONTEXTS}):
-            engine.catch_up(torch.zeros(1, dtype=torch.int64, device=engine.device), [2], context=context)
-            if verifies and max(draft_lens) < max_tokens:
-                _verify(engine, 1, max(draft_lens), context)
-    for rows in _numbers_of_rows(engine, max_rows):
-        if verifies:
-            for length in _lens_of(rows, {0, *draft_lens}):
-                if rows == 1 or rows * (length + 1) <= max_tokens:
-                    _verify(engine, rows, length)
-        else:
-            for length in _lens_of(rows, draft_lens):
-                if length:
-                    _draft(engine, rows, length, num_ranked)
+    engine.prefill([_chunk(0, min(2, longest, max_tokens))])
+    _prefill_all(engine, max_tokens, max_rows, longest)
+    shapes = engine.graph_shapes
+    if shapes is None:
+        for length in _lens_of_one_row(draft_lens):
+            if verifies:
+                _verify(engine, 1, length)
+            elif length:
+                _draft(engine, length)
+    elif verifies:
+        _verify_all(engine, shapes, draft_lens, max_tokens)
+    else:
+        _draft_all(engine, shapes, num_ranked, most_catch_up, samples_steps=samples_steps)
     engine.rows.lengths[:max_rows].zero_()
 
 
-def _numbers_of_rows(engine: Engine, max_rows: int) -> list[int]:
-    """One for each graph, the largest first: smaller ones then find the memory of the pool there."""
-    if not engine.has_graphs:
-        return [1]
-    return sorted({min(1 << power, max_rows) for power in range(max_rows.bit_length() + 1)}, reverse=True)
+def _prefill_all(engine: Engine, max_tokens: int, max_rows: int, longest: int) -> None:
+    """Prompts of each graph that computes any, the largest first: smaller ones find the memory of the pool there."""
+    shapes = engine.prompt_shapes()
+    widest = max((shape.width for shape in shapes), default=0)
+    for tiles, width, start in shapes:
+        rows = min(tiles, max_rows)
+        # A row has several tiles only of the widest: a longer chunk is cut into wider ones where there are any.
+        of_each = [width * (len(range(row, tiles, rows)) if width == widest else 1) for row in range(rows)]
+        if sum(of_each) <= max_tokens and start + of_each[0] <= longest:
+            engine.prefill([_chunk(row, length, start) for row, length in enumerate(of_each)])
 
 
-def _lens_of(rows: int, draft_lens: Collection[int]) -> list[int]:
-    """The largest first. Of one row short ones, too: the last rounds of a request draft no more than it may have."""
-    last = range(min(max(draft_lens), _LAST_ROUNDS) + 1) if rows == 1 else ()
-    return sorted({*draft_lens, *last}, reverse=True)
+def _verify_all(engine: Engine, shapes: GraphShapes, draft_lens: Collection[int], max_tokens: int) -> None:
+    """Chains of each number of tokens, or trees of `draft_lens` and rows without any."""
+    of_trees = sorted({0, *draft_lens}, reverse=True)
+    for rows in shapes.numbers_of_rows():
+        of_chains = [queries - 1 for queries in shapes.numbers_of_queries(rows)]
+        for length in of_trees if engine.most_paths > 1 else of_chains:
+            if rows == 1 or rows * (length + 1) <= max_tokens:
+                for context in _contexts(engine, shapes, rows):
+                    _verify(engine, rows, length, context)
 
 
-def _chunk(row: int, length: int) -> PrefillChunk:
-    return PrefillChunk(row=row, start=0, length=length, is_last=False, followed=True)
+def _draft_all(
+    engine: Engine, shapes: GraphShapes, num_ranked: int, most_catch_up: int, *, samples_steps: bool
+) -> None:
+    """What rows lack, and one step of each kind."""
+    widths = {catch_up_width(count) for count in range(2, most_catch_up + 1)}
+    # As the drafter calls it: a graph keeps the number of ids to choose from.
+    vocab_size = engine.rows.sampling.vocab_size
+    for rows in shapes.numbers_of_rows():
+        places = torch.arange(rows, device=engine.device)
+        for context in _contexts(engine, shapes, rows):
+            tables = engine.tables(places, context)
+            for width in sorted(widths, reverse=True):
+                nowhere = torch.full((rows, width), -1, dtype=torch.int64, device=engine.device)
+                engine.feed(torch.zeros_like(nowhere), nowhere, tables)
+            first, nowhere = torch.zeros_like(places), torch.full_like(places, -1).unsqueeze(1)
+            sampled = KeyedRanks.kinds(engine.rows.sampling, range(rows), first, Stream.TARGET) if samples_steps else []
+            for keyed in (*sampled, None):
+                engine.rank_steps(first, nowhere, tables, vocab_size, min(num_ranked, vocab_size), keyed)
+
+
+def _contexts(engine: Engine, shapes: GraphShapes, rows: int) -> list[int]:
+    """Tokens of a context for each width of block tables."""
+    return [engine.block_size * width for width in shapes.widths(rows)]
+
+
+def _lens_of_one_row(draft_lens: Collection[int]) -> list[int]:
+    """The largest first, and short ones, too: the last rounds of a request draft no more than it may have."""
+    return sorted({*draft_lens, *range(min(max(draft_lens), _LAST_ROUNDS) + 1)}, reverse=True)
+
+
+def _chunk(row: int, length: int, start: int = 0) -> PrefillChunk:
+    return PrefillChunk(row=row, start=start, length=length, is_last=False, followed=True)
 
 
 def _verify(engine: Engine, rows: int, length: int, context: int = 0) -> None:
@@ -113,15 +143,11 @@ def _verify(engine: Engine, rows: int, length: int, context: int = 0) -> None:
     engine.verify_forward(plan, Draft(tokens, lens, paths=nodes if paths > 1 and length else None))
 
 
-def _draft(engine: Engine, rows: int, draft_len: int, num_ranked: int) -> None:
-    places = torch.arange(rows, device=engine.device)
+def _draft(engine: Engine, draft_len: int) -> None:
+    """As the drafter does for one row."""
+    places = torch.arange(1, device=engine.device)
     context = 2 + draft_len
-    engine.catch_up(places, [2] * rows, context=context)
-    positions = torch.ones((rows, draft_len - 1), dtype=torch.int64, device=engine.device)
-    tables = engine.tables(places, context)
-    first = torch.zeros(rows, dtype=torch.int64, device=engine.device)
-    # As the drafter calls it: a graph keeps the number of ids to choose from.
-    vocab_size = engine.rows.sampling.vocab_size
-    ranked = min(num_ranked, vocab_size)
-    if draft_len > 1 and engine.rank_steps(first, positions, tables, vocab_size, ranked) is None:
-        engine.decode(engine.prepare_steps(tables, positions)[0], first)
+    engine.catch_up(places, [2], context=context)
+    if draft_len > 1:
+        positions = torch.ones((1, draft_len - 1), dtype=torch.int64, device=engine.device)
+        engine.decode(engine.prepare_steps(engine.tables(places, context), positions)[0], torch.zeros_like(places))

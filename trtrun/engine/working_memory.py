@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trtrun.engine.graphs import MOST_GRAPHS, MOST_PROMPT_TOKENS
+from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS
+from trtrun.engine.graphs import MOST_GRAPHS
 from trtrun.engine.prompt_tiles import tile_width
 from trtrun.engine.rows import RowState
 from trtrun.kernels.cpu import machine

@@ -6,9 +6,11 @@ with it. It does not know where in the model a weight stands, or what else the p
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -85,10 +87,13 @@ class WeightReader:
     def linear(self, weight: Weight, bias: Weight | None = None, *, present: torch.Tensor | None = None) -> Linear:
         """A linear layer of `weight` [out, in] and `bias` [out]; `present` is the dense weight where it is there."""
         held, share = self._quantization_of(weight), weight.cut(self.share)
+        loaded = held.load(_LayerSource(self, share, held, present))
+        if self.device.type == "cpu":
+            _give_back_freed()
         return Linear(
             share.shape,
             held,
-            held.load(_LayerSource(self, share, held, present)),
+            loaded,
             None if bias is None else self.tensor(bias),
             batch_invariant=self._batch_invariant,
         )
@@ -184,3 +189,18 @@ def _map_buffer(elements: int, dtype: torch.dtype) -> torch.Tensor:
     """[elements] of zeros in memory of its own, which the system takes back as soon as the tensor is freed."""
     memory = mmap.mmap(-1, elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype)
+
+
+def _give_back_freed() -> None:
+    """Give the system back what the allocator keeps of freed memory, between packed weights, too: it keeps up to
+    32 MiB, and more of them the more holes there are."""
+    trim = _find_trim()
+    if trim is not None:
+        trim(0)
+
+
+@cache
+def _find_trim() -> Callable[[int], int] | None:
+    """The C library's `malloc_trim`; None where it has none, as it is glibc's own."""
+    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim

@@ -32,6 +32,10 @@ class RowGain(NamedTuple):
     logprobs: list[TokenLogprobs] | None
 
 
+FIRST_REHEARSED_ROUND = 1 << 40
+"""Index of the first round that is run before requests come: those of requests count from 0, and never come so far."""
+
+
 @dataclass(frozen=True, slots=True)
 class _PublishedPlan:
     """A plan that is out, the places in its verdict that will carry log probabilities, how many of its rows are as if
@@ -209,8 +213,11 @@ class Orchestrator:
             report = self._ranks.collect()
             if self._ranks.draft_is_lost:
                 self.totals.draft_losses = 1
+            if report.round_index >= FIRST_REHEARSED_ROUND:
+                continue  # the draft leader's of a round before the first request, whose verdict has been there
             times = report.times
             self.totals.add_phases(times.drafting, times.transferring, times.verifying, report.is_verdict)
+            self.totals.add_first_uses(times.first_uses)
             if report.is_verdict:
                 return report
             self._note_draft(report)

@@ -29,6 +29,7 @@ import torch
 
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
+from trtrun.first_uses import FirstUseWatch
 from trtrun.roles.exchange import Exchange
 from trtrun.roles.launched_round import DecidedRound, DoneRound, LaunchedRound, VerdictCopy
 from trtrun.sampling.row_sampling import RowSampling
@@ -58,6 +59,7 @@ class Worker:
         device: of its engines.
         activity: where the process says what it is doing.
         phases: times the phases of rounds; only leaders take its times.
+        first_uses: what is captured and compiled from now on, in rounds.
         forced_acceptance: for benchmarks, see `speculation.verify`.
     """
 
@@ -70,6 +72,7 @@ class Worker:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     activity: Activity = field(default_factory=Activity)
     phases: PhaseClock = field(default_factory=HostPhases)
+    first_uses: FirstUseWatch = field(default_factory=FirstUseWatch)
     forced_acceptance: float | None = None
 
     @torch.inference_mode()
@@ -231,6 +234,7 @@ class Worker:
             anticipating=seconds.get("anticipating", 0.0) if self.leads_draft else 0.0,
             transferring=seconds.get("transferring", 0.0) if self.leads_target else 0.0,
             verifying=seconds.get("verifying", 0.0) if self.leads_target else 0.0,
+            first_uses=self.first_uses.take(),
         )
 
     def reset(self) -> None:

@@ -27,29 +27,41 @@ class KeyedRanks:
         rows: [R] int64 on the device.
         lengths: [R] int64 on the device: the position that the first step chooses.
         stream: what the tokens are for.
-        by_count, by_share: whether any of the rows has top_k, or top_p.
+        cuts: whether any of the rows has top_k or top_p. Both filters run then: where a row has none it costs little,
+            and work of fewer kinds has fewer graphs.
     """
 
     sampling: RowSampling
     rows: Tensor
     lengths: Tensor
     stream: Stream
-    by_count: bool
-    by_share: bool
+    cuts: bool
 
     @classmethod
     def of(cls, sampling: RowSampling, rows: Sequence[int], lengths: Tensor, stream: Stream) -> KeyedRanks | None:
         """The choices of `rows`; None where kernels do not run or a choice looks at a row's tokens."""
         if not operations_of(lengths.device.type).cuts_lines or sampling.needs_history(rows):
             return None
-        steps = [of_row for of_row in sampling.steps(rows) if not of_row.greedy]
-        by_count, by_share = any(of_row.top_k for of_row in steps), any(of_row.top_p for of_row in steps)
-        return cls(sampling, kept_integers(rows, lengths.device), lengths, stream, by_count, by_share)
+        cuts = any(of_row.top_k or of_row.top_p for of_row in sampling.steps(rows) if not of_row.greedy)
+        return cls(sampling, kept_integers(rows, lengths.device), lengths, stream, cuts)
+
+    @classmethod
+    def kinds(cls, sampling: RowSampling, rows: Sequence[int], lengths: Tensor, stream: Stream) -> list[KeyedRanks]:
+        """One of each kind for `rows`, whatever their parameters: what a start makes ready. None without kernels."""
+        if not operations_of(lengths.device.type).cuts_lines:
+            return []
+        places = kept_integers(rows, lengths.device)
+        return [cls(sampling, places, lengths, stream, cuts) for cuts in (True, False)]
 
     @property
-    def kind(self) -> tuple[Stream, bool, bool]:
+    def parameters(self) -> tuple[Tensor, Tensor]:
+        """What `rank` reads beside logits: rows and lengths."""
+        return self.rows, self.lengths
+
+    @property
+    def kind(self) -> tuple[Stream, bool]:
         """Choices of one kind are the same work."""
-        return self.stream, self.by_count, self.by_share
+        return self.stream, self.cuts
 
     def rank(self, logits: Tensor, step: int, count: int, rows: Tensor, lengths: Tensor) -> Tensor:
         """[R, count] int64: what follows a step, best first.
@@ -62,7 +74,6 @@ class KeyedRanks:
         """
         from trtrun.kernels.triton.sampling.token_choice import choose, rank
 
-        lines = cut_lines(
-            self.sampling, logits.unsqueeze(1), rows, lengths + step, by_count=self.by_count, by_share=self.by_share
-        )
+        cuts = self.cuts
+        lines = cut_lines(self.sampling, logits.unsqueeze(1), rows, lengths + step, by_count=cuts, by_share=cuts)
         return choose(lines, int(self.stream)) if count == 1 else rank(lines, int(self.stream), count)

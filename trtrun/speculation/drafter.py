@@ -7,7 +7,7 @@ A method is one file in `drafters`, which registers a function here under its na
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +45,8 @@ class Drafter(ABC):
             probability_rows: indices into `plan.decode_rows` of the rows that need draft_probs, in order.
         """
 
-    def warm_up(self, draft_lens: Collection[int]) -> None:  # noqa: B027
-        """First use of what rounds with each draft_len run beside the engine's own forwards."""
+    def warm_up(self) -> None:  # noqa: B027
+        """First use of what rounds run beside the engine's own forwards."""
 
     def begin_round(self, plan: RoundPlan) -> None:  # noqa: B027
         """Take in admissions, drops and blocks. Nothing to do for one that reads the target's rows."""

@@ -174,7 +174,8 @@ class Pacer:
         return tokens
 
     def _load(self, num_rows: int, num_plain: int) -> _Load:
-        """The load of so many rows: exact to 4, then four to a power of two. A new one begins as the nearest does."""
+        """The load of so many rows: exact to 4, then four to a power of two. A new one begins with what is best by
+        the costs, and without them as the nearest does."""
         rows, plain = _rounded(num_rows), _rounded(num_plain)
         load = self._loads.get((rows, plain))
         if load is None:
@@ -187,7 +188,7 @@ class Pacer:
             load = _Load(max(0.0, 1 - plain / rows), current, pause, pause, costs)
             self._loads[rows, plain] = load
             if costs:
-                self._review(load)
+                load.current = self._best(load, costs)
         return load
 
     def _record_acceptances(self, acceptances: Sequence[tuple[int, int]]) -> None:
@@ -213,14 +214,19 @@ class Pacer:
             if len(known) < 2:
                 return
             seconds = [_estimate(known, draft_len) for draft_len in range(self._most + 1)]
-        goodput = [
-            (1 + load.share_drafted * (self.expected_tokens(draft_len) - 1)) / took
-            for draft_len, took in enumerate(seconds)
-        ]
-        best = max(range(self._most + 1), key=lambda draft_len: goodput[draft_len])
+        best, goodput = self._best(load, seconds), self._goodput(load, seconds)
         if goodput[best] > _WORTH_A_CHANGE * goodput[load.current]:
             load.current, load.pause = best, _FIRST_TRIAL if not load.costs else _FIRST_TRIAL_OF_KNOWN
             load.next_trial = min(load.next_trial, load.rounds + load.pause)
+
+    def _goodput(self, load: _Load, seconds: Sequence[float]) -> list[float]:
+        """Tokens a second of a row to be expected, by draft_len, where rounds take `seconds`."""
+        gains = (load.share_drafted * (self.expected_tokens(draft_len) - 1) for draft_len in range(len(seconds)))
+        return [(1 + gain) / took for gain, took in zip(gains, seconds, strict=True)]
+
+    def _best(self, load: _Load, seconds: Sequence[float]) -> int:
+        goodput = self._goodput(load, seconds)
+        return goodput.index(max(goodput))
 
     def _trial(self, load: _Load) -> int:
         """The draft_len to try next: one far off at first, then the neighbour that was seen least recently."""

@@ -16,7 +16,8 @@ import torch
 
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, RowAdmission, Verdict
 from trtrun.core.sampling_params import SamplingParams
-from trtrun.engine.graphs import MOST_GRAPHS, MOST_PROMPT_TOKENS
+from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS
+from trtrun.engine.graphs import MOST_GRAPHS
 from trtrun.engine.runner import Engine
 from trtrun.engine.working_memory import RoundShape
 from trtrun.roles.launched_round import LaunchedRound
@@ -25,8 +26,11 @@ from trtrun.roles.round import Worker
 _MUCH_PADDING = 17
 """Tokens of a prompt that becomes a tile of 32 queries (engine/prompt_tiles.py)."""
 
-_GRAPH_TENSORS_BYTES = 1 << 20
-"""What a graph reads and writes of its own, above all the block tables of its rows."""
+_GRAPH_TENSORS_BYTES = 1 << 17
+"""What a graph reads and writes of its own; block tables are all graphs' together."""
+
+_FEW_ROWS = 8
+"""Rows whose contexts attention splits (kernels/triton/attention_tiles.py), for which it keeps results of shares."""
 
 _SAMPLING = SamplingParams(
     temperature=1.0,
@@ -109,7 +113,7 @@ class Rehearsal:
 
 def largest_rounds(shape: RoundShape) -> list[RoundPlan]:
     """Rounds of all the tokens that a round may have, in few prompts and in as many as take most padding, beside rows;
-    a round with a prompt as long as graphs take them; and one of all rows alone."""
+    a round with a prompt as long as graphs take them; one of all rows alone; and one of few rows and a short prompt."""
     length = max(2, shape.max_seq_len - shape.draft_len - 1)
     kinds = [
         _chunks(shape, length, shape.max_tokens, length),
@@ -117,7 +121,9 @@ def largest_rounds(shape: RoundShape) -> list[RoundPlan]:
         _chunks(shape, length, min(shape.max_tokens, length, MOST_PROMPT_TOKENS), length),
         [],
     ]
-    return [_plan(shape, range(shape.max_rows - len(chunks)), chunks, length) for chunks in kinds]
+    few = [PrefillChunk(shape.max_rows - 1, length - 1, 1, is_last=True, followed=True)]
+    rounds = [_plan(shape, range(shape.max_rows - len(chunks)), chunks, length) for chunks in kinds]
+    return [*rounds, _plan(shape, range(min(_FEW_ROWS, shape.max_rows - 1)), few, length)]
 
 
 def _chunks(shape: RoundShape, length: int, num_tokens: int, usual: int) -> list[PrefillChunk]:

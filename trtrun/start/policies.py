@@ -15,7 +15,7 @@ from trtrun.speculation.ahead.policy import AheadPolicy
 from trtrun.speculation.pacing import Pacer, first_trial
 from trtrun.speculation.round_costs import RoundCosts
 from trtrun.start.memory_requirements import guess_steps
-from trtrun.start.rehearsed_rounds import measure_round_costs
+from trtrun.start.rehearsed_rounds import measure_round_costs, practise_rounds
 from trtrun.threads import outnumber_cores
 
 
@@ -26,6 +26,8 @@ def make_orchestrator(config: RuntimeConfig, limits: SchedulerLimits, ranks: Eng
     Raises:
         RankFailedError: a rank failed.
     """
+    if _uses_gpus(config):
+        practise_rounds(ranks, limits)
     pacer = Pacer(config.speculation.draft_len, _round_costs(config, limits, ranks)) if config.is_paced else None
     return Orchestrator(Scheduler(limits), ranks, pacer, ahead=_ahead_policy(config))
 
@@ -39,13 +41,15 @@ def sure_draft_lens(config: RuntimeConfig) -> set[int]:
 def _round_costs(config: RuntimeConfig, limits: SchedulerLimits, ranks: EngineRanks) -> RoundCosts | None:
     """What rounds cost; None where they are not tried.
 
-    Where drafts are made ahead a round that foresaw nothing says little of those that did. On GPUs each kind would have
-    its graph captured first.
+    Where drafts are made ahead a round that foresaw nothing says little of those that did.
     """
-    devices = [*config.target.devices, *config.draft_devices]
-    if any(kind_of(device) == "cuda" for device in devices) or (config.drafts_ahead and _guessed_steps(config)):
+    if config.drafts_ahead and _guessed_steps(config):
         return None
     return measure_round_costs(ranks, limits)
+
+
+def _uses_gpus(config: RuntimeConfig) -> bool:
+    return any(kind_of(device) == "cuda" for device in (*config.target.devices, *config.draft_devices))
 
 
 def _ahead_policy(config: RuntimeConfig) -> AheadPolicy | None:

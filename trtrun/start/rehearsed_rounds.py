@@ -1,5 +1,6 @@
-"""Rounds that the orchestrator runs before the first request, to measure what rounds cost on this machine, as loaded as
-it is: through the same ranks, messages and engines as every other, pipelined alike.
+"""Rounds that the orchestrator runs before the first request: to measure what rounds cost on this machine, as loaded as
+it is, and so that no request has to wait for the first use of something. They go through the same ranks, messages and
+engines as every other, pipelined alike.
 
 Rows are made up, and their block tables are empty, so that what is written goes to the null block; behind the last
 round they are dropped. It knows ranks, plans and a clock. It does not know what follows from the times
@@ -11,19 +12,17 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
-from trtrun.core.nouns import RoundPlan, RowAdmission
+from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.roles.engine_ranks import EngineRanks
+from trtrun.roles.orchestrator import FIRST_REHEARSED_ROUND
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.speculation.round_costs import RoundCosts
-
-_FIRST_ROUND = 1 << 40
-"""Index of the first of these rounds: those of requests count from 0, and never come so far."""
 
 _LENGTH = 32
 """Tokens of a made-up row, where its context is not shorter."""
@@ -32,9 +31,21 @@ _NUM_TIMED = 3
 """Rounds of a kind that count; the first of each, which may be the first use of something, does not."""
 
 _MOST_SECONDS = 0.5
-"""After which no further number of rows is tried."""
+"""After which no further number of rows is tried, where one and the most were."""
 
 _SAMPLING = SamplingParams(seed=0)
+_PRACTISED = (
+    _SAMPLING,
+    SamplingParams(temperature=1.0, seed=0),
+    SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=0),
+)
+"""How rows choose in the rounds that are run for their first uses."""
+
+_MOST_PRACTISED = 16
+"""The longest drafts there."""
+
+_PROMPT = 16
+"""Tokens of a prompt there."""
 _NONE = np.zeros(0, dtype=np.int32)
 _NOTHING = RoundPlan(0, (), (), np.zeros((0, 3), dtype=np.int32), (), _NONE, _NONE, _NONE, max_context=1)
 """A round in which nobody runs."""
@@ -43,7 +54,7 @@ _NOTHING = RoundPlan(0, (), (), np.zeros((0, 3), dtype=np.int32), (), _NONE, _NO
 def measure_round_costs(
     ranks: EngineRanks, limits: SchedulerLimits, clock: Callable[[], float] = time.perf_counter
 ) -> RoundCosts | None:
-    """Run rounds of one row, four, sixteen and so on, each without a draft and with short and long ones.
+    """Run rounds of one row, of the most, and of numbers between, each without a draft and with short and long ones.
 
     Args:
         ranks: all up, with no plan out and no row admitted.
@@ -69,18 +80,42 @@ def measure_round_costs(
             if rows * (1 + limits.draft_len * limits.max_paths) > limits.max_num_tokens:
                 break
             seconds[rows] = {draft_len: rehearsal.measure(rows, draft_len) for draft_len in lens}
-            if clock() - started > _MOST_SECONDS:
+            if clock() - started > _MOST_SECONDS and len(seconds) > 1:
                 break
         rehearsal.drop_rows()
-    return RoundCosts(seconds) if seconds else None
+    return RoundCosts(dict(sorted(seconds.items()))) if seconds else None
 
 
-def _numbers_of_rows(most: int) -> Iterator[int]:
-    rows = 1
+def practise_rounds(ranks: EngineRanks, limits: SchedulerLimits) -> None:
+    """Run a round of each draft_len, of a row that decodes and a prompt beside it, for each way to choose.
+
+    Args:
+        ranks: all up, with no plan out and no row admitted.
+        limits: of the batch, the context, and of what is drafted.
+
+    Raises:
+        RankFailedError: a rank failed.
+    """
+    contexts = min(context for context in (limits.max_seq_len, limits.draft_max_seq_len) if context is not None)
+    most = min(limits.draft_len, _MOST_PRACTISED)
+    length = min(_LENGTH, contexts - (1 + most) * (limits.draft_len + 1))
+    if length < 2:
+        return
+    rehearsal = _Rehearsal(ranks, limits, length, time.perf_counter)
+    with ranks.stepping():
+        for sampling in _PRACTISED:
+            for draft_len in range(most + 1):
+                rehearsal.practise(draft_len, sampling)
+        rehearsal.drop_rows()
+
+
+def _numbers_of_rows(most: int) -> list[int]:
+    """One and the most first: what lies between them can be told from these, too."""
+    between, rows = [], 4
     while rows < most:
-        yield rows
+        between.append(rows)
         rows *= 4
-    yield most
+    return [*dict.fromkeys((1, most)), *between]
 
 
 class _Rehearsal:
@@ -91,7 +126,7 @@ class _Rehearsal:
         self._limits = limits
         self._length = length
         self._clock = clock
-        self._last_index = _FIRST_ROUND
+        self._last_index = FIRST_REHEARSED_ROUND
         self._num_admitted = 0
 
     def measure(self, rows: int, draft_len: int) -> float:
@@ -109,6 +144,19 @@ class _Rehearsal:
             last = received
         return statistics.median(times[1:])
 
+    def practise(self, draft_len: int, sampling: SamplingParams) -> None:
+        """A round of a row that drafts `draft_len` tokens, and one with a prompt that ends in it."""
+        plan = self._plan(1, draft_len, 0, sampling)
+        self._ranks.publish(plan)
+        self._await_verdict()
+        if self._limits.max_batch_size > 1 and self._length > _PROMPT:
+            self._num_admitted = 2
+            tokens = np.zeros(_PROMPT, dtype=np.int32)
+            admission = replace(plan.admissions[0], row=1, request_id=1, tokens=tokens, num_prompt_tokens=_PROMPT)
+            chunk = PrefillChunk(1, 0, _PROMPT, is_last=True, followed=plan.admissions[0].followed)
+            self._ranks.publish(replace(self._plan(1, draft_len, 1), admissions=(admission,), prefill=(chunk,)))
+            self._await_verdict()
+
     def drop_rows(self) -> None:
         """Leave the ranks as they were."""
         self._ranks.publish(replace(_NOTHING, round_index=self._index(), dropped_rows=tuple(range(self._num_admitted))))
@@ -122,7 +170,7 @@ class _Rehearsal:
         self._last_index += 1
         return self._last_index
 
-    def _plan(self, rows: int, draft_len: int, number: int) -> RoundPlan:
+    def _plan(self, rows: int, draft_len: int, number: int, sampling: SamplingParams = _SAMPLING) -> RoundPlan:
         """Round `number` of a kind; the first admits its rows anew."""
         follows = self._limits.draft_max_seq_len is not None
         plan = replace(
@@ -137,5 +185,5 @@ class _Rehearsal:
             return plan
         tokens = np.zeros(self._length, dtype=np.int32)
         dropped, self._num_admitted = tuple(range(self._num_admitted)), rows
-        admissions = [RowAdmission(row, row, tokens, self._length, 0, follows, _SAMPLING) for row in range(rows)]
+        admissions = [RowAdmission(row, row, tokens, self._length, 0, follows, sampling) for row in range(rows)]
         return replace(plan, dropped_rows=dropped, admissions=tuple(admissions))

@@ -20,7 +20,7 @@ from parallel.topology import Slot, Topology
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.configuration.config import ModelSection, RuntimeConfig
 from trtrun.core.outputs import RankReport
-from trtrun.engine.graphs import capture_for
+from trtrun.engine.capture import capture_for
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.engine.warmup import warm_up
@@ -44,6 +44,7 @@ from trtrun.models.loading import LoadReport, load_model, shard_bytes
 from trtrun.models.model_files import hash_model_files
 from trtrun.models.weight_check import choose_default
 from trtrun.roles.round import Worker
+from trtrun.scheduling.planning import MOST_CATCH_UP
 from trtrun.speculation.ahead.chains import NUM_RANKED
 from trtrun.start.largest_round import Rehearsal, SilentExchange, measure_largest_round
 from trtrun.start.memory_requirements import (
@@ -232,10 +233,19 @@ class RankStartup:
             # Draft ranks of their own feed rows one token, as a draft of two does, or draft all anew.
             lens, ranked = ({2, self._config.draft_len}, NUM_RANKED) if is_apart else (sure_draft_lens(self._config), 1)
             sizes = (limits.max_num_tokens, limits.max_batch_size)
-            warm_up(engine, lens, *sizes, verifies=verifies, num_ranked=ranked)
+            warm_up(
+                engine,
+                lens,
+                *sizes,
+                verifies=verifies,
+                num_ranked=ranked,
+                most_catch_up=MOST_CATCH_UP,
+                samples_steps=not self._config.speculation.use_logits,
+            )
         worker = self._worker_factory(engines, num_blocks).make_worker()
         if worker.drafter is not None:
-            worker.drafter.warm_up(sure_draft_lens(self._config))
+            worker.drafter.warm_up()
+        worker.first_uses.take()  # from here on somebody may wait
         self._activity.rest()
         return worker, self._report(num_blocks)
 

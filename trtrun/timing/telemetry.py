@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from trtrun.core.request_statistics import ForesightStatistics, RequestStatistics
+from trtrun.first_uses import FirstUses
 
 ROUND_PARTS = ("drafting", "transferring", "verifying", "planning", "committing", "messages", "between_rounds")
 """What `round_parts` shares the time of rounds out to."""
@@ -49,6 +50,7 @@ class RunStatistics:
         num_guesses: verdicts that draft ranks of their own drafted for ahead.
         anticipating: their time for that, beside verification.
         foresight: how often drafts were ready.
+        num_captures, num_compilations: CUDA graphs and kernels that were made in rounds, while their rows waited.
 
     These times overlap; `round_parts` makes disjoint ones of them.
     """
@@ -70,6 +72,8 @@ class RunStatistics:
     num_guesses: int = 0
     anticipating: float = 0.0
     foresight: ForesightStatistics = field(default_factory=ForesightStatistics)
+    num_captures: int = 0
+    num_compilations: int = 0
 
     def add_phases(self, drafting: float, transferring: float, verifying: float, is_verdict: bool) -> None:
         """Add the seconds of one report; the target leader's is the verdict."""
@@ -77,6 +81,11 @@ class RunStatistics:
         self.drafting_elsewhere += 0.0 if is_verdict else drafting
         self.transferring += transferring
         self.verifying += verifying
+
+    def add_first_uses(self, uses: FirstUses) -> None:
+        """Add what a leader made in rounds."""
+        self.num_captures += uses.captures
+        self.num_compilations += uses.compilations
 
     def add_guesses(self, num_guesses: int, seconds: float) -> None:
         """Add what a draft leader did ahead in a round."""
@@ -111,6 +120,8 @@ class RunStatistics:
             "num_guesses": self.num_guesses,
             "foresight": msgspec.structs.asdict(self.foresight),
             "draft_losses": self.draft_losses,
+            "num_captures": self.num_captures,
+            "num_compilations": self.num_compilations,
         } | {f"{name}_s": round(getattr(self, name), 6) for name in _TIMES}
 
 

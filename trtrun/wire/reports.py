@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trtrun.core.nouns import TokenLogprobs
+from trtrun.first_uses import FirstUses
 
 
 class _ReportHeader(NamedTuple):
@@ -29,30 +30,34 @@ class _ReportHeader(NamedTuple):
     num_guesses: int
     num_redrafted: int
     hit_chances: int
+    captures: int
+    compilations: int
     drafting: float
     transferring: float
     verifying: float
     anticipating: float
 
 
-_REPORT_HEADER = struct.Struct("<9q4d")
+_REPORT_HEADER = struct.Struct("<11q4d")
 
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Seconds that a round spent in each of its phases, on the leader that did the work.
+    """Seconds that a round spent in each of its phases, on the leader that did the work, and what held it up.
 
     Attributes:
         drafting: a draft that the target waits for.
         transferring: the target's wait for it, and its way.
         verifying: the forward and the acceptance.
         anticipating: drafting for guesses while the target verifies.
+        first_uses: what the leader's process captured and compiled in rounds since it told that last.
     """
 
     drafting: float = 0.0
     transferring: float = 0.0
     verifying: float = 0.0
     anticipating: float = 0.0
+    first_uses: FirstUses = field(default_factory=FirstUses)
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,8 @@ class ReportArrays:
             num_guesses=self.num_guesses,
             num_redrafted=self.num_redrafted,
             hit_chances=len(self.hit_chances),
+            captures=self.times.first_uses.captures,
+            compilations=self.times.first_uses.compilations,
             drafting=self.times.drafting,
             transferring=self.times.transferring,
             verifying=self.times.verifying,
@@ -176,7 +183,13 @@ def decode_report(payload: bytes) -> RoundReport:
     num_chances = header.hit_chances
     return RoundReport(
         round_index=header.round_index,
-        times=RoundTimes(header.drafting, header.transferring, header.verifying, header.anticipating),
+        times=RoundTimes(
+            header.drafting,
+            header.transferring,
+            header.verifying,
+            header.anticipating,
+            FirstUses(header.captures, header.compilations),
+        ),
         is_verdict=bool(header.is_verdict),
         num_tokens=num_tokens,
         draft_lens=draft_lens,

@@ -210,6 +210,8 @@ GAUGES = (
 ENGINE_COUNTERS = (
     ("trtrun:rounds", "Rounds.", "num_rounds"),
     ("trtrun:draft_losses", "How often the draft engine was lost.", "draft_losses"),
+    ("trtrun:captures", "CUDA graphs captured in rounds, while requests waited.", "num_captures"),
+    ("trtrun:compilations", "Kernels compiled in rounds, while requests waited.", "num_compilations"),
     ("trtrun:drafts_due", "Drafts due where draft ranks draft ahead.", "drafts_due"),
     ("trtrun:drafts_foreseen", "Of these, those that were ready before their verdict.", "drafts_foreseen"),
 )

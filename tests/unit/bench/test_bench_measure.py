@@ -9,8 +9,11 @@ import click
 import pytest
 
 from launch.batch.options import BenchOptions, Workload
-from launch.bench.measure import Draws, _count_equal
+from launch.bench.case import Case
+from launch.bench.measure import Batch, Draws, _count_equal, _run_once
 from launch.commands.bench import parse_workloads
+from trtrun.core.request_statistics import RequestStatistics
+from trtrun.timing.telemetry import RunStatistics
 
 
 class Flipping:
@@ -50,6 +53,35 @@ def test_a_workload_is_drawn_anew_each_time_and_sampled_by_seed() -> None:
     lengths = {len(prompt) for prompt in source.draw(Workload(200, 8), mixed=True).prompts}
     assert lengths == {4, 5, 6, 7, 8}
     assert draws().draw(Workload(3, 8)) == draws().draw(Workload(3, 8))
+
+
+class Making:
+    """Stands for an LLM that makes as many graphs and kernels in each run."""
+
+    def __init__(self, captures: int, compilations: int) -> None:
+        self._totals = RunStatistics(num_rounds=1, num_captures=captures, num_compilations=compilations)
+
+    def reset_statistics(self) -> None: ...
+
+    def generate(self, prompts: list[list[int]], sampling: list[Any]) -> list[Any]:
+        done = SimpleNamespace(token_ids=(1, 2), statistics=RequestStatistics(first_token=1.0, finished=2.0))
+        return [SimpleNamespace(error=None, completions=[done]) for _ in prompts]
+
+    def statistics(self) -> dict[str, Any]:
+        return self._totals.as_dict()
+
+
+def test_a_case_has_the_graphs_and_kernels_of_all_its_runs() -> None:
+    case = Case()
+    for llm in (Making(5, 20), Making(1, 3)):
+        _run_once(llm, case, Batch([[4]], []))  # type: ignore[arg-type]
+    told = case.as_dict()
+    assert (told["num_rounds"], told["num_captures"], told["num_compilations"]) == (2, 6, 23)
+
+
+def test_the_first_run_is_compared_with_the_median_of_the_others() -> None:
+    assert Case(tokens_per_s=[50.0, 80.0, 1.0, 100.0, 900.0, 110.0]).first_over_next == 0.5
+    assert Case(tokens_per_s=[50.0]).first_over_next is None
 
 
 def test_rows_name_workloads() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from trtrun.kernels.cpu import machine, object_cache
+from trtrun.first_uses import FirstUses, FirstUseWatch
+from trtrun.kernels.cpu import fused, machine, object_cache
 from trtrun.kernels.cpu.fused_code import NORMALISE, fused_module
 from trtrun.kernels.cpu.object_cache import cache_folder, read_object, write_object
 
@@ -80,7 +83,12 @@ def test_files_are_few(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     assert sorted(os.listdir(folder)) == ["k2.o", "k3.o"]
 
 
-@pytest.mark.skipif(machine.processor_kind() is None, reason="needs a processor with AVX2, libgomp and llvmlite")
+needs_kernels = pytest.mark.skipif(
+    machine.processor_kind() is None, reason="needs a processor with AVX2, libgomp and llvmlite"
+)
+
+
+@needs_kernels
 def test_kernels_are_compiled_once_for_each_kind_of_processor(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     compiled: list[object] = []
     compile_module = machine._compile
@@ -91,3 +99,21 @@ def test_kernels_are_compiled_once_for_each_kind_of_processor(monkeypatch: pytes
     monkeypatch.setattr(machine, "processor_name", lambda: "x86-64-v4")
     machine.load_kernels(fused_module, False, names=(NORMALISE,))
     assert len(compiled) == 2
+
+
+@needs_kernels
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_a_kernel_counts_when_it_is_made_ready_and_not_when_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, is_on_disk: bool
+) -> None:
+    """Whoever waits for it waits for what is read and linked, too."""
+    load = fused._kernels.__wrapped__
+    if is_on_disk:
+        load(machine.processor_kind() == machine.MULTIPLIES_BFLOAT16)
+    monkeypatch.setattr(fused, "_kernels", functools.cache(load))  # as in a process that has used none yet
+    watch, halves = FirstUseWatch(), torch.ones(3, 64, dtype=torch.bfloat16)
+    results = []
+    for expected in (FirstUses(compilations=1), FirstUses(), FirstUses()):
+        results.append(fused.silu_and_multiply(halves))
+        assert watch.take() == expected
+    assert torch.equal(results[0], results[1])

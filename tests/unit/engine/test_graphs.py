@@ -19,9 +19,9 @@ from pipelines import Reference, make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
 from trtrun.attention.backend import HostAttention
-from trtrun.engine import forwards
-from trtrun.engine import graphs as engine_graphs
-from trtrun.engine.graphs import ForwardGraphs
+from trtrun.engine import forwards, graph_shapes
+from trtrun.engine.graph_shapes import GraphShapes
+from trtrun.engine.graphs import ForwardGraphs, RowForward
 from trtrun.speculation.pacing import Pacer
 from trtrun.start import startup
 
@@ -86,7 +86,7 @@ def test_short_prompts_go_through_graphs_and_long_ones_do_not(
     tmp_path: Path, captures: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of any lengths, some at a time, beside rows that decode, with blocks that are reused."""
-    monkeypatch.setattr(engine_graphs, "MOST_PROMPT_TOKENS", 64)
+    monkeypatch.setattr(graph_shapes, "MOST_PROMPT_TOKENS", 64)
     monkeypatch.setattr(forwards, "MOST_PROMPT_TOKENS", 64)
     monkeypatch.setattr(HostAttention, "tile", 64)  # 32 queries of two heads each
     target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
@@ -107,7 +107,7 @@ def test_short_prompts_go_through_graphs_and_long_ones_do_not(
         found = [tokens for (tokens,) in tokens_of(llm.generate(prompts, SamplingParams(max_tokens=12)))]
         llm.check_idle()
     assert found == [reference.greedy(prompt, 12) for prompt in prompts]
-    padded = {shape for shape in shapes if shape[1] > 4}
+    padded = {shape for shape in shapes if shape[1] > 8}
     assert {shape[1] for shape in padded} == {16, 32}
     assert max(rows * width for rows, width in padded) == 64 and max(rows for rows, _ in padded) > 1
 
@@ -116,7 +116,7 @@ def test_short_prompts_go_through_graphs_and_long_ones_do_not(
 def test_what_requests_that_come_together_need_is_captured_at_the_start(
     tmp_path: Path, captures: list[int], monkeypatch: pytest.MonkeyPatch, max_rows: int
 ) -> None:
-    """Short prompts, however many at a time, rounds of the draft_len that the pacer tries first, and last rounds."""
+    """Short prompts, however many at a time, rounds of any draft_len, last rounds and long contexts."""
     monkeypatch.setattr(HostAttention, "tile", 64)  # 32 queries of two heads each
     target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
     draft = make_draft(tmp_path / "draft", target, 1)
@@ -128,74 +128,75 @@ def test_what_requests_that_come_together_need_is_captured_at_the_start(
         return make(self, shape, *others)
 
     monkeypatch.setattr(ForwardGraphs, "_make", logged)
-    draft_lens = cycle([4, 2, 2])
+    draft_lens = cycle([4, 2, 0, 0, 1, 3])
     monkeypatch.setattr(Pacer, "choose", lambda *_: next(draft_lens))
     scheduler = {"max_batch_size": max_rows}
     speculation = {"draft_len": 4, "pacing": "measured"}
     with make_llm(target, draft, speculation=speculation, scheduler=scheduler) as llm:
-        verified = {(shape.rows, shape.queries) for shape in made if not shape.last_only}
-        assert {(rows, draft_len + 1) for rows in (1, 2, 4, max_rows) for draft_len in (0, 2, 4)} <= verified
-        chains = {(shape.rows, shape.queries) for shape in made if shape.num_ranked}
-        assert {(rows, draft_len - 1) for rows in (1, 2, 4, max_rows) for draft_len in (2, 4)} <= chains
+        assert made
         del made[:]
         for count in range(1, max_rows + 1):
             for length in (3, 16, 17, 31, 60):
                 prompts = [prompt_of(length, seed=100 * count + number) for number in range(count)]
                 llm.generate(prompts, SamplingParams(max_tokens=2))
         llm.generate([prompt_of(8)], SamplingParams(max_tokens=40))
+        long = [prompt_of(length, seed=length) for length in (300, 270, 290)]
+        llm.generate(long, SamplingParams(max_tokens=20))
+        llm.generate([[*prompt, 5] for prompt in long], SamplingParams(max_tokens=20))  # the blocks are there
     assert not made
 
 
-def test_a_graph_serves_every_input_of_its_bucket() -> None:
-    """Rows 3 and 4 share a graph; what an earlier input left behind must not be seen by a smaller one."""
-    device = torch.device("cpu")
-    calls: list[tuple[int, ...]] = []
-
-    def forward(tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, last_only: bool) -> torch.Tensor:
-        calls.append((*tokens.shape, tables.shape[1]))
-        value = torch.where(positions < 0, 0, tokens * 100 + positions * 10 + tables.sum(dim=1, keepdim=True))
-        flat = (value[:, -1:] if last_only else value).reshape(-1, 1).float()
-        return torch.cat((flat, flat.sum().expand_as(flat)), dim=1)
-
+def make_graphs(
+    forward: RowForward, vocab_size: int, *, max_rows: int = 6, most_queries: int = 1, **settings: Any
+) -> tuple[ForwardGraphs, list[Callable[[], None]]]:
+    """Graphs over tables of up to 9 blocks of 64 tokens, and what was captured."""
     captured: list[Callable[[], None]] = []
 
     def capture(work: Callable[[], None]) -> Callable[[], None]:
         captured.append(work)
         return work
 
-    graphs = ForwardGraphs(forward, capture, max_rows=6, logits_per_row=3, max_blocks=9, vocab_size=2, device=device)
-    for rows, last_only in ((4, False), (3, False), (3, True), (6, True), (5, True)):
-        tokens = torch.arange(rows * 2).view(rows, 2) + rows
-        positions = torch.arange(rows * 2).view(rows, 2)
-        tables = torch.ones((rows, graphs.context_blocks(2)), dtype=torch.int64)
-        expected = forward(tokens, positions, tables, last_only)
-        assert torch.equal(graphs.run(tokens, positions, tables, last_only), expected), (rows, last_only)
-    assert graphs.num_graphs == len(captured) == 3
+    graphs = ForwardGraphs(
+        forward,
+        capture,
+        GraphShapes(max_rows, most_queries, 9, 64),
+        most_logits=max_rows * most_queries,
+        table_numbers=max_rows * 9,
+        vocab_size=vocab_size,
+        device=torch.device("cpu"),
+        **settings,
+    )
+    return graphs, captured
+
+
+def test_a_graph_serves_every_input_that_it_holds() -> None:
+    """Rows 3 and 4 share a graph, and so do one draft token and four of few rows; what an earlier input left behind
+    must not be seen by a smaller one."""
+
+    def forward(tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, last_only: bool) -> torch.Tensor:
+        value = torch.where(positions < 0, 0, tokens * 100 + positions * 10 + tables.sum(dim=1, keepdim=True))
+        flat = (value[:, -1:] if last_only else value).reshape(-1, 1).float()
+        return torch.cat((flat, -flat), dim=1)
+
+    graphs, captured = make_graphs(forward, 2, most_queries=5)
+    cases = ((4, 2, False), (3, 2, False), (3, 5, False), (1, 3, False), (1, 1, False), (3, 2, True), (6, 2, True))
+    for rows, queries, last_only in (*cases, *reversed(cases)):
+        tokens = torch.arange(rows * queries).view(rows, queries) + rows
+        positions = torch.arange(rows * queries).view(rows, queries)
+        for width in (4, 9):
+            tables = torch.ones((rows, width), dtype=torch.int64) * rows
+            expected = forward(tokens, positions, tables, last_only)
+            assert torch.equal(graphs.run(tokens, positions, tables, last_only), expected), (rows, queries, last_only)
+    # Of 4 x 5, 1 x 5, 1 x 1, and the last of 4 x 2 and 6 x 2.
+    assert graphs.num_graphs == len(captured) == 5 * 2
     graphs.close()
     assert graphs.num_graphs == 0
-    assert {shape[0] for shape in calls} == {3, 4, 5, 6}
 
 
 def test_the_graph_that_was_not_used_for_longest_is_given_back() -> None:
     """Its logits come out right when its shape returns, which captures it again."""
-    captured: list[int] = []
-
-    def forward(tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, last_only: bool) -> torch.Tensor:
-        return tokens.reshape(-1, 1).float()
-
-    def capture(work: Callable[[], None]) -> Callable[[], None]:
-        captured.append(len(captured))
-        return work
-
-    graphs = ForwardGraphs(
-        forward,
-        capture,
-        max_rows=8,
-        logits_per_row=1,
-        max_blocks=8,
-        vocab_size=1,
-        device=torch.device("cpu"),
-        most_graphs=2,
+    graphs, captured = make_graphs(
+        lambda tokens, positions, tables, last_only: tokens.reshape(-1, 1).float(), 1, max_rows=8, most_graphs=2
     )
     for rows, captures in ((1, 1), (2, 2), (1, 2), (4, 3), (1, 3), (2, 4), (4, 5), (2, 5)):
         tokens = torch.arange(rows).view(rows, 1) + rows
@@ -204,45 +205,21 @@ def test_the_graph_that_was_not_used_for_longest_is_given_back() -> None:
         assert (len(captured), graphs.num_graphs) == (captures, min(2, captures)), rows
 
 
-def test_contexts_fall_into_few_widths() -> None:
-    graphs = ForwardGraphs(
-        lambda *_: torch.empty(0),
-        lambda work: work,
-        max_rows=1,
-        logits_per_row=1,
-        max_blocks=100,
-        vocab_size=1,
-        device=torch.device("cpu"),
-        fewest_blocks=4,
-    )
-    widths = [graphs.context_blocks(blocks) for blocks in range(1, 101)]
-    assert sorted(set(widths)) == [4, 8, 16, 32, 64, 100]
-    assert all(width >= blocks for blocks, width in enumerate(widths, start=1))
-
-
 def chains(max_rows: int = 6) -> tuple[ForwardGraphs, list[Callable[[], None]], dict[tuple[int, int], int]]:
     """Graphs of a forward that keeps each token in its block and draws logits from the row's context there; what was
     captured; and the store by block and place."""
-    captured: list[Callable[[], None]] = []
     store: dict[tuple[int, int], int] = {}
 
     def forward(tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, last_only: bool) -> torch.Tensor:
         logits = torch.zeros((len(tokens), 40))
         for row, (token, position) in enumerate(zip(tokens[:, -1].tolist(), positions[:, -1].tolist(), strict=True)):
             if position >= 0:
-                store[int(tables[row, position // 4]), position % 4] = token
-                context = [store[int(tables[row, place // 4]), place % 4] for place in range(position + 1)]
+                store[int(tables[row, position // 16]), position % 16] = token
+                context = [store[int(tables[row, place // 16]), place % 16] for place in range(position + 1)]
                 logits[row] = torch.rand(40, generator=torch.Generator().manual_seed(hash(tuple(context)) % 10**9))
         return logits
 
-    def capture(work: Callable[[], None]) -> Callable[[], None]:
-        captured.append(work)
-        return work
-
-    graphs = ForwardGraphs(
-        forward, capture, max_rows=max_rows, logits_per_row=1, max_blocks=9, vocab_size=40, device=torch.device("cpu")
-    )
-    return graphs, captured, store
+    return *make_graphs(forward, 40, max_rows=max_rows), store
 
 
 @pytest.mark.parametrize("vocab_size", [40, 23])
@@ -250,12 +227,12 @@ def test_a_chain_is_its_steps_one_by_one(vocab_size: int) -> None:
     """Rows that stop before the others, and buckets with rows that nobody asked for, which keep nothing."""
     graphs, captured, store = chains()
     generator = torch.Generator().manual_seed(3)
-    for rows, steps, short in ((4, 3, 0), (3, 3, 1), (1, 3, 0), (6, 2, 2), (5, 2, 0), (3, 3, 0)):
+    for rows, steps, short in ((4, 3, 0), (3, 3, 1), (1, 3, 0), (6, 2, 2), (5, 2, 0), (3, 3, 0), (1, 40, 0)):
         tables = torch.arange(1, rows * 4 + 1).view(rows, 4)
         store.clear()
         starts = torch.randint(0, 8, (rows, 1), generator=generator)
         for row in range(rows):
-            store |= {(row * 4 + 1 + place // 4, place % 4): place for place in range(int(starts[row]))}
+            store |= {(row * 4 + 1, place): place for place in range(int(starts[row]))}
         first = torch.randint(0, 40, (rows,), generator=generator)
         positions = starts + torch.arange(steps)
         positions[:short, steps - 1 :] = -1
@@ -273,48 +250,19 @@ def test_a_chain_is_its_steps_one_by_one(vocab_size: int) -> None:
             token = expected[:, 0]
         assert found.shape == (rows, steps, 5)
         assert after == store
-    # Chains of 4, 1 and 6 rows, beside forwards of 4, 1 and 6 rows.
+    # Steps of 4, 1 and 6 rows, beside forwards of 4, 1 and 6 rows.
     assert graphs.num_graphs == len(captured) == 6
 
 
-def test_chains_are_told_apart_by_steps_and_candidates_and_do_not_disturb_each_other() -> None:
+def test_steps_of_any_number_share_a_graph_and_candidates_have_their_own() -> None:
     graphs, captured, _ = chains()
     tables = torch.arange(1, 9).view(2, 4)
     first, start = torch.tensor([5, 6]), torch.tensor([[0], [0]])
 
     def run(steps: int, num_ranked: int) -> torch.Tensor:
-        return graphs.run_chain(first, start + torch.arange(steps), tables, 40, num_ranked)
+        return graphs.run_chain(first, start + torch.arange(steps), tables, 40, num_ranked).clone()
 
-    long, few = run(4, 3), run(4, 2)
-    kept = long.clone()
-    short = run(2, 3)
-    assert len(captured) == graphs.num_graphs == 3
-    assert torch.equal(long, kept) and torch.equal(short, long[:, :2]) and torch.equal(few, long[:, :, :2])
-    assert torch.equal(run(4, 3), kept) and len(captured) == 3
-
-
-def test_a_start_captures_what_rounds_of_any_number_of_rows_repeat(
-    tmp_path: Path, captures: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rounds of short texts find their graphs, but the last of a text, which draft less, and prompts of many rows."""
-    monkeypatch.setattr(HostAttention, "tile", 64)
-    target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
-    draft = make_draft(tmp_path / "draft", target, 1)
-    made: list[Any] = []
-    make = ForwardGraphs._make
-
-    def logged(graphs: ForwardGraphs, shape: Any, *others: Any) -> Any:
-        made.append((shape.queries, shape.num_ranked, shape.last_only, shape.rows))
-        return make(graphs, shape, *others)
-
-    monkeypatch.setattr(ForwardGraphs, "_make", logged)
-    speculation = {"draft_len": 4, "pacing": "fixed"}
-    with make_llm(target, draft, speculation=speculation, scheduler={"max_batch_size": 6}) as llm:
-        plain, verification, catch_up, chain = (1, 0, False), (5, 0, False), (2, 0, True), (3, 1, True)
-        repeated = {(*kind, rows) for kind in (plain, verification, catch_up, chain) for rows in (1, 2, 4, 6)}
-        assert repeated <= set(made)
-        made.clear()
-        for count in (1, 2, 3, 5, 6):
-            prompts = [prompt_of(11, seed=count * 10 + number) for number in range(count)]
-            llm.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
-    assert not repeated & set(made)
+    long, few, short = run(4, 3), run(4, 2), run(2, 3)
+    assert len(captured) == graphs.num_graphs == 2
+    assert torch.equal(short, long[:, :2]) and torch.equal(few, long[:, :, :2])
+    assert torch.equal(run(4, 3), long) and len(captured) == 2

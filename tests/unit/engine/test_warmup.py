@@ -61,13 +61,14 @@ def test_graphs_of_short_prompts_are_made_at_the_start_where_rows_are_no_power_o
 def test_draft_ranks_of_their_own_capture_what_their_rounds_replay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They draft with ranked candidates, and guess with every draft_len that is sure to come."""
+    """They draft with ranked candidates, and guess with any draft_len."""
     draft_len, half, guesses = 4, 2, 24
     made: list[Any] = []
     make, engine_of = ForwardGraphs._make, ahead_rounds.Engine
 
     def logged_make(self: ForwardGraphs, shape: Any, *others: Any) -> Any:
-        made.append(shape)
+        if self is rounds.drafter._engine._forwards.graphs:  # and not the drafts that these are compared with
+            made.append(shape)
         return make(self, shape, *others)
 
     monkeypatch.setattr(ForwardGraphs, "_make", logged_make)
@@ -78,11 +79,10 @@ def test_draft_ranks_of_their_own_capture_what_their_rounds_replay(
         engine, most = rounds.drafter._engine, ahead_rounds.MAX_ROWS
         warm_up(engine, {2, draft_len}, 400, most, verifies=False, num_ranked=NUM_RANKED)
         rounds.drafter._guess_steps = [guesses]
-        rounds.drafter.warm_up({draft_len, half})
-    chains = {(shape.rows, shape.queries) for shape in made if shape.num_ranked == NUM_RANKED}
-    assert len(chains) == len([shape for shape in made if shape.num_ranked])
-    guessed = {chain for chain in chains if chain[0] >= guesses}
-    assert {steps for _, steps in guessed} == {draft_len, half}
+        rounds.drafter.warm_up()
+    steps = [shape for shape in made if shape.num_ranked]
+    assert {shape.num_ranked for shape in steps} == {NUM_RANKED}
+    assert any(shape.rows >= guesses for shape in steps)
 
     def schedule(always: bool) -> RoundPlan | None:
         plan = rounds.scheduler.schedule(rounds.random.choice((draft_len, half)))
@@ -93,4 +93,4 @@ def test_draft_ranks_of_their_own_capture_what_their_rounds_replay(
     for number in range(most):
         rounds.add(prompt_of(9 + number, seed=number), max_tokens=60, ignore_eos=True)
     rounds.run(200)
-    assert not {(shape.rows, shape.queries) for shape in made} & guessed
+    assert not made

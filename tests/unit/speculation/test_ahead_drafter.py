@@ -176,7 +176,7 @@ def test_warming_up_changes_nothing_of_rows(model: CausalLM) -> None:
     drafter = make_drafter(model, 4, 20, 40, 3, False, 8, guess_steps=(2, 8))
     store = drafter._engine._store.data  # type: ignore[attr-defined]
     store.fill_(7.0)
-    drafter.warm_up({3, 1})
+    drafter.warm_up()
     assert (store[:, :, 1:] == 7.0).all()
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
 from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists
+from trtrun.first_uses import FirstUses
 from trtrun.wire.plans import decode_plan, encode_plan
 from trtrun.wire.reports import ReportArrays, RoundReport, RoundTimes, decode_report
 
@@ -116,11 +117,11 @@ def test_a_report_comes_back_as_it_was() -> None:
     tokens = np.array([[5, 6, 7], [8, -1, -1]])
     ids = np.arange(2 * 3 * 4).reshape(2, 3, 4)
     values = -np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4) / 8
-    report = come_back(
-        ReportArrays(41, RoundTimes(0.25, 0.5, 0.75), np.array([3, 1]), np.array([2, 0]), tokens, ids, values)
-    )
+    times = RoundTimes(0.25, 0.5, 0.75, 0.875, FirstUses(captures=3, compilations=70_000))
+    report = come_back(ReportArrays(41, times, np.array([3, 1]), np.array([2, 0]), tokens, ids, values))
     assert (report.round_index, report.is_verdict) == (41, True)
-    assert report.times == RoundTimes(0.25, 0.5, 0.75)
+    assert report.times == times
+    assert (report.times.first_uses.captures, report.times.first_uses.compilations) == (3, 70_000)
     assert (report.num_tokens, report.draft_lens) == ([3, 1], [2, 0])
     assert report.tokens == [[5, 6, 7], [8]]
     entry = report.logprobs[1][2]
@@ -129,8 +130,8 @@ def test_a_report_comes_back_as_it_was() -> None:
 
 
 def test_a_report_without_a_verdict_says_so() -> None:
-    report = come_back(ReportArrays(7, RoundTimes(drafting=1.0)))
-    assert not report.is_verdict
+    report = come_back(ReportArrays(7, RoundTimes(drafting=1.0, first_uses=FirstUses(compilations=2))))
+    assert not report.is_verdict and report.times.first_uses == FirstUses(0, 2)
     assert (report.num_tokens, report.draft_lens, report.tokens, report.logprobs) == ([], [], [], [])
 
 

@@ -21,6 +21,7 @@ import torch
 
 from trtrun.environment import CPU_LIMIT, CPU_LIMITS
 from trtrun.errors import ConfigError
+from trtrun.first_uses import count_compilation
 from trtrun.kernels.cpu.object_cache import read_object, write_object
 
 if TYPE_CHECKING:
@@ -132,6 +133,7 @@ def load_kernels(
     if compiled is None:
         compiled = _compile(make(*arguments, **named))
         write_object(key, compiled)
+    count_compilation()
     return _link(compiled, names)
 
 

@@ -31,6 +31,9 @@ the same bits in a round, in a prompt and in any company."""
 _KEYS, _WIDE_KEYS, _STAGES = 128, 64, 2
 """Keys of one step of a program, and of one in float32, which takes twice the room; steps that are loaded at once."""
 
+_PROGRAMS = 8
+"""Programs of a multiprocessor, at most, that shares are dealt out to: a table may be much wider than a row's context,
+and programs that find nothing to do take their time, too."""
 
 _VARYING = ["queries", "position_row", "position_query", "table_row"]
 """Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them."""
@@ -58,7 +61,36 @@ def _slots(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE: tl.constexpr,
     return slot
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "shares", "tiles"])
+@triton.jit
+def _step(
+    peak, total, gathered, rotated, own, first_own, last, first, stop,
+    store, value_offset, table, kv_head, kv_heads, window, scale, element, inside,
+    BLOCK_SIZE: tl.constexpr, HEAD: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The keys from `first` on, before `stop`, put to what came before them in their share."""
+    at = first + tl.arange(0, KEYS)
+    known = at < stop
+    base = _slots(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE, KEYS).to(tl.int64) * HEAD
+    keys = tl.load(store + base[None, :] + element[:, None], mask=known[None, :] & inside[:, None], other=0.0)
+    scores = tl.dot(rotated, keys, input_precision=PRECISION)
+    if (first + KEYS > first_own + 1) | (first <= last - window):  # some query does not see some key
+        seen = (at[None, :] <= own[:, None]) & (at[None, :] > own[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    # exp2 is the faster one: the factor of scale is log2(e).
+    stretch = scale * 1.4426950408889634
+    higher = tl.maximum(peak, tl.ceil(tl.max(scores, axis=1) * stretch))
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores * stretch - safe[:, None])
+    fade = power(peak - safe)
+    values = tl.load(
+        store + value_offset + base[:, None] + element[None, :], mask=known[:, None] & inside[None, :], other=0.0
+    )
+    total = total * fade + _sum_weights(weights, KEYS)
+    gathered = tl.dot(weights.to(values.dtype), values, gathered * fade[:, None], input_precision=PRECISION)
+    return higher, total, gathered
+
+
+@triton.jit(do_not_specialize=[*_VARYING, "shares", "tiles"], do_not_specialize_on_alignment=["positions"])
 def _attend_kernel(
     query, store, value_offset, tables, positions, output, partial_sum, partial_peak, partial_output, scale,
     query_token, query_head, position_row, position_query, table_row,
@@ -67,7 +99,7 @@ def _attend_kernel(
     TILE: tl.constexpr, SHARE: tl.constexpr, KEYS: tl.constexpr, IS_SPLIT: tl.constexpr, PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries of one row and KV head over one share of the row's context, or all of them, one by one."""
+    """One tile of queries of one row and KV head over some shares of the row's context, or all of them, one by one."""
     begin(EARLY)
     # The last tile of a prompt sees most keys: it begins first.
     row = tl.program_id(0) if IS_SPLIT else tl.num_programs(0) - 1 - tl.program_id(0)
@@ -79,12 +111,9 @@ def _attend_kernel(
     own = tl.maximum(own, 0)  # padding sees key 0 alone
     last = tl.max(own)
     first_own = tl.min(tl.where(real, own, last))
-    oldest = tl.maximum(first_own - window + 1, 0)
-    start, stop = oldest // KEYS * KEYS, last + 1
-    share = tl.program_id(2) // tiles
-    if IS_SPLIT:
-        start, stop = tl.maximum(start, share * SHARE), tl.minimum(stop, share * SHARE + SHARE)
-    if start >= stop:
+    start, stop = tl.maximum(first_own - window + 1, 0) // KEYS * KEYS, last + 1
+    first_share = start // SHARE + tl.program_id(2) // tiles
+    if first_share * SHARE >= stop:
         return
     token = row * queries + index
     element = tl.arange(0, HEAD_PADDED)
@@ -94,45 +123,40 @@ def _attend_kernel(
         query + token[:, None] * query_token + head[:, None] * query_head + element[None, :], mask=mask, other=0.0
     )
     table = tables + row * table_row
-    peak = tl.full([TILE], float("-inf"), tl.float32)
-    total = tl.zeros([TILE], tl.float32)
-    gathered = tl.zeros([TILE, HEAD_PADDED], tl.float32)
-    all_peak, all_total, all_gathered = peak, total, gathered
-    for first in range(start, stop, KEYS):
-        if not IS_SPLIT:  # noqa: SIM102 (known when the kernel is compiled)
+    result = token * (kv_heads * group) + head
+    if IS_SPLIT:
+        for share in range(first_share, (stop + SHARE - 1) // SHARE, tl.num_programs(2) // tiles):
+            peak = tl.full([TILE], float("-inf"), tl.float32)
+            total = tl.zeros([TILE], tl.float32)
+            gathered = tl.zeros([TILE, HEAD_PADDED], tl.float32)
+            for first in range(tl.maximum(start, share * SHARE), tl.minimum(stop, share * SHARE + SHARE), KEYS):
+                peak, total, gathered = _step(
+                    peak, total, gathered, rotated, own, first_own, last, first,
+                    tl.minimum(stop, share * SHARE + SHARE),
+                    store, value_offset, table, kv_head, kv_heads, window, scale, element, inside,
+                    BLOCK_SIZE, HEAD, KEYS, PRECISION,
+                )  # fmt: skip
+            slot = result.to(tl.int64) * shares + share
+            tl.store(partial_peak + slot, peak, mask=real)
+            tl.store(partial_sum + slot, total, mask=real)
+            tl.store(partial_output + slot[:, None] * HEAD + element[None, :], gathered, mask=mask)
+    else:
+        peak = tl.full([TILE], float("-inf"), tl.float32)
+        total = tl.zeros([TILE], tl.float32)
+        gathered = tl.zeros([TILE, HEAD_PADDED], tl.float32)
+        all_peak, all_total, all_gathered = peak, total, gathered
+        for first in range(start, stop, KEYS):
             if (first % SHARE == 0) & (first > start):  # a share is done
                 all_peak, all_total, fade, factor = merge(all_peak, all_total, peak, total)
                 all_gathered = all_gathered * fade[:, None] + gathered * factor[:, None]
                 peak = tl.full([TILE], float("-inf"), tl.float32)
                 total = tl.zeros([TILE], tl.float32)
                 gathered = tl.zeros([TILE, HEAD_PADDED], tl.float32)
-        at = first + tl.arange(0, KEYS)
-        known = at < stop
-        base = _slots(table, first, at, known, kv_head, kv_heads, BLOCK_SIZE, KEYS).to(tl.int64) * HEAD
-        keys = tl.load(store + base[None, :] + element[:, None], mask=known[None, :] & inside[:, None], other=0.0)
-        scores = tl.dot(rotated, keys, input_precision=PRECISION)
-        if (first + KEYS > first_own + 1) | (first <= last - window):  # some query does not see some key
-            seen = (at[None, :] <= own[:, None]) & (at[None, :] > own[:, None] - window)
-            scores = tl.where(seen, scores, float("-inf"))
-        # exp2 is the faster one: the factor of scale is log2(e).
-        stretch = scale * 1.4426950408889634
-        higher = tl.maximum(peak, tl.ceil(tl.max(scores, axis=1) * stretch))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores * stretch - safe[:, None])
-        fade = power(peak - safe)
-        values = tl.load(
-            store + value_offset + base[:, None] + element[None, :], mask=known[:, None] & inside[None, :], other=0.0
-        )
-        total = total * fade + _sum_weights(weights, KEYS)
-        gathered = tl.dot(weights.to(values.dtype), values, gathered * fade[:, None], input_precision=PRECISION)
-        peak = higher
-    result = token * (kv_heads * group) + head
-    if IS_SPLIT:
-        slot = result.to(tl.int64) * shares + share
-        tl.store(partial_peak + slot, peak, mask=real)
-        tl.store(partial_sum + slot, total, mask=real)
-        tl.store(partial_output + slot[:, None] * HEAD + element[None, :], gathered, mask=mask)
-    else:
+            peak, total, gathered = _step(
+                peak, total, gathered, rotated, own, first_own, last, first, stop,
+                store, value_offset, table, kv_head, kv_heads, window, scale, element, inside,
+                BLOCK_SIZE, HEAD, KEYS, PRECISION,
+            )  # fmt: skip
         _, total, fade, factor = merge(all_peak, all_total, peak, total)
         gathered = all_gathered * fade[:, None] + gathered * factor[:, None]
         gathered = gathered / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -228,10 +252,12 @@ def _attend_rows(
     keys, largest = _sizes(head_padded, query.itemsize, shared_bytes(query.device))
     tile = min(tile, largest, max(16, _padded(queries * group)))
     tiles = -(-queries * group // tile)
-    slots = tokens * heads * shares if is_split else 0
+    slots, at_once = tokens * heads * shares if is_split else 0, 1
+    if is_split:
+        at_once = min(shares, max(1, _PROGRAMS * multiprocessors(query.device) // (rows * kv_heads * tiles)))
     sums, peaks = query.new_empty((2, slots), dtype=torch.float32)
     partial = query.new_empty((slots, head_dim), dtype=torch.float32)
-    _attend_kernel[(rows, kv_heads, tiles * shares if is_split else tiles)](
+    _attend_kernel[(rows, kv_heads, tiles * at_once)](
         query, store_layer, num_blocks * kv_heads * block_size * head_dim,
         tables, positions, output, sums, peaks, partial, scale,
         query.stride(0), query.stride(1),

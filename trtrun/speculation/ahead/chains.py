@@ -23,6 +23,9 @@ from trtrun.tensors import device_integers, kept_integers
 NUM_RANKED = MOST_RANKS + 1
 """Tokens that are ranked at a place: the one that the draft chooses, and candidates beside it."""
 
+_MIDDLE_CONTEXT = 1000
+"""Neither a short one nor a long one: there may be graphs for each."""
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -50,14 +53,20 @@ class Chains(Generic[PreparedStep]):
         self._num_ranked = min(NUM_RANKED, vocab_size)
         self._use_logits = use_logits
 
-    def warm_up(self, count: int, steps: int) -> None:
-        """Run `steps` steps of `count` rows that write nowhere."""
+    def warm_up(self, count: int) -> None:
+        """Run steps of `count` rows that write nowhere: one for each graph where there are graphs."""
         engine = self._engine
-        nowhere = torch.full((count, steps), -1, dtype=torch.int64, device=engine.device)
-        tables = torch.zeros_like(engine.tables(self._index([0]), 1)).expand(count, -1)
+        nowhere = torch.full((count, 1), -1, dtype=torch.int64, device=engine.device)
         first = torch.zeros(count, dtype=torch.int64, device=engine.device)
-        if engine.rank_steps(first, nowhere, tables, self._vocab_size, self._num_ranked) is None:
-            engine.decode(engine.prepare_steps(tables, nowhere)[0], first)
+        sampling, rows = engine.rows.sampling, [0] * count
+        for context in (1, _MIDDLE_CONTEXT, engine.most_positions):
+            tables = torch.zeros_like(engine.tables(self._index(rows), min(context, engine.most_positions)))
+            kinds = KeyedRanks.kinds(sampling, rows, first, Stream.TARGET) if engine.has_graphs else []
+            for keyed in (*(() if self._use_logits else kinds), None):
+                found = engine.rank_steps(first, nowhere, tables, self._vocab_size, self._num_ranked, keyed)
+                if found is None:
+                    engine.decode(engine.prepare_steps(tables, nowhere)[0], first)
+                    return
 
     def feed(self, rows: list[int], tokens: Sequence[Sequence[int]], ends: Sequence[int]) -> Chosen:
         """Feed each row tokens that end before position `ends`, and choose what follows them: chains of one step.

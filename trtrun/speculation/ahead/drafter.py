@@ -11,7 +11,7 @@ clocks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Generic
 
 import torch
@@ -75,13 +75,11 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         return self._engine.rows
 
     @inference
-    def warm_up(self, draft_lens: Collection[int]) -> None:
+    def warm_up(self) -> None:
         """See Drafter: chains of all numbers of guesses, and a fresh draft of one row. It writes to the null block
         alone."""
-        guesses = {(count, steps) for count in self._guess_steps for steps in draft_lens}
-        for count, steps in sorted({(1, self._draft_len - 1), *guesses}, reverse=True):
-            if steps:
-                self._chains.warm_up(count, steps)
+        for count in sorted({1, *self._guess_steps} - {0}, reverse=True):
+            self._chains.warm_up(count)
 
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in admissions, drops and blocks."""

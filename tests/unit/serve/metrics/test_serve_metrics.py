@@ -21,6 +21,7 @@ from launch.serve.metrics.triton import write_exposition
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
 from trtrun.core.sampling_params import LARGEST_COUNT
+from trtrun.timing.telemetry import RunStatistics
 
 LEFT_OUT = {"nv_gpu_", "vllm:iteration_tokens_total"}
 """Which the page of docs says that there are none of."""
@@ -81,9 +82,8 @@ def test_totals_go_on_over_engines_and_names_are_vllms() -> None:
         observed.observe(0, delta, before, now)
         before = delta.statistics
     observed.end(is_whole=True, now=3.0)
-    status = messages.Status(
-        num_running=1, num_waiting=2, num_free_blocks=3, num_blocks=4, totals={"num_rounds": 7, "verifying_s": 0.5}
-    )
+    totals = RunStatistics(num_rounds=7, verifying=0.5, num_captures=3, num_compilations=20).as_dict()
+    status = messages.Status(num_running=1, num_waiting=2, num_free_blocks=3, num_blocks=4, totals=totals)
     text = metrics.render(READY, status).decode()
     metrics.count_loss()
     metrics.count_restart()
@@ -102,9 +102,12 @@ def test_totals_go_on_over_engines_and_names_are_vllms() -> None:
         f"vllm:num_requests_waiting{{{labels}}} 2.0",
         f"vllm:kv_cache_usage_perc{{{labels}}} 0.25",
         f"trtrun:rounds_total{{{labels}}} 7.0",
+        f"trtrun:captures_total{{{labels}}} 3.0",
+        f"trtrun:compilations_total{{{labels}}} 20.0",
     ):
         assert line in text
     assert f"trtrun:rounds_total{{{labels}}} 14.0" in later
+    assert f"trtrun:captures_total{{{labels}}} 6.0" in later and f"trtrun:compilations_total{{{labels}}} 40.0" in later
     assert f"trtrun:engine_restarts_total{{{labels}}} 1.0" in later
     metrics.count_loss()
     assert f"trtrun:rounds_total{{{labels}}} 21.0" in metrics.render(READY, status).decode()

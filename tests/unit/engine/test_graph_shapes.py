@@ -1,0 +1,65 @@
+"""Which shapes have graphs: few, each forward finds one that holds it, and padding stays within its bounds."""
+
+from __future__ import annotations
+
+import pytest
+
+from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes, catch_up_width
+
+WASTED = 32
+
+
+@pytest.mark.parametrize("max_rows", [1, 6, 64, 100])
+@pytest.mark.parametrize("draft_len", [0, 1, 4, 10])
+def test_every_round_finds_a_graph_that_holds_it(max_rows: int, draft_len: int) -> None:
+    shapes = GraphShapes(max_rows, draft_len + 1, 100, 16)
+    numbers = shapes.numbers_of_rows()
+    assert numbers == sorted(set(numbers), reverse=True) and (numbers[0], numbers[-1]) == (max_rows, 1)
+    for rows in range(1, max_rows + 1):
+        bucket = shapes.rows(rows)
+        assert bucket in numbers and rows <= bucket < 2 * rows
+        kept = shapes.numbers_of_queries(bucket)
+        for queries in range(1, draft_len + 2):
+            found = shapes.queries(bucket, queries)
+            assert found in kept and found >= queries
+            assert bucket * (found - queries) <= WASTED
+    assert shapes.numbers_of_queries(1)[-1] == 1
+
+
+def test_plain_decoding_has_no_padding_and_many_rows_have_graphs_for_each_draft_len() -> None:
+    shapes = GraphShapes(100, 5, 100, 16)
+    assert all(shapes.queries(rows, 1) == 1 for rows in shapes.numbers_of_rows())
+    assert shapes.numbers_of_queries(100) == [5, 4, 3, 2, 1]
+    assert shapes.numbers_of_queries(32) == [5, 3, 1]
+    assert shapes.numbers_of_queries(8) == [5, 1]
+
+
+@pytest.mark.parametrize("max_blocks", [3, 16, 100, 1025, 8193])
+def test_contexts_fall_into_two_or_three_widths(max_blocks: int) -> None:
+    shapes = GraphShapes(64, 5, max_blocks, 16)
+    for rows in (1, 16, 64):
+        widths = shapes.widths(rows)
+        assert widths == sorted(set(widths)) and widths[-1] == max_blocks and widths[0] == min(16, max_blocks)
+        assert len(widths) <= (3 if rows < 64 and max_blocks > 1024 else 2)
+        for blocks in range(1, max_blocks + 1):
+            found = shapes.blocks(blocks, rows)
+            assert found in widths and found >= blocks
+            assert shapes.prompt_blocks(blocks) in shapes.prompt_widths()
+
+
+@pytest.mark.parametrize("max_rows", [1, 6, 100])
+@pytest.mark.parametrize("width", [16, 32])
+def test_every_number_of_tiles_finds_a_graph(max_rows: int, width: int) -> None:
+    shapes = GraphShapes(max_rows, 5, 100, 16)
+    short, long = shapes.prompt_widths()
+    for tiles in range(1, MOST_PROMPT_TOKENS // width + 1):
+        if shapes.takes_prompts(tiles, width):
+            for blocks in (short, long):
+                found = shapes.tiles(tiles, width, blocks)
+                assert found in shapes.numbers_of_tiles(width, blocks)
+                assert tiles <= found and found * width <= MOST_PROMPT_TOKENS
+    assert len(shapes.numbers_of_tiles(width, long)) < len(shapes.numbers_of_tiles(width, short))
+
+
+def test_rows_that_lack_tokens_are_fed_in_few_widths() -> None:
+    assert [catch_up_width(count) for count in range(1, 10)] == [2, 2, 8, 8, 8, 8, 8, 8, 32]

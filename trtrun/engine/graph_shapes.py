@@ -1,0 +1,115 @@
+"""Which shapes of forwards have graphs: so few that a start captures all of them, and no round has to wait for one.
+
+A forward of another shape runs through the smallest graph that holds it. Rows, queries and blocks that a graph has
+beside the forward's are padding, which costs time and changes no bit. So numbers of rows are powers of two; queries are
+as few kinds as waste little; and there are two or three widths of block tables, as attention on a GPU takes hardly
+longer for a table that is wider than a row's context.
+
+It knows numbers. It does not know graphs, tensors or rounds.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+MOST_PROMPT_TOKENS = 512
+"""Tokens of prompts, padding counted, that are computed through a graph. With more the device has enough to do while
+the host launches, and padding would cost more than launching."""
+
+SHARED_CONTEXT = 256
+"""Contexts of up to so many tokens share a graph: attention does not split them, however wide the table."""
+
+_MIDDLE_CONTEXT = 8192
+_FEW_ROWS = 16
+"""Of up to so many rows attention splits contexts, and has results of shares for tables of any width: so many rows have
+graphs of this context, too, where there are contexts of more than twice as many tokens."""
+
+_WASTED_TOKENS = 32
+"""Queries of padding, of all rows, that a graph of more queries may cost at most. Fewer than about a hundred tokens
+take a GPU the time in which it reads the weights."""
+
+_PROMPT_STEP = 4
+"""Numbers of prompt tiles with long contexts that have graphs are powers of it."""
+
+_CATCH_UP_STEP = 4
+"""Widths of catching up are twice the powers of it."""
+
+
+class GraphShapes:
+    """The shapes of one engine's graphs."""
+
+    def __init__(self, max_rows: int, most_queries: int, max_blocks: int, block_size: int) -> None:
+        """Of rounds of up to `max_rows` rows, with up to `most_queries` queries each that get logits, and block tables
+        of up to `max_blocks` blocks of `block_size` tokens."""
+        self._max_rows = max_rows
+        self._most_queries = most_queries
+        self._max_blocks = max_blocks
+        self._block_size = block_size
+        self.queries = cache(self._queries)
+
+    def rows(self, rows: int) -> int:
+        """The rows of the graph for `rows` of them, or for as many tiles of prompts, which may be more."""
+        bucket = 1 << (rows - 1).bit_length()
+        return bucket if rows > self._max_rows else min(bucket, self._max_rows)
+
+    def numbers_of_rows(self) -> list[int]:
+        """All of them, the largest first: graphs of fewer rows then find the memory of those of more."""
+        return sorted({min(1 << power, self._max_rows) for power in range(self._max_rows.bit_length() + 1)})[::-1]
+
+    def _queries(self, rows: int, queries: int) -> int:
+        """The queries of the graph for `queries` of each of as many rows as its own `rows`, all with logits."""
+        return min((kept for kept in self.numbers_of_queries(rows) if kept >= queries), default=queries)
+
+    def numbers_of_queries(self, rows: int) -> list[int]:
+        """Those of graphs of `rows` rows, the largest first: one query, and the fewest others that waste little."""
+        kept = [self._most_queries]
+        for queries in range(self._most_queries - 1, 0, -1):
+            if queries == 1 or rows * (kept[-1] - queries) > _WASTED_TOKENS:
+                kept.append(queries)
+        return kept
+
+    def blocks(self, blocks: int, rows: int) -> int:
+        """The width of block tables of `rows` rows whose contexts take up to `blocks` blocks."""
+        return min(width for width in self.widths(rows) if width >= min(blocks, self._max_blocks))
+
+    def widths(self, rows: int) -> list[int]:
+        """Widths of block tables of `rows` rows, the narrowest first."""
+        contexts = [SHARED_CONTEXT]
+        if rows <= _FEW_ROWS and self._max_blocks * self._block_size > 2 * _MIDDLE_CONTEXT:
+            contexts.append(_MIDDLE_CONTEXT)
+        widths = {min(-(-context // self._block_size), self._max_blocks) for context in contexts}
+        return sorted({*widths, self._max_blocks})
+
+    def prompt_blocks(self, blocks: int) -> int:
+        """The width of block tables of prompts whose contexts take up to `blocks` blocks."""
+        return next(width for width in self.prompt_widths() if width >= min(blocks, self._max_blocks))
+
+    def prompt_widths(self) -> list[int]:
+        """Widths of block tables of prompts, the narrowest first."""
+        return sorted({min(-(-SHARED_CONTEXT // self._block_size), self._max_blocks), self._max_blocks})
+
+    def takes_prompts(self, tiles: int, width: int) -> bool:
+        """Whether so many tiles of prompts, of `width` queries each, are computed through a graph."""
+        return self.rows(tiles) * width <= MOST_PROMPT_TOKENS
+
+    def tiles(self, tiles: int, width: int, blocks: int) -> int:
+        """The tiles of the graph for `tiles` of `width` queries, of prompts whose tables have `blocks` columns."""
+        if blocks == self.prompt_widths()[0]:
+            return self.rows(tiles)
+        bucket = 1
+        while bucket < tiles:
+            bucket *= _PROMPT_STEP
+        return bucket if bucket * width <= MOST_PROMPT_TOKENS else self.rows(tiles)
+
+    def numbers_of_tiles(self, width: int, blocks: int) -> list[int]:
+        """The numbers of tiles of `width` queries that have graphs of their own, the largest first."""
+        taken = [tiles for tiles in range(1, MOST_PROMPT_TOKENS // width + 1) if self.takes_prompts(tiles, width)]
+        return sorted({self.tiles(tiles, width, blocks) for tiles in taken}, reverse=True)
+
+
+def catch_up_width(count: int) -> int:
+    """Queries of the graph that feeds rows up to `count` tokens that they lack."""
+    width = 2
+    while width < count:
+        width *= _CATCH_UP_STEP
+    return width

@@ -1,0 +1,25 @@
+"""Counts the kernels that Triton makes ready, whether it compiles them or finds them on disk.
+
+It knows Triton's hook. It does not know kernels.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from triton import knobs
+
+from trtrun.first_uses import count_compilation
+
+
+@cache
+def watch_compilations() -> None:
+    """Count from now on. Another's hook is still called."""
+    others = knobs.runtime.jit_post_compile_hook
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        count_compilation()
+        return others(*arguments, **named) if others is not None else None
+
+    knobs.runtime.jit_post_compile_hook = counted
