@@ -69,6 +69,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"job"}),
         frozenset({"rendezvous"}),
         frozenset({"startup"}),
+        frozenset({"engine_maker", "kernels_ahead"}),
         frozenset({"worker_factory", "largest_round"}),
         frozenset({"policies"}),
         frozenset({"memory_requirements", "rehearsed_rounds"}),

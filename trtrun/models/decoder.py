@@ -8,7 +8,8 @@ whatever else is in the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -63,6 +64,15 @@ class CausalLM:
         self._attention = attention
         self.on_layer: Callable[[], None] | None = None
         self.has_overflowed = False
+
+    @contextmanager
+    def shortened(self, num_layers: int) -> Iterator[None]:
+        """Within it forwards end after the first layers: for who asks what runs, and not what comes out."""
+        layers, self._layers = self._layers, self._layers[:num_layers]
+        try:
+            yield
+        finally:
+            self._layers = layers
 
     def reserve_positions(self, positions: int) -> None:
         """Make rotary tables for positions [0, positions) now; needed before a graph is captured, free otherwise."""

@@ -8,7 +8,7 @@ all is written there. It knows the round and a GPU's counters of memory. It does
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,16 +91,17 @@ class SilentExchange:
 
 @dataclass
 class Rehearsal:
-    """This process's worker with a SilentExchange and engines over stores of one block, and the largest round."""
+    """This process's worker with a SilentExchange, its engines by role over stores of one block, and the largest
+    round."""
 
     worker: Worker
-    engines: Sequence[Engine]
+    engines: Mapping[str, Engine]
     shape: RoundShape
 
     @property
     def num_graphs(self) -> int:
         """Graphs that the engines hold."""
-        return sum(engine.num_graphs for engine in self.engines)
+        return sum(engine.num_graphs for engine in self.engines.values())
 
     def play(self, plan: RoundPlan) -> None:
         """Run a round. Collective over the tensor-parallel groups."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import resource
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -20,45 +21,33 @@ from parallel.topology import Slot, Topology
 from parallel.watchdog.activity import Activity, Phase
 from trtrun.configuration.config import ModelSection, RuntimeConfig
 from trtrun.core.outputs import RankReport
-from trtrun.engine.capture import capture_for
-from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
-from trtrun.engine.warmup import warm_up
-from trtrun.engine.working_memory import RoundShape
 from trtrun.errors import CheckpointError, ConfigError, TrtrunError
 from trtrun.kernels.chooser import operations_of
-from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.kvcache.sizing import (
     SlotMemory,
-    blocks_of_tokens,
     count_kv_blocks,
     default_fraction,
     format_bytes,
     free_bytes_of_slot,
     tokens_of_blocks,
 )
-from trtrun.kvcache.store import KVStore
 from trtrun.models.config import ModelConfig, read_model_config
-from trtrun.models.decoder import CausalLM
-from trtrun.models.loading import LoadReport, load_model, shard_bytes
+from trtrun.models.loading import load_model, shard_bytes
 from trtrun.models.model_files import hash_model_files
 from trtrun.models.weight_check import choose_default
 from trtrun.roles.round import Worker
-from trtrun.scheduling.planning import MOST_CATCH_UP
-from trtrun.speculation.ahead.chains import NUM_RANKED
-from trtrun.start.largest_round import Rehearsal, SilentExchange, measure_largest_round
+from trtrun.start.engine_maker import EngineMaker, LoadedEngine
+from trtrun.start.kernels_ahead import KernelsAhead
+from trtrun.start.largest_round import measure_largest_round
 from trtrun.start.memory_requirements import (
     engine_working_bytes,
-    guess_space,
     kv_bytes_per_block,
     most_useful_blocks,
-    path_space,
     resolve_dtype,
     round_shape,
-    target_taps,
 )
 from trtrun.start.model_settings import target_context
-from trtrun.start.policies import sure_draft_lens
 from trtrun.start.worker_factory import WorkerFactory
 
 Progress = Callable[[int, int], None]
@@ -68,15 +57,6 @@ Progress = Callable[[int, int], None]
 def device_of(slot: Slot) -> torch.device:
     """The torch device of a slot. A CPU slot's number tells processes apart; torch knows one CPU."""
     return torch.device(slot.device if slot.device.startswith("cuda") else "cpu")
-
-
-@dataclass
-class _LoadedEngine:
-    """One engine rank with its weights and without a KV store."""
-
-    model: CausalLM
-    report: LoadReport
-    communicator: Communicator
 
 
 class RankStartup:
@@ -104,7 +84,15 @@ class RankStartup:
         self._target_config = read_model_config(config.target.model)
         self._draft_config = read_model_config(config.draft.model) if config.draft is not None else None
         self._context = target_context(config, self._target_config)
-        self._engines: dict[str, _LoadedEngine] = {}
+        self._engines: dict[str, LoadedEngine] = {}
+        self._made = EngineMaker(
+            config,
+            self._device,
+            self._target_config.vocab_size,
+            self._context,
+            self._engines,
+            lambda engines, exchange: self._worker_factory(engines, 1).make_worker(exchange),
+        )
         self._working_bytes = 0
 
     def load(self, progress: Progress) -> int:
@@ -120,25 +108,38 @@ class RankStartup:
             ConfigError: the weights, a round or the KV store do not fit.
         """
         self._activity.start(Phase.WEIGHTS)
+        num_ranks = len(self._topology.slots_of_host(self._slot.host))
+        self._kernels = KernelsAhead(self._kinds_of_kernels(), self._device, num_ranks)
         try:
             blocks = self._load_weights(progress)
         except (TrtrunError, ParallelError):
             self._agree(False)
+            self._kernels.close()
             raise
         if self._agree(True):
-            blocks = self._count_beside_measured_round()
+            try:
+                if not self._agree(self._kernels.working_bytes is not None):
+                    self._activity.start(Phase.WARMING_UP)
+                    self._kernels.compile(self._made.play_all)
+                    blocks = self._count_beside(None)
+                else:
+                    blocks = self._count_beside(self._kernels.working_bytes)
+            finally:
+                self._kernels.close()
             self._activity.start(Phase.LOADED)
         return blocks
 
-    def _agree(self, is_loaded: bool) -> bool:
-        """Whether all ranks of this one's groups have their weights, and so can run a round together; only on GPUs."""
+    def _agree(self, is_so: bool) -> bool:
+        """Whether something is so on all ranks that this one has a group with, or that these have, and so on: that all
+        have their weights, say, and can run a round together. Only on GPUs."""
         self._activity.start(Phase.LOADED)
         if self._device.type != "cuda":
             return False
-        failed = 0
-        for _, _, _, communicator in self._parts():
-            failed += int(communicator.all_reduce(torch.tensor([int(not is_loaded)], device=self._device)))
-        return failed == 0
+        differing = int(not is_so)
+        for _ in range(2):  # draft and target groups may share a rank: what one of them found reaches the other
+            for _, _, _, communicator in self._parts():
+                differing = int(communicator.all_reduce(torch.tensor([differing], device=self._device)))
+        return differing == 0
 
     def _load_weights(self, progress: Progress) -> int:
         """See `load`; on GPUs the blocks are those beside the weights alone."""
@@ -179,7 +180,7 @@ class RankStartup:
                 raise CheckpointError(f"{role}: {error}") from None
             done += size
             model.on_layer = self._activity.advance
-            self._engines[role] = _LoadedEngine(model, loaded, communicator)
+            self._engines[role] = LoadedEngine(model, loaded, communicator)
         return blocks
 
     def _count_blocks(self, free_bytes: int, demand: SlotMemory) -> int:
@@ -194,8 +195,9 @@ class RankStartup:
             where=self._topology.describe(self._rank),
         )
 
-    def _count_beside_measured_round(self) -> int:
-        """Run the largest round on this GPU, and count the blocks that fit beside what it took."""
+    def _count_beside(self, working_bytes: int | None) -> int:
+        """Count the blocks that fit on this GPU beside the weights and the largest round, which is run to measure it
+        where nobody knows what it takes."""
         self._activity.start(Phase.ALLOCATING)
         where = self._topology.describe(self._rank)
         demand = self._demand()
@@ -203,7 +205,9 @@ class RankStartup:
         left = torch.cuda.mem_get_info(self._device)[0]
         shape = round_shape(self._config, self._context)
         try:
-            self._working_bytes = measure_largest_round(self._device, lambda: self._rehearsal(shape), shape)
+            self._working_bytes = working_bytes or measure_largest_round(
+                self._device, lambda: self._made.rehearsal(shape), shape
+            )
         except torch.OutOfMemoryError:
             raise ConfigError(
                 f"{where}: the largest round does not fit into the {format_bytes(left)} free beside the weights "
@@ -215,36 +219,30 @@ class RankStartup:
         free = left + demand.shard_bytes
         return self._count_blocks(free, replace(demand, working_bytes=self._working_bytes))
 
-    def _rehearsal(self, shape: RoundShape) -> Rehearsal:
-        """This rank's engines over stores of the null block alone."""
-        engines = {role: self._make_engine(role, loaded, 1) for role, loaded in self._engines.items()}
-        exchange = SilentExchange(self._device, self._target_config.vocab_size, verifies="target" in engines)
-        worker = self._worker_factory(engines, 1).make_worker(exchange)
-        return Rehearsal(worker, list(engines.values()), shape)
+    def _kinds_of_kernels(self) -> list[object]:
+        """What the kernels of this rank follow from."""
+        sections = (self._config.speculation, self._config.kv_cache, self._config.scheduler)
+        parts = [
+            (
+                role,
+                section.dtype,
+                section.quantization,
+                group.rank,
+                group.size,
+                Path(section.model, "config.json").read_bytes(),
+            )
+            for role, section, _, group in self._parts()
+        ]
+        return [*(section.model_dump_json() for section in sections), *parts]
 
     def finish(self, num_blocks: int) -> tuple[Worker, RankReport]:
         """Allocate the KV stores, run every kernel once, and put the engines to work."""
         self._activity.start(Phase.ALLOCATING)
-        engines = {role: self._make_engine(role, loaded, num_blocks) for role, loaded in self._engines.items()}
+        engines = self._made.engines(num_blocks)
         self._activity.start(Phase.WARMING_UP)
-        limits = self._config.scheduler
-        for role, engine in engines.items():
-            verifies, is_apart = role == "target", role == "draft" and self._config.drafts_apart
-            # Draft ranks of their own feed rows one token, as a draft of two does, or draft all anew.
-            lens, ranked = ({2, self._config.draft_len}, NUM_RANKED) if is_apart else (sure_draft_lens(self._config), 1)
-            sizes = (limits.max_num_tokens, limits.max_batch_size)
-            warm_up(
-                engine,
-                lens,
-                *sizes,
-                verifies=verifies,
-                num_ranked=ranked,
-                most_catch_up=MOST_CATCH_UP,
-                samples_steps=not self._config.speculation.use_logits,
-            )
         worker = self._worker_factory(engines, num_blocks).make_worker()
-        if worker.drafter is not None:
-            worker.drafter.warm_up()
+        self._made.warm_up(worker, engines)
+        self._kernels.finish(self._working_bytes)
         worker.first_uses.take()  # from here on somebody may wait
         self._activity.rest()
         return worker, self._report(num_blocks)
@@ -287,46 +285,6 @@ class RankStartup:
     def _shard_bytes(self, section: ModelSection, model: ModelConfig, communicator: Communicator) -> int:
         dtype = resolve_dtype(section, model)
         return shard_bytes(model, communicator.rank, communicator.size, dtype, self._device, section.quantization)
-
-    def _make_engine(self, role: str, loaded: _LoadedEngine, num_blocks: int) -> Engine:
-        model, config = loaded.model, self._config
-        guesses, paths = guess_space(config, num_blocks), path_space(config, num_blocks)
-        store = KVStore(
-            model.config.num_layers,
-            num_blocks + (guesses if role == "draft" else paths).num_blocks,
-            model.kv_heads,
-            config.kv_cache.block_size,
-            model.config.head_dim,
-            model.dtype,
-            self._device,
-            KV_FORMATS.get(config.kv_cache.dtype),
-        )
-        if self._device.type == "cpu":
-            # As much as one forward may write: enough for the first requests to run at full speed, and little beside
-            # the weights. The rest of a store, which may be half of the memory, costs nothing until it is used.
-            store.commit(min(num_blocks, blocks_of_tokens(config.scheduler.max_num_tokens, config.kv_cache.block_size)))
-        rows = RowState(
-            config.scheduler.max_batch_size,
-            self._context,
-            config.kv_cache.block_size,
-            config.speculation.draft_len,
-            min(model.config.vocab_size, self._target_config.vocab_size),
-            self._device,
-            guesses.most_guesses if role == "draft" else 0,
-        )
-        graphs = config.cuda_graphs and loaded.communicator.is_capturable
-        capture = capture_for(self._device) if graphs else None
-        if role != "target":
-            return Engine(model, store, rows, capture)
-        return Engine(
-            model,
-            store,
-            rows,
-            capture,
-            round_shape(config, self._context).verified_tokens,
-            target_taps(config, model.config),
-            paths if paths.most_paths > 1 else None,
-        )
 
     def _report(self, num_blocks: int) -> RankReport:
         loaded = [engine.report for engine in self._engines.values()]

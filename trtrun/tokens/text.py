@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +123,16 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
             f"(AutoTokenizer.from_pretrained(…).save_pretrained(…))"
         )
     try:
-        return Tokenizer(tokenizers.Tokenizer.from_file(str(file)), path)
+        return Tokenizer(_read_backend(file.read_bytes()), path)
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{file} is no tokenizer that can be read ({one_line(error)}): copy it again") from None
+
+
+@lru_cache(maxsize=1)
+def _read_backend(content: bytes) -> tokenizers.Tokenizer:
+    """From the content of tokenizer.json: a start reads the same several times, of target and draft, and each takes a
+    part of a second. Nothing alters it but `Tokenizer`, always alike."""
+    return tokenizers.Tokenizer.from_buffer(content)
 
 
 def read_shared_tokenizer(target: Path, draft: Path | None) -> Tokenizer | None:

@@ -35,7 +35,7 @@ from trtrun.models.decoder import CausalLM
 from trtrun.models.weight_reader import WeightReader
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.ahead.drafter import AheadDrafter
-from trtrun.start import startup
+from trtrun.start import engine_maker
 
 RANK, KIND = int(os.environ["HEARTBEAT_RANK"]), os.environ["HEARTBEAT_KIND"]
 EVERY_RANK = -2
@@ -116,7 +116,7 @@ def stand_still() -> None:
         # The target's third layer: some of the weights are read by then.
         change(WeightReader, "linear", lambda call: call == 6, stuck_in_python)
     elif KIND == "warming":
-        change(startup, "warm_up", lambda call: True, stuck_in_python)
+        change(engine_maker, "warm_up", lambda call: True, stuck_in_python)
     elif KIND == "unreachable":
         HeartbeatServer.listen = closed_port  # type: ignore[assignment,method-assign]
     elif KIND == "slow-layers":

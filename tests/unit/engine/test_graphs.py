@@ -23,7 +23,7 @@ from trtrun.engine import forwards, graph_shapes
 from trtrun.engine.graph_shapes import GraphShapes
 from trtrun.engine.graphs import ForwardGraphs, RowForward
 from trtrun.speculation.pacing import Pacer
-from trtrun.start import startup
+from trtrun.start import engine_maker
 
 LENGTHS = (1, 2, 17, 33, 64, 90)
 COUNT = 40
@@ -33,7 +33,7 @@ COUNT = 40
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every replay of a captured forward adds to this list, also on the CPU."""
     replays: list[int] = []
-    real = startup.capture_for
+    real = engine_maker.capture_for
 
     def capture_for(device: torch.device) -> Callable[[Callable[[], None]], Callable[[], None]]:
         capture = real(device) or (lambda work: work)
@@ -44,7 +44,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         return counted
 
-    monkeypatch.setattr(startup, "capture_for", capture_for)
+    monkeypatch.setattr(engine_maker, "capture_for", capture_for)
     return replays
 
 

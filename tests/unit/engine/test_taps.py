@@ -16,7 +16,7 @@ from trtrun import SamplingParams
 from trtrun.attention.backend import HostAttention
 from trtrun.errors import ConfigError
 from trtrun.models.taps import check_boundaries
-from trtrun.start import startup
+from trtrun.start import engine_maker
 
 SLIDING: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": 7},
@@ -32,7 +32,7 @@ def test_every_boundary_is_that_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, kind: str
 ) -> None:
     if kind != "plain":
-        monkeypatch.setattr(startup, "capture_for", lambda device: lambda work: work)
+        monkeypatch.setattr(engine_maker, "capture_for", lambda device: lambda work: work)
     if kind == "graphs and tiles":
         monkeypatch.setattr(HostAttention, "tile", 64)  # 32 queries of two heads each
     path = make_checkpoint(tmp_path / "target", architecture, seed=1, **SLIDING.get(architecture, {}))

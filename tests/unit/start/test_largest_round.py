@@ -21,7 +21,7 @@ from trtrun.core.nouns import RoundPlan
 from trtrun.engine import graphs
 from trtrun.errors import ConfigError
 from trtrun.kvcache.sizing import SlotMemory, count_kv_blocks
-from trtrun.start import largest_round, startup
+from trtrun.start import engine_maker, largest_round, startup
 from trtrun.start.largest_round import Rehearsal, chained_round, largest_rounds, small_round
 from trtrun.start.memory_requirements import round_shape
 from trtrun.start.startup import RankStartup
@@ -72,7 +72,7 @@ def test_a_rehearsal_runs_on_a_store_of_one_block(
 ) -> None:
     """What a GPU measures runs here on the CPU; graphs are played by running the captured work again."""
     if with_graphs:
-        monkeypatch.setattr(startup, "capture_for", lambda device: lambda work: work)
+        monkeypatch.setattr(engine_maker, "capture_for", lambda device: lambda work: work)
     target = make_checkpoint(tmp_path / "target", seed=1)
     with_draft = method == "draft_target"
     draft = make_draft(tmp_path / "draft", target, 1) if with_draft else None
@@ -80,11 +80,11 @@ def test_a_rehearsal_runs_on_a_store_of_one_block(
     config = configuration(target, draft, speculation=speculation, **SETTINGS)
     loaded = start(config)
     shape = round_shape(config, 64)
-    rehearsal = loaded._rehearsal(shape)
+    rehearsal = loaded._made.rehearsal(shape)
     for plan in (*largest_rounds(shape), chained_round(shape), small_round(shape)):
         rehearsal.play(plan)
     assert len(rehearsal.engines) == 1 + with_draft
-    assert all(engine._store.num_blocks == 1 for engine in rehearsal.engines)
+    assert all(engine._store.num_blocks == 1 for engine in rehearsal.engines.values())
     assert (rehearsal.num_graphs > 0) == with_graphs
     assert rehearsal.num_graphs <= graphs.MOST_GRAPHS
     rehearsal.close()
@@ -116,7 +116,7 @@ def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 1000 MiB: six large rounds take 30 each, and 5 each beside the allocator; a small one 2, and 1 a graph."""
-    monkeypatch.setattr(startup, "capture_for", lambda device: lambda work: work)
+    monkeypatch.setattr(engine_maker, "capture_for", lambda device: lambda work: work)
     settings = {**SETTINGS, "kv_cache": {"max_tokens": None, "block_size": 4, "free_memory_fraction": 1.0}}
     target = make_checkpoint(tmp_path / "target", seed=1)
     loaded = start(configuration(target, None, **settings))
@@ -132,7 +132,7 @@ def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
         counters.take(2 * MIB if is_small else 30 * MIB, captured * MIB if is_small else 5 * MIB)
 
     monkeypatch.setattr(Rehearsal, "play", counted)
-    blocks = loaded._count_beside_measured_round()
+    blocks = loaded._count_beside(None)
     assert len(played) == 7
     for_graphs = graphs.MOST_GRAPHS * (MIB + largest_round._GRAPH_TENSORS_BYTES)
     expected = (180 + 2 + 30) * MIB + for_graphs
@@ -146,7 +146,7 @@ def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
 
     monkeypatch.setattr(Rehearsal, "play", fail)
     with pytest.raises(ConfigError, match=r"the largest round does not fit into the .* MiB free beside the weights"):
-        loaded._count_beside_measured_round()
+        loaded._count_beside(None)
 
 
 def test_what_cannot_work_is_refused_with_all_the_bytes() -> None:
@@ -206,7 +206,7 @@ config = configuration(
     kv_cache={"max_tokens": 512},
 )
 loaded = start(config)
-rehearsal = loaded._rehearsal(round_shape(config, 512))
+rehearsal = loaded._made.rehearsal(round_shape(config, 512))
 before = peak()
 for plan in largest_rounds(round_shape(config, 512)):
     rehearsal.play(plan)

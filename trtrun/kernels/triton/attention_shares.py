@@ -29,7 +29,10 @@ def merge(peak, total, more_peak, more_total):
     return higher, total * fade + more_total * factor, fade, factor
 
 
-@triton.jit(do_not_specialize=["position_row", "position_query", "queries", "heads", "shares", "window"])
+@triton.jit(
+    do_not_specialize=["position_row", "position_query", "queries", "heads", "shares", "window"],
+    do_not_specialize_on_alignment=["partial_sum", "partial_peak", "positions"],
+)
 def combine_kernel(
     partial_sum, partial_peak, partial_output, positions, output,
     position_row, position_query, queries, heads, shares, window,

@@ -10,7 +10,7 @@ It knows tensors; it does not know when Triton can be used (see support.py).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -150,6 +150,21 @@ class TritonMatmul:
         return y
 
 
+_speeds: dict[tuple[int, int, str], list[bool]] = {}
+
+
+def known_speeds() -> list[tuple[int, int, str, list[bool]]]:
+    """For whom the library was found to be fast: features, inputs and dtype of weights, and an answer for each number
+    of rows. Finding it out takes a graph for each."""
+    return [(*key, answers) for key, answers in _speeds.items()]
+
+
+def remember_speeds(speeds: Sequence[tuple[int, int, str, list[bool]]]) -> None:
+    """Take over what an earlier process on this GPU has found. Whether bits are equal is tried again all the same."""
+    for features, inputs, dtype, answers in speeds:
+        _speeds[features, inputs, dtype] = answers
+
+
 _compared: dict[tuple[torch.Size, torch.dtype, torch.device], tuple[bool, ...]] = {}
 
 
@@ -176,7 +191,12 @@ def _try_library(weight: torch.Tensor) -> tuple[bool, ...]:
         torch.equal(functional.linear(values[:count], weight), chain_product(values[:count], weight))
         for count in counts[1:]
     )
-    return (False, *(is_equal and _library_is_fast(values[:count], weight) for count in counts[1:]))
+    if not is_equal:
+        return (False,) * len(counts)
+    key = (features, inputs, str(weight.dtype))
+    if len(_speeds.get(key, ())) != len(counts) - 1:
+        _speeds[key] = [_library_is_fast(values[:count], weight) for count in counts[1:]]
+    return (False, *_speeds[key])
 
 
 def _library_is_fast(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -90,7 +90,7 @@ def _step(
     return higher, total, gathered
 
 
-@triton.jit(do_not_specialize=[*_VARYING, "shares", "tiles"], do_not_specialize_on_alignment=["positions"])
+@triton.jit(do_not_specialize=[*_VARYING, "shares", "tiles"], do_not_specialize_on_alignment=["tables", "positions"])
 def _attend_kernel(
     query, store, value_offset, tables, positions, output, partial_sum, partial_peak, partial_output, scale,
     query_token, query_head, position_row, position_query, table_row,

@@ -44,7 +44,10 @@ def _slot(
 
 
 # Numbers that change from round to round: Triton must not compile a kernel of its own for each kind of them.
-@triton.jit(do_not_specialize=["tokens", "queries", "position_row", "position_query", "table_row"])
+@triton.jit(
+    do_not_specialize=["tokens", "queries", "position_row", "position_query", "table_row"],
+    do_not_specialize_on_alignment=["positions", "tables"],
+)
 def _rotate_and_write_kernel(
     query_key, value, cosine, sine, positions, tables, store, value_offset, rotated,
     query_token, query_head, value_token, value_head, position_row, position_query, table_row,

@@ -11,7 +11,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["ids_stride", "token_stride", "width"])
+@triton.jit(
+    do_not_specialize=["ids_stride", "token_stride", "width"],
+    do_not_specialize_on_alignment=["rows", "num_tokens", "tokens"],
+)
 def _advance_kernel(
     token_ids, ids_stride, lengths, rows, num_tokens, tokens, token_stride, width, PADDED: tl.constexpr
 ):  # fmt: skip
@@ -45,7 +48,10 @@ def advance(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["ids_stride", "draft_stride", "queries"])
+@triton.jit(
+    do_not_specialize=["ids_stride", "draft_stride", "queries"],
+    do_not_specialize_on_alignment=["rows", "draft_tokens", "draft_lens", "tokens", "positions"],
+)
 def _with_drafts_kernel(
     token_ids, ids_stride, lengths, rows, draft_tokens, draft_stride, draft_lens, tokens, positions, queries,
     PADDED: tl.constexpr,

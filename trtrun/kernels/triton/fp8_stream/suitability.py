@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from trtrun.kernels.rounded_rows import RoundedRows
+from trtrun.kernels.triton.collecting import is_collecting
 from trtrun.kernels.triton.gluon_works import has_same_bits, is_hopper
 
 _MOST_ROWS = 16
@@ -50,7 +51,9 @@ class Streamed:
         kind = (x.codes.device, x.dtype, self._weight[2] is not None)
         is_capturing = torch.cuda.is_current_stream_capturing()
         if kind not in _chosen and not is_capturing:  # nothing can be read back from a graph: what runs before it asks
-            _chosen[kind] = has_same_bits("product of few rounded rows", lambda: _compare(*kind, self._reference))
+            is_equal = has_same_bits("product of few rounded rows", lambda: _compare(*kind, self._reference))
+            if not is_collecting():
+                _chosen[kind] = is_equal
         return is_capturing and _chosen.get(kind, False)
 
     def __call__(self, x: RoundedRows) -> torch.Tensor:

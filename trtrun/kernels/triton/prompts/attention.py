@@ -146,7 +146,8 @@ def _attend(
     do_not_specialize=[
         "rows", "parts", "queries", "kv_heads", "group", "window", "shift", "position_row", "position_query",
         "table_row",
-    ]
+    ],
+    do_not_specialize_on_alignment=["tables", "positions"],
 )  # fmt: skip
 def _prompt_kernel(
     store, query, output, tables, positions, taken, scale,

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from trtrun.kernels.triton.collecting import is_collecting
 from trtrun.kernels.triton.gluon_works import has_same_bits, is_hopper
 
 _chosen: dict[tuple[torch.device, torch.dtype, int, int], bool] = {}
@@ -29,6 +30,8 @@ def is_chosen(store_layer: torch.Tensor, share: int, reference: Callable[..., No
             _chosen[kind] = False
         elif torch.cuda.is_current_stream_capturing():
             return False  # nothing can be read back now: the next one asks
+        elif is_collecting():
+            return has_same_bits("attention of prompts", lambda: _compare(*kind, share, reference))
         else:
             _chosen[kind] = has_same_bits("attention of prompts", lambda: _compare(*kind, share, reference))
     return _chosen[kind]

@@ -18,6 +18,7 @@ from trtrun.kernels.triton.sampling.lines import (
     NUM_INTEGERS,
     NUM_NUMBERS,
     PIECE,
+    SMALL,
     TEMPERATURE,
     Lines,
     distances,
@@ -27,11 +28,15 @@ from trtrun.kernels.triton.sampling.lines import (
 )
 from trtrun.kernels.triton.sampling.noise import key_of, log_exponentials, to_uniform
 from trtrun.kernels.triton.sampling.token_choice import best_of, inverse_total, sum_weights
+from trtrun.kernels.triton.source_keys import settle_keys
 
 _SEED = tl.constexpr(columns.SEED)
 
 
-@triton.jit(do_not_specialize=["draft_stride", "draft_len"])
+@triton.jit(
+    do_not_specialize=["draft_stride", "draft_len"],
+    do_not_specialize_on_alignment=["target_tokens", "draft_tokens", "draft_lens", "num_tokens", "tokens"],
+)
 def _accept_by_token_kernel(
     target_tokens, draft_tokens, draft_stride, draft_lens, num_tokens, tokens, draft_len, PADDED: tl.constexpr
 ):  # fmt: skip
@@ -60,7 +65,7 @@ def accept_by_token(
     return num_tokens, tokens
 
 
-@triton.jit(do_not_specialize=["positions", "draft_stride"])
+@triton.jit(do_not_specialize=["positions", "draft_stride"], do_not_specialize_on_alignment=SMALL)
 def _accept_by_probability_kernel(
     logits, row_stride, position_stride, positions, vocabulary, rows, picks, lengths, numbers, integers,
     peaks, limits, lasts, sums, draft_probs, probs_row_stride, probs_position_stride,
@@ -98,7 +103,7 @@ def _accept_by_probability_kernel(
     tl.store(num_accepted + member, accepted)
 
 
-@triton.jit(do_not_specialize=["positions"])
+@triton.jit(do_not_specialize=["positions"], do_not_specialize_on_alignment=SMALL)
 def _last_scores_kernel(
     logits, row_stride, position_stride, positions, vocabulary, rows, picks, lengths, numbers, integers,
     peaks, limits, lasts, sums, draft_probs, probs_row_stride, probs_position_stride, draft_lens, num_accepted,
@@ -140,7 +145,7 @@ def _last_scores_kernel(
     tl.store(places + at + pieces, piece * PIECE + lane)
 
 
-@triton.jit(do_not_specialize=["positions", "draft_stride"])
+@triton.jit(do_not_specialize=["positions", "draft_stride"], do_not_specialize_on_alignment=SMALL)
 def _gain_kernel(
     picks, best, places, draft_tokens, draft_stride, num_accepted, num_tokens, tokens, positions, pieces,
     PADDED: tl.constexpr, STEPS: tl.constexpr,
@@ -204,3 +209,6 @@ def accept_by_probability(
         picks, best, places, draft_tokens, draft_tokens.stride(0), num_accepted, num_tokens, tokens,
         lines.positions, pieces, PADDED=padded, STEPS=triton.next_power_of_2(lines.positions), num_warps=1,
     )  # fmt: skip
+
+
+settle_keys(globals())

@@ -21,12 +21,19 @@ import triton
 import triton.language as tl
 
 from trtrun.kernels.triton.sampling import columns
+from trtrun.kernels.triton.source_keys import settle_keys
 
 PIECE = 4096
 """Tokens of one program: 32 programs for each line of a vocabulary of 128k."""
 
 IMPOSSIBLE = tl.constexpr(0x7F800000)
 """The bits of an infinite distance."""
+
+SMALL = [
+    "rows", "lengths", "members", "picks", "peaks", "lows", "limits", "lasts", "starts", "stops", "belows",
+    "finer_belows", "targets", "counts", "best", "places", "draft_tokens", "draft_lens", "num_accepted", "num_tokens",
+]  # fmt: skip
+"""Small tensors, which may stand anywhere in larger ones: Triton must not compile a kernel for each place."""
 
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 _HIGHEST = tl.constexpr(3.4028234663852886e38)
@@ -125,7 +132,7 @@ def is_kept(distance, token, limit, last, log_min_p):
     return ranked & (key < IMPOSSIBLE) & (distance <= -log_min_p)
 
 
-@triton.jit(do_not_specialize=["positions"])
+@triton.jit(do_not_specialize=["positions"], do_not_specialize_on_alignment=SMALL)
 def _peaks_kernel(
     logits, row_stride, position_stride, positions, vocabulary, peaks, lows, limits, lasts, PIECE: tl.constexpr
 ):  # fmt: skip
@@ -152,3 +159,6 @@ def make_lines(
     if count:
         _peaks_kernel[(count, pieces)](*lines.place, *floats, *limits, PIECE=PIECE, num_warps=8)
     return lines
+
+
+settle_keys(globals())

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from trtrun.kernels.triton.source_keys import settle_keys
+
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MULTIPLIER_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MULTIPLIER_2 = tl.constexpr(0x94D049BB133111EB)
@@ -52,3 +54,6 @@ def log_exponentials(key, token):
     small = number + number * number * series
     exponential = tl.where(number < 0.0625, small, -tl.log(1.0 - number))
     return tl.log(exponential)
+
+
+settle_keys(globals())

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from trtrun.kernels.triton.sampling import columns
-from trtrun.kernels.triton.sampling.lines import NUM_INTEGERS, NUM_NUMBERS
+from trtrun.kernels.triton.sampling.lines import NUM_INTEGERS, NUM_NUMBERS, SMALL
+from trtrun.kernels.triton.source_keys import settle_keys
 
 _TOKENS = 1024
 _PIECE = 2048
@@ -23,7 +24,7 @@ _FREQUENCY = tl.constexpr(columns.FREQUENCY)
 _NUM_PROMPT = tl.constexpr(columns.NUM_PROMPT)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width"], do_not_specialize_on_alignment=SMALL)
 def _count_kernel(
     token_ids, token_stride, members, rows, lengths, integers, counts, vocabulary, width, TOKENS: tl.constexpr
 ):  # fmt: skip
@@ -40,7 +41,7 @@ def _count_kernel(
     tl.atomic_add(own, 1, mask=inside & ~is_prompt)
 
 
-@triton.jit(do_not_specialize=["positions", "draft_stride"])
+@triton.jit(do_not_specialize=["positions", "draft_stride"], do_not_specialize_on_alignment=SMALL)
 def _penalise_kernel(
     logits, row_stride, position_stride, positions, vocabulary, members, rows, numbers, counts,
     draft_tokens, draft_stride, PIECE: tl.constexpr,
@@ -101,3 +102,6 @@ def penalise_(
         logits, logits.stride(0), logits.stride(1), positions, vocabulary, members, rows, numbers, counts,
         drafts, drafts.stride(0), PIECE=_PIECE, num_warps=4,
     )  # fmt: skip
+
+
+settle_keys(globals())

@@ -26,6 +26,7 @@ from trtrun.kernels.triton.sampling.lines import (
     NUM_INTEGERS,
     NUM_NUMBERS,
     PIECE,
+    SMALL,
     TEMPERATURE,
     Lines,
     distances,
@@ -33,6 +34,7 @@ from trtrun.kernels.triton.sampling.lines import (
     line_of,
     peak_of,
 )
+from trtrun.kernels.triton.source_keys import settle_keys
 
 CANDIDATES = 8192
 """Tokens that the last search holds in registers."""
@@ -105,7 +107,7 @@ def _pick(of_line, target):
     return tl.sum(is_below.to(tl.int32)), tl.max(tl.where(is_below, of_line, 0))
 
 
-@triton.jit(do_not_specialize=["positions"])
+@triton.jit(do_not_specialize=["positions"], do_not_specialize_on_alignment=SMALL)
 def _sum_kernel(
     logits, row_stride, position_stride, positions, vocabulary, rows, numbers, integers, peaks, lows, limits, lasts,
     sums, finer_sums, starts, belows, targets, counts,
@@ -141,7 +143,7 @@ def _sum_kernel(
         tl.store(place + _PIVOTS - 1, tl.sum(amount))
 
 
-@triton.jit(do_not_specialize=["positions"])
+@triton.jit(do_not_specialize=["positions"], do_not_specialize_on_alignment=SMALL)
 def _gather_kernel(
     logits, row_stride, position_stride, positions, vocabulary, rows, numbers, integers, peaks, lows, limits, lasts,
     finer_sums, starts, belows, finer_belows, targets, counts, stops, keys, tokens,
@@ -201,7 +203,7 @@ def _search(keys, tokens, first, count, need, BY_COUNT: tl.constexpr, SIZE: tl.c
     return limit, last
 
 
-@triton.jit(do_not_specialize=["positions"])
+@triton.jit(do_not_specialize=["positions"], do_not_specialize_on_alignment=SMALL)
 def _settle_kernel(
     logits, row_stride, position_stride, positions, vocabulary, rows, numbers, integers, peaks, limits, lasts,
     finer_belows, targets, counts, stops, keys, tokens, pieces,
@@ -285,3 +287,6 @@ def cut(lines: Lines, *, by_count: bool) -> None:
         *place, lines.peaks, lines.limits, lines.lasts, finer_belows, targets, counts, stops, keys, tokens, pieces,
         FEW=CANDIDATES // 4, CANDIDATES=CANDIDATES, BITS=lines.vocabulary.bit_length(), num_warps=8, **sizes,
     )  # fmt: skip
+
+
+settle_keys(globals())

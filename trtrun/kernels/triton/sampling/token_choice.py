@@ -18,6 +18,7 @@ from trtrun.kernels.triton.sampling.lines import (
     NUM_INTEGERS,
     NUM_NUMBERS,
     PIECE,
+    SMALL,
     TEMPERATURE,
     Lines,
     distances,
@@ -26,13 +27,14 @@ from trtrun.kernels.triton.sampling.lines import (
     peak_of,
 )
 from trtrun.kernels.triton.sampling.noise import key_of, log_exponentials
+from trtrun.kernels.triton.source_keys import settle_keys
 
 _SEED = tl.constexpr(columns.SEED)
 UNIT = tl.constexpr(2.0**40)
 """Weights are summed as integers in units of its inverse: exact in any order."""
 
 
-@triton.jit(do_not_specialize=["positions", "stream"])
+@triton.jit(do_not_specialize=["positions", "stream"], do_not_specialize_on_alignment=SMALL)
 def _scores_kernel(
     logits, row_stride, position_stride, positions, vocabulary, rows, lengths, numbers, integers, peaks, limits, lasts,
     best, places, scores, stream, PIECE: tl.constexpr, PADDED: tl.constexpr, KEEPS_SCORES: tl.constexpr,
@@ -110,7 +112,7 @@ def rank(lines: Lines, stream: int, count: int) -> torch.Tensor:
     return likeliest(scores, count)
 
 
-@triton.jit(do_not_specialize=["positions"])
+@triton.jit(do_not_specialize=["positions"], do_not_specialize_on_alignment=SMALL)
 def _weights_kernel(
     logits, row_stride, position_stride, positions, vocabulary, rows, picks, numbers, peaks, limits, lasts, sums,
     PIECE: tl.constexpr, PADDED: tl.constexpr,
@@ -137,7 +139,7 @@ def inverse_total(sums, line, pieces, PADDED: tl.constexpr):
     return tl.where(total > 0.0, UNIT / tl.maximum(total, 1.0), 0.0)
 
 
-@triton.jit(do_not_specialize=["positions"])
+@triton.jit(do_not_specialize=["positions"], do_not_specialize_on_alignment=SMALL)
 def _probabilities_kernel(
     logits, row_stride, position_stride, positions, vocabulary, rows, picks, numbers, peaks, limits, lasts, sums,
     output, output_row_stride, output_position_stride, width, pieces, PIECE: tl.constexpr, PADDED: tl.constexpr,
@@ -186,3 +188,6 @@ def write_probabilities(lines: Lines, picks: torch.Tensor, output: torch.Tensor)
         sum_weights(lines, picks), output, output.stride(0), output.stride(1), width, lines.pieces,
         PIECE=PIECE, PADDED=lines.padded_pieces, num_warps=8,
     )  # fmt: skip
+
+
+settle_keys(globals())

@@ -1,0 +1,152 @@
+"""A rank's engines from its loaded models: over stores of any size, for requests or for rounds that nobody asked for.
+
+It knows the configuration and models. It does not know weights' files, memory or how many blocks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+
+from parallel.communicator import Communicator
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.engine.capture import Capture, capture_for
+from trtrun.engine.rows import RowState
+from trtrun.engine.runner import Engine
+from trtrun.engine.warmup import warm_up
+from trtrun.engine.working_memory import RoundShape
+from trtrun.kvcache.formats import KV_FORMATS
+from trtrun.kvcache.sizing import blocks_of_tokens
+from trtrun.kvcache.store import KVStore
+from trtrun.models.decoder import CausalLM
+from trtrun.models.loading import LoadReport
+from trtrun.roles.exchange import Exchange
+from trtrun.roles.round import Worker
+from trtrun.scheduling.planning import MOST_CATCH_UP
+from trtrun.speculation.ahead.chains import NUM_RANKED
+from trtrun.start.largest_round import Rehearsal, SilentExchange, chained_round, largest_rounds
+from trtrun.start.memory_requirements import guess_space, path_space, round_shape, target_taps
+from trtrun.start.policies import sure_draft_lens
+
+_FEW_LAYERS = 2
+"""Of a model in which layers may take turns in what they run."""
+
+
+@dataclass
+class LoadedEngine:
+    """One engine rank with its weights and without a KV store."""
+
+    model: CausalLM
+    report: LoadReport
+    communicator: Communicator
+
+
+@dataclass(frozen=True)
+class EngineMaker:
+    """Of one rank.
+
+    Attributes:
+        config: of the job.
+        device: of the engines.
+        target_vocab_size: padding included.
+        context: tokens of a request, at most.
+        loaded: by role, as far as they are loaded.
+        make_worker: of engines by role, over an exchange.
+    """
+
+    config: RuntimeConfig
+    device: torch.device
+    target_vocab_size: int
+    context: int
+    loaded: Mapping[str, LoadedEngine]
+    make_worker: Callable[[Mapping[str, Engine], Exchange], Worker]
+
+    def engines(self, num_blocks: int, capture: Capture | None = None) -> dict[str, Engine]:
+        """By role, over stores of `num_blocks` blocks; `capture` takes the place of the device's."""
+        return {role: self._make(role, loaded, num_blocks, capture) for role, loaded in self.loaded.items()}
+
+    def warm_up(self, worker: Worker, engines: Mapping[str, Engine]) -> None:
+        """Run every kernel once, and capture the graphs."""
+        config, limits = self.config, self.config.scheduler
+        for role, engine in engines.items():
+            verifies, is_apart = role == "target", role == "draft" and config.drafts_apart
+            # Draft ranks of their own feed rows one token, as a draft of two does, or draft all anew.
+            lens, ranked = ({2, config.draft_len}, NUM_RANKED) if is_apart else (sure_draft_lens(config), 1)
+            warm_up(
+                engine,
+                lens,
+                limits.max_num_tokens,
+                limits.max_batch_size,
+                verifies=verifies,
+                num_ranked=ranked,
+                most_catch_up=MOST_CATCH_UP,
+                samples_steps=not config.speculation.use_logits,
+            )
+        if worker.drafter is not None:
+            worker.drafter.warm_up()
+
+    def rehearsal(self, shape: RoundShape, capture: Capture | None = None) -> Rehearsal:
+        """Engines over stores of the null block alone."""
+        engines = self.engines(1, capture)
+        exchange = SilentExchange(self.device, self.target_vocab_size, verifies="target" in engines)
+        return Rehearsal(self.make_worker(engines, exchange), engines, shape)
+
+    def play_all(self) -> None:
+        """Do what follows of a start, rounds of all kinds, with few layers: for who looks at which kernels run."""
+        with ExitStack() as stack:
+            for loaded in self.loaded.values():
+                stack.enter_context(loaded.model.shortened(_FEW_LAYERS))
+            shape = round_shape(self.config, self.context)
+            rehearsal = self.rehearsal(shape, lambda work: _do_nothing)
+            stack.callback(rehearsal.close)
+            mixed, _, short, _, few = largest_rounds(shape)  # the others run the same kernels
+            for plan in (mixed, short, few, chained_round(shape)):
+                rehearsal.play(plan)
+            self.warm_up(rehearsal.worker, rehearsal.engines)
+
+    def _make(self, role: str, loaded: LoadedEngine, num_blocks: int, capture: Capture | None) -> Engine:
+        model, config = loaded.model, self.config
+        guesses, paths = guess_space(config, num_blocks), path_space(config, num_blocks)
+        store = KVStore(
+            model.config.num_layers,
+            num_blocks + (guesses if role == "draft" else paths).num_blocks,
+            model.kv_heads,
+            config.kv_cache.block_size,
+            model.config.head_dim,
+            model.dtype,
+            self.device,
+            KV_FORMATS.get(config.kv_cache.dtype),
+        )
+        if self.device.type == "cpu":
+            # As much as one forward may write: enough for the first requests to run at full speed, and little beside
+            # the weights. The rest of a store, which may be half of the memory, costs nothing until it is used.
+            store.commit(min(num_blocks, blocks_of_tokens(config.scheduler.max_num_tokens, config.kv_cache.block_size)))
+        rows = RowState(
+            config.scheduler.max_batch_size,
+            self.context,
+            config.kv_cache.block_size,
+            config.speculation.draft_len,
+            min(model.config.vocab_size, self.target_vocab_size),
+            self.device,
+            guesses.most_guesses if role == "draft" else 0,
+        )
+        graphs = config.cuda_graphs and loaded.communicator.is_capturable
+        capture = (capture or capture_for(self.device)) if graphs else None
+        if role != "target":
+            return Engine(model, store, rows, capture)
+        return Engine(
+            model,
+            store,
+            rows,
+            capture,
+            round_shape(config, self.context).verified_tokens,
+            target_taps(config, model.config),
+            paths if paths.most_paths > 1 else None,
+        )
+
+
+def _do_nothing() -> None:
+    """In the place of a graph."""

@@ -1,0 +1,147 @@
+"""Kernels of a start, compiled side by side before they are needed: where this machine has not compiled them before.
+
+Triton compiles a kernel when it is launched first, one after the other: a minute for a pair of models. So a start that
+finds no mark of an earlier one like it begins processes that compile, plays its rounds without running a kernel to
+learn which there will be, and waits. The mark lies in Triton's cache, with the kernels, and is gone with them. It says
+what the start has measured, too, so that a later one need not measure that again.
+
+It knows files and processes. It does not know rounds or models (startup.py plays them).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import torch
+
+from trtrun.kernels.triton.support import triton_works
+from trtrun.threads import count_cores
+
+_MOST_PROCESSES = 16
+
+_KERNELS = Path(__file__).resolve().parent.parent / "kernels" / "triton"
+
+_logger = logging.getLogger(__name__)
+
+
+class _Mark(msgspec.Struct, frozen=True):
+    """What a start has found out.
+
+    Attributes:
+        working_bytes: that rounds need.
+        speeds: see `kernels.triton.matmul`.
+    """
+
+    working_bytes: Annotated[int, msgspec.Meta(gt=0)]
+    speeds: list[tuple[int, int, str, list[bool]]]
+
+
+class KernelsAhead:
+    """Of one rank.
+
+    Attributes:
+        working_bytes: what an earlier start like this one has measured that rounds need; None where none has ended
+            well on this machine.
+    """
+
+    def __init__(self, like: Iterable[object], device: torch.device, num_ranks: int) -> None:
+        """Look for the mark, and begin processes where there is none.
+
+        Args:
+            like: what the kernels of a start follow from, beside their source, Triton and the GPU.
+            device: of the rank.
+            num_ranks: that share the host's cores.
+        """
+        self._processes = None
+        self._mark: Path | None = None
+        self._target: dict[str, object] = {}
+        self.working_bytes: int | None = None
+        if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+            return
+        from triton import __version__, knobs
+
+        name = _digest([*like, __version__, torch.__version__, torch.cuda.get_device_name(device)])
+        self._mark = Path(knobs.cache.dir, f"trtrun-{name}")
+        found = _read(self._mark)
+        if found is not None:
+            from trtrun.kernels.triton.matmul import remember_speeds
+
+            self.working_bytes = found.working_bytes
+            remember_speeds(found.speeds)
+        else:
+            from trtrun.kernels.triton.compile_processes import CompileProcesses
+
+            major, minor = torch.cuda.get_device_capability(device)
+            self._target = {"backend": "cuda", "arch": 10 * major + minor, "warp_size": 32}
+            self._processes = CompileProcesses(max(1, min(_MOST_PROCESSES, count_cores() // num_ranks - 1)))
+
+    def compile(self, play: Callable[[], None]) -> None:
+        """Compile what `play` would launch. It is played whether this rank compiles or not: it may be collective."""
+        if not triton_works("cuda"):
+            play()
+            return
+        from trtrun.kernels.triton.collecting import KernelRequest, collecting
+
+        started, num_asked = time.monotonic(), 0
+
+        def ask(request: KernelRequest) -> None:
+            nonlocal num_asked
+            num_asked += 1
+            if self._processes is not None:
+                self._processes.submit({**asdict(request), "target": self._target})
+
+        with collecting(ask):
+            play()
+        if self._processes is not None:
+            num_compiled = self._processes.wait()
+            _logger.info("compiled %d of %d kernels in %.1f s", num_compiled, num_asked, time.monotonic() - started)
+        self.close()
+
+    def finish(self, working_bytes: int) -> None:
+        """The start has ended well, and rounds need so many bytes: leave the mark."""
+        if self._mark is not None and self.working_bytes is None:
+            with suppress(OSError):  # then the next start is like this one
+                self._mark.parent.mkdir(parents=True, exist_ok=True)
+                unfinished = self._mark.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
+                unfinished.write_bytes(msgspec.json.encode(_Mark(working_bytes, _known_speeds())))
+                unfinished.replace(self._mark)  # others may read, and write the same, meanwhile
+
+    def close(self) -> None:
+        """End the processes."""
+        if self._processes is not None:
+            self._processes.close()
+            self._processes = None
+
+
+def _known_speeds() -> list[tuple[int, int, str, list[bool]]]:
+    if not triton_works("cuda"):
+        return []
+    from trtrun.kernels.triton.matmul import known_speeds
+
+    return known_speeds()
+
+
+def _read(mark: Path) -> _Mark | None:
+    """What a mark says; None where there is none, or it says nothing."""
+    try:
+        return msgspec.json.decode(mark.read_bytes(), type=_Mark)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _digest(like: Iterable[object]) -> str:
+    digest = hashlib.sha256(repr(list(like)).encode())
+    for path in sorted(_KERNELS.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]
