@@ -18,7 +18,7 @@ from trtrun.core.nouns import FinishReason, Request, RoundPlan
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.scheduling.batch import Completion, RowResult
 from trtrun.scheduling.limits import SchedulerLimits
-from trtrun.scheduling.planning import MAX_MISSED_ROUNDS
+from trtrun.scheduling.planning import MOST_MISSED_ROUNDS
 from trtrun.scheduling.scheduler import Scheduler
 
 VOCABULARY = 7
@@ -290,7 +290,7 @@ class Job:
             assert draft_len <= 0, "nothing can be drafted without the newest token"
             return []
         assert state.followed, "the draft engine was told to leave this row alone"
-        assert 2 <= catch_up <= 2 + MAX_MISSED_ROUNDS
+        assert 2 <= catch_up <= 2 + MOST_MISSED_ROUNDS
         start = len(state.tokens) - catch_up
         # Catch up the last two committed tokens, the one before the last may be the bonus hole, and all that it missed.
         checksum = self.draft.forward(row, start, state.tokens[start:], frozen)[-1]

@@ -32,7 +32,9 @@ _PROMPT_STEP = 4
 """Numbers of prompt tiles with long contexts that have graphs are powers of it."""
 
 _CATCH_UP_STEP = 4
-"""Widths of catching up are twice the powers of it."""
+_WIDE_CATCH_UP = 8
+"""Widths of catching up are twice the powers of it; beyond this one there are graphs of few rows alone, as more have
+enough to do while the host launches."""
 
 
 class GraphShapes:
@@ -105,6 +107,11 @@ class GraphShapes:
         """The numbers of tiles of `width` queries that have graphs of their own, the largest first."""
         taken = [tiles for tiles in range(1, MOST_PROMPT_TOKENS // width + 1) if self.takes_prompts(tiles, width)]
         return sorted({self.tiles(tiles, width, blocks) for tiles in taken}, reverse=True)
+
+
+def catches_up(rows: int, width: int) -> bool:
+    """Whether there are graphs that feed so many rows `width` tokens each."""
+    return width <= _WIDE_CATCH_UP or rows <= _FEW_ROWS
 
 
 def catch_up_width(count: int) -> int:

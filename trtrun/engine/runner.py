@@ -17,7 +17,7 @@ from trtrun.engine.batch import BatchBuilder, ForwardBatch
 from trtrun.engine.capture import Capture
 from trtrun.engine.draft_paths import DraftPaths, PathSpace
 from trtrun.engine.forwards import Forwards, HiddenTaps
-from trtrun.engine.graph_shapes import GraphShapes, catch_up_width
+from trtrun.engine.graph_shapes import GraphShapes, catch_up_width, catches_up
 from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import StepBatch
 from trtrun.kvcache.store import KVStore
@@ -162,6 +162,8 @@ class Engine:
             positions = torch.where(-steps <= kept_integers(counts, self.device).unsqueeze(1), positions, -1)
             places = positions.clamp(min=0)
         tokens = self.rows.token_ids[rows.unsqueeze(1), places].to(torch.int64)
+        if not catches_up(len(rows), width):
+            return self._forwards.forward_rows(tokens, positions, self.tables(rows, context), True)
         return self._forwards.run_rows(rows, tokens, positions, context, last_only=True)
 
     @inference

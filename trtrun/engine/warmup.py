@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan
-from trtrun.engine.graph_shapes import GraphShapes, catch_up_width
+from trtrun.engine.graph_shapes import GraphShapes, catch_up_width, catches_up
 from trtrun.engine.runner import Engine
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
@@ -102,7 +102,7 @@ def _draft_all(
         places = torch.arange(rows, device=engine.device)
         for context in _contexts(engine, shapes, rows):
             tables = engine.tables(places, context)
-            for width in sorted(widths, reverse=True):
+            for width in sorted((width for width in widths if catches_up(rows, width)), reverse=True):
                 nowhere = torch.full((rows, width), -1, dtype=torch.int64, device=engine.device)
                 engine.feed(torch.zeros_like(nowhere), nowhere, tables)
             first, nowhere = torch.zeros_like(places), torch.full_like(places, -1).unsqueeze(1)

@@ -185,7 +185,8 @@ class Orchestrator:
         draft_len = self._pacer.choose(num_decoding, num_plain) if self._pacer is not None and num_decoding else None
         if self.draft_is_lost:
             draft_len = 0  # the target alone: no packet is looked for
-        plan = self.scheduler.schedule(draft_len, takes_given=not self.draft_is_lost)
+        pays = self._pacer is None or self._pacer.pays
+        plan = self.scheduler.schedule(draft_len, takes_given=not self.draft_is_lost, drafts_pay=pays)
         if plan is None or self._ahead is None:
             return plan
         num_rows = len(plan.decode_rows)

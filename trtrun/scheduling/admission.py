@@ -21,6 +21,9 @@ from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.planning import PlanBuilder
 from trtrun.scheduling.queue import WaitingQueue
 
+_TRIED = 16
+"""Where drafts do not pay the draft engine follows one in so many completions: drafts of other texts may."""
+
 _MOST_LOOKED_AT = 8
 """Waiting completions that are looked at in a round for one that may go ahead of those before it."""
 
@@ -32,14 +35,18 @@ class Admission:
         self._limits = limits
         self._batch = batch
         self._waiting = waiting
+        self._num_left = 0
+        self._drafts_pay = True
 
-    def plan_prompts(self, plan: PlanBuilder, speculating: bool) -> None:
+    def plan_prompts(self, plan: PlanBuilder, speculating: bool, *, drafts_pay: bool = True) -> None:
         """Fill the rest of a round with prompts, of rows and of completions that get one now.
 
         Args:
             plan: the decoding rows are in it.
             speculating: whether tokens may be drafted for the rows that are admitted.
+            drafts_pay: False where nothing has been worth drafting for long: then a draft engine follows few of them.
         """
+        self._drafts_pay = drafts_pay
         if plan.budget <= 0:
             return
         reading = [running for running in self._batch.requests if not running.is_decoding]
@@ -77,10 +84,14 @@ class Admission:
         for running in islice(self._waiting.in_turn(), _MOST_LOOKED_AT):
             fits = draft_context is None or len(running.token_ids) + 2 <= draft_context
             drafted = speculating and running.most_drafted > 0 and fits
+            is_left = drafted and not self._drafts_pay and draft_context is not None and not running.given_draft
+            if is_left and (self._num_left + 1) % _TRIED:
+                drafted = False
             followed = drafted and draft_context is not None
             if below is not None and self._batch.num_to_read(running, followed) >= below:
                 continue
             if self._batch.try_admit(running, drafted, followed):
+                self._num_left += is_left
                 self._waiting.take(running)
                 if blocked is not None:
                     blocked.num_overtaken += 1

@@ -11,10 +11,11 @@ from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
 from trtrun.kvcache.tile_widths import padding
 from trtrun.scheduling.batch import Completion, PlannedRow, Work
 
-MAX_MISSED_ROUNDS = 6
-"""Rounds without drafts that the draft engine sits out in a row."""
+MOST_MISSED_ROUNDS = 30
+_MISSED_BY_MANY, _MANY_ROWS = 6, 17
+"""Rounds without drafts that the draft engine sits out in a row: few of many rows, whose tokens add up."""
 
-MOST_CATCH_UP = 2 + MAX_MISSED_ROUNDS
+MOST_CATCH_UP = 2 + MOST_MISSED_ROUNDS
 """Tokens of a row that it feeds at once after them."""
 
 
@@ -110,8 +111,12 @@ class PlanBuilder:
         else:
             self._chunks.append(_prefilled(running, Work.CHUNK, end))
 
-    def settle_drafting(self) -> list[PlannedRow]:
+    def settle_drafting(self, *, drafts_pay: bool = True) -> list[PlannedRow]:
         """Decide whether the draft engine feeds the decoding rows in this round; call it once, when all are planned.
+
+        Args:
+            drafts_pay: False where nothing has been worth drafting for long: then rows are left for good that would
+                have to be fed.
 
         Returns:
             Rows that get tokens, in the order of `RoundPlan.sampled_rows`.
@@ -119,9 +124,16 @@ class PlanBuilder:
         Where nothing is drafted it may sit the round out, and feed what it missed later: its weights are then read
         once in several rounds. Each round that it missed gave one token, so the host knows how many it lacks.
         """
-        sits_out = not any(draft_len for _, draft_len in self._decoding) and all(
-            running.num_missed_rounds < MAX_MISSED_ROUNDS for running, _ in self._decoding if running.followed
-        )
+        most_missed = _MISSED_BY_MANY if len(self._decoding) >= _MANY_ROWS else MOST_MISSED_ROUNDS
+        drafts = any(draft_len for _, draft_len in self._decoding)
+        late = [
+            running for running, _ in self._decoding if running.followed and running.num_missed_rounds >= most_missed
+        ]
+        if late and not drafts and not drafts_pay:
+            for running in late:
+                running.drafted = running.followed = False
+            late = []
+        sits_out = not drafts and not late
         planned = []
         for running, draft_len in self._decoding:
             if running.followed and not sits_out:

@@ -219,7 +219,9 @@ class Scheduler:
         self._batch.cache.clear()
         self._speculating = speculating
 
-    def schedule(self, draft_len: int | None = None, *, takes_given: bool = True) -> RoundPlan | None:
+    def schedule(
+        self, draft_len: int | None = None, *, takes_given: bool = True, drafts_pay: bool = True
+    ) -> RoundPlan | None:
         """Plan the next round, or None when nothing can run before an outstanding result is committed, or at all.
 
         Every plan that is returned must be executed and then committed, in order. Rows that ended are dropped by the
@@ -229,6 +231,8 @@ class Scheduler:
             draft_len: most tokens to draft for a row in this round; None for the limits' own.
             takes_given: whether rows whose output is the start of the draft that came with their request have as many
                 of its tokens verified as they may, whatever `draft_len` says: these need no drafting.
+            drafts_pay: False where nothing has been worth drafting for long: the draft engine then follows few of the
+                rows that come, and none that it would have to feed.
 
         Raises:
             RuntimeError: called with more than `plans_ahead` results outstanding.
@@ -244,12 +248,12 @@ class Scheduler:
         most_drafted = self.limits.draft_len if draft_len is None else draft_len
         self._decoding.plan_rows(plan, decoding, most_drafted, takes_given, has_prompts)
         if has_prompts:
-            self._admission.plan_prompts(plan, self._speculating)
+            self._admission.plan_prompts(plan, self._speculating, drafts_pay=drafts_pay)
         if plan.is_empty:
             if not self._outstanding:
                 raise RuntimeError(f"nothing can run and nothing is outstanding: {self._describe_work()}")
             return None
-        sampled = plan.settle_drafting()
+        sampled = plan.settle_drafting(drafts_pay=drafts_pay)
         self._outstanding.append(PlannedRound(self._next_round, sampled, plan.chunks()))
         built = plan.build(self._next_round, self._batch.take_dropped())
         self._next_round += 1

@@ -47,6 +47,9 @@ _FEWEST_DRAFTS = 4
 """That must have been verified before none are made: one first token of a good draft is rejected now and then. After
 the first round these are drafts of one token where a longer one does not seem to pay, which cost little."""
 
+_HOPELESS_ROUNDS = 128
+"""Rounds without a draft, but on trial, after which drafts are not expected to pay soon."""
+
 _TRUST = 1
 """As much as so many samples of one draft_len counts what all of a load say of the measured costs."""
 
@@ -116,6 +119,7 @@ class Pacer:
         self._most = draft_len
         self._costs = costs
         self._num_drafts = 0
+        self._rounds_without = 0
         self._loads: dict[tuple[int, int], _Load] = {}
         self._offered = [_PRIOR_OFFERS] * draft_len
         self._accepted = [_PRIOR_ACCEPTANCE * _PRIOR_OFFERS] * draft_len
@@ -127,6 +131,11 @@ class Pacer:
         if load.trial_left:
             return load.trial
         return max(1, load.current) if load.costs and self._num_drafts < _FEWEST_DRAFTS else load.current
+
+    @property
+    def pays(self) -> bool:
+        """Whether drafting has been worth while lately."""
+        return self._rounds_without < _HOPELESS_ROUNDS
 
     def record(
         self,
@@ -150,6 +159,10 @@ class Pacer:
         if seconds is None:
             return
         load = self._load(num_rows, num_plain)
+        if draft_len and not load.trial_left:
+            self._rounds_without = 0
+        elif num_plain < num_rows:
+            self._rounds_without += 1
         load.rounds += 1
         load.seconds.setdefault(draft_len, deque(maxlen=_NUM_SAMPLES)).append(seconds)
         load.last_seen[draft_len] = load.rounds

@@ -58,9 +58,14 @@ class Cycle:
         use_logits: bool = False,
         plans_ahead: int = 0,
         pace: Iterator[int] | None = None,
+        max_rows: int = 4,
+        drafts_pay: bool = True,
     ) -> None:
         self.pace = pace
-        self.draft, self.target = FakeEngine(draft_rule, VOCAB), FakeEngine(target_rule, VOCAB)
+        self.drafts_pay = drafts_pay
+        self.drafted: dict[int, int] = {}
+        self.draft = FakeEngine(draft_rule, VOCAB, max_rows)
+        self.target = FakeEngine(target_rule, VOCAB, max_rows)
         self.worker = Worker(
             DeviceExchange(own_link(), in_place=False, leads_draft=True, target_vocab_size=VOCAB),
             DraftModelDrafter(self.draft, VOCAB, use_logits),
@@ -71,7 +76,9 @@ class Cycle:
         )
         self.plans_ahead = plans_ahead
         self.scheduler = Scheduler(
-            SchedulerLimits(4, 64, 200, 200, draft_len, 16, 64, enable_block_reuse=False, plans_ahead=plans_ahead)
+            SchedulerLimits(
+                max_rows, 64, 200, 200, draft_len, 16, 64 * max_rows, enable_block_reuse=False, plans_ahead=plans_ahead
+            )
         )
         self.outputs: dict[int, list[int]] = {}
         self.rounds = 0
@@ -84,11 +91,14 @@ class Cycle:
         report = self.worker.launch_round(plan).finish()
         assert report is not None
         for result in commit_round(self.scheduler, plan, report.unpack()):
-            self.outputs[result.completion.request.request_id] += result.new_token_ids
+            number = result.completion.request.request_id
+            self.outputs[number] += result.new_token_ids
+            self.drafted[number] = result.completion.statistics.num_draft_tokens
         self.rounds += 1
 
     def _schedule(self) -> RoundPlan | None:
-        return self.scheduler.schedule(next(self.pace) if self.pace is not None else None)
+        draft_len = next(self.pace) if self.pace is not None else None
+        return self.scheduler.schedule(draft_len, drafts_pay=self.drafts_pay)
 
     def run(self) -> None:
         waiting: list[RoundPlan] = []
@@ -129,12 +139,28 @@ def test_the_draft_catches_up_after_rounds_that_it_sat_out(draft_rule: Rule, len
     cycle.scheduler.idle_is_whole()
 
 
-def test_without_drafts_the_draft_engine_runs_in_one_round_of_seven() -> None:
-    cycle = Cycle(target_rule, 4, pace=itertools.repeat(0))
-    cycle.add(1, [3, 4], max_tokens=71)
+@pytest.mark.parametrize(("num_rows", "in_rounds"), [(1, 31), (16, 31), (17, 7), (20, 7)])
+def test_without_drafts_the_draft_engine_runs_in_few_rounds(num_rows: int, in_rounds: int) -> None:
+    cycle = Cycle(target_rule, 4, pace=itertools.repeat(0), max_rows=20)
+    for number in range(num_rows):
+        cycle.add(number, [3, 4], max_tokens=1 + 3 * in_rounds)
     cycle.run()
-    assert cycle.rounds == 1 + 70
-    assert cycle.draft.forwards == 1 + 70 // 7
+    assert cycle.rounds == 1 + 3 * in_rounds
+    assert cycle.draft.forwards == 1 + 3
+
+
+def test_where_drafts_do_not_pay_the_draft_engine_feeds_no_rows_and_follows_one_in_sixteen() -> None:
+    """Texts stay what they are, and a row that is followed is drafted for as well as ever."""
+    cycle = Cycle(target_rule, 4, pace=itertools.chain([0] * 40, itertools.repeat(4)), drafts_pay=False)
+    cycle.add(1, [3, 4], max_tokens=60)
+    for number in range(2, 40):
+        cycle.add(number, [number], max_tokens=20)
+    cycle.run()
+    assert cycle.outputs[1] == continue_alone([3, 4], 60)
+    assert all(cycle.outputs[number] == continue_alone([number], 20) for number in range(2, 40))
+    drafted = {number for number, count in cycle.drafted.items() if count}
+    assert drafted == {16, 32}, "and not the first row, which it would have had to feed"
+    cycle.scheduler.idle_is_whole()
 
 
 def test_a_perfect_draft_yields_draft_len_plus_one_tokens_a_round() -> None:

@@ -38,6 +38,23 @@ def test_the_first_texts_of_a_process_are_no_slower_than_plain_ones(num_rows: in
     assert sorted(shares)[4] > 0.96, shares
 
 
+def test_after_many_rounds_without_a_draft_none_are_expected_to_pay() -> None:
+    """But for trials; rounds that nothing could be drafted in say nothing, and one that was drafted in says more."""
+    machine = Machine(0.0)
+    pacer = Pacer(MOST, machine.costs())
+    machine.run(pacer, 4, 40)
+    assert pacer.pays
+    for _ in range(400):
+        pacer.record(4, 0, 0.01, (), num_plain=4)
+    assert pacer.pays
+    machine.run(pacer, 4, 200)
+    assert not pacer.pays
+    pacer.record(4, 0, 0.01, (), num_plain=4)
+    assert not pacer.pays
+    Machine(1.0).run(pacer, 1, 400)
+    assert pacer.pays
+
+
 def test_costs_that_the_start_measured_are_corrected_by_rounds() -> None:
     """The start found verifying cheap, and it is not: contexts are long, say."""
     cheap, machine = Machine(0.6, position_ms=0.0), Machine(0.6)

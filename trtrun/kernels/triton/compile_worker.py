@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import triton
@@ -42,7 +43,7 @@ def compile_request(request: Mapping[str, Any]) -> None:
         {tuple(key): value for key, value in attributes},
     )
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in data["options"].items()}
-    triton.compile(source, target=GPUTarget(**request["target"]), options=options)
+    _make_launcher(triton.compile(source, target=GPUTarget(**request["target"]), options=options))
 
 
 def _source_of(kernel: Any) -> Any:
@@ -52,6 +53,16 @@ def _source_of(kernel: Any) -> Any:
 
         return GluonASTSource
     return ASTSource
+
+
+def _make_launcher(compiled: Any) -> None:
+    """Build what launches the kernel, where Triton has a C compiler do that for each kind of arguments (3.6): as long
+    as a small kernel takes. Without the GPU's library here whoever launches it does."""
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        with suppress(Exception):
+            driver.CudaLauncher(compiled.src, compiled.metadata)
 
 
 def _constant(value: Any) -> Any:
