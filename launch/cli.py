@@ -22,6 +22,7 @@ from launch.commands.plan import plan
 from launch.commands.run import run
 from launch.commands.serve import serve, serve_engine
 from launch.commands.slurm import cancel, status, submit
+from launch.commands.warm_up import warm_up
 from launch.exit_codes import ExitCode, FailedError, describe_exit_codes, status_of_signal
 from launch.logs import FILE_ONLY
 from launch.mpi.start_progress import StartProgress, say_hello
@@ -46,7 +47,7 @@ def cli() -> None:
     """Lossless speculative decoding of large language models over MPI."""
 
 
-for _command in (run, serve, serve_engine, merge, plan, check, submit, status, cancel, bench):
+for _command in (run, serve, serve_engine, merge, plan, check, warm_up, submit, status, cancel, bench):
     cli.add_command(_command)
 
 

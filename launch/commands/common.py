@@ -15,7 +15,7 @@ from trtrun.configuration.drafting_methods import METHODS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-STARTERS = ("run", "bench", "check", "serve", "serve_engine")
+STARTERS = ("run", "bench", "check", "serve", "serve_engine", "warm_up")
 """Commands that start ranks, and so have logs."""
 
 _VERBOSITY = "verbosity"
