@@ -51,8 +51,8 @@ def traced_run(llm: LLM) -> tuple[list[RankSpans], list[RoundPlan]]:
     plans: list[RoundPlan] = []
     schedule = orchestrator.scheduler.schedule
 
-    def remember(draft_len: int | None, *, takes_given: bool) -> RoundPlan | None:
-        plan = schedule(draft_len, takes_given=takes_given)
+    def remember(draft_len: int | None, **named: bool) -> RoundPlan | None:
+        plan = schedule(draft_len, **named)
         if plan is not None:
             plans.append(plan)
         return plan

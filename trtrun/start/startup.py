@@ -9,6 +9,7 @@ from __future__ import annotations
 import resource
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,7 +121,8 @@ class RankStartup:
             try:
                 if not self._agree(self._kernels.working_bytes is not None):
                     self._activity.start(Phase.WARMING_UP)
-                    self._kernels.compile(self._made.play_all)
+                    with suppress(torch.OutOfMemoryError):  # the rounds that are measured say it in words
+                        self._kernels.compile(self._made.play_all)
                     blocks = self._count_beside(None)
                 else:
                     blocks = self._count_beside(self._kernels.working_bytes)

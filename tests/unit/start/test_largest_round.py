@@ -22,6 +22,7 @@ from trtrun.engine import graphs
 from trtrun.errors import ConfigError
 from trtrun.kvcache.sizing import SlotMemory, count_kv_blocks
 from trtrun.start import engine_maker, largest_round, startup
+from trtrun.start.kernels_ahead import KernelsAhead
 from trtrun.start.largest_round import Rehearsal, chained_round, largest_rounds, small_round
 from trtrun.start.memory_requirements import round_shape
 from trtrun.start.startup import RankStartup
@@ -212,6 +213,35 @@ for plan in largest_rounds(round_shape(config, 512)):
     rehearsal.play(plan)
 print(json.dumps([loaded._demand().working_bytes, peak() - before]))
 """
+
+
+@pytest.mark.parametrize("known", [None, 7])
+def test_rounds_that_do_not_fit_while_kernels_are_looked_for_are_left_to_those_that_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: int | None
+) -> None:
+    """A GPU is played: both questions to the other ranks, and the memory. What an earlier start knew is taken over."""
+    asked: list[bool] = []
+    looked: list[str] = []
+
+    def agree(loaded: RankStartup, is_so: bool) -> bool:
+        asked.append(is_so)
+        return is_so
+
+    def no_room(*_: object) -> None:
+        looked.append("looked")
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(RankStartup, "_agree", agree)
+    monkeypatch.setattr(RankStartup, "_count_beside", lambda loaded, working_bytes: (5, working_bytes))
+    monkeypatch.setattr(KernelsAhead, "compile", no_room)
+    monkeypatch.setattr(KernelsAhead, "close", lambda ahead: looked.append("closed"))
+    monkeypatch.setattr(KernelsAhead, "working_bytes", property(lambda ahead: known, lambda *_: None), raising=False)
+    config = configuration(make_checkpoint(tmp_path / "target", seed=1), None, **SETTINGS)
+    topology = make_topology(config)
+    loading = RankStartup(config, topology, 0, open_groups(None, topology, torch.device("cpu")))
+    assert loading.load(lambda done, total: None) == (5, known)  # type: ignore[comparison-overlap]
+    assert asked == [True, known is not None]
+    assert looked == (["closed"] if known else ["looked", "closed"])
 
 
 @pytest.mark.parametrize("use_logits", [False, True])
