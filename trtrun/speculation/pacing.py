@@ -13,15 +13,16 @@ answer. No text depends on the answer: acceptance by token is lossless for any d
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from trtrun.speculation.round_costs import RoundCosts
 
-_NUM_SAMPLES = 5
-"""Times kept for a draft_len under a load; their median counts, so one slow round (a kernel's first use) does not."""
+_NUM_SAMPLES = 16
+"""Times kept for a draft_len under a load; their lower quartile counts. What slows some rounds down, another program or
+caches that a change of draft_len has emptied, says nothing of the others, and would be remembered for long of a
+draft_len that is not in use."""
 
 _FEWEST_SAMPLES = 2
 _FIRST_TRIAL, _FIRST_TRIAL_OF_KNOWN = 8, 16
@@ -38,6 +39,10 @@ _REVIEW_EVERY = 8
 
 _WORTH_A_CHANGE = 1.03
 """How many times the present goodput another draft_len must promise."""
+
+_PLAIN_TOGETHER = 1.05
+"""What rounds without drafts gain where several rows run: those that began together end together, while rows that
+draft end one after the other, so that their last rounds are of few rows."""
 
 _MEMORY = 0.98
 """What is kept of older acceptances with every round that brings new ones: the last fifty rounds weigh most."""
@@ -59,6 +64,7 @@ class _Load:
     """What is known of rounds with about the same number of rows.
 
     Attributes:
+        num_rows: about so many.
         share_drafted: of these rows, those that tokens are drafted for.
         current: the draft_len in use.
         rounds: how many were recorded.
@@ -69,6 +75,7 @@ class _Load:
         costs: by draft_len, what the start expects a round to take; empty where it measured nothing.
     """
 
+    num_rows: int
     share_drafted: float
     current: int
     pause: int
@@ -83,7 +90,7 @@ class _Load:
     def known_seconds(self) -> dict[int, float]:
         """Seconds of a round by draft_len, in order of draft_len, where there are samples enough."""
         return {
-            draft_len: statistics.median_low(samples)
+            draft_len: _typical(samples)
             for draft_len, samples in sorted(self.seconds.items())
             if len(samples) >= _FEWEST_SAMPLES
         }
@@ -92,7 +99,7 @@ class _Load:
         """Seconds of a round by draft_len, from the costs: times what rounds have taken of them. A draft_len that was
         not seen is as its neighbour that was."""
         ratios = {
-            draft_len: (len(samples), statistics.median_low(samples) / self.costs[draft_len])
+            draft_len: (len(samples), _typical(samples) / self.costs[draft_len])
             for draft_len, samples in self.seconds.items()
             if draft_len < len(self.costs)
         }
@@ -198,7 +205,7 @@ class Pacer:
             if self._costs is not None and self._costs.covers(num_rows):
                 costs = [self._costs.estimate(num_rows, draft_len) for draft_len in range(self._most + 1)]
             pause = _FIRST_TRIAL_OF_KNOWN if costs else _FIRST_TRIAL
-            load = _Load(max(0.0, 1 - plain / rows), current, pause, pause, costs)
+            load = _Load(rows, max(0.0, 1 - plain / rows), current, pause, pause, costs)
             self._loads[rows, plain] = load
             if costs:
                 load.current = self._best(load, costs)
@@ -233,21 +240,33 @@ class Pacer:
             load.next_trial = min(load.next_trial, load.rounds + load.pause)
 
     def _goodput(self, load: _Load, seconds: Sequence[float]) -> list[float]:
-        """Tokens a second of a row to be expected, by draft_len, where rounds take `seconds`."""
+        """What a row is expected to gain in a second, by draft_len, where rounds take `seconds`: tokens, and of plain
+        ones a little more (`_PLAIN_TOGETHER`)."""
         gains = (load.share_drafted * (self.expected_tokens(draft_len) - 1) for draft_len in range(len(seconds)))
-        return [(1 + gain) / took for gain, took in zip(gains, seconds, strict=True)]
+        plain, *drafted = ((1 + gain) / took for gain, took in zip(gains, seconds, strict=True))
+        return [plain if load.num_rows == 1 else _PLAIN_TOGETHER * plain, *drafted]
 
     def _best(self, load: _Load, seconds: Sequence[float]) -> int:
         goodput = self._goodput(load, seconds)
         return goodput.index(max(goodput))
 
     def _trial(self, load: _Load) -> int:
-        """The draft_len to try next: one far off at first, then the neighbour that was seen least recently."""
+        """The draft_len to try next: no draft where rounds without one were never seen, as what the start measured may
+        be off by another part for them; one far off at first where it measured nothing; then the neighbour that was
+        seen least recently."""
+        if load.costs and 0 not in load.seconds:
+            return 0
         if not load.costs and len(load.known_seconds()) < 2:
             half = first_trial(self._most)
             return half if half != load.current else self._most
         neighbours = [value for value in (load.current - 1, load.current + 1) if 0 <= value <= self._most]
         return min(neighbours, key=lambda draft_len: load.last_seen.get(draft_len, 0))
+
+
+def _typical(samples: Iterable[float]) -> float:
+    """The lower quartile."""
+    ordered = sorted(samples)
+    return ordered[(len(ordered) - 1) // 4]
 
 
 def _nearest(places: Iterable[int], place: int) -> int:

@@ -38,6 +38,22 @@ def test_the_first_texts_of_a_process_are_no_slower_than_plain_ones(num_rows: in
     assert sorted(shares)[4] > 0.96, shares
 
 
+@pytest.mark.parametrize("slow_rounds", [0, 5])
+def test_rounds_without_a_draft_are_seen_where_the_start_found_drafts_worth_it(slow_rounds: int) -> None:
+    """And some that were slow by chance, the last ones that were seen, do not speak for all of them."""
+    real = {0: 2.6e-3, 1: 5.6e-3, 2: 7.1e-3, 3: 8.6e-3, 4: 10.0e-3, 5: 11.5e-3}
+    pacer = Pacer(MOST, RoundCosts({4: {0: 3.15e-3, 1: 4.4e-3, MOST: 9.0e-3}}))
+    chances = random.Random(5)
+    pacer._offered, pacer._accepted = [50.0] * MOST, [40.0] * MOST  # what other loads have shown
+    assert pacer.choose(4) > 0
+    for number in range(80):
+        length = pacer.choose(4)
+        kept = next((place for place in range(length) if chances.random() > 0.8), length)
+        late = not length and 40 <= number < 40 + slow_rounds
+        pacer.record(4, length, 2 * real[length] if late else real[length], [(length, kept)] if length else [])
+    assert pacer.choose(4) == 0
+
+
 def test_after_many_rounds_without_a_draft_none_are_expected_to_pay() -> None:
     """But for trials; rounds that nothing could be drafted in say nothing, and one that was drafted in says more."""
     machine = Machine(0.0)
