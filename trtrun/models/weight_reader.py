@@ -7,6 +7,7 @@ with it. It does not know where in the model a weight stands, or what else the p
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ class WeightReader:
         """A linear layer of `weight` [out, in] and `bias` [out]; `present` is the dense weight where it is there."""
         held, share = self._quantization_of(weight), weight.cut(self.share)
         loaded = held.load(_LayerSource(self, share, held, present))
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and math.prod(share.shape) >= _LARGE:
             _give_back_freed()
         return Linear(
             share.shape,
@@ -159,6 +160,10 @@ class WeightReader:
             )
         if self._progress is not None:
             self._progress(self._files.bytes_read, self._total)
+
+
+_LARGE = 1 << 16
+"""Numbers of a weight behind which freed memory is given back: looking for it takes the allocator milliseconds."""
 
 
 @dataclass(frozen=True)
