@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from launch.exit_codes import ExitCode
-from launch.mpi.job import finish_mpi, is_reporting_rank
+from launch.mpi.job import finish_mpi
 from trtrun.configuration.config import RuntimeConfig
 
 CACHES = {"TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": ""}
@@ -29,6 +29,7 @@ def play_warm_up(config: RuntimeConfig, cache: Path | None) -> int:
 
     Raises:
         StartError: on rank 0, when any rank could not start.
+        SystemExit: on worker ranks, with code 0, when the job is over.
     """
     from launch.batch.run import load_llm
 
@@ -36,9 +37,8 @@ def play_warm_up(config: RuntimeConfig, cache: Path | None) -> int:
     with load_llm(config):
         seconds = time.monotonic() - started
     finish_mpi()
-    if is_reporting_rank():
-        print(f"ready after {seconds:.1f} s", flush=True)
-        if cache is not None:
-            variables = " ".join(f"{variable}={(cache.resolve() / folder)}" for variable, folder in CACHES.items())
-            print(f"start jobs that are to find what was compiled with {variables}", flush=True)
+    print(f"ready after {seconds:.1f} s", flush=True)
+    if cache is not None:
+        variables = " ".join(f"{variable}={cache.resolve() / folder}" for variable, folder in CACHES.items())
+        print(f"start jobs that are to find what was compiled with {variables}", flush=True)
     return ExitCode.DONE

@@ -201,27 +201,12 @@ class ForwardGraphs:
             next call.
         """
         rows, steps = positions.shape
-        found = []
-        for start in range(0, steps, _MOST_STEPS):
-            part = positions[:, start : start + _MOST_STEPS]
-            found.append(self._run_steps(first, part, block_tables, vocab_size, num_ranked, keyed)[:rows])
-            if steps > _MOST_STEPS:
-                found[-1] = found[-1].clone()
-                first = found[-1][:, -1, 0]
-                keyed = None if keyed is None else replace(keyed, lengths=keyed.lengths + part.shape[1])
-        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
-
-    def _run_steps(
-        self,
-        first: torch.Tensor,
-        positions: torch.Tensor,
-        block_tables: torch.Tensor,
-        vocab_size: int,
-        num_ranked: int,
-        keyed: KeyedRanks | None,
-    ) -> torch.Tensor:
-        """[graph's rows, steps, num_ranked] of up to `_MOST_STEPS` steps; see `run_chain`."""
-        rows, steps = positions.shape
+        if steps > _MOST_STEPS:
+            part, rest = positions[:, :_MOST_STEPS], positions[:, _MOST_STEPS:]
+            begun = self.run_chain(first, part, block_tables, vocab_size, num_ranked, keyed).clone()
+            after = None if keyed is None else replace(keyed, lengths=keyed.lengths + _MOST_STEPS)
+            ended = self.run_chain(begun[:, -1, 0], rest, block_tables, vocab_size, num_ranked, after)
+            return torch.cat((begun, ended), dim=1)
         choices = None if keyed is None else keyed.kind
         shape = _Shape(self.shapes.rows(rows), 1, block_tables.shape[1], num_ranked=num_ranked, choices=choices)
 
@@ -253,7 +238,7 @@ class ForwardGraphs:
         captured = self._ready(shape, fixed, work, None, inputs)
         for _ in range(steps):
             captured.replay()
-        return captured.inputs[4][:, :steps]
+        return captured.inputs[4][:rows, :steps]
 
     def _own_tables(self, shape: _Shape) -> torch.Tensor:
         return self._tables[: shape.rows * shape.blocks].view(shape.rows, shape.blocks)

@@ -208,7 +208,8 @@ class Pacer:
             load = _Load(rows, max(0.0, 1 - plain / rows), current, pause, pause, costs)
             self._loads[rows, plain] = load
             if costs:
-                load.current = self._best(load, costs)
+                goodput = self._goodput(load, costs)
+                load.current = goodput.index(max(goodput))
         return load
 
     def _record_acceptances(self, acceptances: Sequence[tuple[int, int]]) -> None:
@@ -234,7 +235,8 @@ class Pacer:
             if len(known) < 2:
                 return
             seconds = [_estimate(known, draft_len) for draft_len in range(self._most + 1)]
-        best, goodput = self._best(load, seconds), self._goodput(load, seconds)
+        goodput = self._goodput(load, seconds)
+        best = goodput.index(max(goodput))
         if goodput[best] > _WORTH_A_CHANGE * goodput[load.current]:
             load.current, load.pause = best, _FIRST_TRIAL if not load.costs else _FIRST_TRIAL_OF_KNOWN
             load.next_trial = min(load.next_trial, load.rounds + load.pause)
@@ -245,10 +247,6 @@ class Pacer:
         gains = (load.share_drafted * (self.expected_tokens(draft_len) - 1) for draft_len in range(len(seconds)))
         plain, *drafted = ((1 + gain) / took for gain, took in zip(gains, seconds, strict=True))
         return [plain if load.num_rows == 1 else _PLAIN_TOGETHER * plain, *drafted]
-
-    def _best(self, load: _Load, seconds: Sequence[float]) -> int:
-        goodput = self._goodput(load, seconds)
-        return goodput.index(max(goodput))
 
     def _trial(self, load: _Load) -> int:
         """The draft_len to try next: no draft where rounds without one were never seen, as what the start measured may

@@ -30,7 +30,7 @@ from trtrun.threads import count_cores
 
 _MOST_PROCESSES = 16
 
-_KERNELS = Path(__file__).resolve().parent.parent / "kernels" / "triton"
+_SOURCE = Path(__file__).resolve().parent.parent
 
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class KernelsAhead:
         """Look for the mark, and begin processes where there is none.
 
         Args:
-            like: what the kernels of a start follow from, beside their source, Triton and the GPU.
+            like: what a start's kernels and memory follow from, beside trtrun's source, torch, Triton and the GPU.
             device: of the rank.
             num_ranks: that share the host's cores.
         """
@@ -84,7 +84,10 @@ class KernelsAhead:
 
             major, minor = torch.cuda.get_device_capability(device)
             self._target = {"backend": "cuda", "arch": 10 * major + minor, "warp_size": 32}
-            self._processes = CompileProcesses(max(1, min(_MOST_PROCESSES, count_cores() // num_ranks - 1)))
+            try:
+                self._processes = CompileProcesses(max(1, min(_MOST_PROCESSES, count_cores() // num_ranks - 1)))
+            except OSError as error:  # the start compiles by itself
+                _logger.warning("no process can be started to compile kernels: %s", error)
 
     def compile(self, play: Callable[[], None]) -> None:
         """Compile what `play` would launch. It is played whether this rank compiles or not: it may be collective."""
@@ -142,6 +145,6 @@ def _read(mark: Path) -> _Mark | None:
 
 def _digest(like: Iterable[object]) -> str:
     digest = hashlib.sha256(repr(list(like)).encode())
-    for path in sorted(_KERNELS.rglob("*.py")):
+    for path in sorted(_SOURCE.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:32]

@@ -112,23 +112,22 @@ class RankStartup:
         num_ranks = len(self._topology.slots_of_host(self._slot.host))
         self._kernels = KernelsAhead(self._kinds_of_kernels(), self._device, num_ranks)
         try:
-            blocks = self._load_weights(progress)
-        except (TrtrunError, ParallelError):
-            self._agree(False)
-            self._kernels.close()
-            raise
-        if self._agree(True):
             try:
-                if not self._agree(self._kernels.working_bytes is not None):
+                blocks = self._load_weights(progress)
+            except (TrtrunError, ParallelError):
+                self._agree(False)
+                raise
+            if self._agree(True):
+                known = self._kernels.working_bytes
+                if not self._agree(known is not None):
+                    known = None
                     self._activity.start(Phase.WARMING_UP)
                     with suppress(torch.OutOfMemoryError):  # the rounds that are measured say it in words
                         self._kernels.compile(self._made.play_all)
-                    blocks = self._count_beside(None)
-                else:
-                    blocks = self._count_beside(self._kernels.working_bytes)
-            finally:
-                self._kernels.close()
-            self._activity.start(Phase.LOADED)
+                blocks = self._count_beside(known)
+                self._activity.start(Phase.LOADED)
+        finally:
+            self._kernels.close()
         return blocks
 
     def _agree(self, is_so: bool) -> bool:
@@ -222,8 +221,9 @@ class RankStartup:
         return self._count_blocks(free, replace(demand, working_bytes=self._working_bytes))
 
     def _kinds_of_kernels(self) -> list[object]:
-        """What the kernels of this rank follow from."""
-        sections = (self._config.speculation, self._config.kv_cache, self._config.scheduler)
+        """What the kernels of this rank, and the memory of its rounds, follow from."""
+        config = self._config
+        sections = (config.speculation, config.kv_cache, config.scheduler)
         parts = [
             (
                 role,
@@ -235,7 +235,7 @@ class RankStartup:
             )
             for role, section, _, group in self._parts()
         ]
-        return [*(section.model_dump_json() for section in sections), *parts]
+        return [*(section.model_dump_json() for section in sections), config.cuda_graphs, config.drafts_apart, *parts]
 
     def finish(self, num_blocks: int) -> tuple[Worker, RankReport]:
         """Allocate the KV stores, run every kernel once, and put the engines to work."""

@@ -44,7 +44,10 @@ def test_contexts_fall_into_two_or_three_widths(max_blocks: int) -> None:
         for blocks in range(1, max_blocks + 1):
             found = shapes.blocks(blocks, rows)
             assert found in widths and found >= blocks
-            assert shapes.prompt_blocks(blocks) in shapes.prompt_widths()
+            assert not any(blocks <= width < found for width in widths), "a narrower one holds it"
+            prompts = shapes.prompt_blocks(blocks)
+            assert prompts in shapes.prompt_widths() and prompts >= blocks
+            assert not any(blocks <= width < prompts for width in shapes.prompt_widths())
 
 
 @pytest.mark.parametrize("max_rows", [1, 6, 100])

@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 from trtrun.kernels.triton.compile_processes import CompileProcesses
+from trtrun.kernels.triton.source_keys import settle_keys
 
 FUSED = "trtrun.kernels.triton.fused"
 TARGET = {"backend": "cuda", "arch": 90, "warp_size": 32}
@@ -122,6 +123,23 @@ def test_kernels_are_found_without_torch() -> None:
 @pytest.mark.usefixtures("cache")
 def test_a_kernel_has_the_same_key_whatever_is_launched_before_it() -> None:
     assert program(KEYS, "threshold", "token_choice") == program(KEYS, "acceptance", "threshold")
+
+
+def test_keys_are_asked_for_in_the_order_in_which_functions_stand() -> None:
+    """Triton from 3.9 on, where the test above cannot fail, does not need that."""
+    asked: list[str] = []
+
+    class Function:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        @property
+        def cache_key(self) -> str:
+            asked.append(self.name)
+            return self.name
+
+    settle_keys({"number": 5, "helper": Function("helper"), "kernel": Function("kernel")})
+    assert asked == ["helper", "kernel"]
 
 
 LAUNCH = """

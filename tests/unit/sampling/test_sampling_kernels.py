@@ -208,10 +208,10 @@ def test_choices_follow_the_distribution() -> None:
     assert chi_square_p_value(torch.bincount(tokens, minlength=6), exact) > P_VALUE
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_a_chain_of_sampled_steps_is_its_steps_one_by_one(count: int) -> None:
-    """Also when it is replayed for other rows, in a bucket that is larger than they are many."""
-    vocab, steps = 20, 2
+@pytest.mark.parametrize(("count", "steps"), [(1, 2), (4, 2), (1, 18)])
+def test_a_chain_of_sampled_steps_is_its_steps_one_by_one(count: int, steps: int) -> None:
+    """Also when it is replayed for other rows, in a bucket that is larger than they are many; and a long one."""
+    vocab = 20
     table = torch.randn((vocab, vocab), generator=torch.Generator().manual_seed(1)).to(DEVICE) * 2
     params = ({"temperature": 1.2}, {"temperature": 0.9, "top_p": 0.9}, {}, {"temperature": 1.5, "min_p": 0.01})
     admissions = [admission(row, [1, 2], seeded(**params[row % 4], seed=row)) for row in range(8)]

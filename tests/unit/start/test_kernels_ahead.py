@@ -90,6 +90,17 @@ def test_a_start_that_failed_leaves_no_mark_and_no_process(tmp_path: Path) -> No
     assert Played.started[0].is_closed and not (tmp_path / "cache").exists()
 
 
+def test_a_machine_that_starts_no_process_compiles_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(count: int) -> Played:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(compile_processes, "CompileProcesses", refuse)
+    ahead, played = KernelsAhead(LIKE, GPU, 1), list[int]()
+    ahead.compile(lambda: played.append(1))
+    ahead.finish(5)
+    assert played == [1] and KernelsAhead(LIKE, GPU, 1).working_bytes == 5
+
+
 def test_processors_have_nothing_to_compile_ahead() -> None:
     on_cpu = KernelsAhead(LIKE, torch.device("cpu"), 1)
     on_cpu.finish(5)

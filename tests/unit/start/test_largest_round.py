@@ -90,6 +90,9 @@ def test_a_rehearsal_runs_on_a_store_of_one_block(
     assert rehearsal.num_graphs <= graphs.MOST_GRAPHS
     rehearsal.close()
     assert rehearsal.num_graphs == 0
+    layers = [len(engine.model._layers) for engine in loaded._engines.values()]
+    loaded._made.play_all()  # as where kernels are looked for: all of a start, with few layers
+    assert [len(engine.model._layers) for engine in loaded._engines.values()] == layers
     worker, report = loaded.finish(9)
     assert worker.target is not None and report.kv_tokens == 8 * 16
     assert report.working_bytes > 0

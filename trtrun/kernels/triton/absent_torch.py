@@ -35,8 +35,6 @@ class _Thing:
     def __or__(self, other: Any) -> Any:
         return self
 
-    __ror__ = __or__
-
 
 class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:

@@ -27,23 +27,32 @@ class CompileProcesses:
     """Some processes, and what they have been asked for."""
 
     def __init__(self, count: int, program: Sequence[str] = (sys.executable, "-m", _PROGRAM)) -> None:
-        """Start `count` of them; what is asked before they are ready waits."""
+        """Start `count` of them, or as many as can be; what is asked before they are ready waits.
+
+        Raises:
+            OSError: none can be started.
+        """
         path = os.pathsep.join(filter(None, (str(_PACKAGES), os.environ.get("PYTHONPATH"))))
-        self._processes = [
-            subprocess.Popen(
-                program,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                encoding="utf-8",
-            )
-            for _ in range(count)
-        ]
+        self._processes: list[subprocess.Popen[str]] = []
+        for _ in range(count):
+            try:
+                process = subprocess.Popen(
+                    program,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                    encoding="utf-8",
+                )
+            except OSError:
+                if not self._processes:
+                    raise
+                break  # fewer will do
+            self._processes.append(process)
         self._idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
         for process in self._processes:
             self._idle.put(process)
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix="compile")
+        self._threads = ThreadPoolExecutor(len(self._processes), thread_name_prefix="compile")
         self._asked: list[Future[bool]] = []
 
     def submit(self, request: Mapping[str, Any]) -> None:

@@ -1,0 +1,59 @@
+"""Rounds before the first request: all kinds of them run, through the engines as requests do, and leave nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint, make_draft
+from pipelines import Reference, make_llm, prompt_of, tokens_of
+
+from trtrun import SamplingParams
+from trtrun.core.nouns import RoundPlan
+from trtrun.roles.engine_ranks import SoloRanks
+from trtrun.start import policies
+
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {"method": "none"},
+    "draft": {"draft_len": 3},
+    "draft_probs": {"draft_len": 3, "use_logits": True},
+    "ngram": {"method": "ngram", "draft_len": 3},
+    "trees": {"method": "ngram", "draft_len": 3, "max_paths": 2},
+}
+
+
+@pytest.mark.parametrize("max_rows", [1, 3])
+@pytest.mark.parametrize("name", METHODS)
+def test_rounds_of_every_kind_are_practised_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_rows: int
+) -> None:
+    """As on a GPU, where they are run for the first use of what they run."""
+    plans: list[RoundPlan] = []
+    publish = SoloRanks.publish
+
+    def logged(ranks: SoloRanks, plan: RoundPlan) -> None:
+        plans.append(plan)
+        publish(ranks, plan)
+
+    monkeypatch.setattr(policies, "_uses_gpus", lambda config: True)
+    monkeypatch.setattr(policies, "measure_round_costs", lambda *_: None)
+    monkeypatch.setattr(SoloRanks, "publish", logged)
+    target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
+    draft = make_draft(tmp_path / "draft", target, 1) if name.startswith("draft") else None
+    settings = {"speculation": METHODS[name], "scheduler": {"max_batch_size": max_rows}}
+    with make_llm(target, draft, **settings) as llm:
+        drafted = 0 if name == "none" else 3
+        kinds = [admission.sampling for plan in plans for admission in plan.admissions if admission.row == 0]
+        assert len({(kind.temperature, kind.top_k, kind.top_p) for kind in kinds}) == 3, "greedy, sampled, cut"
+        assert {max(plan.draft_lens, default=0) for plan in plans} == set(range(drafted + 1))
+        assert any(chunk.is_last for plan in plans for chunk in plan.prefill) == (max_rows > 1)
+        held = set[int]()
+        for plan in plans:
+            held = held - {*plan.dropped_rows} | {admission.row for admission in plan.admissions}
+        assert not held, "ranks keep no row of them"
+        prompts = [prompt_of(length, seed=length) for length in (5, 17, 30)]
+        found = [tokens for (tokens,) in tokens_of(llm.generate(prompts, SamplingParams(max_tokens=12)))]
+        llm.check_idle()
+    reference = Reference(target)
+    assert found == [reference.greedy(prompt, 12) for prompt in prompts]
