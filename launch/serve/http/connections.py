@@ -288,6 +288,12 @@ class BoundedProtocol(HttpToolsProtocol):
         HalfClosed(self.transport, self.cycle)
         return True
 
+    def resume_writing(self) -> None:
+        """As asyncio calls it, where the client has read most of what there was for it. (As much may lie there again
+        at the next look.)"""
+        self._unread_since = self.bounds.now()
+        super().resume_writing()
+
     def end_if_stuck(self, now: float) -> None:
         """Close it where the client has had its time."""
         num_unread = self.transport.get_write_buffer_size()
