@@ -52,15 +52,18 @@ def make_drafter(
     use_logits: bool,
     guesses: int,
     guess_steps: Sequence[int] = (),
+    mask_token: int | None = None,
 ) -> AheadDrafter[Any]:
-    """A drafter on an engine with a store of its own: `num_blocks` blocks, and behind them those of the guesses."""
+    """A drafter on an engine with a store of its own: `num_blocks` blocks, and behind them those of the guesses. With
+    `mask_token` it drafts all tokens in one forward."""
     first, vocab = num_blocks, model.config.vocab_size
     # A guess may begin at the last place of a block and writes draft_len tokens.
     space = GuessSpace(guesses, MAX_ROWS, first, -(-(block_size - 1 + draft_len) // block_size))
     shape = (model.config.num_layers, first + space.num_blocks, model.kv_heads, block_size, model.config.head_dim)
     store = KVStore(*shape, torch.float32, CPU)
     rows = RowState(MAX_ROWS, max_seq_len, block_size, draft_len, vocab, CPU, guesses)
-    return AheadDrafter(Engine(model, store, rows), vocab, draft_len, use_logits, space, guess_steps)
+    engine = Engine(model, store, rows, most_masked=0 if mask_token is None else draft_len)
+    return AheadDrafter(engine, vocab, draft_len, use_logits, space, guess_steps, mask_token)
 
 
 def plan_of(round_index: int = 0, rows: Sequence[int] = (), lens: Sequence[int] = (), **values: Any) -> RoundPlan:
@@ -94,10 +97,13 @@ def verdict_of(tokens: Sequence[Sequence[int]]) -> Verdict:
 class FreshDrafts:
     """Drafts of rows that are admitted, fed and drafted for at once, and then forgotten."""
 
-    def __init__(self, model: CausalLM, max_seq_len: int, draft_len: int, use_logits: bool) -> None:
+    def __init__(
+        self, model: CausalLM, max_seq_len: int, draft_len: int, use_logits: bool, mask_token: int | None = None
+    ) -> None:
         self._draft_len, self._blocks = draft_len, -(-(max_seq_len + draft_len + 2) // 16)
         num_blocks = 1 + MAX_ROWS * self._blocks
-        self._drafter = make_drafter(model, 16, num_blocks, max_seq_len, draft_len, use_logits, 0)
+        settings = (num_blocks, max_seq_len, draft_len, use_logits, 0, (), mask_token)
+        self._drafter = make_drafter(model, 16, *settings)
 
     def drafts(self, admissions: dict[int, RowAdmission], tokens: dict[int, list[int]]) -> dict[int, FreshDraft]:
         """A draft of `draft_len` tokens for each row of `tokens`, whose parameters are in `admissions`."""
@@ -140,12 +146,15 @@ class AheadRounds:
         num_tokens: int = 400,
         max_num_tokens: int = 40,
         plans_ahead: int = 1,
+        mask_token: int | None = None,
     ) -> None:
         self.random = random.Random(seed)
+        self.in_parallel = mask_token is not None
         self.most_guesses, self.use_logits, self.plans_ahead = guesses, use_logits, plans_ahead
         num_blocks = 1 + num_tokens // block_size
-        self.drafter = make_drafter(model, block_size, num_blocks, max_seq_len, draft_len, use_logits, guesses)
-        self.fresh = FreshDrafts(model, max_seq_len, draft_len + 1, use_logits)
+        settings = (num_blocks, max_seq_len, draft_len, use_logits, guesses, (), mask_token)
+        self.drafter = make_drafter(model, block_size, *settings)
+        self.fresh = FreshDrafts(model, max_seq_len, draft_len + 1, use_logits, mask_token)
         self.scheduler = Scheduler(
             SchedulerLimits(
                 MAX_ROWS,
@@ -157,6 +166,7 @@ class AheadRounds:
                 num_blocks,
                 enable_block_reuse=True,
                 plans_ahead=plans_ahead,
+                drafts_in_parallel=self.in_parallel,
             )
         )
         self.vocab_size = model.config.vocab_size
@@ -186,15 +196,28 @@ class AheadRounds:
         begun = [number for number in range(1, self._number + 1) if self.scheduler.has_begun(number)]
         self.seen["cancelled"] += bool(begun) and self.scheduler.cancel(self.random.choice(begun))
 
-    def run(self, most_rounds: int = 10_000, *, cancels: float = 0.0, always: bool = False) -> None:
-        """Take rounds until nothing is left to do; `always` guesses and drafts again in every round."""
+    def run(
+        self,
+        most_rounds: int = 10_000,
+        *,
+        cancels: float = 0.0,
+        always: bool = False,
+        copies: int = 0,
+        lateness: float = 0.08,
+    ) -> None:
+        """Take rounds until nothing is left to do, of which a share of `lateness` finds the verdict there already;
+        `always` guesses and drafts again in every round. In every other one of the first rounds a request comes whose
+        prompt is what a row has at that time, `copies` in all."""
         waiting: list[RoundPlan] = []
-        for _ in range(most_rounds):
+        for number in range(most_rounds):
+            if self._tokens and number % 2 and number < 2 * copies:
+                text = self.random.choice(list(self._tokens.values()))
+                self.add([*text[:60], self.random.randrange(self.vocab_size)], max_tokens=9)
             while len(waiting) <= self.plans_ahead and (plan := self._schedule(always)) is not None:
                 waiting.append(plan)
             if not waiting:
                 return
-            self._round(waiting.pop(0), is_late=not always and not self.use_logits and self.random.random() < 0.08)
+            self._round(waiting.pop(0), is_late=not always and not self.use_logits and self.random.random() < lateness)
             if self.random.random() < cancels:
                 self.cancel()
 
@@ -265,8 +288,11 @@ class AheadRounds:
                     assert torch.equal(probs[place, : len(draft)], certain) and not probs[place, len(draft) :].any()
                 continue
             expected, ranked, distributions = fresh[row]
-            assert draft == expected[: len(draft)] and len(draft) <= most, (row, draft, expected)
             assert foreseen == (self._guessed.get(row, False) or going_on[row])
+            if self.in_parallel and going_on[row]:  # what is left of a draft that knew less of the row
+                self.seen["left"] += 1
+                continue
+            assert draft == expected[: len(draft)] and len(draft) <= most, (row, draft, expected)
             self.seen["foreseen"] += foreseen
             self.seen["cut"] += foreseen and len(draft) == most < drafter._draft_len
             empty += not draft
@@ -299,10 +325,17 @@ class AheadRounds:
         for row, num_accepted, token in self.drafter._guesses._places:
             draft = self.drafter._texts[row].draft
             assert draft[num_accepted : num_accepted + 1] != [token]
-        for row in asked.keys() - self.drafter._has_given:
-            text = self.drafter._texts[row]
+        rows = sorted(asked.keys() - self.drafter._has_given)
+        texts = self.drafter._texts
+        if self.in_parallel and rows:  # what follows a whole draft is known once it was fed
+            whole = {row: self._tokens[row] + texts[row].draft for row in rows}
+            fresh = self.fresh.drafts(self._admissions, whole)
+        for row in rows:
+            text = texts[row]
             place = len(text.draft)
             tokens, ranked, _ = fresh[row]
+            if self.in_parallel:
+                tokens, ranked = [*text.draft, tokens[0]], [*text.ranked[:place], ranked[0]]
             if not self.use_logits and text.ranked[place] != [tokens[place], *ranked[place]]:
                 self.different.append((text.ranked[place], [tokens[place], *ranked[place]]))
             self.seen["places"] += place + 1

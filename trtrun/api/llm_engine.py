@@ -31,7 +31,7 @@ from trtrun.roles.orchestrator import RowGain
 from trtrun.scheduling.batch import Completion
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.start.job import StartedJob, open_job
-from trtrun.start.model_settings import target_context
+from trtrun.start.model_settings import mask_token, target_context
 from trtrun.start.policies import make_orchestrator
 from trtrun.timing.telemetry import RunStatistics
 from trtrun.tokens.detokenizer import AhoCorasick, CompletionText, IncrementalDetokenizer
@@ -109,7 +109,10 @@ class LLMEngine:
             return None
         draft_context = draft_model.max_position_embeddings if draft_model is not None else None
         tile = tile_width(model, len(config.target.devices), config.target.devices[0])
-        limits = SchedulerLimits.of(config, target_context(config, model), draft_context, job.num_blocks, tile)
+        in_parallel = mask_token(config) is not None
+        limits = SchedulerLimits.of(
+            config, target_context(config, model), draft_context, job.num_blocks, tile, drafts_in_parallel=in_parallel
+        )
         return cls(config, job, model, limits, tokenizer)
 
     @property

@@ -90,9 +90,14 @@ class DraftModelSection(SpeculationSection):
     Attributes:
         ahead: whether draft ranks draft for the likely verdicts of a round while the target verifies it: `on` where
             draft and target share no device, `auto` there unless CPU ranks outnumber the cores, `off` never.
+        parallel_drafting: whether all tokens of a draft come from one forward of the draft model, which has to be
+            trained for that (PARD): behind the row's tokens stand mask tokens. `auto` where the draft's config.json
+            names one (`pard_token`, `mask_token_id` or `ptd_token_id`), `on` refuses a draft without, `off` drafts
+            token by token.
     """
 
     ahead: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = "auto"
+    parallel_drafting: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = "auto"
 
     @property
     def drafting_ahead(self) -> Literal["auto", "on", "off"]:

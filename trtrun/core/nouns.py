@@ -111,7 +111,8 @@ class RoundPlan:
         draft_lens: [rows] int32, beside decode_rows: tokens to draft and verify, 0 to draft_len, at most: the drafter
             may find fewer (Draft.draft_lens). -1 for a row that nothing is drafted for in any round.
         catch_up: [rows] int32, beside decode_rows: how many of the row's last tokens the draft engine feeds before it
-            drafts: 2, more after rounds that it sat out, 0 where it sits this one out or does not follow the row.
+            drafts, all of the row's where it has fewer: 2, or what the row may have gained where drafts are made in
+            parallel; more after rounds that it sat out; 0 where it sits this one out or does not follow the row.
         max_context: upper bound of any row's length after this round, in tokens, for shapes of attention.
         num_guesses: verdicts of this round, over all rows, for which draft ranks of their own draft ahead, at most.
         redraft_from: where the verdicts of so many rows or more were not guessed, such draft ranks draft for them while

@@ -16,7 +16,7 @@ from trtrun.engine.draft_paths import TreeBatch
 from trtrun.engine.prompt_tiles import PromptTile, fitted_tiles, token_places
 from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, Forks, StepBatch
-from trtrun.tensors import device_integers
+from trtrun.tensors import device_integers, kept_integers, kept_range
 
 
 @dataclass
@@ -55,6 +55,34 @@ def read_tiles(
     positions = first + torch.arange(width, device=rows.device)
     positions = torch.where(positions >= start, positions, -1)
     return row[:, 0], rows.token_ids[row, positions.clamp(min=0)].to(torch.int64), positions
+
+
+def with_masks(
+    state: RowState,
+    rows: torch.Tensor,
+    real: tuple[Sequence[int], int],
+    places: tuple[Sequence[int], int],
+    mask_token: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's last tokens, and behind them mask tokens, for all of its places but the first.
+
+    Args:
+        state: of the rows.
+        rows: [R] int64 on the device.
+        real: of each row how many tokens, and columns for them.
+        places: of each row how many, and columns for them, one of which is the newest token's.
+        mask_token: what stands for a token that is not known.
+
+    Returns:
+        tokens and positions, [R, columns of both - 1] int64 each; positions are -1 where nothing is fed.
+    """
+    device = state.device
+    steps = kept_range(-real[1], places[1] - 1, device)
+    positions = state.lengths.index_select(0, rows).unsqueeze(1) + steps
+    first, end = (kept_integers(counts, device).unsqueeze(1) for counts, _ in (real, places))
+    positions = torch.where((steps >= -first) & (steps < end - 1), positions, -1).clamp(min=-1)
+    known = state.token_ids[rows.unsqueeze(1), positions.clamp(min=0)].to(torch.int64)
+    return torch.where(steps < 0, known, mask_token), positions
 
 
 class BatchBuilder:

@@ -118,6 +118,7 @@ class Forwards:
         logits_per_row: int,
         taps: HiddenTaps | None,
         paths: DraftPaths | None,
+        most_masked: int = 0,
     ) -> None:
         """See `runner.Engine`."""
         self._model = model
@@ -128,16 +129,16 @@ class Forwards:
         self.taps = taps
         self.paths = paths
         self.prompt_width = model.prompt_width
-        self.graphs = self._make_graphs(capture, logits_per_row) if capture is not None else None
+        self.graphs = self._make_graphs(capture, logits_per_row, most_masked) if capture is not None else None
 
-    def _make_graphs(self, capture: Capture, logits_per_row: int) -> ForwardGraphs:
+    def _make_graphs(self, capture: Capture, logits_per_row: int, most_masked: int) -> ForwardGraphs:
         max_rows, max_blocks = self._rows.block_tables.shape
         # A graph keeps the address of what it reads: the rotary tables must not grow, that is move, later.
         self._model.reserve_positions(max_blocks * self._rows.block_size)
         if self.taps is not None:
             self.taps.reserve(max(max_rows * logits_per_row, MOST_PROMPT_TOKENS))
         most_tiles = 0 if self.prompt_width is None else -(-MOST_PROMPT_TOKENS // self._narrowest_tile)
-        shapes = GraphShapes(max_rows, logits_per_row, max_blocks, self._rows.block_size)
+        shapes = GraphShapes(max_rows, logits_per_row, max_blocks, self._rows.block_size, most_masked)
         return ForwardGraphs(
             self.forward_rows,
             capture,
@@ -187,7 +188,7 @@ class Forwards:
             return None
         rows, tokens, positions = read_tiles(self._rows, tiles, width)
         tables = self._rows.tables(rows, blocks)
-        logits = self.graphs.run(tokens, positions, tables, True, shapes.tiles(len(tiles), width, blocks))
+        logits = self.graphs.run(tokens, positions, tables, 1, shapes.tiles(len(tiles), width, blocks))
         last = {tile.chunk: index for index, tile in enumerate(tiles)}
         tapped = []
         if self.taps is not None:
@@ -200,7 +201,7 @@ class Forwards:
         """A forward of `rows` [R] and their drafts alone; logits [R * (width + 1), vocab]."""
         if draft.paths is None:
             tokens, positions = self._rows.with_drafts(rows, draft.tokens, draft.draft_lens)
-            return self.run_rows(rows, tokens, positions, context, last_only=False)
+            return self.run_rows(rows, tokens, positions, context, 0)
         assert self.paths is not None
         trees = self.paths.fork(rows, draft, self.tables(rows, context))
         if self.graphs is None:
@@ -212,16 +213,16 @@ class Forwards:
         return logits
 
     def run_rows(
-        self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, context: int, last_only: bool
+        self, rows: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, context: int, num_last: int
     ) -> torch.Tensor:
-        """A forward of `rows` [R] alone, tokens and positions [R, Q]; logits [R * Q, vocab], or [R, vocab]."""
+        """A forward of `rows` [R] alone, tokens and positions [R, Q]; logits as `graphs.RowForward` has them."""
         tables = self.tables(rows, context)
         if self.graphs is None:
-            return self.forward_rows(tokens, positions, tables, last_only)
-        logits = self.graphs.run(tokens, positions, tables, last_only)
+            return self.forward_rows(tokens, positions, tables, num_last)
+        logits = self.graphs.run(tokens, positions, tables, num_last)
         if self.taps is not None:
             count, queries = tokens.shape
-            padded = queries if last_only else self.graphs.shapes.queries(self.graphs.shapes.rows(count), queries)
+            padded = queries if num_last else self.graphs.shapes.queries(self.graphs.shapes.rows(count), queries)
             self.taps.replayed(count, queries, padded)
         return logits
 
@@ -232,15 +233,17 @@ class Forwards:
         return self._rows.tables(rows, blocks if self.graphs is None else self.graphs.shapes.blocks(blocks, len(rows)))
 
     def forward_rows(
-        self, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, last_only: bool
+        self, tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor, num_last: int
     ) -> torch.Tensor:
         """See `graphs.RowForward`."""
         count, queries = tokens.shape
         segment = AttentionSegment(0, count, queries, block_tables, positions)
         batch = AttentionBatch([segment], self._rows.block_size)
         tokens, positions = tokens.reshape(-1), positions.reshape(-1).clamp(min=0)
-        some = last_only and queries > 1
-        wanted = torch.arange(queries - 1, count * queries, queries, device=self._device) if some else None
+        wanted = None
+        if 0 < num_last < queries:
+            places = torch.arange(count * queries, device=self._device).view(count, queries)
+            wanted = places[:, queries - num_last :].reshape(-1)
         return self._model.logits(self.run(ForwardBatch(tokens, positions, batch, wanted), in_graph=True))
 
     def _forward_trees(self, trees: TreeBatch) -> torch.Tensor:

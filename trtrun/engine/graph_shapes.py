@@ -40,11 +40,15 @@ enough to do while the host launches."""
 class GraphShapes:
     """The shapes of one engine's graphs."""
 
-    def __init__(self, max_rows: int, most_queries: int, max_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, max_rows: int, most_queries: int, max_blocks: int, block_size: int, most_masked: int = 0
+    ) -> None:
         """Of rounds of up to `max_rows` rows, with up to `most_queries` queries each that get logits, and block tables
-        of up to `max_blocks` blocks of `block_size` tokens."""
+        of up to `max_blocks` blocks of `block_size` tokens; where drafts are made in parallel, of up to `most_masked`
+        tokens."""
         self._max_rows = max_rows
         self._most_queries = most_queries
+        self._most_masked = most_masked
         self._max_blocks = max_blocks
         self._block_size = block_size
         self.queries = cache(self._queries)
@@ -64,11 +68,25 @@ class GraphShapes:
 
     def numbers_of_queries(self, rows: int) -> list[int]:
         """Those of graphs of `rows` rows, the largest first: one query, and the fewest others that waste little."""
-        kept = [self._most_queries]
-        for queries in range(self._most_queries - 1, 0, -1):
-            if queries == 1 or rows * (kept[-1] - queries) > _WASTED_TOKENS:
-                kept.append(queries)
-        return kept
+        return _few(self._most_queries, rows)
+
+    def masked(self, rows: int, count: int, draft_len: int) -> tuple[int, int] | None:
+        """The graph that feeds as many rows as its own `rows` up to `count` tokens each that they lack, and drafts
+        `draft_len` tokens, 2 or more, behind them in the same forward: tokens that it feeds, and drafts. None where
+        there is none for so many tokens."""
+        if count > self._most_masked + 1:
+            return None
+        drafts = min(kept for kept in self._numbers_of_drafts(rows) if kept >= draft_len)
+        return (drafts + 1 if count <= drafts + 1 else self._most_masked + 1), drafts
+
+    def all_masked(self, rows: int) -> list[tuple[int, int]]:
+        """All that `masked` answers for `rows` rows, the largest first; none where drafts are made step by step."""
+        drafts = self._numbers_of_drafts(rows)
+        return sorted({(count, kept) for kept in drafts for count in (self._most_masked + 1, kept + 1)}, key=sum)[::-1]
+
+    def _numbers_of_drafts(self, rows: int) -> list[int]:
+        """Of more than one token, which takes no mask."""
+        return [drafts for drafts in _few(self._most_masked, rows) if drafts > 1]
 
     def blocks(self, blocks: int, rows: int) -> int:
         """The width of block tables of `rows` rows whose contexts take up to `blocks` blocks."""
@@ -107,6 +125,15 @@ class GraphShapes:
         """The numbers of tiles of `width` queries that have graphs of their own, the largest first."""
         taken = [tiles for tiles in range(1, MOST_PROMPT_TOKENS // width + 1) if self.takes_prompts(tiles, width)]
         return sorted({self.tiles(tiles, width, blocks) for tiles in taken}, reverse=True)
+
+
+def _few(most: int, rows: int) -> list[int]:
+    """Numbers of queries of `rows` rows, from `most` down to 1, the fewest that waste little."""
+    kept = [most]
+    for queries in range(most - 1, 0, -1):
+        if queries == 1 or rows * (kept[-1] - queries) > _WASTED_TOKENS:
+            kept.append(queries)
+    return kept
 
 
 def catches_up(rows: int, width: int) -> bool:

@@ -25,8 +25,9 @@ from trtrun.engine.graph_shapes import GraphShapes
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.likeliest import likeliest
 
-RowForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
-"""(tokens [R, Q], positions [R, Q], block_tables [R, blocks], last_only) → logits [R * Q or R, vocab] float32."""
+RowForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""(tokens [R, Q], positions [R, Q], block_tables [R, blocks], num_last) → logits [R * num_last, vocab] float32, of the
+last queries of each row, or [R * Q, vocab] where num_last is 0."""
 
 TreeForward = Callable[[TreeBatch], torch.Tensor]
 """Trees → logits [R * (nodes + 1), vocab] float32."""
@@ -46,7 +47,7 @@ class _Shape:
     rows: int
     queries: int
     blocks: int
-    last_only: bool = True
+    num_last: int = 1
     num_ranked: int = 0
     choices: Hashable = None
     paths: tuple[int, int] = (0, 0)
@@ -119,7 +120,7 @@ class ForwardGraphs:
         tokens: torch.Tensor,
         positions: torch.Tensor,
         block_tables: torch.Tensor,
-        last_only: bool,
+        num_last: int,
         fewest_rows: int = 1,
     ) -> torch.Tensor:
         """Run one forward.
@@ -128,29 +129,29 @@ class ForwardGraphs:
             tokens: [R, Q] int64 on the device.
             positions: [R, Q] int64; -1 is padding.
             block_tables: [R, blocks] int64, as wide as one of the shapes.
-            last_only: whether only each row's last query has logits.
+            num_last: of each row's queries so many, the last ones, have logits; 0 where all have.
             fewest_rows: of the graph, where it is one for prompts.
 
         Returns:
-            [R * Q, vocab], or [R, vocab] with `last_only`, float32: valid until the next call.
+            [R * num_last, vocab], or [R * Q, vocab] where that is 0, float32: valid until the next call.
         """
         rows, queries = tokens.shape
         bucket = max(fewest_rows, self.shapes.rows(rows))
-        width = queries if last_only else self.shapes.queries(bucket, queries)
-        shape = _Shape(bucket, width, block_tables.shape[1], last_only)
+        width = queries if num_last else self.shapes.queries(bucket, queries)
+        shape = _Shape(bucket, width, block_tables.shape[1], num_last)
 
         def work(tokens: torch.Tensor, positions: torch.Tensor, block_tables: torch.Tensor) -> torch.Tensor:
-            return self._forward(tokens, positions, block_tables, last_only)
+            return self._forward(tokens, positions, block_tables, num_last)
 
         def fixed() -> list[torch.Tensor]:
             both = [tensor.new_zeros((bucket, width)) for tensor in (tokens, positions)]
             return [*both, self._own_tables(shape)]
 
-        lines = bucket if last_only else bucket * width
+        lines = bucket * (num_last or width)
         captured = self._ready(shape, fixed, work, lambda: self._logits[:lines], (tokens, positions, block_tables))
         captured.replay()
-        if last_only or width == queries:
-            return self._logits[: rows if last_only else rows * queries]
+        if num_last or width == queries:
+            return self._logits[: rows * (num_last or queries)]
         return self._logits[: rows * width].view(rows, width, -1)[:, :queries].reshape(rows * queries, -1)
 
     def run_trees(self, trees: TreeBatch) -> torch.Tensor:
@@ -161,7 +162,7 @@ class ForwardGraphs:
         """
         rows, queries = trees.tokens.shape
         count, depth = trees.positions.shape[1:]
-        shape = _Shape(self.shapes.rows(rows), queries, trees.tables.shape[2], False, paths=(count, depth))
+        shape = _Shape(self.shapes.rows(rows), queries, trees.tables.shape[2], 0, paths=(count, depth))
         inputs = (trees.tokens, trees.positions, trees.tables, trees.nodes, trees.places)
 
         forward = self._forward_trees
@@ -219,7 +220,7 @@ class ForwardGraphs:
             *parameters: torch.Tensor,
         ) -> torch.Tensor:
             where = positions.index_select(1, step)
-            logits = self._forward(token.unsqueeze(1), where, block_tables, True)[:, :vocab_size]
+            logits = self._forward(token.unsqueeze(1), where, block_tables, 1)[:, :vocab_size]
             found = likeliest(logits, num_ranked) if keyed is None else keyed.rank(logits, 0, num_ranked, *parameters)
             ranked.index_copy_(1, step, found.unsqueeze(1))
             step.add_(1)

@@ -13,12 +13,13 @@ import torch
 from torch.nn.functional import pad
 
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
-from trtrun.engine.batch import BatchBuilder, ForwardBatch
+from trtrun.engine.batch import BatchBuilder, ForwardBatch, with_masks
 from trtrun.engine.capture import Capture
 from trtrun.engine.draft_paths import DraftPaths, PathSpace
 from trtrun.engine.forwards import Forwards, HiddenTaps
 from trtrun.engine.graph_shapes import GraphShapes, catch_up_width, catches_up
 from trtrun.engine.rows import RowState
+from trtrun.engine.verification import Verification
 from trtrun.kvcache.segments import StepBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM
@@ -52,6 +53,7 @@ class Engine:
         logits_per_row: int = 1,
         taps: Sequence[int] = (),
         path_space: PathSpace | None = None,
+        most_masked: int = 0,
     ) -> None:
         """Put a model to work on rows.
 
@@ -64,6 +66,7 @@ class Engine:
                 verifies.
             taps: boundaries of the residual stream that verification hands out (models/taps.py).
             path_space: where the paths of draft trees have their keys; None where drafts are chains.
+            most_masked: tokens that it drafts for a row in one forward, at most; 0 where it drafts step by step.
         """
         self._model = model
         self._store = store
@@ -72,7 +75,9 @@ class Engine:
         self.device = rows.device
         tapped = HiddenTaps(taps, model.config, model.dtype, self.device) if taps else None
         paths = DraftPaths(path_space, rows, store) if path_space is not None else None
-        self._forwards = Forwards(model, store, rows, capture, logits_per_row, tapped, paths)
+        most_logits = max(logits_per_row, most_masked)
+        self._forwards = Forwards(model, store, rows, capture, most_logits, tapped, paths, most_masked)
+        self._verification = Verification(model, rows, self._forwards)
         self.tables, self.prompt_shapes = self._forwards.tables, self._forwards.prompt_shapes
 
     @property
@@ -148,7 +153,7 @@ class Engine:
 
         Args:
             rows: [rows] int64 on the device; each row has at least two tokens.
-            counts: tokens to feed of each row, at least 2 and at most its length.
+            counts: tokens to feed of each row; all of its tokens where it has fewer.
             context: upper bound of the rows' lengths.
 
         Returns:
@@ -160,30 +165,85 @@ class Engine:
         places = positions = self.rows.lengths.index_select(0, rows).unsqueeze(1) + steps
         if width > 2:
             positions = torch.where(-steps <= kept_integers(counts, self.device).unsqueeze(1), positions, -1)
+            positions = positions.clamp(min=-1)
             places = positions.clamp(min=0)
         tokens = self.rows.token_ids[rows.unsqueeze(1), places].to(torch.int64)
         if not catches_up(len(rows), width):
-            return self._forwards.forward_rows(tokens, positions, self.tables(rows, context), True)
-        return self._forwards.run_rows(rows, tokens, positions, context, last_only=True)
+            return self._forwards.forward_rows(tokens, positions, self.tables(rows, context), 1)
+        return self._forwards.run_rows(rows, tokens, positions, context, 1)
 
     @inference
-    def feed(self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    def look_ahead(
+        self, rows: torch.Tensor, counts: Sequence[int], most: Sequence[int], mask_token: int, context: int
+    ) -> torch.Tensor:
+        """Feed each row's last tokens, and behind them mask tokens: one forward says what may stand at several places
+        (PARD, arXiv:2504.18583).
+
+        The keys and values of mask tokens have no meaning. They stand behind the row, where whatever comes next is
+        written over them.
+
+        Args:
+            rows: [rows] int64 on the device; each row has at least two tokens.
+            counts: tokens to feed of each row, at least 1; all of its tokens where it has fewer.
+            most: places of each row, at least 1.
+            mask_token: stands for a token that is not known.
+            context: upper bound of the rows' lengths and places.
+
+        Returns:
+            [rows, places, vocab] float32, as many places as the row with the most has: what follows each row's newest
+            token, and what follows that. Behind a row's own places it has no meaning.
+        """
+        num_places = max(most)
+        if num_places == 1:
+            return self.catch_up(rows, counts, context).unsqueeze(1)
+        count, places = self._masked_shape(len(rows), max(counts), num_places)
+        if count < max(counts):
+            self.catch_up(rows, counts, context)
+            counts = [1] * len(counts)
+        tokens, positions = with_masks(self.rows, rows, (counts, count), (most, places), mask_token)
+        logits = self._forwards.run_rows(rows, tokens, positions, context, places)
+        return logits.view(len(rows), places, -1)[:, :num_places]
+
+    def _masked_shape(self, rows: int, count: int, num_places: int) -> tuple[int, int]:
+        """Tokens that a forward of `rows` rows feeds, and places that it says something of: as many as are asked for,
+        or as their graph has; fewer tokens where no graph has so many."""
+        shapes = self.graph_shapes
+        if shapes is None:
+            return count, num_places
+        rows = shapes.rows(rows)
+        shape = shapes.masked(rows, count, num_places) or shapes.masked(rows, 1, num_places)
+        assert shape is not None
+        return shape
+
+    @inference
+    def feed(
+        self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, num_last: int = 1
+    ) -> torch.Tensor:
         """Feed rows with block tables `tables` some tokens each.
 
         Args:
             tokens: [rows, width] int64.
             positions: [rows, width] int64; -1 is padding.
             tables: [rows, blocks] int64, from `tables` or as wide.
+            num_last: of each row's tokens so many, the last ones, get logits.
 
         Returns:
-            [rows, vocab] float32, after each row's last token.
+            [rows * num_last, vocab] float32, after the last tokens of each row.
         """
-        if self._forwards.graphs is None:
-            return self._forwards.forward_rows(tokens, positions, tables, True)
-        missing = catch_up_width(tokens.shape[1]) - tokens.shape[1]
-        if missing:
-            tokens, positions = pad(tokens, (missing, 0)), pad(positions, (missing, 0), value=-1)
-        return self._forwards.graphs.run(tokens, positions, tables, True)
+        graphs = self._forwards.graphs
+        rows, width = tokens.shape
+        if graphs is None:
+            return self._forwards.forward_rows(tokens, positions, tables, num_last)
+        if num_last == 1:
+            before, places = catch_up_width(width) - width, 1
+        else:
+            count, places = self._masked_shape(rows, width - num_last + 1, num_last)
+            before = count + num_last - 1 - width
+        padding = (before, places - num_last)
+        if any(padding):
+            tokens, positions = pad(tokens, padding), pad(positions, padding, value=-1)
+        logits = graphs.run(tokens, positions, tables, places)
+        return logits if places == num_last else logits.view(rows, places, -1)[:, :num_last].flatten(0, 1)
 
     @inference
     def prepare_steps(self, tables: torch.Tensor, positions: torch.Tensor) -> Sequence[StepBatch | GraphStep]:
@@ -231,27 +291,9 @@ class Engine:
 
     @inference
     def verify_forward(self, plan: RoundPlan, draft: Draft) -> Step:
-        """One forward over the newest token of every decode row and its draft, and over every prefill chunk.
-
-        Args:
-            plan: the round's plan.
-            draft: on the device; where its draft_lens are below 1 only the newest token is fed.
-        """
-        by_graph = self._forwards.prefill_by_graph(plan.prefill)
-        if by_graph is None and plan.prefill:
-            return self._verify_beside_prompts(plan, draft)
-        queries = draft.tokens.shape[1] + 1
-        logits = torch.empty((0, queries, self.vocab_size), device=self.device)
-        if len(plan.decode_rows):
-            rows = kept_integers(plan.decode_rows.tolist(), self.device)
-            logits = self._forwards.run_drafts(rows, draft, plan.max_context).view(-1, queries, self.vocab_size)
-        tapped = by_graph.tapped if by_graph is not None else []
-        hidden = (
-            self._forwards.taps.states(len(plan.decode_rows), queries, tapped)
-            if self._forwards.taps is not None
-            else None
-        )
-        return Step(logits if by_graph is None else self._join(logits, by_graph.logits, plan, queries), hidden)
+        """One forward over the newest token of every decode row and its draft, and over every prefill chunk; see
+        `Verification.run`."""
+        return self._verification.run(plan, draft)
 
     @inference
     def keep_path(self, plan: RoundPlan, accepted: torch.Tensor) -> None:
@@ -260,36 +302,3 @@ class Engine:
         assert self._forwards.paths is not None
         if len(plan.decode_rows):
             self._forwards.paths.keep(kept_integers(plan.decode_rows.tolist(), self.device), accepted)
-
-    def _verify_beside_prompts(self, plan: RoundPlan, draft: Draft) -> Step:
-        """`verify_forward` where prompts are computed beside the decode rows, in one forward."""
-        builder, queries = BatchBuilder(self.rows), draft.tokens.shape[1] + 1
-        if len(plan.decode_rows):
-            rows = kept_integers(plan.decode_rows.tolist(), self.device)
-            if draft.paths is None:
-                builder.add_rows(rows, *self.rows.with_drafts(rows, draft.tokens, draft.draft_lens), plan.max_context)
-            else:
-                assert self._forwards.paths is not None
-                builder.add_trees(self._forwards.paths.fork(rows, draft, self._forwards.tables(rows, plan.max_context)))
-        num_decoded = builder.num_tokens
-        places = builder.add_prompts(plan.prefill, self._forwards.prompt_width)
-        ended = [of_chunk[-1][-1] for of_chunk, chunk in zip(places, plan.prefill, strict=True) if chunk.is_last]
-        hidden = self._forwards.run(builder.build(device_integers([*range(num_decoded), *ended], self.device)))
-        states = None
-        if self._forwards.taps is not None:
-            states = self._forwards.taps.states(
-                len(plan.decode_rows), queries, [self._forwards.taps.copy(one) for one in places]
-            )
-        if not len(hidden):
-            return Step(torch.empty((0, queries, self.vocab_size), device=self.device), states)
-        logits = self._model.logits(hidden)
-        after_prompts = logits[num_decoded:].unsqueeze(1).expand(-1, queries, -1)
-        return Step(torch.cat((logits[:num_decoded].view(-1, queries, self.vocab_size), after_prompts)), states)
-
-    def _join(self, logits: torch.Tensor, after_prompts: torch.Tensor, plan: RoundPlan, queries: int) -> torch.Tensor:
-        """Logits [decode_rows, queries, vocab], and behind them those of prompts that end in the round, repeated."""
-        ended = [index for index, chunk in enumerate(plan.prefill) if chunk.is_last]
-        if not ended:
-            return logits
-        last = after_prompts[device_integers(ended, self.device)].unsqueeze(1)
-        return torch.cat((logits, last.expand(-1, queries, -1)))

@@ -33,6 +33,7 @@ def warm_up(
     num_ranked: int = 1,
     most_catch_up: int = 2,
     samples_steps: bool = True,
+    in_parallel: bool = False,
 ) -> None:
     """Run prefills and the forwards of rounds: of one row, or through each of the graphs that rounds may need.
 
@@ -48,6 +49,7 @@ def warm_up(
         num_ranked: tokens of each drafted place that its drafter wants ranked: graphs are told apart by it.
         most_catch_up: tokens of a row that a draft engine feeds after rounds that it sat out, at most.
         samples_steps: whether steps of sampled rows are chains, too.
+        in_parallel: whether a draft engine drafts all tokens in one forward: then it makes no steps.
     """
     # Rows of two zero tokens stand in for requests.
     engine.rows.lengths[:max_rows].fill_(2)
@@ -60,11 +62,11 @@ def warm_up(
             if verifies:
                 _verify(engine, 1, length)
             elif length:
-                _draft(engine, length)
+                _draft(engine, length, in_parallel=in_parallel)
     elif verifies:
         _verify_all(engine, shapes, draft_lens, max_tokens)
     else:
-        _draft_all(engine, shapes, num_ranked, most_catch_up, samples_steps=samples_steps)
+        _draft_all(engine, shapes, num_ranked, most_catch_up, samples_steps=samples_steps, in_parallel=in_parallel)
     engine.rows.lengths[:max_rows].zero_()
 
 
@@ -92,9 +94,15 @@ def _verify_all(engine: Engine, shapes: GraphShapes, draft_lens: Collection[int]
 
 
 def _draft_all(
-    engine: Engine, shapes: GraphShapes, num_ranked: int, most_catch_up: int, *, samples_steps: bool
+    engine: Engine,
+    shapes: GraphShapes,
+    num_ranked: int,
+    most_catch_up: int,
+    *,
+    samples_steps: bool,
+    in_parallel: bool,
 ) -> None:
-    """What rows lack, and one step of each kind."""
+    """What rows lack, and one step of each kind, or drafts in one forward."""
     widths = {catch_up_width(count) for count in range(2, most_catch_up + 1)}
     # As the drafter calls it: a graph keeps the number of ids to choose from.
     vocab_size = engine.rows.sampling.vocab_size
@@ -105,6 +113,11 @@ def _draft_all(
             for width in sorted((width for width in widths if catches_up(rows, width)), reverse=True):
                 nowhere = torch.full((rows, width), -1, dtype=torch.int64, device=engine.device)
                 engine.feed(torch.zeros_like(nowhere), nowhere, tables)
+            for count, drafts in shapes.all_masked(rows):
+                nowhere = torch.full((rows, count + drafts - 1), -1, dtype=torch.int64, device=engine.device)
+                engine.feed(torch.zeros_like(nowhere), nowhere, tables, drafts)
+            if in_parallel:
+                continue
             first, nowhere = torch.zeros_like(places), torch.full_like(places, -1).unsqueeze(1)
             sampled = KeyedRanks.kinds(engine.rows.sampling, range(rows), first, Stream.TARGET) if samples_steps else []
             for keyed in (*sampled, None):
@@ -143,10 +156,13 @@ def _verify(engine: Engine, rows: int, length: int, context: int = 0) -> None:
     engine.verify_forward(plan, Draft(tokens, lens, paths=nodes if paths > 1 and length else None))
 
 
-def _draft(engine: Engine, draft_len: int) -> None:
+def _draft(engine: Engine, draft_len: int, *, in_parallel: bool) -> None:
     """As the drafter does for one row."""
     places = torch.arange(1, device=engine.device)
     context = 2 + draft_len
+    if in_parallel:
+        engine.look_ahead(places, [1], [draft_len], 0, context)
+        return
     engine.catch_up(places, [2], context=context)
     if draft_len > 1:
         positions = torch.ones((1, draft_len - 1), dtype=torch.int64, device=engine.device)

@@ -52,6 +52,7 @@ class RoundShape:
         num_guesses: drafts that draft ranks of their own make ahead, at most.
         max_paths: of a row's draft; 1 where it is a chain.
         most_catch_up: tokens of a row that a draft engine feeds after rounds that it sat out, at most.
+        in_parallel: whether it drafts all tokens of a row in one forward.
     """
 
     max_rows: int
@@ -63,6 +64,7 @@ class RoundShape:
     num_guesses: int = 0
     max_paths: int = 1
     most_catch_up: int = 1
+    in_parallel: bool = False
 
     @property
     def verified_tokens(self) -> int:
@@ -105,7 +107,8 @@ def working_bytes(
     """
     share = Share(tp_rank, tp_size)
     # A guess is a row of the draft engine.
-    verified = shape.max_rows * shape.verified_tokens if verifies else max(shape.max_rows, shape.num_guesses)
+    drafting = max(shape.max_rows, shape.num_guesses) * (shape.draft_len if shape.in_parallel else 1)
+    verified = shape.max_rows * shape.verified_tokens if verifies else drafting
     chosen = shape.max_rows * shape.chosen_tokens if verifies else verified
     tokens = max(shape.max_tokens, verified, shape.max_rows * (1 if verifies else shape.most_catch_up))
     # Drafts of different lengths are padded to the longest, beyond what the scheduler counts.

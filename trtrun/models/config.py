@@ -35,6 +35,10 @@ _MOST = {
 }
 """Sizes well beyond any model's: what is larger is a misprint, refused before anything is counted or allocated."""
 
+_MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Keys of config.json that name a mask token, in the order in which vLLM looks for them: PARD's (arXiv:2504.18583) and
+those of its kin whose drafts are ordinary decoders."""
+
 MOST_POSITIONS = 2**24
 """Tokens of one text. A model that promises more is taken for one of so many: tables of rows are as long as the
 context, and no KV store holds such texts."""
@@ -52,6 +56,8 @@ class ModelConfig(ModelShape):
         checkpoint_dtype: name of the dtype that config.json states, or else that of the first tensor of the weights.
         eos_token_ids: tokens that end a text; empty when the checkpoint names none.
         stored: how the checkpoint has stored each matrix; None where it has stored all plainly.
+        mask_token: a token that stands for one that is not known, for models that were trained to draft several in one
+            forward (see `_MASK_TOKENS`); None for others.
     """
 
     architecture: str
@@ -63,6 +69,7 @@ class ModelConfig(ModelShape):
     checkpoint_dtype: str
     eos_token_ids: tuple[int, ...]
     stored: StoredQuantizations | None
+    mask_token: int | None = None
 
     @property
     def embedding(self) -> Weight:
@@ -240,6 +247,7 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
         checkpoint_dtype="float32",
         eos_token_ids=(),
         stored=_parse_quantization(raw.get("quantization_config")),
+        mask_token=_parse_mask_token(raw),
     )
 
 
@@ -252,6 +260,16 @@ def _parse_quantization(values: Any) -> StoredQuantizations | None:
             f"quantized weights ({shorten(method)}) are not supported; use a float32/float16/bfloat16 model"
         )
     return STORED_QUANTIZATIONS.get(method)(values)
+
+
+def _parse_mask_token(values: Mapping[str, Any]) -> int | None:
+    name = next((name for name in _MASK_TOKENS if values.get(name) is not None), None)
+    if name is None:
+        return None
+    token, vocab_size = values[name], _size(values, "vocab_size")
+    if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+        raise CheckpointError(f"'{name}' must be a token id below vocab_size, {vocab_size}, not {shorten(token)}")
+    return token
 
 
 def _size(values: Mapping[str, Any], name: str) -> int:

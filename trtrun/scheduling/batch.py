@@ -47,6 +47,7 @@ class Completion:
         num_pending_rounds: plans without results that give this row tokens, each of them at least one.
         num_pending_tokens: most tokens that those plans can give.
         num_missed_rounds: rounds that the draft engine sat out since it last fed the row; each gave one token.
+        num_unfed: tokens at the row's end that the draft store lacks when the next plan begins, at most.
         last_accepted: draft tokens that the last round accepted.
         most_drafted: most tokens to draft for it in a round.
         group: of completions that were asked for together, which share their turns (`queue.py`).
@@ -71,6 +72,7 @@ class Completion:
     num_pending_rounds: int = 0
     num_pending_tokens: int = 0
     num_missed_rounds: int = 0
+    num_unfed: int = 0
     last_accepted: int = 0
     most_drafted: int = 0
     given_draft: tuple[int, ...] = ()
@@ -148,7 +150,7 @@ class PlannedRow(NamedTuple):
         work: what the row does.
         draft_len: tokens it verifies, 0 in prefill.
         followed: of the request, when the plan was made.
-        num_missed_rounds: rounds, this one included, since it last fed the row.
+        num_unfed: tokens at the row's end that the draft store may lack when the plan has run.
         end: positions below which the row is written after a CHUNK; 0 for the others.
     """
 
@@ -157,7 +159,7 @@ class PlannedRow(NamedTuple):
     work: Work
     draft_len: int
     followed: bool
-    num_missed_rounds: int
+    num_unfed: int
     end: int
 
 
@@ -213,6 +215,7 @@ class RunningBatch:
         self._next_epoch += 1
         running.drafted, running.followed = drafted, followed
         running.num_missed_rounds = 0
+        running.num_unfed = self._limits.most_unfed(0)
         running.num_admitted_tokens = length
         running.num_prefilled = len(cached) * self._limits.block_size
         if running.statistics.num_preemptions == 0:

@@ -30,6 +30,8 @@ class SchedulerLimits:
         max_waiting: most requests in the waiting queue; None for no limit.
         prompt_tile: tokens of the tiles that the target's ranks cut prompts into; None where they cut none.
         max_paths: of a row's draft, at most: each counts as tokens of a round.
+        drafts_in_parallel: whether the draft engine drafts all tokens of a row in one forward, so that its store has
+            none of them.
     """
 
     max_batch_size: int
@@ -44,6 +46,7 @@ class SchedulerLimits:
     max_waiting: int | None = None
     prompt_tile: int | None = None
     max_paths: int = 1
+    drafts_in_parallel: bool = False
 
     @classmethod
     def of(
@@ -53,6 +56,8 @@ class SchedulerLimits:
         draft_context: int | None,
         num_blocks: int,
         prompt_tile: int | None = None,
+        *,
+        drafts_in_parallel: bool = False,
     ) -> SchedulerLimits:
         """The limits of a configuration, for models with these contexts (the draft's is None without a draft model) and
         KV stores of `num_blocks` blocks."""
@@ -69,6 +74,7 @@ class SchedulerLimits:
             max_waiting=config.scheduler.max_waiting,
             prompt_tile=prompt_tile,
             max_paths=config.max_paths,
+            drafts_in_parallel=drafts_in_parallel,
         )
 
     def __post_init__(self) -> None:
@@ -103,6 +109,12 @@ class SchedulerLimits:
     def max_prompt_length(self) -> int:
         """Tokens of the longest prompt that can run: one more has to fit behind it."""
         return self.max_length - 1
+
+    def most_unfed(self, draft_len: int) -> int:
+        """Tokens at a row's end that the draft store may lack after a round in which it was fed and up to `draft_len`
+        tokens were drafted for it: the newest, and the one before it, which may be the bonus hole; all that it gained
+        where drafts are made in parallel."""
+        return max(2, draft_len + 1) if self.drafts_in_parallel else 2
 
     def check_draft_len(self, draft_len: int | None) -> None:
         """Refuse a request whose own draft_len is more than is ever drafted; None is the configuration's.

@@ -5,6 +5,8 @@ It knows the layout of `RoundPlan` and nothing of policy: who gets into the roun
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
@@ -15,8 +17,10 @@ MOST_MISSED_ROUNDS = 30
 _MISSED_BY_MANY, _MANY_ROWS = 6, 17
 """Rounds without drafts that the draft engine sits out in a row: few of many rows, whose tokens add up."""
 
-MOST_CATCH_UP = 2 + MOST_MISSED_ROUNDS
-"""Tokens of a row that it feeds at once after them."""
+
+def most_catch_up(draft_len: int, *, drafts_in_parallel: bool) -> int:
+    """Tokens of a row that the draft engine feeds at once after them."""
+    return (max(2, draft_len + 1) if drafts_in_parallel else 2) + MOST_MISSED_ROUNDS
 
 
 class PlanBuilder:
@@ -111,10 +115,11 @@ class PlanBuilder:
         else:
             self._chunks.append(_prefilled(running, Work.CHUNK, end))
 
-    def settle_drafting(self, *, drafts_pay: bool = True) -> list[PlannedRow]:
+    def settle_drafting(self, most_unfed: Callable[[int], int], *, drafts_pay: bool = True) -> list[PlannedRow]:
         """Decide whether the draft engine feeds the decoding rows in this round; call it once, when all are planned.
 
         Args:
+            most_unfed: `SchedulerLimits.most_unfed`.
             drafts_pay: False where nothing has been worth drafting for long: then rows are left for good that would
                 have to be fed.
 
@@ -137,13 +142,14 @@ class PlanBuilder:
         planned = []
         for running, draft_len in self._decoding:
             if running.followed and not sits_out:
-                # Two tokens are always fed: the newest, and the one before it, which may be the bonus hole.
-                self._catch_up.append(2 + running.num_missed_rounds)
-                running.num_missed_rounds = missed = 0
+                self._catch_up.append(running.num_unfed)
+                running.num_missed_rounds, running.num_unfed = 0, most_unfed(draft_len)
             else:
                 self._catch_up.append(0)
-                running.num_missed_rounds = missed = running.num_missed_rounds + 1
-            planned.append(PlannedRow(running, running.epoch, Work.DECODE, draft_len, running.followed, missed, 0))
+                running.num_missed_rounds += 1
+                running.num_unfed += 1
+            unfed = running.num_unfed
+            planned.append(PlannedRow(running, running.epoch, Work.DECODE, draft_len, running.followed, unfed, 0))
         return planned + self._last_chunks
 
     def chunks(self) -> list[PlannedRow]:
@@ -171,4 +177,4 @@ class PlanBuilder:
 
 def _prefilled(running: Completion, work: Work, end: int = 0) -> PlannedRow:
     """The part of a row whose prompt is read."""
-    return PlannedRow(running, running.epoch, work, 0, running.followed, 0, end)
+    return PlannedRow(running, running.epoch, work, 0, running.followed, running.num_unfed, end)

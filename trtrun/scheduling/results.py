@@ -152,9 +152,8 @@ def commit_row(
     new_token_ids, reason = append_tokens(running, tokens[:num_tokens], limits)
     if running.given_draft:
         running.compare_given_draft(len(new_token_ids))
-    # The target has written all but the last token. The draft may lack the one before it too (the bonus hole) and
-    # one for each round that it sat out, and writes them at its next catch-up.
-    lacking = 2 + planned.num_missed_rounds if planned.followed else 1
+    # The target has written all but the last token. The draft may lack more, and writes them at its next catch-up.
+    lacking = planned.num_unfed if planned.followed else 1
     running.table.commit(running.token_ids, len(running.token_ids) - lacking, planned.followed)
     if reason is not None:
         running.finish(reason, now)

@@ -253,7 +253,7 @@ class Scheduler:
             if not self._outstanding:
                 raise RuntimeError(f"nothing can run and nothing is outstanding: {self._describe_work()}")
             return None
-        sampled = plan.settle_drafting(drafts_pay=drafts_pay)
+        sampled = plan.settle_drafting(self.limits.most_unfed, drafts_pay=drafts_pay)
         self._outstanding.append(PlannedRound(self._next_round, sampled, plan.chunks()))
         built = plan.build(self._next_round, self._batch.take_dropped())
         self._next_round += 1

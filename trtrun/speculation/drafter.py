@@ -92,6 +92,7 @@ class DrafterContext:
         target_vocab_size: padding included.
         guess_space: what of the draft engine belongs to guesses, where it has devices of its own; else None.
         guess_steps: numbers of guesses that a round may have, ascending.
+        mask_token: of a draft model that drafts all tokens in one forward; None for one that does not.
     """
 
     section: SpeculationSection
@@ -100,6 +101,7 @@ class DrafterContext:
     target_vocab_size: int
     guess_space: GuessSpace | None = None
     guess_steps: Sequence[int] = ()
+    mask_token: int | None = None
 
 
 DRAFTERS: Registry[Callable[[DrafterContext], Drafter]] = Registry("drafting method")

@@ -112,12 +112,22 @@ class DraftEngine(RoundEngine, Protocol[PreparedStep]):
         """Feed each row's last `counts` tokens; [rows, vocab] float32 after the last."""
         ...
 
+    def look_ahead(
+        self, rows: torch.Tensor, counts: Sequence[int], most: Sequence[int], mask_token: int, context: int
+    ) -> torch.Tensor:
+        """Feed each row's last `counts` tokens, and behind them mask tokens for `most` places; [rows, places, vocab]
+        float32, after the newest token and after the masks."""
+        ...
+
     def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
         """[rows, blocks] int64: the block tables of `rows` [rows] int64, wide enough for `context` tokens."""
         ...
 
-    def feed(self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-        """Feed tokens [rows, width] at positions [rows, width], -1 for none; [rows, vocab] float32 after the last."""
+    def feed(
+        self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, num_last: int = 1
+    ) -> torch.Tensor:
+        """Feed tokens [rows, width] at positions [rows, width], -1 for none; [rows * num_last, vocab] float32 after the
+        last ones of each row."""
         ...
 
     def prepare_steps(self, tables: torch.Tensor, positions: torch.Tensor) -> Sequence[PreparedStep]:

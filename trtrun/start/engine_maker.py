@@ -25,7 +25,6 @@ from trtrun.models.decoder import CausalLM
 from trtrun.models.loading import LoadReport
 from trtrun.roles.exchange import Exchange
 from trtrun.roles.round import Worker
-from trtrun.scheduling.planning import MOST_CATCH_UP
 from trtrun.speculation.ahead.chains import NUM_RANKED
 from trtrun.start.largest_round import Rehearsal, SilentExchange, chained_round, largest_rounds
 from trtrun.start.memory_requirements import guess_space, path_space, round_shape, target_taps
@@ -71,6 +70,7 @@ class EngineMaker:
     def warm_up(self, worker: Worker, engines: Mapping[str, Engine]) -> None:
         """Run every kernel once, and capture the graphs."""
         config, limits = self.config, self.config.scheduler
+        shape = round_shape(config, self.context)
         for role, engine in engines.items():
             verifies, is_apart = role == "target", role == "draft" and config.drafts_apart
             # Draft ranks of their own feed rows one token, as a draft of two does, or draft all anew.
@@ -82,8 +82,9 @@ class EngineMaker:
                 limits.max_batch_size,
                 verifies=verifies,
                 num_ranked=ranked,
-                most_catch_up=MOST_CATCH_UP,
+                most_catch_up=shape.most_catch_up,
                 samples_steps=not config.speculation.use_logits,
+                in_parallel=shape.in_parallel,
             )
         if worker.drafter is not None:
             worker.drafter.warm_up()
@@ -135,14 +136,15 @@ class EngineMaker:
         )
         graphs = config.cuda_graphs and loaded.communicator.is_capturable
         capture = (capture or capture_for(self.device)) if graphs else None
+        shape = round_shape(config, self.context)
         if role != "target":
-            return Engine(model, store, rows, capture)
+            return Engine(model, store, rows, capture, most_masked=config.draft_len if shape.in_parallel else 0)
         return Engine(
             model,
             store,
             rows,
             capture,
-            round_shape(config, self.context).verified_tokens,
+            shape.verified_tokens,
             target_taps(config, model.config),
             paths if paths.most_paths > 1 else None,
         )

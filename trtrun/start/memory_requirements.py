@@ -17,9 +17,9 @@ from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
 from trtrun.models.config import ModelConfig
-from trtrun.scheduling.planning import MOST_CATCH_UP
+from trtrun.scheduling.planning import most_catch_up
 from trtrun.speculation.ahead.guess_space import GuessSpace
-from trtrun.start.model_settings import resolve_dtype_name
+from trtrun.start.model_settings import mask_token, resolve_dtype_name
 from trtrun.tensors import DTYPES
 
 MOST_GUESSES = 128
@@ -83,7 +83,7 @@ def guess_steps(config: RuntimeConfig) -> list[int]:
 
 def round_shape(config: RuntimeConfig, context: int) -> RoundShape:
     """The largest round that `config` allows, with rows of `context` tokens."""
-    stored = config.kv_cache.max_tokens
+    stored, in_parallel = config.kv_cache.max_tokens, mask_token(config) is not None
     return RoundShape(
         max_rows=config.scheduler.max_batch_size,
         max_tokens=config.scheduler.max_num_tokens,
@@ -93,7 +93,8 @@ def round_shape(config: RuntimeConfig, context: int) -> RoundShape:
         block_size=config.kv_cache.block_size,
         use_logits=config.speculation.use_logits and config.has_draft_engine,
         num_guesses=guess_space(config, 0).most_guesses,
-        most_catch_up=MOST_CATCH_UP,
+        most_catch_up=most_catch_up(config.draft_len, drafts_in_parallel=in_parallel),
+        in_parallel=in_parallel,
     )
 
 

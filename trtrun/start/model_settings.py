@@ -5,9 +5,12 @@ Pure functions that import no torch: a process that only starts ranks asks them,
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from trtrun.configuration.config import ModelSection, RuntimeConfig
+from trtrun.configuration.drafting_methods import DraftModelSection
 from trtrun.errors import ConfigError
-from trtrun.models.config import ModelConfig
+from trtrun.models.config import ModelConfig, read_model_config
 
 
 def resolve_dtype_name(section: ModelSection, config: ModelConfig) -> str:
@@ -27,3 +30,21 @@ def target_context(config: RuntimeConfig, model: ModelConfig) -> int:
             f"scheduler.max_seq_len is {wanted}, but the target's context is {model.max_position_embeddings} tokens"
         )
     return wanted or model.max_position_embeddings
+
+
+def mask_token(config: RuntimeConfig) -> int | None:
+    """The draft model's mask token, where all tokens of a draft come from one forward; None where they do not.
+
+    Raises:
+        ConfigError: speculation.parallel_drafting is on, and the draft model has none.
+    """
+    section = config.speculation
+    if config.draft is None or not isinstance(section, DraftModelSection) or section.parallel_drafting == "off":
+        return None
+    found = read_model_config(config.draft.model).mask_token
+    if found is None and section.parallel_drafting == "on":
+        raise ConfigError(
+            f"speculation.parallel_drafting is on, but {Path(config.draft.model, 'config.json')} names no mask token "
+            "(pard_token): name a draft that was trained for it, or leave parallel_drafting out"
+        )
+    return found

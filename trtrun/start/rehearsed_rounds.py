@@ -178,7 +178,7 @@ class _Rehearsal:
             round_index=self._index(),
             decode_rows=np.arange(rows, dtype=np.int32),
             draft_lens=np.full(rows, draft_len, dtype=np.int32),
-            catch_up=np.full(rows, 2 if follows and draft_len else 0, dtype=np.int32),
+            catch_up=np.full(rows, self._limits.most_unfed(draft_len) if follows and draft_len else 0, dtype=np.int32),
             max_context=self._length + (number + 1) * (draft_len + 1),
         )
         if number:

@@ -22,6 +22,7 @@ from trtrun.roles.message_exchange import MessageExchange
 from trtrun.roles.round import Worker
 from trtrun.speculation.drafters import DRAFTERS, Drafter, DrafterContext
 from trtrun.start.memory_requirements import guess_space, guess_steps
+from trtrun.start.model_settings import mask_token
 from trtrun.timing.phase_clock import HostPhases, phase_clock
 
 
@@ -82,6 +83,7 @@ class WorkerFactory:
             self.target_vocab_size,
             guess_space(config, self.num_blocks) if is_apart else None,
             guess_steps(config) if is_apart else (),
+            mask_token(config),
         )
         return DRAFTERS.get(config.speculation.method)(place)
 

@@ -6,6 +6,7 @@ would, so buckets, padding and copies are tested here, and capturing itself wher
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -48,10 +49,25 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return replays
 
 
+IN_PARALLEL = pytest.mark.parametrize("in_parallel", [False, True], ids=["step by step", "in parallel"])
+
+
+def draft_of(path: Path, target: Path, num_layers: int, *, in_parallel: bool) -> Path:
+    """The target's first layers; with `in_parallel` they are told to draft all tokens in one forward."""
+    draft = make_draft(path, target, num_layers)
+    if in_parallel:
+        config = json.loads((draft / "config.json").read_text())
+        (draft / "config.json").write_text(json.dumps({**config, "pard_token": 198}))
+    return draft
+
+
+@IN_PARALLEL
 @pytest.mark.parametrize("device", DEVICES)
-def test_lossless_greedy_through_graphs_equals_transformers(tmp_path: Path, captures: list[int], device: str) -> None:
+def test_lossless_greedy_through_graphs_equals_transformers(
+    tmp_path: Path, captures: list[int], device: str, in_parallel: bool
+) -> None:
     target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1, num_hidden_layers=3)
-    draft = make_draft(tmp_path / "draft", target, 2)
+    draft = draft_of(tmp_path / "draft", target, 2, in_parallel=in_parallel)
     reference = Reference(target)
     expected = [reference.greedy(prompt_of(length, seed=length), COUNT) for length in LENGTHS]
     prompts = [prompt_of(length, seed=length) for length in LENGTHS]
@@ -113,14 +129,15 @@ def test_short_prompts_go_through_graphs_and_long_ones_do_not(
     assert max(rows * width for rows, width in padded) == 64 and max(rows for rows, _ in padded) > 1
 
 
+@IN_PARALLEL
 @pytest.mark.parametrize("max_rows", [4, 6])
 def test_what_requests_that_come_together_need_is_captured_at_the_start(
-    tmp_path: Path, captures: list[int], monkeypatch: pytest.MonkeyPatch, max_rows: int
+    tmp_path: Path, captures: list[int], monkeypatch: pytest.MonkeyPatch, max_rows: int, in_parallel: bool
 ) -> None:
     """Short prompts, however many at a time, rounds of any draft_len, last rounds and long contexts."""
     monkeypatch.setattr(HostAttention, "tile", 64)  # 32 queries of two heads each
     target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1, max_position_embeddings=512)
-    draft = make_draft(tmp_path / "draft", target, 1)
+    draft = draft_of(tmp_path / "draft", target, 1, in_parallel=in_parallel)
     made: list[Any] = []
     make = ForwardGraphs._make
 
@@ -175,22 +192,22 @@ def test_a_graph_serves_every_input_that_it_holds() -> None:
     """Rows 3 and 4 share a graph, and so do one draft token and four of few rows; what an earlier input left behind
     must not be seen by a smaller one."""
 
-    def forward(tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, last_only: bool) -> torch.Tensor:
+    def forward(tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, num_last: int) -> torch.Tensor:
         value = torch.where(positions < 0, 0, tokens * 100 + positions * 10 + tables.sum(dim=1, keepdim=True))
-        flat = (value[:, -1:] if last_only else value).reshape(-1, 1).float()
+        flat = value[:, -num_last:].reshape(-1, 1).float()
         return torch.cat((flat, -flat), dim=1)
 
     graphs, captured = make_graphs(forward, 2, most_queries=5)
-    cases = ((4, 2, False), (3, 2, False), (3, 5, False), (1, 3, False), (1, 1, False), (3, 2, True), (6, 2, True))
-    for rows, queries, last_only in (*cases, *reversed(cases)):
+    cases = ((4, 2, 0), (3, 2, 0), (3, 5, 0), (1, 3, 0), (1, 1, 0), (3, 2, 1), (6, 2, 1), (3, 4, 3), (4, 4, 3))
+    for rows, queries, num_last in (*cases, *reversed(cases)):
         tokens = torch.arange(rows * queries).view(rows, queries) + rows
         positions = torch.arange(rows * queries).view(rows, queries)
         for width in (4, 9):
             tables = torch.ones((rows, width), dtype=torch.int64) * rows
-            expected = forward(tokens, positions, tables, last_only)
-            assert torch.equal(graphs.run(tokens, positions, tables, last_only), expected), (rows, queries, last_only)
-    # Of 4 x 5, 1 x 5, 1 x 1, and the last of 4 x 2 and 6 x 2.
-    assert graphs.num_graphs == len(captured) == 5 * 2
+            expected = forward(tokens, positions, tables, num_last)
+            assert torch.equal(graphs.run(tokens, positions, tables, num_last), expected), (rows, queries, num_last)
+    # Of 4 x 5, 1 x 5, 1 x 1, the last of 4 x 2 and 6 x 2, and the last three of 4 x 4.
+    assert graphs.num_graphs == len(captured) == 6 * 2
     graphs.close()
     assert graphs.num_graphs == 0
 
@@ -198,11 +215,11 @@ def test_a_graph_serves_every_input_that_it_holds() -> None:
 def test_the_graph_that_was_not_used_for_longest_is_given_back() -> None:
     """Its logits come out right when its shape returns, which captures it again."""
     graphs, captured = make_graphs(
-        lambda tokens, positions, tables, last_only: tokens.reshape(-1, 1).float(), 1, max_rows=8, most_graphs=2
+        lambda tokens, positions, tables, num_last: tokens.reshape(-1, 1).float(), 1, max_rows=8, most_graphs=2
     )
     for rows, captures in ((1, 1), (2, 2), (1, 2), (4, 3), (1, 3), (2, 4), (4, 5), (2, 5)):
         tokens = torch.arange(rows).view(rows, 1) + rows
-        found = graphs.run(tokens, tokens * 0, torch.zeros((rows, 4), dtype=torch.int64), last_only=False)
+        found = graphs.run(tokens, tokens * 0, torch.zeros((rows, 4), dtype=torch.int64), num_last=0)
         assert torch.equal(found, tokens.float()), rows
         assert (len(captured), graphs.num_graphs) == (captures, min(2, captures)), rows
 
@@ -212,7 +229,7 @@ def chains(max_rows: int = 6) -> tuple[ForwardGraphs, list[Callable[[], None]], 
     captured; and the store by block and place."""
     store: dict[tuple[int, int], int] = {}
 
-    def forward(tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, last_only: bool) -> torch.Tensor:
+    def forward(tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, num_last: int) -> torch.Tensor:
         logits = torch.zeros((len(tokens), 40))
         for row, (token, position) in enumerate(zip(tokens[:, -1].tolist(), positions[:, -1].tolist(), strict=True)):
             if position >= 0:
@@ -245,7 +262,7 @@ def test_a_chain_is_its_steps_one_by_one(vocab_size: int) -> None:
         store |= before
         token = first
         for step in range(steps):
-            logits = graphs.run(token.unsqueeze(1), positions[:, step : step + 1], tables, True)[:, :vocab_size]
+            logits = graphs.run(token.unsqueeze(1), positions[:, step : step + 1], tables, 1)[:, :vocab_size]
             expected = logits.topk(5, dim=-1).indices
             there = positions[:, step] >= 0
             assert torch.equal(found[there, step], expected[there]), (rows, step)

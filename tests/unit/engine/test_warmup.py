@@ -45,7 +45,7 @@ def test_graphs_of_short_prompts_are_made_at_the_start_where_rows_are_no_power_o
     monkeypatch.setattr(ForwardGraphs, "_make", logged_make)
     monkeypatch.setattr(Forwards, "prefill_by_graph", logged_prefill)
     monkeypatch.setattr(ahead_rounds, "MAX_ROWS", ROWS)
-    monkeypatch.setattr(ahead_rounds, "Engine", lambda *a: engine_of(*a, capture=lambda work: work))
+    monkeypatch.setattr(ahead_rounds, "Engine", lambda *a, **b: engine_of(*a, capture=lambda work: work, **b))
     model = ahead_rounds.load(make_checkpoint(tmp_path / "model", "LlamaForCausalLM", seed=1))
     engine = ahead_rounds.make_drafter(model, 4, 200, 600, 4, False, guesses)._engine
     with torch.inference_mode():
@@ -58,8 +58,9 @@ def test_graphs_of_short_prompts_are_made_at_the_start_where_rows_are_no_power_o
     assert not made and not plain
 
 
+@pytest.mark.parametrize("mask_token", [None, 198])
 def test_draft_ranks_of_their_own_capture_what_their_rounds_replay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mask_token: int | None
 ) -> None:
     """They draft with ranked candidates, and guess with any draft_len."""
     draft_len, half, guesses = 4, 2, 24
@@ -72,16 +73,20 @@ def test_draft_ranks_of_their_own_capture_what_their_rounds_replay(
         return make(self, shape, *others)
 
     monkeypatch.setattr(ForwardGraphs, "_make", logged_make)
-    monkeypatch.setattr(ahead_rounds, "Engine", lambda *a: engine_of(*a, capture=lambda work: work))
+    monkeypatch.setattr(ahead_rounds, "Engine", lambda *a, **b: engine_of(*a, capture=lambda work: work, **b))
     model = ahead_rounds.load(make_checkpoint(tmp_path / "model", "LlamaForCausalLM", seed=1))
-    rounds = ahead_rounds.AheadRounds(model, draft_len=draft_len)
+    rounds = ahead_rounds.AheadRounds(model, draft_len=draft_len, mask_token=mask_token)
     with torch.inference_mode():
         engine, most = rounds.drafter._engine, ahead_rounds.MAX_ROWS
-        warm_up(engine, {2, draft_len}, 400, most, verifies=False, num_ranked=NUM_RANKED)
+        in_parallel = mask_token is not None
+        warm_up(
+            engine, {2, draft_len}, 400, most, verifies=False, num_ranked=NUM_RANKED, most_catch_up=draft_len + 1,
+            in_parallel=in_parallel,
+        )  # fmt: skip
         rounds.drafter._guess_steps = [guesses]
         rounds.drafter.warm_up()
-    steps = [shape for shape in made if shape.num_ranked]
-    assert {shape.num_ranked for shape in steps} == {NUM_RANKED}
+    steps = [shape for shape in made if (shape.num_last > 1 if in_parallel else shape.num_ranked)]
+    assert {shape.num_ranked for shape in steps} == {0 if in_parallel else NUM_RANKED}
     assert any(shape.rows >= guesses for shape in steps)
 
     def schedule(always: bool) -> RoundPlan | None:

@@ -223,7 +223,7 @@ def test_a_chain_of_sampled_steps_is_its_steps_one_by_one(count: int, steps: int
         return lambda: (replays.append(1), replay())[-1]
 
     graphs = ForwardGraphs(
-        lambda tokens, positions, tables, last_only: table[tokens[:, -1]],
+        lambda tokens, positions, tables, num_last: table[tokens[:, -1]],
         capture, GraphShapes(8, 1, 4, 64), most_logits=8, table_numbers=32, vocab_size=vocab, device=DEVICE,
     )  # fmt: skip
     for rows in ([3, 1, 2], [7, 5, 6]):

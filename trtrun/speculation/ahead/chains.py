@@ -43,7 +43,13 @@ class Chosen:
 
 
 class Chains(Generic[PreparedStep]):
-    """Runs them on one engine."""
+    """Runs them on one engine.
+
+    Attributes:
+        writes_drafts: whether the keys and values of drafted tokens are written, but for the last one's.
+    """
+
+    writes_drafts = True
 
     def __init__(self, engine: DraftEngine[PreparedStep], vocab_size: int, use_logits: bool) -> None:
         """Choose among the first `vocab_size` ids; with `use_logits` from a stream of the draft's own, with
@@ -89,6 +95,20 @@ class Chains(Generic[PreparedStep]):
         logits = engine.feed(both[:, :width], both[:, width:], tables)
         tokens_, ranked, probs = self._choose(logits, rows, ends)
         return Chosen(tokens_.unsqueeze(1), ranked.unsqueeze(1), probs.unsqueeze(1) if probs is not None else None)
+
+    def draft(
+        self, rows: list[int], tokens: Sequence[Sequence[int]], ends: Sequence[int], lens: Sequence[int]
+    ) -> Chosen:
+        """Feed each row tokens that end before position `ends`, and draft `lens` tokens behind them, 1 at least."""
+        fed = self.feed(rows, tokens, ends)
+        tables = self._engine.tables(self._index(rows), max(ends) + max(lens))
+        behind = self.step(rows, tables, fed.tokens[:, 0], ends, [length - 1 for length in lens])
+        probs = [part for part in (fed.probs, behind.probs) if part is not None]
+        return Chosen(
+            torch.cat((fed.tokens, behind.tokens), dim=1),
+            torch.cat((fed.ranked, behind.ranked), dim=1),
+            torch.cat(probs, dim=1) if probs else None,
+        )
 
     def step(
         self, rows: list[int], tables: Tensor, first: Tensor, starts: Sequence[int], lens: Sequence[int]

@@ -23,11 +23,12 @@ from trtrun.speculation.ahead.chains import Chains
 from trtrun.speculation.ahead.fan_out import FanOut
 from trtrun.speculation.ahead.guess_space import GuessSpace
 from trtrun.speculation.ahead.guessing import Guesser
+from trtrun.speculation.ahead.masked_chains import MaskedChains
 from trtrun.speculation.ahead.row_texts import Guesses, RowText
 from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.given_drafts import HostGivenDrafts
 from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
-from trtrun.tensors import device_integers, inference, kept_integers
+from trtrun.tensors import device_integers, inference
 
 
 class AheadDrafter(Drafter, Generic[PreparedStep]):
@@ -44,16 +45,22 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         use_logits: bool,
         space: GuessSpace,
         guess_steps: Sequence[int] = (),
+        mask_token: int | None = None,
     ) -> None:
         """Draft up to `draft_len` tokens with `engine`, whose vocabulary may be padded differently from the target's.
 
-        With `use_logits` sampled rows have draft_probs. `guess_steps` are numbers of guesses that rounds may have.
+        With `use_logits` sampled rows have draft_probs. `guess_steps` are numbers of guesses that rounds may have. With
+        `mask_token` all tokens of a draft, and the drafts of all guesses, come from one forward.
         """
         self._engine = engine
         self._target_vocab_size = target_vocab_size
         # Ids that only the draft's padding has could never be accepted, so they are not proposed.
         self._vocab_size = min(engine.vocab_size, target_vocab_size)
-        self._chains = Chains(engine, self._vocab_size, use_logits)
+        self._chains: Chains[PreparedStep] = (
+            Chains(engine, self._vocab_size, use_logits)
+            if mask_token is None
+            else MaskedChains(engine, self._vocab_size, use_logits, mask_token, draft_len)
+        )
         self._draft_len = draft_len
         self._use_logits = use_logits
         self._space = space
@@ -146,7 +153,10 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         ended = [chunk.row for chunk in chunks if chunk.is_last]
         for row in ended:
             self._texts[row].end_prompt(self._last_prompt_tokens.pop(row))
-        rows = self._rows_to_feed(plan, most > 0) + (ended if most else [])
+        # What was drafted in parallel is not written yet, so that it is fed in each round, before a verdict makes it
+        # part of a row whose blocks others may share.
+        feeds_all = most > 0 or not self._chains.writes_drafts
+        rows = self._rows_to_feed(plan, feeds_all) + (ended if most else [])
         if not rows:
             return 0
         texts = [self._texts[row] for row in rows]
@@ -248,13 +258,13 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
             text = self._texts[row]
             if (index := self._hits.get(row)) is not None:
                 guesses, start = self._guesses, text.length - 1
-                draft = guesses.drafts[index][:most]
-                text.extend(draft, _without_chosen(draft, guesses.ranked[index]))
-                moved += [(row, index, start + step) for step in range(len(text.draft))]
+                draft, is_written = guesses.drafts[index][:most], self._chains.writes_drafts
+                text.extend(draft, _without_chosen(draft, guesses.ranked[index]), is_written=is_written)
+                moved += [(row, index, start + step) for step in range(len(text.draft) if is_written else 1)]
                 if guesses.probs[index] is not None:
                     self._probs[row] = guesses.probs[index]
             elif len(text.draft) > most:
-                text.extend(text.draft[:most], text.ranked[:most])
+                text.cut(most)
         self._hits.clear()
         self._moves = moved
 
@@ -275,19 +285,14 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
     def _draft_now(self, missing: dict[int, int]) -> None:
         """Draft for rows that have no draft, up to `missing` tokens each."""
         self._move()
-        rows, engine, longest = list(missing), self._engine, max(missing.values())
+        rows, lens, is_written = list(missing), list(missing.values()), self._chains.writes_drafts
         texts = [self._texts[row] for row in rows]
-        starts = [text.length for text in texts]
-        fed = self._chains.feed(rows, [text.take_unfed() for text in texts], starts)
-        tables = engine.tables(kept_integers(rows, engine.device), max(starts) + longest)
-        chosen = self._chains.step(rows, tables, fed.tokens[:, 0], starts, [most - 1 for most in missing.values()])
-        tokens = torch.cat((fed.tokens, chosen.tokens), dim=1).tolist()
-        ranked = torch.cat((fed.ranked, chosen.ranked), dim=1).tolist()
-        for text, most, of_row, candidates in zip(texts, missing.values(), tokens, ranked, strict=True):
-            text.extend(of_row[:most], _without_chosen(of_row[:most], candidates))
-        if fed.probs is not None:
-            parts = (fed.probs,) if chosen.probs is None else (fed.probs, chosen.probs)
-            self._keep_probs(rows, torch.cat(parts, dim=1))
+        chosen = self._chains.draft(rows, [text.take_unfed() for text in texts], [text.length for text in texts], lens)
+        tokens, ranked = chosen.tokens.tolist(), chosen.ranked.tolist()
+        for text, most, of_row, candidates in zip(texts, lens, tokens, ranked, strict=True):
+            text.extend(of_row[:most], _without_chosen(of_row[:most], candidates), is_written=is_written)
+        if chosen.probs is not None:
+            self._keep_probs(rows, chosen.probs)
 
     def _keep_probs(self, rows: list[int], probs: Tensor) -> None:
         """Keep draft_probs [sampled rows, steps, vocab] of those of `rows` that are sampled."""

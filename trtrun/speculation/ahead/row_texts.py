@@ -41,11 +41,21 @@ class RowText:
         """The prompt is written. Its last token is to be fed once more, for what follows it."""
         self.written, self.unfed, self.newest = self.length - 1, [newest], newest
 
-    def extend(self, draft: list[int], ranked: list[list[int]]) -> None:
-        """Put a draft behind the row, all of whose keys and values are written but those of its last token."""
+    def extend(self, draft: list[int], ranked: list[list[int]], *, is_written: bool = True) -> None:
+        """Put a draft behind the row, all of whose keys and values are written but those of its last token; or where it
+        was made in parallel, none of whose are."""
         self.draft, self.ranked = draft, ranked
-        self.written = self.end - 1
-        self.unfed = [draft[-1]]
+        self.written = self.end - 1 if is_written else self.length
+        self.unfed = [draft[-1]] if is_written else [*draft]
+
+    def cut(self, count: int) -> None:
+        """Shorten the draft to its first `count` tokens."""
+        surplus = max(0, len(self.draft) - count)
+        self.draft, self.ranked = self.draft[:count], self.ranked[:count]
+        if self.written >= self.end:
+            self.written, self.unfed = self.end, []
+        else:
+            self.unfed = self.unfed[: len(self.unfed) - surplus]
 
     def propose(self, draft: list[int]) -> None:
         """Put a draft behind the row, in place of the one that is there, of which nothing is written and no candidates

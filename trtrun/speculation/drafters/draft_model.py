@@ -1,4 +1,4 @@
-"""A draft model on the draft ranks: the drafting method `draft_target`.
+"""A draft model on the draft ranks, step by step.
 
 It proposes by running a small model of the same vocabulary draft_len steps ahead. It knows an engine by protocol and
 the rows' sampling parameters. It does not know the target or how its proposal travels.
@@ -15,8 +15,7 @@ from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
-from trtrun.speculation.ahead.drafter import AheadDrafter
-from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
+from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.given_drafts import GivenDrafts, with_certain_tokens
 from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
 from trtrun.tensors import inference, kept_integers, kept_range
@@ -65,40 +64,45 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
         all_followed = len(followed) == len(row_list)  # as in most rounds, where fewer operations are launched
         if not all_followed:
             row_list, most = ([of_row[index] for index in followed] for of_row in (row_list, most))
-        if followed:
-            rows = kept_integers(row_list, device)
-            logits = self._engine.catch_up(rows, [counts[index] for index in followed], plan.max_context)
+        rows, lacking = kept_integers(row_list, device), [counts[index] for index in followed]
         if not followed or draft_len == 0:
+            if followed:
+                self._catch_up(plan, row_list, rows, lacking)
             return Draft(torch.zeros((len(counts), draft_len), dtype=torch.int64, device=device), draft_lens)
         wanted = set(probability_rows)
         picks = [place for place, index in enumerate(followed) if index in wanted]
         given = self._given.propose(plan)
         if all_followed:
-            tokens, probs = self._steps(plan, row_list, rows, most, logits, picks, given)
+            tokens, probs = self._draft(plan, row_list, rows, lacking, most, picks, given)
             return Draft(tokens, draft_lens, probs)
         places = kept_integers(followed, device)
         given = None if given is None else (given[0][places], given[1][places])
-        steps, probs = self._steps(plan, row_list, rows, most, logits, picks, given)
+        drafted, probs = self._draft(plan, row_list, rows, lacking, most, picks, given)
         tokens = torch.zeros((len(counts), draft_len), dtype=torch.int64, device=device)
-        tokens[places] = steps
+        tokens[places] = drafted
         return Draft(tokens, draft_lens, probs)
 
-    def _steps(
+    def _catch_up(self, plan: RoundPlan, row_list: list[int], rows: torch.Tensor, lacking: list[int]) -> torch.Tensor:
+        """Feed `rows` [R] what they lack, at most `lacking` tokens each; logits [R, vocab] after the newest."""
+        return self._engine.catch_up(rows, lacking, plan.max_context)
+
+    def _draft(
         self,
         plan: RoundPlan,
         row_list: list[int],
         rows: torch.Tensor,
+        lacking: list[int],
         most: list[int],
-        logits: torch.Tensor,
         picks: list[int],
         given: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """draft_len steps for `rows` [R], of which each needs as many as `most` says, from the logits [R, vocab] after
-        their newest token; `given` are tokens [R, draft_len] and where they take the place of the model's.
+        """draft_len tokens for `rows` [R], of which each needs as many as `most` says; `given` are tokens
+        [R, draft_len] and where they take the place of the model's.
 
         Returns:
             tokens [R, draft_len] int64 and draft_probs [picks, draft_len, target vocab] float32 or None.
         """
+        logits = self._catch_up(plan, row_list, rows, lacking)
         state = self._engine.rows
         lengths = state.lengths.index_select(0, rows)
         chosen, probabilities = [], []
@@ -127,13 +131,20 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
                 state.token_ids[rows, where] = token.to(torch.int32)
                 logits = self._engine.decode(batches[step], token)
         tokens = torch.stack(chosen, dim=1)
-        if not picks:
-            return tokens, None
-        probs = torch.cat(probabilities, dim=1)
-        if given is not None:
-            index = kept_integers(picks, rows.device)
-            probs = with_certain_tokens(probs, tokens[index], given[1][index])
-        return tokens, probs
+        return tokens, self._known_probs(torch.cat(probabilities, dim=1), tokens, picks, given) if picks else None
+
+    def _known_probs(
+        self,
+        probs: torch.Tensor,
+        tokens: torch.Tensor,
+        picks: list[int],
+        given: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """draft_probs [picks, draft_len, vocab], where tokens [R, draft_len] that were given are certain."""
+        if given is None:
+            return probs
+        index = kept_integers(picks, tokens.device)
+        return with_certain_tokens(probs, tokens[index], given[1][index])
 
     def _chain(
         self,
@@ -168,20 +179,3 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
     def close(self) -> None:
         """See Drafter."""
         self._engine.close()
-
-
-@DRAFTERS.register("draft_target")
-def make_draft_model_drafter(place: DrafterContext) -> Drafter:
-    """A drafter on the rank's draft engine, ahead of verdicts where that has devices of its own."""
-    assert place.draft is not None
-    section = place.section
-    if place.guess_space is None:
-        return DraftModelDrafter(place.draft, place.target_vocab_size, section.use_logits)
-    return AheadDrafter(
-        place.draft,
-        place.target_vocab_size,
-        section.draft_len,
-        section.use_logits,
-        place.guess_space,
-        place.guess_steps,
-    )

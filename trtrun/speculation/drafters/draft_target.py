@@ -1,0 +1,32 @@
+"""The drafting method `draft_target`: a draft model on the draft ranks, in one of three ways.
+
+Step by step, or all tokens in one forward where the model was trained for that; ahead of verdicts, in both ways, where
+it has devices of its own. This module knows which drafter a rank needs. It does not know how any of them drafts.
+"""
+
+from __future__ import annotations
+
+from trtrun.speculation.ahead.drafter import AheadDrafter
+from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
+from trtrun.speculation.drafters.draft_model import DraftModelDrafter
+from trtrun.speculation.drafters.parallel_model import ParallelDrafter
+
+
+@DRAFTERS.register("draft_target")
+def make_draft_model_drafter(place: DrafterContext) -> Drafter:
+    """A drafter on the rank's draft engine."""
+    assert place.draft is not None
+    section = place.section
+    if place.guess_space is not None:
+        return AheadDrafter(
+            place.draft,
+            place.target_vocab_size,
+            section.draft_len,
+            section.use_logits,
+            place.guess_space,
+            place.guess_steps,
+            place.mask_token,
+        )
+    if place.mask_token is not None:
+        return ParallelDrafter(place.draft, place.target_vocab_size, section.use_logits, place.mask_token)
+    return DraftModelDrafter(place.draft, place.target_vocab_size, section.use_logits)
