@@ -18,6 +18,9 @@ _FEWER_ROWS = 4
 """Rows to suggest, of those that there are: a quarter."""
 
 _FEWEST_ROWS = 8
+_WORTH_SAYING = 0.9
+"""Graphs that are left, of those that there are, at most."""
+
 _SHORT_CONTEXT = 16000
 """Contexts that are longer by some hundred tokens have graphs of one more width (engine/graph_shapes.py)."""
 
@@ -110,13 +113,14 @@ def shorten_start(
 
 def _fewer_graphs(memory: JobMemory, starts: RankStarts) -> Iterator[str]:
     config, count = memory.config, starts.count_graphs()
+    most = _WORTH_SAYING * count
     rows, context = config.scheduler.max_batch_size // _FEWER_ROWS, min(memory.context, _SHORT_CONTEXT)
     with_fewer_rows = config.scheduler.model_copy(update={"max_batch_size": rows})
     if rows >= _FEWEST_ROWS:
         fewer = starts.count_graphs(config.model_copy(update={"scheduler": with_fewer_rows}))
-        if fewer < count:
+        if fewer < most:
             now = config.scheduler.max_batch_size
             yield f"scheduler.max_batch_size: {rows} in place of {now} makes {fewer} graphs of {count}"
     fewer = starts.count_graphs(config, context)
-    if fewer < count:
+    if fewer < most:
         yield f"scheduler.max_seq_len: {context} in place of {memory.context} makes {fewer} graphs of {count}"
