@@ -164,7 +164,7 @@ def _gpu_phases(
     if kernels == "found":
         yield StartPhase("largest round", "its memory is known from an earlier start", (0.0, 0.0))
     else:
-        unless = " unless an earlier start has left what it found" if kernels == "unknown" else ""
+        unless = ", unless an earlier start has left what it found" if kernels == "unknown" else ""
         phase = _estimate("largest round", f"run once for the memory that it takes{unless}", measured.LARGEST_ROUND)
         yield _or_nothing(phase) if kernels == "unknown" else phase
     graphs = Counter(rank.graphs for rank in ranks)

@@ -6,7 +6,7 @@ It knows shapes of graphs. It does not know engines, tensors or devices.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,7 +94,6 @@ class _Graph(NamedTuple):
     queries: int
     blocks: int
     kind: int = 0
-    is_tree: bool = False
 
 
 _ALL_LOGITS = -1
@@ -106,38 +105,23 @@ def count_target_graphs(
     """Graphs that a start captures of a target engine; see `warm_up`."""
     graphs = set(_prompt_graphs(shapes, limits))
     for rows, length, blocks in limits.verifications(shapes, draft_lens, has_trees=has_trees):
-        if has_trees and length:
-            graphs.add(_Graph(rows, length, blocks, _ALL_LOGITS, is_tree=True))
-        else:
-            graphs.add(_Graph(rows, shapes.queries(rows, length + 1), blocks, _ALL_LOGITS))
+        graphs.add(_Graph(rows, length + 1, blocks, _ALL_LOGITS))
     return len(graphs)
 
 
-def count_draft_graphs(
-    shapes: GraphShapes,
-    limits: StartLimits,
-    most_catch_up: int,
-    num_kinds: int,
-    guesses: Sequence[int] = (),
-    contexts: Sequence[int] = (),
-) -> int:
-    """Graphs that a start captures of a draft engine; see `warm_up`.
+def count_draft_graphs(shapes: GraphShapes, limits: StartLimits, most_catch_up: int, num_kinds: int) -> int:
+    """Graphs that a start captures of a draft engine; see `warm_up`. Steps of guesses are among those of its rows.
 
     Args:
         shapes: of its graphs, rows for guesses among their rows.
         limits: of the start.
         most_catch_up: tokens of a row that it feeds after rounds that it sat out, at most.
         num_kinds: ways to choose of which a step has a graph each.
-        guesses: numbers of rows that the drafter's own warm-up feeds a token.
-        contexts: blocks of the contexts of these.
     """
     graphs = set(_prompt_graphs(shapes, limits))
     for rows, blocks, widths in draft_steps(shapes, most_catch_up):
         graphs |= {_Graph(rows, width, blocks) for width in widths}
         graphs |= {_Graph(rows, 1, blocks, 1 + kind) for kind in range(num_kinds)}
-    for rows in guesses:
-        tables = {shapes.blocks(blocks, rows) for blocks in contexts}
-        graphs |= {_Graph(shapes.rows(rows), 1, blocks, 1 + kind) for blocks in tables for kind in range(num_kinds)}
     return len(graphs)
 
 

@@ -11,9 +11,7 @@ from trtrun.engine.rows import row_columns
 from trtrun.engine.start_forwards import StartLimits, count_draft_graphs, count_target_graphs
 from trtrun.models.config import ModelConfig
 from trtrun.scheduling.planning import MOST_CATCH_UP
-from trtrun.speculation.ahead.chains import warmed_contexts
-from trtrun.speculation.ahead.drafter import warmed_counts
-from trtrun.start.memory_requirements import guess_space, guess_steps, path_space, round_shape
+from trtrun.start.memory_requirements import guess_space, path_space, round_shape
 from trtrun.start.policies import sure_draft_lens
 
 
@@ -32,7 +30,7 @@ def count_graphs(
         num_kinds: kinds of choices of sampled rows that have kernels (`KeyedRanks.kinds`).
     """
     size = config.kv_cache.block_size
-    columns, max_blocks = row_columns(context, size, config.speculation.draft_len)
+    _, max_blocks = row_columns(context, size, config.speculation.draft_len)
     rows = config.scheduler.max_batch_size
     limits = StartLimits(config.scheduler.max_num_tokens, rows, context)
     if role == "target":
@@ -42,8 +40,4 @@ def count_graphs(
         return count_target_graphs(shapes, limits, sure_draft_lens(config), has_trees=has_trees)
     shapes = GraphShapes(rows + guess_space(config, 0).most_guesses, 1, max_blocks, size, prompt_width)
     kinds = 1 + (0 if config.speculation.use_logits else num_kinds)
-    if not config.drafts_apart:
-        return count_draft_graphs(shapes, limits, MOST_CATCH_UP, kinds)
-    contexts = warmed_contexts(min(columns, model.max_position_embeddings))
-    blocks = [shapes.blocks_of(tokens) for tokens in contexts]
-    return count_draft_graphs(shapes, limits, MOST_CATCH_UP, kinds, warmed_counts(guess_steps(config)), blocks)
+    return count_draft_graphs(shapes, limits, MOST_CATCH_UP, kinds)

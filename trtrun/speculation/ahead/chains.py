@@ -27,11 +27,6 @@ _MIDDLE_CONTEXT = 1000
 """Neither a short one nor a long one: there may be graphs for each."""
 
 
-def warmed_contexts(most_positions: int) -> list[int]:
-    """Contexts of which each may have graphs of its own, of rows of up to `most_positions` tokens."""
-    return [min(context, most_positions) for context in (1, _MIDDLE_CONTEXT, most_positions)]
-
-
 @dataclass(frozen=True)
 class Chosen:
     """What a chain of steps gave.
@@ -64,8 +59,8 @@ class Chains(Generic[PreparedStep]):
         nowhere = torch.full((count, 1), -1, dtype=torch.int64, device=engine.device)
         first = torch.zeros(count, dtype=torch.int64, device=engine.device)
         sampling, rows = engine.rows.sampling, [0] * count
-        for context in warmed_contexts(engine.most_positions):
-            tables = torch.zeros_like(engine.tables(self._index(rows), context))
+        for context in (1, _MIDDLE_CONTEXT, engine.most_positions):
+            tables = torch.zeros_like(engine.tables(self._index(rows), min(context, engine.most_positions)))
             kinds = KeyedRanks.kinds(sampling, rows, first, Stream.TARGET) if engine.has_graphs else []
             for keyed in (*(() if self._use_logits else kinds), None):
                 found = engine.rank_steps(first, nowhere, tables, self._vocab_size, self._num_ranked, keyed)

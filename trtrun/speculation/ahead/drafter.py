@@ -30,11 +30,6 @@ from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
 from trtrun.tensors import device_integers, inference, kept_integers
 
 
-def warmed_counts(guess_steps: Sequence[int]) -> list[int]:
-    """Numbers of rows of chains that a start runs, where rounds may have `guess_steps` guesses; the most first."""
-    return sorted({1, *guess_steps} - {0}, reverse=True)
-
-
 class AheadDrafter(Drafter, Generic[PreparedStep]):
     """Proposes for the plan's decode rows, and foresees. On draft ranks of their own; drafts and verdicts are on the
     host."""
@@ -83,7 +78,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
     def warm_up(self) -> None:
         """See Drafter: chains of all numbers of guesses, and a fresh draft of one row. It writes to the null block
         alone."""
-        for count in warmed_counts(self._guess_steps):
+        for count in sorted({1, *self._guess_steps} - {0}, reverse=True):
             self._chains.warm_up(count)
 
     def begin_round(self, plan: RoundPlan) -> None:
