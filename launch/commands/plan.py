@@ -14,8 +14,8 @@ from launch.commands.common import with_config
 @click.option("--slurm", is_flag=True, help="Plan a batch job: show its script in place of the mpirun command.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def plan(config_path: Path, overrides: tuple[str, ...], speculation: str | None, slurm: bool, as_json: bool) -> int:
-    """Show each rank's host, device, role, bytes and KV tokens, the links between ranks, and the command that starts
-    them, without loading weights.
+    """Show each rank's host, device, role, bytes and KV tokens, the links between ranks, how long the start takes and
+    why, and the command that starts it, without loading weights.
 
     It also plans for hosts and GPUs that this machine does not have: what only they know is left open.
     """

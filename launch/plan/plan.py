@@ -29,6 +29,7 @@ from launch.placement.allocation import is_local
 from launch.placement.devices import count_host_slots
 from launch.placement.links import RankLink, expect_kinds, list_links, summarize_links
 from launch.placement.memory import JobMemory
+from launch.plan.start import StartPlan, plan_start, print_start
 from launch.terminal import output_console
 from parallel.topology import Topology
 from trtrun.kvcache.sizing import format_bytes, free_bytes_of_slot, tokens_of_blocks
@@ -71,6 +72,7 @@ class JobPlan:
         links: every pair of ranks that talk, and how.
         command: what starts the job.
         script: the batch script of the job, where it was asked for.
+        start: what it takes from the command to ready.
         notes: what the plan could not know, or had to assume.
     """
 
@@ -85,6 +87,7 @@ class JobPlan:
     links: tuple[RankLink, ...]
     command: str
     script: str | None
+    start: StartPlan
     notes: tuple[str, ...]
 
 
@@ -130,6 +133,7 @@ def make_plan(job: Job, made_up_hosts: Sequence[str] = (), script: str | None = 
         links=list_links(topology, expect_kinds(topology, nccl), config.speculation.use_logits),
         command=show_command(job.command()),
         script=script,
+        start=plan_start(memory, here, absent, nccl),
         notes=tuple(notes),
     )
 
@@ -160,6 +164,7 @@ def print_plan(plan: JobPlan, as_json: bool) -> None:
     hosts = f" on {len(plan.hosts)} hosts" if len(plan.hosts) > 1 else ""
     print(f"{processes}{hosts}, CPU threads of each: {plan.threads}; {dtypes}; up to {plan.max_seq_len} tokens a row")
     print(_describe_rounds(plan))
+    print_start(console, plan.start)
     for note in plan.notes:
         print(note)
     print(plan.command if plan.script is None else plan.script)

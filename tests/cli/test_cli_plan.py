@@ -32,6 +32,9 @@ def test_the_plan_of_four_ranks(config: Configs, trtrun: Run) -> None:
     # Float32: 64 blocks of 16 tokens, keys and values; TP 2 halves the two KV heads of the target.
     assert draft["kv_bytes"] == 64 * 16 * 2 * 2 * 2 * 16 * 4
     assert first["kv_bytes"] == 64 * 16 * 2 * 3 * 1 * 16 * 4
+    assert [(rank["rank"], rank["graphs"], rank["kernels"]) for rank in plan["start"]["ranks"]] == [
+        (1, 0, "none"), (2, 0, "none"), (3, 0, "none")
+    ]  # fmt: skip
     command = shlex.split(plan["command"])
     assert command[command.index("-n") + 1] == "4"
     assert command[command.index("launch.cli") + 1 :] == ["run", "--config", str(file), "--prompt", "TEXT"]
@@ -42,6 +45,10 @@ def test_the_table_shows_every_rank_and_the_command(config: Configs, trtrun: Run
     assert done.returncode == 0, done.stderr
     for part in ("orchestrator", "cpu:0", "cpu:1", "cpu:2", "1008", "float32", "-m mpi4py -m launch.cli run"):
         assert part in done.stdout
+    start = done.stdout[done.stdout.index("until it is ready") :]
+    for part in ("MPI connects 4 processes", "rank 1 reads", "ranks 2, 3", "page cache", "4.6 to 4.8 s"):
+        assert part in " ".join(line.strip("│ ") for line in start.splitlines()) or part in start, part
+    assert "ready after" not in start, "there are no figures for most of it"
 
 
 def test_one_process_needs_no_mpirun(config: Configs, trtrun: Run) -> None:
@@ -64,12 +71,14 @@ def test_the_engines_do_what_the_plan_says(config: Configs, trtrun: Run, overrid
         ONE_PROCESS, scheduler={"max_batch_size": 2, "max_seq_len": 100}, kv_cache={"free_memory_fraction": 0.1}
     )
     options = [argument for override in overrides for argument in ("--set", override)]
-    plan = json.loads(trtrun("plan", "--config", file, "--json", *options).stdout)["ranks"][0]
+    planned = json.loads(trtrun("plan", "--config", file, "--json", *options).stdout)
+    plan = planned["ranks"][0]
     with LLM(config=load_config(file, overrides)) as llm:
         report = llm.report.ranks[0]
     assert report.kv_tokens == plan["kv_tokens"] == 2 * 112
     assert report.kv_bytes == plan["kv_bytes"]
     assert report.shard_bytes == plan["draft_shard_bytes"] + plan["target_shard_bytes"]
+    assert report.bytes_read == planned["start"]["ranks"][0]["read_bytes"]
 
 
 def test_the_plan_shows_the_links_of_every_pair(config: Configs, trtrun: Run) -> None:
@@ -134,6 +143,14 @@ def test_hosts_and_gpus_that_are_not_here_are_planned_all_the_same(config: Confi
     assert transports["plans and reports", 0, 2] == "MPI, shared memory"
     assert any("free memory of node2, node1 is not known here" in note for note in plan["notes"])
     assert "node2" in plan["command"]
+    start = plan["start"]
+    assert start["kernels"] == "unknown" and all(rank["graphs"] > 0 for rank in start["ranks"])
+    phases = {phase["name"]: phase for phase in start["phases"]}
+    assert "the GPUs are on node1, node2" in phases["kernels"]["work"]
+    assert phases["weights"]["seconds"] is None and start["seconds"][0] < start["seconds"][1]
+    assert any("trtrun warm-up on the GPUs' hosts" in line for line in start["shorter"])
+    shown = trtrun("plan", "--config", config(ON_TWO_HOSTS)).stdout
+    assert "ready after about " in shown and "shorter: trtrun warm-up" in shown
 
 
 def test_kv_tokens_of_other_hosts_follow_from_max_tokens(config: Configs, trtrun: Run) -> None:

@@ -70,9 +70,9 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"rendezvous"}),
         frozenset({"startup"}),
         frozenset({"engine_maker", "kernels_ahead"}),
-        frozenset({"worker_factory", "largest_round"}),
+        frozenset({"worker_factory", "largest_round", "graph_counts"}),
         frozenset({"policies"}),
-        frozenset({"memory_requirements", "rehearsed_rounds"}),
+        frozenset({"memory_requirements", "rehearsed_rounds", "kinds_of_kernels"}),
         frozenset({"model_settings"}),
     ),
     "trtrun.roles": (

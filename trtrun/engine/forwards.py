@@ -16,13 +16,12 @@ from trtrun.core.nouns import Draft, HiddenStates, PrefillChunk
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, read_tiles
 from trtrun.engine.capture import Capture
 from trtrun.engine.draft_paths import DraftPaths, TreeBatch
-from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes
+from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes, PromptShape
 from trtrun.engine.graphs import ForwardGraphs
 from trtrun.engine.prompt_tiles import even_tiles, token_places
 from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
-from trtrun.kvcache.tile_widths import padded_width
 from trtrun.models.config import ModelConfig
 from trtrun.models.decoder import CausalLM
 from trtrun.models.taps import Taps, check_boundaries
@@ -79,24 +78,12 @@ class HiddenTaps:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
 
-_NARROWEST_TILE = 16
-"""Queries of a tile of prompts in a graph, at least: few widths make few graphs."""
-
-
 class GraphPrompts(NamedTuple):
     """Prompts that a graph computed: logits [chunks, vocab] after the last token of each, not overwritten by later
     forwards, and what was tapped of each chunk."""
 
     logits: torch.Tensor
     tapped: list[torch.Tensor]
-
-
-class PromptShape(NamedTuple):
-    """Prompts of one graph: `tiles` tiles of `width` queries, whose contexts are more than `start` tokens."""
-
-    tiles: int
-    width: int
-    start: int
 
 
 class Forwards:
@@ -137,8 +124,10 @@ class Forwards:
         self._model.reserve_positions(max_blocks * self._rows.block_size)
         if self.taps is not None:
             self.taps.reserve(max(max_rows * logits_per_row, MOST_PROMPT_TOKENS))
-        most_tiles = 0 if self.prompt_width is None else -(-MOST_PROMPT_TOKENS // self._narrowest_tile)
-        shapes = GraphShapes(max_rows, logits_per_row, max_blocks, self._rows.block_size, most_masked)
+        shapes = GraphShapes(
+            max_rows, logits_per_row, max_blocks, self._rows.block_size, self.prompt_width, most_masked
+        )
+        most_tiles = 0 if self.prompt_width is None else -(-MOST_PROMPT_TOKENS // shapes.narrowest_tile)
         return ForwardGraphs(
             self.forward_rows,
             capture,
@@ -150,31 +139,9 @@ class Forwards:
             forward_trees=self._forward_trees if self.paths is not None else None,
         )
 
-    @property
-    def _narrowest_tile(self) -> int:
-        """`_NARROWEST_TILE`, or what the kernel takes where that is less."""
-        return min(_NARROWEST_TILE, self.prompt_width or _NARROWEST_TILE)
-
     def prompt_shapes(self) -> list[PromptShape]:
-        """What prompts that are computed through graphs are like, one for each graph, the largest first; none where
-        there are no graphs, or prompts are no tiles."""
-        if self.graphs is None or self.prompt_width is None:
-            return []
-        shapes, found = self.graphs.shapes, []
-        for index, blocks in enumerate(shapes.prompt_widths()):
-            widths = {self._tile_width(length, blocks) for length in range(1, self.prompt_width + 1)}
-            start = shapes.prompt_widths()[index - 1] * self._rows.block_size if index else 0
-            for width in widths:
-                found += [PromptShape(tiles, width, start) for tiles in shapes.numbers_of_tiles(width, blocks)]
-        return sorted(found, key=lambda shape: shape.tiles * shape.width, reverse=True)
-
-    def _tile_width(self, longest: int, blocks: int) -> int:
-        """Queries of the tiles of prompts whose longest chunk has `longest` tokens, by the width of their tables: with
-        long contexts there are graphs of the widest alone."""
-        assert self.prompt_width is not None and self.graphs is not None
-        if blocks > self.graphs.shapes.prompt_widths()[0]:
-            return self.prompt_width
-        return max(self._narrowest_tile, padded_width(longest, self.prompt_width))
+        """See GraphShapes; none where there are no graphs."""
+        return self.graphs.shapes.prompt_shapes() if self.graphs is not None else []
 
     def prefill_by_graph(self, chunks: Sequence[PrefillChunk]) -> GraphPrompts | None:
         """Compute chunks through a graph, where there are graphs and the chunks are short; else None."""
@@ -182,7 +149,7 @@ class Forwards:
             return None
         context, shapes = max(chunk.start + chunk.length for chunk in chunks), self.graphs.shapes
         blocks = shapes.prompt_blocks(-(-context // self._rows.block_size))
-        width = self._tile_width(max(chunk.length for chunk in chunks), blocks)
+        width = shapes.tile_width(max(chunk.length for chunk in chunks), blocks)
         tiles = even_tiles(chunks, width)
         if not shapes.takes_prompts(len(tiles), width):
             return None

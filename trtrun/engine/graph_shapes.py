@@ -11,6 +11,9 @@ It knows numbers. It does not know graphs, tensors or rounds.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
+
+from trtrun.kvcache.tile_widths import padded_width
 
 MOST_PROMPT_TOKENS = 512
 """Tokens of prompts, padding counted, that are computed through a graph. With more the device has enough to do while
@@ -28,6 +31,9 @@ _WASTED_TOKENS = 32
 """Queries of padding, of all rows, that a graph of more queries may cost at most. Fewer than about a hundred tokens
 take a GPU the time in which it reads the weights."""
 
+_NARROWEST_TILE = 16
+"""Queries of a tile of prompts in a graph, at least: few widths make few graphs."""
+
 _PROMPT_STEP = 4
 """Numbers of prompt tiles with long contexts that have graphs are powers of it."""
 
@@ -37,21 +43,41 @@ _WIDE_CATCH_UP = 8
 enough to do while the host launches."""
 
 
+class PromptShape(NamedTuple):
+    """Prompts of one graph: `tiles` tiles of `width` queries, whose contexts are more than `start` tokens."""
+
+    tiles: int
+    width: int
+    start: int
+
+
 class GraphShapes:
     """The shapes of one engine's graphs."""
 
     def __init__(
-        self, max_rows: int, most_queries: int, max_blocks: int, block_size: int, most_masked: int = 0
+        self,
+        max_rows: int,
+        most_queries: int,
+        max_blocks: int,
+        block_size: int,
+        prompt_width: int | None = None,
+        most_masked: int = 0,
     ) -> None:
-        """Of rounds of up to `max_rows` rows, with up to `most_queries` queries each that get logits, and block tables
-        of up to `max_blocks` blocks of `block_size` tokens; where drafts are made in parallel, of up to `most_masked`
-        tokens."""
+        """Of rounds of up to `max_rows` rows, with up to `most_queries` queries each that get logits, block tables of
+        up to `max_blocks` blocks of `block_size` tokens, and prompts that are cut into tiles of `prompt_width` queries;
+        of none where each prompt is one row. Where drafts are made in parallel, of up to `most_masked` tokens."""
         self._max_rows = max_rows
         self._most_queries = most_queries
         self._most_masked = most_masked
         self._max_blocks = max_blocks
         self._block_size = block_size
+        self._prompt_width = prompt_width
         self.queries = cache(self._queries)
+
+    @property
+    def drafts_in_parallel(self) -> bool:
+        """Whether all tokens of a draft come from one forward, so that none comes from a step."""
+        return self._most_masked > 0
 
     def rows(self, rows: int) -> int:
         """The rows of the graph for `rows` of them, or for as many tiles of prompts, which may be more."""
@@ -88,6 +114,10 @@ class GraphShapes:
         """Of more than one token, which takes no mask."""
         return [drafts for drafts in _few(self._most_masked, rows) if drafts > 1]
 
+    def blocks_of(self, tokens: int) -> int:
+        """Blocks of so many tokens."""
+        return -(-tokens // self._block_size)
+
     def blocks(self, blocks: int, rows: int) -> int:
         """The width of block tables of `rows` rows whose contexts take up to `blocks` blocks."""
         return min(width for width in self.widths(rows) if width >= min(blocks, self._max_blocks))
@@ -107,6 +137,32 @@ class GraphShapes:
     def prompt_widths(self) -> list[int]:
         """Widths of block tables of prompts, the narrowest first."""
         return sorted({min(-(-SHARED_CONTEXT // self._block_size), self._max_blocks), self._max_blocks})
+
+    @property
+    def narrowest_tile(self) -> int:
+        """Queries of a tile of prompts, at least: `_NARROWEST_TILE`, or what the kernel takes where that is less."""
+        return min(_NARROWEST_TILE, self._prompt_width or _NARROWEST_TILE)
+
+    def tile_width(self, longest: int, blocks: int) -> int:
+        """Queries of the tiles of prompts whose longest chunk has `longest` tokens, by the width of their tables: with
+        long contexts there are graphs of the widest alone."""
+        assert self._prompt_width is not None
+        if blocks > self.prompt_widths()[0]:
+            return self._prompt_width
+        return max(self.narrowest_tile, padded_width(longest, self._prompt_width))
+
+    def prompt_shapes(self) -> list[PromptShape]:
+        """What prompts that are computed through graphs are like, one for each graph, the largest first; none where
+        prompts are no tiles."""
+        if self._prompt_width is None:
+            return []
+        found = []
+        for index, blocks in enumerate(self.prompt_widths()):
+            widths = {self.tile_width(length, blocks) for length in range(1, self._prompt_width + 1)}
+            start = self.prompt_widths()[index - 1] * self._block_size if index else 0
+            for width in widths:
+                found += [PromptShape(tiles, width, start) for tiles in self.numbers_of_tiles(width, blocks)]
+        return sorted(found, key=lambda shape: shape.tiles * shape.width, reverse=True)
 
     def takes_prompts(self, tiles: int, width: int) -> bool:
         """Whether so many tiles of prompts, of `width` queries each, are computed through a graph."""

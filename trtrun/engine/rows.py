@@ -44,7 +44,7 @@ class RowState:
         """Make `max_rows` rows, and behind them `num_guesses` more for guesses of a draft engine."""
         max_rows += num_guesses
         self.num_guesses = num_guesses
-        columns, max_blocks = _columns(max_seq_len, block_size, max_draft_len)
+        columns, max_blocks = row_columns(max_seq_len, block_size, max_draft_len)
         self.max_draft_len = max_draft_len
         self.device = device
         self.block_size = block_size
@@ -56,7 +56,7 @@ class RowState:
     @staticmethod
     def num_bytes(max_rows: int, max_seq_len: int, block_size: int, max_draft_len: int) -> int:
         """Of the tensors of so many rows, guesses among them."""
-        columns, max_blocks = _columns(max_seq_len, block_size, max_draft_len)
+        columns, max_blocks = row_columns(max_seq_len, block_size, max_draft_len)
         of_row = columns * torch.int32.itemsize + (1 + max_blocks) * torch.int64.itemsize
         return max_rows * (of_row + RowSampling.BYTES_PER_ROW)
 
@@ -142,7 +142,7 @@ class RowState:
         return self.block_tables[:, :blocks].index_select(0, rows)
 
 
-def _columns(max_seq_len: int, block_size: int, max_draft_len: int) -> tuple[int, int]:
+def row_columns(max_seq_len: int, block_size: int, max_draft_len: int) -> tuple[int, int]:
     """Tokens and blocks of a row, with scratch for a draft and the tokens around it."""
     columns = max_seq_len + max_draft_len + 2
     return columns, -(-columns // block_size)

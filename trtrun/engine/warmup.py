@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan
-from trtrun.engine.graph_shapes import GraphShapes, catch_up_width, catches_up
+from trtrun.engine.graph_shapes import GraphShapes
 from trtrun.engine.runner import Engine
+from trtrun.engine.start_forwards import Prompts, StartLimits, draft_steps
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
 
@@ -53,9 +54,8 @@ def warm_up(
     """
     # Rows of two zero tokens stand in for requests.
     engine.rows.lengths[:max_rows].fill_(2)
-    longest = engine.rows.token_ids.shape[1] - engine.rows.max_draft_len - 2
-    engine.prefill([_chunk(0, min(2, longest, max_tokens))])
-    _prefill_all(engine, max_tokens, max_rows, longest)
+    limits = StartLimits(max_tokens, max_rows, engine.rows.token_ids.shape[1] - engine.rows.max_draft_len - 2)
+    _prefill(engine, limits.first_prompt())
     shapes = engine.graph_shapes
     if shapes is None:
         for length in _lens_of_one_row(draft_lens):
@@ -63,34 +63,15 @@ def warm_up(
                 _verify(engine, 1, length)
             elif length:
                 _draft(engine, length, in_parallel=in_parallel)
-    elif verifies:
-        _verify_all(engine, shapes, draft_lens, max_tokens)
     else:
-        _draft_all(engine, shapes, num_ranked, most_catch_up, samples_steps=samples_steps, in_parallel=in_parallel)
+        for prompts in limits.prompts(shapes):
+            _prefill(engine, prompts)
+        if verifies:
+            for rows, length, blocks in limits.verifications(shapes, draft_lens, has_trees=engine.most_paths > 1):
+                _verify(engine, rows, length, engine.block_size * blocks)
+        else:
+            _draft_all(engine, shapes, num_ranked, most_catch_up, samples_steps=samples_steps)
     engine.rows.lengths[:max_rows].zero_()
-
-
-def _prefill_all(engine: Engine, max_tokens: int, max_rows: int, longest: int) -> None:
-    """Prompts of each graph that computes any, the largest first: smaller ones find the memory of the pool there."""
-    shapes = engine.prompt_shapes()
-    widest = max((shape.width for shape in shapes), default=0)
-    for tiles, width, start in shapes:
-        rows = min(tiles, max_rows)
-        # A row has several tiles only of the widest: a longer chunk is cut into wider ones where there are any.
-        of_each = [width * (len(range(row, tiles, rows)) if width == widest else 1) for row in range(rows)]
-        if sum(of_each) <= max_tokens and start + of_each[0] <= longest:
-            engine.prefill([_chunk(row, length, start) for row, length in enumerate(of_each)])
-
-
-def _verify_all(engine: Engine, shapes: GraphShapes, draft_lens: Collection[int], max_tokens: int) -> None:
-    """Chains of each number of tokens, or trees of `draft_lens` and rows without any."""
-    of_trees = sorted({0, *draft_lens}, reverse=True)
-    for rows in shapes.numbers_of_rows():
-        of_chains = [queries - 1 for queries in shapes.numbers_of_queries(rows)]
-        for length in of_trees if engine.most_paths > 1 else of_chains:
-            if rows == 1 or rows * (length + 1) <= max_tokens:
-                for context in _contexts(engine, shapes, rows):
-                    _verify(engine, rows, length, context)
 
 
 def _draft_all(
@@ -100,38 +81,34 @@ def _draft_all(
     most_catch_up: int,
     *,
     samples_steps: bool,
-    in_parallel: bool,
 ) -> None:
     """What rows lack, and one step of each kind, or drafts in one forward."""
-    widths = {catch_up_width(count) for count in range(2, most_catch_up + 1)}
     # As the drafter calls it: a graph keeps the number of ids to choose from.
     vocab_size = engine.rows.sampling.vocab_size
-    for rows in shapes.numbers_of_rows():
+    for rows, blocks, widths, masked in draft_steps(shapes, most_catch_up):
         places = torch.arange(rows, device=engine.device)
-        for context in _contexts(engine, shapes, rows):
-            tables = engine.tables(places, context)
-            for width in sorted((width for width in widths if catches_up(rows, width)), reverse=True):
-                nowhere = torch.full((rows, width), -1, dtype=torch.int64, device=engine.device)
-                engine.feed(torch.zeros_like(nowhere), nowhere, tables)
-            for count, drafts in shapes.all_masked(rows):
-                nowhere = torch.full((rows, count + drafts - 1), -1, dtype=torch.int64, device=engine.device)
-                engine.feed(torch.zeros_like(nowhere), nowhere, tables, drafts)
-            if in_parallel:
-                continue
-            first, nowhere = torch.zeros_like(places), torch.full_like(places, -1).unsqueeze(1)
-            sampled = KeyedRanks.kinds(engine.rows.sampling, range(rows), first, Stream.TARGET) if samples_steps else []
-            for keyed in (*sampled, None):
-                engine.rank_steps(first, nowhere, tables, vocab_size, min(num_ranked, vocab_size), keyed)
-
-
-def _contexts(engine: Engine, shapes: GraphShapes, rows: int) -> list[int]:
-    """Tokens of a context for each width of block tables."""
-    return [engine.block_size * width for width in shapes.widths(rows)]
+        tables = engine.tables(places, engine.block_size * blocks)
+        for width in widths:
+            nowhere = torch.full((rows, width), -1, dtype=torch.int64, device=engine.device)
+            engine.feed(torch.zeros_like(nowhere), nowhere, tables)
+        for count, drafts in masked:
+            nowhere = torch.full((rows, count + drafts - 1), -1, dtype=torch.int64, device=engine.device)
+            engine.feed(torch.zeros_like(nowhere), nowhere, tables, drafts)
+        if shapes.drafts_in_parallel:
+            continue
+        first, nowhere = torch.zeros_like(places), torch.full_like(places, -1).unsqueeze(1)
+        sampled = KeyedRanks.kinds(engine.rows.sampling, range(rows), first, Stream.TARGET) if samples_steps else []
+        for keyed in (*sampled, None):
+            engine.rank_steps(first, nowhere, tables, vocab_size, min(num_ranked, vocab_size), keyed)
 
 
 def _lens_of_one_row(draft_lens: Collection[int]) -> list[int]:
     """The largest first, and short ones, too: the last rounds of a request draft no more than it may have."""
     return sorted({*draft_lens, *range(min(max(draft_lens), _LAST_ROUNDS) + 1)}, reverse=True)
+
+
+def _prefill(engine: Engine, prompts: Prompts) -> None:
+    engine.prefill([_chunk(row, length, prompts.start) for row, length in enumerate(prompts.lengths)])
 
 
 def _chunk(row: int, length: int, start: int = 0) -> PrefillChunk:

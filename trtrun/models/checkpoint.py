@@ -181,6 +181,10 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
+    def list_files(self) -> list[Path]:
+        """The files of its tensors, by name."""
+        return sorted(set(self._file_of.values()))
+
     def first_dtype(self) -> str:
         """Dtype of the first tensor that has a supported one, float32 if none has."""
         return next((_DTYPES[name] for name in self._dtypes.values() if name in _DTYPES), "float32")

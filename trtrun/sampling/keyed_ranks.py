@@ -17,6 +17,12 @@ from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
 from trtrun.tensors import kept_integers
 
+_KINDS = (True, False)
+"""With filters and without."""
+
+NUM_KINDS = len(_KINDS)
+"""Kinds of choices of sampled rows, each of which is work of its own."""
+
 
 @dataclass(frozen=True)
 class KeyedRanks:
@@ -51,7 +57,7 @@ class KeyedRanks:
         if not operations_of(lengths.device.type).cuts_lines:
             return []
         places = kept_integers(rows, lengths.device)
-        return [cls(sampling, places, lengths, stream, cuts) for cuts in (True, False)]
+        return [cls(sampling, places, lengths, stream, cuts) for cuts in _KINDS]
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor]:

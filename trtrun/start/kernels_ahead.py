@@ -47,6 +47,32 @@ class _Mark(msgspec.Struct, frozen=True):
     speeds: list[tuple[int, int, str, list[bool]]]
 
 
+def mark_file(like: Iterable[object], device: torch.device, folder: str | None = None) -> Path | None:
+    """Where the mark of a start lies, if there is one; None where nothing is compiled: on a CPU, or without Triton.
+
+    Args:
+        like: what a start's kernels and memory follow from, beside trtrun's source, torch, Triton and the GPU.
+        device: of the rank; a GPU is asked for its name.
+        folder: Triton's cache; None for the one that this process has.
+    """
+    if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+        return None
+    from triton import __version__, knobs
+
+    name = _digest([*like, __version__, torch.__version__, torch.cuda.get_device_name(device)])
+    return Path(folder or knobs.cache.dir, f"trtrun-{name}")
+
+
+def has_mark(mark: Path) -> bool:
+    """Whether a start that ended well has left the mark."""
+    return _read(mark) is not None
+
+
+def count_processes(num_ranks: int) -> int:
+    """Processes that compile for a rank, where `num_ranks` ranks share this host's cores."""
+    return max(1, min(_MOST_PROCESSES, count_cores() // num_ranks - 1))
+
+
 class KernelsAhead:
     """Of one rank.
 
@@ -59,20 +85,16 @@ class KernelsAhead:
         """Look for the mark, and begin processes where there is none.
 
         Args:
-            like: what a start's kernels and memory follow from, beside trtrun's source, torch, Triton and the GPU.
+            like: see `mark_file`.
             device: of the rank.
             num_ranks: that share the host's cores.
         """
         self._processes = None
-        self._mark: Path | None = None
+        self._mark = mark_file(like, device)
         self._target: dict[str, object] = {}
         self.working_bytes: int | None = None
-        if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+        if self._mark is None:
             return
-        from triton import __version__, knobs
-
-        name = _digest([*like, __version__, torch.__version__, torch.cuda.get_device_name(device)])
-        self._mark = Path(knobs.cache.dir, f"trtrun-{name}")
         found = _read(self._mark)
         if found is not None:
             from trtrun.kernels.triton.matmul import remember_speeds
@@ -85,7 +107,7 @@ class KernelsAhead:
             major, minor = torch.cuda.get_device_capability(device)
             self._target = {"backend": "cuda", "arch": 10 * major + minor, "warp_size": 32}
             try:
-                self._processes = CompileProcesses(max(1, min(_MOST_PROCESSES, count_cores() // num_ranks - 1)))
+                self._processes = CompileProcesses(count_processes(num_ranks))
             except OSError as error:  # the start compiles by itself
                 _logger.warning("no process can be started to compile kernels: %s", error)
 

@@ -15,7 +15,12 @@ from trtrun.speculation.ahead.policy import AheadPolicy
 from trtrun.speculation.pacing import Pacer, first_trial
 from trtrun.speculation.round_costs import RoundCosts
 from trtrun.start.memory_requirements import guess_steps
-from trtrun.start.rehearsed_rounds import measure_round_costs, practise_rounds
+from trtrun.start.rehearsed_rounds import (
+    count_measured_rounds,
+    count_practised_rounds,
+    measure_round_costs,
+    practise_rounds,
+)
 from trtrun.threads import outnumber_cores
 
 
@@ -32,6 +37,13 @@ def make_orchestrator(config: RuntimeConfig, limits: SchedulerLimits, ranks: Eng
     return Orchestrator(Scheduler(limits), ranks, pacer, ahead=_ahead_policy(config))
 
 
+def count_first_rounds(config: RuntimeConfig, limits: SchedulerLimits) -> tuple[int, int]:
+    """Rounds that `make_orchestrator` runs: those of each kind, for their first uses, and those that are measured, of
+    which there may be fewer."""
+    practised = count_practised_rounds(limits) if _uses_gpus(config) else 0
+    return practised, count_measured_rounds(limits) if config.is_paced and _tries_rounds(config) else 0
+
+
 def sure_draft_lens(config: RuntimeConfig) -> set[int]:
     """What rounds are sure to draft: as much as is configured, and what pacing tries first."""
     most = config.draft_len
@@ -39,13 +51,13 @@ def sure_draft_lens(config: RuntimeConfig) -> set[int]:
 
 
 def _round_costs(config: RuntimeConfig, limits: SchedulerLimits, ranks: EngineRanks) -> RoundCosts | None:
-    """What rounds cost; None where they are not tried.
+    """What rounds cost; None where they are not tried."""
+    return measure_round_costs(ranks, limits) if _tries_rounds(config) else None
 
-    Where drafts are made ahead a round that foresaw nothing says little of those that did.
-    """
-    if config.drafts_ahead and _guessed_steps(config):
-        return None
-    return measure_round_costs(ranks, limits)
+
+def _tries_rounds(config: RuntimeConfig) -> bool:
+    """Where drafts are made ahead a round that foresaw nothing says little of those that did."""
+    return not (config.drafts_ahead and _guessed_steps(config))
 
 
 def _uses_gpus(config: RuntimeConfig) -> bool:

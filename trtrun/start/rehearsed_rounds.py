@@ -12,8 +12,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import takewhile
 
 import numpy as np
 
@@ -67,18 +68,14 @@ def measure_round_costs(
     Raises:
         RankFailedError: a rank failed.
     """
-    lens = sorted({0, 1, limits.draft_len // 2, limits.draft_len})
-    contexts = min(context for context in (limits.max_seq_len, limits.draft_max_seq_len) if context is not None)
-    length = min(_LENGTH, contexts - (1 + _NUM_TIMED) * (limits.draft_len + 1))
-    if length < 2 or len(lens) < 2:
+    lens, length = _measured_lens(limits), _row_length(limits, 1 + _NUM_TIMED)
+    if not lens:
         return None
     rehearsal = _Rehearsal(ranks, limits, length, clock)
     seconds: dict[int, dict[int, float]] = {}
     started = clock()
     with ranks.stepping():
-        for rows in _numbers_of_rows(limits.max_batch_size):
-            if rows * (1 + limits.draft_len * limits.max_paths) > limits.max_num_tokens:
-                break
+        for rows in _measured_rows(limits):
             seconds[rows] = {draft_len: rehearsal.measure(rows, draft_len) for draft_len in lens}
             if clock() - started > _MOST_SECONDS and len(seconds) > 1:
                 break
@@ -96,17 +93,57 @@ def practise_rounds(ranks: EngineRanks, limits: SchedulerLimits) -> None:
     Raises:
         RankFailedError: a rank failed.
     """
-    contexts = min(context for context in (limits.max_seq_len, limits.draft_max_seq_len) if context is not None)
-    most = min(limits.draft_len, _MOST_PRACTISED)
-    length = min(_LENGTH, contexts - (1 + most) * (limits.draft_len + 1))
-    if length < 2:
+    lens = _practised_lens(limits)
+    if not lens:
         return
-    rehearsal = _Rehearsal(ranks, limits, length, time.perf_counter)
+    rehearsal = _Rehearsal(ranks, limits, _row_length(limits, len(lens)), time.perf_counter)
     with ranks.stepping():
         for sampling in _PRACTISED:
-            for draft_len in range(most + 1):
+            for draft_len in lens:
                 rehearsal.practise(draft_len, sampling)
         rehearsal.drop_rows()
+
+
+def count_practised_rounds(limits: SchedulerLimits) -> int:
+    """Rounds that `practise_rounds` runs, but for the one that drops rows."""
+    lens = _practised_lens(limits)
+    beside = _has_prompt(limits, _row_length(limits, len(lens)))
+    return len(_PRACTISED) * len(lens) * (2 if beside else 1)
+
+
+def count_measured_rounds(limits: SchedulerLimits) -> int:
+    """Rounds that `measure_round_costs` runs, but for the one that drops rows: at most, as it ends early where rounds
+    take long."""
+    return len(list(_measured_rows(limits))) * len(_measured_lens(limits)) * (1 + _NUM_TIMED)
+
+
+def _practised_lens(limits: SchedulerLimits) -> list[int]:
+    """None where contexts are too short."""
+    most = min(limits.draft_len, _MOST_PRACTISED)
+    return list(range(most + 1)) if _row_length(limits, 1 + most) >= 2 else []
+
+
+def _measured_lens(limits: SchedulerLimits) -> list[int]:
+    """None where nothing is drafted, or contexts are too short."""
+    lens = sorted({0, 1, limits.draft_len // 2, limits.draft_len})
+    return lens if len(lens) > 1 and _row_length(limits, 1 + _NUM_TIMED) >= 2 else []
+
+
+def _row_length(limits: SchedulerLimits, rounds: int) -> int:
+    """Tokens of a made-up row with room behind them for so many rounds."""
+    contexts = min(context for context in (limits.max_seq_len, limits.draft_max_seq_len) if context is not None)
+    return min(_LENGTH, contexts - rounds * (limits.draft_len + 1))
+
+
+def _has_prompt(limits: SchedulerLimits, length: int) -> bool:
+    """Whether a prompt is practised beside a row of `length` tokens."""
+    return limits.max_batch_size > 1 and length > _PROMPT
+
+
+def _measured_rows(limits: SchedulerLimits) -> Iterator[int]:
+    """Numbers of rows that a round has room for."""
+    of_row = 1 + limits.draft_len * limits.max_paths
+    return takewhile(lambda rows: rows * of_row <= limits.max_num_tokens, _numbers_of_rows(limits.max_batch_size))
 
 
 def _numbers_of_rows(most: int) -> list[int]:
@@ -149,7 +186,7 @@ class _Rehearsal:
         plan = self._plan(1, draft_len, 0, sampling)
         self._ranks.publish(plan)
         self._await_verdict()
-        if self._limits.max_batch_size > 1 and self._length > _PROMPT:
+        if _has_prompt(self._limits, self._length):
             self._num_admitted = 2
             tokens = np.zeros(_PROMPT, dtype=np.int32)
             admission = replace(plan.admissions[0], row=1, request_id=1, tokens=tokens, num_prompt_tokens=_PROMPT)

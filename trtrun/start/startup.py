@@ -11,7 +11,6 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -40,6 +39,7 @@ from trtrun.models.weight_check import choose_default
 from trtrun.roles.round import Worker
 from trtrun.start.engine_maker import EngineMaker, LoadedEngine
 from trtrun.start.kernels_ahead import KernelsAhead
+from trtrun.start.kinds_of_kernels import kinds_of_kernels
 from trtrun.start.largest_round import measure_largest_round
 from trtrun.start.memory_requirements import (
     engine_working_bytes,
@@ -110,7 +110,8 @@ class RankStartup:
         """
         self._activity.start(Phase.WEIGHTS)
         num_ranks = len(self._topology.slots_of_host(self._slot.host))
-        self._kernels = KernelsAhead(self._kinds_of_kernels(), self._device, num_ranks)
+        parts = [(role, section, group.rank, group.size) for role, section, _, group in self._parts()]
+        self._kernels = KernelsAhead(kinds_of_kernels(self._config, parts), self._device, num_ranks)
         try:
             try:
                 blocks = self._load_weights(progress)
@@ -219,23 +220,6 @@ class RankStartup:
         # The weights are in place, so that what is left is beside what they really take.
         free = left + demand.shard_bytes
         return self._count_blocks(free, replace(demand, working_bytes=self._working_bytes))
-
-    def _kinds_of_kernels(self) -> list[object]:
-        """What the kernels of this rank, and the memory of its rounds, follow from."""
-        config = self._config
-        sections = (config.speculation, config.kv_cache, config.scheduler)
-        parts = [
-            (
-                role,
-                section.dtype,
-                section.quantization,
-                group.rank,
-                group.size,
-                Path(section.model, "config.json").read_bytes(),
-            )
-            for role, section, _, group in self._parts()
-        ]
-        return [*(section.model_dump_json() for section in sections), config.cuda_graphs, config.drafts_apart, *parts]
 
     def finish(self, num_blocks: int) -> tuple[Worker, RankReport]:
         """Allocate the KV stores, run every kernel once, and put the engines to work."""

@@ -13,7 +13,7 @@ from triton import knobs
 
 from trtrun.kernels.triton import compile_processes, matmul
 from trtrun.start import kernels_ahead
-from trtrun.start.kernels_ahead import KernelsAhead
+from trtrun.start.kernels_ahead import KernelsAhead, has_mark, mark_file
 
 GPU = torch.device("cuda", 0)
 LIKE = ["a pair", 8]
@@ -99,6 +99,16 @@ def test_a_machine_that_starts_no_process_compiles_by_itself(monkeypatch: pytest
     ahead.compile(lambda: played.append(1))
     ahead.finish(5)
     assert played == [1] and KernelsAhead(LIKE, GPU, 1).working_bytes == 5
+
+
+def test_a_mark_can_be_looked_for_without_a_start(tmp_path: Path) -> None:
+    mark = mark_file(LIKE, GPU)
+    assert mark is not None and not has_mark(mark)
+    KernelsAhead(LIKE, GPU, 1).finish(5)
+    assert has_mark(mark)
+    elsewhere = mark_file(LIKE, GPU, str(tmp_path / "other"))
+    assert elsewhere == tmp_path / "other" / mark.name and not has_mark(elsewhere)
+    assert mark_file(LIKE, torch.device("cpu")) is None
 
 
 def test_processors_have_nothing_to_compile_ahead() -> None:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint, make_draft
-from pipelines import Reference, make_llm, prompt_of, tokens_of
+from pipelines import Reference, configuration, make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
 from trtrun.core.nouns import RoundPlan
 from trtrun.roles.engine_ranks import SoloRanks
-from trtrun.start import policies
+from trtrun.scheduling.limits import SchedulerLimits
+from trtrun.start import policies, rehearsed_rounds
+from trtrun.start.policies import count_first_rounds
 
 METHODS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},
@@ -43,6 +45,9 @@ def test_rounds_of_every_kind_are_practised_and_leave_nothing(
     draft = make_draft(tmp_path / "draft", target, 1) if name.startswith("draft") else None
     settings = {"speculation": METHODS[name], "scheduler": {"max_batch_size": max_rows}}
     with make_llm(target, draft, **settings) as llm:
+        config = configuration(target, draft, **settings)
+        limits = SchedulerLimits.of(config, 2048, 2048 if draft else None, 9)
+        assert count_first_rounds(config, limits) == (len(plans) - 1, 0), "the last plan drops rows"
         drafted = 0 if name == "none" else 3
         kinds = [admission.sampling for plan in plans for admission in plan.admissions if admission.row == 0]
         assert len({(kind.temperature, kind.top_k, kind.top_p) for kind in kinds}) == 3, "greedy, sampled, cut"
@@ -57,3 +62,27 @@ def test_rounds_of_every_kind_are_practised_and_leave_nothing(
         llm.check_idle()
     reference = Reference(target)
     assert found == [reference.greedy(prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("max_rows", "max_tokens"), [(1, 64), (9, 512)])
+def test_rounds_that_are_measured_are_counted_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_rows: int, max_tokens: int
+) -> None:
+    plans: list[RoundPlan] = []
+    publish = SoloRanks.publish
+
+    def logged(ranks: SoloRanks, plan: RoundPlan) -> None:
+        plans.append(plan)
+        publish(ranks, plan)
+
+    monkeypatch.setattr(rehearsed_rounds, "_MOST_SECONDS", 1e9)
+    monkeypatch.setattr(SoloRanks, "publish", logged)
+    target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
+    draft = make_draft(tmp_path / "draft", target, 1)
+    scheduler = {"max_batch_size": max_rows, "max_num_tokens": max_tokens}
+    settings: dict[str, Any] = {"speculation": {"draft_len": 4, "pacing": "measured"}, "scheduler": scheduler}
+    with make_llm(target, draft, **settings):
+        config = configuration(target, draft, **settings)
+        limits = SchedulerLimits.of(config, 2048, 2048, 9)
+        assert count_first_rounds(config, limits) == (0, len(plans) - 1)
+    assert {len(plan.decode_rows) for plan in plans[:-1]} == ({1, 4, 9} if max_rows > 1 else {1})

@@ -1,0 +1,181 @@
+"""The graphs that a start captures, counted before it, are those that it captures.
+
+Captures are played on the CPU, as in tests/unit/engine/test_graphs.py, and so are the choices of sampled rows, which
+only GPUs have kernels for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint, make_draft
+from pipelines import configuration
+
+from parallel.groups import open_groups
+from parallel.transports.solo import SoloCommunicator
+from trtrun.attention.backend import HostAttention
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.topology import make_topology
+from trtrun.engine import forwards, graph_shapes
+from trtrun.engine.runner import Engine
+from trtrun.kvcache.tile_widths import prompt_width
+from trtrun.models.config import read_model_config
+from trtrun.models.loading import load_model
+from trtrun.sampling.keyed_ranks import _KINDS, NUM_KINDS, KeyedRanks
+from trtrun.sampling.likeliest import likeliest
+from trtrun.speculation.drafters import DRAFTERS, DrafterContext
+from trtrun.start import engine_maker
+from trtrun.start.engine_maker import EngineMaker, LoadedEngine
+from trtrun.start.graph_counts import count_graphs
+from trtrun.start.memory_requirements import guess_space, guess_steps
+from trtrun.start.model_settings import mask_token
+from trtrun.start.startup import RankStartup
+
+CPU = torch.device("cpu")
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"speculation": {"method": "none"}, "scheduler": {"max_batch_size": 7}},
+    "draft": {"speculation": {"draft_len": 3}, "scheduler": {"max_batch_size": 5}},
+    "paced": {"speculation": {"draft_len": 9, "pacing": "measured"}, "scheduler": {"max_batch_size": 17}},
+    "parallel": {"speculation": {"draft_len": 9, "pacing": "measured"}, "scheduler": {"max_batch_size": 17}},
+    "parallel, one token": {"speculation": {"draft_len": 1}, "scheduler": {"max_batch_size": 2}},
+    "probabilities": {"speculation": {"draft_len": 3, "use_logits": True}, "scheduler": {"max_batch_size": 3}},
+    "lookup": {"speculation": {"method": "ngram", "draft_len": 5}, "scheduler": {"max_batch_size": 9}},
+    "trees": {"speculation": {"method": "ngram", "draft_len": 4, "max_paths": 3}, "scheduler": {"max_batch_size": 3}},
+    "paced trees": {
+        "speculation": {"method": "ngram", "draft_len": 8, "max_paths": 2, "pacing": "measured"},
+        "scheduler": {"max_batch_size": 2},
+    },
+    "few tokens": {"scheduler": {"max_batch_size": 4, "max_num_tokens": 20}},
+    "short": {"scheduler": {"max_batch_size": 2, "max_seq_len": 12}},
+    "blocks": {"kv_cache": {"block_size": 3}, "scheduler": {"max_batch_size": 2}},
+}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs, whose work runs once, prompts in tiles, and kernels that choose."""
+
+    def kinds(cls: Any, sampling: Any, rows: Any, lengths: torch.Tensor, stream: Any) -> list[KeyedRanks]:
+        return [KeyedRanks(sampling, torch.tensor(list(rows)), lengths, stream, cuts) for cuts in _KINDS]
+
+    monkeypatch.setattr(engine_maker, "capture_for", lambda device: lambda work: lambda: None)
+    monkeypatch.setattr(HostAttention, "tile", 64)
+    monkeypatch.setattr(graph_shapes, "MOST_PROMPT_TOKENS", 128)  # fewer graphs of prompts
+    monkeypatch.setattr(forwards, "MOST_PROMPT_TOKENS", 128)
+    monkeypatch.setattr(KeyedRanks, "kinds", classmethod(kinds))
+    monkeypatch.setattr(KeyedRanks, "rank", lambda self, logits, step, count, *parameters: likeliest(logits, count))
+
+
+def make_target(folder: Path, context: int) -> Path:
+    """Of one layer, as none of it matters here."""
+    shape = {"num_hidden_layers": 1, "max_position_embeddings": context}
+    return make_checkpoint(folder / "target", "LlamaForCausalLM", seed=1, **shape)
+
+
+def count(config: RuntimeConfig, context: int, role: str) -> int:
+    """As of an engine whose prompts are cut into tiles of 64 queries."""
+    section = config.target if role == "target" else config.draft
+    assert section is not None
+    model = read_model_config(section.model)
+    width = prompt_width(64, model.num_heads, model.num_kv_heads)
+    return count_graphs(config, context, role, model, width, NUM_KINDS)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("name", CASES)
+def test_a_start_captures_as_many_graphs_as_were_counted(tmp_path: Path, name: str) -> None:
+    target = make_checkpoint(
+        tmp_path / "target", "LlamaForCausalLM", seed=1, num_hidden_layers=1, max_position_embeddings=600
+    )
+    settings = CASES[name]
+    with_draft = "method" not in settings.get("speculation", {})
+    draft = make_draft(tmp_path / "draft", target, 1) if with_draft else None
+    if draft is not None and name.startswith("parallel"):
+        name_mask_token(draft)
+    config = configuration(target, draft, **settings)
+    topology = make_topology(config)
+    startup = RankStartup(config, topology, 0, open_groups(None, topology, CPU))
+    startup.load(lambda done, total: None)
+    engines = startup._made.engines(9)
+    startup._made.warm_up(startup._worker_factory(engines, 9).make_worker(), engines)
+    captured = {role: engine.num_graphs for role, engine in engines.items()}
+    context = config.scheduler.max_seq_len or 600
+    assert captured == {role: count(config, context, role) for role in engines}
+    assert len(captured) == 1 + with_draft and min(captured.values()) > 2
+
+
+def name_mask_token(draft: Path) -> None:
+    """All tokens of its drafts come from one forward."""
+    values = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**values, "pard_token": 7}))
+
+
+def draft_rank(config: RuntimeConfig, context: int) -> tuple[EngineMaker, dict[str, Engine], Any]:
+    """A draft rank with a device of its own: its maker, its engines and what it warms up beside them."""
+    assert config.draft is not None
+    model, report = load_model(config.draft.model, SoloCommunicator(), CPU, torch.float32)
+    loaded, vocab_size = {"draft": LoadedEngine(model, report, SoloCommunicator())}, model.config.vocab_size
+    maker = EngineMaker(config, CPU, vocab_size, context, loaded, lambda engines, exchange: None)  # type: ignore[arg-type,return-value]
+    engines = maker.engines(9)
+    place = DrafterContext(
+        config.speculation,
+        engines["draft"],
+        None,
+        vocab_size,
+        guess_space(config, 9),
+        guess_steps(config),
+        mask_token(config),
+    )
+    return maker, engines, SimpleNamespace(drafter=DRAFTERS.get(config.speculation.method)(place))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("ahead", "use_logits", "in_parallel"),
+    [("on", False, False), ("on", True, False), ("off", False, False), ("on", False, True), ("off", True, True)],
+)
+def test_graphs_of_draft_ranks_of_their_own_are_counted(
+    tmp_path: Path, ahead: str, use_logits: bool, in_parallel: bool
+) -> None:
+    """They rank candidates, and have rows for guesses."""
+    target = make_checkpoint(
+        tmp_path / "target", "LlamaForCausalLM", seed=1, num_hidden_layers=1, max_position_embeddings=1100
+    )
+    draft = make_draft(tmp_path / "draft", target, 1)
+    if in_parallel:
+        name_mask_token(draft)
+    config = configuration(
+        target,
+        draft,
+        devices=(["cpu:0"], ["cpu:1"]),
+        speculation={"draft_len": 2, "ahead": ahead, "use_logits": use_logits},
+        scheduler={"max_batch_size": 3},
+    )
+    maker, engines, worker = draft_rank(config, 1100)
+    maker.warm_up(worker, engines)
+    assert engines["draft"].num_graphs == count(config, 1100, "draft") > 10
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_contexts_beyond_sixteen_thousand_tokens_have_more_graphs(tmp_path: Path) -> None:
+    target = make_checkpoint(
+        tmp_path / "target", "LlamaForCausalLM", seed=1, num_hidden_layers=1, max_position_embeddings=17000
+    )
+    numbers = []
+    for context in (16000, 17000):
+        config = configuration(
+            target, None, speculation={"method": "none"}, scheduler={"max_batch_size": 2, "max_seq_len": context}
+        )
+        topology = make_topology(config)
+        startup = RankStartup(config, topology, 0, open_groups(None, topology, CPU))
+        startup.load(lambda done, total: None)
+        engines = startup._made.engines(9)
+        startup._made.warm_up(startup._worker_factory(engines, 9).make_worker(), engines)
+        numbers.append(engines["target"].num_graphs)
+        assert numbers[-1] == count(config, context, "target")
+    assert numbers[0] < numbers[1]

@@ -1,0 +1,142 @@
+"""Which forwards a start runs so that every graph that rounds may need is there, as numbers: `warm_up` runs them, and
+`trtrun plan` counts the graphs that they make.
+
+It knows shapes of graphs. It does not know engines, tensors or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from trtrun.engine.graph_shapes import GraphShapes, catch_up_width, catches_up
+
+
+class Verification(NamedTuple):
+    """Rows that each verify a draft of `length` tokens (of every path of a tree), with tables of `blocks` columns."""
+
+    rows: int
+    length: int
+    blocks: int
+
+
+class Steps(NamedTuple):
+    """Rows that are fed what they lack, in each of `widths`, and a token, with tables of `blocks` columns; or where
+    drafts are made in parallel, what they lack and masks, as `GraphShapes.masked` tells them."""
+
+    rows: int
+    blocks: int
+    widths: list[int]
+    masked: list[tuple[int, int]]
+
+
+class Prompts(NamedTuple):
+    """Chunks of prompts, of a row each, that begin at position `start` and have `lengths` tokens."""
+
+    start: int
+    lengths: list[int]
+
+
+@dataclass(frozen=True)
+class StartLimits:
+    """What bounds the forwards of a start.
+
+    Attributes:
+        max_tokens: of a round: no forward is larger than those that memory was set aside for.
+        max_rows: of a round.
+        longest: tokens of a request.
+    """
+
+    max_tokens: int
+    max_rows: int
+    longest: int
+
+    def first_prompt(self) -> Prompts:
+        """A short one, which runs whether there are graphs or not."""
+        return Prompts(0, [min(2, self.longest, self.max_tokens)])
+
+    def prompts(self, shapes: GraphShapes) -> Iterator[Prompts]:
+        """Those of each graph that computes any, the largest first: smaller ones find the memory of the pool there."""
+        found = shapes.prompt_shapes()
+        widest = max((shape.width for shape in found), default=0)
+        for tiles, width, start in found:
+            rows = min(tiles, self.max_rows)
+            # A row has several tiles only of the widest: a longer chunk is cut into wider ones where there are any.
+            lengths = [width * (len(range(row, tiles, rows)) if width == widest else 1) for row in range(rows)]
+            if sum(lengths) <= self.max_tokens and start + lengths[0] <= self.longest:
+                yield Prompts(start, lengths)
+
+    def verifications(
+        self, shapes: GraphShapes, draft_lens: Collection[int], *, has_trees: bool
+    ) -> Iterator[Verification]:
+        """Chains of each number of tokens, or trees of `draft_lens` and rows without any."""
+        of_trees = sorted({0, *draft_lens}, reverse=True)
+        for rows in shapes.numbers_of_rows():
+            of_chains = [queries - 1 for queries in shapes.numbers_of_queries(rows)]
+            for length in of_trees if has_trees else of_chains:
+                if rows == 1 or rows * (length + 1) <= self.max_tokens:
+                    for blocks in shapes.widths(rows):
+                        yield Verification(rows, length, blocks)
+
+
+def draft_steps(shapes: GraphShapes, most_catch_up: int) -> Iterator[Steps]:
+    """What rows lack, up to `most_catch_up` tokens, and a step."""
+    widths = {catch_up_width(count) for count in range(2, most_catch_up + 1)}
+    for rows in shapes.numbers_of_rows():
+        for blocks in shapes.widths(rows):
+            of_rows = sorted((width for width in widths if catches_up(rows, width)), reverse=True)
+            yield Steps(rows, blocks, of_rows, shapes.all_masked(rows))
+
+
+class _Graph(NamedTuple):
+    """What tells graphs of a start apart: `kind` 0 are forwards with logits behind each row's last token alone, -1
+    those with logits of all tokens, less than that those with logits behind as many of the last, and one; the others
+    steps that choose."""
+
+    rows: int
+    queries: int
+    blocks: int
+    kind: int = 0
+
+
+_ALL_LOGITS = -1
+
+
+def count_target_graphs(
+    shapes: GraphShapes, limits: StartLimits, draft_lens: Collection[int], *, has_trees: bool
+) -> int:
+    """Graphs that a start captures of a target engine; see `warm_up`."""
+    graphs = set(_prompt_graphs(shapes, limits))
+    for rows, length, blocks in limits.verifications(shapes, draft_lens, has_trees=has_trees):
+        graphs.add(_Graph(rows, length + 1, blocks, _ALL_LOGITS))
+    return len(graphs)
+
+
+def count_draft_graphs(shapes: GraphShapes, limits: StartLimits, most_catch_up: int, num_kinds: int) -> int:
+    """Graphs that a start captures of a draft engine; see `warm_up`. Steps of guesses are among those of its rows.
+
+    Args:
+        shapes: of its graphs, rows for guesses among their rows.
+        limits: of the start.
+        most_catch_up: tokens of a row that it feeds after rounds that it sat out, at most.
+        num_kinds: ways to choose of which a step has a graph each.
+    """
+    graphs = set(_prompt_graphs(shapes, limits))
+    for rows, blocks, widths, masked in draft_steps(shapes, most_catch_up):
+        graphs |= {_Graph(rows, width, blocks) for width in widths}
+        graphs |= {_Graph(rows, count + drafts - 1, blocks, _ALL_LOGITS - drafts) for count, drafts in masked}
+        if not shapes.drafts_in_parallel:
+            graphs |= {_Graph(rows, 1, blocks, 1 + kind) for kind in range(num_kinds)}
+    return len(graphs)
+
+
+def _prompt_graphs(shapes: GraphShapes, limits: StartLimits) -> Iterator[_Graph]:
+    if not shapes.prompt_shapes():
+        return
+    for start, lengths in (limits.first_prompt(), *limits.prompts(shapes)):
+        blocks = shapes.prompt_blocks(shapes.blocks_of(start + max(lengths)))
+        width = shapes.tile_width(max(lengths), blocks)
+        tiles = sum(-(-length // width) for length in lengths)
+        if shapes.takes_prompts(tiles, width):
+            yield _Graph(max(shapes.tiles(tiles, width, blocks), shapes.rows(tiles)), width, blocks)

@@ -1,0 +1,44 @@
+"""How many CUDA graphs a start captures: counted from a configuration and config.json, as the start makes them.
+
+Pure functions. They know no device and no rank; whether there are graphs at all is for others to say.
+"""
+
+from __future__ import annotations
+
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.engine.graph_shapes import GraphShapes
+from trtrun.engine.rows import row_columns
+from trtrun.engine.start_forwards import StartLimits, count_draft_graphs, count_target_graphs
+from trtrun.models.config import ModelConfig
+from trtrun.start.memory_requirements import guess_space, path_space, round_shape
+from trtrun.start.policies import sure_draft_lens
+
+
+def count_graphs(
+    config: RuntimeConfig, context: int, role: str, model: ModelConfig, prompt_width: int | None, num_kinds: int
+) -> int:
+    """Graphs of one rank of an engine that has any, once it is warm.
+
+    Args:
+        config: of the job.
+        context: most tokens of one request.
+        role: "draft" or "target".
+        model: of the engine.
+        prompt_width: tokens of the tiles that it cuts prompts into (`prompt_tiles.tile_width`); None where it cuts
+            none.
+        num_kinds: kinds of choices of sampled rows that have kernels (`KeyedRanks.kinds`).
+    """
+    size = config.kv_cache.block_size
+    _, max_blocks = row_columns(context, size, config.speculation.draft_len)
+    rows = config.scheduler.max_batch_size
+    limits = StartLimits(config.scheduler.max_num_tokens, rows, context)
+    shape = round_shape(config, context)
+    if role == "target":
+        verified = shape.verified_tokens
+        shapes = GraphShapes(rows, verified, max_blocks, size, prompt_width)
+        has_trees = path_space(config, 0).most_paths > 1
+        return count_target_graphs(shapes, limits, sure_draft_lens(config), has_trees=has_trees)
+    masked = config.draft_len if shape.in_parallel else 0
+    shapes = GraphShapes(rows + guess_space(config, 0).most_guesses, 1, max_blocks, size, prompt_width, masked)
+    kinds = 1 + (0 if config.speculation.use_logits else num_kinds)
+    return count_draft_graphs(shapes, limits, shape.most_catch_up, kinds)

@@ -1,0 +1,26 @@
+"""What the kernels of a rank follow from, and the memory of its rounds: by it a start finds what an earlier one left.
+
+A pure function of the configuration and of config.json: `trtrun plan` asks it, too. It knows no cache and no kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from trtrun.configuration.config import ModelSection, RuntimeConfig
+
+
+def kinds_of_kernels(config: RuntimeConfig, parts: Iterable[tuple[str, ModelSection, int, int]]) -> list[object]:
+    """Values whose `repr` tells one start of a rank from all that need other kernels or other memory.
+
+    Args:
+        config: of the job.
+        parts: the rank's engines: role, section, and rank and size of the tensor-parallel group.
+    """
+    told = [
+        (role, section.dtype, section.quantization, rank, size, Path(section.model, "config.json").read_bytes())
+        for role, section, rank, size in parts
+    ]
+    sections = (config.speculation, config.kv_cache, config.scheduler)
+    return [*(section.model_dump_json() for section in sections), config.cuda_graphs, config.drafts_apart, *told]
