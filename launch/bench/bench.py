@@ -27,7 +27,7 @@ from launch.placement.memory import JobMemory
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.core.outputs import RankReport
 from trtrun.models.config import read_model_config
-from trtrun.start.model_settings import resolve_dtype_name
+from trtrun.start.model_settings import mask_token, resolve_dtype_name
 
 
 def play_bench(job: Job, options: BenchOptions) -> int:
@@ -79,6 +79,7 @@ def _make_report(
         "total_threads": job.threads * len(job.topology.slots),
         "method": config.speculation.method,
         "draft_len": config.draft_len,
+        "parallel_drafting": mask_token(config) is not None,
         "forced_acceptance": config.speculation.forced_acceptance,
         "prompt_tokens": options.workloads[0].prompt_tokens,
         "max_tokens": options.max_tokens,

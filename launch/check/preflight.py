@@ -20,7 +20,7 @@ from trtrun.models.checkpoint import NoWeightsError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.weight_check import check_model_weights, check_split, choose_default
 from trtrun.models.weights import Share
-from trtrun.start.model_settings import resolve_dtype_name, target_context
+from trtrun.start.model_settings import mask_token, resolve_dtype_name, target_context
 from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
 
 
@@ -47,6 +47,7 @@ def check_models(config: RuntimeConfig) -> None:
     target_context(config, target)
     if config.draft is not None:
         _check_model("draft", config.draft)
+        mask_token(config)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from launch.plan.start import StartPlan, plan_start, print_start
 from launch.terminal import output_console
 from parallel.topology import Topology
 from trtrun.kvcache.sizing import format_bytes, free_bytes_of_slot, tokens_of_blocks
+from trtrun.start.model_settings import mask_token
 
 UNKNOWN = "-"
 
@@ -69,6 +70,7 @@ class JobPlan:
         max_seq_len: most tokens of one request.
         kv_tokens: tokens that the rows can hold together; None where other hosts decide.
         draft_dtype, target_dtype: what the engines compute in; None without a draft.
+        parallel_drafting: whether all tokens of a draft come from one forward of the draft model.
         links: every pair of ranks that talk, and how.
         command: what starts the job.
         script: the batch script of the job, where it was asked for.
@@ -84,6 +86,7 @@ class JobPlan:
     kv_tokens: int | None
     draft_dtype: str | None
     target_dtype: str
+    parallel_drafting: bool
     links: tuple[RankLink, ...]
     command: str
     script: str | None
@@ -130,6 +133,7 @@ def make_plan(job: Job, made_up_hosts: Sequence[str] = (), script: str | None = 
         kv_tokens=kv_tokens,
         draft_dtype=None if memory.draft is None else _dtype_name(memory.draft.dtype),
         target_dtype=_dtype_name(memory.target.dtype),
+        parallel_drafting=mask_token(config) is not None,
         links=list_links(topology, expect_kinds(topology, nccl), config.speculation.use_logits),
         command=show_command(job.command()),
         script=script,
@@ -160,6 +164,7 @@ def print_plan(plan: JobPlan, as_json: bool) -> None:
         links.add_row(row.carries, row.ranks, row.transport)
     console.print(links)
     dtypes = f"target {plan.target_dtype}" + (f", draft {plan.draft_dtype}" if plan.draft_dtype else ", no draft")
+    dtypes += " (drafts in parallel: all tokens in one forward)" if plan.parallel_drafting else ""
     processes = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
     hosts = f" on {len(plan.hosts)} hosts" if len(plan.hosts) > 1 else ""
     print(f"{processes}{hosts}, CPU threads of each: {plan.threads}; {dtypes}; up to {plan.max_seq_len} tokens a row")

@@ -17,7 +17,8 @@ MOST_POSITIONS = 16384
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Llama without biases and with an output head of its own."""
+    """Of a Llama without biases and with an output head of its own; with `drafts_in_parallel` its last token is a mask
+    token."""
 
     hidden: int
     intermediate: int
@@ -26,6 +27,7 @@ class Shape:
     kv_heads: int
     vocabulary: int = 128256
     dtype: str = "bfloat16"
+    drafts_in_parallel: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -78,14 +80,20 @@ SHAPES = {
     "8b-draft": Shape(4096, 14336, 4, 32, 8),
     "70b": Shape(8192, 28672, 80, 64, 8),
     "1b": Shape(2048, 8192, 16, 32, 8),
+    "1b-parallel": Shape(2048, 8192, 16, 32, 8, drafts_in_parallel=True),
     "tiny": Shape(128, 256, 6, 8, 8, 1003, "float32"),
     "tiny-draft": Shape(128, 256, 2, 8, 8, 1003, "float32"),
+    "tiny-parallel": Shape(128, 256, 2, 8, 8, 1003, "float32", drafts_in_parallel=True),
 }
 PAIRS = {
     "8b": Pair("8b", "8b-draft", 5),
+    "8b-1b": Pair("8b", "1b", 8),
+    "8b-parallel": Pair("8b", "1b-parallel", 8),
     "70b": Pair("70b", "1b", 10),
+    "70b-parallel": Pair("70b", "1b-parallel", 10),
     "1b": Pair("1b", "1b", 5),
     "tiny": Pair("tiny", "tiny-draft", 4),
+    "tiny-parallel": Pair("tiny", "tiny-parallel", 4),
 }
 """A draft of the target's first layers often agrees with it; the 1B-shaped one never does."""
 
@@ -127,4 +135,6 @@ def write_config(path: Path, shape: Shape, max_positions: int) -> None:
         "eos_token_id": 2,
         "torch_dtype": shape.dtype,
     }
+    if shape.drafts_in_parallel:
+        values |= {"pard_token": shape.vocabulary - 1, "spd_type": "pard"}
     (path / "config.json").write_text(json.dumps(values), encoding="utf-8")

@@ -71,6 +71,8 @@ def _one_device(options: Options) -> Iterator[Part]:
     yield Part("exactness", "texts equal to plain decoding's", 45, partial(play_exactness, placement=ONE))
     yield Part("1b", "1B-shaped target, plain", 25, play_small)
     yield Part("70b", "70B-shaped pair, plain and with forced acceptance", large, play_large)
+    about = "8B- and 70B-shaped targets, 1B-shaped drafts step by step and in parallel"
+    yield Part("parallel", about, 170, play_parallel)
     yield Part("vllm", "8B-shaped pair beside vLLM", 330, partial(play_vllm, placement=ONE), has_vllm)
 
 
@@ -173,6 +175,22 @@ def play_small(bench: Workbench) -> None:
     step = report["results"][0]["plain"]["round_wall_ms"]
     rate = 1e3 * bench.read_bytes("1b") / step
     table.add(step, rate / 1e12, rate / bench.read_bytes_per_s if bench.read_bytes_per_s else None)
+
+
+def play_parallel(bench: Workbench) -> None:
+    """A draft model that drafts all tokens in one forward beside one of the same shape that drafts step by step."""
+    scale, (accepted, *_) = bench.options.scale, bench.options.acceptances
+    for large, names, rows in (("8B", ("8b-1b", "8b-parallel"), scale.rows), ("70B", ("70b", "70b-parallel"), [1])):
+        draft_len = bench.pair(names[0]).draft_len
+        columns = ("rows", "drafts", "tokens a round", "tokens/s", "round ms", "plain step ms", "round ÷ plain step")
+        table = bench.table(f"{large}-shaped target, 1B-shaped draft, draft_len {draft_len}", *columns)
+        for name, how in zip(names, ("step by step", "in parallel"), strict=True):
+            forced = min(accepted, draft_len + 1)
+            for entry in bench.bench(bench.config(name, ONE, forced_acceptance=forced), rows)["results"]:
+                plain, speculative = entry["plain"], entry["speculative"]
+                step, took = plain["round_wall_ms"], speculative["round_wall_ms"]
+                gained = (speculative["mean_acceptance_length"], speculative["tokens_per_s"])
+                table.add(entry["rows"], how, *gained, took, step, took / step)
 
 
 def play_large(bench: Workbench) -> None:

@@ -121,7 +121,8 @@ class Workbench:
 
     def pair(self, name: str) -> Pair:
         """A pair of shapes; a tiny one on CPU slots."""
-        return PAIRS["tiny" if self.options.kind == "cpu" else name]
+        tiny = "tiny-parallel" if name.endswith("-parallel") else "tiny"
+        return PAIRS[tiny if self.options.kind == "cpu" else name]
 
     def model(self, shape: str) -> Path:
         """The directory of a shape, made when it is first asked for."""
@@ -173,7 +174,7 @@ class Workbench:
             values["draft"] = {"model": str(self.model(shapes.draft)), "devices": draft, **format_of_weights}
             alike = {"draft_len": shapes.draft_len, "pacing": "fixed", "ahead": "off", **speculation}
             values["speculation"] = speculation if as_shipped else alike
-        if pair == "70b":
+        if pair.startswith("70b"):
             for role, name in (("target", options.target_quantization), ("draft", options.draft_quantization)):
                 if name != "none" and role in values:
                     values[role]["quantization"] = name

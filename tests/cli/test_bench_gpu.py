@@ -106,6 +106,18 @@ def test_first_runs_are_shown_beside_later_ones(trtrun: Run, tmp_path: Path) -> 
         assert (row["captures"], row["compilations"]) == ("0", "0")
 
 
+def test_drafts_in_parallel_are_shown_beside_those_step_by_step(trtrun: Run) -> None:
+    done = trtrun(
+        *GPUS[1], "--parts", "parallel", "--draft-quantization", "none", "--target-quantization", "none", words=WORDS
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(done.stdout, "8B-shaped target, 1B-shaped draft, draft_len 4")
+    assert [(row["rows"], row["drafts"]) for row in rows] == [
+        (rows, how) for how in ("step by step", "in parallel") for rows in ("1", "2")
+    ]
+    assert all(float(row["round ÷ plain step"]) > 0 for row in rows)
+
+
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 @pytest.mark.parametrize("count", PLACEMENTS)
 def test_first_runs_are_at_the_settings_that_a_user_finds(tmp_path: Path, kind: str, count: int) -> None:

@@ -90,10 +90,9 @@ class DraftModelSection(SpeculationSection):
     Attributes:
         ahead: whether draft ranks draft for the likely verdicts of a round while the target verifies it: `on` where
             draft and target share no device, `auto` there unless CPU ranks outnumber the cores, `off` never.
-        parallel_drafting: whether all tokens of a draft come from one forward of the draft model, which has to be
-            trained for that (PARD): behind the row's tokens stand mask tokens. `auto` where the draft's config.json
-            names one (`pard_token`, `mask_token_id` or `ptd_token_id`), `on` refuses a draft without, `off` drafts
-            token by token.
+        parallel_drafting: whether all tokens of a draft come from one forward of a draft model that was trained with
+            mask tokens (PARD): `auto` where its config.json names one, `on` refuses a draft without, `off` drafts token
+            by token.
     """
 
     ahead: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = "auto"
@@ -144,6 +143,7 @@ class DraftingMethod:
         section: its `speculation` section.
         find_taps: tells of a `speculation` section and the target's number of layers at which boundaries the drafter
             reads hidden states (models/taps.py); for one on the target ranks.
+        to_check: what to look at where drafts are seldom right.
         find_max_paths: tells of a `speculation` section how many paths a row's draft may have (Draft.paths); more than
             one for methods on the target ranks alone.
     """
@@ -152,19 +152,25 @@ class DraftingMethod:
     needs_draft_model: bool
     has_probabilities: bool
     section: type[SpeculationSection] = SpeculationSection
+    to_check: str = "the drafter may be another model's"
     find_taps: Callable[[SpeculationSection, int], Sequence[int]] = lambda section, num_layers: ()
     find_max_paths: Callable[[SpeculationSection], int] = lambda section: 1
 
 
 METHODS: dict[str, DraftingMethod] = {
     "draft_target": DraftingMethod(
-        Role.DRAFT, needs_draft_model=True, has_probabilities=True, section=DraftModelSection
+        Role.DRAFT,
+        needs_draft_model=True,
+        has_probabilities=True,
+        section=DraftModelSection,
+        to_check="see whether draft.model was made for this target, and for texts like these",
     ),
     "ngram": DraftingMethod(
         Role.TARGET,
         needs_draft_model=False,
         has_probabilities=False,
         section=PromptLookupSection,
+        to_check="prompt lookup finds only what a text repeats",
         find_max_paths=lambda section: section.max_paths if isinstance(section, PromptLookupSection) else 1,
     ),
     NO_DRAFTS: DraftingMethod(None, needs_draft_model=False, has_probabilities=True),

@@ -6,6 +6,7 @@ It knows the scheduler, the engine ranks, reports, what drafts pay, and clocks. 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,11 +18,14 @@ from trtrun.core.nouns import RoundPlan, TokenLogprobs
 from trtrun.roles.engine_ranks import EngineRanks
 from trtrun.scheduling.batch import RowResult
 from trtrun.scheduling.scheduler import Scheduler
+from trtrun.speculation.acceptance_watch import AcceptanceWatch
 from trtrun.speculation.ahead.policy import AheadPolicy
 from trtrun.speculation.pacing import Pacer
 from trtrun.timing.spans import ORCHESTRATOR, RankSpans, SpanLog
 from trtrun.timing.telemetry import RunStatistics
 from trtrun.wire.reports import RoundReport
+
+logger = logging.getLogger(__name__)
 
 
 class RowGain(NamedTuple):
@@ -62,14 +66,16 @@ class Orchestrator:
         pacer: Pacer | None = None,
         clock: Callable[[], float] = time.perf_counter,
         ahead: AheadPolicy | None = None,
+        watch: AcceptanceWatch | None = None,
     ) -> None:
         """Put the scheduler's plans to work on the ranks; without `pacer` every round drafts all of draft_len, without
-        `ahead` nothing is drafted before the verdict that it follows."""
+        `ahead` nothing is drafted before the verdict that it follows, without `watch` nothing is said of drafts."""
         self.scheduler = scheduler
         self.totals = RunStatistics()
         self._ranks = ranks
         self._pacer = pacer
         self._ahead = ahead
+        self._watch = watch
         self._clock = clock
         self._plans_ahead = scheduler.limits.plans_ahead
         self._last_verdict = 0.0
@@ -247,7 +253,13 @@ class Orchestrator:
             of_rows = (report.num_tokens[:num_rows], report.draft_lens[:num_rows])
             self._ahead.record_round(num_rows, report.times.verifying, seconds, *of_rows)
         results = commit_round(
-            self.scheduler, published.plan, report, self._pacer, seconds, num_plain=published.num_plain
+            self.scheduler,
+            published.plan,
+            report,
+            self._pacer,
+            seconds,
+            num_plain=published.num_plain,
+            watch=self._watch,
         )
         self.totals.num_tokens += sum([len(result.new_token_ids) for result in results])
         return [RowGain(result, logprobs.get(result.index_in_verdict)) for result in results]
@@ -260,6 +272,7 @@ def commit_round(
     pacer: Pacer | None = None,
     seconds: float = 0.0,
     num_plain: int = 0,
+    watch: AcceptanceWatch | None = None,
 ) -> list[RowResult]:
     """Enter the verdict in the books: the scheduler's, and those of what drafts pay.
 
@@ -270,6 +283,7 @@ def commit_round(
         pacer: chooses how much is drafted; None where draft_len is fixed.
         seconds: how long the round took.
         num_plain: decode rows that are as if nothing were drafted for them, when the plan was made.
+        watch: says so where drafts are not worth their time.
 
     Returns:
         One result for each row that gained tokens.
@@ -278,7 +292,7 @@ def commit_round(
         raise RuntimeError(f"a report of round {report.round_index} came for the plan of round {plan.round_index}")
     planned = plan.draft_lens.tolist()
     # A round in which nothing may be drafted for any row (speculation is off) says nothing about drafting.
-    if pacer is not None and any(length >= 0 for length in planned):
+    if (pacer is not None or watch is not None) and any(length >= 0 for length in planned):
         # A draft that was asked for and not found costs the round as much as one that is rejected at once. One that
         # came with a request says nothing about the drafter, and its row may have had more than the others.
         asked = zip(plan.decode_rows.tolist(), planned, report.num_tokens, strict=False)
@@ -286,6 +300,11 @@ def commit_round(
             (length, max(0, count - 1)) for row, length, count in asked if length > 0 and row not in plan.given_rows
         ]
         is_usual = not (plan.prefill or plan.given_rows)
-        pacer.record(len(planned), plan.draft_len, seconds if is_usual else None, acceptances, num_plain)
+        if pacer is not None:
+            pacer.record(len(planned), plan.draft_len, seconds if is_usual else None, acceptances, num_plain)
+        if watch is not None:
+            watch.record(acceptances)
+            if (said := watch.complain(pacer.pays if pacer is not None else None)) is not None:
+                logger.warning(said)
     foreseen = report.foreseen if plan.num_guesses else None
     return scheduler.commit(plan, report.num_tokens, report.tokens, report.draft_lens, foreseen)

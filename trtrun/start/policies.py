@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import kind_of
+from trtrun.configuration.drafting_methods import METHODS
 from trtrun.roles.engine_ranks import EngineRanks
 from trtrun.roles.orchestrator import Orchestrator
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.scheduling.scheduler import Scheduler
+from trtrun.speculation.acceptance_watch import AcceptanceWatch
 from trtrun.speculation.ahead.policy import AheadPolicy
 from trtrun.speculation.pacing import Pacer, first_trial
 from trtrun.speculation.round_costs import RoundCosts
@@ -34,7 +36,10 @@ def make_orchestrator(config: RuntimeConfig, limits: SchedulerLimits, ranks: Eng
     if _uses_gpus(config):
         practise_rounds(ranks, limits)
     pacer = Pacer(config.speculation.draft_len, _round_costs(config, limits, ranks)) if config.is_paced else None
-    return Orchestrator(Scheduler(limits), ranks, pacer, ahead=_ahead_policy(config))
+    has_drafts = config.is_speculative and config.speculation.forced_acceptance is None
+    to_check = METHODS[config.speculation.method].to_check
+    watch = AcceptanceWatch(config.draft_len, to_check) if has_drafts else None
+    return Orchestrator(Scheduler(limits), ranks, pacer, ahead=_ahead_policy(config), watch=watch)
 
 
 def count_first_rounds(config: RuntimeConfig, limits: SchedulerLimits) -> tuple[int, int]:

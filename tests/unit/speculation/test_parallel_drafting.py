@@ -20,6 +20,7 @@ from ahead_rounds import CPU, MAX_ROWS, AheadRounds, load, verdict_of
 from checkpoints import make_checkpoint, make_draft
 from pipelines import Reference, make_llm, noisy_copy, prompt_of, tokens_of
 
+from launch.check.preflight import check_models
 from trtrun import SamplingParams
 from trtrun.configuration.config import make_config
 from trtrun.core.nouns import Request, RoundPlan
@@ -346,7 +347,7 @@ def test_it_is_on_where_the_draft_names_a_mask_token(pair: tuple[Path, Path]) ->
     assert mask_token(configured(target, draft, "off")) is None
     assert mask_token(configured(target, target, "auto")) is None
     with pytest.raises(ConfigError, match=r"parallel_drafting is on, but .*config.json names no mask token"):
-        mask_token(configured(target, target, "on"))
+        check_models(configured(target, target, "on"))
     with pytest.raises(ConfigError, match="parallel_drafting"):
         configured(target, draft, "sometimes")
     with pytest.raises(ConfigError, match="parallel_drafting is an option of method draft_target"):
