@@ -68,6 +68,8 @@ class JobPlan:
         max_seq_len: most tokens of one request.
         kv_tokens: tokens that the rows can hold together; None where other hosts decide.
         draft_dtype, target_dtype: what the engines compute in; None without a draft.
+        heads: that draft on the target's ranks, such as "4 Medusa heads"; their bytes are the draft shards'. None
+            without.
         links: every pair of ranks that talk, and how.
         command: what starts the job.
         script: the batch script of the job, where it was asked for.
@@ -82,6 +84,7 @@ class JobPlan:
     kv_tokens: int | None
     draft_dtype: str | None
     target_dtype: str
+    heads: str | None
     links: tuple[RankLink, ...]
     command: str
     script: str | None
@@ -127,6 +130,7 @@ def make_plan(job: Job, made_up_hosts: Sequence[str] = (), script: str | None = 
         kv_tokens=kv_tokens,
         draft_dtype=None if memory.draft is None else _dtype_name(memory.draft.dtype),
         target_dtype=_dtype_name(memory.target.dtype),
+        heads=None if memory.heads is None else memory.heads.describe(),
         links=list_links(topology, expect_kinds(topology, nccl), config.speculation.use_logits),
         command=show_command(job.command()),
         script=script,
@@ -155,7 +159,8 @@ def print_plan(plan: JobPlan, as_json: bool) -> None:
     for row in summarize_links(plan.links):
         links.add_row(row.carries, row.ranks, row.transport)
     console.print(links)
-    dtypes = f"target {plan.target_dtype}" + (f", draft {plan.draft_dtype}" if plan.draft_dtype else ", no draft")
+    draft = f"draft {plan.draft_dtype}" if plan.draft_dtype else plan.heads or "no draft"
+    dtypes = f"target {plan.target_dtype}, {draft}"
     processes = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
     hosts = f" on {len(plan.hosts)} hosts" if len(plan.hosts) > 1 else ""
     print(f"{processes}{hosts}, CPU threads of each: {plan.threads}; {dtypes}; up to {plan.max_seq_len} tokens a row")

@@ -85,7 +85,7 @@ def _verify_all(engine: Engine, shapes: GraphShapes, draft_lens: Collection[int]
     of_trees = sorted({0, *draft_lens}, reverse=True)
     for rows in shapes.numbers_of_rows():
         of_chains = [queries - 1 for queries in shapes.numbers_of_queries(rows)]
-        for length in of_trees if engine.most_paths > 1 else of_chains:
+        for length in of_trees if engine.has_trees else of_chains:
             if rows == 1 or rows * (length + 1) <= max_tokens:
                 for context in _contexts(engine, shapes, rows):
                     _verify(engine, rows, length, context)
@@ -137,10 +137,14 @@ def _verify(engine: Engine, rows: int, length: int, context: int = 0) -> None:
         catch_up=np.full(rows, 2, dtype=np.int32),
         max_context=max(2 + length, context),
     )
-    lens, paths = torch.full((rows,), length, device=engine.device), engine.most_paths
-    nodes = torch.arange(paths * length, device=engine.device).view(paths, length).expand(rows, -1, -1)
-    tokens = torch.zeros((rows, paths * length), dtype=torch.int64, device=engine.device)
-    engine.verify_forward(plan, Draft(tokens, lens, paths=nodes if paths > 1 and length else None))
+    lens, size = torch.full((rows,), length, device=engine.device), engine.draft_size(length)
+    tokens = torch.zeros((rows, size.nodes), dtype=torch.int64, device=engine.device)
+    paths = None
+    if engine.has_trees and length:
+        # Which nodes are on which path does not matter: shapes do.
+        nodes = torch.arange(size.paths * length, device=engine.device).remainder(size.nodes)
+        paths = nodes.view(size.paths, length).expand(rows, -1, -1)
+    engine.verify_forward(plan, Draft(tokens, lens, paths=paths))
 
 
 def _draft(engine: Engine, draft_len: int) -> None:

@@ -51,6 +51,7 @@ class RoundShape:
         use_logits: whether draft_probs are made and verified.
         num_guesses: drafts that draft ranks of their own make ahead, at most.
         max_paths: of a row's draft; 1 where it is a chain.
+        draft_nodes: tokens of a row's draft in all; None where each path has its own.
         most_catch_up: tokens of a row that a draft engine feeds after rounds that it sat out, at most.
     """
 
@@ -63,11 +64,12 @@ class RoundShape:
     num_guesses: int = 0
     max_paths: int = 1
     most_catch_up: int = 1
+    draft_nodes: int | None = None
 
     @property
     def verified_tokens(self) -> int:
         """Tokens of a row that are verified in a round: its newest one and its draft."""
-        return 1 + self.max_paths * self.draft_len
+        return 1 + (self.max_paths * self.draft_len if self.draft_nodes is None else self.draft_nodes)
 
     @property
     def chosen_tokens(self) -> int:

@@ -82,6 +82,17 @@ def accepted_paths(draft: Draft, verdict: Verdict) -> Tensor:
     return same.to(torch.int64).cumprod(dim=2).sum(dim=2).argmax(dim=1)
 
 
+def last_nodes(draft: Draft, verdict: Verdict) -> Tensor:
+    """[rows] int64: of each row of `draft`, of its newest token and the tokens of its draft the one behind which the
+    target chose the last token that the row has gained: 0 where nothing of the draft is kept."""
+    kept = (verdict.num_tokens[: draft.tokens.shape[0]] - 1).clamp(min=0)
+    if draft.paths is None:
+        return kept
+    best = accepted_paths(draft, verdict).view(-1, 1, 1).expand(-1, 1, draft.depth)
+    nodes = draft.paths.gather(1, best).squeeze(1).gather(1, (kept - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+    return torch.where(kept > 0, nodes + 1, 0)
+
+
 def path_tokens(draft: Draft) -> Tensor:
     """[rows, paths, depth] int64: the tokens along each path of `draft`; any token behind its end."""
     assert draft.paths is not None

@@ -77,7 +77,7 @@ def measure_round_costs(
     started = clock()
     with ranks.stepping():
         for rows in _numbers_of_rows(limits.max_batch_size):
-            if rows * (1 + limits.draft_len * limits.max_paths) > limits.max_num_tokens:
+            if rows * limits.num_verified(limits.draft_len) > limits.max_num_tokens:
                 break
             seconds[rows] = {draft_len: rehearsal.measure(rows, draft_len) for draft_len in lens}
             if clock() - started > _MOST_SECONDS and len(seconds) > 1:

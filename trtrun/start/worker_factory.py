@@ -36,6 +36,7 @@ class WorkerFactory:
         groups: its communicators.
         device: of its engines.
         engines: by role.
+        heads: of the method, on a rank that holds the target; None without.
         num_blocks: blocks of every KV store, but for those of guesses.
         target_vocab_size: padding included.
         activity: where the process says what it is doing.
@@ -48,6 +49,7 @@ class WorkerFactory:
     groups: Groups
     device: torch.device
     engines: Mapping[str, Engine]
+    heads: object | None
     num_blocks: int
     target_vocab_size: int
     activity: Activity
@@ -82,6 +84,7 @@ class WorkerFactory:
             self.target_vocab_size,
             guess_space(config, self.num_blocks) if is_apart else None,
             guess_steps(config) if is_apart else (),
+            self.heads,
         )
         return DRAFTERS.get(config.speculation.method)(place)
 

@@ -1,6 +1,6 @@
 """The drafting methods. Importing this package registers every one of them."""
 
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
-from trtrun.speculation.drafters import draft_model, ngram
+from trtrun.speculation.drafters import draft_model, medusa, ngram
 
-__all__ = ["DRAFTERS", "Drafter", "DrafterContext", "draft_model", "ngram"]
+__all__ = ["DRAFTERS", "Drafter", "DrafterContext", "draft_model", "medusa", "ngram"]
