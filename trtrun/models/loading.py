@@ -18,6 +18,7 @@ import torch
 from parallel.communicator import Communicator
 from parallel.sharding import vocabulary_range
 from trtrun.configuration.model_sections import LoadFormat
+from trtrun.errors import CheckpointError
 from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.layers.decoder_layer import RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
@@ -191,7 +192,10 @@ def load_heads(
         batch_invariant=False,
         kv_format=KV_FORMATS.get("auto"),
     )
-    heads = plan.build(reader, target, communicator)
+    try:
+        heads = plan.build(reader, target, communicator)
+    except CheckpointError as error:
+        raise CheckpointError(f"heads: {error}") from None
     reader.release_buffer()
     reader.close()
     return heads, LoadReport(reader.bytes_read, heads_bytes(plan, communicator.rank, communicator.size, dtype))

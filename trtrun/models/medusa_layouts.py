@@ -119,11 +119,11 @@ class MedusaPlan:
             token_map = self.files.integers(self.token_map)
             if int(token_map.min()) < 0 or int(token_map.max()) >= self.vocab_size:
                 raise CheckpointError(
-                    f"heads: {self.files.file(self.token_map)}: {self.token_map} holds ids from {int(token_map.min())} "
+                    f"{self.files.file(self.token_map)}: {self.token_map} holds ids from {int(token_map.min())} "
                     f"to {int(token_map.max())}, but the target has {self.vocab_size} tokens"
                 )
             if len(set(token_map.tolist())) < len(token_map):
-                raise CheckpointError(f"heads: {self.files.file(self.token_map)}: {self.token_map} holds an id twice")
+                raise CheckpointError(f"{self.files.file(self.token_map)}: {self.token_map} holds an id twice")
             token_map = token_map.to(reader.device)
         return MedusaHeads(
             len(self.blocks),
