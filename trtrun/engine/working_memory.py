@@ -90,6 +90,7 @@ def working_bytes(
     graphs: bool = False,
     num_taps: int = 0,
     has_plain_kv: bool = True,
+    num_heads: int = 0,
 ) -> int:
     """Upper bound of the bytes that one rank of an engine needs beside its weights and its KV store.
 
@@ -104,6 +105,7 @@ def working_bytes(
         graphs: whether forwards are captured as CUDA graphs.
         num_taps: boundaries of the residual stream that are handed out.
         has_plain_kv: whether kernels can read the KV store where it lies.
+        num_heads: heads that draft for its rows, each with logits of its own.
     """
     share = Share(tp_rank, tp_size)
     # A guess is a row of the draft engine.
@@ -129,6 +131,8 @@ def working_bytes(
     total += _product_bytes(tokens, verified, share, model, quantization, dtype, device_type)
     tap = num_taps * model.hidden_size * dtype.itemsize
     total += 2 * tokens * tap  # as the forward keeps them, and those of prompts as they are handed out
+    # Of a round's rows: gathered, in float32, changed, with noise.
+    total += num_heads * shape.max_rows * model.vocab_size * _FLOAT * _SAMPLING_TENSORS
     if graphs:
         captured = max(verified, shape.max_rows * 2, MOST_PROMPT_TOKENS)
         total += captured * tap

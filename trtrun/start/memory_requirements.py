@@ -131,6 +131,7 @@ def engine_working_bytes(
         graphs=config.cuda_graphs and device.type == "cuda",
         num_taps=len(target_taps(config, model)) if role == "target" else 0,
         has_plain_kv=KV_FORMATS.get(config.kv_cache.dtype).is_plain,
+        num_heads=config.draft_len if role == "target" and config.heads is not None else 0,
     )
 
 
