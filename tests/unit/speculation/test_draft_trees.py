@@ -154,11 +154,11 @@ def test_the_path_that_a_row_goes_on_with_is_what_it_gained() -> None:
     [
         [{}],
         [{"temperature": 0.9}, {}],
-        [{"temperature": 0.3, "top_k": 9, "top_p": 0.9, "logprobs": 2}],
+        [{"temperature": 0.9, "top_k": 9, "top_p": 0.9, "logprobs": 2}],
         [
-            {"repetition_penalty": 1.3},
+            {"repetition_penalty": 3.0},
             {"temperature": 0.8},
-            {"temperature": 0.5, "frequency_penalty": 0.6, "logprobs": 1},
+            {"temperature": 0.5, "frequency_penalty": 2.0, "logprobs": 1},
         ],
     ],
 )
@@ -168,7 +168,7 @@ def test_the_verdict_is_that_of_the_path_that_keeps_most(
 ) -> None:
     """Whether nodes are looked at once or paths one by one, and however many rows at a time."""
     monkeypatch.setattr(pieces, "MOST_ELEMENTS", most_elements)
-    rows, num_paths, depth, vocab_size = len(kinds) * 6, 6, 4, 12
+    rows, num_paths, depth, vocab_size = len(kinds) * 30, 6, 4, 8
     generator = torch.Generator().manual_seed(len(kinds))
     sampling = RowSampling(rows, vocab_size, "cpu")
     token_ids = torch.randint(vocab_size, (rows, 20), generator=generator, dtype=torch.int32)
