@@ -50,7 +50,6 @@ from trtrun.roles.draft_loss import losable_ranks
 async def describe_engine(llm: AsyncLLM) -> Ready:
     """What an engine that is loaded says of itself."""
     limits = await llm.call(lambda engine: asdict(engine.scheduler.limits))
-    del limits["draft_nodes"]  # what a round verifies is nothing that requests are checked by
     others = {
         f"the models of rank {rank.rank} on {rank.host}": rank.files_hash for rank in llm.report.ranks if rank.rank
     }
