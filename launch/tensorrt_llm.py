@@ -1,4 +1,4 @@
-"""The command line of TensorRT-LLM's examples/run.py for draft-target models, answered by trtrun.
+"""The command line of TensorRT-LLM's examples/run.py for draft-target models and Medusa, answered by trtrun.
 
 Model directories take the place of engine directories, CPU slots that of GPUs where there are none. Behind
 scripts/run.py. It knows that command line and its habits, such as `mpirun -n 1` around a job of many ranks, and nothing
@@ -20,10 +20,11 @@ from launch.exit_codes import ExitCode
 from launch.mpi.job import Job
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.configuration.config import RuntimeConfig, make_config
-from trtrun.errors import nearest
+from trtrun.errors import nearest, shorten
 
 MODULE = "launch.tensorrt_llm"
 DRAFT_OPTION = "--draft_target_model_config"
+MEDUSA_OPTION = "--medusa_choices"
 DASHES = "\u2013\u2014"
 OPENING_QUOTES, CLOSING_QUOTES = "\u201c\u2018", "\u201d\u2019"
 
@@ -50,6 +51,11 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         metavar='"[4,[0],[1],False]"',
         help="draft_len, the draft's devices, the target's devices, use_logits.",
     )
+    parser.add_argument(
+        MEDUSA_OPTION,
+        metavar='"[[0],[0,0],[1]]"',
+        help="Paths of a tree, or its name: Medusa heads draft, of --draft_engine_dir or beside the target's weights.",
+    )
     parser.add_argument("--max_output_len", type=int, required=True, help="Most tokens to generate.")
     parser.add_argument("--input_text", nargs="+", required=True, help="One prompt or several.")
     parser.add_argument("--kv_cache_enable_block_reuse", action="store_true")
@@ -65,6 +71,10 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         raise click.UsageError(f"--num_beams {arguments.num_beams}: beam search is not supported with a draft model")
     if arguments.use_py_session:
         raise click.UsageError("--use_py_session: there is no Python session; leave the option out")
+    if arguments.medusa_choices is not None:
+        if arguments.draft_target_model_config is not None:
+            raise click.UsageError(f"{MEDUSA_OPTION} and {DRAFT_OPTION} are two methods: give one of them")
+        return arguments
     if (arguments.draft_engine_dir is None) != (arguments.draft_target_model_config is None):
         raise click.UsageError(
             f"--draft_engine_dir and {DRAFT_OPTION} go together: give both, or none for plain decoding"
@@ -132,6 +142,26 @@ def parse_draft_config(text: str) -> tuple[int, list[int], list[int], bool]:
     return draft_len, list(draft_devices), list(target_devices), use_logits
 
 
+def parse_medusa_choices(text: str) -> object:
+    """Read a list of paths, as literals only, or the name of a tree; what is in it the configuration checks.
+
+    Raises:
+        click.UsageError: it is something else.
+    """
+    text = text.strip(OPENING_QUOTES + CLOSING_QUOTES + " ")
+    if text.isidentifier():
+        return text
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        value = None
+    if not isinstance(value, list | tuple):
+        raise click.UsageError(
+            f'{MEDUSA_OPTION} {shorten(text)}: write paths of ranks, such as "[[0],[0,0],[1]]", or the name of a tree'
+        )
+    return value
+
+
 def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool) -> RuntimeConfig:
     """The configuration that the options stand for; device numbers are CPU slots where there is no GPU."""
     draft_len, draft_devices, target_devices, use_logits = 4, [0], [0], False
@@ -143,7 +173,11 @@ def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool) -> Runtime
         "speculation": {"draft_len": draft_len, "use_logits": use_logits},
         "kv_cache": {"enable_block_reuse": arguments.kv_cache_enable_block_reuse},
     }
-    if arguments.draft_engine_dir is not None:
+    if arguments.medusa_choices is not None:
+        choices = parse_medusa_choices(arguments.medusa_choices)
+        values["speculation"] = {"method": "medusa", "medusa_choices": choices}
+        values["draft"] = {"model": arguments.draft_engine_dir or arguments.engine_dir}
+    elif arguments.draft_engine_dir is not None:
         devices = [f"{kind}:{index}" for index in draft_devices]
         values["draft"] = {"model": arguments.draft_engine_dir, "devices": devices}
     else:

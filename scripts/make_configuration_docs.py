@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from launch.slurm.section import SlurmSection
-from trtrun.configuration.config import ModelSection, RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS, SpeculationSection
 from trtrun.configuration.launch_config import LaunchSection, Section
+from trtrun.configuration.model_sections import HeadsSection, ModelSection
 from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
 from trtrun.configuration.server_config import ServerSection
 from trtrun.linear.quantization import QUANTIZATIONS
@@ -27,6 +28,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
 SECTIONS: tuple[tuple[tuple[str, ...], type[Section]], ...] = (
     (("target", "draft"), ModelSection),
+    (("draft",), HeadsSection),
     (("speculation",), SpeculationSection),
     (("kv_cache",), KVCacheSection),
     (("scheduler",), SchedulerSection),
@@ -38,6 +40,7 @@ SECTIONS: tuple[tuple[tuple[str, ...], type[Section]], ...] = (
 
 VALUES = {
     "devices": "list or mapping",
+    "medusa_choices": "list or name",
     "method": ", ".join(f"`{name}`" for name in METHODS),
     "quantization": ", ".join(f"`{name}`" for name in QUANTIZATIONS),
 }
@@ -148,7 +151,7 @@ def describe_section(places: tuple[str, ...], section: type[Section]) -> Iterato
 
 def make_docs() -> str:
     """The whole of docs/configuration.md."""
-    lines = [PREAMBLE, "## The whole file\n", *describe_keys(("",), RuntimeConfig, list(RuntimeConfig.model_fields))]
+    lines = [PREAMBLE, "## The whole file\n", *describe_keys(("",), RuntimeConfig, RuntimeConfig.known_keys())]
     for places, section in SECTIONS:
         lines += describe_section(places, section)
     return "\n".join(lines) + "\n"

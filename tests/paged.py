@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from parallel.transports.solo import SoloCommunicator
-from trtrun.configuration.config import LoadFormat
+from trtrun.configuration.model_sections import LoadFormat
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM

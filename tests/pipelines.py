@@ -31,10 +31,12 @@ def configuration(
     dtype: str = "auto",
     quantization: str = "none",
     target_quantization: str = "none",
+    heads: Path | None = None,
     **sections: dict[str, Any],
 ) -> RuntimeConfig:
     """A configuration; `devices` are the draft's and the target's, `sections` what YAML would say otherwise.
 
+    `heads` are a directory with heads, of the method that `speculation` names.
     A draft with `quantization` computes in bfloat16, whatever the `dtype` of the target, and so does a target with
     `target_quantization`.
     draft_len does not depend on times unless `speculation` says so: tests count what was drafted.
@@ -56,6 +58,8 @@ def configuration(
     }
     if target_quantization != "none":
         values["target"] |= {"quantization": target_quantization, "dtype": "bfloat16"}
+    if heads is not None:
+        values["draft"] = {"model": str(heads)}
     if draft is not None:
         values["draft"] = {"model": str(draft), "devices": list(devices[0]), "dtype": dtype}
         if quantization != "none":

@@ -66,11 +66,11 @@ def _give_memory_back() -> None:
 def _make_report(
     job: Job, options: BenchOptions, seed: int, measured: Measured, peer: PeerFigures | None, trace: BenchTrace
 ) -> dict[str, Any]:
-    config = job.config
+    config, drafting = job.config, job.config.draft or job.config.heads
     return {
         "seed": seed,
         "target": str(config.target.model),
-        "draft": str(config.draft.model) if config.draft is not None else None,
+        "draft": str(drafting.model) if drafting is not None else None,
         "target_quantization": config.target.quantization,
         "draft_quantization": config.draft.quantization if config.draft is not None else None,
         "dtype": resolve_dtype_name(config.target, read_model_config(config.target.model)),

@@ -26,12 +26,14 @@ from launch.placement.memory import JobMemory
 from parallel.errors import ParallelError
 from parallel.topology import Topology
 from trtrun import __version__
-from trtrun.configuration.config import ModelSection, RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.model_sections import ModelSection
 from trtrun.errors import TrtrunError
 from trtrun.kvcache.sizing import free_bytes_of_slot, tokens_of_blocks
 from trtrun.models.checkpoint import read_json
 from trtrun.models.config import read_model_config
 from trtrun.models.weight_check import check_model_weights
+from trtrun.start.model_settings import read_target_heads
 
 PACKAGES = ("launch", "trtrun", "parallel")
 NCCL = "NCCL"
@@ -102,6 +104,11 @@ def take_inventory(
             problems.append(f"{name}: {error}")
         except OSError as error:
             problems.append(f"{name}: {section.model} cannot be read: {error.strerror or error}")
+    if rank in topology.target_ranks and not problems:
+        try:
+            read_target_heads(config, read_model_config(config.target.model))
+        except TrtrunError as error:
+            problems.append(str(error))
     inventory = RankInventory(rank, host, os.getpid(), is_placed, versions, configs, problems=tuple(problems))
     if slot is None or problems or not is_placed:
         return inventory

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from launch.placement.allocation import is_local
 from parallel.errors import ParallelError
 from parallel.topology import Topology
-from trtrun.configuration.config import ModelSection, RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import kind_of
+from trtrun.configuration.model_sections import ModelSection
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.models.checkpoint import NoWeightsError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.weight_check import check_model_weights, check_split, choose_default
 from trtrun.models.weights import Share
-from trtrun.start.model_settings import mask_token, resolve_dtype_name, target_context
+from trtrun.start.model_settings import mask_token, read_target_heads, resolve_dtype_name, target_context
 from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
 
 
@@ -55,7 +56,7 @@ class WeightsReport:
     """What the headers of one model's weights say on this host.
 
     Attributes:
-        role: of the engine.
+        role: of the engine; "heads" are on the target's ranks.
         hosts: that hold shards of it; one empty name for this host alone.
         is_held: whether this host is one of them, or stands for those that are.
         problem: what a run would be refused with; None where all is well.
@@ -85,20 +86,23 @@ def inspect_weights(
         hosts_to_come: made-up hosts; this one stands for them.
     """
     reports = []
-    for role, section in (("target", config.target), ("draft", config.draft)):
+    for role, section in (("target", config.target), ("draft", config.draft), ("heads", config.heads)):
         if section is None:
             continue
-        ranks = topology.target_ranks if role == "target" else topology.draft_ranks
+        ranks = topology.draft_ranks if role == "draft" else topology.target_ranks
         hosts = tuple(dict.fromkeys(topology.host(rank) for rank in ranks))
         is_held = any(host in hosts_to_come or is_local(host) for host in hosts)
         problem: CheckpointError | None = None
         try:
-            model, size = read_model_config(section.model), len(section.devices)
-            check_model_weights(section.model, model, size, section.quantization, section.load_format)
+            if isinstance(section, ModelSection):
+                model, size = read_model_config(section.model), len(section.devices)
+                check_model_weights(section.model, model, size, section.quantization, section.load_format)
+            else:
+                read_target_heads(config, read_model_config(config.target.model))
         except NoWeightsError as error:
-            problem = NoWeightsError(f"{role}: {error}")
+            problem = NoWeightsError(f"{role}: {str(error).removeprefix(f'{role}: ')}")
         except CheckpointError as error:
-            problem = CheckpointError(f"{role}: {error}")
+            problem = CheckpointError(f"{role}: {str(error).removeprefix(f'{role}: ')}")
         reports.append(WeightsReport(role, hosts, is_held, problem))
     return reports
 

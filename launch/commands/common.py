@@ -133,6 +133,8 @@ def _begin_log(path: Path, config: RuntimeConfig, verbosity: int, is_front: bool
         # A worker tells the directory of its own engine: they may differ from host to host.
         if section is not None and (not speaker.rank or name in speaker.role):
             logger.info("%s: %s", name, section.model)
+    if config.heads is not None and (not speaker.rank or "target" in speaker.role):
+        logger.info("heads: %s", config.heads.model)
 
 
 def _keep(context: click.Context, parameter: click.Parameter, value: object) -> None:

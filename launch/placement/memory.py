@@ -11,18 +11,21 @@ from dataclasses import dataclass
 import torch
 
 from parallel.topology import Topology
-from trtrun.configuration.config import ModelSection, RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.model_sections import ModelSection
 from trtrun.errors import ConfigError
 from trtrun.kvcache.sizing import SlotMemory, count_kv_blocks, default_fraction
+from trtrun.models.checkpoint import NoWeightsError
 from trtrun.models.config import ModelConfig, read_model_config
-from trtrun.models.loading import shard_bytes
+from trtrun.models.heads import HeadsPlan
+from trtrun.models.loading import heads_bytes, shard_bytes
 from trtrun.start.memory_requirements import (
     engine_working_bytes,
     kv_bytes_per_block,
     most_useful_blocks,
     resolve_dtype,
 )
-from trtrun.start.model_settings import target_context
+from trtrun.start.model_settings import read_target_heads, target_context
 from trtrun.start.startup import device_of
 
 
@@ -59,6 +62,7 @@ class JobMemory:
         draft: None without one.
         target: of the run.
         context: most tokens of one request.
+        heads: that draft on the target's ranks; None without, or where they are not on this host.
     """
 
     config: RuntimeConfig
@@ -66,6 +70,7 @@ class JobMemory:
     draft: ModelShards | None
     target: ModelShards
     context: int
+    heads: HeadsPlan | None = None
 
     @classmethod
     def read(cls, config: RuntimeConfig, topology: Topology) -> JobMemory:
@@ -76,15 +81,21 @@ class JobMemory:
         """
         target = _read_shards(config.target)
         draft = _read_shards(config.draft) if config.draft is not None else None
-        return cls(config, topology, draft, target, target_context(config, target.model))
+        try:
+            heads = read_target_heads(config, target.model)
+        except NoWeightsError:
+            heads = None
+        return cls(config, topology, draft, target, target_context(config, target.model), heads)
 
     def shard_bytes(self, rank: int) -> tuple[int, int]:
-        """Bytes of the draft's and the target's weights on one rank."""
+        """Bytes of the draft's weights, or of the heads, and of the target's on one rank."""
         slot = self.topology.slot(rank)
         if slot is None:
             return 0, 0
         device = device_of(slot)
         drafted = self.draft.shard_bytes(slot.draft_index, device) if self.draft is not None else 0
+        if self.heads is not None and slot.target_index is not None:
+            drafted += heads_bytes(self.heads, slot.target_index, self.target.tp_size, self.target.dtype)
         return drafted, self.target.shard_bytes(slot.target_index, device)
 
     def block_bytes(self, rank: int) -> int:

@@ -71,6 +71,8 @@ class JobPlan:
         kv_tokens: tokens that the rows can hold together; None where other hosts decide.
         draft_dtype, target_dtype: what the engines compute in; None without a draft.
         parallel_drafting: whether all tokens of a draft come from one forward of the draft model.
+        heads: that draft on the target's ranks, such as "4 Medusa heads"; their bytes are the draft shards'. None
+            without.
         links: every pair of ranks that talk, and how.
         command: what starts the job.
         script: the batch script of the job, where it was asked for.
@@ -87,6 +89,7 @@ class JobPlan:
     draft_dtype: str | None
     target_dtype: str
     parallel_drafting: bool
+    heads: str | None
     links: tuple[RankLink, ...]
     command: str
     script: str | None
@@ -134,6 +137,7 @@ def make_plan(job: Job, made_up_hosts: Sequence[str] = (), script: str | None = 
         draft_dtype=None if memory.draft is None else _dtype_name(memory.draft.dtype),
         target_dtype=_dtype_name(memory.target.dtype),
         parallel_drafting=mask_token(config) is not None,
+        heads=None if memory.heads is None else memory.heads.describe(),
         links=list_links(topology, expect_kinds(topology, nccl), config.speculation.use_logits),
         command=show_command(job.command()),
         script=script,
@@ -163,7 +167,8 @@ def print_plan(plan: JobPlan, as_json: bool) -> None:
     for row in summarize_links(plan.links):
         links.add_row(row.carries, row.ranks, row.transport)
     console.print(links)
-    dtypes = f"target {plan.target_dtype}" + (f", draft {plan.draft_dtype}" if plan.draft_dtype else ", no draft")
+    draft = f"draft {plan.draft_dtype}" if plan.draft_dtype else plan.heads or "no draft"
+    dtypes = f"target {plan.target_dtype}, {draft}"
     dtypes += " (drafts in parallel: all tokens in one forward)" if plan.parallel_drafting else ""
     processes = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
     hosts = f" on {len(plan.hosts)} hosts" if len(plan.hosts) > 1 else ""

@@ -16,9 +16,11 @@ import torch
 from launch.placement.memory import JobMemory, ModelShards
 from launch.plan.weight_files import ModelFiles
 from parallel.topology import Slot
-from trtrun.configuration.config import ModelSection, RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.model_sections import ModelSection
 from trtrun.engine.prompt_tiles import tile_width
 from trtrun.kvcache.formats import KV_FORMATS
+from trtrun.models.loading import heads_bytes
 from trtrun.sampling.keyed_ranks import NUM_KINDS
 from trtrun.start.graph_counts import count_graphs
 from trtrun.start.kernels_ahead import has_mark, mark_file
@@ -95,6 +97,9 @@ class RankStarts:
     def _look(self, slot: Slot) -> RankStart:
         parts = self._parts(slot)
         read = sum(self._files[role].read_bytes[index] for role, _, index in parts)
+        if self._memory.heads is not None and slot.target_index is not None:
+            target = self._memory.target
+            read += heads_bytes(self._memory.heads, slot.target_index, target.tp_size, target.dtype)
         return RankStart(slot.rank, read, sum(self._graphs(slot, role) for role, *_ in parts), self._kernels(slot))
 
     def _parts(self, slot: Slot) -> list[tuple[str, ModelSection, int]]:
@@ -133,7 +138,8 @@ class RankStarts:
         parts = [(role, section, index, len(section.devices)) for role, section, index in self._parts(slot)]
         config = self._memory.config
         folder = config.launch.environment.get(_TRITON_CACHE) if self._memory.topology.world_size > 1 else None
-        mark = mark_file(kinds_of_kernels(config, parts), device_of(slot), folder)
+        heads = self._memory.heads if any(role == "target" for role, *_ in parts) else None
+        mark = mark_file(kinds_of_kernels(config, parts, heads), device_of(slot), folder)
         if mark is None:
             return "none"
         return "found" if has_mark(mark) else "missing"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from trtrun.configuration.config import ModelSection
+from trtrun.configuration.model_sections import ModelSection
 from trtrun.errors import CheckpointError
 from trtrun.models.checkpoint import Checkpoint, WeightFiles
 from trtrun.models.config import ModelConfig

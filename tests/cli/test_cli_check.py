@@ -30,6 +30,7 @@ from commands import (
     ranks_below,
     with_fault,
 )
+from medusa_heads import make_heads, write_heads
 
 Start = Callable[..., "subprocess.Popen[str]"]
 MPIRUN = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
@@ -80,6 +81,20 @@ def test_prompt_lookup_is_checked_without_a_draft_rank(config: Configs, trtrun: 
         ("plans and reports", 0, 1), ("plans and reports", 0, 2), ("heartbeat", 0, 1), ("heartbeat", 0, 2),
         ("target all_reduce", 1, 2), ("verdict", 1, 2),
     }  # fmt: skip
+
+
+def test_heads_are_checked_on_the_targets_ranks(config: Configs, trtrun: Run, pair: Path, tmp_path: Path) -> None:
+    path = write_heads(tmp_path / "heads", make_heads(pair / "target"))
+    devices = {"target": ["cpu:1", "cpu:2"]}
+    file = config(devices, kv_cache={"max_tokens": 1000}, speculation={"method": "medusa"}, draft={"model": str(path)})
+    done = trtrun("check", "--config", file, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    with_heads = json.loads(done.stdout)["ranks"][1]["shard_bytes"]
+    done = trtrun("check", "--config", file, "--json", "--speculation", "none")
+    assert with_heads > json.loads(done.stdout)["ranks"][1]["shard_bytes"]
+    (path / "medusa_lm_head.safetensors").rename(path / "medusa_lm_head.pt")
+    done = trtrun("check", "--config", file)
+    assert done.returncode == 2 and "heads: " in done.stderr and "save the heads as safetensors" in done.stderr
 
 
 def test_tables_show_ranks_and_links(config: Configs, trtrun: Run) -> None:

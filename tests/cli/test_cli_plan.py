@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint
 from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run, error_line
+from medusa_heads import make_heads, write_heads
 
 from trtrun.api.llm import LLM
 from trtrun.configuration.config import load_config
@@ -118,6 +119,32 @@ def test_prompt_lookup_is_planned_without_a_draft_rank_and_without_its_links(con
     assert [(link["carries"], *link["ranks"]) for link in plan["links"] if link["carries"] != "heartbeat"] == [
         ("plans and reports", 0, 1), ("plans and reports", 0, 2), ("target all_reduce", 1, 2), ("verdict", 1, 2)
     ]  # fmt: skip
+
+
+TWO_TARGETS = {"target": ["cpu:1", "cpu:2"]}
+
+
+def test_heads_are_planned_on_the_targets_ranks_and_looked_at(
+    config: Configs, trtrun: Run, pair: Path, tmp_path: Path
+) -> None:
+    heads = make_heads(pair / "target")
+    draft = {"model": str(write_heads(tmp_path / "heads", heads))}
+    speculation = {"method": "medusa", "medusa_choices": [[0], [1], [0, 0]]}
+    file = config(TWO_TARGETS, kv_cache={"max_tokens": 1000}, speculation=speculation, draft=draft)
+    plan = json.loads(trtrun("plan", "--config", file, "--json").stdout)
+    assert [rank["role"] for rank in plan["ranks"]] == ["orchestrator", "target", "target"]
+    vocab_size, hidden = heads.matrices[0].shape
+    # Two of four heads: blocks whole, matrices cut over the vocabulary.
+    numbers = 2 * (hidden * hidden + hidden + -(-vocab_size // 2) * hidden)
+    size = numbers * {"float32": 4, "bfloat16": 2}[plan["target_dtype"]]
+    assert [rank["draft_shard_bytes"] for rank in plan["ranks"]] == [0, size, size]
+    assert plan["heads"] == "4 Medusa heads, 2 of them used" and plan["draft_dtype"] is None
+    assert "4 Medusa heads, 2 of them used" in trtrun("plan", "--config", file).stdout
+    deep = ("--set", "speculation.medusa_choices=null", "--set", "speculation.draft_len=5")
+    wrong = error_line(trtrun("plan", "--config", file, *deep))
+    assert "has 4 Medusa heads, and each drafts one token: set speculation.draft_len to 4 or less, not 5" in wrong
+    devices = error_line(trtrun("plan", "--config", file, "--set", "draft.devices=[cpu:3]"))
+    assert "draft: devices does not go with a method with heads" in devices
 
 
 ON_TWO_HOSTS = {"target": {"node1": [0, 1]}, "draft": {"node2": [0]}}

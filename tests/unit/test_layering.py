@@ -103,8 +103,8 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "trtrun.configuration": (
         frozenset({"topology"}),
         frozenset({"config"}),
-        frozenset({"section_check", "drafting_methods", "round_sections"}),
-        frozenset({"device_lists", "launch_config", "server_config", "yaml_source"}),
+        frozenset({"section_check", "drafting_methods", "model_sections", "round_sections"}),
+        frozenset({"device_lists", "launch_config", "medusa_choices", "server_config", "yaml_source"}),
     ),
     "trtrun.core": (
         frozenset({"outputs"}),

@@ -9,20 +9,23 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
-from trtrun.configuration.device_lists import host_of, kind_of, parse_devices
+from trtrun.configuration.device_lists import host_of, kind_of
 from trtrun.configuration.drafting_methods import (
     METHODS,
     NO_DRAFTS,
     DraftModelSection,
+    DraftSize,
     SpeculationSection,
     needs_draft_model,
+    needs_heads,
     read_speculation,
 )
 from trtrun.configuration.launch_config import FilePath, LaunchSection, Number, Section
+from trtrun.configuration.model_sections import HeadsSection, ModelSection, OfHeads
 from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
 from trtrun.configuration.section_check import check_section
 from trtrun.configuration.server_config import ServerSection
@@ -38,44 +41,12 @@ MOST_BYTES = 1024 * 1024
 """Of a configuration file: something else was named by mistake."""
 
 
-LoadFormat = Literal["auto", "dummy"]
-"""Where weights come from: the safetensors of the model's directory, or nowhere (trtrun.models.dummy_weights)."""
-
-
-class ModelSection(Section):
-    """One engine: which checkpoint, on which devices (one tensor-parallel rank each), in which dtype.
-
-    Quantized weights take half the bytes of bfloat16 and are rounded as they are read. A quantized target is another
-    model than that of the files, and speculative output is its own, to the bit. Quantizing a draft costs a little
-    acceptance; greedy output stays the target's own.
-
-    Attributes:
-        model: directory in Hugging Face layout (safetensors), relative to the file or to the working directory;
-            `asset:target` and `asset:draft` are the shipped pair. Where hosts differ:
-            `{node1: /a/model, default: /b/model}`.
-        devices: in tensor-parallel order: `[0, 1]` GPUs, `["cpu:0", "cpu:1"]` CPU slots, `{node1: [0, 1]}` on hosts,
-            `{nodes: 2, gpus_per_node: 4}` from the Slurm allocation. A device of both engines is one process.
-        dtype: of weights, activations and KV; `auto` takes the checkpoint's.
-        load_format: `auto` reads safetensors. `dummy` makes weights up from config.json alone, for benchmarks of models
-            whose weights are not at hand; a draft gets the target's where names and shapes agree.
-        quantization: `fp8` rounds weights to E4M3, with a scale per output feature, and activations per token;
-            `fp8_weight_only` leaves activations as they are; `fp8_with_head` rounds the vocabulary head, too, which
-            makes small drafts faster; `int8` is for drafts alone.
-    """
-
-    model: FilePath
-    devices: Annotated[tuple[str, ...], BeforeValidator(parse_devices)]
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    load_format: LoadFormat = "auto"
-    quantization: str = "none"
-
-
 class RuntimeConfig(Section):
     """Everything that one run needs to know, from one YAML file.
 
     Attributes:
         target: the model whose distribution the output follows.
-        draft: the model that proposes; forgotten where `speculation.method` needs none.
+        draft: the model that proposes, or the heads; forgotten where `speculation.method` needs none.
         tokenizer: directory of the tokenizer. Left out: the target's.
         speculation: how tokens are proposed and accepted.
         kv_cache: the paged store of keys and values.
@@ -87,7 +58,13 @@ class RuntimeConfig(Section):
     """
 
     target: ModelSection
-    draft: ModelSection | None = None
+    draft: Annotated[
+        ModelSection | None, BeforeValidator(lambda value: None if isinstance(value, OfHeads) else value)
+    ] = None
+    # The same key of the file: whose it is `speculation.method` says.
+    heads: Annotated[
+        HeadsSection | None, BeforeValidator(lambda value: value.values if isinstance(value, OfHeads) else None)
+    ] = Field(default=None, validation_alias=AliasChoices("draft"))
     tokenizer: FilePath | None = None
     speculation: Annotated[SpeculationSection, BeforeValidator(read_speculation)] = DraftModelSection()
     kv_cache: KVCacheSection = KVCacheSection()
@@ -99,11 +76,19 @@ class RuntimeConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_unused_draft(cls, values: object) -> object:
+    def _place_draft(cls, values: object) -> object:
         """Forget the draft when the method needs none: it is not loaded and has no rank."""
-        if isinstance(values, dict) and not needs_draft_model(values.get("speculation")):
-            return {key: value for key, value in values.items() if key != "draft"}
-        return values
+        if not isinstance(values, dict) or needs_draft_model(values.get("speculation")):
+            return values
+        placed = {key: value for key, value in values.items() if key != "draft"}
+        if needs_heads(values.get("speculation")) and values.get("draft") is not None:
+            placed["draft"] = OfHeads(values["draft"])
+        return placed
+
+    @classmethod
+    def known_keys(cls) -> list[str]:
+        """See Section."""
+        return [key for key in cls.model_fields if key != "heads"]
 
     @model_validator(mode="after")
     def _check_sections_fit(self) -> RuntimeConfig:
@@ -111,6 +96,11 @@ class RuntimeConfig(Section):
             raise ValueError(
                 f"draft: missing, though speculation.method is {self.speculation.method}: "
                 "add a draft section or set speculation.method to none"
+            )
+        if needs_heads(self.speculation) and self.heads is None:
+            raise ValueError(
+                f"draft: missing, though speculation.method is {self.speculation.method}: "
+                "name the directory of its heads as draft.model, or set speculation.method to none"
             )
         devices = self.target.devices + (self.draft.devices if self.draft else ())
         kinds = sorted({kind_of(device) for device in devices})
@@ -136,12 +126,12 @@ class RuntimeConfig(Section):
                 "devices of its own, or set it to auto"
             )
         rows = self.scheduler.max_batch_size
-        width = 1 + self.draft_len * self.max_paths
+        width = 1 + self.draft_size(self.draft_len).nodes
         if self.scheduler.max_num_tokens < rows * width:
             raise ValueError(
                 f"scheduler.max_num_tokens: {self.scheduler.max_num_tokens} is too small to verify {width} tokens of "
                 f"each of {rows} rows: set it to {rows * width} or more, or lower scheduler.max_batch_size"
-                f"{' or speculation.max_paths' if self.max_paths > 1 else ''}"
+                f"{f' or speculation.{self._tree_key}' if self.max_paths > 1 else ''}"
             )
         return self
 
@@ -163,7 +153,21 @@ class RuntimeConfig(Section):
     @property
     def max_paths(self) -> int:
         """Paths of a row's draft, at most; 1 where drafts are chains."""
-        return METHODS[self.speculation.method].find_max_paths(self.speculation)
+        return self.draft_size(self.draft_len).paths
+
+    def draft_size(self, draft_len: int) -> DraftSize:
+        """How large a row's draft of `draft_len` tokens, one behind the other, is, at most."""
+        return METHODS[self.speculation.method].size_of(self.speculation, draft_len)
+
+    @property
+    def draft_nodes(self) -> tuple[int, ...]:
+        """Tokens of a row's draft, by how many of them follow one another, from none on."""
+        return tuple(self.draft_size(length).nodes for length in range(self.draft_len + 1))
+
+    @property
+    def _tree_key(self) -> str:
+        """The option that says how large draft trees are."""
+        return "medusa_choices" if "medusa_choices" in type(self.speculation).model_fields else "max_paths"
 
     @property
     def is_paced(self) -> bool:
@@ -249,10 +253,10 @@ def make_config(values: Mapping[str, Any], base: Path | None = None, where: str 
     with reading(where, ConfigError):
         config = check_section(RuntimeConfig, values, where)
         changes: dict[str, object] = {}
-        for name in ("target", "draft"):
-            section = cast(ModelSection | None, getattr(config, name))
+        for name, key in (("target", "target"), ("draft", "draft"), ("heads", "draft")):
+            section = cast(ModelSection | HeadsSection | None, getattr(config, name))
             if section is not None:
-                model = _resolve_directory(section.model, base, f"{where}: {name}.model")
+                model = _resolve_directory(section.model, base, f"{where}: {key}.model")
                 changes[name] = section.model_copy(update={"model": model})
         if config.tokenizer is not None:
             changes["tokenizer"] = _resolve_directory(config.tokenizer, base, f"{where}: tokenizer")

@@ -1,4 +1,4 @@
-"""The drafting methods: what each is called, where it runs, whether it needs a draft model, and its own options.
+"""The drafting methods: what each is called, where it runs, whether it needs a draft model or heads, its own options.
 
 One table, read by the configuration, the command line, placement and start-up. A method is an entry here and a file in
 `speculation/drafters`, which registers under the same name how its drafter is made. It knows no tensor and no rank.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from parallel.topology import Role
 from trtrun.configuration.launch_config import Number, Section
+from trtrun.configuration.medusa_choices import Choice, ChoiceTree, read_choices
 from trtrun.errors import nearest, shorten
 
 MAX_DRAFT_LEN = 32
@@ -29,11 +30,11 @@ class SpeculationSection(Section):
 
     Attributes:
         method: `draft_target` drafts with the draft model; `ngram` by prompt lookup: what followed the row's last
-            tokens before; `none` runs the target alone. With the last two the `draft` section is forgotten and has no
-            rank.
-        draft_len: tokens drafted in one round, at most.
+            tokens before; `medusa` with Medusa heads on the target's devices, read from `draft.model`; `none` runs the
+            target alone. `ngram` and `none` forget the `draft` section.
+        draft_len: tokens drafted in one round, one behind the other, at most.
         use_logits: accept sampled tokens by the ratio of target_probs to draft_probs instead of by equality; not with
-            `ngram`.
+            `ngram` and `medusa`.
         pacing: `measured` drafts fewer tokens where the run's own times say that fewer pay more (many rows, a poor
             draft), and on CPUs measures rounds at start for that; `fixed` always drafts draft_len. use_logits is always
             `fixed`: the tokens of a seed depend on the draft there, and must not depend on times.
@@ -104,6 +105,10 @@ class DraftModelSection(SpeculationSection):
         return self.ahead
 
 
+def _as_choices(value: object) -> object:
+    return None if value is None else read_choices(value)
+
+
 class PromptLookupSection(SpeculationSection):
     """Options of `ngram`, with vLLM's names and defaults: each of the two takes the other's value, 5 where none is set.
 
@@ -132,6 +137,66 @@ class PromptLookupSection(SpeculationSection):
         return fewest or most or DEFAULT_LOOKUP, most or fewest or DEFAULT_LOOKUP
 
 
+class MedusaSection(SpeculationSection):
+    """Options of `medusa`. Each head drafts one token, so draft_len is at most the number of heads. A chain takes the
+    likeliest token of each; a tree the likely ones, so that more is accepted and more has to be verified.
+
+    Known trees, of 63 tokens each: `mc_sim_7b_63`, `vicuna_7b_stage1`, `vicuna_7b_stage2`, `vicuna_13b_stage1`,
+    `vicuna_13b_stage2`, `vicuna_33b_stage1`, `vicuna_33b_stage2`, `zephyr_stage2`.
+
+    Attributes:
+        medusa_choices: a draft tree, as in TensorRT-LLM: paths of ranks without the root, such as
+            `[[0], [1], [0, 0]]`, or a known tree's name. draft_len is its depth where left out, and cuts a deeper one.
+            Left out: a chain.
+    """
+
+    medusa_choices: Annotated[tuple[Choice, ...] | None, BeforeValidator(_as_choices)] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_depth(cls, values: object) -> object:
+        """Draft as deep as the tree is. What is wrong with it is said at its key."""
+        if not isinstance(values, Mapping) or values.get("medusa_choices") is None or "draft_len" in values:
+            return values
+        try:
+            choices = read_choices(values["medusa_choices"])
+        except ValueError:
+            return values
+        return {**values, "draft_len": ChoiceTree.of(choices).depth}
+
+    @model_validator(mode="after")
+    def _check_depth(self) -> MedusaSection:
+        depth = self.draft_len if self.medusa_choices is None else ChoiceTree.of(self.medusa_choices).depth
+        if self.draft_len > depth:
+            raise ValueError(
+                f"draft_len is {self.draft_len}, but medusa_choices are {depth} deep: set it to {depth} or less, or "
+                "leave it out"
+            )
+        return self
+
+    @property
+    def tree(self) -> ChoiceTree | None:
+        """The draft tree, no deeper than draft_len; None where drafts are chains."""
+        if self.medusa_choices is None:
+            return None
+        tree = ChoiceTree.of(self.medusa_choices).cut(self.draft_len)
+        return None if len(tree.paths) == 1 and tree == ChoiceTree.chain(tree.depth) else tree
+
+    def size_of(self, draft_len: int) -> DraftSize:
+        """How large a draft of so many tokens, one behind the other, is."""
+        if self.tree is None or not draft_len:
+            return DraftSize(1, draft_len)
+        tree = self.tree.cut(draft_len)
+        return DraftSize(len(tree.paths), len(tree.nodes))
+
+
+class DraftSize(NamedTuple):
+    """How large a row's draft is: paths from its newest token to a leaf, one of a chain; and tokens in all."""
+
+    paths: int
+    nodes: int
+
+
 @dataclass(frozen=True)
 class DraftingMethod:
     """What must be known of a method before anything of it runs.
@@ -146,6 +211,10 @@ class DraftingMethod:
         to_check: what to look at where drafts are seldom right.
         find_max_paths: tells of a `speculation` section how many paths a row's draft may have (Draft.paths); more than
             one for methods on the target ranks alone.
+        needs_heads: whether it drafts with heads on the target ranks, from the directory `draft.model`: layers that
+            read what the target computes, and have no rank, no rows and no store (models/heads.py).
+        find_size: tells of a `speculation` section how large a draft of so many tokens, one behind the other, is, where
+            its paths share tokens; None where each path has tokens of its own.
     """
 
     placement: Role | None
@@ -155,6 +224,20 @@ class DraftingMethod:
     to_check: str = "the drafter may be another model's"
     find_taps: Callable[[SpeculationSection, int], Sequence[int]] = lambda section, num_layers: ()
     find_max_paths: Callable[[SpeculationSection], int] = lambda section: 1
+    needs_heads: bool = False
+    find_size: Callable[[SpeculationSection, int], DraftSize] | None = None
+
+    def size_of(self, section: SpeculationSection, draft_len: int) -> DraftSize:
+        """How large a row's draft of `draft_len` tokens, one behind the other, is, at most."""
+        if self.find_size is not None:
+            return self.find_size(section, draft_len)
+        paths = self.find_max_paths(section)
+        return DraftSize(paths, paths * draft_len)
+
+
+def _medusa_size(section: SpeculationSection, draft_len: int) -> DraftSize:
+    assert isinstance(section, MedusaSection)
+    return section.size_of(draft_len)
 
 
 METHODS: dict[str, DraftingMethod] = {
@@ -173,6 +256,16 @@ METHODS: dict[str, DraftingMethod] = {
         to_check="prompt lookup finds only what a text repeats",
         find_max_paths=lambda section: section.max_paths if isinstance(section, PromptLookupSection) else 1,
     ),
+    "medusa": DraftingMethod(
+        Role.TARGET,
+        needs_draft_model=False,
+        has_probabilities=False,
+        section=MedusaSection,
+        to_check="see whether the heads were trained for this very target, and for texts like these",
+        find_taps=lambda section, num_layers: (num_layers + 1,),
+        needs_heads=True,
+        find_size=_medusa_size,
+    ),
     NO_DRAFTS: DraftingMethod(None, needs_draft_model=False, has_probabilities=True),
 }
 """All methods by name, in the order in which they are shown."""
@@ -181,12 +274,22 @@ METHODS: dict[str, DraftingMethod] = {
 def needs_draft_model(speculation: object) -> bool:
     """Whether the method of a `speculation` section, checked or as the YAML file has it, runs a draft model. True for
     one that is not known: what is wrong with it is the configuration's to say."""
+    method = _method_of(speculation)
+    return method is None or method.needs_draft_model
+
+
+def needs_heads(speculation: object) -> bool:
+    """Whether the method of a `speculation` section, checked or as the YAML file has it, drafts with heads."""
+    method = _method_of(speculation)
+    return method is not None and method.needs_heads
+
+
+def _method_of(speculation: object) -> DraftingMethod | None:
     if isinstance(speculation, Mapping):
         name = speculation.get("method", DEFAULT_METHOD)
     else:
         name = getattr(speculation, "method", DEFAULT_METHOD)
-    method = METHODS.get(name) if isinstance(name, str) else None
-    return method is None or method.needs_draft_model
+    return METHODS.get(name) if isinstance(name, str) else None
 
 
 def read_speculation(values: object) -> object:

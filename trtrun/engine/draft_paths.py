@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from trtrun.configuration.drafting_methods import DraftSize
 from trtrun.core.nouns import Draft
 from trtrun.engine.rows import RowState
 from trtrun.kvcache.blocks import NULL_BLOCK
@@ -30,12 +31,14 @@ class PathSpace:
         max_rows: rows that may have one.
         first_block: the first of them.
         blocks_per_path: for the rest of the block that the newest token stands in, and a draft behind it.
+        sizes: how large drafts are, by how many of their tokens follow one another, from none on.
     """
 
     most_paths: int
     max_rows: int
     first_block: int
     blocks_per_path: int
+    sizes: tuple[DraftSize, ...] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -68,11 +71,13 @@ class DraftPaths:
 
     Attributes:
         most_paths: of a row's tree.
+        sizes: see PathSpace.
     """
 
     def __init__(self, space: PathSpace, rows: RowState, store: KVStore) -> None:
         """Keep keys and values of paths in the blocks of `space`, which `store` has."""
         self.most_paths = space.most_paths
+        self.sizes = space.sizes
         self._rows = rows
         self._store = store
         shape = (space.max_rows, space.most_paths - 1, space.blocks_per_path)

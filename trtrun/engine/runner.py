@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
+from trtrun.configuration.drafting_methods import DraftSize
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, with_masks
 from trtrun.engine.capture import Capture
@@ -99,9 +100,14 @@ class Engine:
         self._store.copy_blocks(source, target)
 
     @property
-    def most_paths(self) -> int:
-        """Paths of a row's draft tree that may be verified; 1 where drafts are chains."""
-        return self._forwards.paths.most_paths if self._forwards.paths is not None else 1
+    def has_trees(self) -> bool:
+        """Whether drafts are trees."""
+        return self._forwards.paths is not None
+
+    def draft_size(self, draft_len: int) -> DraftSize:
+        """How large a draft of so many tokens, one behind the other, is, at most."""
+        paths = self._forwards.paths
+        return paths.sizes[draft_len] if paths is not None else DraftSize(1, draft_len)
 
     @property
     def has_graphs(self) -> bool:

@@ -67,7 +67,7 @@ def warm_up(
         for prompts in limits.prompts(shapes):
             _prefill(engine, prompts)
         if verifies:
-            for rows, length, blocks in limits.verifications(shapes, draft_lens, has_trees=engine.most_paths > 1):
+            for rows, length, blocks in limits.verifications(shapes, draft_lens, has_trees=engine.has_trees):
                 _verify(engine, rows, length, engine.block_size * blocks)
         else:
             _draft_all(engine, shapes, num_ranked, most_catch_up, samples_steps=samples_steps)
@@ -127,10 +127,14 @@ def _verify(engine: Engine, rows: int, length: int, context: int = 0) -> None:
         catch_up=np.full(rows, 2, dtype=np.int32),
         max_context=max(2 + length, context),
     )
-    lens, paths = torch.full((rows,), length, device=engine.device), engine.most_paths
-    nodes = torch.arange(paths * length, device=engine.device).view(paths, length).expand(rows, -1, -1)
-    tokens = torch.zeros((rows, paths * length), dtype=torch.int64, device=engine.device)
-    engine.verify_forward(plan, Draft(tokens, lens, paths=nodes if paths > 1 and length else None))
+    lens, size = torch.full((rows,), length, device=engine.device), engine.draft_size(length)
+    tokens = torch.zeros((rows, size.nodes), dtype=torch.int64, device=engine.device)
+    paths = None
+    if engine.has_trees and length:
+        # Which nodes are on which path does not matter: shapes do.
+        nodes = torch.arange(size.paths * length, device=engine.device).remainder(size.nodes)
+        paths = nodes.view(size.paths, length).expand(rows, -1, -1)
+    engine.verify_forward(plan, Draft(tokens, lens, paths=paths))
 
 
 def _draft(engine: Engine, draft_len: int, *, in_parallel: bool) -> None:

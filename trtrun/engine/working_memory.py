@@ -51,6 +51,7 @@ class RoundShape:
         use_logits: whether draft_probs are made and verified.
         num_guesses: drafts that draft ranks of their own make ahead, at most.
         max_paths: of a row's draft; 1 where it is a chain.
+        draft_nodes: tokens of a row's draft in all; None where each path has its own.
         most_catch_up: tokens of a row that a draft engine feeds after rounds that it sat out, at most.
         in_parallel: whether it drafts all tokens of a row in one forward.
     """
@@ -65,15 +66,16 @@ class RoundShape:
     max_paths: int = 1
     most_catch_up: int = 1
     in_parallel: bool = False
+    draft_nodes: int | None = None
 
     @property
     def verified_tokens(self) -> int:
         """Tokens of a row that are verified in a round: its newest one and its draft."""
-        return 1 + self.max_paths * self.draft_len
+        return 1 + (self.max_paths * self.draft_len if self.draft_nodes is None else self.draft_nodes)
 
     @property
-    def chosen_tokens(self) -> int:
-        """Places of a row at which the target chooses in a round: paths are looked at one by one."""
+    def path_tokens(self) -> int:
+        """Tokens along all paths of a row in a round, its newest one at the start of each."""
         return self.max_paths * (1 + self.draft_len)
 
 
@@ -90,6 +92,7 @@ def working_bytes(
     graphs: bool = False,
     num_taps: int = 0,
     has_plain_kv: bool = True,
+    num_heads: int = 0,
 ) -> int:
     """Upper bound of the bytes that one rank of an engine needs beside its weights and its KV store.
 
@@ -104,12 +107,12 @@ def working_bytes(
         graphs: whether forwards are captured as CUDA graphs.
         num_taps: boundaries of the residual stream that are handed out.
         has_plain_kv: whether kernels can read the KV store where it lies.
+        num_heads: heads that draft for its rows, each with logits of its own.
     """
     share = Share(tp_rank, tp_size)
     # A guess is a row of the draft engine.
     drafting = max(shape.max_rows, shape.num_guesses) * (shape.draft_len if shape.in_parallel else 1)
     verified = shape.max_rows * shape.verified_tokens if verifies else drafting
-    chosen = shape.max_rows * shape.chosen_tokens if verifies else verified
     tokens = max(shape.max_tokens, verified, shape.max_rows * (1 if verifies else shape.most_catch_up))
     # Drafts of different lengths are padded to the longest, beyond what the scheduler counts.
     tokens += verified
@@ -123,13 +126,18 @@ def working_bytes(
     total += RowState.num_bytes(rows, shape.max_seq_len, shape.block_size, shape.draft_len)
     total += _activation_bytes(tokens, share, model, dtype)
     total += _attention_bytes(tokens, shape, share, model, dtype, device_type, has_plain_kv)
-    total += head + logits + _sampling_bytes(shape, chosen, model, device_type, verifies)
-    if chosen > verified:
-        # Attention meets nodes once for each path through them; their logits are laid out by path.
-        total += _activation_bytes(chosen, share, model, dtype) + chosen * model.vocab_size * _FLOAT
+    total += head + logits + _sampling_bytes(shape, verified, model, device_type, verifies)
+    if verifies and shape.max_paths > 1:
+        # Attention meets nodes once for each path through them. Logits are laid out by path, of some rows at a time;
+        # then those of one path of each.
+        total += _activation_bytes(shape.max_rows * shape.path_tokens, share, model, dtype)
+        at_a_time = min(shape.max_rows * shape.path_tokens * model.vocab_size, _most_of_paths(shape, model))
+        total += (at_a_time + shape.max_rows * (1 + shape.draft_len) * model.vocab_size) * _FLOAT
     total += _product_bytes(tokens, verified, share, model, quantization, dtype, device_type)
     tap = num_taps * model.hidden_size * dtype.itemsize
     total += 2 * tokens * tap  # as the forward keeps them, and those of prompts as they are handed out
+    # Of a round's rows: gathered, in float32, changed, with noise.
+    total += num_heads * shape.max_rows * model.vocab_size * _FLOAT * _SAMPLING_TENSORS
     if graphs:
         captured = max(verified, shape.max_rows * 2, MOST_PROMPT_TOKENS)
         total += captured * tap
@@ -190,12 +198,19 @@ def _head_bytes(count: int, share: Share, model: ModelConfig, dtype: torch.dtype
     return logits * (1 if share.size == 1 else 2 + 2 * share.size)
 
 
+def _most_of_paths(shape: RoundShape, model: ModelConfig) -> int:
+    """Logits along the paths of rows that are looked at together (speculation/trees.py)."""
+    return max(MOST_ELEMENTS, shape.path_tokens * model.vocab_size)
+
+
 def _sampling_bytes(shape: RoundShape, verified: int, model: ModelConfig, device_type: str, verifies: bool) -> int:
     """Changed logits, and the temporaries of what is worked on at a time (sampling, speculation/verify.py)."""
     row = max(1, verified // shape.max_rows) * model.vocab_size
-    elements = verified * model.vocab_size
-    at_a_time = min(elements, max(MOST_ELEMENTS, row))
-    ranked = min(elements, max(most_ranked(device_type), row))
+    elements, most = verified * model.vocab_size, verified * model.vocab_size
+    if verifies and shape.max_paths > 1:  # rows with penalties are looked at path by path
+        row, most = max(row, shape.path_tokens * model.vocab_size), max(most, _most_of_paths(shape, model))
+    at_a_time = min(most, max(MOST_ELEMENTS, row))
+    ranked = min(most, max(most_ranked(device_type), row))
     scratch = at_a_time * _FLOAT * _SAMPLING_TENSORS + ranked * RANKING_BYTES
     token_ids = shape.max_rows * shape.max_seq_len
     counted = min(token_ids, max(MOST_ELEMENTS, shape.max_seq_len)) * 32

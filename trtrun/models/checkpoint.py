@@ -7,7 +7,7 @@ Nothing is unpickled, ever.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +26,7 @@ _MOST_JSON_BYTES = 64 * 1024 * 1024
 _MOST_NAME = 255  # bytes, of any file system; characters can only be fewer
 _MOST_DIGITS = 300  # of a whole number; each one fits into a float then
 
+_INTEGERS = {"I32", "I64"}
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Of the dtypes that weights may have, by torch's names."""
@@ -114,14 +115,21 @@ class WeightFiles(Protocol):
 class Checkpoint:
     """The weights of one model directory, one file or many with an index; opening reads headers only."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, single_files: Sequence[str] = (SINGLE_FILE,), what: str = "model") -> None:
         """Find the files and check their headers.
+
+        Args:
+            path: the directory.
+            single_files: names of a file that holds all weights, the first of which that is there counts.
+            what: the files hold, for messages.
 
         Raises:
             NoWeightsError: there are none.
             CheckpointError: only pickle files, or a shard that is missing, truncated or of another format.
         """
         self.path = path
+        self._single_files = single_files
+        self._what = what
         self._file_of: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
@@ -142,17 +150,20 @@ class Checkpoint:
                 self._dtypes[name] = str(piece.get_dtype())
 
     def _find_files(self) -> list[Path]:
-        if (self.path / SINGLE_FILE).is_file():
-            return [self.path / SINGLE_FILE]
+        for name in self._single_files:
+            if (self.path / name).is_file():
+                return [self.path / name]
         index = read_json(self.path, INDEX_FILE, required=False)
         if not index:
             pickles = sorted(file.name for file in self.path.iterdir() if file.suffix in _PICKLE_SUFFIXES)
             if pickles:
                 raise CheckpointError(
                     f"{self.path} has its weights only as pickle ({pickles[0]}), which may run code when it is read; "
-                    f"save the model as safetensors"
+                    f"save the {self._what} as safetensors"
                 )
-            raise NoWeightsError(f"{self.path} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}")
+            raise NoWeightsError(
+                f"{self.path} has no weights: neither {', '.join(self._single_files)} nor {INDEX_FILE}"
+            )
         weight_map = index.get("weight_map")
         if (
             not isinstance(weight_map, dict)
@@ -184,6 +195,33 @@ class Checkpoint:
     def list_files(self) -> list[Path]:
         """The files of its tensors, by name."""
         return sorted(set(self._file_of.values()))
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return list(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a tensor that is there."""
+        return self._shapes[name]
+
+    def file(self, name: str) -> Path:
+        """Where a tensor is that is there."""
+        return self._file_of[name]
+
+    def check_integers(self, name: str) -> None:
+        """Check that tensor `name`, which is there, holds whole numbers.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+        if self._dtypes[name] not in _INTEGERS:
+            raise CheckpointError(
+                f"{self._file_of[name]}: tensor '{name}' must hold whole numbers (I64), not {self._dtypes[name]}"
+            )
+
+    def integers(self, name: str) -> torch.Tensor:
+        """A tensor that `check_integers` has passed, int64 on the host."""
+        return self._mapped(self._file_of[name]).get_tensor(name).long()  # type: ignore[no-any-return]
 
     def first_dtype(self) -> str:
         """Dtype of the first tensor that has a supported one, float32 if none has."""

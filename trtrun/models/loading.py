@@ -8,6 +8,7 @@ devices are.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,8 @@ import torch
 
 from parallel.communicator import Communicator
 from parallel.sharding import vocabulary_range
-from trtrun.configuration.config import LoadFormat
+from trtrun.configuration.model_sections import LoadFormat
+from trtrun.errors import CheckpointError
 from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.layers.decoder_layer import RMSNorm
 from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
@@ -27,6 +29,7 @@ from trtrun.models.checkpoint import Checkpoint, WeightFiles
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.models.dummy_weights import DummyWeights
+from trtrun.models.heads import HeadsPlan
 from trtrun.models.weight_check import check_split, check_weights
 from trtrun.models.weight_reader import Progress, WeightReader
 from trtrun.models.weights import Share
@@ -146,6 +149,56 @@ def load_model(
         share,
     )
     return model, LoadReport(reader.bytes_read, size)
+
+
+def heads_bytes(plan: HeadsPlan, tp_rank: int, tp_size: int, dtype: torch.dtype) -> int:
+    """Bytes that heads take on one rank of the target, told from shapes alone."""
+    share, held = Share(tp_rank, tp_size), QUANTIZATIONS.get("none")
+    return sum(count_bytes(held.create(weight.cut(share), dtype)) for weight in plan.weights)
+
+
+def load_heads(
+    plan: HeadsPlan,
+    target: CausalLM,
+    communicator: Communicator,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+) -> tuple[object, LoadReport]:
+    """Load this rank's share of heads, beside the target.
+
+    Args:
+        plan: of the heads, with every tensor checked.
+        target: this rank's share of the model whose hidden states they read.
+        communicator: of the target's tensor-parallel group.
+        dtype: of the target's activations.
+        progress: called with (bytes read, bytes to read) of this rank.
+
+    Raises:
+        CheckpointError: a tensor holds what it must not.
+    """
+    held = QUANTIZATIONS.get("none")
+    cuts = [weight.cut(Share(communicator.rank, communicator.size)) for weight in plan.weights]
+    stored = [part for cut in cuts for part in cut.parts]
+    total = sum(math.prod(map(len, part.ranges)) * plan.files.check(part.name, part.shape) for part in stored)
+    reader = WeightReader(
+        plan.files,
+        communicator,
+        target.device,
+        dtype,
+        lambda weight: held,
+        total,
+        progress,
+        # What is proposed changes no text: a product may depend on how many rows there are.
+        batch_invariant=False,
+        kv_format=KV_FORMATS.get("auto"),
+    )
+    try:
+        heads = plan.build(reader, target, communicator)
+    except CheckpointError as error:
+        raise CheckpointError(f"heads: {error}") from None
+    reader.release_buffer()
+    reader.close()
+    return heads, LoadReport(reader.bytes_read, heads_bytes(plan, communicator.rank, communicator.size, dtype))
 
 
 def _shares_tied_embedding(

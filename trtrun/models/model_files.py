@@ -8,7 +8,7 @@ files, or who compares.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from trtrun.errors import CheckpointError
@@ -17,17 +17,19 @@ from trtrun.models.checkpoint import INDEX_FILE, SINGLE_FILE, read_json
 _CONFIGURATION = ("config.json", "generation_config.json")
 
 
-def hash_model_files(directory: Path, has_weights: bool = True) -> str:
+def hash_model_files(directory: Path, has_weights: bool = True, single_files: Sequence[str] = (SINGLE_FILE,)) -> str:
     """Tells configuration and weights of a model directory from others.
 
     Args:
         directory: in Hugging Face layout.
         has_weights: whether the weights are read; else they are made up from the configuration.
+        single_files: names of a file that holds all weights, the first of which that is there counts.
     """
     if not has_weights:
         return _hash(directory, _CONFIGURATION, ())
-    if (directory / SINGLE_FILE).is_file():
-        return _hash(directory, _CONFIGURATION, (SINGLE_FILE,))
+    for name in single_files:
+        if (directory / name).is_file():
+            return _hash(directory, _CONFIGURATION, (name,))
     try:
         index = read_json(directory, INDEX_FILE, required=False)
     except CheckpointError:

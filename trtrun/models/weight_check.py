@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from trtrun.configuration.config import LoadFormat
+from trtrun.configuration.model_sections import LoadFormat
 from trtrun.errors import ConfigError
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, find_quantization
 from trtrun.models.checkpoint import Checkpoint, WeightFiles

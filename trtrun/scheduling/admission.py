@@ -148,8 +148,7 @@ class Decoding:
             follows_given = takes_given and running.given_draft and running.may_follow_given_draft
             wanted = limits.draft_len if follows_given else draft_len
             longest = running.longest
-            left = max(0, plan.budget - kept) // limits.max_paths
-            most = self._choose_draft_len(running, longest, min(wanted, left))
+            most = self._choose_draft_len(running, longest, limits.longest_draft(wanted, plan.budget - kept))
             kept -= 1
             if most is None:
                 continue
@@ -164,7 +163,7 @@ class Decoding:
                     break
                 most = min(most, batch.room(running) - longest)
                 plan.add_blocks(running, running.table.reserve(longest + most))
-            plan.decode(running, longest, most)
+            plan.decode(running, longest, most, limits.num_verified(most))
 
     def _choose_draft_len(self, running: Completion, longest: int, most: int) -> int | None:
         """Tokens to draft for a row, which may get `longest` tokens long by then, or None to leave it out until its

@@ -29,7 +29,8 @@ class SchedulerLimits:
         plans_ahead: how many plans may be out without their results when the next is made: 0 or 1.
         max_waiting: most requests in the waiting queue; None for no limit.
         prompt_tile: tokens of the tiles that the target's ranks cut prompts into; None where they cut none.
-        max_paths: of a row's draft, at most: each counts as tokens of a round.
+        draft_nodes: tokens of a row's draft, all of which are verified, by how many of them follow one another, from 0
+            to draft_len; empty where drafts are chains.
         drafts_in_parallel: whether the draft engine drafts all tokens of a row in one forward, so that its store has
             none of them.
     """
@@ -45,7 +46,7 @@ class SchedulerLimits:
     plans_ahead: int = 0
     max_waiting: int | None = None
     prompt_tile: int | None = None
-    max_paths: int = 1
+    draft_nodes: tuple[int, ...] = ()
     drafts_in_parallel: bool = False
 
     @classmethod
@@ -73,7 +74,7 @@ class SchedulerLimits:
             plans_ahead=config.plans_ahead,
             max_waiting=config.scheduler.max_waiting,
             prompt_tile=prompt_tile,
-            max_paths=config.max_paths,
+            draft_nodes=config.draft_nodes if config.max_paths > 1 else (),
             drafts_in_parallel=drafts_in_parallel,
         )
 
@@ -89,11 +90,22 @@ class SchedulerLimits:
             ("plans_ahead", self.plans_ahead in (0, 1), "0 or 1"),
             ("max_waiting", self.max_waiting is None or self.max_waiting >= 1, "at least 1"),
             ("prompt_tile", self.prompt_tile is None or self.prompt_tile >= 1, "at least 1"),
-            ("max_paths", self.max_paths >= 1, "at least 1"),
+            ("draft_nodes", len(self.draft_nodes) in (0, self.draft_len + 1), "of each number up to draft_len"),
         )
         for name, holds, rule in rules:
             if not holds:
                 raise ConfigError(f"{name} must be {rule}, not {getattr(self, name)!r}")
+
+    def num_verified(self, draft_len: int) -> int:
+        """Tokens of a round that a row takes whose draft has `draft_len`, one behind the other: these and its newest,
+        and those of a tree that are beside."""
+        return 1 + (self.draft_nodes[draft_len] if self.draft_nodes else draft_len)
+
+    def longest_draft(self, most: int, num_tokens: int) -> int:
+        """How many tokens may follow one another, `most` at most, in a draft of up to `num_tokens` in all."""
+        if not self.draft_nodes:
+            return min(most, max(0, num_tokens))
+        return next((length for length in range(most, 0, -1) if self.draft_nodes[length] <= num_tokens), 0)
 
     @property
     def num_stored_tokens(self) -> int:

@@ -34,10 +34,9 @@ class PlanBuilder:
         budget: tokens that still fit into the round; a last tile may take a little more.
     """
 
-    def __init__(self, budget: int, prompt_tile: int | None = None, max_paths: int = 1) -> None:
+    def __init__(self, budget: int, prompt_tile: int | None = None) -> None:
         self.budget = budget
         self._tile = prompt_tile or 1
-        self._max_paths = max_paths
         self._decoding: list[tuple[Completion, int]] = []
         self._last_chunks: list[PlannedRow] = []
         self._chunks: list[PlannedRow] = []
@@ -77,9 +76,9 @@ class PlanBuilder:
         for index in range(first_new, len(blocks)):
             self._updates.append((running.row, index, blocks[index]))
 
-    def decode(self, running: Completion, longest: int, draft_len: int) -> None:
-        """Have a row of up to `longest` tokens draft and verify `draft_len` more on every path; counts the result as
-        pending."""
+    def decode(self, running: Completion, longest: int, draft_len: int, num_verified: int) -> None:
+        """Have a row of up to `longest` tokens draft `draft_len` more, one behind the other, and verify `num_verified`
+        in all; counts the result as pending."""
         most_gained = draft_len + 1
         if longest + most_gained > self._max_context:
             self._max_context = longest + most_gained
@@ -88,7 +87,7 @@ class PlanBuilder:
             self._given.append(running.row)
         running.num_pending_rounds += 1
         running.num_pending_tokens += most_gained
-        self.budget -= 1 + draft_len * self._max_paths
+        self.budget -= num_verified
 
     def takes_prompts(self, most: int) -> bool:
         """Whether `most` tokens are enough for a chunk. The first one may be as short as it has to be, so that every

@@ -90,6 +90,7 @@ class DrafterContext:
         draft: the draft engine; None for a method without a draft model.
         target: the target engine, None on a rank that does not hold it.
         target_vocab_size: padding included.
+        heads: what the method's heads compute, on a rank that holds the target; None for a method without heads.
         guess_space: what of the draft engine belongs to guesses, where it has devices of its own; else None.
         guess_steps: numbers of guesses that a round may have, ascending.
         mask_token: of a draft model that drafts all tokens in one forward; None for one that does not.
@@ -102,6 +103,7 @@ class DrafterContext:
     guess_space: GuessSpace | None = None
     guess_steps: Sequence[int] = ()
     mask_token: int | None = None
+    heads: Any = None
 
 
 DRAFTERS: Registry[Callable[[DrafterContext], Drafter]] = Registry("drafting method")

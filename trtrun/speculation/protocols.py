@@ -162,6 +162,28 @@ class DraftEngine(RoundEngine, Protocol[PreparedStep]):
         ...
 
 
+class PositionHeads(Protocol):
+    """Heads on the target ranks of which each proposes for one place, from one hidden state of a row.
+
+    Attributes:
+        num_heads: head h is for what stands h + 1 places behind the token that was chosen from the state.
+        hidden_size, dtype: of states.
+    """
+
+    num_heads: int
+    hidden_size: int
+    dtype: torch.dtype
+
+    def logits(self, hidden: torch.Tensor, count: int) -> torch.Tensor | None:
+        """[rows, count, vocab] float32 of the first `count` heads, for hidden [rows, hidden_size] behind the target's
+        final norm; None on ranks of the group that do not decide. Collective."""
+        ...
+
+    def share(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the rank that decides has in `tokens`, on all ranks. Collective."""
+        ...
+
+
 class TargetEngine(RoundEngine, Protocol):
     """The forward that verification needs."""
 

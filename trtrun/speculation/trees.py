@@ -1,4 +1,4 @@
-"""Acceptance of draft trees: each path is verified as the chain that it is, and the longest one wins.
+"""Acceptance of draft trees: the path of which the target keeps most is verified as the chain that it is.
 
 The target's token at a place depends on what stands before it and on the row's seed alone, so all paths that hold what
 the target chose agree on it, and the text is plain decoding's whatever the tree is: with paths that share nodes, with
@@ -14,9 +14,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trtrun.core.nouns import Draft, Verdict, VerdictLogprobs
+from trtrun.core.nouns import Draft, Verdict
+from trtrun.sampling.distributions import distributions_of
+from trtrun.sampling.pieces import pieces
+from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
-from trtrun.speculation.verify import verify
+from trtrun.speculation.verify import accept_by_token, verify
 
 
 def verify_paths(
@@ -39,36 +42,84 @@ def verify_paths(
     Returns:
         As `verify`: tokens are [R, depth + 1], and draft_lens those of the deepest paths, cut off where the draft is.
     """
-    assert draft.paths is not None
-    count, num_paths, depth = draft.paths.shape
-    lens = draft.path_lens()
-    places = torch.cat((torch.zeros_like(lens).unsqueeze(2), draft.paths.clamp(min=-1) + 1), dim=2)
-    starts = torch.arange(count, device=logits.device).view(-1, 1, 1) * logits.shape[1]
-    of_paths = logits.flatten(0, 1).index_select(0, (places + starts).flatten())
-    every = [row for row in rows for _ in range(num_paths)]
+    lens, lines = draft.path_lens(), _lines(draft)
+    if forced_acceptance is None:
+        best = _longest_path(logits, sampling, rows, lengths, token_ids, draft, lines, max_context)
+    else:
+        best = lens.argmax(dim=1)
     verdict = verify(
-        of_paths.view(count * num_paths, depth + 1, -1),
+        _gather(logits, _pick(lines, best)),
         sampling,
-        every,
-        lengths.repeat_interleave(num_paths),
+        rows,
+        lengths,
         token_ids,
-        path_tokens(draft).flatten(0, 1),
-        lens.flatten(),
+        _pick(path_tokens(draft), best),
+        lens.gather(1, best.unsqueeze(1)).squeeze(1),
         max_context=max_context,
         forced_acceptance=forced_acceptance,
     )
-    assert verdict.chosen_logits is not None
-    best = verdict.num_tokens.view(count, num_paths).argmax(dim=1)
-    picks = torch.arange(count, device=logits.device) * num_paths + best
-    logprobs = verdict.logprobs
-    if logprobs is not None:
-        asked = [place for place, _ in sampling.wanted_logprobs(rows)]
-        picked = torch.arange(len(asked), device=logits.device) * num_paths + best[asked]
-        logprobs = VerdictLogprobs(logprobs.token_ids[picked], logprobs.values[picked])
-    deepest = torch.where(draft.draft_lens < 0, draft.draft_lens, lens.amax(dim=1))
-    of_best = (one.index_select(0, picks) for one in (verdict.num_tokens, verdict.tokens, verdict.chosen_logits))
-    num_tokens, tokens, chosen_logits = of_best
-    return Verdict(num_tokens, tokens, deepest, logprobs, chosen_logits)
+    verdict.draft_lens = torch.where(draft.draft_lens < 0, draft.draft_lens, lens.amax(dim=1))
+    return verdict
+
+
+def _longest_path(
+    logits: Tensor,
+    sampling: RowSampling,
+    rows: Sequence[int],
+    lengths: Tensor,
+    token_ids: Tensor,
+    draft: Draft,
+    lines: Tensor,
+    max_context: int | None,
+) -> Tensor:
+    """[R] int64: of each row the path of which the target keeps most; `lines` of `_lines`, else as in `verify_paths`.
+
+    Where no choice looks at a row's tokens it depends on the node alone: so each node is looked at once, however many
+    paths go through it. With penalties and bans each path is looked at as the chain that it is, of some rows at a time.
+    """
+    assert draft.paths is not None
+    count, num_paths, depth = draft.paths.shape
+    tokens, vocabulary = path_tokens(draft), logits.shape[-1]
+    if sampling.needs_history(rows):
+        chosen = torch.empty((count, num_paths, depth + 1), dtype=torch.int64, device=logits.device)
+        for part in pieces(count, num_paths * (depth + 1) * vocabulary):
+            of_paths = _gather(logits[part], lines[part].flatten(1)).view(-1, depth + 1, vocabulary)
+            every = [row for row in rows[part] for _ in range(num_paths)]
+            starts, before = lengths[part].repeat_interleave(num_paths), tokens[part].flatten(0, 1)
+            found = distributions_of(sampling, of_paths, every, starts, token_ids, before, max_context)
+            chosen[part] = found.choose(Stream.TARGET).view(-1, num_paths, depth + 1)
+    else:
+        of_nodes = logits.shape[1]
+        steps = torch.arange(1, depth + 1, device=logits.device).expand_as(draft.paths)
+        # Paths go through a node at one depth; what is behind a path's end counts for the newest token, and as nothing.
+        depths = torch.zeros(logits.shape[:2], dtype=torch.int64, device=logits.device)
+        depths.scatter_(1, (draft.paths + 1).flatten(1), steps.masked_fill(draft.paths < 0, 0).flatten(1))
+        every = [row for row in rows for _ in range(of_nodes)]
+        places = (lengths.unsqueeze(1) + depths).flatten()
+        found = distributions_of(sampling, logits.flatten(0, 1).unsqueeze(1), every, places, token_ids)
+        by_node = found.choose(Stream.TARGET).view(count, of_nodes)
+        chosen = by_node.gather(1, lines.flatten(1)).view(count, num_paths, depth + 1)
+    kept, _ = accept_by_token(chosen.flatten(0, 1), tokens.flatten(0, 1), draft.path_lens().flatten())
+    return kept.view(count, num_paths).argmax(dim=1)
+
+
+def _lines(draft: Draft) -> Tensor:
+    """[R, paths, depth + 1] int64: of the logits of a row's newest token and nodes those along each path; the first
+    behind its end."""
+    assert draft.paths is not None
+    nodes = draft.paths.clamp(min=-1) + 1
+    return torch.cat((torch.zeros_like(nodes[:, :, :1]), nodes), dim=2)
+
+
+def _gather(logits: Tensor, lines: Tensor) -> Tensor:
+    """[R, n, V]: the lines [R, n] of logits [R, nodes + 1, V]."""
+    starts = torch.arange(len(logits), device=logits.device).unsqueeze(1) * logits.shape[1]
+    return logits.flatten(0, 1).index_select(0, (lines + starts).flatten()).view(*lines.shape, -1)
+
+
+def _pick(of_paths: Tensor, path: Tensor) -> Tensor:
+    """[R, n]: of each row what one of its paths [R] has, of_paths [R, paths, n]."""
+    return of_paths.gather(1, path.view(-1, 1, 1).expand(-1, 1, of_paths.shape[2])).squeeze(1)
 
 
 def accepted_paths(draft: Draft, verdict: Verdict) -> Tensor:
@@ -80,6 +131,17 @@ def accepted_paths(draft: Draft, verdict: Verdict) -> Tensor:
     is_gained = torch.arange(draft.depth, device=gained.device) < (verdict.num_tokens[:count] - 1).view(-1, 1, 1)
     same = (path_tokens(draft) == gained) & is_gained & (draft.paths >= 0)
     return same.to(torch.int64).cumprod(dim=2).sum(dim=2).argmax(dim=1)
+
+
+def last_nodes(draft: Draft, verdict: Verdict) -> Tensor:
+    """[rows] int64: of each row of `draft`, of its newest token and the tokens of its draft the one behind which the
+    target chose the last token that the row has gained: 0 where nothing of the draft is kept."""
+    kept = (verdict.num_tokens[: draft.tokens.shape[0]] - 1).clamp(min=0)
+    if draft.paths is None:
+        return kept
+    path = _pick(draft.paths, accepted_paths(draft, verdict))
+    nodes = path.gather(1, (kept - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+    return torch.where(kept > 0, nodes + 1, 0)
 
 
 def path_tokens(draft: Draft) -> Tensor:

@@ -8,19 +8,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from trtrun.configuration.config import ModelSection, RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.model_sections import ModelSection
+from trtrun.models.heads import HeadsPlan
 
 
-def kinds_of_kernels(config: RuntimeConfig, parts: Iterable[tuple[str, ModelSection, int, int]]) -> list[object]:
+def kinds_of_kernels(
+    config: RuntimeConfig, parts: Iterable[tuple[str, ModelSection, int, int]], heads: HeadsPlan | None
+) -> list[object]:
     """Values whose `repr` tells one start of a rank from all that need other kernels or other memory.
 
     Args:
         config: of the job.
         parts: the rank's engines: role, section, and rank and size of the tensor-parallel group.
+        heads: that draft on the target's ranks; None without.
     """
     told = [
         (role, section.dtype, section.quantization, rank, size, Path(section.model, "config.json").read_bytes())
         for role, section, rank, size in parts
     ]
     sections = (config.speculation, config.kv_cache, config.scheduler)
-    return [*(section.model_dump_json() for section in sections), config.cuda_graphs, config.drafts_apart, *told]
+    of_heads = None if heads is None else [weight.parts for weight in heads.weights]
+    named = [section.model_dump_json() for section in sections]
+    return [*named, config.cuda_graphs, config.drafts_apart, of_heads, *told]

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from trtrun.configuration.config import ModelSection, RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS
+from trtrun.configuration.model_sections import ModelSection
 from trtrun.engine.draft_paths import PathSpace
 from trtrun.engine.working_memory import RoundShape, working_bytes
 from trtrun.kvcache.formats import KV_FORMATS
@@ -68,6 +69,7 @@ def path_space(config: RuntimeConfig, num_blocks: int) -> PathSpace:
         first_block=num_blocks,
         # A path begins anywhere in its first block, with the row's newest token.
         blocks_per_path=(size + config.draft_len - 1) // size + 1,
+        sizes=tuple(config.draft_size(length) for length in range(config.draft_len + 1)),
     )
 
 
@@ -89,6 +91,7 @@ def round_shape(config: RuntimeConfig, context: int) -> RoundShape:
         max_tokens=config.scheduler.max_num_tokens,
         draft_len=config.draft_len,
         max_paths=config.max_paths,
+        draft_nodes=config.draft_size(config.draft_len).nodes,
         max_seq_len=context if stored is None else min(context, stored),
         block_size=config.kv_cache.block_size,
         use_logits=config.speculation.use_logits and config.has_draft_engine,
@@ -129,6 +132,7 @@ def engine_working_bytes(
         graphs=config.cuda_graphs and device.type == "cuda",
         num_taps=len(target_taps(config, model)) if role == "target" else 0,
         has_plain_kv=KV_FORMATS.get(config.kv_cache.dtype).is_plain,
+        num_heads=config.draft_len if role == "target" and config.heads is not None else 0,
     )
 
 

@@ -7,15 +7,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trtrun.configuration.config import ModelSection, RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import DraftModelSection
+from trtrun.configuration.model_sections import ModelSection
 from trtrun.errors import ConfigError
 from trtrun.models.config import ModelConfig, read_model_config
+from trtrun.models.heads import HeadsPlan, read_heads
 
 
 def resolve_dtype_name(section: ModelSection, config: ModelConfig) -> str:
     """Name of the dtype to compute in: the section's, or the checkpoint's for `auto`."""
     return config.checkpoint_dtype if section.dtype == "auto" else section.dtype
+
+
+def read_target_heads(config: RuntimeConfig, model: ModelConfig) -> HeadsPlan | None:
+    """The heads that draft on the target's ranks; None where the method has none.
+
+    Raises:
+        CheckpointError: there are none in their directory, or they do not fit the target.
+    """
+    if config.heads is None:
+        return None
+    return read_heads(config.speculation.method, config.heads.model, model, config.draft_len)
 
 
 def target_context(config: RuntimeConfig, model: ModelConfig) -> int:

@@ -142,7 +142,7 @@ def _has_prompt(limits: SchedulerLimits, length: int) -> bool:
 
 def _measured_rows(limits: SchedulerLimits) -> Iterator[int]:
     """Numbers of rows that a round has room for."""
-    of_row = 1 + limits.draft_len * limits.max_paths
+    of_row = limits.num_verified(limits.draft_len)
     return takewhile(lambda rows: rows * of_row <= limits.max_num_tokens, _numbers_of_rows(limits.max_batch_size))
 
 

@@ -19,7 +19,8 @@ from parallel.errors import ParallelError
 from parallel.groups import Groups
 from parallel.topology import Slot, Topology
 from parallel.watchdog.activity import Activity, Phase
-from trtrun.configuration.config import ModelSection, RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.model_sections import ModelSection
 from trtrun.core.outputs import RankReport
 from trtrun.engine.runner import Engine
 from trtrun.errors import CheckpointError, ConfigError, TrtrunError
@@ -33,7 +34,8 @@ from trtrun.kvcache.sizing import (
     tokens_of_blocks,
 )
 from trtrun.models.config import ModelConfig, read_model_config
-from trtrun.models.loading import load_model, shard_bytes
+from trtrun.models.heads import HEADS_FILES
+from trtrun.models.loading import LoadReport, heads_bytes, load_heads, load_model, shard_bytes
 from trtrun.models.model_files import hash_model_files
 from trtrun.models.weight_check import choose_default
 from trtrun.roles.round import Worker
@@ -48,7 +50,7 @@ from trtrun.start.memory_requirements import (
     resolve_dtype,
     round_shape,
 )
-from trtrun.start.model_settings import target_context
+from trtrun.start.model_settings import read_target_heads, target_context
 from trtrun.start.worker_factory import WorkerFactory
 
 Progress = Callable[[int, int], None]
@@ -85,6 +87,9 @@ class RankStartup:
         self._target_config = read_model_config(config.target.model)
         self._draft_config = read_model_config(config.draft.model) if config.draft is not None else None
         self._context = target_context(config, self._target_config)
+        self._heads_plan = read_target_heads(config, self._target_config) if groups.target is not None else None
+        self._heads: object | None = None
+        self._heads_report = LoadReport(0, 0)
         self._engines: dict[str, LoadedEngine] = {}
         self._made = EngineMaker(
             config,
@@ -111,7 +116,7 @@ class RankStartup:
         self._activity.start(Phase.WEIGHTS)
         num_ranks = len(self._topology.slots_of_host(self._slot.host))
         parts = [(role, section, group.rank, group.size) for role, section, _, group in self._parts()]
-        self._kernels = KernelsAhead(kinds_of_kernels(self._config, parts), self._device, num_ranks)
+        self._kernels = KernelsAhead(kinds_of_kernels(self._config, parts, self._heads_plan), self._device, num_ranks)
         try:
             try:
                 blocks = self._load_weights(progress)
@@ -183,6 +188,9 @@ class RankStartup:
             done += size
             model.on_layer = self._activity.advance
             self._engines[role] = LoadedEngine(model, loaded, communicator)
+            if role == "target" and self._heads_plan is not None:
+                self._heads, self._heads_report = load_heads(self._heads_plan, model, communicator, dtype)
+                progress(demand.shard_bytes, demand.shard_bytes)
         return blocks
 
     def _count_blocks(self, free_bytes: int, demand: SlotMemory) -> int:
@@ -241,6 +249,7 @@ class RankStartup:
             groups=self._groups,
             device=self._device,
             engines=engines,
+            heads=self._heads,
             num_blocks=num_blocks,
             target_vocab_size=self._target_config.vocab_size,
             activity=self._activity,
@@ -262,6 +271,8 @@ class RankStartup:
         for role, section, model, communicator in self._parts():
             dtype = resolve_dtype(section, model)
             weights += self._shard_bytes(section, model, communicator)
+            if role == "target" and self._heads_plan is not None:
+                weights += heads_bytes(self._heads_plan, communicator.rank, communicator.size, dtype)
             block += kv_bytes_per_block(self._config, model, communicator.size, dtype)
             working += engine_working_bytes(
                 self._config, self._context, role, section, model, communicator.rank, self._device
@@ -273,7 +284,8 @@ class RankStartup:
         return shard_bytes(model, communicator.rank, communicator.size, dtype, self._device, section.quantization)
 
     def _report(self, num_blocks: int) -> RankReport:
-        loaded = [engine.report for engine in self._engines.values()]
+        heads = self._heads_plan
+        loaded = [*(engine.report for engine in self._engines.values()), self._heads_report]
         models = [engine.model for engine in self._engines.values()]
         block_size = self._config.kv_cache.block_size
         free, total = torch.cuda.mem_get_info(self._device) if self._device.type == "cuda" else (0, 0)
@@ -289,7 +301,8 @@ class RankStartup:
             kv_tokens=tokens_of_blocks(num_blocks, block_size),
             kernels="+".join(sorted({operations_of(model.device.type).name(model.dtype) for model in models})),
             files_hash="+".join(
-                hash_model_files(section.model, section.load_format != "dummy") for _, section, _, _ in self._parts()
+                [hash_model_files(section.model, section.load_format != "dummy") for _, section, _, _ in self._parts()]
+                + ([hash_model_files(heads.files.path, single_files=HEADS_FILES)] if heads is not None else [])
             ),
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             device_used_bytes=total - free,

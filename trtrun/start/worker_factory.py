@@ -37,6 +37,7 @@ class WorkerFactory:
         groups: its communicators.
         device: of its engines.
         engines: by role.
+        heads: of the method, on a rank that holds the target; None without.
         num_blocks: blocks of every KV store, but for those of guesses.
         target_vocab_size: padding included.
         activity: where the process says what it is doing.
@@ -49,6 +50,7 @@ class WorkerFactory:
     groups: Groups
     device: torch.device
     engines: Mapping[str, Engine]
+    heads: object | None
     num_blocks: int
     target_vocab_size: int
     activity: Activity
@@ -84,6 +86,7 @@ class WorkerFactory:
             guess_space(config, self.num_blocks) if is_apart else None,
             guess_steps(config) if is_apart else (),
             mask_token(config),
+            heads=self.heads,
         )
         return DRAFTERS.get(config.speculation.method)(place)
 

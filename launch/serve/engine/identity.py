@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.models.heads import HEADS_FILES
 from trtrun.models.model_files import hash_model_files
 from trtrun.tokens.text import hash_tokenizer_files
 
@@ -26,4 +27,6 @@ def hash_files(config: RuntimeConfig) -> dict[str, str]:
         for name, section in sections.items()
         if section is not None
     }
+    if config.heads is not None:
+        hashes["the heads"] = hash_model_files(config.heads.model, single_files=HEADS_FILES)
     return hashes | {"the tokenizer": hash_tokenizer_files(config.tokenizer or config.target.model)}

@@ -108,7 +108,7 @@ class Ready(_Message, frozen=True, tag="ready"):
 
     version: str
     config_hash: str
-    limits: dict[str, int | bool | None]
+    limits: dict[str, int | bool | tuple[int, ...] | None]
     memory: dict[str, int] = {}
     files: dict[str, str] = {}
 

@@ -282,7 +282,7 @@ class Families(Collector):
         blocks = limits.get("num_blocks")
         told = {
             "block_size": limits.get("block_size"),
-            "num_gpu_blocks": blocks - 1 if blocks else None,  # one of them pads
+            "num_gpu_blocks": blocks - 1 if isinstance(blocks, int) else None,  # one of them pads
             "enable_prefix_caching": limits.get("enable_block_reuse"),
         }
         family = GaugeMetricFamily(

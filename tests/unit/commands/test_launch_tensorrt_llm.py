@@ -7,7 +7,14 @@ from pathlib import Path
 import click
 import pytest
 
-from launch.tensorrt_llm import make_runtime_config, mend_words, parse_arguments, parse_draft_config
+from launch.tensorrt_llm import (
+    make_runtime_config,
+    mend_words,
+    parse_arguments,
+    parse_draft_config,
+    parse_medusa_choices,
+)
+from trtrun.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -85,3 +92,31 @@ def test_what_is_not_supported_is_refused(extra: list[str], said: str) -> None:
     with pytest.raises(click.UsageError) as raised:
         parse_arguments([*WORDS, *extra])
     assert said in raised.value.message
+
+
+@pytest.mark.parametrize("written", ["[[0],[0, 0],[1]]", "\u201c[[0], [0,0], [1]]\u201d", "mc_sim_7b_63"])
+def test_medusa_choices_are_a_tree_of_heads_beside_the_target_or_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    for name in ("target", "heads"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    beside = make_runtime_config(parse_arguments([*WORDS, "--medusa_choices", written]), has_gpu=False)
+    apart = make_runtime_config(
+        parse_arguments([*WORDS, f"--medusa_choices={written}", "--draft_engine_dir=heads"]), has_gpu=False
+    )
+    for config, name in ((beside, "target"), (apart, "heads")):
+        assert config.heads is not None and config.heads.model == tmp_path / name and config.draft is None
+        assert (config.draft_len, config.draft_nodes[-1]) == ((4, 63) if "mc" in written else (2, 3))
+
+
+def test_medusa_choices_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "target").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for text in ("exit()", "[[0]", "5", "", "[[0] for _ in [0]]"):
+        with pytest.raises(click.UsageError, match="write paths of ranks"):
+            parse_medusa_choices(text)
+    with pytest.raises(click.UsageError, match="are two methods"):
+        parse_arguments([*WORDS, *DRAFT, "--medusa_choices", "mc_sim_7b_63"])
+    with pytest.raises(ConfigError, match="there is no tree 'mc_sim'"):
+        make_runtime_config(parse_arguments([*WORDS, "--medusa_choices", "mc_sim"]), has_gpu=False)

@@ -91,7 +91,10 @@ def test_bad_devices_are_refused(folder: Path, devices: str) -> None:
         ("speculation.draft_len=33", "speculation.draft_len"),
         ("speculation.draft_len=true", "speculation.draft_len: must be a number, not true"),
         ("speculation.draft_len=4.5", "speculation.draft_len"),
-        ("speculation.method=medusa", "speculation.method: unknown method 'medusa' (known: draft_target, ngram, none)"),
+        (
+            "speculation.method=jacobi",
+            "speculation.method: unknown method 'jacobi' (known: draft_target, medusa, ngram",
+        ),
         ("target.dtype=fp8", "target.dtype"),
         ("target.quantisation=fp8", "target.quantisation: unknown key (did you mean 'quantization'?)"),
         ("draft.quantisation=int8", "draft.quantisation: unknown key (did you mean 'quantization'?)"),

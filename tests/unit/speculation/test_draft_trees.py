@@ -14,10 +14,13 @@ from gpus import needs_gpu
 from pipelines import Reference, make_llm, prompt_of, tokens_of
 
 from trtrun import LLM, SamplingParams
-from trtrun.core.nouns import Draft, Verdict
+from trtrun.core.nouns import Draft, RowAdmission, Verdict
 from trtrun.core.outputs import RequestOutput
 from trtrun.errors import ConfigError
-from trtrun.speculation.trees import accepted_paths
+from trtrun.sampling import pieces
+from trtrun.sampling.row_sampling import RowSampling
+from trtrun.speculation.trees import accepted_paths, path_tokens, verify_paths
+from trtrun.speculation.verify import verify
 
 COUNT = 40
 DRAFT_LEN = 4
@@ -144,6 +147,74 @@ def test_the_path_that_a_row_goes_on_with_is_what_it_gained() -> None:
         assert accepted_paths(draft, verdict).tolist() == [expected, 1]
     short = Draft(tokens, torch.tensor([1, -1]), paths=paths)
     assert short.path_lens().tolist() == [[1, 1, 1], [0, 0, 0]], "a tree is cut off where its row's draft is"
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [{}],
+        [{"temperature": 0.9}, {}],
+        [{"temperature": 0.9, "top_k": 9, "top_p": 0.9, "logprobs": 2}],
+        [
+            {"repetition_penalty": 3.0},
+            {"temperature": 0.8},
+            {"temperature": 0.5, "frequency_penalty": 2.0, "logprobs": 1},
+        ],
+    ],
+)
+@pytest.mark.parametrize("most_elements", [1, 1 << 24])
+def test_the_verdict_is_that_of_the_path_that_keeps_most(
+    kinds: list[dict[str, Any]], most_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether nodes are looked at once or paths one by one, and however many rows at a time."""
+    monkeypatch.setattr(pieces, "MOST_ELEMENTS", most_elements)
+    rows, num_paths, depth, vocab_size = len(kinds) * 30, 6, 4, 8
+    generator = torch.Generator().manual_seed(len(kinds))
+    sampling = RowSampling(rows, vocab_size, "cpu")
+    token_ids = torch.randint(vocab_size, (rows, 20), generator=generator, dtype=torch.int32)
+    lengths = torch.randint(3, 12, (rows,), generator=generator)
+    asked = [SamplingParams(seed=row, **kinds[row % len(kinds)]) for row in range(rows)]
+    tokens = token_ids.numpy()
+    sampling.admit([RowAdmission(row, row, tokens[row], 2, 0, False, one) for row, one in enumerate(asked)])
+    # Paths go through the nodes of their depth, and end anywhere; tokens repeat often.
+    width = 3 * depth
+    nodes = torch.randint(3, (rows, num_paths, depth), generator=generator) + 3 * torch.arange(depth)
+    ends = torch.randint(depth + 1, (rows, num_paths, 1), generator=generator)
+    paths = nodes.masked_fill(torch.arange(depth) >= ends, -1)
+    lens = torch.randint(-1, depth + 1, (rows,), generator=generator)
+    logits = torch.randn((rows, width + 1, vocab_size), generator=generator) * 4
+    draft = Draft(torch.randint(vocab_size, (rows, width), generator=generator), lens, paths=paths)
+    # A path is the start of the target's own text, as far as there are nodes for it.
+    for row in range(rows):
+        draft.tokens[row, paths[row, 0].clamp(min=0)] = logits[row].argmax(dim=1)[
+            [0, *(paths[row, 0, :-1] + 1).tolist()]
+        ]
+    listed = list(range(rows))
+    verdict = verify_paths(logits, sampling, listed, lengths, token_ids, draft, 20)
+    by_path = [
+        verify(
+            torch.stack([logits[row, [0, *(paths[row, path] + 1).tolist()]] for row in listed]),
+            sampling,
+            listed,
+            lengths,
+            token_ids,
+            path_tokens(draft)[:, path],
+            draft.path_lens()[:, path],
+            max_context=20,
+        )
+        for path in range(num_paths)
+    ]
+    gained = torch.stack([one.num_tokens for one in by_path])
+    best = gained.argmax(dim=0)
+    assert verdict.num_tokens.tolist() == gained.amax(dim=0).tolist() and int(gained.max()) > 2
+    assert verdict.tokens.tolist() == [by_path[path].tokens[row].tolist() for row, path in enumerate(best.tolist())]
+    assert verdict.draft_lens is not None and (verdict.draft_lens < 0).equal(lens < 0)
+    assert verdict.draft_lens.clamp(min=0).tolist() == draft.path_lens().amax(dim=1).tolist()
+    reporting = [row for row, one in enumerate(asked) if one.logprobs is not None]
+    assert (verdict.logprobs is None) == (not reporting)
+    if verdict.logprobs is not None:
+        expected = [by_path[best[row]].logprobs.values[place] for place, row in enumerate(reporting)]  # type: ignore[union-attr]
+        torch.testing.assert_close(verdict.logprobs.values, torch.stack(expected))
 
 
 def test_a_round_has_room_for_whole_trees(tmp_path: Path) -> None:

@@ -1,0 +1,74 @@
+"""The sections of the YAML file that name a model, or heads: which directory, on which devices.
+
+It knows names and types. What is in a directory is the business of `trtrun.models`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, model_validator
+
+from trtrun.configuration.device_lists import parse_devices
+from trtrun.configuration.launch_config import FilePath, Section
+
+LoadFormat = Literal["auto", "dummy"]
+"""Where weights come from: the safetensors of the model's directory, or nowhere (trtrun.models.dummy_weights)."""
+
+
+class ModelSection(Section):
+    """One engine: which checkpoint, on which devices (one tensor-parallel rank each), in which dtype.
+
+    Quantized weights take half the bytes of bfloat16 and are rounded as they are read. A quantized target is another
+    model than that of the files, and speculative output is its own, to the bit. Quantizing a draft costs a little
+    acceptance; greedy output stays the target's own.
+
+    Attributes:
+        model: directory in Hugging Face layout (safetensors), relative to the file or to the working directory;
+            `asset:target` and `asset:draft` are the shipped pair. Where hosts differ:
+            `{node1: /a/model, default: /b/model}`.
+        devices: in tensor-parallel order: `[0, 1]` GPUs, `["cpu:0", "cpu:1"]` CPU slots, `{node1: [0, 1]}` on hosts,
+            `{nodes: 2, gpus_per_node: 4}` from the Slurm allocation. A device of both engines is one process.
+        dtype: of weights, activations and KV; `auto` takes the checkpoint's.
+        load_format: `auto` reads safetensors. `dummy` makes weights up from config.json alone, for benchmarks of models
+            whose weights are not at hand; a draft gets the target's where names and shapes agree.
+        quantization: `fp8` rounds weights to E4M3, with a scale per output feature, and activations per token;
+            `fp8_weight_only` leaves activations as they are; `fp8_with_head` rounds the vocabulary head, too, which
+            makes small drafts faster; `int8` is for drafts alone.
+    """
+
+    model: FilePath
+    devices: Annotated[tuple[str, ...], BeforeValidator(parse_devices)]
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    load_format: LoadFormat = "auto"
+    quantization: str = "none"
+
+
+class HeadsSection(Section):
+    """What stands in `draft` where the method drafts with heads, which sit on the target's devices.
+
+    Attributes:
+        model: directory with the heads (safetensors).
+    """
+
+    model: FilePath
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_keys_of_models(cls, values: object) -> object:
+        foreign = [key for key in ModelSection.model_fields if key not in cls.model_fields]
+        found = next((key for key in foreign if isinstance(values, dict) and key in values), None)
+        if found is not None:
+            raise ValueError(
+                f"{found} does not go with a method with heads, which sit on the target's devices and compute in its "
+                "dtype: leave it out"
+            )
+        return values
+
+
+@dataclass(frozen=True)
+class OfHeads:
+    """What stands in `draft`, where it is for heads."""
+
+    values: object
