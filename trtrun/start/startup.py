@@ -243,7 +243,8 @@ class RankStartup:
             )
             for role, section, _, group in self._parts()
         ]
-        heads = None if self._heads_plan is None else [weight.parts for weight in self._heads_plan.weights]
+        held = self._heads_plan.weights if self._heads_plan is not None else ()
+        heads = [(part.name, part.shape) for weight in held for part in weight.parts]
         return [
             *(section.model_dump_json() for section in sections),
             config.cuda_graphs,

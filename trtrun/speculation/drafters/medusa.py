@@ -87,8 +87,9 @@ class MedusaDrafter(Drafter):
 
     @inference
     def warm_up(self) -> None:
-        """See Drafter: heads for numbers of rows that other kernels may serve."""
-        shape, count = self._shape(self._heads.num_heads), 1
+        """See Drafter: heads for numbers of rows that other kernels may serve, and the shapes of drafts."""
+        shapes, count = [self._shape(depth) for depth in range(1, self._heads.num_heads + 1)], 1
+        shape = shapes[-1]
         while True:
             logits = self._heads.logits(self._hidden[:count], self._heads.num_heads)
             ranked = self._empty(count, self._heads.num_heads, shape)
