@@ -19,6 +19,7 @@ from pipelines import make_llm, prompt_of, tokens_of
 from trtrun import LLM, SamplingParams
 from trtrun.core.nouns import Draft, HiddenStates, PrefillChunk, RoundPlan, RowAdmission, Step, Verdict
 from trtrun.sampling.row_sampling import RowSampling
+from trtrun.speculation.drafters import medusa as medusa_drafter
 from trtrun.speculation.drafters.medusa import MedusaDrafter
 from trtrun.speculation.trees import last_nodes, path_tokens
 
@@ -139,7 +140,8 @@ def test_sampled_rows_rank_with_the_targets_random_numbers(
     accepted = []
     for coupled in (True, False):
         if not coupled:
-            monkeypatch.setattr(RowSampling, "rank", staticmethod(lambda processed, *_: processed.topk(_[-1]).indices))
+            likeliest = lambda found, count: found.processed[:, 0].topk(count).indices  # noqa: E731
+            monkeypatch.setattr(medusa_drafter, "_best", likeliest)
         with make_llm(target, heads=folder, speculation=medusa(), scheduler=SCHEDULER) as llm:
             llm.generate(PROMPTS, sampling)
             accepted.append(llm.statistics()["num_accepted_draft_tokens"])
