@@ -13,12 +13,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from own_drafters import hidden_states
 from pipelines import Reference
 from safetensors.torch import load_file, save_file
 
+from trtrun.configuration.medusa_choices import ChoiceTree
+from trtrun.core.nouns import Draft, RoundPlan
+from trtrun.kernels.triton.sampling import columns
 from trtrun.sampling.random import Stream, gumbel
+from trtrun.speculation.drafters.medusa import MedusaDrafter
 
 LAYOUTS = ("fasterdecoding", "version 2", "whole model", "modelopt", "vllm", "vllm with prefix", "vllm shared")
 SHARED = ("version 2", "vllm shared")
@@ -131,3 +136,42 @@ def ranked(logits: torch.Tensor, count: int, temperature: float, seed: int, leng
     places = length + torch.arange(len(logits))
     noise = gumbel(torch.full_like(places, seed), places, Stream.TARGET, logits.shape[1])
     return (torch.log_softmax(logits / temperature, dim=1) + noise).topk(count, dim=1).indices
+
+
+def medusa(**options: Any) -> dict[str, Any]:
+    """The section of the method."""
+    return {"method": "medusa", **options}
+
+
+class Proposals:
+    """What was proposed: of each row and round its text, temperature and seed, and its draft."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[list[int], float, int, list[int], int]] = []
+        original = MedusaDrafter.propose
+
+        def propose(drafter: MedusaDrafter, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
+            draft = original(drafter, plan, probability_rows)
+            state: Any = drafter.rows
+            for index, row in enumerate(plan.decode_rows.tolist()):
+                text = state.token_ids[row, : int(state.lengths[row])].tolist()
+                temperature = float(state.sampling.numbers[row, columns.TEMPERATURE])
+                seed = int(state.sampling.integers[row, columns.SEED])
+                self.seen.append((text, temperature, seed, draft.tokens[index].tolist(), int(draft.draft_lens[index])))
+            return draft
+
+        patch.setattr(MedusaDrafter, "propose", propose)
+
+    def check(self, target: Path, heads: Heads, tree: ChoiceTree) -> int:
+        """Compare all of them with the heads in plain torch; returns how many drafts there were."""
+        reference, count = Reference(target), 0
+        for text, temperature, seed, tokens, draft_len in self.seen:
+            if draft_len <= 0:
+                continue
+            state = hidden_states(reference, text[:-1])[-1:, -1]
+            logits = heads.logits(state, reference.model.config.vocab_size)[0]
+            best = ranked(logits[: tree.depth], tree.num_ranks, temperature, seed, len(text)).tolist()
+            nodes = [node for node in tree.nodes if len(node) <= len(tree.nodes[len(tokens) - 1])]
+            assert tokens == [best[len(node) - 1][node[-1]] for node in nodes]
+            count += 1
+        return count

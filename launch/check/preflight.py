@@ -123,7 +123,8 @@ def check_visible_weights(
             continue
         if report.is_absent:
             reason = str(report.problem).removeprefix(f"{report.role}: ")
-            yield f"the {report.role}'s weights were not looked at, for they are not here: {reason}"
+            whose = "the heads'" if report.role == "heads" else f"the {report.role}'s"
+            yield f"{whose} weights were not looked at, for they are not here: {reason}"
         elif report.is_held:
             raise report.problem
         else:

@@ -28,6 +28,7 @@ def kinds_of_kernels(
         for role, section, rank, size in parts
     ]
     sections = (config.speculation, config.kv_cache, config.scheduler)
-    of_heads = None if heads is None else [weight.parts for weight in heads.weights]
+    held = heads.weights if heads is not None else ()
+    of_heads = [(part.name, part.shape) for weight in held for part in weight.parts]
     named = [section.model_dump_json() for section in sections]
     return [*named, config.cuda_graphs, config.drafts_apart, of_heads, *told]

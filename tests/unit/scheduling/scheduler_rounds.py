@@ -16,7 +16,7 @@ LIMITS = SchedulerLimits(
 )
 
 
-def with_limits(**changes: int | bool | None) -> SchedulerLimits:
+def with_limits(**changes: int | bool | tuple[int, ...] | None) -> SchedulerLimits:
     return dataclasses.replace(LIMITS, **changes)  # type: ignore[arg-type]
 
 

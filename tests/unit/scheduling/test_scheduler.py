@@ -66,6 +66,23 @@ def test_tight_budget_cuts_drafts_before_it_cuts_rows() -> None:
     assert schedule(scheduler).draft_lens.tolist() == [0, 0]
 
 
+def test_a_tree_counts_by_its_tokens_and_is_cut_where_a_round_has_no_room() -> None:
+    limits = with_limits(draft_nodes=(0, 10, 38, 61))
+    assert [limits.longest_draft(3, left) for left in (-4, 9, 10, 60, 61, 99)] == [0, 0, 1, 2, 3, 3]
+    assert limits.longest_draft(2, 99) == 2 and [limits.num_verified(length) for length in (0, 3)] == [1, 62]
+    assert [with_limits().longest_draft(3, left) for left in (-1, 2, 9)] == [0, 2, 3]
+    scheduler = Scheduler(limits)
+    start(scheduler, 4, 4)
+    plan = schedule(scheduler)
+    # 64 tokens: 62 of the first row, and one of the second, whose draft has no room.
+    assert plan.draft_lens.tolist() == [3, 0]
+    scheduler = Scheduler(with_limits(draft_nodes=(0, 10, 38, 61), max_num_tokens=51))
+    start(scheduler, 4, 4)
+    assert schedule(scheduler).draft_lens.tolist() == [2, 1]
+    with pytest.raises(ConfigError, match="draft_nodes must be of each number up to draft_len"):
+        with_limits(draft_nodes=(0, 10))
+
+
 def test_draft_len_stops_before_max_tokens_and_the_contexts_end() -> None:
     scheduler = Scheduler(LIMITS)
     start(scheduler, 5, max_tokens=4)

@@ -23,8 +23,9 @@ from trtrun.configuration.drafting_methods import MedusaSection
 from trtrun.configuration.medusa_choices import ChoiceTree
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.errors import ConfigError
-from trtrun.sampling.distributions import distributions_of
+from trtrun.sampling.distributions import Distributions, distributions_of
 from trtrun.sampling.likeliest import likeliest
+from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.given_drafts import GivenDrafts
 from trtrun.speculation.protocols import PositionHeads, Rows, TargetEngine
@@ -49,9 +50,9 @@ class _Shape:
     spine: Tensor
 
     @classmethod
-    def of(cls, tree: ChoiceTree, is_chain: bool, device: torch.device) -> _Shape:
-        """Of a whole tree."""
-        num_ranks, depth = tree.num_ranks, tree.depth
+    def of(cls, tree: ChoiceTree, num_ranks: int, is_chain: bool, device: torch.device) -> _Shape:
+        """Of a whole tree, with as many ranks of each head as it has, or more."""
+        depth = tree.depth
         picks = [(len(node) - 1) * num_ranks + node[-1] for node in tree.nodes]
         spine = next(path for path in tree.paths if len(path) == depth)
         padded = [[*path, *[-1] * (depth - len(path))] for path in tree.paths]
@@ -87,8 +88,9 @@ class MedusaDrafter(Drafter):
 
     @inference
     def warm_up(self) -> None:
-        """See Drafter: heads for numbers of rows that other kernels may serve."""
-        shape, count = self._shape(self._heads.num_heads), 1
+        """See Drafter: heads for numbers of rows that other kernels may serve, and the shapes of drafts."""
+        shapes, count = [self._shape(depth) for depth in range(1, self._heads.num_heads + 1)], 1
+        shape = shapes[-1]
         while True:
             logits = self._heads.logits(self._hidden[:count], self._heads.num_heads)
             ranked = self._empty(count, self._heads.num_heads, shape)
@@ -130,7 +132,9 @@ class MedusaDrafter(Drafter):
     def _shape(self, depth: int) -> _Shape:
         if depth not in self._shapes:
             tree = ChoiceTree.chain(depth) if self._tree is None else self._tree.cut(depth)
-            self._shapes[depth] = _Shape.of(tree, self._tree is None, self._hidden.device)
+            # Of all lengths the same number: kernels are compiled for it.
+            num_ranks = 1 if self._tree is None else self._tree.num_ranks
+            self._shapes[depth] = _Shape.of(tree, num_ranks, self._tree is None, self._hidden.device)
         return self._shapes[depth]
 
     def _empty(self, count: int, depth: int, shape: _Shape) -> Tensor:
@@ -149,9 +153,8 @@ class MedusaDrafter(Drafter):
             places = (self._rows.lengths.index_select(0, rows).unsqueeze(1) + steps).flatten()
             every = [row for row in listed for _ in range(plan.draft_len)]
             lines = logits.flatten(0, 1).unsqueeze(1)
-            ranked = distributions_of(self._rows.sampling, lines, every, places, self._rows.token_ids).rank(
-                shape.num_ranks
-            )
+            found = distributions_of(self._rows.sampling, lines, every, places, self._rows.token_ids)
+            ranked = _best(found, shape.num_ranks)
         return self._heads.share(ranked.view(len(listed), plan.draft_len, shape.num_ranks))
 
     def _rank_in_turn(self, plan: RoundPlan, listed: list[int], rows: Tensor, logits: Tensor, num_ranks: int) -> Tensor:
@@ -163,7 +166,7 @@ class MedusaDrafter(Drafter):
             found = distributions_of(
                 state.sampling, logits[:, step : step + 1], listed, where, state.token_ids, None, plan.max_context
             )
-            ranked.append(found.rank(num_ranks))
+            ranked.append(_best(found, num_ranks))
             # Scratch behind the row's length, which a verdict overwrites.
             state.token_ids[rows, where] = ranked[-1][:, 0].to(torch.int32)
         return torch.stack(ranked, dim=1)
@@ -190,6 +193,11 @@ class MedusaDrafter(Drafter):
             self._hidden.index_copy_(0, rows, torch.stack([tapped[-1, 0] for _, tapped in ended]))
             self._known.update(row for row, _ in ended)
         self._proposed = None
+
+
+def _best(found: Distributions, count: int) -> Tensor:
+    """[R, count] int64: what the target would choose from each of R lines, the best first."""
+    return found.rank(count) if count > 1 else found.choose(Stream.TARGET)
 
 
 @DRAFTERS.register("medusa")

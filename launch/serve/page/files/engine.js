@@ -101,7 +101,8 @@ export class Line {
 function tellMethod(speculation) {
   if (speculation.method === "none") return "plain decoding";
   const length = `up to ${speculation.draft_len} draft tokens a round`;
-  return speculation.method === "ngram" ? `prompt lookup, ${length}` : length;
+  const word = { ngram: "prompt lookup", medusa: "Medusa heads" }[speculation.method];
+  return word ? `${word}, ${length}` : length;
 }
 
 /** One engine's line: its ranks, by device. */
@@ -116,7 +117,8 @@ function describeEngine(role, status) {
     if (status.speculation.method === "none") return null;
     const told = document.createElement("p");
     told.className = "quiet";
-    told.textContent = "by the target's own ranks, from the text so far";
+    const source = status.speculation.method === "medusa" ? "with heads" : "from the text so far";
+    told.textContent = `by the target's own ranks, ${source}`;
     box.append(told);
     return box;
   }
