@@ -20,7 +20,7 @@ from trtrun.training.settings import OPTIMIZERS, PRECISIONS, TrainingSettings, o
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 SETTINGS: tuple[tuple[str, Any, str], ...] = (
-    ("num_tokens", int, "Tokens that one forward of the drafter is to propose."),
+    ("num_tokens", int, "Tokens that one forward of the drafter is to propose (medusa: heads)."),
     ("steps", int, "Optimizer steps; 0 takes --epochs."),
     ("epochs", float, "Passes over the data."),
     ("batch_size", int, "Rows of a step, over all ranks."),
@@ -58,7 +58,7 @@ def with_settings(command: Command) -> Command:
 
 @click.command("train-drafter", epilog=f"Exit status: {describe_exit_codes()}")
 @with_config
-@click.option("--method", default="pard", show_default=True, help="What is trained: pard.")
+@click.option("--method", default="pard", show_default=True, help="What is trained: pard or medusa.")
 @click.option(
     "--data",
     multiple=True,

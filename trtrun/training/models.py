@@ -55,6 +55,11 @@ class Target:
         self._model = load_model(path, dtype).to(device).eval().requires_grad_(False)
         self.vocab_size = int(self._model.config.vocab_size)
 
+    def head_weight(self) -> torch.Tensor:
+        """[vocabulary, hidden]: what makes logits of hidden states, in the target's dtype."""
+        weight: torch.Tensor = self._model.get_output_embeddings().weight
+        return weight.detach()
+
     def read(self, text: torch.Tensor) -> TargetOutput:
         """Run [rows, length] int64 tokens. Padding behind a row does not change it: the target looks back only."""
         with torch.no_grad():

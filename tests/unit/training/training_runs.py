@@ -38,6 +38,11 @@ SMALL: dict[str, Any] = {
 }
 
 
+def small_settings(**changes: Any) -> TrainingSettings:
+    """SMALL with changes."""
+    return TrainingSettings(**{**SMALL, **changes})
+
+
 def make_pair(folder: Path) -> tuple[Path, Path]:
     """A target, and a draft of its first layer in bfloat16."""
     target = make_checkpoint(folder / "target", seed=1, num_hidden_layers=3, vocab_size=VOCABULARY)
@@ -70,14 +75,14 @@ def rows_of(data: Path) -> Sequence[DataRow]:
 
 def make_method(target: Path, draft: Path, **changes: Any) -> PardMethod:
     """The method with its drafter."""
-    settings = TrainingSettings(**{**SMALL, **changes})
+    settings = small_settings(**changes)
     teacher = Target(target, CPU) if settings.divergence else None
     return PardMethod(MethodContext(settings, CPU, teacher, target, VOCABULARY, draft))
 
 
 def make_loop(target: Path, draft: Path, data: Path, output: Path, **changes: Any) -> tuple[PardMethod, TrainingLoop]:
     """A run on one rank."""
-    settings = TrainingSettings(**{**SMALL, **changes})
+    settings = small_settings(**changes)
     method = make_method(target, draft, **changes)
     rows = read_data([data], settings.max_length, settings.heldout_rows, VOCABULARY, settings.seed)
     communicator = open_communicator(CPU, None, "training")

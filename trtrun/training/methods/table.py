@@ -80,6 +80,7 @@ class Method:
 
 METHODS: dict[str, Method] = {
     "pard": Method("trtrun.training.methods.pard", needs_target=lambda settings: settings.divergence > 0),
+    "medusa": Method("trtrun.training.methods.medusa", needs_target=lambda settings: True),
 }
 """All methods by name."""
 
