@@ -17,6 +17,9 @@ SERVE = [
     "tritonclient[grpc]>=2.60,<3",  # Triton's protocol files, with the grpcio and protobuf that fit them
 ]
 
+# What `trtrun train-drafter` learns with; launch/train/checks.py says which of it is missing.
+TRAIN = ["transformers>=5,<6"]
+
 setup(
     name="trtrun",
     version="0.1.0",
@@ -49,6 +52,7 @@ setup(
     ],
     extras_require={
         "serve": SERVE,
+        "train": TRAIN,
         "cuda12": ["cupy-cuda12x>=13.6", "nvidia-nccl-cu12>=2.27"],
         "cuda13": ["cupy-cuda13x>=13.6", "nvidia-nccl-cu13>=2.27"],
         "test": [
@@ -56,7 +60,7 @@ setup(
             "pytest-mpi>=0.6",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
-            "transformers>=5,<6",
+            *TRAIN,
             "hypothesis>=6.100",
             "ruff>=0.11",
             "mypy>=1.15",

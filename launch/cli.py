@@ -17,11 +17,13 @@ import click
 
 from launch.commands.bench import bench
 from launch.commands.check import check
+from launch.commands.generate_data import generate_data
 from launch.commands.merge import merge
 from launch.commands.plan import plan
 from launch.commands.run import run
 from launch.commands.serve import serve, serve_engine
 from launch.commands.slurm import cancel, status, submit
+from launch.commands.train_drafter import train_drafter
 from launch.commands.warm_up import warm_up
 from launch.exit_codes import ExitCode, FailedError, describe_exit_codes, status_of_signal
 from launch.logs import FILE_ONLY
@@ -47,7 +49,10 @@ def cli() -> None:
     """Lossless speculative decoding of large language models over MPI."""
 
 
-for _command in (run, serve, serve_engine, merge, plan, check, warm_up, submit, status, cancel, bench):
+for _command in (
+    *(run, serve, serve_engine, merge, plan, check, warm_up, submit, status, cancel, bench),
+    *(generate_data, train_drafter),
+):
     cli.add_command(_command)
 
 
@@ -138,7 +143,8 @@ def leave(status: int) -> NoReturn:
         join_world()
     if status and "mpi4py.MPI" in sys.modules:
         abort.abort_at_exit(status)
-    gc.freeze()  # else Python looks through all of torch again before it ends: a third of a second
+    if "triton" not in sys.modules:  # whose bindings would tell all that is frozen as leaks, on stderr
+        gc.freeze()  # else Python looks through all of torch again before it ends: a third of a second
     sys.exit(status)
 
 

@@ -114,7 +114,7 @@ def read_input(options: RunOptions) -> InputRows:
         ConfigError: no prompt at all, or the file cannot be read.
         InvalidRequestError: a sampling option is outside its range.
     """
-    return InputRows(options.prompts, options.prompts_file, options.sampling, options.part)
+    return InputRows(options.prompts, options.prompts_file, options.sampling, options.part, options.sampled)
 
 
 @contextmanager

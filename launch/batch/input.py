@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO
 
-from launch.batch.options import Part
+from launch.batch.options import Part, SampledShare
 from launch.batch.rows import LONGEST_LINE, PromptRow, is_blank, read_line, read_prompt
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError
@@ -49,6 +49,7 @@ class InputRows:
         prompts_file: JSON lines file whose rows follow.
         defaults: sampling parameters for rows that do not name them.
         part: the share of the rows to read, under the indexes of the whole.
+        sampled: of training data: which rows are sampled; what it says comes before the defaults.
 
     Raises:
         ConfigError: there is no row at all, or the file cannot be read more than once.
@@ -61,11 +62,13 @@ class InputRows:
         prompts_file: Path | None = None,
         defaults: Mapping[str, object] | None = None,
         part: Part | None = None,
+        sampled: SampledShare | None = None,
     ) -> None:
         self._prompts = prompts
         self._file = prompts_file
         self._defaults = defaults or {}
         self._part = part
+        self._sampled = sampled
         self._sampling = SamplingParams.from_mapping(self._defaults)
         if prompts_file is not None:
             self._check_file(prompts_file)
@@ -101,14 +104,18 @@ class InputRows:
             ConfigError: the file cannot be read any more, or has fewer rows than before.
         """
         num_input_rows = None if self._part is None else self._total
+        is_data = self._sampled is not None
         for row in self._read(is_wanted):
-            yield row if num_input_rows is None else replace(row, num_input_rows=num_input_rows)
+            if num_input_rows is None and not is_data:
+                yield row
+            else:
+                yield replace(row, num_input_rows=num_input_rows, is_data=is_data)
 
     def _read(self, is_wanted: Callable[[int], bool]) -> Iterator[PromptRow]:
         indexes = self.indexes
         for index, prompt in enumerate(self._prompts[: indexes.stop]):
             if index in indexes and is_wanted(index):
-                yield read_prompt(index, prompt, self._defaults, self._sampling)
+                yield read_prompt(index, prompt, *self._defaults_of(index))
         if self._file is None or indexes.stop <= max(indexes.start, len(self._prompts)):
             return
         index = len(self._prompts)
@@ -117,11 +124,17 @@ class InputRows:
                 if is_blank(line):
                     continue
                 if index in indexes and is_wanted(index):
-                    yield read_line(index, number, line, self._defaults)
+                    yield read_line(index, number, line, self._defaults_of(index)[0])
                 index += 1
                 if index == indexes.stop:
                     return
         raise ConfigError(f"the prompts file {self._file} has fewer rows than when the run began: leave it as it was")
+
+    def _defaults_of(self, index: int) -> tuple[Mapping[str, object], SamplingParams | None]:
+        """What a row takes that names nothing, and the parameters that this makes where they are known already."""
+        if self._sampled is None:
+            return self._defaults, self._sampling
+        return {**self._defaults, **self._sampled.sampling_of(index)}, None
 
     def _check_file(self, path: Path) -> None:
         with self._open(path) as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,27 @@ class Part:
 
 
 @dataclass(frozen=True)
+class SampledShare:
+    """Which rows of `trtrun generate-data` are sampled, each by a seed of its own; the others are greedy.
+
+    Attributes:
+        share: of the rows that are sampled, from 0 to 1, spread evenly over the input.
+        temperature: of these.
+        seed: of row 0; each row behind has the next.
+    """
+
+    share: float
+    temperature: float
+    seed: int
+
+    def sampling_of(self, index: int) -> dict[str, object]:
+        """The parameters of a row that does not name its own."""
+        if math.floor((index + 1) * self.share) == math.floor(index * self.share):
+            return {"temperature": 0.0}
+        return {"temperature": self.temperature, "seed": self.seed + index}
+
+
+@dataclass(frozen=True)
 class RunOptions:
     """Prompts, outputs and sampling.
 
@@ -42,6 +64,8 @@ class RunOptions:
         sampling: sampling parameters for all rows that do not name their own.
         resume: go on from the rows that an earlier run finished in `output`.
         part: run this share of the rows only.
+        sampled: of training data: which rows are sampled. Output rows then hold the prompt's tokens, too, and how they
+            were sampled.
     """
 
     prompts: Sequence[str] = ()
@@ -50,6 +74,7 @@ class RunOptions:
     sampling: Mapping[str, object] = field(default_factory=dict)
     resume: bool = False
     part: Part | None = None
+    sampled: SampledShare | None = None
 
     @property
     def keeps_rows(self) -> bool:

@@ -45,6 +45,7 @@ class PromptRow:
         error: why the row is refused, else None.
         line: number of its line in its file, counted from 1; None for a prompt of the command line.
         num_input_rows: rows of the whole input, where only a part of it runs; its output row tells `trtrun merge`.
+        is_data: whether its output row is training data, which holds the prompt's tokens and how it was sampled.
     """
 
     index: int
@@ -54,6 +55,7 @@ class PromptRow:
     error: str | None = None
     line: int | None = None
     num_input_rows: int | None = None
+    is_data: bool = False
 
     @property
     def name(self) -> str:
@@ -204,7 +206,7 @@ def output_row(prompt: PromptRow, output: RequestOutput) -> dict[str, object]:
     row: dict[str, object] = {"index": prompt.index, **fields_, "error": None, "input_hash": prompt.input_hash}
     if len(output.completions) > 1:
         row["completions"] = [_completion_fields(completion) for completion in output.completions]
-    return row | _part_fields(prompt)
+    return row | _data_fields(prompt, output) | _part_fields(prompt)
 
 
 def refused_row(prompt: PromptRow, error: str) -> dict[str, object]:
@@ -224,6 +226,17 @@ def refused_row(prompt: PromptRow, error: str) -> dict[str, object]:
         "error": cut_text(error, MOST_OF_AN_ERROR),
         "input_hash": prompt.input_hash,
         **_part_fields(prompt),
+    }
+
+
+def _data_fields(prompt: PromptRow, output: RequestOutput) -> dict[str, object]:
+    """What a row of training data has beside that of a run."""
+    if not prompt.is_data or prompt.sampling is None:
+        return {}
+    return {
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "temperature": prompt.sampling.temperature,
+        "seed": prompt.sampling.seed,
     }
 
 

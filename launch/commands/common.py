@@ -10,12 +10,14 @@ from typing import Any, TypeVar
 
 import click
 
+from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS
+from trtrun.configuration.topology import make_topology
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-STARTERS = ("run", "bench", "check", "serve", "serve_engine", "warm_up")
+STARTERS = ("run", "generate_data", "train_drafter", "bench", "check", "serve", "serve_engine", "warm_up")
 """Commands that start ranks, and so have logs."""
 
 _VERBOSITY = "verbosity"
@@ -73,7 +75,13 @@ def with_config(command: Command) -> Command:
     return command
 
 
-def load(path: Path, overrides: Sequence[str], speculation: str | None, is_front: bool = False) -> RuntimeConfig:
+def load(
+    path: Path,
+    overrides: Sequence[str],
+    speculation: str | None,
+    is_front: bool = False,
+    place_ranks: Callable[[RuntimeConfig], Topology] = make_topology,
+) -> RuntimeConfig:
     """The configuration of this run, the same on every rank. Inside a command that starts ranks, logging begins here.
 
     Args:
@@ -81,6 +89,7 @@ def load(path: Path, overrides: Sequence[str], speculation: str | None, is_front
         overrides: `key=value` texts.
         speculation: the method, where an option of its own names it.
         is_front: whether this process is the front of a server, and so never a rank.
+        place_ranks: who sits where.
 
     Raises:
         TrtrunError: one line that names the file and the key, or the log file that cannot be written.
@@ -92,14 +101,14 @@ def load(path: Path, overrides: Sequence[str], speculation: str | None, is_front
     context = click.get_current_context(silent=True)
     options = context.meta if context is not None else {}
     if _VERBOSITY not in options:
-        return load_run_config(path, [*overrides, *extra], check_slurm_section)
+        return load_run_config(path, [*overrides, *extra], check_slurm_section, place_ranks)
     if options[_LOG_DIRECTORY] is not None:
         extra.append(f"launch.log_directory={json.dumps(options[_LOG_DIRECTORY])}")
     from launch.logs import quiet_libraries
 
     quiet_libraries(options[_VERBOSITY])
-    config = load_run_config(path, [*overrides, *extra], check_slurm_section)
-    _begin_log(path, config, options[_VERBOSITY], is_front)
+    config = load_run_config(path, [*overrides, *extra], check_slurm_section, place_ranks)
+    _begin_log(path, config, place_ranks(config), options[_VERBOSITY], is_front)
     return config
 
 
@@ -114,13 +123,11 @@ def shared_options(overrides: Sequence[str], speculation: str | None) -> list[st
     return words
 
 
-def _begin_log(path: Path, config: RuntimeConfig, verbosity: int, is_front: bool) -> None:
+def _begin_log(path: Path, config: RuntimeConfig, topology: Topology, verbosity: int, is_front: bool) -> None:
     from launch.logs import find_front, find_speaker, set_up_logging
     from launch.placement.allocation import find_local
     from parallel.mpi_rank import find_mpi_rank
-    from trtrun.configuration.topology import make_topology
 
-    topology = make_topology(config)
     speaker = find_front() if is_front else find_speaker(topology, find_mpi_rank())
     # A launcher on another host than the ranks' need not have their directory.
     has_directory = is_front or speaker.rank is not None or find_local(topology.hosts) is not None

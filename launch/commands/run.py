@@ -48,6 +48,11 @@ def run(
         raise click.UsageError("nothing to do: give --prompt TEXT or --prompts FILE.jsonl")
     if resume and output in (None, "-"):
         raise click.UsageError("--resume needs --output FILE.jsonl, the file to go on with")
+    return run_rows(config_path, overrides, speculation, options)
+
+
+def run_rows(config_path: Path, overrides: Sequence[str], speculation: str | None, options: RunOptions) -> int:
+    """This process's part of a run of rows, and what becomes of it when a signal asks for an early end."""
     drain = Drain()
     if not options.keeps_rows:
         with ending_at_once():

@@ -80,7 +80,8 @@ def submit(
 
     inner = parse_inner(words, config_path, overrides)
     changes = {name: value for name, value in settings.items() if value is not None}
-    job = make_job(inner, read_resources(config_path, inner.overrides, changes), config_path, overrides, array)
+    resources = read_resources(config_path, inner.overrides, changes, inner.place_ranks)
+    job = make_job(inner, resources, config_path, overrides, array)
     script = render_script(job)
     if dry_run:
         print(script, end="")

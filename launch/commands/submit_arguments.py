@@ -17,17 +17,33 @@ from launch.batch.merge import part_path
 from launch.batch.options import Part, RunOptions
 from launch.commands.bench import bench
 from launch.commands.check import check
+from launch.commands.generate_data import data_options, generate_data
 from launch.commands.merge import merge
 from launch.commands.prompts import given_sampling
 from launch.commands.run import run
 from launch.commands.serve import check_extra, check_served, serve, server_overrides
+from launch.commands.train_drafter import train_drafter, train_options
 from launch.slurm.resources import SlurmResources
 from launch.slurm.script import Array, BatchJob, Word, part_output
+from launch.train.job import place_training_ranks
+from parallel.topology import Topology
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.topology import make_topology
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import ConfigError, nearest
 
-COMMANDS: dict[str, click.Command] = {"run": run, "bench": bench, "check": check, "serve": serve}
+COMMANDS: dict[str, click.Command] = {
+    "run": run,
+    "bench": bench,
+    "check": check,
+    "serve": serve,
+    "generate-data": generate_data,
+    "train-drafter": train_drafter,
+}
 """What may be submitted."""
+
+OF_ROWS = ("run", "generate-data")
+"""Those that keep output rows."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,10 @@ class Inner:
         speculation = self.parameters.get("speculation")
         extra = [] if speculation is None else [f"speculation.method={speculation}"]
         return [*self.parameters["overrides"], *server_overrides(self.parameters), *extra]
+
+    def place_ranks(self, config: RuntimeConfig) -> Topology:
+        """Who sits where when the command runs."""
+        return place_training_ranks(config) if self.name == "train-drafter" else make_topology(config)
 
 
 def parse_inner(words: Sequence[str], config_path: Path, overrides: Sequence[str]) -> Inner:
@@ -83,13 +103,18 @@ def make_job(
         click.UsageError: options that do not fit together.
     """
     start = [inner.name, *_config_words(config_path, overrides)]
-    if inner.name != "run":
-        if array is not None:
-            raise click.UsageError(f"--array splits the rows of `run`; {inner.name} has none")
+    if array is not None and inner.name != "run":
+        other = "; submit its --part" if inner.name == "generate-data" else f"; {inner.name} has none"
+        raise click.UsageError(f"--array splits the rows of `run`{other}")
+    if inner.name == "train-drafter":
+        _check_training(inner, resources)
+        resume = () if inner.parameters["resume"] else ("--resume",)
+        return BatchJob(resources, [*start, *inner.rest, *resume], Path.cwd())
+    if inner.name not in OF_ROWS:
         if inner.name == "serve":
             _check_serve(resources)
         return BatchJob(resources, [*start, *inner.rest], Path.cwd(), is_server=inner.name == "serve")
-    options = run_options(inner.parameters)
+    options = run_options(inner.parameters) if inner.name == "run" else data_options(inner.parameters)
     rows = _check_run(options, resources, array, [*start, *inner.rest])
     output = Path(options.output).resolve() if options.output is not None and options.keeps_rows else None
     if output is None:
@@ -158,6 +183,15 @@ def _check_serve(resources: SlurmResources) -> None:
     if resources.has_local_models:
         check_served(resources.config)
         _check_weights(resources)
+
+
+def _check_training(inner: Inner, resources: SlurmResources) -> None:
+    """Raise for what `trtrun train-drafter --resume` would refuse."""
+    from launch.train.checks import check_training
+
+    options = train_options({**inner.parameters, "resume": True})
+    if resources.has_local_models:
+        check_training(resources.config, options)
 
 
 def _check_weights(resources: SlurmResources) -> None:

@@ -25,6 +25,7 @@ from launch.placement.devices import (
 )
 from launch.placement.rank_problems import agree_on
 from parallel.mpi_rank import MpiRank, find_mpi_rank
+from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig, make_config, read_values
 from trtrun.configuration.device_lists import host_of, is_counts
 from trtrun.configuration.topology import make_topology
@@ -35,7 +36,12 @@ DEFAULT_HOST = "default"
 Check = Callable[[Mapping[str, Any], str], None]
 
 
-def load_run_config(path: Path, overrides: Sequence[str], check: Check = lambda values, where: None) -> RuntimeConfig:
+def load_run_config(
+    path: Path,
+    overrides: Sequence[str],
+    check: Check = lambda values, where: None,
+    place_ranks: Callable[[RuntimeConfig], Topology] = make_topology,
+) -> RuntimeConfig:
     """Return the configuration of this run: read here, or from rank 0 where mpirun started several ranks.
 
     Collective under mpirun, and the first use of MPI there.
@@ -45,6 +51,7 @@ def load_run_config(path: Path, overrides: Sequence[str], check: Check = lambda 
         overrides: `key.path=value` strings.
         check: called with what the file holds and its name, where it is read; raises ConfigError for what is wrong in
             sections that the runtime does not read.
+        place_ranks: who sits where.
 
     Raises:
         ConfigError: one line that names the file and the key.
@@ -65,7 +72,7 @@ def load_run_config(path: Path, overrides: Sequence[str], check: Check = lambda 
         if source is not None:
             # What is wrong is said before MPI starts, and at once; so is a wrong number of ranks, by whoever asked.
             config = make_run_config(source, place)
-            if make_topology(config).world_size != place.size:
+            if place_ranks(config).world_size != place.size:
                 return config
         source = _share(source, place)
     shared = source

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,19 @@ class SlurmResources:
         return max(Counter(self.topology.host(rank) for rank in range(self.topology.world_size)).values())
 
 
-def read_resources(path: Path, overrides: Sequence[str], changes: Mapping[str, object] | None = None) -> SlurmResources:
+def read_resources(
+    path: Path,
+    overrides: Sequence[str],
+    changes: Mapping[str, object] | None = None,
+    place_ranks: Callable[[RuntimeConfig], Topology] = make_topology,
+) -> SlurmResources:
     """Read a YAML file as `trtrun submit` sees it: without an allocation, for one that is to come.
 
     Args:
         path: the YAML file.
         overrides: `key.path=value` strings.
         changes: keys of launch.slurm that command line options set.
+        place_ranks: who sits where.
 
     Raises:
         ConfigError: one line that names the file and the key.
@@ -85,7 +91,7 @@ def read_resources(path: Path, overrides: Sequence[str], changes: Mapping[str, o
         # Rank 0 is on the host where the batch script runs, where that has a device.
         launch = config.launch.model_copy(update={"orchestrator_host": used_hosts[0]})
         config = config.model_copy(update={"launch": launch})
-    topology = make_topology(config)
+    topology = place_ranks(config)
     nodes = slurm.nodes or len(used_hosts)
     if nodes != len(used_hosts):
         raise ConfigError(

@@ -15,6 +15,7 @@ from launch.batch.rows import PromptRow, output_row, refused_row
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionOutput, RequestOutput
 from trtrun.core.request_statistics import RequestStatistics
+from trtrun.core.sampling_params import SamplingParams
 
 
 def completion(index: int, tokens: tuple[int, ...]) -> CompletionOutput:
@@ -41,6 +42,14 @@ def test_an_output_row_holds_the_figures() -> None:
         "error": None,
         "input_hash": "0123456789abcdef",
     }
+
+
+def test_a_row_of_training_data_holds_the_prompt_and_how_it_was_sampled() -> None:
+    prompt = PromptRow(5, "p", SamplingParams(temperature=0.5, seed=9), "00", is_data=True, num_input_rows=6)
+    row = output_row(prompt, RequestOutput(0, "p", (1, 4), (completion(0, (7, 8)),)))
+    assert (row["prompt_token_ids"], row["token_ids"]) == ([1, 4], [7, 8])
+    assert (row["temperature"], row["seed"]) == (0.5, 9)
+    assert list(row)[-1] == "num_input_rows", "where `trtrun merge` cuts it off"
 
 
 def test_several_completions_and_log_probabilities_are_added() -> None:

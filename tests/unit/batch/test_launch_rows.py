@@ -12,7 +12,7 @@ import pytest
 import launch.batch.input
 import launch.batch.rows
 from launch.batch.input import InputRows
-from launch.batch.options import Part
+from launch.batch.options import Part, SampledShare
 from launch.batch.rows import PromptRow, refused_row
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.core.values import unique_keys
@@ -40,6 +40,20 @@ def test_defaults_are_overridden_by_the_row(tmp_path: Path) -> None:
     ]
     chosen = [(row.sampling.temperature, row.sampling.max_tokens) for row in rows if row.sampling is not None]
     assert chosen == [(1.0, 7), (1.0, 7), (0.5, 7), (1.0, 7)]
+
+
+@pytest.mark.parametrize(("share", "sampled"), [(0.0, []), (0.25, [3, 7]), (0.5, [1, 3, 5, 7]), (1.0, list(range(8)))])
+def test_a_share_of_the_rows_of_training_data_is_sampled(tmp_path: Path, share: float, sampled: list[int]) -> None:
+    """Each by its own seed, whatever part runs it; a row that names its own parameters keeps them."""
+    file = write(tmp_path, '{"prompt": "a"}\n' * 7 + '{"prompt": "b", "temperature": 0.1, "seed": 5}\n')
+    rows = list(InputRows((), file, {"max_tokens": 9}, None, SampledShare(share, 0.7, 100)).read())
+    found = [row.sampling for row in rows if row.sampling is not None]
+    assert [item.temperature for item in found[:7]] == [0.7 if index in sampled else 0.0 for index in range(7)]
+    assert [item.seed for item in found[:7]] == [100 + index if index in sampled else None for index in range(7)]
+    assert (found[7].temperature, found[7].seed) == (0.1, 5)
+    assert all(row.is_data for row in rows)
+    part = list(InputRows((), file, {"max_tokens": 9}, Part(2, 2), SampledShare(share, 0.7, 100)).read())
+    assert [(row.sampling, row.input_hash) for row in part] == [(row.sampling, row.input_hash) for row in rows[4:]]
 
 
 HUGE = 10**30

@@ -39,7 +39,8 @@ def script_of(*words: str, slurm: dict[str, Any] | None = None, array: Array | N
     Path("run.yaml").write_text(json.dumps(values), encoding="utf-8")
     path = Path("run.yaml")
     inner = parse_inner(words, path, ())
-    return render_script(make_job(inner, read_resources(path, inner.overrides), path, (), array))
+    resources = read_resources(path, inner.overrides, place_ranks=inner.place_ranks)
+    return render_script(make_job(inner, resources, path, (), array))
 
 
 def test_weights_that_the_job_would_refuse_are_refused_before_it_is_queued(
@@ -257,3 +258,30 @@ def test_a_server_is_warned_before_its_time_limit_and_drains(here: Path) -> None
         script_of("serve", "--set", "scheduler.max_waiting=3")
     with pytest.raises(click.UsageError, match="serve has none"):
         script_of("serve", array=Array(2))
+
+
+def test_data_is_generated_like_a_run(here: Path) -> None:
+    data = ("generate-data", "--prompts", "p.jsonl", "--output", "d.jsonl")
+    script = script_of(*data)
+    assert words_in_shell(script)[-5:] == ["--prompts", "p.jsonl", "--output", "d.jsonl", "--resume"]
+    assert "#SBATCH --signal=B:USR1@120\n" in script
+    with pytest.raises(click.UsageError, match="submit its --part"):
+        script_of(*data, array=Array(2))
+
+
+def test_a_drafter_is_trained_on_a_rank_a_device_and_gone_on_with(here: Path) -> None:
+    row = {"prompt_token_ids": [1], "token_ids": [2, 3], "temperature": 0.0}
+    Path("d.jsonl").write_text((json.dumps(row) + "\n") * 3, encoding="utf-8")
+    train = ("train-drafter", "--data", "d.jsonl", "--output", "drafter", "--heldout-rows", "1")
+    two = ("--set", 'target.devices=["cpu:0", "cpu:1"]')
+    script = script_of(*train, *two)
+    assert words_in_shell(script)[-1] == "--resume"
+    ranks = [line for line in script.splitlines() if line.startswith("#   ")]
+    assert ranks == ["#   training rank 0 (node-1 cpu:0)", "#   training rank 1 (node-1 cpu:1)"]
+    assert "#SBATCH --ntasks-per-node=2\n" in script
+    with pytest.raises(ConfigError, match=r"nothing\.jsonl cannot be read"):
+        script_of(*train, "--data", "nothing.jsonl")
+    with pytest.raises(ConfigError, match="--steps is -1"):
+        script_of(*train, "--steps", "-1")
+    with pytest.raises(click.UsageError, match="train-drafter has none"):
+        script_of(*train, array=Array(2))

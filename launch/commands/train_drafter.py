@@ -1,0 +1,131 @@
+"""`trtrun train-drafter`: parse its command line and play this process's part."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from launch.commands.common import load, with_config
+from launch.exit_codes import ExitCode, describe_exit_codes
+from launch.mpi.drain import Drain, EndedAtStart, leave_starting_ranks
+from launch.train.job import TrainingJob, place_training_ranks
+from launch.train.options import TrainOptions
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.training.settings import OPTIMIZERS, PRECISIONS, TrainingSettings, option
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+SETTINGS: tuple[tuple[str, Any, str], ...] = (
+    ("num_tokens", int, "Tokens that one forward of the drafter is to propose (medusa: heads)."),
+    ("steps", int, "Optimizer steps; 0 takes --epochs."),
+    ("epochs", float, "Passes over the data."),
+    ("batch_size", int, "Rows of a step, over all ranks."),
+    ("micro_batch_size", int, "Rows that a rank computes at once, at most."),
+    ("max_length", int, "Tokens of a row, at most; what is longer is cut off."),
+    ("learning_rate", float, "After the warm-up; falls to a tenth by a cosine."),
+    ("warmup_steps", int, "Steps over which the learning rate rises."),
+    ("weight_decay", float, "Of matrices."),
+    ("clip_norm", float, "Most that the norm of all gradients may be."),
+    ("optimizer", click.Choice(OPTIMIZERS), "Muon takes the layers' matrices, and AdamW the rest."),
+    ("precision", click.Choice(PRECISIONS), "Of the arithmetic; weights and optimizer states are float32."),
+    ("divergence", float, "Weight of the KL divergence from the target; 0 does not run the target."),
+    ("cross_entropy", float, "Weight of the cross-entropy with the data's tokens."),
+    ("depth_decay", float, "Factor by which each depth's loss counts less than the one before."),
+    ("retention", float, "Share of a depth's places that the next one keeps (pard)."),
+    ("least_retention", float, "Share of all places that each depth keeps at least (pard)."),
+    ("pard_token", int, "Id of the mask token (pard).  [default: the draft's, or one that its tokenizer leaves free]"),
+    ("heldout_rows", int, "Rows kept out of training, to measure acceptance."),
+    ("evaluation_steps", int, "Steps between two measurements."),
+    ("checkpoint_steps", int, "Steps between two checkpoints."),
+    ("seed", int, "Of the order of rows and of what is dropped."),
+)
+"""Settings as options: name, what it takes, help. Their defaults are TrainingSettings'."""
+
+
+def with_settings(command: Command) -> Command:
+    """Add an option for each setting."""
+    for name, kind, text in reversed(SETTINGS):
+        default = TrainingSettings.__dataclass_fields__[name].default
+        command = click.option(
+            option(name), name, type=kind, default=default, show_default=default is not None, help=text
+        )(command)
+    return command
+
+
+@click.command("train-drafter", epilog=f"Exit status: {describe_exit_codes()}")
+@with_config
+@click.option("--method", default="pard", show_default=True, help="What is trained: pard or medusa.")
+@click.option(
+    "--data",
+    multiple=True,
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE.jsonl",
+    help="Rows of trtrun generate-data. May be repeated.",
+)
+@click.option("--output", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Of the drafter.")
+@click.option(
+    "--from",
+    "start",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Checkpoint to start from.  [default: draft.model]",
+)
+@click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --output.")
+@with_settings
+def train_drafter(
+    config_path: Path,
+    overrides: tuple[str, ...],
+    speculation: str | None,
+    **values: Any,
+) -> int:
+    """Train a drafter for the configuration's target, which stays as it is.
+
+    Each device of the configuration is a rank with both models whole; a step's rows are shared out over them. The last
+    line is JSON: what was measured on held-out rows with the weights that were written.
+    """
+    options = train_options(values)
+    drain = Drain()
+    try:
+        with drain.listening():
+            status = _train(load(config_path, overrides, speculation, place_ranks=place_training_ranks), options, drain)
+    except EndedAtStart:
+        line = f"ended by {drain.cause} before the first step; the same command with --resume begins it"
+        print(f"trtrun: {line}", file=sys.stderr, flush=True)
+        status = ExitCode.DRAINED
+    if drain.has_interrupted and status == ExitCode.DRAINED:
+        leave_starting_ranks()
+    return status
+
+
+def train_options(values: Mapping[str, Any]) -> TrainOptions:
+    """What the parameters of the command ask for.
+
+    Raises:
+        ConfigError: a setting is outside its range.
+    """
+    settings = {name: value for name, value in values.items() if name in TrainingSettings.__dataclass_fields__}
+    return TrainOptions(
+        values["data"], values["output"], values["start"], values["resume"], TrainingSettings(**settings)
+    )
+
+
+def _train(config: RuntimeConfig, options: TrainOptions, drain: Drain) -> int:
+    """This process's part, once it hears the signals that may end it."""
+    job = TrainingJob(config, sys.argv[1:], drains=True)
+
+    def check() -> None:
+        from launch.train.checks import check_training
+
+        check_training(config, options)
+
+    status = job.enter(check)
+    if status is not None:
+        return status
+    from launch.train.run import play_training
+
+    return play_training(config, options, drain)

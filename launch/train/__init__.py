@@ -1,0 +1,1 @@
+"""`trtrun train-drafter`: what is checked before, the ranks, and the run."""

@@ -1,0 +1,76 @@
+"""What `trtrun train-drafter` checks before any rank starts. Without torch and transformers, which take long to import.
+
+It knows files and directories. It does not know how a drafter is trained.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from launch.train.options import TrainOptions
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.errors import ConfigError, shorten_path
+from trtrun.models.config import read_model_config
+from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
+from trtrun.training.data import TrainingData, read_data
+from trtrun.training.methods.table import find_method
+from trtrun.training.state import StateFile
+
+LIBRARIES = ("transformers",)
+
+
+def check_training(config: RuntimeConfig, options: TrainOptions) -> None:
+    """Raise a TrtrunError for anything that the user got wrong, before ranks start."""
+    check_extra()
+    find_method(options.settings.method)
+    check_output(options)
+    start = find_start(config, options)
+    target_size = read_model_config(config.target.model).vocab_size
+    if start is not None:
+        read_model_config(start)
+        target, draft = read_tokenizer(config.tokenizer or config.target.model), read_tokenizer(start)
+        if target is not None and draft is not None:
+            check_same_tokenizer(target, draft)
+    read_training_data(options, target_size)
+
+
+def check_extra() -> None:
+    """Raise ConfigError where a library is missing that the extra `train` installs."""
+    missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"trtrun train-drafter needs the extra 'train', of which {', '.join(missing)} is missing: "
+            "pip install 'trtrun[train]', or scripts/install.sh train"
+        )
+
+
+def check_output(options: TrainOptions) -> None:
+    """Raise ConfigError for an output directory that would lose something, or cannot be made."""
+    output = options.output
+    where = shorten_path(output)
+    try:
+        if output.exists() and not output.is_dir():
+            raise ConfigError(f"--output {where}: it is no directory")
+        if not output.resolve().parent.is_dir():
+            raise ConfigError(f"--output {where}: the directory {shorten_path(output.resolve().parent)} does not exist")
+        if output.is_dir() and any(output.iterdir()):
+            if not options.resume:
+                raise ConfigError(f"--output {where}: it is not empty; go on with --resume, or name another directory")
+            if not StateFile(output).folder.is_dir():
+                raise ConfigError(f"--output {where}: it holds no training run to go on with; name another directory")
+    except OSError as error:
+        raise ConfigError(f"--output {where}: {error.strerror}") from None
+
+
+def find_start(config: RuntimeConfig, options: TrainOptions) -> Path | None:
+    """The checkpoint that the drafter starts from, if there is one."""
+    if options.start is not None:
+        return options.start
+    return config.draft.model if config.draft is not None else None
+
+
+def read_training_data(options: TrainOptions, target_vocab_size: int) -> TrainingData:
+    """The data of a run; see `read_data`."""
+    settings = options.settings
+    return read_data(options.data, settings.max_length, settings.heldout_rows, target_vocab_size, settings.seed)

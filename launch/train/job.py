@@ -1,0 +1,43 @@
+"""The ranks of a training run: one a device, each with both models whole, and none beside them.
+
+It knows devices and how a job is started (`launch.mpi.job`). It does not know what ranks compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launch.mpi.job import Job
+from parallel.topology import Slot, Topology
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.topology import make_topology
+
+
+@dataclass(frozen=True)
+class TrainingTopology(Topology):
+    """Data-parallel ranks. The runtime has no word for them: they count as target ranks of groups of one."""
+
+    def describe(self, rank: int) -> str:
+        """Name a rank for messages."""
+        slot = self.slots[rank]
+        return f"training rank {rank} ({f'{slot.host} {slot.device}'.strip()})"
+
+
+def place_training_ranks(config: RuntimeConfig) -> Topology:
+    """One rank for each device that the configuration names, the draft's first.
+
+    Raises:
+        PlacementError: the device lists do not fit together.
+    """
+    placed = make_topology(config)
+    slots = tuple(Slot(slot.device, rank, None, rank, slot.host) for rank, slot in enumerate(placed.slots))
+    return TrainingTopology(slots, slots[0].host)
+
+
+@dataclass(frozen=True)
+class TrainingJob(Job):
+    """A job of training ranks."""
+
+    def __post_init__(self) -> None:
+        """Place the ranks."""
+        object.__setattr__(self, "topology", place_training_ranks(self.config))

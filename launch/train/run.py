@@ -1,0 +1,188 @@
+"""A training run: models, data and loop put together on each rank, and what the user sees of it.
+
+It knows how a run goes and how it ends. The arithmetic is `trtrun.training`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launch.exit_codes import ExitCode, FailedError
+from launch.mpi.drain import Drain
+from launch.mpi.job import finish_mpi
+from launch.terminal import Bar
+from launch.train.checks import find_start, read_training_data
+from launch.train.job import place_training_ranks
+from launch.train.options import TrainOptions
+from parallel.communicator import Communicator
+from parallel.mpi_rank import find_mpi_rank
+from parallel.transports import open_communicator
+from trtrun.configuration.config import RuntimeConfig
+from trtrun.models.config import read_model_config
+from trtrun.tokens.text import hash_tokenizer_files
+from trtrun.training.curves import draw_curves
+from trtrun.training.loop import TrainingLoop, describe
+from trtrun.training.methods.context import MethodContext
+from trtrun.training.methods.table import DraftTraining, find_method
+from trtrun.training.models import Target
+from trtrun.training.state import StateFile, replace
+
+CURVES = "curves.svg"
+
+
+def play_training(config: RuntimeConfig, options: TrainOptions, drain: Drain) -> int:
+    """This rank's part of a run. Collective.
+
+    Raises:
+        TrtrunError: the models or the data are wrong.
+        FailedError: the run cannot go on; the last checkpoint stays.
+    """
+    place = find_mpi_rank()
+    rank = place.rank if place is not None else 0
+    state_file = StateFile(options.output)
+    if options.resume and state_file.result_path.exists():
+        if rank == 0:
+            tell("nothing left to train")
+            print(state_file.result_path.read_text(encoding="utf-8").strip(), flush=True)
+        return ExitCode.DONE
+    slot = place_training_ranks(config).slots[rank]
+    device = torch.device(slot.device if slot.device.startswith("cuda") else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    world = None
+    if place is not None and place.size > 1:
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+    communicator = open_communicator(device, world, "training")
+    run = _prepare(config, options, device, communicator, state_file)
+    drain.start_running()
+    with Bar("steps") as bar:
+        progress = Progress(run.loop.steps, bar)
+        is_done = run.loop.run(progress.tell, lambda: drain.cause is not None)
+    if not is_done:
+        if rank == 0:
+            tell(f"{drain.cause}: {run.loop.step} of {run.loop.steps} steps are done; --resume does the rest")
+        status = ExitCode.DRAINED
+    else:
+        _finish(run, options, communicator)
+        status = ExitCode.DONE
+    communicator.close()
+    finish_mpi()
+    return status
+
+
+@dataclass
+class Run:
+    """What a rank has loaded."""
+
+    training: DraftTraining
+    loop: TrainingLoop
+    state_file: StateFile
+
+
+def _prepare(
+    config: RuntimeConfig,
+    options: TrainOptions,
+    device: torch.device,
+    communicator: Communicator,
+    state_file: StateFile,
+) -> Run:
+    """Load models, data and what an earlier run saved."""
+    settings, method = options.settings, find_method(options.settings.method)
+    target_size = read_model_config(config.target.model).vocab_size
+    data = read_training_data(options, target_size)
+    target = Target(config.target.model, device) if method.needs_target(settings) else None
+    start = find_start(config, options)
+    training = method.make(MethodContext(settings, device, target, config.target.model, target_size, start))
+    training.check(data.rows)
+    training.check(data.heldout)
+    identity = {
+        "data": data.digest,
+        "tokenizer": hash_tokenizer_files(config.target.model),
+        "number of ranks": communicator.size,
+    }
+    loop = TrainingLoop(training, data, settings, communicator, state_file, identity)
+    if options.resume:
+        loop.resume()
+    if communicator.rank == 0:
+        begun = f"goes on behind step {loop.step} of {loop.steps}" if loop.step else f"begins {loop.steps} steps"
+        ranks = "1 rank" if communicator.size == 1 else f"{communicator.size} ranks"
+        tell(f"{settings.method}: {begun}, with {len(data.rows)} rows on {ranks}")
+    return Run(training, loop, state_file)
+
+
+def _finish(run: Run, options: TrainOptions, communicator: Communicator) -> None:
+    """Write the drafter, measure what was written, and say so in one line of JSON. Collective."""
+    run.training.finish()
+    result: dict[str, Any] = {
+        "method": options.settings.method,
+        "output": str(options.output),
+        "num_tokens": run.training.num_depths,
+        "steps": run.loop.steps,
+        **(describe(run.loop.evaluate()) if run.loop.has_heldout else {}),
+    }
+    if communicator.rank == 0:
+        metrics = run.state_file.read_metrics()
+        result |= {"loss_by_depth": metrics[-1]["loss"], "seconds": metrics[-1]["seconds"]}
+        try:
+            write_drafter(run.training, options.output)
+            draw_curves(metrics, run.state_file.folder / CURVES)
+            temporary = run.state_file.result_path.with_suffix(".new")
+            temporary.write_text(json.dumps(result) + "\n", encoding="utf-8")
+            replace(temporary, run.state_file.result_path)
+            run.state_file.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise FailedError(f"cannot write the drafter to {options.output}: {error.strerror}") from error
+        print(json.dumps(result), flush=True)
+    communicator.barrier()
+
+
+def write_drafter(training: DraftTraining, output: Path) -> None:
+    """Put the drafter's files in place, config.json last: where that is, all are."""
+    incoming = StateFile(output).folder / "incoming"
+    shutil.rmtree(incoming, ignore_errors=True)
+    incoming.mkdir(parents=True)
+    training.save(incoming)
+    for path in sorted(incoming.iterdir(), key=lambda path: path.name == "config.json"):
+        path.chmod(0o644)
+        replace(path, output / path.name)
+    incoming.rmdir()
+
+
+@dataclass
+class Progress:
+    """What the user sees while a run trains: a bar on a terminal, and a line for each measurement.
+
+    Attributes:
+        steps: of the run.
+        bar: on a terminal.
+    """
+
+    steps: int
+    bar: Bar
+    _started: float = field(default_factory=time.monotonic)
+
+    def tell(self, line: dict[str, Any]) -> None:
+        """Show one step's metrics."""
+        self.bar.update(line["step"], self.steps)
+        if "acceptance_by_depth" not in line:
+            return
+        self.bar.close()
+        losses = " ".join(f"{value:.3f}" for value in line["loss"])
+        shares = " ".join(f"{value:.3f}" for value in line["acceptance_by_depth"])
+        tokens = "" if line["tokens_per_round"] is None else f", {line['tokens_per_round']:.3f} tokens a round"
+        tell(f"step {line['step']} of {self.steps}: loss {losses}, accepted {shares}{tokens}")
+
+
+def tell(text: str) -> None:
+    """Say something to the user, beside the result."""
+    print(f"trtrun: {text}", file=sys.stderr, flush=True)

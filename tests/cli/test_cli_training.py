@@ -1,0 +1,191 @@
+"""`trtrun generate-data` and `trtrun train-drafter` through the real commands, on one rank and on two, killed and gone
+on with; and that what they write drafts for the target without changing its texts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from commands import ONE_PROCESS, Configs, Run, error_line, write_rows
+from drains import wait_until
+from output_rows import read_rows, without_drafting
+from safetensors.torch import load_file
+
+TEXTS = ["def main(", "import os\n", "class Tree:", "for i in range(", "# The", "return ", "if x:\n    ", "try:\n"]
+PROMPTS = [{"prompt": TEXTS[index % 8] * (1 + index // 8)} for index in range(16)]
+PARD_TOKEN = 256
+"""Of the pair's vocabulary of 260 the tokenizer knows 257: this is its end of text, which no text holds."""
+
+SMALL = (
+    *("--num-tokens", 3, "--batch-size", 4, "--micro-batch-size", 2, "--max-length", 64, "--heldout-rows", 2),
+    *("--learning-rate", 0.003, "--warmup-steps", 2, "--evaluation-steps", 4, "--checkpoint-steps", 2),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("training")
+
+
+@pytest.fixture(scope="module")
+def prompts(folder: Path) -> Path:
+    return write_rows(folder / "prompts.jsonl", PROMPTS)
+
+
+@pytest.fixture
+def data(folder: Path, prompts: Path, config: Configs, trtrun: Run) -> Path:
+    """Made once, by the command."""
+    path = folder / "data.jsonl"
+    if not path.exists():
+        words = ("--prompts", prompts, "--output", path, "--max-tokens", 24, "--seed", 7)
+        done = trtrun("generate-data", "--config", config(ONE_PROCESS), *words)
+        assert done.returncode == 0, done.stderr
+    return path
+
+
+def result_of(done: Any) -> dict[str, Any]:
+    """The JSON of the last line."""
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_data_is_the_targets_own_answers(
+    data: Path, prompts: Path, config: Configs, trtrun: Run, tmp_path: Path
+) -> None:
+    """Plain decoding's, greedy and by seed; and rows that are there already are kept."""
+    rows = read_rows(data)
+    assert [row["index"] for row in rows] == list(range(16))
+    assert [row["temperature"] for row in rows] == [0.0, 0.8] * 8
+    assert [row["seed"] for row in rows[1::2]] == [8, 10, 12, 14, 16, 18, 20, 22]
+    asked = [
+        {"prompt_token_ids": row["prompt_token_ids"], "temperature": row["temperature"], "seed": row["seed"]}
+        for row in rows
+    ]
+    again = write_rows(tmp_path / "asked.jsonl", asked)
+    words = ("--prompts", again, "--output", tmp_path / "plain.jsonl", "--max-tokens", 24, "--speculation", "none")
+    done = trtrun("run", "--config", config(ONE_PROCESS), *words)
+    assert done.returncode == 0, done.stderr
+    plain = read_rows(tmp_path / "plain.jsonl")
+    assert [row["token_ids"] for row in rows] == [row["token_ids"] for row in plain]
+    assert [row["text"] for row in rows] == [row["text"] for row in plain]
+    part = tmp_path / "part.jsonl.partial"
+    part.write_text("".join(data.read_text().splitlines(keepends=True)[:5]))
+    words = ("--prompts", prompts, "--output", tmp_path / "part.jsonl", "--max-tokens", 24, "--seed", 7, "--resume")
+    done = trtrun("generate-data", "--config", config(ONE_PROCESS), *words)
+    assert done.returncode == 0, done.stderr
+    assert "5 rows were done before" in done.stderr
+    assert without_drafting(read_rows(tmp_path / "part.jsonl")) == without_drafting(rows)
+    assert (tmp_path / "part.jsonl").read_text().splitlines()[:5] == data.read_text().splitlines()[:5]
+
+
+def test_data_of_other_sampling_is_not_gone_on_with(
+    data: Path, prompts: Path, config: Configs, trtrun: Run, tmp_path: Path
+) -> None:
+    copy = shutil.copy(data, tmp_path / "data.jsonl")
+    words = ("--prompts", prompts, "--output", copy, "--max-tokens", 24, "--seed", 8, "--resume")
+    done = trtrun("generate-data", "--config", config(ONE_PROCESS), *words)
+    assert done.returncode == 2
+    assert "its row 1" in error_line(done)
+
+
+def test_two_ranks_train_what_one_trains_and_the_drafter_drafts(
+    data: Path, config: Configs, trtrun: Run, tmp_path: Path
+) -> None:
+    train = ("--data", data, *SMALL, "--steps", 8, "--pard-token", PARD_TOKEN)
+    one = result_of(trtrun("train-drafter", "--config", config(ONE_PROCESS), *train, "--output", tmp_path / "one"))
+    two_ranks = config({"target": ["cpu:1"], "draft": ["cpu:0"]})
+    done = trtrun("train-drafter", "--config", two_ranks, *train, "--output", tmp_path / "two")
+    two = result_of(done)
+    assert "2 ranks" in done.stderr
+    assert one["loss_by_depth"] == pytest.approx(two["loss_by_depth"], abs=2e-3)
+    assert (one["steps"], one["num_tokens"], len(one["acceptance_by_depth"])) == (8, 3, 3)
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("one", "two")]
+    start = load_file(Path(json.loads(two_ranks.read_text())["draft"]["model"]) / "model.safetensors")
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], atol=1e-4, rtol=1e-3)
+    assert any(not torch.allclose(value, weights[0][name], atol=1e-3) for name, value in start.items())
+    metrics = read_rows(tmp_path / "two" / "training" / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == list(range(1, 9))
+    assert [row["step"] for row in metrics if "acceptance_by_depth" in row] == [4, 8]
+    assert "depth 3" in (tmp_path / "two" / "training" / "curves.svg").read_text()
+    values = json.loads((tmp_path / "one" / "config.json").read_text())
+    assert (values["pard_token"], values["spd_type"]) == (PARD_TOKEN, "pard")
+    prompt = ("--prompt", "def main(", "--max-tokens", 40)
+    drafted = trtrun("run", "--config", config(ONE_PROCESS, draft={"model": str(tmp_path / "one")}), *prompt)
+    plain = trtrun("run", "--config", config(ONE_PROCESS), "--speculation", "none", *prompt)
+    assert drafted.returncode == 0, drafted.stderr
+    assert drafted.stdout == plain.stdout
+    again = trtrun("train-drafter", "--config", two_ranks, *train, "--output", tmp_path / "two", "--resume")
+    assert result_of(again) == two
+    assert "nothing left to train" in again.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_run_comes_to_the_same_weights(
+    data: Path,
+    config: Configs,
+    trtrun: Run,
+    start_trtrun: Callable[..., Any],
+    tmp_path: Path,
+    number: signal.Signals,
+) -> None:
+    train = ("--data", data, *SMALL, "--steps", 40, "--pard-token", PARD_TOKEN, "--divergence", 0)
+    words = ("train-drafter", "--config", config(ONE_PROCESS), *train)
+    whole = result_of(trtrun(*words, "--output", tmp_path / "whole"))
+    process = start_trtrun(*words, "--output", tmp_path / "killed")
+    metrics = tmp_path / "killed" / "training" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 5, process, "five steps")
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == (3 if number == signal.SIGTERM else -number)
+    assert not (tmp_path / "killed" / "config.json").exists()
+    assert (tmp_path / "killed" / "training" / "state.safetensors").exists()
+    done = trtrun(*words, "--output", tmp_path / "killed", "--resume")
+    found = result_of(done)
+    assert "goes on behind step" in done.stderr
+    names = ("loss_by_depth", "tokens_per_round", "acceptance_by_depth")
+    assert [found[name] for name in names] == [whole[name] for name in names]
+    both = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "killed")]
+    assert both[0] == both[1]
+    lines = [read_rows(tmp_path / name / "training" / "metrics.jsonl") for name in ("whole", "killed")]
+    assert [row["loss"] for row in lines[0]] == [row["loss"] for row in lines[1]]
+    assert not (tmp_path / "killed" / "training" / "state.safetensors").exists()
+
+
+def test_what_is_wrong_is_one_line_before_anything_is_written(
+    data: Path, config: Configs, trtrun: Run, tmp_path: Path, pair: Path
+) -> None:
+    path = config(ONE_PROCESS)
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "notes.txt").write_text("mine")
+    foreign = write_rows(
+        tmp_path / "foreign.jsonl", [{"prompt_token_ids": [1], "token_ids": [260], "temperature": 0}] * 3
+    )
+    output, more = tmp_path / "out", ("--pard-token", PARD_TOKEN, "--heldout-rows", 2)
+    cases: list[tuple[tuple[object, ...], str]] = [
+        (("--data", data, "--output", output, "--method", "prad"), "unknown method 'prad' (did you mean 'pard'?)"),
+        (("--data", tmp_path / "none.jsonl", "--output", output), "none.jsonl cannot be read: No such file"),
+        (("--data", foreign, "--output", output), "is another vocabulary's: line 1 holds token 260"),
+        (("--data", data, "--output", full), "it is not empty; go on with --resume, or name another directory"),
+        (("--data", data, "--output", full, "--resume"), "it holds no training run to go on with"),
+        (("--data", data, "--output", tmp_path / "no" / "out"), "does not exist"),
+        (("--data", data, "--output", output, "--speculation", "none"), "give a 'draft' section, or --from DIR"),
+        (("--data", data, "--output", output, "--from", tmp_path / "nowhere"), "nowhere"),
+        (("--data", data, "--output", output, "--retention", 0), "--retention is 0.0"),
+        (("--data", data, "--output", output, "--pard-token", 4000), "--pard-token 4000: the draft has tokens 0 to"),
+    ]
+    for words, said in cases:
+        done = trtrun("train-drafter", "--config", path, *more, *words)
+        assert done.returncode == 2, (words, done.stderr)
+        assert said in error_line(done)
+    assert not output.exists()
+    done = trtrun("generate-data", "--config", path, "--prompts", tmp_path / "none.jsonl", "--output", output)
+    assert (done.returncode, "cannot read the prompts file" in error_line(done)) == (2, True)

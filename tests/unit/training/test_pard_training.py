@@ -1,0 +1,185 @@
+"""Training of a PARD draft: against inference with masks appended, and from the first step to the checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from training_runs import MASK, make_loop, make_method, rows_of, run
+from transformers import AutoModelForCausalLM
+
+from parallel.transports import open_communicator
+from trtrun.errors import ConfigError
+from trtrun.models.config import read_model_config
+from trtrun.training.data import DataRow
+from trtrun.training.evaluation import measure, walk
+from trtrun.training.methods.pard_layout import lay_out
+from trtrun.training.state import StateFile
+
+Pair = tuple[Path, Path]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+@torch.no_grad()
+def test_depths_of_one_forward_are_inference_with_masks_appended(pair: Pair, data: Path) -> None:
+    """The oracle is transformers on plain causal sequences, one for each place, without a mask of ours."""
+    method = make_method(*pair, num_tokens=4)
+    method.model.eval()
+    rows = rows_of(data)[:3]
+    generators = [numpy.random.default_rng([5, index]) for index in range(3)]
+    layout = lay_out(rows, MASK, 4, generators, 0.7, 0.2)
+    logits = method.logits(layout)
+    starts, depths = layout.starts[layout.predicts].tolist(), layout.depths[layout.predicts].tolist()
+    row_indexes = layout.predicted()[0].tolist()
+    assert set(depths) == {0, 1, 2, 3}
+    for row, start, depth, found in zip(row_indexes, starts, depths, logits, strict=True):
+        tokens = [*rows[row].tokens[: start + 1], *[MASK] * depth]
+        wanted = method.model(torch.tensor([tokens])).logits[0, -1]
+        torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"divergence": 0.0, "cross_entropy": 1.0}, {"optimizer": "muon"}])
+def test_loss_falls_and_the_target_stays_as_it_is(
+    pair: Pair, data: Path, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    before = digests(pair[0]), digests(pair[1])
+    _, loop = make_loop(*pair, data, tmp_path / "out", steps=20, **changes)
+    losses = torch.tensor([line["loss"] for line in run(loop)])
+    assert losses.shape == (20, 3)
+    first, last = losses[:5].mean(0), losses[-5:].mean(0)
+    assert bool((last < first).all()), (first, last)
+    assert bool((last[1:] < 0.8 * first[1:]).all()), "what masks guess has to be learned"
+    assert (digests(pair[0]), digests(pair[1])) == before
+
+
+def test_the_loss_is_what_its_definition_says(pair: Pair, data: Path) -> None:
+    """KL divergence from the target behind the true text, and cross-entropy with the true token: a loop."""
+    method = make_method(*pair, divergence=0.7, cross_entropy=0.3)
+    target = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32)
+    rows = rows_of(data)[:2]
+    layout = method.prepare(rows, step=3, indexes=[0, 1])
+    wanted = torch.zeros(3)
+    with torch.no_grad():
+        found, given = method.losses(layout), method.logits(layout).log_softmax(-1)
+        row_indexes, places = layout.predicted()
+        depths = layout.depths[layout.predicts].tolist()
+        for row, place, depth, log_draft in zip(row_indexes.tolist(), places.tolist(), depths, given, strict=True):
+            tokens = rows[row].tokens
+            log_target = target(torch.tensor([tokens[: place + 1]])).logits[0, -1].log_softmax(-1)
+            divergence = float((log_target.exp() * (log_target - log_draft)).sum())
+            wanted[depth] += 0.7 * divergence - 0.3 * float(log_draft[tokens[place + 1]])
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-4)
+    assert method.counts(layout).tolist() == [depths.count(depth) for depth in range(3)]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_that_stops_comes_to_the_same_bits(pair: Pair, data: Path, tmp_path: Path, optimizer: str) -> None:
+    whole, loop = make_loop(*pair, data, tmp_path / "whole", optimizer=optimizer)
+    lines = run(loop)
+    _, loop = make_loop(*pair, data, tmp_path / "parts", optimizer=optimizer)
+    asked = iter([False] * 7 + [True])
+    assert not loop.run(lambda line: None, lambda: next(asked))
+    resumed, loop = make_loop(*pair, data, tmp_path / "parts", optimizer=optimizer)
+    loop.resume()
+    assert loop.step == 7
+    again = run(loop)
+    for (name, value), (_, other) in zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True):
+        assert torch.equal(value, other), name
+    assert [line["loss"] for line in again] == [line["loss"] for line in lines[7:]]
+    both = StateFile(tmp_path / "parts").read_metrics()
+    assert [line["step"] for line in both] == list(range(1, 13))
+    assert [line["loss"] for line in both] == [line["loss"] for line in lines]
+
+
+def test_metrics_behind_the_last_checkpoint_are_forgotten(tmp_path: Path) -> None:
+    file = StateFile(tmp_path)
+    file.folder.mkdir()
+    for step in range(1, 8):
+        file.add_metrics({"step": step, "loss": [1.0], "seconds": 1.0})
+    with open(file.metrics_path, "a") as lines:
+        lines.write('{"step": 8, "lo')  # killed while it wrote
+    assert [line["step"] for line in file.keep_metrics(4)] == [1, 2, 3, 4]
+    file.add_metrics({"step": 5, "loss": [2.0]})
+    assert [line["loss"] for line in file.read_metrics()] == [[1.0]] * 4 + [[2.0]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [({"seed": 1}, "--seed"), ({"num_tokens": 2}, "--num-tokens"), ({"learning_rate": 1e-3}, "--learning-rate")],
+)
+def test_another_run_is_not_gone_on_with(
+    pair: Pair, data: Path, tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    _, loop = make_loop(*pair, data, tmp_path, steps=1)
+    run(loop)
+    _, other = make_loop(*pair, data, tmp_path, **{"steps": 1, **changes})
+    with pytest.raises(ConfigError, match=said):
+        other.resume()
+    less = tmp_path / "less.jsonl"
+    less.write_text("".join(data.read_text().splitlines(keepends=True)[1:]))
+    _, other = make_loop(*pair, less, tmp_path, steps=1)
+    with pytest.raises(ConfigError, match="another data"):
+        other.resume()
+    _, same = make_loop(*pair, data, tmp_path, steps=1, checkpoint_steps=50)
+    same.resume()
+    assert same.step == 1
+
+
+@torch.no_grad()
+def speculate(target: torch.nn.Module, draft: torch.nn.Module, row: list[int], prompt: int, count: int) -> list[int]:
+    """Tokens of each round of greedy speculative decoding, as PARD drafts: one forward with masks appended."""
+    rounds, output = [], row[:prompt]
+    while len(output) + count < len(row):
+        tokens = torch.tensor([[*output, *[MASK] * (count - 1)]])
+        drafts = draft(tokens).logits[0, -count:].argmax(-1).tolist()
+        chosen = target(torch.tensor([[*output, *drafts]])).logits[0, -count - 1 :].argmax(-1).tolist()
+        accepted = 0
+        while accepted < count and drafts[accepted] == chosen[accepted]:
+            accepted += 1
+        output = [*output, *chosen[: accepted + 1]]
+        rounds.append(accepted + 1)
+    assert output == row[: len(output)], "speculative is plain"
+    return rounds
+
+
+def test_the_written_checkpoint_drafts_as_it_was_measured(pair: Pair, data: Path, tmp_path: Path) -> None:
+    """transformers reads it, and rounds of real speculative decoding with it are what the evaluation counted."""
+    method, loop = make_loop(*pair, data, tmp_path / "out", steps=30)
+    run(loop)
+    method.finish()
+    output = tmp_path / "drafter"
+    output.mkdir()
+    method.save(output)
+    config = json.loads((output / "config.json").read_text())
+    assert (config["pard_token"], config["spd_type"], config["dtype"]) == (MASK, "pard", "bfloat16")
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert read_model_config(output).vocab_size == 199
+    draft = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+    target = AutoModelForCausalLM.from_pretrained(pair[0], dtype=torch.float32)
+    for (name, value), (_, other) in zip(draft.named_parameters(), method.model.named_parameters(), strict=True):
+        assert torch.equal(value, other), name
+    rows = rows_of(data)[:4]
+    rounds = [speculate(target, draft, list(row.tokens), row.prompt_length, 3) for row in rows]
+    method.model.eval()
+    assert [walk(matches) for matches in method.matches(rows)] == [(sum(item), len(item)) for item in rounds]
+    found = measure(method.matches, rows, 4, 3, loop._communicator)
+    total, count = sum(map(sum, rounds)), sum(map(len, rounds))
+    assert (found.tokens_per_round, found.rounds) == (round(total / count, 4), count)
+    assert total > count, "some drafts are accepted"
+
+
+def test_acceptance_by_depth_is_of_places_that_have_that_depth() -> None:
+    matches = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 1, 0], [1, 1, 0], [1, 0, 0]], dtype=torch.bool)
+    assert walk(matches) == (3, 1), "a round from place 3 could reach beyond the end"
+
+    row = DataRow((1,) * 6, 1, False, 1)
+    found = measure(lambda rows: [matches], [row], 1, 3, open_communicator(torch.device("cpu"), None, "training"))
+    assert found.tokens_per_round is None, "of rows that are sampled no greedy round is known"
+    assert found.by_depth == [4 / 5, 2 / 4, 0.0]

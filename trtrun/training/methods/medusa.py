@@ -1,0 +1,174 @@
+"""The method `medusa`: heads on the target's last hidden state that guess the tokens behind the next one (Medusa-1).
+
+Medusa (Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", arXiv
+2401.10774): each head is a residual block, x + SiLU(W x + b), and a matrix to the vocabulary. It reads the hidden
+state behind the final norm, from which the target makes token i + 1; head h guesses token i + 2 + h. W and b begin at
+zero, and the matrix as the target's own head. What is written has the names of the authors' checkpoints:
+`{head}.0.linear.weight`, `{head}.0.linear.bias` and `{head}.1.weight` in medusa_lm_head.safetensors, and config.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional
+
+from trtrun.errors import ConfigError
+from trtrun.training.data import DataRow
+from trtrun.training.methods.context import MethodContext
+from trtrun.training.models import TargetOutput, check_attends_to_all, read_config, stored_dtype
+
+WEIGHTS = "medusa_lm_head.safetensors"
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b), the identity at first."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden, hidden)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[…, hidden] to [..., hidden]."""
+        return hidden + functional.silu(self.linear(hidden))
+
+
+@dataclass(frozen=True)
+class HeadBatch:
+    """Some rows for the target.
+
+    Attributes:
+        text: [rows, longest] int64, padded with 0.
+        prompt_lengths, lengths: [rows] int64.
+    """
+
+    text: torch.Tensor
+    prompt_lengths: torch.Tensor
+    lengths: torch.Tensor
+
+    def places(self, head: int) -> torch.Tensor:
+        """[rows, longest] bool: hidden states from which this head guesses a token of the completion."""
+        position = torch.arange(self.text.shape[1], device=self.text.device) + 2 + head
+        return (position >= self.prompt_lengths[:, None]) & (position < self.lengths[:, None])
+
+
+class MedusaMethod:
+    """See `DraftTraining` for what it promises.
+
+    Args:
+        context: with a target.
+
+    Raises:
+        CheckpointError: attention of the target has a window shorter than the rows.
+    """
+
+    def __init__(self, context: MethodContext) -> None:
+        assert context.target is not None
+        self._settings, self._device, self._target = context.settings, context.device, context.target
+        self._target_path, self._dtype = context.target_path, stored_dtype(context.target_path)
+        config = read_config(context.target_path)
+        check_attends_to_all(config, self._settings.max_length, f"the target {context.target_path}")
+        self.num_depths, self.vocab_size = self._settings.num_tokens, context.target_vocab_size
+        output = context.target.head_weight()
+        vocab_size, hidden = output.shape
+        heads = [
+            nn.Sequential(ResidualBlock(hidden), nn.Linear(hidden, vocab_size, bias=False))
+            for _ in range(self.num_depths)
+        ]
+        self.model = nn.ModuleList(heads).to(self._device)
+        with torch.no_grad():
+            for name, value in self.model.named_parameters():
+                if name.endswith("1.weight"):
+                    value.copy_(output)
+
+    def check(self, rows: Sequence[DataRow]) -> None:
+        """Raise ConfigError where no row is long enough for a guess."""
+        if not any(len(row.tokens) > 2 for row in rows):
+            raise ConfigError("the data has no row of three tokens: heads guess the second token behind what they read")
+
+    def prepare(self, rows: Sequence[DataRow], step: int, indexes: Sequence[int]) -> HeadBatch:
+        """The rows, padded; nothing is random."""
+        text = torch.zeros(len(rows), max(len(row.tokens) for row in rows), dtype=torch.int64)
+        for index, row in enumerate(rows):
+            text[index, : len(row.tokens)] = torch.tensor(row.tokens)
+        prompts = torch.tensor([row.prompt_length for row in rows], device=self._device)
+        lengths = torch.tensor([len(row.tokens) for row in rows], device=self._device)
+        return HeadBatch(text.to(self._device), prompts, lengths)
+
+    def counts(self, prepared: HeadBatch) -> torch.Tensor:
+        """[num_tokens] float32: guesses of each head."""
+        return torch.stack([prepared.places(head).sum() for head in range(self.num_depths)]).to(torch.float32)
+
+    def losses(self, prepared: HeadBatch) -> torch.Tensor:
+        """[num_tokens] float32: the loss of each head, summed over its guesses; with gradients."""
+        settings, output = self._settings, self._target.read(prepared.text)
+        wanted = output.log_probs(self.vocab_size) if settings.divergence else None
+        found = []
+        for head in range(self.num_depths):
+            rows, places = prepared.places(head).nonzero(as_tuple=True)
+            logits = self._logits(head, output, rows, places)
+            loss = logits.new_zeros(())
+            if settings.cross_entropy:
+                labels = prepared.text[rows, places + 2 + head]
+                loss = loss + settings.cross_entropy * functional.cross_entropy(logits, labels, reduction="sum")
+            if wanted is not None:
+                # What the target says where it guesses the same token.
+                log_probs = wanted[rows, places + 1 + head]
+                divergence = functional.kl_div(logits.log_softmax(-1), log_probs, reduction="sum", log_target=True)
+                loss = loss + settings.divergence * divergence
+            found.append(loss)
+        return torch.stack(found)
+
+    @torch.no_grad()
+    def matches(self, rows: Sequence[DataRow]) -> list[torch.Tensor]:
+        """Whether each head's first choice is the data's token: for each row [places, num_tokens] bool on the CPU.
+
+        Where t tokens are known, the newest has not been read by the target: heads see the hidden state before it.
+        """
+        batch = self.prepare(rows, 0, range(len(rows)))
+        output = self._target.read(batch.text)
+        tables = [torch.zeros(len(row.tokens) - row.prompt_length, self.num_depths, dtype=torch.bool) for row in rows]
+        for head in range(self.num_depths):
+            indexes, places = batch.places(head).nonzero(as_tuple=True)
+            chosen = self._logits(head, output, indexes, places).argmax(-1)
+            right = (chosen == batch.text[indexes, places + 2 + head]).tolist()
+            for index, place, is_right in zip(indexes.tolist(), places.tolist(), right, strict=True):
+                known = place + 2 - rows[index].prompt_length
+                if known >= 0:
+                    tables[index][known, head] = is_right
+        return tables
+
+    def finish(self) -> None:
+        """Round the weights to the target's dtype."""
+        self.model.to(self._dtype).to(torch.float32)
+
+    def save(self, directory: Path) -> None:
+        """Write the heads in the target's dtype, and config.json."""
+        state = {name: value.detach().cpu().to(self._dtype) for name, value in self.model.state_dict().items()}
+        save_file(state, directory / WEIGHTS, {"format": "pt"})
+        values = {
+            "base_model_name_or_path": str(self._target_path),
+            "medusa_num_heads": self.num_depths,
+            "medusa_num_layers": 1,
+            "dtype": str(self._dtype).removeprefix("torch."),
+        }
+        (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+    def _logits(self, head: int, output: TargetOutput, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """[guesses, vocabulary] float32 of one head."""
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._settings.precision == "bfloat16"):
+            logits: torch.Tensor = self.model[head](output.hidden[rows, places].float())
+        return logits[:, : self.vocab_size].float()
+
+
+def make(context: MethodContext) -> MedusaMethod:
+    """Load the target and make heads for it; see MedusaMethod."""
+    return MedusaMethod(context)

@@ -1,0 +1,109 @@
+"""Models to train and to learn from, by transformers' classes.
+
+It knows checkpoints on disk and forwards of whole sequences. It does not know what is learned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from trtrun.errors import CheckpointError, one_line, shorten_path
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What the frozen target says of some texts.
+
+    Attributes:
+        hidden: [rows, length, hidden] behind the final norm, in the target's dtype.
+        head: makes logits of it.
+    """
+
+    hidden: torch.Tensor
+    head: nn.Module
+
+    def log_probs(self, vocab_size: int) -> torch.Tensor:
+        """[rows, length, vocab_size] float32 over the first tokens of the vocabulary, which both models know."""
+        with torch.no_grad():
+            logits: torch.Tensor = self.head(self.hidden)
+            return logits[..., :vocab_size].float().log_softmax(-1)
+
+
+class Target:
+    """The target: frozen, in the dtype of its checkpoint, or float32 on CPUs, which is exact for bfloat16 weights.
+
+    Args:
+        path: of its checkpoint.
+        device: to compute on.
+
+    Raises:
+        CheckpointError: transformers cannot load it.
+    """
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        dtype = torch.float32 if device.type == "cpu" else "auto"
+        self._model = load_model(path, dtype).to(device).eval().requires_grad_(False)
+        self.vocab_size = int(self._model.config.vocab_size)
+
+    def head_weight(self) -> torch.Tensor:
+        """[vocabulary, hidden]: what makes logits of hidden states, in the target's dtype."""
+        weight: torch.Tensor = self._model.get_output_embeddings().weight
+        return weight.detach()
+
+    def read(self, text: torch.Tensor) -> TargetOutput:
+        """Run [rows, length] int64 tokens. Padding behind a row does not change it: the target looks back only."""
+        with torch.no_grad():
+            hidden = self._model.base_model(input_ids=text, use_cache=False).last_hidden_state
+        return TargetOutput(hidden, self._model.get_output_embeddings())
+
+
+def load_model(path: Path, dtype: torch.dtype | str) -> Any:
+    """A causal language model.
+
+    Raises:
+        CheckpointError: transformers cannot load it.
+    """
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise CheckpointError(f"transformers cannot load {shorten_path(path)}: {one_line(error)}") from None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What config.json of a checkpoint says.
+
+    Raises:
+        CheckpointError: transformers does not know the model.
+    """
+    try:
+        return dict(AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).to_dict())
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"transformers cannot read {shorten_path(path)}: {one_line(error)}") from None
+
+
+def check_attends_to_all(config: dict[str, Any], length: int, name: str) -> None:
+    """Raise CheckpointError for attention with a window shorter than the rows: masks of training have none."""
+    window = config.get("sliding_window")
+    if window is not None and config.get("use_sliding_window", True) and window < length:
+        raise CheckpointError(
+            f"{name} attends to a window of {window} tokens, and rows have up to {length}: set --max-length {window}"
+        )
+
+
+def stored_dtype(path: Path) -> torch.dtype:
+    """The dtype of a checkpoint's weights: that of config.json, float32 where it names none."""
+    value = read_config(path).get("dtype")
+    dtype = getattr(torch, str(value).removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
