@@ -139,7 +139,8 @@ class PromptLookupSection(SpeculationSection):
 
 class MedusaSection(SpeculationSection):
     """Options of `medusa`. Each head drafts one token, so draft_len is at most the number of heads. A chain takes the
-    likeliest token of each; a tree the likely ones, so that more is accepted and more has to be verified.
+    likeliest token of each; a tree the likely ones, so that more is accepted and more has to be verified: on CPUs,
+    where each token costs, a chain is faster.
 
     Known trees, of 63 tokens each: `mc_sim_7b_63`, `vicuna_7b_stage1`, `vicuna_7b_stage2`, `vicuna_13b_stage1`,
     `vicuna_13b_stage2`, `vicuna_33b_stage1`, `vicuna_33b_stage2`, `zephyr_stage2`.
