@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +64,11 @@ def play_training(config: RuntimeConfig, options: TrainOptions, drain: Drain) ->
     communicator = open_communicator(device, world, "training")
     run = _prepare(config, options, device, communicator, state_file)
     drain.start_running()
-    with Bar("steps") as bar:
-        progress = Progress(run.loop.steps, bar)
-        is_done = run.loop.run(progress.tell, lambda: drain.cause is not None)
+    try:
+        with Bar("steps") as bar:
+            is_done = run.loop.run(Progress(run.loop.steps, bar).tell, lambda: drain.cause is not None)
+    except OSError as error:
+        raise FailedError(f"cannot write below {options.output}: {error.strerror}; --resume goes on") from error
     if not is_done:
         if rank == 0:
             tell(f"{drain.cause}: {run.loop.step} of {run.loop.steps} steps are done; --resume does the rest")
@@ -169,7 +170,6 @@ class Progress:
 
     steps: int
     bar: Bar
-    _started: float = field(default_factory=time.monotonic)
 
     def tell(self, line: dict[str, Any]) -> None:
         """Show one step's metrics."""

@@ -22,6 +22,7 @@ PROMPTS = [{"prompt": TEXTS[index % 8] * (1 + index // 8)} for index in range(16
 PARD_TOKEN = 256
 """Of the pair's vocabulary of 260 the tokenizer knows 257: this is its end of text, which no text holds."""
 
+TWO_RANKS = {"target": ["cpu:1"], "draft": ["cpu:0"]}
 SMALL = (
     *("--num-tokens", 3, "--batch-size", 4, "--micro-batch-size", 2, "--max-length", 64, "--heldout-rows", 2),
     *("--learning-rate", 0.003, "--warmup-steps", 2, "--evaluation-steps", 4, "--checkpoint-steps", 2),
@@ -100,7 +101,7 @@ def test_two_ranks_train_what_one_trains_and_the_drafter_drafts(
 ) -> None:
     train = ("--data", data, *SMALL, "--steps", 8, "--pard-token", PARD_TOKEN)
     one = result_of(trtrun("train-drafter", "--config", config(ONE_PROCESS), *train, "--output", tmp_path / "one"))
-    two_ranks = config({"target": ["cpu:1"], "draft": ["cpu:0"]})
+    two_ranks = config(TWO_RANKS)
     done = trtrun("train-drafter", "--config", two_ranks, *train, "--output", tmp_path / "two")
     two = result_of(done)
     assert "2 ranks" in done.stderr
@@ -127,17 +128,18 @@ def test_two_ranks_train_what_one_trains_and_the_drafter_drafts(
     assert "nothing left to train" in again.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(("devices", "number"), [(ONE_PROCESS, signal.SIGKILL), (TWO_RANKS, signal.SIGTERM)])
 def test_a_killed_run_comes_to_the_same_weights(
     data: Path,
     config: Configs,
     trtrun: Run,
     start_trtrun: Callable[..., Any],
     tmp_path: Path,
+    devices: dict[str, list[str]],
     number: signal.Signals,
 ) -> None:
     train = ("--data", data, *SMALL, "--steps", 40, "--pard-token", PARD_TOKEN, "--divergence", 0)
-    words = ("train-drafter", "--config", config(ONE_PROCESS), *train)
+    words = ("train-drafter", "--config", config(devices), *train)
     whole = result_of(trtrun(*words, "--output", tmp_path / "whole"))
     process = start_trtrun(*words, "--output", tmp_path / "killed")
     metrics = tmp_path / "killed" / "training" / "metrics.jsonl"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from parallel.transports import open_communicator
 from trtrun.errors import ConfigError
 from trtrun.models.config import read_model_config
-from trtrun.training.data import DataRow
+from trtrun.training.data import DataRow, batch_indexes, read_data
 from trtrun.training.evaluation import measure, walk
 from trtrun.training.methods.pard_layout import lay_out
 from trtrun.training.state import StateFile
@@ -79,6 +79,34 @@ def test_the_loss_is_what_its_definition_says(pair: Pair, data: Path) -> None:
     assert method.counts(layout).tolist() == [depths.count(depth) for depth in range(3)]
 
 
+def test_steps_are_those_of_plain_torch(pair: Pair, data: Path, tmp_path: Path) -> None:
+    """Each step's rows at once, and everything written out: weights of depths, clipping, warm-up and cosine."""
+    changes = {"steps": 4, "depth_decay": 0.5, "clip_norm": 0.3, "weight_decay": 0.1}
+    method, loop = make_loop(*pair, data, tmp_path / "out", **changes)
+    run(loop)
+    plain = make_method(*pair, **changes)
+    rows = read_data([data], 40, 4, 199, 0).rows
+    named = dict(plain.model.named_parameters())
+    matrices = [value for name, value in named.items() if "proj" in name]
+    others = [value for name, value in named.items() if "proj" not in name]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    for step, factor in enumerate([0.5, 1.0, 1.0, 0.55]):
+        indexes = batch_indexes(len(rows), 6, step, seed=0)
+        layout = plain.prepare([rows[index] for index in indexes], step, range(6))
+        means = plain.losses(layout) / plain.counts(layout)
+        optimizer.zero_grad()
+        ((means[0] + 0.5 * means[1] + 0.25 * means[2]) / 1.75).backward()
+        torch.nn.utils.clip_grad_norm_(list(named.values()), 0.3)
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * factor
+        optimizer.step()
+    for name, value in method.model.named_parameters():
+        torch.testing.assert_close(
+            value, named[name], atol=2e-4, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_that_stops_comes_to_the_same_bits(pair: Pair, data: Path, tmp_path: Path, optimizer: str) -> None:
     whole, loop = make_loop(*pair, data, tmp_path / "whole", optimizer=optimizer)
@@ -86,6 +114,8 @@ def test_a_run_that_stops_comes_to_the_same_bits(pair: Pair, data: Path, tmp_pat
     _, loop = make_loop(*pair, data, tmp_path / "parts", optimizer=optimizer)
     asked = iter([False] * 7 + [True])
     assert not loop.run(lambda line: None, lambda: next(asked))
+    # As of a run that was killed behind its last checkpoint.
+    StateFile(tmp_path / "parts").add_metrics({"step": 8, "loss": [0.0] * 3, "seconds": 1.0})
     resumed, loop = make_loop(*pair, data, tmp_path / "parts", optimizer=optimizer)
     loop.resume()
     assert loop.step == 7
