@@ -12,6 +12,8 @@ import pytest
 from checkpoints import make_checkpoint
 from training_runs import MASK, make_method, rows_of
 
+from launch.train.checks import check_output
+from launch.train.options import TrainOptions
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.training.curves import draw_curves
 from trtrun.training.data import batch_indexes, read_data
@@ -116,6 +118,30 @@ def test_the_mask_token_is_one_that_the_tokenizer_leaves_free(tmp_path: Path) ->
     full = make_checkpoint(tmp_path / "full", tokenizer=True, vocab_size=257)
     with pytest.raises(ConfigError, match="--pard-token: name the id of a token that no text has"):
         find_pard_token(load_model(full, "auto").config, full)
+
+
+@pytest.mark.parametrize(
+    ("name", "resume", "said"),
+    [
+        ("full", False, "it is not empty; go on with --resume, or name another directory"),
+        ("full", True, "it holds no training run to go on with"),
+        ("no/out", False, r"the directory .*no does not exist"),
+        ("full/notes.txt", False, "it is no directory"),
+        ("out", True, None),
+        ("full/empty", False, None),
+    ],
+)
+def test_an_output_directory_that_would_lose_something_is_refused(
+    tmp_path: Path, name: str, resume: bool, said: str | None
+) -> None:
+    (tmp_path / "full" / "empty").mkdir(parents=True)
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    options = TrainOptions(settings=TrainingSettings(), data=[], output=tmp_path / name, start=None, resume=resume)
+    if said is None:
+        check_output(options)
+        return
+    with pytest.raises(ConfigError, match=said):
+        check_output(options)
 
 
 def test_a_checkpoint_that_transformers_cannot_load_is_one_line(tmp_path: Path) -> None:
