@@ -60,7 +60,7 @@ def test_a_model_without_weights_runs_and_is_exact(tmp_path: Path) -> None:
     draft = config_alone(tmp_path / "draft", num_hidden_layers=2)
     with pytest.raises(CheckpointError, match="has no weights"):
         LLM(config=configuration(target, draft))
-    values = configuration(target, draft).model_dump(mode="json")
+    values = configuration(target, draft).model_dump(mode="json", exclude={"heads"})
     for role in ("target", "draft"):
         values[role]["load_format"] = "dummy"
     prompts = [prompt_of(length, length) for length in (3, 20, 40)]
