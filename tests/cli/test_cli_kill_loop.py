@@ -24,7 +24,7 @@ from drains import PATIENCE, wait_until, written_indexes
 from output_rows import read_rows, without_drafting
 
 PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"
-RUNS = 6
+RUNS = 4
 SIZE = 3
 THREE_RANKS = ("--set", 'target.devices=["cpu:1"]', *FIXED)
 ONE_PROCESS = ("--set", 'target.devices=["cpu:0"]', *FIXED)

@@ -7,6 +7,7 @@ import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -43,12 +44,17 @@ def test_a_killed_engine_costs_no_stream_and_no_answer(pair: Path, tmp_path: Pat
         connected("http", server) as web,
         ThreadPoolExecutor(2) as pool,
     ):
+        first_event = Event()
 
         def read_events() -> str:
             values = of_text(PROMPT, OPTIONS | {"stream": True})
             url = f"{server.url}/v2/models/tensorrt_llm_bls/generate_stream"
             with httpx.stream("POST", url, json=values, timeout=PATIENCE) as answer:
-                lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+                lines = []
+                for line in answer.iter_lines():
+                    if line.startswith("data: "):
+                        lines.append(line.removeprefix("data: "))
+                        first_event.set()
             return "".join(json.loads(line)["text_output"] for line in lines)
 
         events = pool.submit(read_events)
@@ -58,6 +64,7 @@ def test_a_killed_engine_costs_no_stream_and_no_answer(pair: Path, tmp_path: Pat
         readers[1].send("tensorrt_llm", of_tokens(tokens, OPTIONS | {"stream": True}))
         found = [[reader.take() for _ in range(3)] for reader in readers]
         assert not any(map(is_final, found[0] + found[1]))
+        assert first_event.wait(PATIENCE)
         os.kill(server.engine(), signal.SIGKILL)
         server.wait_for("it is started again (1 of ")
         for results, reader in zip(found, readers, strict=True):
