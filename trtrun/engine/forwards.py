@@ -16,7 +16,7 @@ from trtrun.core.nouns import Draft, HiddenStates, PrefillChunk
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, read_tiles
 from trtrun.engine.capture import Capture
 from trtrun.engine.draft_paths import DraftPaths, TreeBatch
-from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes, PromptShape
+from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes
 from trtrun.engine.graphs import ForwardGraphs
 from trtrun.engine.prompt_tiles import even_tiles, token_places
 from trtrun.engine.rows import RowState
@@ -138,10 +138,6 @@ class Forwards:
             device=self._device,
             forward_trees=self._forward_trees if self.paths is not None else None,
         )
-
-    def prompt_shapes(self) -> list[PromptShape]:
-        """See GraphShapes; none where there are no graphs."""
-        return self.graphs.shapes.prompt_shapes() if self.graphs is not None else []
 
     def prefill_by_graph(self, chunks: Sequence[PrefillChunk]) -> GraphPrompts | None:
         """Compute chunks through a graph, where there are graphs and the chunks are short; else None."""

@@ -42,7 +42,7 @@ class Engine:
     Attributes:
         rows: the state of every row.
         vocab_size: of the model's configuration, padding tokens of the checkpoint included.
-        tables, prompt_shapes: see Forwards.
+        tables: see Forwards.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Engine:
         most_logits = max(logits_per_row, most_masked)
         self._forwards = Forwards(model, store, rows, capture, most_logits, tapped, paths, most_masked)
         self._verification = Verification(model, rows, self._forwards)
-        self.tables, self.prompt_shapes = self._forwards.tables, self._forwards.prompt_shapes
+        self.tables = self._forwards.tables
 
     @property
     def block_size(self) -> int:

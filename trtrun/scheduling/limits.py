@@ -12,6 +12,13 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.errors import ConfigError, InvalidRequestError, PromptTooLongError
 
 
+def most_unfed(draft_len: int, *, drafts_in_parallel: bool) -> int:
+    """Tokens at a row's end that the draft store may lack after a round in which it was fed and up to `draft_len`
+    tokens were drafted for it: the newest, and the one before it, which may be the bonus hole; all that it gained where
+    drafts are made in parallel."""
+    return max(2, draft_len + 1) if drafts_in_parallel else 2
+
+
 @dataclass(frozen=True)
 class SchedulerLimits:
     """Limits of the running batch.
@@ -123,10 +130,8 @@ class SchedulerLimits:
         return self.max_length - 1
 
     def most_unfed(self, draft_len: int) -> int:
-        """Tokens at a row's end that the draft store may lack after a round in which it was fed and up to `draft_len`
-        tokens were drafted for it: the newest, and the one before it, which may be the bonus hole; all that it gained
-        where drafts are made in parallel."""
-        return max(2, draft_len + 1) if self.drafts_in_parallel else 2
+        """See the function of this name."""
+        return most_unfed(draft_len, drafts_in_parallel=self.drafts_in_parallel)
 
     def check_draft_len(self, draft_len: int | None) -> None:
         """Refuse a request whose own draft_len is more than is ever drafted; None is the configuration's.

@@ -12,6 +12,7 @@ import numpy as np
 from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
 from trtrun.kvcache.tile_widths import padding
 from trtrun.scheduling.batch import Completion, PlannedRow, Work
+from trtrun.scheduling.limits import most_unfed
 
 MOST_MISSED_ROUNDS = 30
 _MISSED_BY_MANY, _MANY_ROWS = 6, 17
@@ -20,7 +21,7 @@ _MISSED_BY_MANY, _MANY_ROWS = 6, 17
 
 def most_catch_up(draft_len: int, *, drafts_in_parallel: bool) -> int:
     """Tokens of a row that the draft engine feeds at once after them."""
-    return (max(2, draft_len + 1) if drafts_in_parallel else 2) + MOST_MISSED_ROUNDS
+    return most_unfed(draft_len, drafts_in_parallel=drafts_in_parallel) + MOST_MISSED_ROUNDS
 
 
 class PlanBuilder:
@@ -114,11 +115,11 @@ class PlanBuilder:
         else:
             self._chunks.append(_prefilled(running, Work.CHUNK, end))
 
-    def settle_drafting(self, most_unfed: Callable[[int], int], *, drafts_pay: bool = True) -> list[PlannedRow]:
+    def settle_drafting(self, unfed_after: Callable[[int], int], *, drafts_pay: bool = True) -> list[PlannedRow]:
         """Decide whether the draft engine feeds the decoding rows in this round; call it once, when all are planned.
 
         Args:
-            most_unfed: `SchedulerLimits.most_unfed`.
+            unfed_after: `SchedulerLimits.most_unfed`.
             drafts_pay: False where nothing has been worth drafting for long: then rows are left for good that would
                 have to be fed.
 
@@ -142,7 +143,7 @@ class PlanBuilder:
         for running, draft_len in self._decoding:
             if running.followed and not sits_out:
                 self._catch_up.append(running.num_unfed)
-                running.num_missed_rounds, running.num_unfed = 0, most_unfed(draft_len)
+                running.num_missed_rounds, running.num_unfed = 0, unfed_after(draft_len)
             else:
                 self._catch_up.append(0)
                 running.num_missed_rounds += 1

@@ -7,7 +7,8 @@ for that who does not expect it. It knows counts and the pacer's judgement. It d
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 
 _ENOUGH_DRAFTS = 256
 _ENOUGH_OF_FEW = 16
@@ -27,20 +28,17 @@ class AcceptanceWatch:
         """Watch drafts of up to `most_drafted` tokens; `to_check` is what may be wrong with a drafter that is seldom
         right."""
         self._to_check = to_check
+        self._most_drafted = most_drafted
+        self._counts = Counter[tuple[int, int]]()
         self._num_drafts = 0
-        self._offered = [0] * most_drafted
-        self._kept = [0] * most_drafted
+        self._next_look = _ENOUGH_DRAFTS
         self._has_spoken = False
 
-    def record(self, acceptances: Iterable[tuple[int, int]]) -> None:
+    def record(self, acceptances: Sequence[tuple[int, int]]) -> None:
         """Count drafts: how many tokens each had, and how many of them were kept."""
-        if self._has_spoken:
-            return
-        for drafted, kept in acceptances:
-            self._num_drafts += 1
-            for place in range(min(drafted, kept + 1)):  # behind a rejected token none is looked at
-                self._offered[place] += 1
-                self._kept[place] += place < kept
+        if not self._has_spoken:
+            self._num_drafts += len(acceptances)
+            self._counts.update(acceptances)
 
     def complain(self, pays: bool | None) -> str | None:
         """What there is to say, once.
@@ -51,17 +49,15 @@ class AcceptanceWatch:
         Returns:
             A line, or None.
         """
-        if self._has_spoken or pays or self._num_drafts < (_ENOUGH_DRAFTS if pays is None else _ENOUGH_OF_FEW):
+        if self._has_spoken or pays or self._num_drafts < (self._next_look if pays is None else _ENOUGH_OF_FEW):
             return None
-        first = self._kept[0] / max(1, self._offered[0])
+        by_place = [self._at(place) for place in range(self._most_drafted)]
+        first = by_place[0][0] / max(1, by_place[0][1])
         if pays is None and first >= _RARELY:
+            self._next_look = 2 * self._num_drafts  # good ones cost nothing in most rounds
             return None
         self._has_spoken = True
-        shares = ", ".join(
-            f"{kept / offered:.0%} of {offered}"
-            for offered, kept in zip(self._offered, self._kept, strict=True)
-            if offered
-        )
+        shares = ", ".join(f"{kept / offered:.0%} of {offered}" for kept, offered in by_place if offered)
         why = (
             "that is often, but a round with drafts takes longer than they save here: a smaller or quantized draft, or "
             "devices of its own, may help"
@@ -72,3 +68,11 @@ class AcceptanceWatch:
             f"drafts are not worth their time here: the target kept of first, second, … tokens {shares}; {why}; "
             "speculation.method none saves what drafts take, and no text changes"
         )
+
+    def _at(self, place: int) -> tuple[int, int]:
+        """How many tokens of a place were kept, and how many were looked at: none behind one that was rejected."""
+        kept = sum(count for (_, accepted), count in self._counts.items() if accepted > place)
+        looked_at = sum(
+            count for (drafted, accepted), count in self._counts.items() if min(drafted, accepted + 1) > place
+        )
+        return kept, looked_at

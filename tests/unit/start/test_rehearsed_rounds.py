@@ -25,22 +25,28 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("max_rows", [1, 3])
-@pytest.mark.parametrize("name", METHODS)
-def test_rounds_of_every_kind_are_practised_and_leave_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, max_rows: int
-) -> None:
-    """As on a GPU, where they are run for the first use of what they run."""
-    plans: list[RoundPlan] = []
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[RoundPlan]:
+    """All that are published in one process."""
+    found: list[RoundPlan] = []
     publish = SoloRanks.publish
 
     def logged(ranks: SoloRanks, plan: RoundPlan) -> None:
-        plans.append(plan)
+        found.append(plan)
         publish(ranks, plan)
 
+    monkeypatch.setattr(SoloRanks, "publish", logged)
+    return found
+
+
+@pytest.mark.parametrize("max_rows", [1, 3])
+@pytest.mark.parametrize("name", METHODS)
+def test_rounds_of_every_kind_are_practised_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plans: list[RoundPlan], name: str, max_rows: int
+) -> None:
+    """As on a GPU, where they are run for the first use of what they run."""
     monkeypatch.setattr(policies, "_uses_gpus", lambda config: True)
     monkeypatch.setattr(policies, "measure_round_costs", lambda *_: None)
-    monkeypatch.setattr(SoloRanks, "publish", logged)
     target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
     draft = make_draft(tmp_path / "draft", target, 1) if name.startswith("draft") else None
     settings = {"speculation": METHODS[name], "scheduler": {"max_batch_size": max_rows}}
@@ -66,17 +72,9 @@ def test_rounds_of_every_kind_are_practised_and_leave_nothing(
 
 @pytest.mark.parametrize(("max_rows", "max_tokens"), [(1, 64), (9, 512)])
 def test_rounds_that_are_measured_are_counted_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_rows: int, max_tokens: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plans: list[RoundPlan], max_rows: int, max_tokens: int
 ) -> None:
-    plans: list[RoundPlan] = []
-    publish = SoloRanks.publish
-
-    def logged(ranks: SoloRanks, plan: RoundPlan) -> None:
-        plans.append(plan)
-        publish(ranks, plan)
-
     monkeypatch.setattr(rehearsed_rounds, "_MOST_SECONDS", 1e9)
-    monkeypatch.setattr(SoloRanks, "publish", logged)
     target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
     draft = make_draft(tmp_path / "draft", target, 1)
     scheduler = {"max_batch_size": max_rows, "max_num_tokens": max_tokens}
