@@ -99,6 +99,7 @@ def without(*names: str) -> Change:
     ("change", "message"),
     [
         (without("2.1.weight"), "has 4 Medusa heads, but head 2 lacks the matrix: the files are incomplete"),
+        (without("3.1.weight"), "has 4 Medusa heads, but head 3 lacks the matrix"),
         (without("1.0.linear.weight", "1.0.linear.bias"), r"1\.1\.weight stands behind 1 blocks, but head 1 has 0"),
         (without("1.0.linear.weight", "1.1.weight"), r"1\.0\.linear\.bias is there, but no weight beside it"),
         (without("1.0.linear.bias"), "has biases of block 0 for some of its 4 Medusa heads alone"),

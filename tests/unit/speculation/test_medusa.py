@@ -132,11 +132,13 @@ def test_a_tree_keeps_more_than_a_chain_and_heads_more_than_chance(tmp_path: Pat
     assert accepted["tree"] > 1.1 * accepted["chain"] and accepted["chain"] > 5 * accepted["chance"]
 
 
+@pytest.mark.parametrize("penalty", [1.0, 1.02], ids=["at once", "in turn"])
 def test_sampled_rows_rank_with_the_targets_random_numbers(
-    target: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, penalty: float
 ) -> None:
-    """Drafts that ignore them are accepted less often."""
-    sampling = [SamplingParams(max_tokens=COUNT, ignore_eos=True, temperature=1.0, seed=index) for index in range(8)]
+    """Drafts that ignore them are accepted less often; so where a choice looks at the tokens before it."""
+    own = {"ignore_eos": True, "temperature": 1.0, "repetition_penalty": penalty}
+    sampling = [SamplingParams(max_tokens=COUNT, seed=index, **own) for index in range(8)]
     accepted = []
     for coupled in (True, False):
         if not coupled:
