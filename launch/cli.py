@@ -28,6 +28,7 @@ from launch.commands.warm_up import warm_up
 from launch.exit_codes import ExitCode, FailedError, describe_exit_codes, status_of_signal
 from launch.logs import FILE_ONLY
 from launch.mpi.start_progress import StartProgress, say_hello
+from launch.process_end import end_with, prepare_to_end
 from parallel import abort
 from parallel.errors import ParallelError
 from trtrun import __version__
@@ -58,6 +59,7 @@ for _command in (
 
 def guarded(action: Callable[[], int]) -> int:
     """Run a program; turn what the user got wrong into one line and an exit status. Defects keep their traceback."""
+    prepare_to_end()
     gc.set_threshold(MOST_UNCOLLECTED)
     _print_any_text()
     try:
@@ -143,8 +145,7 @@ def leave(status: int) -> NoReturn:
         join_world()
     if status and "mpi4py.MPI" in sys.modules:
         abort.abort_at_exit(status)
-    if "triton" not in sys.modules:  # whose bindings would tell all that is frozen as leaks, on stderr
-        gc.freeze()  # else Python looks through all of torch again before it ends: a third of a second
+    end_with(status)
     sys.exit(status)
 
 

@@ -80,7 +80,8 @@ class Drain:
             for number in DRAIN_SIGNALS:
                 signal.signal(number, self._hear)
         try:
-            yield
+            with self.starting():
+                yield
         finally:
             for number, handler in before.items():
                 # A warning that comes when all is done has nothing to end any more.
@@ -92,12 +93,13 @@ class Drain:
 
         Raises:
             EndedAtStart: for any error that comes out after an order: native code on the way (safetensors reading a
-                tensor, say) may put an error of its own in the place of what the signal raised inside it.
+                tensor, pydantic making a class while it is imported) may put an error of its own in the place of what
+                the signal raised inside it.
         """
         try:
             yield
         except Exception as error:
-            if self.has_interrupted:
+            if self.has_interrupted and not self._is_running:
                 raise EndedAtStart from error
             raise
 

@@ -174,7 +174,10 @@ class Cluster:
         self.call("scontrol", "update", f"NodeName={node}", f"State={state}", "Reason=test")
 
     def ranks(self, job: int) -> dict[int, tuple[int, str]]:
-        """Process id and node of each MPI rank of a job, by rank."""
+        """Process id and node of each MPI rank of a job, by rank.
+
+        Other workers' clusters number their jobs alike; each has a configuration of its own.
+        """
         found: dict[int, tuple[int, str]] = {}
         for entry in Path("/proc").iterdir():
             if not entry.name.isdecimal():
@@ -185,7 +188,8 @@ class Cluster:
                 continue
             values = dict(item.partition("=")[::2] for item in items)
             rank = values.get("OMPI_COMM_WORLD_RANK", "")
-            if values.get("SLURM_JOB_ID") == str(job) and rank.isdecimal():
+            is_ours = values.get("SLURM_CONF") == self.environment["SLURM_CONF"]
+            if is_ours and values.get("SLURM_JOB_ID") == str(job) and rank.isdecimal():
                 found[int(rank)] = (int(entry.name), values.get("SLURMD_NODENAME", ""))
         return found
 
