@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import logging
@@ -80,10 +81,19 @@ def guarded(action: Callable[[], int]) -> int:
         # The reader of our output is gone, as in `trtrun run … | head`. Python would complain again at its own end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return status_of_signal(signal.SIGPIPE)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return _defect()
+        return _fail(f"cannot write {error.filename or 'the output'}: {error.strerror}", ExitCode.FAILED)
     except Exception:
-        traceback.print_exc()
-        logger.critical("an exception that nothing caught", exc_info=True, extra=FILE_ONLY)
-        return ExitCode.FAILED
+        return _defect()
+
+
+def _defect() -> ExitCode:
+    """Show the exception that is being handled."""
+    traceback.print_exc()
+    logger.critical("an exception that nothing caught", exc_info=True, extra=FILE_ONLY)
+    return ExitCode.FAILED
 
 
 def _print_any_text() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -46,6 +47,12 @@ def pytest_sessionstart() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     remove_stale_folders(os.environ)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: without this each garbage collection looks through all of torch again."""
+    gc.collect()
+    gc.freeze()
 
 
 def rank_environment(extra: dict[str, str] | None = None) -> dict[str, str]:

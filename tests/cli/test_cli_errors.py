@@ -239,3 +239,13 @@ def test_a_wrong_world_is_refused_before_torch_is_imported(config: Configs) -> N
     )
     assert (done.returncode, done.stdout) == (2, "False\n")
     assert "but 2 were started" in done.stderr
+
+
+def test_an_output_that_is_full_is_one_line(config: Configs) -> None:
+    words = [*command_words(), "plan", "--config", str(config(ONE_PROCESS))]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            words, env=command_environment(), cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["trtrun: cannot write the output: No space left on device"]
