@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ sys.path.append(str(ROOT / "scripts"))
 from gpu_bench.parts import list_parts
 from gpu_bench.placement_parts import _add_sums
 from gpu_bench.placements import PLACEMENTS, find_apart
+from gpu_bench.rank_loss import play_seed_command
 from gpu_bench.tables import Table, show
 from gpu_bench.workbench import Options, Workbench
 
@@ -240,10 +242,18 @@ def test_a_part_of_every_kind_on_two_devices(trtrun: Run, tmp_path: Path) -> Non
     [
         (1, "8b,8b-long,8b-sampled,1b,70b"),
         (4, "8b:two-draft1-target1"),
-        (8, "seed-command"),
     ],
 )
 def test_parts_of_other_hosts(trtrun: Run, count: int, parts: str) -> None:
     done = trtrun(*GPUS[count], "--parts", parts, words=WORDS, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert states_of(done) == dict.fromkeys(parts.split(","), "done")
+
+
+def test_the_example_of_another_runtime_runs_as_a_part(tmp_path: Path) -> None:
+    """A part of eight devices, played on two."""
+    bench = Workbench(Options("cpu", 2), tmp_path, deadline=time.monotonic() + 300)
+    play_seed_command(bench)
+    (table,) = bench.tables
+    ((status, _, tokens),) = table.rows
+    assert (status, tokens) == ("0", "64")

@@ -67,12 +67,12 @@ STARTERS: dict[str, tuple[list[str], tuple[str, ...], list[tuple[str, signal.Sig
     "trtrun": (
         [],
         TWO_SLOTS,
-        [("command", signal.SIGINT), ("command", signal.SIGUSR1)],
+        [("command", signal.SIGINT)],
     ),
     "mpirun": (
         [*MPIRUN, "-n", "3"],
         TWO_SLOTS,
-        [("command", signal.SIGUSR1), ("rank 0", signal.SIGTERM)],
+        [("rank 0", signal.SIGTERM)],
     ),
     "one process": ([], ONE_SLOT, [("command", signal.SIGTERM), ("command", signal.SIGUSR1)]),
 }
@@ -182,7 +182,6 @@ def test_rows_that_take_too_long_are_left_and_warnings_do_not_hurry(
     [
         pytest.param(ONE_PROCESS, "SIGTERM", "SIGINT", id="one-process-SIGINT"),
         pytest.param(ONE_PROCESS, "SIGUSR1", "SIGTERM", id="one-process-SIGTERM"),
-        pytest.param(THREE_RANKS, "SIGTERM", "SIGINT", id="three-ranks-SIGINT"),
         pytest.param(THREE_RANKS, "SIGINT", "SIGTERM", id="three-ranks-SIGTERM"),
     ],
 )

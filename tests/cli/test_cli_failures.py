@@ -111,13 +111,12 @@ def test_a_rank_that_stands_still_is_one_line_status_1_and_the_ranks_stacks(conf
     assert done.stderr.count("trtrun: ") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_command_ends_all_ranks(config: Configs, start_trtrun: Start, number: signal.Signals) -> None:
+def test_a_signal_to_the_command_ends_all_ranks(config: Configs, start_trtrun: Start) -> None:
     process, ranks = start_endless(config, start_trtrun)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == 128 + number
-    assert errors.splitlines() == [f"trtrun: ended by {number.name}; all ranks are stopped"]
+    assert process.returncode == 128 + signal.SIGINT
+    assert errors.splitlines() == ["trtrun: ended by SIGINT; all ranks are stopped"]
     assert not any(is_alive(child) for child in ranks.values())
 
 
