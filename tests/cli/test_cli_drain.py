@@ -72,7 +72,7 @@ STARTERS: dict[str, tuple[list[str], tuple[str, ...], list[tuple[str, signal.Sig
     "mpirun": (
         [*MPIRUN, "-n", "3"],
         TWO_SLOTS,
-        [("rank 0", signal.SIGTERM)],
+        [("command", signal.SIGUSR1), ("rank 0", signal.SIGTERM)],
     ),
     "one process": ([], ONE_SLOT, [("command", signal.SIGTERM), ("command", signal.SIGUSR1)]),
 }
