@@ -2,7 +2,8 @@
 
 A draft rank that is killed once rounds run costs drafts alone: the run goes on, and another process is killed.
 
-The moments and the victims are drawn from a seed that a failing test shows; TRTRUN_TEST_SEED sets it.
+The moments and the victims are drawn from a seed that a failing test shows; TRTRUN_TEST_SEED sets it, and
+TRTRUN_TEST_KILLS how many runs are killed: a few in the suite, as many as one likes for a soak.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from drains import PATIENCE, wait_until, written_indexes
 from output_rows import read_rows, without_drafting
 
 PAIR = ROOT / "launch" / "configs" / "cpu_pair.yaml"
-RUNS = 4
+RUNS = int(os.environ.get("TRTRUN_TEST_KILLS") or 2)
 SIZE = 3
 THREE_RANKS = ("--set", 'target.devices=["cpu:1"]', *FIXED)
 ONE_PROCESS = ("--set", 'target.devices=["cpu:0"]', *FIXED)

@@ -9,7 +9,7 @@ import pytest
 NAMES = ["orchestrator rank 0 (host)", "draft rank 1 (cpu:0)", "target rank 2 (cpu:1)", "target rank 3 (cpu:2)"]
 
 
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("rank", [0, 3])
 def test_an_exception_on_one_rank_ends_the_job_with_one_line(run_ranks, rank: int) -> None:
     done = run_ranks(4, "tests/ranks/programs/abort_case.py", env={"FAILING_RANK": str(rank)})
     assert done.returncode != 0

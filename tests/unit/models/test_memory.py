@@ -114,7 +114,6 @@ def measure(models: Path, draft: str, dtype: str, *, quantization: str, kv_token
         ("draft", "bfloat16", "none"),
         ("", "float32", "none"),
         ("draft", "bfloat16", "int8"),
-        ("target", "bfloat16", "int8"),
         ("target", "bfloat16", "fp8"),
     ],
 )
