@@ -23,6 +23,7 @@ from trtrun.configuration.medusa_choices import ChoiceTree
 from trtrun.core.nouns import Draft, RoundPlan
 from trtrun.kernels.triton.sampling import columns
 from trtrun.sampling.random import Stream, gumbel
+from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.drafters.medusa import MedusaDrafter
 
 LAYOUTS = ("fasterdecoding", "version 2", "whole model", "modelopt", "vllm", "vllm with prefix", "vllm shared")
@@ -146,11 +147,11 @@ def medusa(**options: Any) -> dict[str, Any]:
 class Proposals:
     """What was proposed: of each row and round its text, temperature and seed, and its draft."""
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, kind: type[Drafter] = MedusaDrafter) -> None:
         self.seen: list[tuple[list[int], float, int, list[int], int]] = []
-        original = MedusaDrafter.propose
+        original = kind.propose
 
-        def propose(drafter: MedusaDrafter, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
+        def propose(drafter: Drafter, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
             draft = original(drafter, plan, probability_rows)
             state: Any = drafter.rows
             for index, row in enumerate(plan.decode_rows.tolist()):
@@ -160,7 +161,7 @@ class Proposals:
                 self.seen.append((text, temperature, seed, draft.tokens[index].tolist(), int(draft.draft_lens[index])))
             return draft
 
-        patch.setattr(MedusaDrafter, "propose", propose)
+        patch.setattr(kind, "propose", propose)
 
     def check(self, target: Path, heads: Heads, tree: ChoiceTree) -> int:
         """Compare all of them with the heads in plain torch; returns how many drafts there were."""

@@ -21,9 +21,9 @@ from trtrun.models.heads import HeadsPlan
 from trtrun.models.loading import heads_bytes, shard_bytes
 from trtrun.start.memory_requirements import (
     engine_working_bytes,
-    kv_bytes_per_block,
     most_useful_blocks,
     resolve_dtype,
+    store_bytes_per_block,
 )
 from trtrun.start.model_settings import read_target_heads, target_context
 from trtrun.start.startup import device_of
@@ -48,9 +48,11 @@ class ModelShards:
             return 0
         return shard_bytes(self.model, index, self.tp_size, self.dtype, device, self.section.quantization)
 
-    def block_bytes(self, index: int | None, config: RuntimeConfig) -> int:
-        """Bytes of one KV block on one rank; 0 where `index` is None."""
-        return 0 if index is None else kv_bytes_per_block(config, self.model, self.tp_size, self.dtype)
+    def block_bytes(self, index: int | None, config: RuntimeConfig, heads: HeadsPlan | None = None) -> int:
+        """Bytes of one KV block on one rank, that of `heads` beside the engine among them; 0 where `index` is None."""
+        if index is None:
+            return 0
+        return store_bytes_per_block(config, self.model, heads, self.tp_size, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,12 @@ class JobMemory:
         return drafted, self.target.shard_bytes(slot.target_index, device)
 
     def block_bytes(self, rank: int) -> int:
-        """Bytes of one KV block on one rank, in both engines' stores."""
+        """Bytes of one KV block on one rank, in both engines' stores and in the heads'."""
         slot = self.topology.slot(rank)
         if slot is None:
             return 0
         drafted = self.draft.block_bytes(slot.draft_index, self.config) if self.draft is not None else 0
-        return drafted + self.target.block_bytes(slot.target_index, self.config)
+        return drafted + self.target.block_bytes(slot.target_index, self.config, self.heads)
 
     def working_bytes(self, rank: int) -> int:
         """Upper bound, by shapes, of what rounds need on one rank beside weights and KV. GPUs measure it at start."""
@@ -118,7 +120,7 @@ class JobMemory:
         ):
             if engine is not None and index is not None:
                 arguments = (self.config, self.context, role, engine.section, engine.model, index, device)
-                total += engine_working_bytes(*arguments)
+                total += engine_working_bytes(*arguments, self.heads if role == "target" else None)
         return total
 
     def count_blocks(self, rank: int, free_bytes: int, where: str) -> int:

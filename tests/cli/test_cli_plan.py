@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from checkpoints import make_checkpoint
 from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run, error_line
+from eagle3_heads import eagle3, make_head, write_head
 from medusa_heads import make_heads, write_heads
 
 from trtrun.api.llm import LLM
@@ -150,6 +151,29 @@ def test_heads_are_planned_on_the_targets_ranks_and_looked_at(
     assert "has no weights: neither medusa_lm_head.safetensors" in error_line(
         trtrun("run", "--config", file, "--prompt", "x")
     )
+
+
+def test_a_head_with_a_store_is_planned(config: Configs, trtrun: Run, pair: Path, tmp_path: Path) -> None:
+    """Its layers are cut as the target's, and which of the target's it reads is told, however its file says so."""
+    head = make_head(pair / "target", boundaries=(0, 1, 2))
+    draft = {"model": str(write_head(tmp_path / "head", head, "specforge", pair / "target"))}
+    file = config(TWO_TARGETS, kv_cache={"max_tokens": 1000}, speculation=eagle3(), draft=draft)
+    plan = json.loads(trtrun("plan", "--config", file, "--json").stdout)
+    vocab_size = len(head.embedding)
+    known = f"{vocab_size} of {vocab_size} tokens, reading outputs of the target's layers -1, 0, 1"
+    assert plan["heads"] == f"EAGLE-3 head of 1 layer and {known}"
+    numbers = {name: value.numel() for name, value in head.tensors.items()}
+    # Projections and the feed-forward layer by halves, matrices over the vocabulary, too; norms and fc are whole.
+    whole = sum(count for name, count in numbers.items() if "norm" in name or name == "fc.weight")
+    hidden = head.tensors["norm.weight"].shape[0]
+    lines = -(-vocab_size // 2) * hidden
+    halves = (sum(numbers.values()) - whole - numbers["lm_head.weight"]) // 2
+    size = (whole + halves + lines) * {"float32": 4, "bfloat16": 2}[plan["target_dtype"]]
+    assert [rank["draft_shard_bytes"] for rank in plan["ranks"]] == [0, size, size]
+    layers = ("--set", "speculation.eagle3_layers_to_capture=[0, 1]")
+    assert "2 layers are named, but fc.weight takes" in error_line(trtrun("plan", "--config", file, *layers))
+    three = error_line(trtrun("plan", "--config", file, "--set", "target.devices=[cpu:1, cpu:2, cpu:3]"))
+    assert "tensor parallelism over 3 devices" in three
 
 
 ON_TWO_HOSTS = {"target": {"node1": [0, 1]}, "draft": {"node2": [0]}}

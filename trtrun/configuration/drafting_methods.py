@@ -30,11 +30,11 @@ class SpeculationSection(Section):
 
     Attributes:
         method: `draft_target` drafts with the draft model; `ngram` by prompt lookup: what followed the row's last
-            tokens before; `medusa` with Medusa heads on the target's devices, read from `draft.model`; `none` runs the
+            tokens before; `medusa` and `eagle3` with heads from `draft.model` on the target's devices; `none` runs the
             target alone. `ngram` and `none` forget the `draft` section.
         draft_len: tokens drafted in one round, one behind the other, at most.
         use_logits: accept sampled tokens by the ratio of target_probs to draft_probs instead of by equality; not with
-            `ngram` and `medusa`.
+            `ngram`, `medusa` and `eagle3`.
         pacing: `measured` drafts fewer tokens where the run's own times say that fewer pay more (many rows, a poor
             draft), and on CPUs measures rounds at start for that; `fixed` always drafts draft_len. use_logits is always
             `fixed`: the tokens of a seed depend on the draft there, and must not depend on times.
@@ -191,6 +191,19 @@ class MedusaSection(SpeculationSection):
         return DraftSize(len(tree.paths), len(tree.nodes))
 
 
+class Eagle3Section(SpeculationSection):
+    """Options of `eagle3`. The head drafts step by step from hidden states of the target: from those of which layers,
+    its config.json says in one of two ways, or not at all. Where drafts are seldom right, see whether `trtrun plan`
+    names the layers that it was trained with.
+
+    Attributes:
+        eagle3_layers_to_capture: layers of the target, from 0, whose output the head reads, as in TensorRT-LLM, such as
+            `[1, 15, 28]`; -1 is the embedding. Left out: what config.json says, or else 1, N // 2 - 1 and N - 4 of N.
+    """
+
+    eagle3_layers_to_capture: tuple[Annotated[int, Number, Field(ge=-1, le=4095)], ...] | None = None
+
+
 class DraftSize(NamedTuple):
     """How large a row's draft is: paths from its newest token to a leaf, one of a chain; and tokens in all."""
 
@@ -208,14 +221,16 @@ class DraftingMethod:
         has_probabilities: whether it can tell the distributions that it drew its tokens from (use_logits).
         section: its `speculation` section.
         find_taps: tells of a `speculation` section and the target's number of layers at which boundaries the drafter
-            reads hidden states (models/taps.py); for one on the target ranks.
+            reads hidden states (models/taps.py); for one on the target ranks without heads, which say it themselves.
         to_check: what to look at where drafts are seldom right.
         find_max_paths: tells of a `speculation` section how many paths a row's draft may have (Draft.paths); more than
             one for methods on the target ranks alone.
         needs_heads: whether it drafts with heads on the target ranks, from the directory `draft.model`: layers that
-            read what the target computes, and have no rank, no rows and no store (models/heads.py).
+            read what the target computes, and have no rank and no rows (models/heads.py).
         find_size: tells of a `speculation` section how large a draft of so many tokens, one behind the other, is, where
             its paths share tokens; None where each path has tokens of its own.
+        num_behind: tokens behind a block of the KV store on which depends what the drafter keeps of it, in the target's
+            blocks: 1 where that is so, and blocks are reused only where the next token is the same, too.
     """
 
     placement: Role | None
@@ -227,6 +242,7 @@ class DraftingMethod:
     find_max_paths: Callable[[SpeculationSection], int] = lambda section: 1
     needs_heads: bool = False
     find_size: Callable[[SpeculationSection, int], DraftSize] | None = None
+    num_behind: int = 0
 
     def size_of(self, section: SpeculationSection, draft_len: int) -> DraftSize:
         """How large a row's draft of `draft_len` tokens, one behind the other, is, at most."""
@@ -263,9 +279,18 @@ METHODS: dict[str, DraftingMethod] = {
         has_probabilities=False,
         section=MedusaSection,
         to_check="see whether the heads were trained for this very target, and for texts like these",
-        find_taps=lambda section, num_layers: (num_layers + 1,),
         needs_heads=True,
         find_size=_medusa_size,
+    ),
+    "eagle3": DraftingMethod(
+        Role.TARGET,
+        needs_draft_model=False,
+        has_probabilities=False,
+        section=Eagle3Section,
+        to_check="see whether the head was trained for this very target, for texts like these, and with the layers "
+        "that trtrun plan names (speculation.eagle3_layers_to_capture)",
+        needs_heads=True,
+        num_behind=1,
     ),
     NO_DRAFTS: DraftingMethod(None, needs_draft_model=False, has_probabilities=True),
 }

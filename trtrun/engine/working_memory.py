@@ -24,6 +24,8 @@ from trtrun.kvcache.tile_widths import most_padding
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.models.config import ModelConfig
+from trtrun.models.heads import HeadsPlan
+from trtrun.models.layer_plan import ModelShape
 from trtrun.models.weight_check import held_weights
 from trtrun.models.weights import Share
 from trtrun.sampling.filters import RANKING_BYTES, most_ranked
@@ -92,7 +94,7 @@ def working_bytes(
     graphs: bool = False,
     num_taps: int = 0,
     has_plain_kv: bool = True,
-    num_heads: int = 0,
+    heads: HeadsPlan | None = None,
 ) -> int:
     """Upper bound of the bytes that one rank of an engine needs beside its weights and its KV store.
 
@@ -107,7 +109,7 @@ def working_bytes(
         graphs: whether forwards are captured as CUDA graphs.
         num_taps: boundaries of the residual stream that are handed out.
         has_plain_kv: whether kernels can read the KV store where it lies.
-        num_heads: heads that draft for its rows, each with logits of its own.
+        heads: that draft for its rows; None without.
     """
     share = Share(tp_rank, tp_size)
     # A guess is a row of the draft engine.
@@ -136,8 +138,13 @@ def working_bytes(
     total += _product_bytes(tokens, verified, share, model, quantization, dtype, device_type)
     tap = num_taps * model.hidden_size * dtype.itemsize
     total += 2 * tokens * tap  # as the forward keeps them, and those of prompts as they are handed out
-    # Of a round's rows: gathered, in float32, changed, with noise.
-    total += num_heads * shape.max_rows * model.vocab_size * _FLOAT * _SAMPLING_TENSORS
+    if heads is not None:
+        # Of a round's rows: gathered, in float32, changed, with noise.
+        total += heads.num_logits * shape.max_rows * model.vocab_size * _FLOAT * _SAMPLING_TENSORS
+        total += tokens * heads.token_bytes(share, dtype.itemsize)
+        if heads.stored is not None:
+            total += RotaryEmbedding.most_bytes(shape.max_seq_len + scratch, heads.stored.head_dim, dtype)
+            total += _attention_bytes(tokens, shape, share, heads.stored, dtype, device_type, has_plain_kv)
     if graphs:
         captured = max(verified, shape.max_rows * 2, MOST_PROMPT_TOKENS)
         total += captured * tap
@@ -174,7 +181,7 @@ def _attention_bytes(
     tokens: int,
     shape: RoundShape,
     share: Share,
-    model: ModelConfig,
+    model: ModelShape,
     dtype: torch.dtype,
     device_type: str,
     has_plain_kv: bool,

@@ -151,16 +151,26 @@ class BlockPool:
 DIGEST_BYTES = 32
 
 
-def extend_digests(digests: list[bytes], tokens: Sequence[int], block_size: int, num_blocks: int) -> None:
+def extend_digests(
+    digests: list[bytes], tokens: Sequence[int], block_size: int, num_blocks: int, num_behind: int = 0
+) -> None:
     """Append to `digests` until it holds those of the first `num_blocks` full blocks of `tokens`.
 
     Each digest is BLAKE2b over the parent's digest and the block's token ids (int32), so it names the whole chain. A
     cryptographic digest of 256 bits is taken as equality of tokens: Python's own `hash` would let a crafted prompt
     read another request's keys and values.
+
+    Args:
+        digests: of the first blocks.
+        tokens: at least those of the blocks, and `num_behind` more.
+        block_size: tokens of a block.
+        num_blocks: how many digests there are to be.
+        num_behind: tokens behind a block that it depends on, and that its chain names, too.
     """
     parent = digests[-1] if digests else b"\0" * DIGEST_BYTES
     for index in range(len(digests), num_blocks):
-        block_tokens = array("i", tokens[index * block_size : (index + 1) * block_size])
+        start = index * block_size + num_behind if index else 0
+        block_tokens = array("i", tokens[start : (index + 1) * block_size + num_behind])
         parent = blake2b(parent + block_tokens.tobytes(), digest_size=DIGEST_BYTES).digest()
         digests.append(parent)
 

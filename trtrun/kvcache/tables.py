@@ -19,12 +19,15 @@ class BlockTable:
         num_committed_blocks: leading blocks that were offered for reuse (or reused); this row never writes there again.
     """
 
-    __slots__ = ("_block_size", "_cache", "_digests", "_pool", "blocks", "num_committed_blocks")
+    __slots__ = ("_block_size", "_cache", "_digests", "_num_behind", "_pool", "blocks", "num_committed_blocks")
 
-    def __init__(self, pool: BlockPool, cache: PrefixCache, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, cache: PrefixCache, block_size: int, num_behind: int = 0) -> None:
+        """Make an empty table. What is kept of a block depends on `num_behind` tokens behind it, 0 or 1: blocks are
+        reused where these are the same, too."""
         self._pool = pool
         self._cache = cache
         self._block_size = block_size
+        self._num_behind = num_behind
         self._digests: list[bytes] = []
         self.blocks: list[int] = []
         self.num_committed_blocks = 0
@@ -43,7 +46,7 @@ class BlockTable:
         if not self._cache.enabled:
             return []
         count = (len(tokens) - 1) // self._block_size
-        extend_digests(self._digests, tokens, self._block_size, count)
+        extend_digests(self._digests, tokens, self._block_size, count, self._num_behind)
         return self._cache.match(self._digests[:count], in_draft_store)
 
     def adopt(self, blocks: Sequence[int]) -> None:
@@ -71,14 +74,14 @@ class BlockTable:
         """Offer for reuse the full blocks within the first `num_positions` positions.
 
         Args:
-            tokens: the row's verified tokens, at least `num_positions`.
+            tokens: the row's verified tokens, at least `num_positions`, and those behind that blocks depend on.
             num_positions: positions whose tokens are verified, that the target has written, and that no engine will
                 write again.
             in_draft_store: whether the draft has written them too; False where it does not follow the row.
         """
         full = num_positions // self._block_size
         if full > self.num_committed_blocks and self._cache.enabled:
-            extend_digests(self._digests, tokens, self._block_size, full)
+            extend_digests(self._digests, tokens, self._block_size, full, self._num_behind)
             for index in range(self.num_committed_blocks, full):
                 self._cache.register(self.blocks[index], self._digests[index], in_draft_store)
             self.num_committed_blocks = full

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from parallel.sharding import column_range
-from trtrun.models.layer_plan import Layer, ModelShape
+from trtrun.models.layer_plan import ModelShape
 from trtrun.models.weights import Axis, LinearPlan, Share, StoredTensor, Weight
 
 if TYPE_CHECKING:
-    from trtrun.layers.decoder_layer import Attention, GatedMLP, RMSNorm
+    from trtrun.layers.decoder_layer import Attention, DecoderLayer, GatedMLP, RMSNorm
     from trtrun.models.weight_reader import WeightReader
 
 _FLOAT = 4
@@ -51,6 +51,7 @@ class AttentionPlan:
         window: how many tokens back a query sees, itself included; None sees all.
         qkv_bias, output_bias: whether the projections have biases.
         head_norm: whether queries and keys are RMS-normalised per head before the rotation (q_norm, k_norm).
+        input_size: features that go in; None for the model's hidden size.
     """
 
     name: str
@@ -59,13 +60,15 @@ class AttentionPlan:
     qkv_bias: bool = False
     output_bias: bool = False
     head_norm: bool = False
+    input_size: int | None = None
 
     @property
     def qkv(self) -> LinearPlan:
         """Hidden to queries, keys and values, in this order. Made-up ones tell tokens apart."""
+        inputs = Axis(self.input_size or self.shape.hidden_size)
         outputs = {"q_proj": self.shape.queries, "k_proj": self.shape.keys, "v_proj": self.shape.keys}
         made_up = {"q_proj": 2.0, "k_proj": 2.0}
-        return LinearPlan(self.name, outputs, Axis(self.shape.hidden_size), self.qkv_bias, made_up)
+        return LinearPlan(self.name, outputs, inputs, self.qkv_bias, made_up)
 
     @property
     def output(self) -> LinearPlan:
@@ -179,7 +182,7 @@ class DecoderPlan:
         rotated = len(shape.queries.held(share)) + len(shape.keys.held(share))
         return held * item_bytes + 3 * max(hidden, rotated) * _FLOAT
 
-    def build(self, reader: WeightReader) -> Layer:
+    def build(self, reader: WeightReader) -> DecoderLayer:
         """See LayerPlan."""
         from trtrun.layers.decoder_layer import DecoderLayer
 

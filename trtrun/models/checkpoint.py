@@ -27,6 +27,7 @@ _MOST_NAME = 255  # bytes, of any file system; characters can only be fewer
 _MOST_DIGITS = 300  # of a whole number; each one fits into a float then
 
 _INTEGERS = {"I32", "I64"}
+_FLAGS = {"BOOL", "U8", *_INTEGERS}
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Of the dtypes that weights may have, by torch's names."""
@@ -222,6 +223,21 @@ class Checkpoint:
     def integers(self, name: str) -> torch.Tensor:
         """A tensor that `check_integers` has passed, int64 on the host."""
         return self._mapped(self._file_of[name]).get_tensor(name).long()  # type: ignore[no-any-return]
+
+    def check_flags(self, name: str) -> None:
+        """Check that tensor `name`, which is there, holds what is true or false.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+        if self._dtypes[name] not in _FLAGS:
+            raise CheckpointError(
+                f"{self._file_of[name]}: tensor '{name}' must hold true and false (BOOL), not {self._dtypes[name]}"
+            )
+
+    def flags(self, name: str) -> torch.Tensor:
+        """A tensor that `check_flags` has passed, bool on the host."""
+        return self._mapped(self._file_of[name]).get_tensor(name).bool()  # type: ignore[no-any-return]
 
     def first_dtype(self) -> str:
         """Dtype of the first tensor that has a supported one, float32 if none has."""

@@ -130,6 +130,11 @@ class CausalLM:
         taps.keep(behind_layers + 1, normed)
         return normed if wanted is None else normed.index_select(0, wanted)
 
+    @inference
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens [n] int64 → [n, hidden], equal on all ranks of the group."""
+        return self._embedding(tokens)
+
     def _look_for_overflow(self, attended: torch.Tensor) -> None:
         """Look at what the last layer attended: a number that is none in any layer of a token shows there.
 

@@ -2,7 +2,7 @@
 
 A kind of heads is a function here by the name of its drafting method: it looks at a directory's tensors and plans what
 each rank holds of them, as a family plans layers (layer_plan.py). Checks, `trtrun plan` and loading (loading.py) ask
-plans and know no kind. Heads have no config.json that counts: names and shapes of tensors say what they are.
+plans and know no kind. Names and shapes of tensors say what heads are; a config.json counts for what these do not show.
 
 It does without torch. It does not know what heads propose, or rounds.
 """
@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from trtrun.configuration.drafting_methods import SpeculationSection
 from trtrun.errors import CheckpointError
 from trtrun.models.checkpoint import SINGLE_FILE, Checkpoint
 from trtrun.models.config import ModelConfig
-from trtrun.models.weights import Weight
+from trtrun.models.layer_plan import ModelShape
+from trtrun.models.weights import Share, Weight
 from trtrun.registry import Registry
 
 if TYPE_CHECKING:
@@ -41,6 +43,27 @@ class HeadsPlan(Protocol):
         """All that a rank holds of them, by shares."""
         ...
 
+    @property
+    def taps(self) -> Sequence[int]:
+        """At which boundaries of the target's residual stream they read (taps.py), in their order."""
+        ...
+
+    @property
+    def stored(self) -> ModelShape | None:
+        """Their layers that keep keys and values of every token, in blocks of their own beside the target's; None where
+        they keep none."""
+        ...
+
+    @property
+    def num_logits(self) -> int:
+        """How many rows of logits they make of a row of the batch at a time."""
+        ...
+
+    def token_bytes(self, share: Share, item_bytes: int) -> int:
+        """Upper bound of what a rank holds at once of each token that it feeds them, in activations of `item_bytes`
+        each; 0 where they are fed rows alone."""
+        ...
+
     def describe(self) -> str:
         """For people, such as "5 Medusa heads"."""
         ...
@@ -50,18 +73,22 @@ class HeadsPlan(Protocol):
         ...
 
 
-HEADS: Registry[Callable[[Path, ModelConfig, int], HeadsPlan]] = Registry("method with heads")
-"""By method: (directory, target, draft_len) → plan. Raises CheckpointError where they are not heads for the target, or
-too few to draft so many tokens."""
+HEADS: Registry[Callable[[Path, ModelConfig, SpeculationSection], HeadsPlan]] = Registry("method with heads")
+"""By method: (directory, target, the method's section) → plan. Raises CheckpointError where they are not heads for the
+target, or cannot draft what the section asks for."""
 
 
-def read_heads(method: str, path: Path, target: ModelConfig, draft_len: int) -> HeadsPlan:
-    """The heads in a directory, by the name of the drafting method.
+def read_heads(path: Path, target: ModelConfig, section: SpeculationSection, num_ranks: int = 1) -> HeadsPlan:
+    """The heads in a directory, of the drafting method that the section names.
 
     Raises:
-        CheckpointError: the directory has none, or they do not fit the target; one line.
+        CheckpointError: the directory has none, they do not fit the target, or cannot be shared out over its
+            `num_ranks` ranks; one line.
     """
     try:
-        return HEADS.get(method)(path, target, draft_len)
+        plan = HEADS.get(section.method)(path, target, section)
+        for weight in plan.weights:
+            weight.cut(Share(0, num_ranks))
+        return plan
     except CheckpointError as error:
         raise type(error)(f"heads: {error}") from None

@@ -163,6 +163,7 @@ def load_heads(
     communicator: Communicator,
     dtype: torch.dtype,
     progress: Progress | None = None,
+    kv_format: str = "auto",
 ) -> tuple[object, LoadReport]:
     """Load this rank's share of heads, beside the target.
 
@@ -172,6 +173,7 @@ def load_heads(
         communicator: of the target's tensor-parallel group.
         dtype: of the target's activations.
         progress: called with (bytes read, bytes to read) of this rank.
+        kv_format: how the store that they will meet keeps keys and values, by name, where they keep any.
 
     Raises:
         CheckpointError: a tensor holds what it must not.
@@ -190,7 +192,7 @@ def load_heads(
         progress,
         # What is proposed changes no text: a product may depend on how many rows there are.
         batch_invariant=False,
-        kv_format=KV_FORMATS.get("auto"),
+        kv_format=KV_FORMATS.get(kv_format),
     )
     try:
         heads = plan.build(reader, target, communicator)

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel.sharding import loaded_vocabulary_range, vocabulary_range
+from trtrun.configuration.drafting_methods import SpeculationSection
 from trtrun.errors import CheckpointError, shorten
 from trtrun.models.checkpoint import Checkpoint, read_json
 from trtrun.models.config import ModelConfig
 from trtrun.models.heads import HEADS, HEADS_FILES
-from trtrun.models.weights import Axis, StoredTensor, Weight
+from trtrun.models.weights import Axis, Share, StoredTensor, Weight
 
 if TYPE_CHECKING:
     from parallel.communicator import Communicator
@@ -59,6 +60,7 @@ class MedusaPlan:
         token_map: name of the tensor with the target's id of each line of the matrices; None where they are the same.
         hidden_size, vocab_size: of the target.
         num_lines: of the matrices.
+        taps: the normed end of the target.
     """
 
     files: Checkpoint
@@ -69,6 +71,17 @@ class MedusaPlan:
     hidden_size: int
     vocab_size: int
     num_lines: int
+    taps: tuple[int, ...]
+    stored = None
+
+    @property
+    def num_logits(self) -> int:
+        """See HeadsPlan: all heads speak at once."""
+        return len(self.blocks)
+
+    def token_bytes(self, share: Share, item_bytes: int) -> int:
+        """See HeadsPlan."""
+        return 0
 
     @property
     def block_weights(self) -> Sequence[Sequence[tuple[Weight, Weight | None]]]:
@@ -140,13 +153,13 @@ class MedusaPlan:
 
 
 @HEADS.register("medusa")
-def read_medusa(path: Path, target: ModelConfig, draft_len: int) -> MedusaPlan:
+def read_medusa(path: Path, target: ModelConfig, section: SpeculationSection) -> MedusaPlan:
     """Plan the first `draft_len` heads of those in a directory.
 
     Raises:
         CheckpointError: see `heads.HEADS`.
     """
-    files = Checkpoint(path, HEADS_FILES, "heads")
+    draft_len, files = section.draft_len, Checkpoint(path, HEADS_FILES, "heads")
     blocks, matrices, token_map = _sort_names(files)
     if not blocks and not matrices:
         raise CheckpointError(
@@ -187,6 +200,7 @@ def read_medusa(path: Path, target: ModelConfig, draft_len: int) -> MedusaPlan:
         hidden,
         target.vocab_size,
         num_lines,
+        (target.num_layers + 1,),
     )
 
 

@@ -184,7 +184,7 @@ class RunningBatch:
 
     def new_table(self) -> BlockTable:
         """An empty block table on this batch's pool."""
-        return BlockTable(self.pool, self.cache, self._limits.block_size)
+        return BlockTable(self.pool, self.cache, self._limits.block_size, self._limits.num_behind)
 
     def has_free_row(self) -> bool:
         """Whether another request could get a row."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.drafting_methods import METHODS
 from trtrun.errors import ConfigError, InvalidRequestError, PromptTooLongError
 
 
@@ -40,6 +41,8 @@ class SchedulerLimits:
             to draft_len; empty where drafts are chains.
         drafts_in_parallel: whether the draft engine drafts all tokens of a row in one forward, so that its store has
             none of them.
+        num_behind: tokens behind a block on which what is kept of it depends: 1 where heads on the target's ranks keep
+            at each position what depends on the next token; else 0.
     """
 
     max_batch_size: int
@@ -55,6 +58,7 @@ class SchedulerLimits:
     prompt_tile: int | None = None
     draft_nodes: tuple[int, ...] = ()
     drafts_in_parallel: bool = False
+    num_behind: int = 0
 
     @classmethod
     def of(
@@ -83,6 +87,7 @@ class SchedulerLimits:
             prompt_tile=prompt_tile,
             draft_nodes=config.draft_nodes if config.max_paths > 1 else (),
             drafts_in_parallel=drafts_in_parallel,
+            num_behind=METHODS[config.speculation.method].num_behind,
         )
 
     def __post_init__(self) -> None:
@@ -97,6 +102,7 @@ class SchedulerLimits:
             ("plans_ahead", self.plans_ahead in (0, 1), "0 or 1"),
             ("max_waiting", self.max_waiting is None or self.max_waiting >= 1, "at least 1"),
             ("prompt_tile", self.prompt_tile is None or self.prompt_tile >= 1, "at least 1"),
+            ("num_behind", self.num_behind in (0, 1), "0 or 1"),
             ("draft_nodes", len(self.draft_nodes) in (0, self.draft_len + 1), "of each number up to draft_len"),
         )
         for name, holds, rule in rules:

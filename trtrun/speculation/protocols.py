@@ -184,6 +184,53 @@ class PositionHeads(Protocol):
         ...
 
 
+class FeatureHeads(Protocol[PreparedStep]):
+    """Heads on the target ranks that keep keys and values of every token, and draft step by step from hidden states.
+
+    Attributes:
+        hidden_size, dtype: of states.
+    """
+
+    hidden_size: int
+    dtype: torch.dtype
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        """Take in the blocks that rows get, after the target has."""
+        ...
+
+    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
+        """Hidden states of the target [n, taps, its hidden] → [n, hidden_size], for `feed`."""
+        ...
+
+    def feed(
+        self,
+        parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        hidden: torch.Tensor,
+        context: int,
+    ) -> torch.Tensor:
+        """Feed rows [R], tokens [R, Q] and positions [R, Q] of each part, -1 for none, with the hidden states
+        [tokens, hidden_size] of all parts, which are overwritten; the states [tokens, hidden_size] behind them.
+        Collective."""
+        ...
+
+    def prepare_steps(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> Sequence[PreparedStep]:
+        """What `step` needs to feed `rows` [R] at positions [R, steps]; -1 takes no part."""
+        ...
+
+    def step(self, batch: PreparedStep, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Feed tokens [R] with hidden [R, hidden_size], which is overwritten; the states [R, hidden_size] behind them.
+        Collective."""
+        ...
+
+    def logits(self, state: torch.Tensor) -> torch.Tensor | None:
+        """[n, vocab] float32 of states [n, hidden_size]; None on ranks of the group that do not decide. Collective."""
+        ...
+
+    def share(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the rank that decides has in `tokens`, on all ranks. Collective."""
+        ...
+
+
 class TargetEngine(RoundEngine, Protocol):
     """The forward that verification needs."""
 

@@ -22,6 +22,7 @@ from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.kvcache.sizing import blocks_of_tokens
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM
+from trtrun.models.heads import HeadsPlan
 from trtrun.models.loading import LoadReport
 from trtrun.roles.exchange import Exchange
 from trtrun.roles.round import Worker
@@ -53,6 +54,7 @@ class EngineMaker:
         target_vocab_size: padding included.
         context: tokens of a request, at most.
         loaded: by role, as far as they are loaded.
+        heads: plan of those that draft on the target's ranks; None without, or where this is none of these.
         make_worker: of engines by role, over an exchange.
     """
 
@@ -61,6 +63,7 @@ class EngineMaker:
     target_vocab_size: int
     context: int
     loaded: Mapping[str, LoadedEngine]
+    heads: HeadsPlan | None
     make_worker: Callable[[Mapping[str, Engine], Exchange], Worker]
 
     def engines(self, num_blocks: int, capture: Capture | None = None) -> dict[str, Engine]:
@@ -145,7 +148,7 @@ class EngineMaker:
             rows,
             capture,
             shape.verified_tokens,
-            target_taps(config, model.config),
+            target_taps(config, model.config, self.heads),
             paths if paths.most_paths > 1 else None,
         )
 

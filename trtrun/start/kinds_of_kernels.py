@@ -29,6 +29,7 @@ def kinds_of_kernels(
     ]
     sections = (config.speculation, config.kv_cache, config.scheduler)
     held = heads.weights if heads is not None else ()
-    of_heads = [(part.name, part.shape) for weight in held for part in weight.parts]
+    of_heads: list[object] = [(part.name, part.shape) for weight in held for part in weight.parts]
+    of_heads += [heads.stored, heads.taps] if heads is not None else []
     named = [section.model_dump_json() for section in sections]
     return [*named, config.cuda_graphs, config.drafts_apart, of_heads, *told]

@@ -18,6 +18,8 @@ from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
 from trtrun.models.config import ModelConfig
+from trtrun.models.heads import HeadsPlan
+from trtrun.models.layer_plan import ModelShape
 from trtrun.scheduling.planning import most_catch_up
 from trtrun.speculation.ahead.guess_space import GuessSpace
 from trtrun.start.model_settings import mask_token, resolve_dtype_name
@@ -101,8 +103,10 @@ def round_shape(config: RuntimeConfig, context: int) -> RoundShape:
     )
 
 
-def target_taps(config: RuntimeConfig, model: ModelConfig) -> Sequence[int]:
+def target_taps(config: RuntimeConfig, model: ModelConfig, heads: HeadsPlan | None) -> Sequence[int]:
     """At which boundaries of the target's residual stream the drafter reads hidden states."""
+    if heads is not None:
+        return heads.taps
     return METHODS[config.speculation.method].find_taps(config.speculation, model.num_layers)
 
 
@@ -114,9 +118,10 @@ def engine_working_bytes(
     model: ModelConfig,
     tp_rank: int,
     device: torch.device,
+    heads: HeadsPlan | None = None,
 ) -> int:
     """Upper bound of what rounds need on one rank of an engine beside weights and KV, blocks of guesses and of paths
-    among it."""
+    among it, and what the heads need that draft on the target's ranks."""
     dtype = resolve_dtype(section, model)
     blocks = (guess_space if role == "draft" else path_space)(config, 0).num_blocks
     beside = blocks * kv_bytes_per_block(config, model, len(section.devices), dtype)
@@ -130,13 +135,23 @@ def engine_working_bytes(
         verifies=role == "target",
         quantization=section.quantization,
         graphs=config.cuda_graphs and device.type == "cuda",
-        num_taps=len(target_taps(config, model)) if role == "target" else 0,
+        num_taps=len(target_taps(config, model, heads)) if role == "target" else 0,
         has_plain_kv=KV_FORMATS.get(config.kv_cache.dtype).is_plain,
-        num_heads=config.draft_len if role == "target" and config.heads is not None else 0,
+        heads=heads if role == "target" else None,
     )
 
 
-def kv_bytes_per_block(config: RuntimeConfig, model: ModelConfig, tp_size: int, dtype: torch.dtype) -> int:
+def store_bytes_per_block(
+    config: RuntimeConfig, model: ModelShape, heads: HeadsPlan | None, tp_size: int, dtype: torch.dtype
+) -> int:
+    """Bytes of one block on one rank of an engine, and of the heads beside it where these keep keys and values."""
+    of_heads = 0
+    if heads is not None and heads.stored is not None:
+        of_heads = kv_bytes_per_block(config, heads.stored, tp_size, dtype)
+    return kv_bytes_per_block(config, model, tp_size, dtype) + of_heads
+
+
+def kv_bytes_per_block(config: RuntimeConfig, model: ModelShape, tp_size: int, dtype: torch.dtype) -> int:
     """Bytes of one block on one rank of an engine with `tp_size` ranks.
 
     Raises:

@@ -28,7 +28,7 @@ def read_target_heads(config: RuntimeConfig, model: ModelConfig) -> HeadsPlan | 
     """
     if config.heads is None:
         return None
-    return read_heads(config.speculation.method, config.heads.model, model, config.draft_len)
+    return read_heads(config.heads.model, model, config.speculation, len(config.target.devices))
 
 
 def target_context(config: RuntimeConfig, model: ModelConfig) -> int:

@@ -45,10 +45,10 @@ from trtrun.start.kinds_of_kernels import kinds_of_kernels
 from trtrun.start.largest_round import measure_largest_round
 from trtrun.start.memory_requirements import (
     engine_working_bytes,
-    kv_bytes_per_block,
     most_useful_blocks,
     resolve_dtype,
     round_shape,
+    store_bytes_per_block,
 )
 from trtrun.start.model_settings import read_target_heads, target_context
 from trtrun.start.worker_factory import WorkerFactory
@@ -97,6 +97,7 @@ class RankStartup:
             self._target_config.vocab_size,
             self._context,
             self._engines,
+            self._heads_plan,
             lambda engines, exchange: self._worker_factory(engines, 1).make_worker(exchange),
         )
         self._working_bytes = 0
@@ -189,7 +190,9 @@ class RankStartup:
             model.on_layer = self._activity.advance
             self._engines[role] = LoadedEngine(model, loaded, communicator)
             if role == "target" and self._heads_plan is not None:
-                self._heads, self._heads_report = load_heads(self._heads_plan, model, communicator, dtype)
+                self._heads, self._heads_report = load_heads(
+                    self._heads_plan, model, communicator, dtype, kv_format=self._config.kv_cache.dtype
+                )
                 progress(demand.shard_bytes, demand.shard_bytes)
         return blocks
 
@@ -250,6 +253,7 @@ class RankStartup:
             device=self._device,
             engines=engines,
             heads=self._heads,
+            heads_keep=self._heads_plan is not None and self._heads_plan.stored is not None,
             num_blocks=num_blocks,
             target_vocab_size=self._target_config.vocab_size,
             activity=self._activity,
@@ -270,12 +274,13 @@ class RankStartup:
         weights = block = working = 0
         for role, section, model, communicator in self._parts():
             dtype = resolve_dtype(section, model)
+            heads = self._heads_plan if role == "target" else None
             weights += self._shard_bytes(section, model, communicator)
-            if role == "target" and self._heads_plan is not None:
-                weights += heads_bytes(self._heads_plan, communicator.rank, communicator.size, dtype)
-            block += kv_bytes_per_block(self._config, model, communicator.size, dtype)
+            if heads is not None:
+                weights += heads_bytes(heads, communicator.rank, communicator.size, dtype)
+            block += store_bytes_per_block(self._config, model, heads, communicator.size, dtype)
             working += engine_working_bytes(
-                self._config, self._context, role, section, model, communicator.rank, self._device
+                self._config, self._context, role, section, model, communicator.rank, self._device, heads
             )
         return SlotMemory(weights, block, working)
 

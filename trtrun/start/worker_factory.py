@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -17,6 +18,8 @@ from parallel.watchdog.activity import Activity
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS
 from trtrun.engine.runner import Engine
+from trtrun.engine.stored_heads import FeatureLayers, StoredHeads
+from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.roles.exchange import DeviceExchange, Exchange
 from trtrun.roles.message_exchange import MessageExchange
 from trtrun.roles.round import Worker
@@ -38,6 +41,7 @@ class WorkerFactory:
         device: of its engines.
         engines: by role.
         heads: of the method, on a rank that holds the target; None without.
+        heads_keep: whether these keep keys and values of every token.
         num_blocks: blocks of every KV store, but for those of guesses.
         target_vocab_size: padding included.
         activity: where the process says what it is doing.
@@ -51,6 +55,7 @@ class WorkerFactory:
     device: torch.device
     engines: Mapping[str, Engine]
     heads: object | None
+    heads_keep: bool
     num_blocks: int
     target_vocab_size: int
     activity: Activity
@@ -86,9 +91,14 @@ class WorkerFactory:
             guess_space(config, self.num_blocks) if is_apart else None,
             guess_steps(config) if is_apart else (),
             mask_token(config),
-            heads=self.heads,
+            heads=self._make_stored_heads() if self.heads_keep else self.heads,
         )
         return DRAFTERS.get(config.speculation.method)(place)
+
+    def _make_stored_heads(self) -> StoredHeads:
+        """The heads, with a store of as many blocks as the target's."""
+        kv_format = KV_FORMATS.get(self.config.kv_cache.dtype)
+        return StoredHeads(cast(FeatureLayers, self.heads), self.engines["target"].rows, self.num_blocks, kv_format)
 
     @property
     def _drafting_role(self) -> Role | None:

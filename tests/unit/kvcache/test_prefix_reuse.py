@@ -33,6 +33,27 @@ def test_digest_names_the_whole_chain() -> None:
     assert grown == first
 
 
+def test_a_block_that_depends_on_the_token_behind_it_is_found_by_that_too() -> None:
+    pool = BlockPool(10)
+    cache = PrefixCache(pool)
+    table = BlockTable(pool, cache, 2, num_behind=1)
+    table.reserve(5)
+    table.commit([1, 2, 3, 4, 5], 4)
+    assert len(cache) == 2
+    for tokens, found in (
+        ([1, 2, 3, 4, 5], 2),
+        ([1, 2, 3, 4, 6, 7], 1),
+        ([1, 2, 3, 4], 1),
+        ([1, 2, 4], 0),
+        ([1, 2], 0),
+    ):
+        assert BlockTable(pool, cache, 2, num_behind=1).match_prefix(tokens) == table.blocks[:found]
+    grown = BlockTable(pool, cache, 2, num_behind=1)
+    assert grown.match_prefix([1, 2, 3]) == table.blocks[:1], "digests grow with the tokens"
+    assert grown.match_prefix([1, 2, 3, 4, 5]) == table.blocks[:2]
+    assert BlockTable(pool, cache, 2).match_prefix([1, 2, 3, 4, 5]) == []
+
+
 def test_table_reuses_the_longest_chain_but_never_the_last_token() -> None:
     pool, cache, table = make_table()
     tokens = [1, 2, 3, 4, 5, 6]

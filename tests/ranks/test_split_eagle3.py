@@ -1,0 +1,72 @@
+"""An EAGLE-3 head over the ranks of a split target: its layers cut as the target's, drafts the same on every rank, and
+the paper's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eagle3_heads import check_proposals, eagle3, fitted, make_head, write_head
+from jobs import HERE, configuration, prompts, run_job, sampling
+from medusa_heads import Proposals
+from mpi4py import MPI
+from pipelines import tokens_of
+
+from trtrun import LLM, SamplingParams
+from trtrun.speculation.drafters.eagle3 import Eagle3Drafter
+
+pytestmark = pytest.mark.mpi
+SPLIT = [name for name, devices in HERE.items() if not devices[0] and len(devices[1]) > 1]
+SIMPLE = [SamplingParams(max_tokens=10, seed=index, temperature=0.9 * (index % 2)) for index in range(6)]
+
+
+def use(llm: LLM) -> tuple[list[Any], float]:
+    return tokens_of(llm.generate(prompts(), sampling())), llm.statistics()["num_accepted_draft_tokens"]
+
+
+def use_simply(llm: LLM) -> list[Any]:
+    return tokens_of(llm.generate(prompts(), SIMPLE))
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "dtype"),
+    [
+        ("speculators", {"num_tokens": 131, "hidden_size": 48, "num_kv_heads": 1, "norm_before_fc": True}, "float32"),
+        ("specforge", {"biases": True, "num_layers": 2}, "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("name", SPLIT)
+def test_texts_are_plain_decodings_on_a_split_target(
+    folder: Path, name: str, layout: str, shape: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that are sampled, penalised, preempted, with chunks of prompts beside them; then simpler ones, whose drafts
+    are compared with the reference's."""
+    seen = Proposals(monkeypatch, Eagle3Drafter)
+    target, path = folder / "target", folder / f"eagle3 {layout}"
+    sections: dict[str, Any] = {
+        "dtype": dtype,
+        "scheduler": {"max_batch_size": 4, "max_num_tokens": 48, "plans_ahead": 1},
+        "kv_cache": {"max_tokens": 160, "block_size": 8},
+    }
+    plain = run_job(configuration(target, None, devices=HERE[name], **sections), use)
+    head = make_head(target, boundaries=(0, 1, 2), **shape)
+    if plain is not None:
+        texts = [[*prompt, *text] for prompt, found in zip(prompts(), plain[0], strict=True) for text in found]
+        head = fitted(head, target, texts)
+        write_head(path, head, layout, target)
+    MPI.COMM_WORLD.barrier()
+    speculative = configuration(target, None, heads=path, devices=HERE[name], speculation=eagle3(), **sections)
+    found = run_job(speculative, use)
+    proposed = MPI.COMM_WORLD.gather(seen.seen)
+    seen.seen.clear()
+    run_job(speculative, use_simply)
+    simple = MPI.COMM_WORLD.gather(seen.seen)
+    if plain is not None and found is not None:
+        assert proposed is not None and simple is not None
+        assert found[0] == plain[0] and found[1] >= 20
+        drafting = [of_rank for of_rank in proposed if of_rank]
+        assert len(drafting) == len(HERE[name][1]) and all(one == drafting[0] for one in drafting)
+        if dtype == "float32":
+            seen.seen = next(of_rank for of_rank in simple if of_rank)
+            assert check_proposals(seen, target, head) > 20

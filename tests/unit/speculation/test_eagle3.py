@@ -1,0 +1,233 @@
+"""An EAGLE-3 head in whole runs: no text depends on it, and its store holds what the paper says, whatever the row, the
+batch, and what of a prompt was there before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from eagle3_heads import Eagle3, check_proposals, eagle3, fitted, make_head, write_head
+from gpus import needs_gpu
+from medusa_heads import Proposals
+from own_kv_format import own_kv_format
+from pipelines import configuration, make_llm, prompt_of, tokens_of
+
+from launch.placement.memory import JobMemory
+from trtrun import LLM, SamplingParams
+from trtrun.configuration.topology import make_topology
+from trtrun.speculation.drafters import eagle3 as eagle3_drafter
+from trtrun.speculation.drafters.eagle3 import Eagle3Drafter
+
+COUNT = 30
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8},
+    {"temperature": 0.9, "top_p": 0.9, "top_k": 40},
+    {"logprobs": 3},
+    {"temperature": 0.5, "repetition_penalty": 0.9},
+    {"temperature": 0.2, "min_tokens": 20, "frequency_penalty": -0.5, "presence_penalty": 0.3},
+    {"logit_bias": {7: 4.0, 9: -3.0}, "stop_token_ids": (11,)},
+    {"temperature": 0.7, "n": 2},
+]
+PROMPTS = [prompt_of(length, seed=length) for length in (3, 20, 33, 8, 5, 64, 17, 31)]
+SAMPLING = [SamplingParams(max_tokens=COUNT, ignore_eos=True, seed=index, **kind) for index, kind in enumerate(KINDS)]
+SCHEDULER = {"max_batch_size": 3, "max_num_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("eagle3") / "target", seed=1, num_hidden_layers=7)
+
+
+@pytest.fixture(scope="module")
+def plain(target: Path) -> list[list[tuple[int, ...]]]:
+    """The target's own texts."""
+    with make_llm(target) as llm:
+        return tokens_of(llm.generate(PROMPTS, SAMPLING))
+
+
+@pytest.fixture(scope="module")
+def head(target: Path, plain: list[list[tuple[int, ...]]]) -> Eagle3:
+    """A head that knows the texts by and large, and 150 of the target's 199 tokens."""
+    texts = [[*prompt, *text] for prompt, found in zip(PROMPTS, plain, strict=True) for text in found]
+    return fitted(make_head(target, num_tokens=150), target, texts)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, target: Path, head: Eagle3) -> Path:
+    return write_head(tmp_path_factory.mktemp("head"), head, "specforge", target)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "plans_ahead"), [("float32", 8, 0), ("float32", 2, 1), ("bfloat16", 16, 1)]
+)
+def test_texts_are_plain_decodings(target: Path, folder: Path, dtype: str, block_size: int, plans_ahead: int) -> None:
+    """Greedy and by seed, with penalties, bans and biases, in company, preempted, prefixes in use twice, prompts in
+    chunks."""
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "scheduler": {**SCHEDULER, "plans_ahead": plans_ahead},
+        "kv_cache": {"max_tokens": 112, "block_size": block_size},
+    }
+    with make_llm(target, **settings) as llm:
+        expected = tokens_of(llm.generate(PROMPTS, SAMPLING))
+    with make_llm(target, heads=folder, speculation=eagle3(), **settings) as llm:
+        outputs = llm.generate(PROMPTS, SAMPLING)
+        assert tokens_of(outputs) == expected
+        assert tokens_of(llm.generate(PROMPTS, SAMPLING)) == expected
+        assert llm.statistics()["num_accepted_draft_tokens"] > 60
+        assert sum(one.statistics.num_preemptions for output in outputs for one in output.completions) > 0
+        llm.check_idle()
+        llm.set_speculation(False)
+        assert tokens_of(llm.generate(PROMPTS, SAMPLING)) == expected
+
+
+@pytest.mark.parametrize("plans_ahead", [0, 1])
+def test_the_store_is_right_whatever_befell_the_row(
+    target: Path, folder: Path, head: Eagle3, plans_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every draft is the reference's, which has no store: of rows that were preempted, that share blocks with others,
+    and that part from them at a block's end, where what is kept depends on the token behind it."""
+    common, length = prompt_of(24, seed=9), 16
+    others = [[*common[:length], token, *prompt_of(12, seed=token)] for token in (5, 6, 7)]
+    prompts = [[*common, *prompt_of(9, seed=1)], [*common, 8, 9], *others, common, common[: length + 1]]
+    sampling = [
+        SamplingParams(max_tokens=14 + 2 * index, seed=index, temperature=0.9 * (index % 2)) for index in range(7)
+    ]
+    seen = Proposals(monkeypatch, Eagle3Drafter)
+    settings: dict[str, Any] = {
+        "speculation": eagle3(draft_len=3),
+        "scheduler": {"max_batch_size": 3, "max_num_tokens": 30, "plans_ahead": plans_ahead},
+        "kv_cache": {"max_tokens": 80, "block_size": 8},
+    }
+    with make_llm(target, heads=folder, **settings) as llm:
+        calls = (slice(0, 1), slice(1, 2), slice(2, 7))
+        outputs = [output for call in calls for output in llm.generate(prompts[call], sampling[call])]
+    of_all = [one.statistics for output in outputs for one in output.completions]
+    # Of the last block that tokens alone would find, the last place is another's, as the token behind it is.
+    assert [one.num_cached_prompt_tokens for one in of_all][1:5] == [16, 8, 8, 8]
+    assert sum(one.num_preemptions for one in of_all) > 0
+    assert check_proposals(seen, target, head) > 50
+
+
+def test_a_head_knows_more_than_chance(tmp_path: Path, target: Path, folder: Path) -> None:
+    accepted = []
+    chance = write_head(tmp_path / "chance", make_head(target), "reference", target)
+    for path in (chance, folder):
+        with make_llm(target, heads=path, speculation=eagle3(), scheduler=SCHEDULER) as llm:
+            llm.generate(PROMPTS, SAMPLING)
+            accepted.append(llm.statistics()["num_accepted_draft_tokens"])
+    assert accepted[1] > 5 * accepted[0]
+
+
+def test_sampled_rows_choose_with_the_targets_random_numbers(
+    target: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts that ignore them are accepted less often."""
+    sampling = [SamplingParams(max_tokens=COUNT, seed=index, ignore_eos=True, temperature=1.0) for index in range(8)]
+    accepted = []
+    for coupled in (True, False):
+        if not coupled:
+            monkeypatch.setattr(eagle3_drafter, "distributions_of", likeliest_of)
+        with make_llm(target, heads=folder, speculation=eagle3(), scheduler=SCHEDULER) as llm:
+            llm.generate(PROMPTS, sampling)
+            accepted.append(llm.statistics()["num_accepted_draft_tokens"])
+    assert accepted[0] > accepted[1]
+
+
+class Likeliest:
+    """In the place of distributions."""
+
+    def __init__(self, logits: Any) -> None:
+        self._logits = logits
+
+    def choose(self, stream: Any) -> Any:
+        return self._logits.argmax(dim=2)
+
+
+def likeliest_of(sampling: Any, logits: Any, *others: Any) -> Any:
+    return Likeliest(logits)
+
+
+def test_stop_sequences_and_drafts_that_came_with_requests(target: Path, folder: Path) -> None:
+    """A draft that comes with a request is proposed in the head's place, and the head goes on where it ends."""
+    asked = [
+        SamplingParams(max_tokens=COUNT, seed=index, temperature=0.9 * (index % 2)) for index in range(len(PROMPTS))
+    ]
+    with make_llm(target) as llm:
+        texts = tokens_of(llm.generate(PROMPTS, asked))
+        stopping = [replace(one, stop_sequences=(text[20:22],)) for one, (text,) in zip(asked, texts, strict=True)]
+        stopped = tokens_of(llm.generate(PROMPTS, stopping))
+    assert any(len(text) < COUNT for (text,) in stopped)
+    scheduler = {"max_batch_size": 8, "max_num_tokens": 400}
+    with make_llm(target, heads=folder, speculation=eagle3(), scheduler=scheduler) as llm:
+        assert tokens_of(llm.generate(PROMPTS, stopping)) == stopped
+        llm.reset_statistics()
+        given = [
+            replace(one, draft_token_ids=(*text[:20], 5, *text[21:])) for one, (text,) in zip(asked, texts, strict=True)
+        ]
+        assert tokens_of(llm.generate(PROMPTS, given)) == texts
+        with_drafts = llm.statistics()
+        llm.reset_statistics()
+        assert tokens_of(llm.generate(PROMPTS, asked)) == texts
+        assert with_drafts["num_rounds"] < llm.statistics()["num_rounds"]
+
+
+def test_rounds_that_draft_less_or_nothing_leave_the_store_whole(
+    target: Path, folder: Path, head: Eagle3, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of different draft lengths in one batch, some of none; and pacing."""
+    own = [replace(one, draft_len=index % 5) for index, one in enumerate(SAMPLING)]
+    with make_llm(target, heads=folder, speculation=eagle3(pacing="measured"), scheduler=SCHEDULER) as llm:
+        assert llm.config.is_paced
+        assert tokens_of(llm.generate(PROMPTS, own)) == plain
+    few = [SamplingParams(max_tokens=16, draft_len=index % 4, seed=index) for index in range(len(PROMPTS))]
+    seen = Proposals(monkeypatch, Eagle3Drafter)
+    with make_llm(target, heads=folder, speculation=eagle3(draft_len=3), scheduler=SCHEDULER) as llm:
+        llm.generate(PROMPTS, few)
+    assert {draft_len for *_, draft_len in seen.seen} >= {0, 1, 2, 3}
+    assert check_proposals(seen, target, head) > 30
+
+
+@pytest.mark.parametrize("kv_format", ["auto", "rounded"])
+def test_plans_and_ranks_count_the_same_bytes(target: Path, folder: Path, kv_format: str) -> None:
+    """Of the head's weights and of its store, which has the format of the target's."""
+    with own_kv_format():
+        cache = {"dtype": kv_format}
+        config = configuration(target, None, heads=folder, speculation=eagle3(), kv_cache=cache)
+        memory = JobMemory.read(config, make_topology(config))
+        without = JobMemory.read(configuration(target, None, kv_cache=cache), memory.topology)
+        with LLM(config=config) as llm:
+            (rank,) = llm.report.ranks
+            llm.generate(PROMPTS[:3], SAMPLING[:3])
+            assert llm.statistics()["num_accepted_draft_tokens"] > 0
+        drafted, whole = memory.shard_bytes(0)
+        assert rank.shard_bytes == drafted + whole and drafted > 0
+        assert rank.kv_bytes % memory.block_bytes(0) == 0
+        # One layer beside the target's seven, with as many heads of the same size.
+        assert 7 * memory.block_bytes(0) == 8 * without.block_bytes(0)
+        assert rank.working_bytes == memory.working_bytes(0) > without.working_bytes(0)
+
+
+@needs_gpu
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_texts_are_plain_decodings_on_a_gpu(tmp_path: Path, cuda_graphs: bool) -> None:
+    own = {"seed": 1, "head_dim": 64, "max_position_embeddings": 2048, "num_hidden_layers": 7}
+    gpu_target = make_checkpoint(tmp_path / "target", **own)
+    settings: dict[str, Any] = {
+        "devices": ((), ("cuda:0",)),
+        "dtype": "bfloat16",
+        "cuda_graphs": cuda_graphs,
+        "scheduler": {"max_batch_size": 6, "max_num_tokens": 512},
+    }
+    with make_llm(gpu_target, **settings) as llm:
+        found = tokens_of(llm.generate(PROMPTS, SAMPLING))
+    texts = [[*prompt, *text] for prompt, of_prompt in zip(PROMPTS, found, strict=True) for text in of_prompt]
+    own_head = fitted(make_head(gpu_target, head_dim=64), gpu_target, texts)
+    path = write_head(tmp_path / "head", own_head, "reference", gpu_target)
+    with make_llm(gpu_target, heads=path, speculation=eagle3(), **settings) as llm:
+        assert tokens_of(llm.generate(PROMPTS, SAMPLING)) == found
+        assert llm.statistics()["num_accepted_draft_tokens"] > 60

@@ -1,0 +1,191 @@
+"""An EAGLE-3 head on one rank of a target: one hidden state of those that were tapped, a decoder layer of its own, and
+logits (Li et al. 2025, arXiv:2503.01840).
+
+At position i its first layer reads the embedding of the token at i + 1 beside a hidden state of i: of tokens that the
+target has read, what fc makes of the target's own; of tokens that are drafted, what the head itself left behind at the
+position before. Layers are shared out over the group as a decoder's are, fc is computed on every rank, and logits are
+for the rank that decides. It does not know tensors' names, rows or which tokens are chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from parallel.communicator import Communicator
+from trtrun.kvcache.segments import AttentionBatch
+from trtrun.kvcache.store import KVStore
+from trtrun.layers.decoder_layer import Attention, DecoderLayer, GatedMLP, RMSNorm
+from trtrun.layers.rotary import RotaryEmbedding
+from trtrun.linear.layer import Linear
+from trtrun.tensors import inference
+
+
+@dataclass
+class FusedLayer:
+    """The first layer. Its stream begins with the hidden state, or with its norm where `norm_before_residual`."""
+
+    input_norm: RMSNorm
+    hidden_norm: RMSNorm
+    attention: Attention
+    post_attention_norm: RMSNorm
+    mlp: GatedMLP
+    norm_before_residual: bool
+
+    def __call__(
+        self,
+        embedded: torch.Tensor,
+        hidden: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        batch: AttentionBatch,
+        store_layer: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings and hidden states, [n, hidden] each, of which the latter are overwritten → the residual stream,
+        and what is left to add to it; writing the tokens' keys and values."""
+        normed = self.hidden_norm(hidden)
+        both = torch.cat((self.input_norm(embedded), normed), dim=1)
+        attended = self.attention(both, angles, batch, store_layer)
+        stream = normed if self.norm_before_residual else hidden
+        return stream, self.mlp(self.post_attention_norm.add(stream, self.attention.output(attended)))
+
+
+class Eagle3Head:
+    """The head of a target.
+
+    Attributes:
+        hidden_size: of its states.
+        dtype, device: of its activations.
+        num_layers, kv_heads, head_dim: of the keys and values that this rank keeps of a token.
+        has_overflowed: on the CPU, whether any state so far may not have been finite.
+    """
+
+    DECIDES: ClassVar[int] = 0
+    """The rank of the group whose logits count, as of the target's own head."""
+
+    def __init__(
+        self,
+        *,
+        dtype: torch.dtype,
+        kv_heads: int,
+        head_dim: int,
+        fc: Linear,
+        tap_norms: Sequence[RMSNorm],
+        joint_norm: RMSNorm | None,
+        first: FusedLayer,
+        layers: Sequence[DecoderLayer],
+        final_norm: RMSNorm,
+        norm_output: bool,
+        rotary: RotaryEmbedding,
+        embedding: Callable[[torch.Tensor], torch.Tensor],
+        logits: Callable[[torch.Tensor], torch.Tensor],
+        token_ids: torch.Tensor | None,
+        vocab_size: int,
+        communicator: Communicator,
+    ) -> None:
+        """Put layers together.
+
+        Args:
+            dtype: of the target's activations, and of the head's.
+            kv_heads, head_dim: see the class.
+            fc: [n, taps * target's hidden] to [n, hidden].
+            tap_norms: of the state at each tap, in order; none where they are not normed apart.
+            joint_norm: of all of them as one.
+            first, layers, final_norm: in this order.
+            norm_output: whether the next step reads what leaves the final norm.
+            rotary: of all layers.
+            embedding: tokens [n] to [n, hidden], its own or the target's.
+            logits: [n, hidden] behind the final norm to [n, its tokens] float32, its own or the target's.
+            token_ids: [its tokens] int64 on the device: the target's ids of them; None where they are the same.
+            vocab_size: of the target.
+            communicator: of the target's tensor-parallel group.
+        """
+        self.dtype = dtype
+        self.device = final_norm.weight.device
+        self.hidden_size = final_norm.weight.shape[0]
+        self.num_layers = 1 + len(layers)
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
+        self.has_overflowed = False
+        self._fc = fc
+        self._tap_norms = tap_norms
+        self._joint_norm = joint_norm
+        self._first = first
+        self._layers = layers
+        self._final_norm = final_norm
+        self._norm_output = norm_output
+        self._rotary = rotary
+        self._embedding = embedding
+        self._logits = logits
+        self._token_ids = token_ids
+        self._vocab_size = vocab_size
+        self._communicator = communicator
+
+    @inference
+    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
+        """The target's hidden states [n, taps, target's hidden] in its dtype → [n, hidden]."""
+        if self._tap_norms:
+            states = [norm(tapped[:, tap].contiguous()) for tap, norm in enumerate(self._tap_norms)]
+            tapped = torch.stack(states, dim=1)
+        flat = tapped.flatten(1)
+        return self._fc(flat if self._joint_norm is None else self._joint_norm(flat))
+
+    @inference
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        hidden: torch.Tensor,
+        attention: AttentionBatch,
+        store: KVStore,
+    ) -> torch.Tensor:
+        """Feed tokens, writing keys and values. Collective over the group.
+
+        Args:
+            tokens: [n] int64 on the device: of each position the token that stands behind it.
+            positions: [n] int64 on the device, 0 for padding.
+            hidden: [n, hidden] of the positions, which is overwritten.
+            attention: the segments; their block tables cover every position.
+            store: this rank's keys and values of the head.
+
+        Returns:
+            [n, hidden], equal on all ranks: what `logits` and the next step take.
+        """
+        self._rotary.reserve(attention.block_size * max(item.block_tables.shape[1] for item in attention.segments))
+        angles = self._rotary.lookup(positions)
+        stream, delta = self._first(self._embedding(tokens), hidden, angles, attention, store.layer(0))
+        for index, layer in enumerate(self._layers):
+            attended = layer.attend(stream, delta, angles, attention, store.layer(1 + index))
+            delta = layer.feed_forward(stream, attended)
+        normed = self._final_norm.add(stream, delta)
+        if self.device.type == "cpu" and not self.has_overflowed:
+            self.has_overflowed = not bool(stream.sum().isfinite())
+        return normed if self._norm_output else stream
+
+    @inference
+    def logits(self, state: torch.Tensor) -> torch.Tensor | None:
+        """What follows the tokens that `forward` was fed. Collective over the group.
+
+        Args:
+            state: [n, hidden] of `forward`.
+
+        Returns:
+            [n, the target's vocab_size] float32, -inf where the head does not know a token; None on ranks that do not
+            decide.
+        """
+        logits = self._logits(state if self._norm_output else self._final_norm(state))
+        if self._communicator.rank != self.DECIDES:
+            return None
+        if self._token_ids is None:
+            return logits
+        every = logits.new_full((len(logits), self._vocab_size), -torch.inf)
+        return every.index_copy_(1, self._token_ids, logits)
+
+    def share(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens of the rank that decides, on all ranks: of the same shape and dtype. Collective over the group.
+
+        As of Medusa's heads: ranks that propose different tokens would part for ever.
+        """
+        return tokens if self._communicator.size == 1 else self._communicator.broadcast(tokens, self.DECIDES)

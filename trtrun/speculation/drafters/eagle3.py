@@ -1,0 +1,186 @@
+"""An EAGLE-3 head on the target ranks: the drafting method `eagle3` (Li et al. 2025, arXiv:2503.01840), in chains.
+
+The head keeps keys and values of every position, in the target's blocks. What it keeps of position i is made of the
+target's hidden states of i and of the token at i + 1, so that each round feeds it what the target has just read, one
+position late: prompts chunk by chunk, and the tokens that a row gained. Behind the last of them stands the first draft
+token; for the others the head goes on with its own states. These write scratch behind what is fed, which the next round
+writes over with the target's states.
+
+Sampled rows choose as the target will, with its random numbers of each place (Daliri et al. 2024, arXiv:2408.07978).
+The rank that has the head's logits chooses, and the others are told. All rows are fed in all rounds, whether tokens are
+drafted for them or not: what the target computed is gone afterwards, and blocks are reused by other rows.
+
+It knows the target's rows and step, and heads by protocol. It does not know files, or how heads compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
+from trtrun.sampling.distributions import distributions_of
+from trtrun.sampling.random import Stream
+from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
+from trtrun.speculation.given_drafts import GivenDrafts
+from trtrun.speculation.protocols import FeatureHeads, PreparedStep, Rows, TargetEngine
+from trtrun.tensors import device_integers, inference, kept_integers, kept_range
+
+
+class Eagle3Drafter(Drafter, Generic[PreparedStep]):
+    """Proposes a chain for each row, step by step. It is no sample, so it has no draft_probs: the target chooses its
+    own token at every position."""
+
+    def __init__(self, target: TargetEngine, heads: FeatureHeads[PreparedStep], draft_len: int) -> None:
+        """Draft up to `draft_len` tokens for each of the rows of `target`, whose step taps what `heads` read."""
+        self._rows = target.rows
+        self._heads = heads
+        self._draft_len = draft_len
+        self._given = GivenDrafts(target.rows)
+        shape = (len(target.rows.lengths), heads.hidden_size)
+        self._states = torch.zeros(shape, dtype=heads.dtype, device=target.rows.lengths.device)
+
+    @property
+    def rows(self) -> Rows:
+        """See Drafter."""
+        return self._rows
+
+    @inference
+    def warm_up(self) -> None:
+        """See Drafter: steps and what a round feeds, for numbers of rows that other kernels may serve. Nothing is at a
+        position, so that all is written to the null block."""
+        device, count, most = self._states.device, 1, len(self._states)
+        while True:
+            rows = kept_range(0, count, device)
+            for width in (1, self._draft_len + 1):
+                nothing = torch.zeros((count, width), dtype=torch.int64, device=device)
+                hidden = self._states.new_zeros((count * width, self._states.shape[1]))
+                states = self._heads.feed([(rows, nothing, nothing - 1)], hidden, 1)
+            chosen = torch.zeros(count, dtype=torch.int64, device=device)
+            logits = self._heads.logits(states[:count])
+            self._heads.share(chosen if logits is None else logits.argmax(dim=1))
+            if count == most:
+                return
+            count = min(2 * count, most)
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        """See Drafter."""
+        self._heads.begin_round(plan)
+        self._given.begin_round(plan)
+
+    @inference
+    def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
+        """See Drafter. The head always has a proposal: as many tokens as the plan asks for."""
+        device, depth = self._states.device, plan.draft_len
+        listed: list[int] = plan.decode_rows.tolist()
+        asked: list[int] = plan.draft_lens.clip(min=0).tolist()
+        lens = kept_integers(asked, device)
+        if not depth:
+            return Draft(torch.zeros((len(listed), 0), dtype=torch.int64, device=device), lens)
+        rows, given = kept_integers(listed, device), self._given.propose(plan)
+        lengths = self._rows.lengths.index_select(0, rows)
+        hidden = self._states.index_select(0, rows)
+        batches = self._prepare_steps(plan, rows, lengths, asked)
+        chosen = list[Tensor]()
+        for step in range(depth):
+            token = self._choose(plan, listed, lengths + step, hidden)
+            if given is not None:
+                token = torch.where(given[1][:, step], given[0][:, step], token)
+            chosen.append(token)
+            if step + 1 < depth:
+                # Scratch behind the row's length: penalties of the next step see it; a verdict overwrites it.
+                self._rows.token_ids[rows, lengths + step] = token.to(torch.int32)
+                hidden = self._heads.step(batches[step], token, hidden)
+        return Draft(torch.stack(chosen, dim=1), lens)
+
+    def _prepare_steps(
+        self, plan: RoundPlan, rows: Tensor, lengths: Tensor, asked: list[int]
+    ) -> Sequence[PreparedStep]:
+        """For all draft tokens of `rows` [R] but the last: the first of them, which stands at the place of a row's
+        length [R], is fed one position before. A row that needs no more takes no part."""
+        if plan.draft_len == 1:
+            return ()
+        steps = kept_range(0, plan.draft_len - 1, rows.device)
+        positions = lengths.unsqueeze(1) - 1 + steps
+        if min(asked) < plan.draft_len:
+            positions = torch.where(steps + 1 < kept_integers(asked, rows.device).unsqueeze(1), positions, -1)
+        return self._heads.prepare_steps(rows, positions, plan.max_context)
+
+    def _choose(self, plan: RoundPlan, listed: list[int], where: Tensor, hidden: Tensor) -> Tensor:
+        """[R] int64 on all ranks: what the head puts at places `where` [R] of the rows, behind states [R, hidden]."""
+        logits = self._heads.logits(hidden)
+        if logits is None:
+            return self._heads.share(torch.empty_like(where))
+        state = self._rows
+        raw = logits.unsqueeze(1)
+        found = distributions_of(state.sampling, raw, listed, where, state.token_ids, None, plan.max_context)
+        return self._heads.share(found.choose(Stream.TARGET).squeeze(1))
+
+    @inference
+    def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
+        """See Drafter: feed what the target has read, and keep the state behind each row's newest token but one."""
+        assert step is not None and step.hidden is not None
+        parts, tapped, ended = list[tuple[Tensor, Tensor, Tensor]](), list[Tensor](), list[tuple[int, int]]()
+        listed: list[int] = plan.decode_rows.tolist()
+        num_decoded, last = 0, None
+        if listed:
+            assert verdict is not None
+            part, states, last = self._gained(listed, verdict, step.hidden.decoded)
+            parts.append(part)
+            tapped.append(states)
+            num_decoded = len(states)
+        place = num_decoded
+        for chunk, states in zip(plan.prefill, step.hidden.prompts, strict=True):
+            parts.append(self._read(chunk.row, chunk.start, chunk.length))
+            tapped.append(states)
+            place += chunk.length
+            if chunk.is_last:
+                ended.append((chunk.row, place - 1))
+        if not parts:
+            return
+        found = self._heads.feed(parts, self._heads.fuse(torch.cat(tapped)), plan.max_context)
+        if last is not None:
+            self._states.index_copy_(0, parts[0][0], found[:num_decoded].index_select(0, last))
+        if ended:
+            rows, places = (device_integers(list(one), found.device) for one in zip(*ended, strict=True))
+            self._states.index_copy_(0, rows, found.index_select(0, places))
+
+    def _gained(
+        self, listed: list[int], verdict: Verdict, decoded: Tensor
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+        """What the rows feed that decoded, which have moved on by now.
+
+        Returns:
+            A part of `FeatureHeads.feed`; the states at the taps [R * Q, taps, hidden] of its tokens; and of each row
+            [R] the last of them that counts.
+        """
+        device = decoded.device
+        rows = kept_integers(listed, device)
+        gained = verdict.num_tokens[: len(listed)]
+        width = decoded.shape[1]
+        if device.type == "cpu":  # where reading costs nothing, and each token does
+            width = max(1, int(gained.max()))
+        steps = kept_range(0, width, device)
+        first = self._rows.lengths.index_select(0, rows) - gained - 1
+        positions = torch.where(steps < gained.unsqueeze(1), first.unsqueeze(1) + steps, -1)
+        behind = (positions + 1).clamp(min=0)
+        tokens = self._rows.token_ids[rows.unsqueeze(1), behind].to(torch.int64)
+        last = kept_range(0, len(listed), device) * width + (gained - 1).clamp(min=0)
+        return (rows, tokens, positions), decoded[:, :width].flatten(0, 1), last
+
+    def _read(self, row: int, start: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A chunk of a prompt, as a part of `FeatureHeads.feed`; behind its last one stands what was chosen there."""
+        device = self._states.device
+        tokens = self._rows.token_ids[row, start + 1 : start + length + 1].to(torch.int64)
+        positions = torch.arange(start, start + length, device=device)
+        return kept_integers([row], device), tokens.unsqueeze(0), positions.unsqueeze(0)
+
+
+@DRAFTERS.register("eagle3")
+def make_eagle3_drafter(place: DrafterContext) -> Drafter:
+    """The head over the target's rows."""
+    assert place.target is not None and place.heads is not None
+    return Eagle3Drafter(place.target, place.heads, place.section.draft_len)
