@@ -141,9 +141,16 @@ def test_a_round_is_launched_behind_one_whose_verdict_is_not_here(
 
 
 @pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize("plans_ahead", [0, 1])
-def test_prompt_lookup_on_all_target_ranks_writes_what_one_process_writes(
-    tmp_path_factory: pytest.TempPathFactory, plans_ahead: int
+@pytest.mark.parametrize(
+    ("plans_ahead", "speculation"),
+    [
+        (0, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}),
+        (1, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}),
+        (1, {"method": "suffix", "max_paths": 2}),
+    ],
+)
+def test_lookups_on_all_target_ranks_write_what_one_process_writes(
+    tmp_path_factory: pytest.TempPathFactory, plans_ahead: int, speculation: dict[str, Any]
 ) -> None:
     """The target alone over as many ranks as there are, with rows that are preempted and prefilled in chunks."""
     path = None
@@ -152,7 +159,7 @@ def test_prompt_lookup_on_all_target_ranks_writes_what_one_process_writes(
         path = make_checkpoint(tmp_path_factory.mktemp("lookup") / "target", seed=1, num_hidden_layers=2, **sizes)
     target: Path = MPI.COMM_WORLD.bcast(path)
     sections: dict[str, Any] = {
-        "speculation": {"method": "ngram", "draft_len": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+        "speculation": {"draft_len": 3, **speculation},
         "scheduler": {"max_batch_size": 4, "max_num_tokens": 48, "plans_ahead": plans_ahead},
         "kv_cache": {"max_tokens": 104, "block_size": 8},
     }

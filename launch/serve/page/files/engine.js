@@ -101,7 +101,7 @@ export class Line {
 function tellMethod(speculation) {
   if (speculation.method === "none") return "plain decoding";
   const length = `up to ${speculation.draft_len} draft tokens a round`;
-  const word = { ngram: "prompt lookup", medusa: "Medusa heads" }[speculation.method];
+  const word = { ngram: "prompt lookup", suffix: "suffix decoding", medusa: "Medusa heads" }[speculation.method];
   return word ? `${word}, ${length}` : length;
 }
 
