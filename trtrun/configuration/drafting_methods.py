@@ -13,7 +13,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from parallel.topology import Role
-from trtrun.configuration.launch_config import Number, Section
+from trtrun.configuration.launch_config import FilePath, Number, Section
 from trtrun.configuration.medusa_choices import Choice, ChoiceTree, read_choices
 from trtrun.errors import nearest, shorten
 
@@ -21,6 +21,7 @@ MAX_DRAFT_LEN = 32
 MAX_LOOKUP = 32
 MAX_PATHS = 32
 MAX_TREE_DEPTH = 64
+MAX_CORPUS_TOKENS = 1 << 28
 DEFAULT_LOOKUP = 5
 DEFAULT_METHOD = "draft_target"
 NO_DRAFTS = "none"
@@ -150,6 +151,9 @@ class SuffixSection(SpeculationSection):
             went on up to it.
         max_paths: continuations that are proposed at once, as a draft tree; 1 proposes the likeliest alone. The target
             then verifies up to max_paths times draft_len tokens of a row in a round.
+        suffix_corpus: a file of texts that all rows are looked up in, beside their own: JSON lines (.jsonl) with
+            `prompt_token_ids` or `prompt`, `token_ids` or `text`, as trtrun writes them, or text (.txt).
+        suffix_corpus_max_tokens: of the file that are kept; each takes 8 bytes on each of the target's devices.
     """
 
     suffix_decoding_max_tree_depth: Annotated[int, Number, Field(ge=1, le=MAX_TREE_DEPTH)] = 24
@@ -157,6 +161,8 @@ class SuffixSection(SpeculationSection):
     suffix_decoding_max_spec_offset: Annotated[float, Number, Field(ge=-MAX_TREE_DEPTH, le=MAX_DRAFT_LEN)] = 0.0
     suffix_decoding_min_token_prob: Annotated[float, Number, Field(ge=0, le=1)] = 0.1
     max_paths: Annotated[int, Number, Field(ge=1, le=MAX_PATHS)] = 1
+    suffix_corpus: FilePath | None = None
+    suffix_corpus_max_tokens: Annotated[int, Number, Field(ge=2, le=MAX_CORPUS_TOKENS)] = 1_000_000
 
 
 class MedusaSection(SpeculationSection):

@@ -38,6 +38,7 @@ class WorkerFactory:
         device: of its engines.
         engines: by role.
         heads: of the method, on a rank that holds the target; None without.
+        corpus: that the method looks up, on a rank that holds the target; None without.
         num_blocks: blocks of every KV store, but for those of guesses.
         target_vocab_size: padding included.
         activity: where the process says what it is doing.
@@ -51,6 +52,7 @@ class WorkerFactory:
     device: torch.device
     engines: Mapping[str, Engine]
     heads: object | None
+    corpus: object | None
     num_blocks: int
     target_vocab_size: int
     activity: Activity
@@ -87,6 +89,7 @@ class WorkerFactory:
             guess_steps(config) if is_apart else (),
             mask_token(config),
             heads=self.heads,
+            corpus=self.corpus,
         )
         return DRAFTERS.get(config.speculation.method)(place)
 

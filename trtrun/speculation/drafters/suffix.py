@@ -2,7 +2,8 @@
 
 Of all the places where a row's last tokens stood before it proposes what followed most often, as far as it is likely;
 prompt lookup (ngram.py) takes the first of the longest matches at its word. It needs no model. Every target rank looks
-at the same integers in its own copy of the rows, so that all propose the same and nothing has to travel.
+at the same integers in its own copy of the rows, so that all propose the same and nothing has to travel. A corpus is a
+further text in which every row is looked up; no row sees another's text.
 
 It knows the target's rows and options. It does not know how places are found, or which continuations are likely.
 """
@@ -19,8 +20,9 @@ from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.found_paths import Continuations, draft_of_paths, no_draft
 from trtrun.speculation.given_drafts import GivenDrafts
 from trtrun.speculation.protocols import Rows
-from trtrun.speculation.suffixes.continuations import MOST_PLACES, Paths, SuffixRule, likely_paths
-from trtrun.speculation.suffixes.own_text import find_in_rows
+from trtrun.speculation.suffixes.continuations import MOST_PLACES, Paths, SuffixRule, join_places, likely_paths
+from trtrun.speculation.suffixes.corpus import SortedCorpus
+from trtrun.speculation.suffixes.own_text import find_in_rows, last_tokens
 from trtrun.tensors import inference, kept_integers
 
 _MOST_COMPARED = 1 << 22
@@ -35,13 +37,14 @@ class SuffixDrafter(Drafter):
     sampled, and a draft token is kept where it is that token.
     """
 
-    def __init__(self, rows: Rows, rule: SuffixRule, max_paths: int = 1) -> None:
-        """Look in `rows`, and propose by `rule` up to `max_paths` continuations of each. What came with a request is
-        proposed first."""
+    def __init__(self, rows: Rows, rule: SuffixRule, max_paths: int = 1, corpus: SortedCorpus | None = None) -> None:
+        """Look in `rows` and `corpus`, and propose by `rule` up to `max_paths` continuations of each row. What came
+        with a request is proposed first."""
         self._rows = rows
         self._given = GivenDrafts(rows)
         self._rule = rule
         self._max_paths = max_paths
+        self._corpus = corpus
 
     @property
     def rows(self) -> Rows:
@@ -71,13 +74,16 @@ class SuffixDrafter(Drafter):
         """What is likely to follow `rows` [R] int64 of at most `columns` tokens."""
         token_ids = self._rows.token_ids[rows, :columns]
         lengths = self._rows.lengths.index_select(0, rows)
-        places = find_in_rows(token_ids, lengths, self._rule.most_matched, MOST_PLACES, draft_len)
+        wanted = last_tokens(token_ids, lengths, self._rule.most_matched)
+        places = find_in_rows(token_ids, lengths, wanted, draft_len)
+        if self._corpus is not None:
+            places = join_places(places, self._corpus.find(wanted, draft_len))
         return likely_paths(places, self._rule, self._max_paths)
 
 
 @DRAFTERS.register("suffix")
 def make_suffix_drafter(place: DrafterContext) -> Drafter:
-    """The longest and likeliest continuations in the target's rows, with the section's options."""
+    """The longest and likeliest continuations in the target's rows and the corpus, with the section's options."""
     section = place.section
     assert isinstance(section, SuffixSection) and place.target is not None
     rule = SuffixRule(
@@ -86,4 +92,4 @@ def make_suffix_drafter(place: DrafterContext) -> Drafter:
         section.suffix_decoding_max_spec_offset,
         section.suffix_decoding_min_token_prob,
     )
-    return SuffixDrafter(place.target.rows, rule, section.max_paths)
+    return SuffixDrafter(place.target.rows, rule, section.max_paths, place.corpus)

@@ -60,6 +60,20 @@ class Paths(NamedTuple):
     scores: Tensor
 
 
+def join_places(first: Places, second: Places) -> Places:
+    """Of the places in two texts those of longest match, of equally long ones the first text's."""
+    matched = torch.cat((first.matched, second.matched), dim=1)
+    total = matched.shape[1]
+    order = kept_range(0, total, matched.device)
+    best = (matched * total - order).topk(min(MOST_PLACES, total), dim=1).indices
+    tokens = torch.cat((first.tokens, second.tokens), dim=1)
+    return Places(
+        matched.gather(1, best),
+        tokens.gather(1, best.unsqueeze(2).expand(-1, -1, tokens.shape[2])),
+        torch.cat((first.counts, second.counts), dim=1).gather(1, best),
+    )
+
+
 @dataclass(frozen=True)
 class SuffixRule:
     """What a continuation must have to be proposed.
