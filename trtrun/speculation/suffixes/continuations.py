@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trtrun.configuration.drafting_methods import MAX_DRAFT_LEN
 from trtrun.tensors import kept_integers, kept_range
 
 MOST_PLACES = 32
@@ -90,8 +89,13 @@ class SuffixRule:
     spec_offset: float
     min_token_prob: float
 
+    @property
+    def has_limits(self) -> bool:
+        """Whether a match bounds how far it is followed."""
+        return self.spec_factor is not None
+
     def limits(self, device: torch.device) -> Tensor:
-        """[most_matched + 1] int64: how far a match of so many tokens may go on; none does not."""
+        """[most_matched + 1] int64: for how many tokens a match of so many may be followed; none for none."""
         return kept_integers(_limits(self), device)
 
     def fewest(self, num_places: int, device: torch.device) -> Tensor:
@@ -101,8 +105,7 @@ class SuffixRule:
 
 @lru_cache(maxsize=8)
 def _limits(rule: SuffixRule) -> tuple[int, ...]:
-    if rule.spec_factor is None:
-        return (0, *[MAX_DRAFT_LEN] * rule.most_matched)
+    assert rule.spec_factor is not None
     # A factor such as 0.1 is a little less in binary than what was written.
     found = (int(count * rule.spec_factor + rule.spec_offset + 1e-6) for count in range(1, rule.most_matched + 1))
     return (0, *(max(0, one) for one in found))
@@ -128,19 +131,21 @@ def likely_paths(places: Places, rule: SuffixRule, max_paths: int) -> Paths:
     is_in = (matched.unsqueeze(1) >= matched.unsqueeze(2)) & (matched > 0).unsqueeze(1)
     votes = is_in.to(torch.float32).bmm(agrees.flatten(2)).view(-1, num_places, num_places, draft_len)
     sizes = is_in.sum(dim=2)
-    limits = rule.limits(device)[matched]
-    is_likely = (votes >= rule.fewest(num_places, device)[sizes][:, :, None, None]) & is_in.unsqueeze(3)
-    kept = votes * (is_likely & (steps < limits.unsqueeze(2)).unsqueeze(2))
-    scores = kept.sum(dim=3).to(torch.float64) / sizes.clamp(min=1).unsqueeze(2)
+    votes = votes * (votes >= rule.fewest(num_places, device)[sizes][:, :, None, None])
+    # goes_on[r, m, k]: a match as long as at place m may be followed for more than k tokens.
+    goes_on = (steps < rule.limits(device)[matched].unsqueeze(2)) if rule.has_limits else None
+    kept = votes if goes_on is None else votes * goes_on.unsqueeze(2)
+    scores = kept.sum(dim=3).to(torch.float64) * is_in / sizes.clamp(min=1).unsqueeze(2)
     order = kept_range(0, num_places * num_places, device)
     best = (scores.flatten(1) - order / 2.0**_ORDER_BITS).argmax(dim=1, keepdim=True)
     scores = scores.flatten(1).gather(1, best).squeeze(1)
-    of_match = _pick(kept, best // num_places)
+    of_match = _pick(kept, best // num_places) * _pick(is_in, best // num_places).unsqueeze(2)
     if max_paths == 1:
         place = best % num_places
         return Paths(_pick(tokens, place).unsqueeze(1), (_pick(of_match, place) > 0).sum(dim=1, keepdim=True), scores)
     # The last place belongs to the shortest match, which has all of them: what it says comes behind what that one says.
-    of_all = votes[:, -1] * (is_likely[:, -1] & (steps < limits.unsqueeze(2)))
+    of_all = votes[:, -1] * is_in[:, -1:].movedim(1, 2)
+    of_all = of_all if goes_on is None else of_all * goes_on
     weights = of_match * (1 + num_places * draft_len) + of_all
     return Paths(*_branches(weights, agrees, tokens, max_paths), scores)
 

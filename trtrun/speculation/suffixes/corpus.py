@@ -18,7 +18,7 @@ from torch import Tensor
 from trtrun.speculation.suffixes.continuations import MOST_PLACES, Places
 from trtrun.tensors import kept_range
 
-_BRANCHES = 64
+_BRANCHES = 128
 """Places that are looked at in one step of a search."""
 
 _NO_TOKEN = -2
@@ -115,7 +115,7 @@ class SortedCorpus:
         back = kept_range(1, self._most + 1, places.device)
         before = self._tokens[places.unsqueeze(2) + back]
         # The nearer to the newest token, the more: what is most is where the first other token stands.
-        nearest = torch.where(before == wanted.unsqueeze(1), 0, back.to(torch.uint8)).amax(dim=2)
+        nearest = ((before != wanted.unsqueeze(1)) * back.to(torch.uint8)).amax(dim=2)
         return self._most - nearest.to(torch.int64), before
 
     def _is_less(self, indexes: Tensor, wanted: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def find_in_rows(token_ids: Tensor, lengths: Tensor, wanted: Tensor, draft_len: 
     before = pad(token_ids, (most - 1, 0), value=-1).unfold(1, columns, 1)
     # The nearer to the newest token, the more: what is most is where the first other token stands.
     nearness = kept_range(1, most + 1, device).to(torch.uint8).unsqueeze(1)
-    nearest = torch.where(before == wanted.unsqueeze(2), 0, nearness).amax(dim=1)
+    nearest = ((before != wanted.unsqueeze(2)) * nearness).amax(dim=1)
     matched = most - nearest.to(torch.int32)
     places = kept_range(0, columns, device).to(torch.int32)
     scores = torch.where(places < last, matched * columns + places, 0)
