@@ -20,12 +20,12 @@ from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.found_paths import Continuations, draft_of_paths, no_draft
 from trtrun.speculation.given_drafts import GivenDrafts
 from trtrun.speculation.protocols import Rows
-from trtrun.speculation.suffixes.continuations import MOST_PLACES, Paths, SuffixRule, join_places, likely_paths
+from trtrun.speculation.suffixes.continuations import MOST_PLACES, SuffixRule, join_places, likely_paths
 from trtrun.speculation.suffixes.corpus import SortedCorpus
 from trtrun.speculation.suffixes.own_text import find_in_rows, last_tokens
 from trtrun.tensors import inference, kept_integers
 
-_MOST_COMPARED = 1 << 22
+_MOST_COMPARED = 1 << 21
 """Pairs of tokens that are compared at a time: with many rows of long contexts, memory stays within some tens of
 megabytes."""
 
@@ -59,7 +59,7 @@ class SuffixDrafter(Drafter):
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
         """See Drafter."""
         device = self._rows.lengths.device
-        if plan.draft_len == 0 or not len(plan.decode_rows):
+        if plan.draft_len == 0:
             return no_draft(plan, device)
         rows = kept_integers(plan.decode_rows.tolist(), device)
         columns = min(plan.max_context, self._rows.token_ids.shape[1])
@@ -67,10 +67,10 @@ class SuffixDrafter(Drafter):
         share = max(1, _MOST_COMPARED // compared)
         starts = range(0, len(rows), share)
         found = [self._look_up(rows[start : start + share], plan.draft_len, columns) for start in starts]
-        tokens, counts, _ = (torch.cat(parts) for parts in zip(*found, strict=True))
+        tokens, counts = (torch.cat(parts) for parts in zip(*found, strict=True))
         return draft_of_paths(plan, Continuations(tokens, counts), self._given.propose(plan))
 
-    def _look_up(self, rows: torch.Tensor, draft_len: int, columns: int) -> Paths:
+    def _look_up(self, rows: torch.Tensor, draft_len: int, columns: int) -> Continuations:
         """What is likely to follow `rows` [R] int64 of at most `columns` tokens."""
         token_ids = self._rows.token_ids[rows, :columns]
         lengths = self._rows.lengths.index_select(0, rows)

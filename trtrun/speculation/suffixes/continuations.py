@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trtrun.speculation.found_paths import Continuations
 from trtrun.tensors import kept_integers, kept_range
 
 MOST_PLACES = 32
@@ -43,20 +44,6 @@ class Places(NamedTuple):
     matched: Tensor
     tokens: Tensor
     counts: Tensor
-
-
-class Paths(NamedTuple):
-    """Continuations to propose.
-
-    Attributes:
-        tokens: [rows, paths, K] int64.
-        counts: [rows, paths] int64: how many of them there are; 0 where there is no such path.
-        scores: [rows] float64: how many tokens of the first path would be kept, were its probabilities right.
-    """
-
-    tokens: Tensor
-    counts: Tensor
-    scores: Tensor
 
 
 def join_places(first: Places, second: Places) -> Places:
@@ -117,8 +104,8 @@ def _fewest(rule: SuffixRule, num_places: int) -> tuple[int, ...]:
     return tuple(max(1, next(n for n in counts if n >= of * rule.min_token_prob - 1e-6)) for of in counts)
 
 
-def likely_paths(places: Places, rule: SuffixRule, max_paths: int) -> Paths:
-    """The continuation of most probability in all for each row; with several paths a draft tree."""
+def likely_paths(places: Places, rule: SuffixRule, max_paths: int) -> Continuations:
+    """The continuation of most probability in all for each row, or `max_paths` of a draft tree."""
     matched, tokens, counts = places
     num_places, draft_len = tokens.shape[1:]
     device = tokens.device
@@ -138,20 +125,19 @@ def likely_paths(places: Places, rule: SuffixRule, max_paths: int) -> Paths:
     scores = kept.sum(dim=3).to(torch.float64) * is_in / sizes.clamp(min=1).unsqueeze(2)
     order = kept_range(0, num_places * num_places, device)
     best = (scores.flatten(1) - order / 2.0**_ORDER_BITS).argmax(dim=1, keepdim=True)
-    scores = scores.flatten(1).gather(1, best).squeeze(1)
-    of_match = _pick(kept, best // num_places) * _pick(is_in, best // num_places).unsqueeze(2)
+    match, place = best // num_places, best % num_places
+    of_match = _pick(kept, match) * _pick(is_in, match).unsqueeze(2)
     if max_paths == 1:
-        place = best % num_places
-        return Paths(_pick(tokens, place).unsqueeze(1), (_pick(of_match, place) > 0).sum(dim=1, keepdim=True), scores)
+        return Continuations(_pick(tokens, place).unsqueeze(1), (_pick(of_match, place) > 0).sum(dim=1, keepdim=True))
     # The last place belongs to the shortest match, which has all of them: what it says comes behind what that one says.
     of_all = votes[:, -1] * is_in[:, -1:].movedim(1, 2)
     of_all = of_all if goes_on is None else of_all * goes_on
     weights = of_match * (1 + num_places * draft_len) + of_all
-    return Paths(*_branches(weights, agrees, tokens, max_paths), scores)
+    return _branches(weights, agrees, tokens, max_paths)
 
 
-def _branches(weights: Tensor, agrees: Tensor, tokens: Tensor, max_paths: int) -> tuple[Tensor, Tensor]:
-    """The `max_paths` continuations [R, paths, K] of most weight together, and how long they are [R, paths].
+def _branches(weights: Tensor, agrees: Tensor, tokens: Tensor, max_paths: int) -> Continuations:
+    """The `max_paths` continuations of most weight together.
 
     Each adds most to those before it, by tokens that none of them has: no other choice has more in all, as paths of a
     tree that have parted never meet again.
@@ -171,7 +157,7 @@ def _branches(weights: Tensor, agrees: Tensor, tokens: Tensor, max_paths: int) -
         chosen.append(_pick(tokens, place))
         counts.append((_pick(weights, place) > 0).sum(dim=1, keepdim=True) * is_new)
         left = left * (1 - _pick(agrees, place))
-    return torch.stack(chosen, dim=1), torch.cat(counts, dim=1)
+    return Continuations(torch.stack(chosen, dim=1), torch.cat(counts, dim=1))
 
 
 def _pick(values: Tensor, place: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def find_in_rows(token_ids: Tensor, lengths: Tensor, wanted: Tensor, draft_len: 
     nearness = kept_range(1, most + 1, device).to(torch.uint8).unsqueeze(1)
     nearest = ((before != wanted.unsqueeze(2)) * nearness).amax(dim=1)
     matched = most - nearest.to(torch.int32)
-    places = kept_range(0, columns, device).to(torch.int32)
+    places = torch.arange(columns, dtype=torch.int32, device=device)
     scores = torch.where(places < last, matched * columns + places, 0)
     best, end = scores.topk(min(MOST_PLACES, columns), dim=1)
     matched = best.to(torch.int64) // columns
