@@ -14,6 +14,7 @@ from parallel.errors import ParallelError
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import kind_of
+from trtrun.configuration.drafting_methods import SuffixSection
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.kvcache.formats import KV_FORMATS
@@ -22,7 +23,11 @@ from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.weight_check import check_model_weights, check_split, choose_default
 from trtrun.models.weights import Share
 from trtrun.start.model_settings import mask_token, read_target_heads, resolve_dtype_name, target_context
+from trtrun.tokens.corpus import read_corpus
 from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
+
+_LOOKED_AT = 4096
+"""Tokens of a corpus that are read before ranks start."""
 
 
 def check_job(config: RuntimeConfig, topology: Topology) -> None:
@@ -42,13 +47,21 @@ def check_job(config: RuntimeConfig, topology: Topology) -> None:
 
 def check_models(config: RuntimeConfig) -> None:
     """Raise CheckpointError or ConfigError for models that are not supported, or that cannot be split like this. Only
-    their config.json is read."""
+    their config.json is read, and the first lines of a corpus."""
     KV_FORMATS.get(config.kv_cache.dtype)
     target = _check_model("target", config.target)
     target_context(config, target)
     if config.draft is not None:
         _check_model("draft", config.draft)
         mask_token(config)
+    check_corpus(config, target.vocab_size)
+
+
+def check_corpus(config: RuntimeConfig, vocab_size: int) -> None:
+    """Raise ConfigError for a corpus that a start would refuse, as far as its first lines tell."""
+    section = config.speculation
+    if isinstance(section, SuffixSection) and section.suffix_corpus is not None:
+        read_corpus(section.suffix_corpus, config.tokenizer or config.target.model, vocab_size, _LOOKED_AT)
 
 
 @dataclass(frozen=True)

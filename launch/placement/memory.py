@@ -19,6 +19,7 @@ from trtrun.models.checkpoint import NoWeightsError
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.heads import HeadsPlan
 from trtrun.models.loading import heads_bytes, shard_bytes
+from trtrun.start.corpora import corpus_bytes
 from trtrun.start.memory_requirements import (
     engine_working_bytes,
     most_useful_blocks,
@@ -90,7 +91,7 @@ class JobMemory:
         return cls(config, topology, draft, target, target_context(config, target.model), heads)
 
     def shard_bytes(self, rank: int) -> tuple[int, int]:
-        """Bytes of the draft's weights, or of the heads, and of the target's on one rank."""
+        """Bytes of the draft's weights, or of the heads or the corpus, and of the target's on one rank."""
         slot = self.topology.slot(rank)
         if slot is None:
             return 0, 0
@@ -98,6 +99,8 @@ class JobMemory:
         drafted = self.draft.shard_bytes(slot.draft_index, device) if self.draft is not None else 0
         if self.heads is not None and slot.target_index is not None:
             drafted += heads_bytes(self.heads, slot.target_index, self.target.tp_size, self.target.dtype)
+        if slot.target_index is not None:
+            drafted += corpus_bytes(self.config)
         return drafted, self.target.shard_bytes(slot.target_index, device)
 
     def block_bytes(self, rank: int) -> int:

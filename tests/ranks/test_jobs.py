@@ -141,18 +141,27 @@ def test_a_round_is_launched_behind_one_whose_verdict_is_not_here(
 
 
 @pytest.mark.mpi(min_size=3)
-@pytest.mark.parametrize("plans_ahead", [0, 1])
-def test_prompt_lookup_on_all_target_ranks_writes_what_one_process_writes(
-    tmp_path_factory: pytest.TempPathFactory, plans_ahead: int
+@pytest.mark.parametrize(
+    ("plans_ahead", "speculation"),
+    [
+        (0, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}),
+        (1, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}),
+        (1, {"method": "suffix", "max_paths": 2, "suffix_corpus": "corpus.jsonl"}),
+    ],
+)
+def test_lookups_on_all_target_ranks_write_what_one_process_writes(
+    tmp_path_factory: pytest.TempPathFactory, plans_ahead: int, speculation: dict[str, Any]
 ) -> None:
     """The target alone over as many ranks as there are, with rows that are preempted and prefilled in chunks."""
     path = None
     if MPI.COMM_WORLD.rank == 0:
         sizes = {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 96, "intermediate_size": 96}
         path = make_checkpoint(tmp_path_factory.mktemp("lookup") / "target", seed=1, num_hidden_layers=2, **sizes)
+        (path / "corpus.jsonl").write_text("".join(f'{{"token_ids": {prompt}}}\n' for prompt in prompts()))
     target: Path = MPI.COMM_WORLD.bcast(path)
+    corpus = {"suffix_corpus": str(target / "corpus.jsonl")} if "suffix_corpus" in speculation else {}
     sections: dict[str, Any] = {
-        "speculation": {"method": "ngram", "draft_len": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+        "speculation": {"draft_len": 3, **speculation, **corpus},
         "scheduler": {"max_batch_size": 4, "max_num_tokens": 48, "plans_ahead": plans_ahead},
         "kv_cache": {"max_tokens": 104, "block_size": 8},
     }

@@ -71,7 +71,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"rendezvous"}),
         frozenset({"startup"}),
         frozenset({"engine_maker", "kernels_ahead"}),
-        frozenset({"worker_factory", "largest_round", "graph_counts"}),
+        frozenset({"worker_factory", "largest_round", "graph_counts", "corpora"}),
         frozenset({"policies"}),
         frozenset({"memory_requirements", "rehearsed_rounds", "kinds_of_kernels"}),
         frozenset({"model_settings"}),
@@ -103,7 +103,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"spans", "telemetry"}),
     ),
     "trtrun.tokens": (
-        frozenset({"detokenizer"}),
+        frozenset({"detokenizer", "corpus"}),
         frozenset({"text"}),
         frozenset({"decoders"}),
     ),

@@ -20,6 +20,7 @@ from trtrun.configuration.drafting_methods import (
     DraftModelSection,
     DraftSize,
     SpeculationSection,
+    SuffixSection,
     needs_draft_model,
     needs_heads,
     read_speculation,
@@ -260,6 +261,9 @@ def make_config(values: Mapping[str, Any], base: Path | None = None, where: str 
                 changes[name] = section.model_copy(update={"model": model})
         if config.tokenizer is not None:
             changes["tokenizer"] = _resolve_directory(config.tokenizer, base, f"{where}: tokenizer")
+        if isinstance(config.speculation, SuffixSection) and config.speculation.suffix_corpus is not None:
+            corpus = _resolve_file(config.speculation.suffix_corpus, base, f"{where}: speculation.suffix_corpus")
+            changes["speculation"] = config.speculation.model_copy(update={"suffix_corpus": corpus})
         return config.model_copy(update=changes)
 
 
@@ -292,6 +296,21 @@ def _resolve_directory(path: Path, base: Path | None, where: str) -> Path:
         raise ConfigError(f"{where}: {path} is a file: name the model's directory")
     looked = " and ".join(shorten_path(place) for place in dict.fromkeys(places))
     raise ConfigError(f"{where}: no such directory: {looked}")
+
+
+def _resolve_file(path: Path, base: Path | None, where: str) -> Path:
+    """Return the absolute file that `path` names."""
+    places = [path] if path.is_absolute() else [place / path for place in (base, Path.cwd()) if place is not None]
+    try:
+        for place in places:
+            if place.is_file():
+                return place.resolve()
+        is_there = any(place.exists() for place in places)
+    except OSError as error:
+        raise ConfigError(f"{where}: {shorten_path(path)} cannot be read: {error.strerror}") from None
+    if is_there:
+        raise ConfigError(f"{where}: {shorten_path(path)} is no file: name a file of texts")
+    raise ConfigError(f"{where}: no such file: {' and '.join(shorten_path(place) for place in dict.fromkeys(places))}")
 
 
 def make_one_device_config(

@@ -13,13 +13,15 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from parallel.topology import Role
-from trtrun.configuration.launch_config import Number, Section
+from trtrun.configuration.launch_config import FilePath, Number, Section
 from trtrun.configuration.medusa_choices import Choice, ChoiceTree, read_choices
 from trtrun.errors import nearest, shorten
 
 MAX_DRAFT_LEN = 32
 MAX_LOOKUP = 32
 MAX_PATHS = 32
+MAX_TREE_DEPTH = 64
+MAX_CORPUS_TOKENS = 1 << 28
 DEFAULT_LOOKUP = 5
 DEFAULT_METHOD = "draft_target"
 NO_DRAFTS = "none"
@@ -30,11 +32,11 @@ class SpeculationSection(Section):
 
     Attributes:
         method: `draft_target` drafts with the draft model; `ngram` by prompt lookup: what followed the row's last
-            tokens before; `medusa` and `eagle3` with heads from `draft.model` on the target's devices; `none` runs the
-            target alone. `ngram` and `none` forget the `draft` section.
+            tokens before; `suffix`: what followed most often; `medusa` and `eagle3` with heads from `draft.model`, on
+            the target's devices; `none` runs the target alone. `ngram`, `suffix` and `none` forget `draft`.
         draft_len: tokens drafted in one round, one behind the other, at most.
         use_logits: accept sampled tokens by the ratio of target_probs to draft_probs instead of by equality; not with
-            `ngram`, `medusa` and `eagle3`.
+            `ngram`, `suffix`, `medusa` and `eagle3`.
         pacing: `measured` drafts fewer tokens where the run's own times say that fewer pay more (many rows, a poor
             draft), and on CPUs measures rounds at start for that; `fixed` always drafts draft_len. use_logits is always
             `fixed`: the tokens of a seed depend on the draft there, and must not depend on times.
@@ -135,6 +137,32 @@ class PromptLookupSection(SpeculationSection):
         """prompt_lookup_min and prompt_lookup_max with their defaults."""
         fewest, most = self.prompt_lookup_min, self.prompt_lookup_max
         return fewest or most or DEFAULT_LOOKUP, most or fewest or DEFAULT_LOOKUP
+
+
+class SuffixSection(SpeculationSection):
+    """Options of `suffix`, with the names of vLLM and arctic-inference.
+
+    Attributes:
+        suffix_decoding_max_tree_depth: most of the row's last tokens that are looked for.
+        suffix_decoding_max_spec_factor: a match of n tokens is followed for this factor times n tokens at most; vLLM's
+            is 1. Left out: for draft_len tokens, as so many of each row are verified in a round in any case.
+        suffix_decoding_max_spec_offset: added to that many tokens.
+        suffix_decoding_min_token_prob: how likely a draft token must be: the share of the places with that match that
+            went on up to it.
+        max_paths: continuations that are proposed at once, as a draft tree; 1 proposes the likeliest alone. The target
+            then verifies up to max_paths times draft_len tokens of a row in a round.
+        suffix_corpus: a file of texts that all rows are looked up in, beside their own: JSON lines (.jsonl) with
+            `prompt_token_ids` or `prompt`, `token_ids` or `text`, as trtrun writes them, or text (.txt).
+        suffix_corpus_max_tokens: of the file that are kept; each takes 8 bytes on each of the target's devices.
+    """
+
+    suffix_decoding_max_tree_depth: Annotated[int, Number, Field(ge=1, le=MAX_TREE_DEPTH)] = 24
+    suffix_decoding_max_spec_factor: Annotated[float, Number, Field(ge=0, le=MAX_DRAFT_LEN)] | None = None
+    suffix_decoding_max_spec_offset: Annotated[float, Number, Field(ge=-MAX_TREE_DEPTH, le=MAX_DRAFT_LEN)] = 0.0
+    suffix_decoding_min_token_prob: Annotated[float, Number, Field(ge=0, le=1)] = 0.1
+    max_paths: Annotated[int, Number, Field(ge=1, le=MAX_PATHS)] = 1
+    suffix_corpus: FilePath | None = None
+    suffix_corpus_max_tokens: Annotated[int, Number, Field(ge=2, le=MAX_CORPUS_TOKENS)] = 1_000_000
 
 
 class MedusaSection(SpeculationSection):
@@ -257,6 +285,10 @@ def _medusa_size(section: SpeculationSection, draft_len: int) -> DraftSize:
     return section.size_of(draft_len)
 
 
+def _max_paths(section: SpeculationSection) -> int:
+    return section.max_paths if isinstance(section, PromptLookupSection | SuffixSection) else 1
+
+
 METHODS: dict[str, DraftingMethod] = {
     "draft_target": DraftingMethod(
         Role.DRAFT,
@@ -271,7 +303,15 @@ METHODS: dict[str, DraftingMethod] = {
         has_probabilities=False,
         section=PromptLookupSection,
         to_check="prompt lookup finds only what a text repeats",
-        find_max_paths=lambda section: section.max_paths if isinstance(section, PromptLookupSection) else 1,
+        find_max_paths=_max_paths,
+    ),
+    "suffix": DraftingMethod(
+        Role.TARGET,
+        needs_draft_model=False,
+        has_probabilities=False,
+        section=SuffixSection,
+        to_check="suffix decoding finds only what texts repeat",
+        find_max_paths=_max_paths,
     ),
     "medusa": DraftingMethod(
         Role.TARGET,

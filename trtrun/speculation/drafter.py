@@ -93,6 +93,7 @@ class DrafterContext:
         heads: what the method's heads compute, on a rank that holds the target; None for a method without heads.
         guess_space: what of the draft engine belongs to guesses, where it has devices of its own; else None.
         guess_steps: numbers of guesses that a round may have, ascending.
+        corpus: texts that the method looks up, on a rank that holds the target; None without.
         mask_token: of a draft model that drafts all tokens in one forward; None for one that does not.
     """
 
@@ -104,6 +105,7 @@ class DrafterContext:
     guess_steps: Sequence[int] = ()
     mask_token: int | None = None
     heads: Any = None
+    corpus: Any = None
 
 
 DRAFTERS: Registry[Callable[[DrafterContext], Drafter]] = Registry("drafting method")

@@ -39,6 +39,8 @@ from trtrun.models.loading import LoadReport, heads_bytes, load_heads, load_mode
 from trtrun.models.model_files import hash_model_files
 from trtrun.models.weight_check import choose_default
 from trtrun.roles.round import Worker
+from trtrun.speculation.suffixes.corpus import SortedCorpus
+from trtrun.start.corpora import corpus_bytes, load_corpus
 from trtrun.start.engine_maker import EngineMaker, LoadedEngine
 from trtrun.start.kernels_ahead import KernelsAhead
 from trtrun.start.kinds_of_kernels import kinds_of_kernels
@@ -89,6 +91,7 @@ class RankStartup:
         self._context = target_context(config, self._target_config)
         self._heads_plan = read_target_heads(config, self._target_config) if groups.target is not None else None
         self._heads: object | None = None
+        self._corpus: SortedCorpus | None = None
         self._heads_report = LoadReport(0, 0)
         self._engines: dict[str, LoadedEngine] = {}
         self._made = EngineMaker(
@@ -194,6 +197,8 @@ class RankStartup:
                     self._heads_plan, model, communicator, dtype, kv_format=self._config.kv_cache.dtype
                 )
                 progress(demand.shard_bytes, demand.shard_bytes)
+            if role == "target":
+                self._corpus = load_corpus(self._config, config.vocab_size, communicator, self._device)
         return blocks
 
     def _count_blocks(self, free_bytes: int, demand: SlotMemory) -> int:
@@ -254,6 +259,7 @@ class RankStartup:
             engines=engines,
             heads=self._heads,
             heads_keep=self._heads_plan is not None and self._heads_plan.stored is not None,
+            corpus=self._corpus,
             num_blocks=num_blocks,
             target_vocab_size=self._target_config.vocab_size,
             activity=self._activity,
@@ -278,6 +284,8 @@ class RankStartup:
             weights += self._shard_bytes(section, model, communicator)
             if heads is not None:
                 weights += heads_bytes(heads, communicator.rank, communicator.size, dtype)
+            if role == "target":
+                weights += corpus_bytes(self._config)
             block += store_bytes_per_block(self._config, model, heads, communicator.size, dtype)
             working += engine_working_bytes(
                 self._config, self._context, role, section, model, communicator.rank, self._device, heads
@@ -300,7 +308,8 @@ class RankStartup:
             role="+".join(self._topology.roles(self._rank)),
             device=self._slot.device,
             bytes_read=sum(report.bytes_read for report in loaded),
-            shard_bytes=sum(report.shard_bytes for report in loaded),
+            shard_bytes=sum(report.shard_bytes for report in loaded)
+            + (self._corpus.num_bytes if self._corpus is not None else 0),
             working_bytes=self._working_bytes,
             kv_bytes=num_blocks * self._demand().bytes_per_block,
             kv_tokens=tokens_of_blocks(num_blocks, block_size),

@@ -42,6 +42,7 @@ class WorkerFactory:
         engines: by role.
         heads: of the method, on a rank that holds the target; None without.
         heads_keep: whether these keep keys and values of every token.
+        corpus: that the method looks up, on a rank that holds the target; None without.
         num_blocks: blocks of every KV store, but for those of guesses.
         target_vocab_size: padding included.
         activity: where the process says what it is doing.
@@ -56,6 +57,7 @@ class WorkerFactory:
     engines: Mapping[str, Engine]
     heads: object | None
     heads_keep: bool
+    corpus: object | None
     num_blocks: int
     target_vocab_size: int
     activity: Activity
@@ -92,6 +94,7 @@ class WorkerFactory:
             guess_steps(config) if is_apart else (),
             mask_token(config),
             heads=self._make_stored_heads() if self.heads_keep else self.heads,
+            corpus=self.corpus,
         )
         return DRAFTERS.get(config.speculation.method)(place)
 

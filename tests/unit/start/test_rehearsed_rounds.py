@@ -21,6 +21,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "draft": {"draft_len": 3},
     "draft_probs": {"draft_len": 3, "use_logits": True},
     "ngram": {"method": "ngram", "draft_len": 3},
+    "suffix": {"method": "suffix", "draft_len": 3},
     "trees": {"method": "ngram", "draft_len": 3, "max_paths": 2},
 }
 

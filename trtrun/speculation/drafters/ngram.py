@@ -17,9 +17,10 @@ from torch.nn.functional import pad
 from trtrun.configuration.drafting_methods import PromptLookupSection
 from trtrun.core.nouns import Draft, RoundPlan
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
+from trtrun.speculation.found_paths import Continuations, draft_of_paths, no_draft
 from trtrun.speculation.given_drafts import GivenDrafts
 from trtrun.speculation.protocols import Rows
-from trtrun.tensors import inference, kept_integers, kept_range
+from trtrun.tensors import inference, kept_integers
 
 _MOST_POSITIONS = 1 << 20
 """Positions that are compared at a time: with many rows of long contexts, memory stays within twenty megabytes."""
@@ -57,27 +58,15 @@ class NgramDrafter(Drafter):
     def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
         """See Drafter."""
         device = self._rows.lengths.device
-        rows = kept_integers(plan.decode_rows.tolist(), device)
-        most = kept_integers(plan.draft_lens.clip(min=0).tolist(), device)
         if plan.draft_len == 0:
-            return Draft(torch.zeros((len(rows), 0), dtype=torch.int64, device=device), most)
+            return no_draft(plan, device)
+        rows = kept_integers(plan.decode_rows.tolist(), device)
         columns = min(plan.max_context, self._rows.token_ids.shape[1])
         share = max(1, _MOST_POSITIONS // columns)
         starts = range(0, len(rows), share)
         found = [self._look_up(rows[start : start + share], plan.draft_len, columns) for start in starts]
         tokens, counts = (torch.cat(parts) for parts in zip(*found, strict=True))
-        given = self._given.propose(plan)
-        if given is not None:
-            num_given = given[1].sum(dim=1)
-            is_given = num_given > 0
-            tokens[:, 0] = torch.where(is_given.unsqueeze(1), given[0], tokens[:, 0])
-            counts[:, 0] = torch.where(is_given, num_given, counts[:, 0])
-        if self._max_paths == 1:
-            return Draft(tokens[:, 0], torch.minimum(counts[:, 0], most))
-        nodes = kept_range(0, self._max_paths * plan.draft_len, device).view(1, self._max_paths, -1)
-        steps = kept_range(0, plan.draft_len, device)
-        paths = torch.where(steps < counts.unsqueeze(2), nodes, -1)
-        return Draft(tokens.flatten(1), torch.minimum(counts.amax(dim=1), most), paths=paths)
+        return draft_of_paths(plan, Continuations(tokens, counts), self._given.propose(plan))
 
     def _look_up(self, rows: torch.Tensor, draft_len: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What followed earlier occurrences of the rows' last tokens, within the first `columns` tokens: of the longest

@@ -101,7 +101,8 @@ export class Line {
 function tellMethod(speculation) {
   if (speculation.method === "none") return "plain decoding";
   const length = `up to ${speculation.draft_len} draft tokens a round`;
-  const word = { ngram: "prompt lookup", medusa: "Medusa heads", eagle3: "an EAGLE-3 head" }[speculation.method];
+  const words = { ngram: "prompt lookup", suffix: "suffix decoding", medusa: "Medusa heads", eagle3: "an EAGLE-3 head" };
+  const word = words[speculation.method];
   return word ? `${word}, ${length}` : length;
 }
 

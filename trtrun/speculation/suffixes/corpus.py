@@ -1,0 +1,131 @@
+"""Where a row's last tokens stood before in a corpus: texts that all rows share, as in REST (He et al. 2023,
+arXiv:2311.08252).
+
+The corpus is a suffix array (Manber and Myers 1990) of its texts read backwards: its places in the order of what stands
+before them. A row's last tokens have a place in that order, and the places of longest match are its neighbours. The
+place is found by looking at many places at a time, the same for all rows, so that a search takes few operations of the
+device.
+
+It knows tokens. It does not know files, nor what is made of what is found.
+"""
+
+from __future__ import annotations
+
+import numpy
+import torch
+from torch import Tensor
+
+from trtrun.speculation.suffixes.continuations import MOST_PLACES, Places
+from trtrun.tensors import kept_range
+
+_BRANCHES = 128
+"""Places that are looked at in one step of a search."""
+
+_NO_TOKEN = -2
+"""Stands before the corpus: less than the separator of its texts (-1), and than every token."""
+
+
+def sort_places(tokens: numpy.ndarray, most_matched: int) -> numpy.ndarray:
+    """The places behind which a text goes on, in the order of what stands before them.
+
+    By doubling: what is known of all places up to some tokens back gives it for twice as many.
+
+    Args:
+        tokens: [n] int32: texts, a separator (-1) behind each.
+        most_matched: tokens before a place that count for its order, at least.
+
+    Returns:
+        [places] int32.
+    """
+    # In front of everything stands what is less than all: 0.
+    ranks = numpy.unique(tokens, return_inverse=True)[1].astype(numpy.int64) + 1
+    order = numpy.argsort(ranks, kind="stable")
+    width = 1
+    while width < most_matched:
+        before = numpy.zeros_like(ranks)
+        before[width:] = ranks[:-width]
+        keys = ranks * (len(ranks) + 1) + before
+        order = numpy.argsort(keys, kind="stable")
+        is_new = numpy.diff(keys[order], prepend=-1) != 0
+        ranks[order] = numpy.cumsum(is_new)
+        width *= 2
+        if ranks[order[-1]] == len(ranks):
+            break
+    goes_on = numpy.append(tokens[1:] >= 0, False) & (tokens >= 0)
+    return order[goes_on[order]].astype(numpy.int32)
+
+
+class SortedCorpus:
+    """A corpus on a device."""
+
+    def __init__(self, tokens: Tensor, order: Tensor, most_matched: int) -> None:
+        """Look up at most `most_matched` tokens.
+
+        Args:
+            tokens: [n] int32: texts, a separator (-1) behind each.
+            order: [places] int32: what `sort_places` says of them, for as many tokens at least.
+        """
+        front = tokens.new_full((most_matched,), _NO_TOKEN)
+        self._tokens = torch.cat((front, tokens))
+        self._order = order
+        self._most = most_matched
+        self._spans = [-(-len(order) // _BRANCHES)]
+        while self._spans[-1] > 1:
+            self._spans.append(-(-self._spans[-1] // _BRANCHES))
+
+    @property
+    def num_bytes(self) -> int:
+        """That it takes on the device."""
+        return self._tokens.nbytes + self._order.nbytes
+
+    def find(self, wanted: Tensor, draft_len: int) -> Places:
+        """The places of longest match for each row, of equally long ones the nearest before or behind it in the order.
+
+        Args:
+            wanted: [R, most_matched] int32: the rows' last tokens, as `last_tokens` has them.
+            draft_len: K, tokens behind each.
+        """
+        device = wanted.device
+        start = torch.zeros((len(wanted), 1), dtype=torch.int64, device=device)
+        for span in self._spans:
+            probes = start + span * kept_range(1, _BRANCHES + 1, device) - 1
+            start = start + span * self._is_less(probes, wanted).sum(dim=1, keepdim=True)
+        near = start + kept_range(-MOST_PLACES, MOST_PLACES, device)
+        exists = (near >= 0) & (near < len(self._order))
+        places = self._places(near)
+        matched = torch.where(exists, self._match(places, wanted)[0], 0)
+        # Of equal ones the nearer first: 0, -1, 1, -2, …
+        distance = kept_range(-MOST_PLACES, MOST_PLACES, device)
+        distance = torch.where(distance < 0, -2 * distance - 1, 2 * distance)
+        best = (matched * 2 * MOST_PLACES - distance).topk(MOST_PLACES, dim=1).indices
+        matched, places = matched.gather(1, best), places.gather(1, best)
+        behind = places.unsqueeze(2) + kept_range(1, draft_len + 1, device) + self._most
+        exists = behind < len(self._tokens)
+        tokens = self._tokens[behind.clamp(max=len(self._tokens) - 1)].to(torch.int64)
+        counts = ((tokens >= 0) & exists).cumprod(dim=2).sum(dim=2)
+        return Places(matched, tokens.clamp(min=0), counts)
+
+    def _places(self, indexes: Tensor) -> Tensor:
+        """Of indexes [R, n] in the order, whether they exist or not, places in the corpus."""
+        return self._order[indexes.clamp(min=0, max=len(self._order) - 1)].to(torch.int64)
+
+    def _match(self, places: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """[R, n] int64: how many tokens up to `places` [R, n] are a row's last ones; and [R, n, most] int32 those that
+        stand there."""
+        back = kept_range(1, self._most + 1, places.device)
+        before = self._tokens[places.unsqueeze(2) + back]
+        # The nearer to the newest token, the more: what is most is where the first other token stands.
+        nearest = ((before != wanted.unsqueeze(1)) * back.to(torch.uint8)).amax(dim=2)
+        return self._most - nearest.to(torch.int64), before
+
+    def _is_less(self, indexes: Tensor, wanted: Tensor) -> Tensor:
+        """[R, n] bool: whether the places at `indexes` [R, n] of the order are there and stand before the rows' own."""
+        matched, before = self._match(self._places(indexes), wanted)
+        other = (self._most - 1 - matched).clamp(min=0)
+        stands = before.gather(2, other.unsqueeze(2)).squeeze(2)
+        return (stands < wanted.gather(1, other)) & (indexes < len(self._order))
+
+
+def bytes_of_corpus(num_tokens: int, most_matched: int) -> int:
+    """That a corpus of so many tokens takes on a device at most, where each has a place in the order."""
+    return 4 * (2 * num_tokens + most_matched)
