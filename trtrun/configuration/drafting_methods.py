@@ -32,8 +32,8 @@ class SpeculationSection(Section):
 
     Attributes:
         method: `draft_target` drafts with the draft model; `ngram` by prompt lookup: what followed the row's last
-            tokens before; `suffix`: what followed most often; `medusa` and `eagle3` with heads from `draft.model`, on
-            the target's devices; `none` runs the target alone. `ngram`, `suffix` and `none` forget `draft`.
+            tokens before; `suffix`: what followed most often; `medusa`, `eagle3` with heads on the target's devices;
+            `none` runs the target alone. `ngram`, `suffix`, `none` forget `draft`.
         draft_len: tokens drafted in one round, one behind the other, at most.
         use_logits: accept sampled tokens by the ratio of target_probs to draft_probs instead of by equality; not with
             `ngram`, `suffix`, `medusa` and `eagle3`.
