@@ -120,7 +120,7 @@ def draft_rank(config: RuntimeConfig, context: int) -> tuple[EngineMaker, dict[s
     assert config.draft is not None
     model, report = load_model(config.draft.model, SoloCommunicator(), CPU, torch.float32)
     loaded, vocab_size = {"draft": LoadedEngine(model, report, SoloCommunicator())}, model.config.vocab_size
-    maker = EngineMaker(config, CPU, vocab_size, context, loaded, lambda engines, exchange: None)  # type: ignore[arg-type,return-value]
+    maker = EngineMaker(config, CPU, vocab_size, context, loaded, None, lambda engines, exchange: None)  # type: ignore[arg-type,return-value]
     engines = maker.engines(9)
     place = DrafterContext(
         config.speculation,
