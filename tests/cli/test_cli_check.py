@@ -246,7 +246,7 @@ LATE = "trtrun: the check did not end within 30 s (launch.check_seconds): "
         (
             "1 stop",
             False,
-            rf"{re.escape('draft rank 1 (cpu:0)')}: in the step 'draft tokens, rank 1 to rank 2', silent for \d+ s; "
+            rf"{re.escape('draft rank 1 (cpu:0)')}: in the step 'draft tokens, rank 1 to rank 2'(, silent for \d+ s)?; "
             rf"{re.escape('target rank 2 (cpu:1)')}: in the step 'draft tokens, rank 1 to rank 2'",
         ),
         (

@@ -132,12 +132,8 @@ def test_an_engine_of_one_process_hangs_and_every_stream_goes_on(pair: Path, tmp
 
 def test_whatever_is_killed_every_stream_goes_on(pair: Path, tmp_path: Path, llm: LLM) -> None:
     with serving(write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)) as server:
-        rank_0_mpirun_and_its_parent = [
-            lambda: server.rank(0),
-            lambda: children_of(server.engine())[0],
-            server.engine,
-        ]
-        check_streams_over(server, llm, rank_0_mpirun_and_its_parent)
+        rank_0_and_mpirun = [lambda: server.rank(0), lambda: children_of(server.engine())[0]]
+        check_streams_over(server, llm, rank_0_and_mpirun)
 
 
 def test_a_rank_0_that_hangs_is_found_by_its_workers(pair: Path, tmp_path: Path, llm: LLM) -> None:
@@ -166,7 +162,7 @@ def test_a_rank_that_hangs_is_told_once_and_every_stream_goes_on(pair: Path, tmp
         assert not [line for line in server.lines if "Traceback" in line]
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_is_killed_while_it_first_starts_ends_the_server(pair: Path, tmp_path: Path, rank: int) -> None:
     server = Server(write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS))
     try:
@@ -183,12 +179,11 @@ def test_ranks_that_are_killed_while_they_start_again_cost_no_stream(pair: Path,
         stream = Streamed(server, "def f(", SEEDED)
         with reading(stream):
             os.kill(server.rank(2), signal.SIGKILL)
-            for number, victim in enumerate((0, 1), start=1):
-                server.wait_for(f"({number} of 3 ")
-                os.kill(server.rank(victim), signal.SIGKILL)  # of those that are only starting
-            server.wait_for("(3 of 3 ")
+            server.wait_for("(1 of 3 ")
+            os.kill(server.rank(1), signal.SIGKILL)  # of those that are only starting
+            server.wait_for("(2 of 3 ")
         stream.check(llm)
-        assert server.wait_idle()["trtrun:engine_restarts_total"] == 3
+        assert server.wait_idle()["trtrun:engine_restarts_total"] == 2
 
 
 def test_an_engine_that_is_killed_in_a_drain_is_started_again(pair: Path, tmp_path: Path, llm: LLM) -> None:

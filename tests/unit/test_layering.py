@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"terminal", "logs"}),
         frozenset({"mpi"}),
         frozenset({"placement"}),
-        frozenset({"exit_codes"}),
+        frozenset({"exit_codes", "process_end"}),
     ),
     "launch.serve": (
         frozenset({"application", "reader"}),

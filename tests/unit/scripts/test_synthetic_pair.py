@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from pipelines import make_llm
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from trtrun import LLM, SamplingParams
+from trtrun import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 
@@ -34,7 +35,7 @@ def test_it_is_decoded_as_transformers_does_and_the_draft_is_often_right(pair: P
     tokenizer = AutoTokenizer.from_pretrained(pair / "target")
     prompt = tokenizer("What is decoded here?", add_special_tokens=False)["input_ids"]
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)[0, len(prompt) :]
-    with LLM(pair / "target", pair / "draft", device="cpu") as llm:
+    with make_llm(pair / "target", pair / "draft") as llm:  # times do not decide how much it drafts
         (output,) = llm.generate(["What is decoded here?"], SamplingParams(max_tokens=40))
     (completion,) = output.completions
     assert list(completion.token_ids) == expected.tolist()
