@@ -96,6 +96,7 @@ def test_the_longest_match_counts_wherever_it_is() -> None:
     assert propose([1, 2, 3], [[1, 2, 3], [5, 5, 6]]) == [], "nothing of the next text"
     assert propose([3, 8, 2, 3], [[2, 3, 4, 6, 7]]) == [4, 6, 7], "a longer match than its own"
     assert propose([2, 3, 8, 2, 3], [[9, 3, 4]]) == [8, 2, 3], "a shorter one"
+    assert propose([3, 8, 5, 3], [[9, 3, 4, 4, 4]]) == [8, 5, 3], "its own, of places that say as much"
     assert propose([3, 8, 5, 3], [[9, 3, 4, 4, 4]] * 2) == [4, 4, 4], "what most places say, of equal matches"
 
 

@@ -24,12 +24,12 @@ from torch import Tensor
 from trtrun.speculation.found_paths import Continuations
 from trtrun.tensors import kept_integers, kept_range
 
-MOST_PLACES = 32
-"""Places of a row that can be compared with each other."""
+MOST_PLACES = 16
+"""Places of a row that are compared with each other: those of longest match. With 32 no more tokens were accepted."""
 
-_ORDER_BITS = 22
-"""Of equal scores the first counts: its order over 2**22 is taken off. Two scores that differ are quotients by at most
-MOST_PLACES, and do so by 1 / 2**10 or more; there are 2**10 orders."""
+_ORDER_BITS = 18
+"""Of equal scores the first counts: its order over 2**18 is taken off. Two scores that differ are quotients by at most
+MOST_PLACES, and do so by 1 / 2**8 or more; there are 2**8 orders."""
 
 
 class Places(NamedTuple):
