@@ -156,7 +156,7 @@ def poisoned(pair: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "starter",
-    ["one process", "trtrun", "mpirun"],
+    ["one process", "mpirun"],
 )
 def test_with_nothing_left_no_model_is_loaded(
     pair: Path, config: Configs, trtrun: Run, tmp_path: Path, starter: str

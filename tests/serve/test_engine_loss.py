@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from served.processes import children_of, is_alive
+from served.processes import is_alive
 from servers import ONE_PROCESS, THREE_RANKS, Server, serving, wait_until, write_config
 from streams import Streamed, reading
 
@@ -132,8 +132,7 @@ def test_an_engine_of_one_process_hangs_and_every_stream_goes_on(pair: Path, tmp
 
 def test_whatever_is_killed_every_stream_goes_on(pair: Path, tmp_path: Path, llm: LLM) -> None:
     with serving(write_config(tmp_path / "serve.yaml", pair, THREE_RANKS, **SETTINGS)) as server:
-        rank_0_and_mpirun = [lambda: server.rank(0), lambda: children_of(server.engine())[0]]
-        check_streams_over(server, llm, rank_0_and_mpirun)
+        check_streams_over(server, llm, [lambda: server.rank(0), server.engine])  # which takes mpirun along
 
 
 def test_a_rank_0_that_hangs_is_found_by_its_workers(pair: Path, tmp_path: Path, llm: LLM) -> None:
