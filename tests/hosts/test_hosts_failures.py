@@ -21,7 +21,7 @@ def ranks_on(site: Site, host: str) -> list[str]:
     return [line for line in site.remote_processes().get(host, []) if "-m mpi4py -m launch.cli" in line]
 
 
-@pytest.mark.parametrize("rank", [3])
+@pytest.mark.parametrize("rank", [0, 3])
 def test_a_killed_rank_is_named(two_hosts: Site, start_job: Start, rank: int) -> None:
     job = start_job()
     host, process = job.ranks[rank]
