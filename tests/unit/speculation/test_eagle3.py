@@ -18,6 +18,7 @@ from pipelines import configuration, make_llm, prompt_of, tokens_of
 from launch.placement.memory import JobMemory
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.topology import make_topology
+from trtrun.engine.stored_heads import StoredHeads
 from trtrun.speculation.drafters import eagle3 as eagle3_drafter
 from trtrun.speculation.drafters.eagle3 import Eagle3Drafter
 
@@ -111,6 +112,43 @@ def test_the_store_is_right_whatever_befell_the_row(
     assert [one.num_cached_prompt_tokens for one in of_all][1:5] == [16, 8, 8, 8]
     assert sum(one.num_preemptions for one in of_all) > 0
     assert check_proposals(seen, target, head) > 50
+
+
+def test_rows_that_are_not_drafted_are_not_fed_and_their_blocks_are_theirs(
+    target: Path, folder: Path, head: Eagle3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafted row reuses no block that the head has not written; one that is not drafted takes any."""
+    fed: list[int] = []
+    original = StoredHeads.feed
+
+    def feed(heads: StoredHeads, parts: Any, hidden: Any, context: int) -> Any:
+        fed.append(len(hidden))
+        return original(heads, parts, hidden, context)
+
+    monkeypatch.setattr(StoredHeads, "feed", feed)
+    seen = Proposals(monkeypatch, Eagle3Drafter)
+    prompt = prompt_of(33, seed=2)
+    undrafted, drafted = SamplingParams(max_tokens=8, draft_len=0), SamplingParams(max_tokens=8)
+    settings: dict[str, Any] = {"scheduler": SCHEDULER, "kv_cache": {"block_size": 8}}
+    with make_llm(target, heads=folder, speculation=eagle3(draft_len=3), **settings) as llm:
+
+        def cached(sampling: SamplingParams) -> int:
+            (one,) = llm.generate([prompt], sampling)[0].completions
+            return one.statistics.num_cached_prompt_tokens
+
+        fed.clear()
+        assert cached(undrafted) == 0 and not fed
+        assert cached(drafted) == 0 and sum(fed) >= 33
+        assert cached(drafted) == 32
+        assert cached(undrafted) == 32
+        llm.generate([prompt, prompt_of(5), prompt_of(9)], [undrafted, drafted, undrafted])
+        llm.set_speculation(False)
+        fed.clear()
+        llm.generate([prompt, prompt_of(5)], drafted)
+        assert not fed
+        llm.set_speculation(True)
+        assert cached(drafted) == 0
+    assert check_proposals(seen, target, head) > 10
 
 
 def test_a_head_knows_more_than_chance(tmp_path: Path, target: Path, folder: Path) -> None:
