@@ -257,8 +257,8 @@ class DraftingMethod:
             read what the target computes, and have no rank and no rows (models/heads.py).
         find_size: tells of a `speculation` section how large a draft of so many tokens, one behind the other, is, where
             its paths share tokens; None where each path has tokens of its own.
-        num_behind: tokens behind a block of the KV store on which depends what the drafter keeps of it, in the target's
-            blocks: 1 where that is so, and blocks are reused only where the next token is the same, too.
+        num_behind: 1 where the drafter keeps keys and values of each token in the target's blocks, which depend on the
+            token behind it: blocks are reused only where that is the same, too. Else 0.
     """
 
     placement: Role | None

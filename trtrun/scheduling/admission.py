@@ -22,7 +22,7 @@ from trtrun.scheduling.planning import PlanBuilder
 from trtrun.scheduling.queue import WaitingQueue
 
 _TRIED = 16
-"""Where drafts do not pay the draft engine follows one in so many completions: drafts of other texts may."""
+"""Where drafts do not pay the draft store follows one in so many completions: drafts of other texts may."""
 
 _MOST_LOOKED_AT = 8
 """Waiting completions that are looked at in a round for one that may go ahead of those before it."""
@@ -79,15 +79,15 @@ class Admission:
 
     def _admit_one(self, below: int | None, speculating: bool) -> Completion | None:
         """Give a row to the first in turn that may have one now, and return it."""
-        draft_context = self._limits.draft_max_seq_len
+        draft_context, has_store = self._limits.draft_max_seq_len, self._limits.has_draft_store
         blocked: Completion | None = None
         for running in islice(self._waiting.in_turn(), _MOST_LOOKED_AT):
             fits = draft_context is None or len(running.token_ids) + 2 <= draft_context
             drafted = speculating and running.most_drafted > 0 and fits
-            is_left = drafted and not self._drafts_pay and draft_context is not None and not running.given_draft
+            is_left = drafted and not self._drafts_pay and has_store and not running.given_draft
             if is_left and (self._num_left + 1) % _TRIED:
                 drafted = False
-            followed = drafted and draft_context is not None
+            followed = drafted and has_store
             if below is not None and self._batch.num_to_read(running, followed) >= below:
                 continue
             if self._batch.try_admit(running, drafted, followed):

@@ -29,7 +29,7 @@ class SchedulerLimits:
         max_num_tokens: tokens of one round, over all rows: prefill chunks, and for each decode row its newest token and
             its draft.
         max_seq_len: tokens of one request, prompt and output, in the target's context.
-        draft_max_seq_len: the draft engine's context; None where there is no draft engine, and so no draft store.
+        draft_max_seq_len: the draft engine's context; None where there is no draft engine.
         draft_len: most tokens drafted for a row in one round, by whatever drafter; 0 where nothing is drafted.
         block_size: tokens of one KV block.
         num_blocks: blocks of the KV store, the null block among them.
@@ -41,8 +41,8 @@ class SchedulerLimits:
             to draft_len; empty where drafts are chains.
         drafts_in_parallel: whether the draft engine drafts all tokens of a row in one forward, so that its store has
             none of them.
-        num_behind: tokens behind a block on which what is kept of it depends: 1 where heads on the target's ranks keep
-            at each position what depends on the next token; else 0.
+        num_behind: tokens behind a block on which what a draft store keeps of it depends: 1 where that is one of heads
+            on the target's ranks, which keep at each position what depends on the next token; else 0.
     """
 
     max_batch_size: int
@@ -135,8 +135,21 @@ class SchedulerLimits:
         """Tokens of the longest prompt that can run: one more has to fit behind it."""
         return self.max_length - 1
 
+    @property
+    def has_draft_store(self) -> bool:
+        """Whether a draft engine keeps keys and values of rows, or heads on the target's ranks do."""
+        return self.draft_max_seq_len is not None or self.num_behind > 0
+
+    @property
+    def may_sit_out(self) -> bool:
+        """Whether rounds may be left out of the draft store where nothing is drafted, and fed later: not where it is
+        fed with what the target computed in the round."""
+        return self.num_behind == 0
+
     def most_unfed(self, draft_len: int) -> int:
-        """See the function of this name."""
+        """See the function of this name; heads lack what the target itself does."""
+        if self.num_behind:
+            return 1
         return most_unfed(draft_len, drafts_in_parallel=self.drafts_in_parallel)
 
     def check_draft_len(self, draft_len: int | None) -> None:

@@ -115,13 +115,16 @@ class PlanBuilder:
         else:
             self._chunks.append(_prefilled(running, Work.CHUNK, end))
 
-    def settle_drafting(self, unfed_after: Callable[[int], int], *, drafts_pay: bool = True) -> list[PlannedRow]:
+    def settle_drafting(
+        self, unfed_after: Callable[[int], int], *, drafts_pay: bool = True, may_sit_out: bool = True
+    ) -> list[PlannedRow]:
         """Decide whether the draft engine feeds the decoding rows in this round; call it once, when all are planned.
 
         Args:
             unfed_after: `SchedulerLimits.most_unfed`.
             drafts_pay: False where nothing has been worth drafting for long: then rows are left for good that would
                 have to be fed.
+            may_sit_out: `SchedulerLimits.may_sit_out`.
 
         Returns:
             Rows that get tokens, in the order of `RoundPlan.sampled_rows`.
@@ -138,7 +141,7 @@ class PlanBuilder:
             for running in late:
                 running.drafted = running.followed = False
             late = []
-        sits_out = not drafts and not late
+        sits_out = may_sit_out and not drafts and not late
         planned = []
         for running, draft_len in self._decoding:
             if running.followed and not sits_out:

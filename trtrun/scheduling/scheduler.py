@@ -253,7 +253,8 @@ class Scheduler:
             if not self._outstanding:
                 raise RuntimeError(f"nothing can run and nothing is outstanding: {self._describe_work()}")
             return None
-        sampled = plan.settle_drafting(self.limits.most_unfed, drafts_pay=drafts_pay)
+        limits = self.limits
+        sampled = plan.settle_drafting(limits.most_unfed, drafts_pay=drafts_pay, may_sit_out=limits.may_sit_out)
         self._outstanding.append(PlannedRound(self._next_round, sampled, plan.chunks()))
         built = plan.build(self._next_round, self._batch.take_dropped())
         self._next_round += 1

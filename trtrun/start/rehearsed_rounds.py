@@ -209,7 +209,7 @@ class _Rehearsal:
 
     def _plan(self, rows: int, draft_len: int, number: int, sampling: SamplingParams = _SAMPLING) -> RoundPlan:
         """Round `number` of a kind; the first admits its rows anew."""
-        follows = self._limits.draft_max_seq_len is not None
+        follows = self._limits.has_draft_store
         plan = replace(
             _NOTHING,
             round_index=self._index(),

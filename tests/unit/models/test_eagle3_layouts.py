@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,17 @@ def test_the_option_overrides_what_the_file_says(tmp_path: Path, target: Path, m
     head = make_head(target, boundaries=(0, 3, 7))
     path = write_head(tmp_path / "head", head, "speculators", target, eagle_aux_hidden_state_layer_ids=[1, 2, 5])
     run(target, path, head, monkeypatch, eagle3_layers_to_capture=[-1, 2, 6])
+
+
+def test_the_targets_own_head_serves_where_the_file_has_none(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_head(target)
+    own = load_file(target / TENSORS)["lm_head.weight"].float()
+    head = replace(made, tensors={**made.tensors, "lm_head.weight": own})
+    path = write_head(tmp_path / "head", head, "reference", target)
+    change_tensors(path, lm_head_weight=None)
+    run(target, path, head, monkeypatch)
 
 
 ZEROS = torch.zeros_like

@@ -7,8 +7,9 @@ token; for the others the head goes on with its own states. These write scratch 
 writes over with the target's states.
 
 Sampled rows choose as the target will, with its random numbers of each place (Daliri et al. 2024, arXiv:2408.07978).
-The rank that has the head's logits chooses, and the others are told. All rows are fed in all rounds, whether tokens are
-drafted for them or not: what the target computed is gone afterwards, and blocks are reused by other rows.
+The rank that has the head's logits chooses, and the others are told. A row that is followed is fed in all rounds,
+whether tokens are drafted in them or not: what the target computed is gone afterwards. Rows that nothing is drafted for
+in any round are left alone.
 
 It knows the target's rows and step, and heads by protocol. It does not know files, or how heads compute.
 """
@@ -76,25 +77,40 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
         """See Drafter. The head always has a proposal: as many tokens as the plan asks for."""
         device, depth = self._states.device, plan.draft_len
         listed: list[int] = plan.decode_rows.tolist()
-        asked: list[int] = plan.draft_lens.clip(min=0).tolist()
-        lens = kept_integers(asked, device)
+        asked: list[int] = plan.draft_lens.tolist()
+        lens = kept_integers([max(0, length) for length in asked], device)
+        tokens = torch.zeros((len(listed), depth), dtype=torch.int64, device=device)
         if not depth:
-            return Draft(torch.zeros((len(listed), 0), dtype=torch.int64, device=device), lens)
-        rows, given = kept_integers(listed, device), self._given.propose(plan)
+            return Draft(tokens, lens)
+        followed, given = _followed(plan), self._given.propose(plan)
+        if len(followed) == len(listed):  # as in most rounds, where fewer operations are launched
+            return Draft(self._draft(plan, listed, asked, given), lens)
+        places = kept_integers(followed, device)
+        given = None if given is None else (given[0][places], given[1][places])
+        listed, asked = ([of_row[index] for index in followed] for of_row in (listed, asked))
+        tokens.index_copy_(0, places, self._draft(plan, listed, asked, given))
+        return Draft(tokens, lens)
+
+    def _draft(
+        self, plan: RoundPlan, listed: list[int], asked: list[int], given: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """[R, draft_len] int64 for the R rows `listed`, of which each needs as many as `asked` says; `given` are tokens
+        [R, draft_len] and where they take the place of the head's."""
+        rows = kept_integers(listed, self._states.device)
         lengths = self._rows.lengths.index_select(0, rows)
         hidden = self._states.index_select(0, rows)
         batches = self._prepare_steps(plan, rows, lengths, asked)
         chosen = list[Tensor]()
-        for step in range(depth):
+        for step in range(plan.draft_len):
             token = self._choose(plan, listed, lengths + step, hidden)
             if given is not None:
                 token = torch.where(given[1][:, step], given[0][:, step], token)
             chosen.append(token)
-            if step + 1 < depth:
+            if step + 1 < plan.draft_len:
                 # Scratch behind the row's length: penalties of the next step see it; a verdict overwrites it.
                 self._rows.token_ids[rows, lengths + step] = token.to(torch.int32)
                 hidden = self._heads.step(batches[step], token, hidden)
-        return Draft(torch.stack(chosen, dim=1), lens)
+        return torch.stack(chosen, dim=1)
 
     def _prepare_steps(
         self, plan: RoundPlan, rows: Tensor, lengths: Tensor, asked: list[int]
@@ -124,16 +140,17 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
         """See Drafter: feed what the target has read, and keep the state behind each row's newest token but one."""
         assert step is not None and step.hidden is not None
         parts, tapped, ended = list[tuple[Tensor, Tensor, Tensor]](), list[Tensor](), list[tuple[int, int]]()
-        listed: list[int] = plan.decode_rows.tolist()
-        num_decoded, last = 0, None
-        if listed:
+        followed, num_decoded, last = _followed(plan), 0, None
+        if followed:
             assert verdict is not None
-            part, states, last = self._gained(listed, verdict, step.hidden.decoded)
+            part, states, last = self._gained(plan, followed, verdict, step.hidden.decoded)
             parts.append(part)
             tapped.append(states)
             num_decoded = len(states)
         place = num_decoded
         for chunk, states in zip(plan.prefill, step.hidden.prompts, strict=True):
+            if not chunk.followed:
+                continue
             parts.append(self._read(chunk.row, chunk.start, chunk.length))
             tapped.append(states)
             place += chunk.length
@@ -149,18 +166,20 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
             self._states.index_copy_(0, rows, found.index_select(0, places))
 
     def _gained(
-        self, listed: list[int], verdict: Verdict, decoded: Tensor
+        self, plan: RoundPlan, followed: list[int], verdict: Verdict, decoded: Tensor
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
-        """What the rows feed that decoded, which have moved on by now.
+        """What the decode rows at the places `followed` feed, which have moved on by now.
 
         Returns:
             A part of `FeatureHeads.feed`; the states at the taps [R * Q, taps, hidden] of its tokens; and of each row
             [R] the last of them that counts.
         """
-        device = decoded.device
-        rows = kept_integers(listed, device)
+        device, listed = decoded.device, plan.decode_rows.tolist()
         gained = verdict.num_tokens[: len(listed)]
-        width = decoded.shape[1]
+        if len(followed) < len(listed):
+            places = kept_integers(followed, device)
+            gained, decoded = gained.index_select(0, places), decoded.index_select(0, places)
+        rows, width = kept_integers([listed[index] for index in followed], device), decoded.shape[1]
         if device.type == "cpu":  # where reading costs nothing, and each token does
             width = max(1, int(gained.max()))
         steps = kept_range(0, width, device)
@@ -168,7 +187,7 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
         positions = torch.where(steps < gained.unsqueeze(1), first.unsqueeze(1) + steps, -1)
         behind = (positions + 1).clamp(min=0)
         tokens = self._rows.token_ids[rows.unsqueeze(1), behind].to(torch.int64)
-        last = kept_range(0, len(listed), device) * width + (gained - 1).clamp(min=0)
+        last = kept_range(0, len(followed), device) * width + (gained - 1).clamp(min=0)
         return (rows, tokens, positions), decoded[:, :width].flatten(0, 1), last
 
     def _read(self, row: int, start: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,6 +196,11 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
         tokens = self._rows.token_ids[row, start + 1 : start + length + 1].to(torch.int64)
         positions = torch.arange(start, start + length, device=device)
         return kept_integers([row], device), tokens.unsqueeze(0), positions.unsqueeze(0)
+
+
+def _followed(plan: RoundPlan) -> list[int]:
+    """Indices into the plan's decode rows of those that something is drafted for, in this round or in others."""
+    return [index for index, length in enumerate(plan.draft_lens.tolist()) if length >= 0]
 
 
 @DRAFTERS.register("eagle3")
