@@ -57,7 +57,6 @@ Victim = Callable[[int, dict[int, int]], int]
 VICTIMS: dict[str, Victim] = {
     "rank 0": lambda command, ranks: ranks[0],
     "mpirun": lambda command, ranks: parent_of(ranks[0]),
-    "target rank 2": lambda command, ranks: ranks[2],
     "the command": lambda command, ranks: command,
 }
 
@@ -112,7 +111,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     ("starter", "victims"),
     [
         ("trtrun", ["rank 0", "the command"]),
-        ("mpirun", ["target rank 2", "mpirun"]),
+        ("mpirun", ["mpirun"]),
     ],
 )
 def test_killed_again_and_again_a_run_ends_with_the_rows_of_an_undisturbed_one(

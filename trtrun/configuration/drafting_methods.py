@@ -152,7 +152,8 @@ class SuffixSection(SpeculationSection):
         max_paths: continuations that are proposed at once, as a draft tree; 1 proposes the likeliest alone. The target
             then verifies up to max_paths times draft_len tokens of a row in a round.
         suffix_corpus: a file of texts that all rows are looked up in, beside their own: JSON lines (.jsonl) with
-            `prompt_token_ids` or `prompt`, `token_ids` or `text`, as trtrun writes them, or text (.txt).
+            `prompt_token_ids` or `prompt`, `token_ids` or `text`, as trtrun writes them, or text (.txt). Every host of
+            the job must have it; one rank reads it.
         suffix_corpus_max_tokens: of the file that are kept; each takes 8 bytes on each of the target's devices.
     """
 
@@ -259,6 +260,7 @@ class DraftingMethod:
             its paths share tokens; None where each path has tokens of its own.
         num_behind: 1 where the drafter keeps keys and values of each token in the target's blocks, which depend on the
             token behind it: blocks are reused only where that is the same, too. Else 0.
+        search_bytes: that looking texts up takes in a round on each of its ranks, at most.
     """
 
     placement: Role | None
@@ -271,6 +273,7 @@ class DraftingMethod:
     needs_heads: bool = False
     find_size: Callable[[SpeculationSection, int], DraftSize] | None = None
     num_behind: int = 0
+    search_bytes: int = 0
 
     def size_of(self, section: SpeculationSection, draft_len: int) -> DraftSize:
         """How large a row's draft of `draft_len` tokens, one behind the other, is, at most."""
@@ -304,6 +307,7 @@ METHODS: dict[str, DraftingMethod] = {
         section=PromptLookupSection,
         to_check="prompt lookup finds only what a text repeats",
         find_max_paths=_max_paths,
+        search_bytes=20 << 20,
     ),
     "suffix": DraftingMethod(
         Role.TARGET,
@@ -312,6 +316,7 @@ METHODS: dict[str, DraftingMethod] = {
         section=SuffixSection,
         to_check="suffix decoding finds only what texts repeat",
         find_max_paths=_max_paths,
+        search_bytes=64 << 20,
     ),
     "medusa": DraftingMethod(
         Role.TARGET,

@@ -31,6 +31,10 @@ class FeatureLayers(Protocol):
     head_dim: int
     has_overflowed: bool
 
+    def reserve_positions(self, positions: int) -> None:
+        """Make rotary tables for positions [0, positions) now; free otherwise."""
+        ...
+
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
         """Hidden states of the target [n, taps, its hidden] → [n, hidden]."""
         ...
@@ -73,6 +77,8 @@ class StoredHeads:
             rows.device,
             kv_format,
         )
+        if rows.device.type == "cuda":  # where growing would hold up a round
+            layers.reserve_positions(-(-rows.token_ids.shape[1] // rows.block_size) * rows.block_size)
         self.hidden_size = layers.hidden_size
         self.dtype = layers.dtype
         self.fuse = layers.fuse

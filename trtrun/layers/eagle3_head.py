@@ -123,6 +123,10 @@ class Eagle3Head:
         self._vocab_size = vocab_size
         self._communicator = communicator
 
+    def reserve_positions(self, positions: int) -> None:
+        """Make rotary tables for positions [0, positions) now; free otherwise."""
+        self._rotary.reserve(positions)
+
     @inference
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
         """The target's hidden states [n, taps, target's hidden] in its dtype → [n, hidden]."""

@@ -67,7 +67,7 @@ def _of_file(values: Mapping[str, Any], num_layers: int, count: int) -> tuple[st
     nested = nested if isinstance(nested, Mapping) else {}
     if nested.get("use_aux_hidden_state", values.get("use_aux_hidden_state")) is False:
         raise CheckpointError("use_aux_hidden_state is false: heads that read the last layer alone are not supported")
-    ids = values.get(_IDS) or nested.get(_IDS)
+    ids = values.get(_IDS) or nested.get(_IDS) or None  # an empty list is a trainer's way to say nothing
     usual = (2, num_layers // 2, num_layers - 3)
     if ids is None:
         if count != len(usual):

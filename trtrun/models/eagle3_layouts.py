@@ -65,6 +65,12 @@ def read_eagle3(path: Path, target: ModelConfig, section: SpeculationSection) ->
                     f"{list(part.shape)}, which its other tensors, its config.json or the target call for"
                 )
             files.check(part.name, part.shape)
+    used = {part.name for weight in plan.weights for part in weight.parts} | {plan.d2t, plan.t2d}
+    if unused := sorted(head.tensors - used):
+        raise CheckpointError(
+            f"{files.file(unused[0])}: tensor {shorten(unused[0])} goes with others that are not there: the files are "
+            "incomplete, or the head computes otherwise than EAGLE-3"
+        )
     return plan
 
 
@@ -84,6 +90,11 @@ class _Head:
         self._of_layer: dict[str, Any] = {**_DEFAULTS, **(nested if isinstance(nested, Mapping) else values)}
         self._names = _sort_names(files)
         self._check_kind()
+
+    @property
+    def tensors(self) -> set[str]:
+        """By the files' names."""
+        return set(self._names.values())
 
     def _check_kind(self) -> None:
         hidden = self._target.hidden_size

@@ -11,7 +11,7 @@ import torch
 from parallel.communicator import Communicator
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import SuffixSection
-from trtrun.errors import ConfigError, reading
+from trtrun.errors import ConfigError, TrtrunError, reading
 from trtrun.speculation.suffixes.corpus import SortedCorpus, bytes_of_corpus, sort_places
 from trtrun.tokens.corpus import read_corpus
 
@@ -33,24 +33,39 @@ def corpus_bytes(config: RuntimeConfig) -> int:
 def load_corpus(
     config: RuntimeConfig, vocab_size: int, communicator: Communicator, device: torch.device
 ) -> SortedCorpus | None:
-    """The corpus on this rank's device; None where the configuration names none. Collective over the target's group.
+    """The corpus on this rank's device; None where the configuration names none, or the start has failed on the rank
+    that reads it. Collective over the target's group.
 
     Raises:
-        ConfigError: its file cannot be used.
+        ConfigError: its file cannot be used; on the rank that reads it.
     """
     section = config.speculation
     if not isinstance(section, SuffixSection) or section.suffix_corpus is None:
         return None
-    most = section.suffix_decoding_max_tree_depth
+    most, tokenizer = section.suffix_decoding_max_tree_depth, config.tokenizer or config.target.model
     tokens = order = numpy.empty(0, numpy.int32)
+    failure: TrtrunError | None = None
     if communicator.rank == _READS:
-        tokens = read_corpus(
-            section.suffix_corpus, config.tokenizer or config.target.model, vocab_size, section.suffix_corpus_max_tokens
-        )
-        order = sort_places(tokens, most)
-        if not len(order):
-            raise ConfigError(f"speculation.suffix_corpus: {section.suffix_corpus} holds no text of two tokens or more")
+        try:
+            tokens = read_corpus(section.suffix_corpus, tokenizer, vocab_size, section.suffix_corpus_max_tokens)
+            order = sort_places(tokens, most)
+            if not len(order):
+                where = f"speculation.suffix_corpus: {section.suffix_corpus}"
+                raise ConfigError(f"{where} holds no text of two tokens or more")
+        except TrtrunError as error:
+            failure = error
+    # The others wait for what was read: they are told first that nothing comes. What is wrong is the reader's to say.
+    if not _is_true_at_reader(failure is None, communicator, device):
+        if failure is not None:
+            raise failure
+        return None
     return SortedCorpus(_share(tokens, communicator, device), _share(order, communicator, device), most)
+
+
+def _is_true_at_reader(value: bool, communicator: Communicator, device: torch.device) -> bool:
+    if communicator.size == 1:
+        return value
+    return bool(communicator.broadcast(torch.tensor([int(value)], device=device), _READS))
 
 
 def _share(values: numpy.ndarray, communicator: Communicator, device: torch.device) -> torch.Tensor:

@@ -6,7 +6,7 @@ It knows files, and the rows that trtrun itself writes. It does not know what is
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -28,8 +28,8 @@ def read_corpus(path: Path, tokenizer: Path, vocab_size: int, most_tokens: int) 
 
     Args:
         path: JSON lines (.jsonl), each with a prompt (`prompt_token_ids` or `prompt`), its completion (`token_ids` or
-            `text`) or both, as `trtrun run` and `trtrun generate-data` write them; rows that were refused are passed
-            over. Or one plain text (.txt), UTF-8.
+            `text`) or both, as `trtrun run` and `trtrun generate-data` write them: of several completions the first;
+            rows that were refused are passed over. Or one plain text (.txt), UTF-8.
         tokenizer: directory of the target's tokenizer, for texts that are no tokens yet.
         vocab_size: of the target; no token may be outside it.
         most_tokens: that are kept, separators among them.
@@ -43,23 +43,25 @@ def read_corpus(path: Path, tokenizer: Path, vocab_size: int, most_tokens: int) 
     where = f"speculation.suffix_corpus: {path}"
     if path.suffix not in _KINDS:
         raise ConfigError(f"{where}: give JSON lines, in a file that ends in .jsonl, or text, in one that ends in .txt")
-    parts: list[Sequence[int]] = []
+    parts: list[numpy.ndarray] = []
     count = 0
     with reading(where, ConfigError), open(path, "rb") as file:
         speller = _Speller(tokenizer, where)
         for tokens in _read_rows(file, speller, where) if path.suffix == ".jsonl" else _read_text(file, speller, where):
-            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+            foreign = next((token for token in tokens if not 0 <= token < vocab_size), None)
+            if foreign is not None:
                 raise ConfigError(
-                    f"{where} is another vocabulary's: it holds token {max(tokens)}, and the target has tokens 0 to "
+                    f"{where} is another vocabulary's: it holds token {foreign}, and the target has tokens 0 to "
                     f"{vocab_size - 1}"
                 )
-            parts.append((*tokens, SEPARATOR) if path.suffix == ".jsonl" else tokens)
-            count += len(parts[-1])
+            ended = (*tokens, SEPARATOR) if path.suffix == ".jsonl" else tokens
+            parts.append(numpy.array(ended, dtype=numpy.int32))
+            count += len(ended)
             if count >= most_tokens:
                 break
     if count <= len(parts):
         raise ConfigError(f"{where} holds no text: name another file, or leave the key out")
-    return numpy.concatenate([numpy.asarray(part, dtype=numpy.int32) for part in parts])[:most_tokens]
+    return numpy.concatenate(parts)[:most_tokens]
 
 
 class _Speller:

@@ -63,7 +63,6 @@ PLACES = (
     ("kind", "number"),
     [
         (MemoryError, 1),
-        (MemoryError, 2),
         (MemoryError, 3),
         # Held back to the end of a step, so that it matters little which call of a step it comes in.
         (KeyboardInterrupt, 2),

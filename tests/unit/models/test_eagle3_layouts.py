@@ -176,6 +176,7 @@ def test_other_tensors_are_refused_and_what_trainers_leave_is_not(tmp_path: Path
     for name, says in (
         ("mask_hidden", "tensor 'mask_hidden' is none that an EAGLE-3 head has"),
         ("midlayer.mlp.up_proj.weight", "it has a tensor twice"),
+        ("layers.0.self_attn.k_norm.weight", "k_norm.weight' goes with others that are not there"),
     ):
         save_file({**whole, name: torch.ones(96, 64)}, path / TENSORS)
         with pytest.raises(CheckpointError, match=says):
@@ -187,6 +188,7 @@ def test_other_tensors_are_refused_and_what_trainers_leave_is_not(tmp_path: Path
     [
         ({}, 36, (2, 18, 33)),
         ({"eagle_config": {"use_aux_hidden_state": True}}, 32, (2, 16, 29)),
+        ({"eagle_config": {"use_aux_hidden_state": True, IDS: []}}, 32, (2, 16, 29)),
         ({"eagle_config": {IDS: [1, 17, 32]}}, 36, (2, 18, 33)),
         ({"eagle_config": {IDS: [2, 18, 33]}}, 36, (2, 18, 33)),
         ({IDS: [1, 46, 90], "transformer_layer_config": {}}, 94, (2, 47, 91)),

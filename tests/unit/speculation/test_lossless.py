@@ -75,12 +75,14 @@ def test_the_texts_are_worth_comparing(families: dict[str, Family]) -> None:
         assert len(set(family.expected)) == len(LENGTHS)
 
 
-@pytest.mark.parametrize("draft_len", range(1, 9))
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "draft_len"),
+    [(name, length) for place, name in enumerate(ARCHITECTURES) for length in range(1 + place % 2, 9, 2)],
+)
 def test_lossless_greedy_equals_transformers(families: dict[str, Family], architecture: str, draft_len: int) -> None:
     family = families[architecture]
-    # Over the eight lengths every architecture meets every draft, with and without a plan sent ahead.
-    kind = DRAFTS[(draft_len + ARCHITECTURES.index(architecture)) % 4]
+    # Over its four lengths every architecture meets every draft, with and without a plan sent ahead.
+    kind = DRAFTS[(draft_len // 2 + ARCHITECTURES.index(architecture)) % 4]
     plans_ahead = int(draft_len > 4)
     scheduler = {**SCHEDULER, "plans_ahead": plans_ahead}
     with make_llm(family.target, family.drafts[kind], speculation={"draft_len": draft_len}, scheduler=scheduler) as llm:
