@@ -108,8 +108,9 @@ def test_importing_trtrun_after_torch_is_said_once_and_where_it_matters() -> Non
 def test_torch_comes_without_meta_kernels_where_the_user_says_so(is_lean: bool) -> None:
     """And with them once their module is asked for one."""
     program = (
-        "import sys, trtrun, torch; err = sys.stderr; name = 'torch._decomp.decompositions'; known = name in sys.modules;"
-        "torch._meta_registrations.register_meta; print(known, name in sys.modules, file=err);"
+        "import sys, trtrun, torch; err = sys.stderr; name = 'torch._decomp.decompositions';"
+        "known = name in sys.modules; torch._meta_registrations.register_meta;"
+        "print(known, name in sys.modules, file=err);"
         "print(*torch.nn.functional.glu(torch.empty(2, 3, device='meta'), 0).shape, file=err)"
     )
     said = run("-c", program, TRTRUN_LEAN_TORCH="1" if is_lean else "0")

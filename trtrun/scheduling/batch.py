@@ -46,7 +46,8 @@ class Completion:
         num_prefilled: how many of them were reused or planned so far; equal means that the row decodes.
         num_pending_rounds: plans without results that give this row tokens, each of them at least one.
         num_pending_tokens: most tokens that those plans can give.
-        num_missed_rounds: rounds that the draft engine sat out since it last fed the row; each gave one token.
+        num_missed_rounds: rounds that the draft engine sat out since it last fed the row; each gave one token. Where
+            heads are fed in every round: those without a draft since the last one with.
         num_unfed: tokens at the row's end that the draft store lacks when the next plan begins, at most.
         last_accepted: draft tokens that the last round accepted.
         most_drafted: most tokens to draft for it in a round.

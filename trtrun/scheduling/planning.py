@@ -123,7 +123,7 @@ class PlanBuilder:
         Args:
             unfed_after: `SchedulerLimits.most_unfed`.
             drafts_pay: False where nothing has been worth drafting for long: then rows are left for good that would
-                have to be fed.
+                have to be fed, or that were fed for many rounds without a draft.
             may_sit_out: `SchedulerLimits.may_sit_out`.
 
         Returns:
@@ -146,7 +146,8 @@ class PlanBuilder:
         for running, draft_len in self._decoding:
             if running.followed and not sits_out:
                 self._catch_up.append(running.num_unfed)
-                running.num_missed_rounds, running.num_unfed = 0, unfed_after(draft_len)
+                running.num_missed_rounds = 0 if may_sit_out or drafts else running.num_missed_rounds + 1
+                running.num_unfed = unfed_after(draft_len)
             else:
                 self._catch_up.append(0)
                 running.num_missed_rounds += 1

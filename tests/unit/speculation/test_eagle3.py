@@ -20,6 +20,8 @@ from launch.placement.memory import JobMemory
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.topology import make_topology
 from trtrun.engine.stored_heads import StoredHeads
+from trtrun.scheduling.planning import MOST_MISSED_ROUNDS
+from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.drafters import eagle3 as eagle3_drafter
 from trtrun.speculation.drafters.eagle3 import Eagle3Drafter
 
@@ -182,6 +184,32 @@ def test_rows_whose_numbers_overflow_leave_nothing_behind_in_the_heads_store(
         assert [output.error is None for output in outputs] == [False, True, False, *[True] * 4]
     seen.seen = [one for one in seen.seen if poison not in one[0]]
     assert check_proposals(seen, path, head) > 15
+
+
+def test_where_drafts_do_not_pay_rows_are_left_and_are_fed_no_more(
+    target: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that is followed is left behind so many rounds without a draft as a draft engine may sit out."""
+    fed, schedule = list[int](), Scheduler.schedule
+
+    def feed(heads: StoredHeads, parts: Any, hidden: Any, context: int, original: Any = StoredHeads.feed) -> Any:
+        fed.append(len(hidden))
+        return original(heads, parts, hidden, context)
+
+    prompt = prompt_of(20, seed=3)
+    with make_llm(target, heads=folder, speculation=eagle3(draft_len=3), scheduler=SCHEDULER) as llm:
+        monkeypatch.setattr(StoredHeads, "feed", feed)
+        monkeypatch.setattr(Scheduler, "schedule", lambda self, *_, **named: schedule(self, 0, drafts_pay=True))
+        expected = tokens_of(llm.generate([prompt], SamplingParams(max_tokens=60)))
+        assert sum(fed) == 20 + 59, "its drafts might pay again"
+        fed.clear()
+        pays = iter([True] * 3)  # so that it is followed
+        monkeypatch.setattr(
+            Scheduler, "schedule", lambda self, *_, **named: schedule(self, 0, drafts_pay=next(pays, False))
+        )
+        assert tokens_of(llm.generate([prompt], SamplingParams(max_tokens=60))) == expected
+        assert MOST_MISSED_ROUNDS <= len(fed) <= MOST_MISSED_ROUNDS + 2
+        llm.check_idle()
 
 
 def test_a_head_knows_more_than_chance(tmp_path: Path, target: Path, folder: Path) -> None:
