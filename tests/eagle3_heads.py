@@ -35,6 +35,7 @@ class Eagle3:
         boundaries: of the target that it reads.
         token_ids: the target's id of each line of lm_head; None where they are the same.
         options: norm_before_residual, norm_output, fc_norm and norm_before_fc, as far as they are set.
+        theta: of its rotation.
     """
 
     tensors: dict[str, Tensor]
@@ -45,6 +46,7 @@ class Eagle3:
     embedding: Tensor
     token_ids: Tensor | None = None
     options: dict[str, bool] = field(default_factory=dict)
+    theta: float = THETA
 
     @property
     def num_layers(self) -> int:
@@ -70,7 +72,7 @@ class Eagle3:
         query, key, value = (self.linear(x, f"{name}.{one}_proj").view(count, -1, self.head_dim) for one in "qkv")
         if f"{name}.q_norm.weight" in self.tensors:
             query, key = self.norm(query, f"{name}.q_norm"), self.norm(key, f"{name}.k_norm")
-        angles = torch.outer(torch.arange(count).float(), THETA ** -(torch.arange(half).float() / half))
+        angles = torch.outer(torch.arange(count).float(), self.theta ** -(torch.arange(half).float() / half))
         cosine, sine = (torch.cat((part, part), 1).unsqueeze(1) for part in (angles.cos(), angles.sin()))
         query, key = (one * cosine + torch.cat((-one[..., half:], one[..., :half]), -1) * sine for one in (query, key))
         key, value = (one.repeat_interleave(self.num_heads // self.num_kv_heads, 1) for one in (key, value))
@@ -219,7 +221,7 @@ def write_head(path: Path, head: Eagle3, layout: str, target: Path, **changes: A
         "num_key_value_heads": head.num_kv_heads,
         "head_dim": head.head_dim,
         "rms_norm_eps": EPS,
-        "rope_theta": THETA,
+        "rope_theta": head.theta,
         "hidden_act": "silu",
         "max_position_embeddings": 64,
         "vocab_size": vocab_size,

@@ -15,12 +15,22 @@ from launch.mpi.drain import Drain, EndedAtStart, leave_starting_ranks
 from launch.train.job import TrainingJob, place_training_ranks
 from launch.train.options import TrainOptions
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.training.methods.table import METHODS, find_method
 from trtrun.training.settings import OPTIMIZERS, PRECISIONS, TrainingSettings, option
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
+
+def layers(text: str) -> tuple[int, ...]:
+    """Numbers of layers between commas. The help shows the function's name."""
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise click.BadParameter("layers are numbers between commas, such as 1,15,28") from None
+
+
 SETTINGS: tuple[tuple[str, Any, str], ...] = (
-    ("num_tokens", int, "Tokens that one forward of the drafter is to propose (medusa: heads)."),
+    ("num_tokens", int, "Tokens that the drafter is to propose in a round (medusa: heads; eagle3: steps)."),
     ("steps", int, "Optimizer steps; 0 takes --epochs."),
     ("epochs", float, "Passes over the data."),
     ("batch_size", int, "Rows of a step, over all ranks."),
@@ -38,18 +48,32 @@ SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("retention", float, "Share of a depth's places that the next one keeps (pard)."),
     ("least_retention", float, "Share of all places that each depth keeps at least (pard)."),
     ("pard_token", int, "Id of the mask token (pard).  [default: the draft's, or one that its tokenizer leaves free]"),
+    (
+        "draft_vocab_size",
+        int,
+        "Tokens that the head can propose, the commonest of the data (eagle3).  [default: all of the target]",
+    ),
+    (
+        "eagle3_layers_to_capture",
+        layers,
+        "Layers of the target, from 0, whose output the head reads; -1 is the embedding (eagle3).  "
+        "[default: 1,N//2-1,N-4 of N]",
+    ),
     ("heldout_rows", int, "Rows kept out of training, to measure acceptance."),
     ("evaluation_steps", int, "Steps between two measurements."),
     ("checkpoint_steps", int, "Steps between two checkpoints."),
     ("seed", int, "Of the order of rows and of what is dropped."),
 )
-"""Settings as options: name, what it takes, help. Their defaults are TrainingSettings'."""
+"""Settings as options: name, what it takes, help. Their defaults are TrainingSettings', or the method's own."""
 
 
 def with_settings(command: Command) -> Command:
     """Add an option for each setting."""
     for name, kind, text in reversed(SETTINGS):
         default = TrainingSettings.__dataclass_fields__[name].default
+        own = [f"{method} {entry.defaults[name]}" for method, entry in METHODS.items() if name in entry.defaults]
+        if own:
+            text, default = f"{text}  [default: {default}; {', '.join(own)}]", None
         command = click.option(
             option(name), name, type=kind, default=default, show_default=default is not None, help=text
         )(command)
@@ -58,7 +82,7 @@ def with_settings(command: Command) -> Command:
 
 @click.command("train-drafter", epilog=f"Exit status: {describe_exit_codes()}")
 @with_config
-@click.option("--method", default="pard", show_default=True, help="What is trained: pard or medusa.")
+@click.option("--method", default="pard", show_default=True, help="What is trained: pard, medusa or eagle3.")
 @click.option(
     "--data",
     multiple=True,
@@ -73,7 +97,7 @@ def with_settings(command: Command) -> Command:
     "start",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="Checkpoint to start from.  [default: draft.model]",
+    help="Checkpoint to start from (pard).  [default: draft.model]",
 )
 @click.option("--resume", is_flag=True, help="Go on from the last checkpoint in --output.")
 @with_settings
@@ -106,9 +130,11 @@ def train_options(values: Mapping[str, Any]) -> TrainOptions:
     """What the parameters of the command ask for.
 
     Raises:
-        ConfigError: a setting is outside its range.
+        ConfigError: a setting is outside its range, or there is no such method.
     """
-    settings = {name: value for name, value in values.items() if name in TrainingSettings.__dataclass_fields__}
+    known = TrainingSettings.__dataclass_fields__
+    given = {name: value for name, value in values.items() if name in known and value is not None}
+    settings = {**find_method(values["method"]).defaults, **given}
     return TrainOptions(
         values["data"], values["output"], values["start"], values["resume"], TrainingSettings(**settings)
     )

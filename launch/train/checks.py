@@ -23,7 +23,11 @@ LIBRARIES = ("transformers",)
 def check_training(config: RuntimeConfig, options: TrainOptions) -> None:
     """Raise a TrtrunError for anything that the user got wrong, before ranks start."""
     check_extra()
-    find_method(options.settings.method)
+    method = options.settings.method
+    if options.start is not None and not find_method(method).starts_from_draft:
+        raise ConfigError(
+            f"--from: --method {method} makes a drafter for the target, and starts from no other: leave it out"
+        )
     check_output(options)
     start = find_start(config, options)
     target_size = read_model_config(config.target.model).vocab_size
@@ -65,6 +69,8 @@ def check_output(options: TrainOptions) -> None:
 
 def find_start(config: RuntimeConfig, options: TrainOptions) -> Path | None:
     """The checkpoint that the drafter starts from, if there is one."""
+    if not find_method(options.settings.method).starts_from_draft:
+        return None
     if options.start is not None:
         return options.start
     return config.draft.model if config.draft is not None else None

@@ -103,7 +103,8 @@ def _prepare(
     data = read_training_data(options, target_size)
     target = Target(config.target.model, device) if method.needs_target(settings) else None
     start = find_start(config, options)
-    training = method.make(MethodContext(settings, device, target, config.target.model, target_size, start))
+    context = MethodContext(settings, device, target, config.target.model, target_size, start, data.rows)
+    training = method.make(context)
     training.check(data.rows)
     training.check(data.heldout)
     identity = {

@@ -128,6 +128,25 @@ def test_two_ranks_train_what_one_trains_and_the_drafter_drafts(
     assert "nothing left to train" in again.stderr
 
 
+def test_an_eagle3_head_that_is_trained_on_two_ranks_drafts(
+    data: Path, config: Configs, trtrun: Run, tmp_path: Path
+) -> None:
+    """For a target of three layers, with the draft model of the configuration left alone."""
+    train = ("--method", "eagle3", "--data", data, *SMALL, "--steps", 4, "--draft-vocab-size", 100)
+    words = (*train, "--precision", "bfloat16", "--output", tmp_path / "head")
+    done = trtrun("train-drafter", "--config", config(TWO_RANKS), *words)
+    found = result_of(done)
+    assert "eagle3: begins 4 steps, with 14 rows on 2 ranks" in done.stderr
+    assert (found["num_tokens"], len(found["acceptance_by_depth"])) == (3, 3)
+    assert len(load_file(tmp_path / "head" / "model.safetensors")["d2t"]) == 100
+    prompt = ("--prompt", "def main(", "--max-tokens", 40)
+    path = config({"target": ["cpu:0"]}, draft={"model": str(tmp_path / "head")}, speculation={"method": "eagle3"})
+    drafted = trtrun("run", "--config", path, *prompt)
+    plain = trtrun("run", "--config", config(ONE_PROCESS), "--speculation", "none", *prompt)
+    assert drafted.returncode == 0, drafted.stderr
+    assert drafted.stdout == plain.stdout
+
+
 @pytest.mark.parametrize(("devices", "number"), [(ONE_PROCESS, signal.SIGKILL), (TWO_RANKS, signal.SIGTERM)])
 def test_a_killed_run_comes_to_the_same_weights(
     data: Path,
@@ -181,6 +200,14 @@ def test_what_is_wrong_is_one_line_before_anything_is_written(
         (("--data", data, "--output", output, "--method", "prad"), "unknown method 'prad' (did you mean 'pard'?)"),
         (("--data", foreign, "--output", output), "is another vocabulary's: line 1 holds token 260"),
         (("--data", data, "--output", full), "it is not empty; go on with --resume, or name another directory"),
+        (
+            ("--data", data, "--output", output, "--method", "eagle3", "--from", full),
+            "and starts from no other: leave it",
+        ),
+        (
+            ("--data", data, "--output", output, "--method", "eagle3", "--eagle3-layers-to-capture", "3"),
+            "the target has no layer 3: name some from -1, the embedding, to 2",
+        ),
         (("--data", data, "--output", output, "--speculation", "none"), "give a 'draft' section, or --from DIR"),
     ]
     for words, said in cases:

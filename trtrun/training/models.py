@@ -5,7 +5,10 @@ It knows checkpoints on disk and forwards of whole sequences. It does not know w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +30,12 @@ class TargetOutput:
     Attributes:
         hidden: [rows, length, hidden] behind the final norm, in the target's dtype.
         head: makes logits of it.
+        tapped: the residual stream at each boundary that was asked for, as `hidden`.
     """
 
     hidden: torch.Tensor
     head: nn.Module
+    tapped: Sequence[torch.Tensor] = ()
 
     def log_probs(self, vocab_size: int) -> torch.Tensor:
         """[rows, length, vocab_size] float32 over the first tokens of the vocabulary, which both models know."""
@@ -60,11 +65,31 @@ class Target:
         weight: torch.Tensor = self._model.get_output_embeddings().weight
         return weight.detach()
 
-    def read(self, text: torch.Tensor) -> TargetOutput:
-        """Run [rows, length] int64 tokens. Padding behind a row does not change it: the target looks back only."""
-        with torch.no_grad():
-            hidden = self._model.base_model(input_ids=text, use_cache=False).last_hidden_state
-        return TargetOutput(hidden, self._model.get_output_embeddings())
+    def embedding_weight(self) -> torch.Tensor:
+        """[vocabulary, hidden]: what stands for tokens, in the target's dtype."""
+        weight: torch.Tensor = self._model.get_input_embeddings().weight
+        return weight.detach()
+
+    def read(self, text: torch.Tensor, boundaries: Sequence[int] = ()) -> TargetOutput:
+        """Run [rows, length] int64 tokens. Padding behind a row does not change it: the target looks back only.
+
+        Args:
+            text: the tokens.
+            boundaries: where to tap the residual stream: i is what enters layer i, the number of layers what leaves the
+                last one.
+        """
+        tapped: dict[int, torch.Tensor] = {}
+
+        def tap(boundary: int, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+            tapped[boundary] = arguments[0]
+
+        base = self._model.base_model
+        with torch.no_grad(), ExitStack() as stack:
+            for boundary in boundaries:
+                module = base.layers[boundary] if boundary < len(base.layers) else base.norm
+                stack.callback(module.register_forward_pre_hook(partial(tap, boundary)).remove)
+            hidden = base(input_ids=text, use_cache=False).last_hidden_state
+        return TargetOutput(hidden, self._model.get_output_embeddings(), [tapped[boundary] for boundary in boundaries])
 
 
 def load_model(path: Path, dtype: torch.dtype | str) -> Any:

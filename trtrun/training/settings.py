@@ -24,7 +24,7 @@ class TrainingSettings:
 
     Attributes:
         method: a name of the table in `trtrun.training.methods`.
-        num_tokens: tokens that one forward of the drafter is to propose (K).
+        num_tokens: tokens that the drafter is to propose in a round (K).
         steps: optimizer steps; 0 takes `epochs`.
         epochs: passes over the data, where `steps` is 0.
         batch_size: rows of a step, over all ranks.
@@ -44,6 +44,9 @@ class TrainingSettings:
         least_retention: share of all places that every depth keeps at least (PARD's r_min).
         pard_token: the id that stands for tokens to be guessed; None takes that of the draft's config.json, or an id
             that its tokenizer leaves free.
+        draft_vocab_size: tokens that the drafter can propose, the commonest of the data (EAGLE-3); None takes all.
+        eagle3_layers_to_capture: layers of the target whose output an EAGLE-3 head reads, from 0, and -1 for the
+            embedding; None takes the usual ones.
         heldout_rows: rows of the data that are kept out of training, to measure acceptance.
         evaluation_steps: steps between two measurements.
         checkpoint_steps: steps between two checkpoints.
@@ -69,6 +72,8 @@ class TrainingSettings:
     retention: float = 0.7
     least_retention: float = 0.2
     pard_token: int | None = None
+    draft_vocab_size: int | None = None
+    eagle3_layers_to_capture: tuple[int, ...] | None = None
     heldout_rows: int = 64
     evaluation_steps: int = 200
     checkpoint_steps: int = 100
@@ -88,6 +93,8 @@ class TrainingSettings:
             self._check(name, getattr(self, name) >= 0, "0 or more")
         for name in ("retention", "least_retention", "depth_decay"):
             self._check(name, 0 < getattr(self, name) <= 1, "above 0, and 1 at most")
+        size = self.draft_vocab_size
+        self._check("draft_vocab_size", size is None or size >= 1, "1 or more")
         if not self.divergence and not self.cross_entropy:
             raise ConfigError("--divergence and --cross-entropy are both 0: nothing would be learned")
         self._check("epochs", self.steps > 0 or self.epochs > 0, "above 0")
@@ -106,8 +113,9 @@ class TrainingSettings:
 
     def find_difference(self, others: Mapping[str, Any]) -> str | None:
         """Name the first setting that differs from an earlier run's and would change what comes out."""
+        own = json.loads(self.to_json())  # a tuple is a list there
         for item in fields(self):
-            if item.name not in NOT_COMPARED and others.get(item.name) != getattr(self, item.name):
+            if item.name not in NOT_COMPARED and others.get(item.name) != own[item.name]:
                 return item.name
         return None
 

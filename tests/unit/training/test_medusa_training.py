@@ -10,36 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional
-from training_runs import CPU, VOCABULARY, rows_of, run, small_settings
+from training_runs import make_heads, make_heads_loop, rows_of, run
 from transformers import LlamaForCausalLM
 
-from parallel.transports import open_communicator
-from trtrun.training.data import DataRow, read_data
-from trtrun.training.loop import TrainingLoop
-from trtrun.training.methods.context import MethodContext
+from trtrun.training.data import DataRow
 from trtrun.training.methods.medusa import WEIGHTS, MedusaMethod
-from trtrun.training.methods.table import find_method
-from trtrun.training.models import Target
-from trtrun.training.state import StateFile
 
 Pair = tuple[Path, Path]
 
 
-def make_heads(target: Path, **changes: Any) -> MedusaMethod:
-    settings = small_settings(method="medusa", **changes)
-    method = find_method("medusa")
-    assert method.needs_target(settings)
-    made = method.make(MethodContext(settings, CPU, Target(target, CPU), target, VOCABULARY, None))
+def make_medusa(target: Path, **changes: Any) -> MedusaMethod:
+    made = make_heads("medusa", target, **changes)
     assert isinstance(made, MedusaMethod)
     return made
-
-
-def make_loop(target: Path, data: Path, output: Path, **changes: Any) -> tuple[MedusaMethod, TrainingLoop]:
-    method, settings = make_heads(target, **changes), small_settings(method="medusa", **changes)
-    rows = read_data([data], settings.max_length, settings.heldout_rows, VOCABULARY, settings.seed)
-    method.check(rows.rows)
-    communicator = open_communicator(CPU, None, "training")
-    return method, TrainingLoop(method, rows, settings, communicator, StateFile(output), {"data": rows.digest})
 
 
 def guess(weights: dict[str, torch.Tensor], head: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -49,7 +32,7 @@ def guess(weights: dict[str, torch.Tensor], head: int, hidden: torch.Tensor) -> 
 
 
 def test_heads_begin_as_the_targets_own(pair: Pair, data: Path) -> None:
-    method = make_heads(pair[0])
+    method = make_medusa(pair[0])
     weight = LlamaForCausalLM.from_pretrained(pair[0], dtype=torch.float32).lm_head.weight
     hidden = torch.randn(5, weight.shape[1], generator=torch.Generator().manual_seed(0))
     for head in method.model:
@@ -59,7 +42,7 @@ def test_heads_begin_as_the_targets_own(pair: Pair, data: Path) -> None:
 @pytest.mark.parametrize(("divergence", "cross_entropy"), [(0.0, 1.0), (0.6, 0.4)])
 def test_losses_are_what_their_definition_says(pair: Pair, data: Path, divergence: float, cross_entropy: float) -> None:
     """Head h on the hidden state that makes token i + 1 guesses token i + 2 + h, if that is the completion's."""
-    method = make_heads(pair[0], divergence=divergence, cross_entropy=cross_entropy)
+    method = make_medusa(pair[0], divergence=divergence, cross_entropy=cross_entropy)
     with torch.no_grad():
         for index, value in enumerate(method.model.parameters()):
             value += 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(index))
@@ -88,7 +71,7 @@ def test_losses_are_what_their_definition_says(pair: Pair, data: Path, divergenc
 def test_what_is_written_drafts_as_it_was_measured(pair: Pair, data: Path, tmp_path: Path) -> None:
     """Rounds of greedy decoding with heads of the file: the bonus token is known, and heads guess behind it."""
     before = {path.name: path.read_bytes() for path in pair[0].iterdir()}
-    method, loop = make_loop(pair[0], data, tmp_path / "out", steps=25, num_tokens=2)
+    method, loop = make_heads_loop("medusa", pair[0], data, tmp_path / "out", steps=25, num_tokens=2)
     losses = torch.tensor([line["loss"] for line in run(loop)])
     assert bool((losses[-5:].mean(0) < 0.9 * losses[:5].mean(0)).all())
     method.finish()
@@ -119,18 +102,5 @@ def test_what_is_written_drafts_as_it_was_measured(pair: Pair, data: Path, tmp_p
 
 
 def test_a_row_of_one_known_token_has_no_hidden_state_to_guess_from(pair: Pair) -> None:
-    (table,) = make_heads(pair[0]).matches([DataRow((1, 2, 3, 4), 1, True, 1)])
+    (table,) = make_medusa(pair[0]).matches([DataRow((1, 2, 3, 4), 1, True, 1)])
     assert table.shape == (3, 3) and not table[0].any()
-
-
-def test_a_run_that_stops_comes_to_the_same_bits(pair: Pair, data: Path, tmp_path: Path) -> None:
-    whole, loop = make_loop(pair[0], data, tmp_path / "whole", steps=6)
-    run(loop)
-    _, loop = make_loop(pair[0], data, tmp_path / "parts", steps=6)
-    asked = iter([False] * 3 + [True])
-    assert not loop.run(lambda line: None, lambda: next(asked))
-    resumed, loop = make_loop(pair[0], data, tmp_path / "parts", steps=6)
-    loop.resume()
-    run(loop)
-    for (name, value), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(value, other), name

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 import torch
-from training_runs import MASK, make_loop, make_method, rows_of, run
+from training_runs import MASK, make_heads_loop, make_loop, make_method, rows_of, run
 from transformers import AutoModelForCausalLM
 
 from parallel.transports import open_communicator
@@ -17,7 +18,9 @@ from trtrun.errors import ConfigError
 from trtrun.models.config import read_model_config
 from trtrun.training.data import DataRow, batch_indexes, read_data
 from trtrun.training.evaluation import measure, walk
+from trtrun.training.loop import TrainingLoop
 from trtrun.training.methods.pard_layout import lay_out
+from trtrun.training.methods.table import DraftTraining
 from trtrun.training.state import StateFile
 
 Pair = tuple[Path, Path]
@@ -107,16 +110,26 @@ def test_steps_are_those_of_plain_torch(pair: Pair, data: Path, tmp_path: Path) 
         )
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_run_that_stops_comes_to_the_same_bits(pair: Pair, data: Path, tmp_path: Path, optimizer: str) -> None:
-    whole, loop = make_loop(*pair, data, tmp_path / "whole", optimizer=optimizer)
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [("pard", {}), ("pard", {"optimizer": "muon"}), ("medusa", {}), ("eagle3", {"draft_vocab_size": 90})],
+)
+def test_a_run_that_stops_comes_to_the_same_bits(
+    pair: Pair, data: Path, tmp_path: Path, method: str, changes: dict[str, Any]
+) -> None:
+    def make(name: str) -> tuple[DraftTraining, TrainingLoop]:
+        if method == "pard":
+            return make_loop(*pair, data, tmp_path / name, **changes)
+        return make_heads_loop(method, pair[0], data, tmp_path / name, **changes)
+
+    whole, loop = make("whole")
     lines = run(loop)
-    _, loop = make_loop(*pair, data, tmp_path / "parts", optimizer=optimizer)
+    _, loop = make("parts")
     asked = iter([False] * 7 + [True])
     assert not loop.run(lambda line: None, lambda: next(asked))
     # As of a run that was killed behind its last checkpoint.
     StateFile(tmp_path / "parts").add_metrics({"step": 8, "loss": [0.0] * 3, "seconds": 1.0})
-    resumed, loop = make_loop(*pair, data, tmp_path / "parts", optimizer=optimizer)
+    resumed, loop = make("parts")
     loop.resume()
     assert loop.step == 7
     again = run(loop)

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import click
 import pytest
 from checkpoints import make_checkpoint
 from training_runs import MASK, make_method, rows_of
 
+from launch.commands.train_drafter import train_drafter, train_options
 from launch.train.checks import check_output
 from launch.train.options import TrainOptions
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.training.curves import draw_curves
 from trtrun.training.data import batch_indexes, read_data
 from trtrun.training.methods.pard import find_pard_token
-from trtrun.training.methods.table import find_method
+from trtrun.training.methods.table import METHODS, find_method
 from trtrun.training.models import load_model
 from trtrun.training.optimizers import rate_factor
 from trtrun.training.settings import TrainingSettings
@@ -79,6 +81,7 @@ def test_data_that_is_not_there_or_too_little_is_refused(tmp_path: Path) -> None
         ({"retention": 1.5}, "--retention is 1.5: it must be above 0, and 1 at most"),
         ({"divergence": 0.0, "cross_entropy": 0.0}, "nothing would be learned"),
         ({"epochs": 0.0}, "--epochs is 0.0"),
+        ({"draft_vocab_size": 0}, "--draft-vocab-size is 0: it must be 1 or more"),
     ],
 )
 def test_settings_out_of_their_range_are_refused(changes: dict[str, Any], said: str) -> None:
@@ -89,6 +92,24 @@ def test_settings_out_of_their_range_are_refused(changes: dict[str, Any], said: 
 def test_an_unknown_method_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"unknown method 'prad' \(did you mean 'pard'\?\)"):
         find_method("prad")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_have_defaults_of_their_own_and_the_user_has_the_last_word(method: str) -> None:
+    def settings(*words: str) -> TrainingSettings:
+        context = train_drafter.make_context(
+            "train-drafter", [*("--config", "x", "--data", "y", "--output", "z"), *words]
+        )
+        return train_options(context.params).settings
+
+    own = METHODS[method].defaults
+    assert settings("--method", method) == TrainingSettings(method=method, **own)
+    given = settings("--method", method, "--depth-decay", "1", "--eagle3-layers-to-capture", "-1,0")
+    assert (given.depth_decay, given.eagle3_layers_to_capture) == (1.0, (-1, 0))
+    assert given.find_difference(json.loads(given.to_json())) is None
+    assert settings("--method", method).find_difference(json.loads(given.to_json())) is not None
+    with pytest.raises(click.BadParameter, match="layers are numbers between commas"):
+        settings("--eagle3-layers-to-capture", "1,x")
 
 
 def test_mask_tokens_that_a_text_may_hold_are_refused(pair: tuple[Path, Path], data: Path) -> None:

@@ -16,6 +16,7 @@ from trtrun.training.data import DataRow, read_data
 from trtrun.training.loop import TrainingLoop
 from trtrun.training.methods.context import MethodContext
 from trtrun.training.methods.pard import PardMethod
+from trtrun.training.methods.table import DraftTraining, find_method
 from trtrun.training.models import Target
 from trtrun.training.settings import TrainingSettings
 from trtrun.training.state import StateFile
@@ -77,7 +78,7 @@ def make_method(target: Path, draft: Path, **changes: Any) -> PardMethod:
     """The method with its drafter."""
     settings = small_settings(**changes)
     teacher = Target(target, CPU) if settings.divergence else None
-    return PardMethod(MethodContext(settings, CPU, teacher, target, VOCABULARY, draft))
+    return PardMethod(MethodContext(settings, CPU, teacher, target, VOCABULARY, draft, ()))
 
 
 def make_loop(target: Path, draft: Path, data: Path, output: Path, **changes: Any) -> tuple[PardMethod, TrainingLoop]:
@@ -85,6 +86,26 @@ def make_loop(target: Path, draft: Path, data: Path, output: Path, **changes: An
     settings = small_settings(**changes)
     method = make_method(target, draft, **changes)
     rows = read_data([data], settings.max_length, settings.heldout_rows, VOCABULARY, settings.seed)
+    communicator = open_communicator(CPU, None, "training")
+    return method, TrainingLoop(method, rows, settings, communicator, StateFile(output), {"data": rows.digest})
+
+
+def make_heads(name: str, target: Path, rows: Sequence[DataRow] = (), **changes: Any) -> DraftTraining:
+    """A method that makes a drafter for the target alone."""
+    method = find_method(name)
+    settings = small_settings(method=name, **changes)
+    assert method.needs_target(settings) and not method.starts_from_draft
+    return method.make(MethodContext(settings, CPU, Target(target, CPU), target, VOCABULARY, None, rows))
+
+
+def make_heads_loop(
+    name: str, target: Path, data: Path, output: Path, **changes: Any
+) -> tuple[DraftTraining, TrainingLoop]:
+    """A run of such a method on one rank."""
+    settings = small_settings(method=name, **changes)
+    rows = read_data([data], settings.max_length, settings.heldout_rows, VOCABULARY, settings.seed)
+    method = make_heads(name, target, rows.rows, **changes)
+    method.check(rows.rows)
     communicator = open_communicator(CPU, None, "training")
     return method, TrainingLoop(method, rows, settings, communicator, StateFile(output), {"data": rows.digest})
 

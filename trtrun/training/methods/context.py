@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from trtrun.training.data import DataRow
 from trtrun.training.models import Target
 from trtrun.training.settings import TrainingSettings
 
@@ -22,6 +24,7 @@ class MethodContext:
         target_path: of its checkpoint.
         target_vocab_size: tokens that it knows, padding included.
         draft: checkpoint to start from, if there is one.
+        rows: to train on.
     """
 
     settings: TrainingSettings
@@ -30,3 +33,4 @@ class MethodContext:
     target_path: Path
     target_vocab_size: int
     draft: Path | None
+    rows: Sequence[DataRow]

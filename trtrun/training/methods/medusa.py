@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,9 +18,9 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
-from trtrun.errors import ConfigError
 from trtrun.training.data import DataRow
 from trtrun.training.methods.context import MethodContext
+from trtrun.training.methods.head_batch import HeadBatch, check_long_enough, pad_rows, tables_of
 from trtrun.training.models import TargetOutput, check_attends_to_all, read_config, stored_dtype
 
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -39,25 +38,6 @@ class ResidualBlock(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[…, hidden] to [..., hidden]."""
         return hidden + functional.silu(self.linear(hidden))
-
-
-@dataclass(frozen=True)
-class HeadBatch:
-    """Some rows for the target.
-
-    Attributes:
-        text: [rows, longest] int64, padded with 0.
-        prompt_lengths, lengths: [rows] int64.
-    """
-
-    text: torch.Tensor
-    prompt_lengths: torch.Tensor
-    lengths: torch.Tensor
-
-    def places(self, head: int) -> torch.Tensor:
-        """[rows, longest] bool: hidden states from which this head guesses a token of the completion."""
-        position = torch.arange(self.text.shape[1], device=self.text.device) + 2 + head
-        return (position >= self.prompt_lengths[:, None]) & (position < self.lengths[:, None])
 
 
 class MedusaMethod:
@@ -91,17 +71,11 @@ class MedusaMethod:
 
     def check(self, rows: Sequence[DataRow]) -> None:
         """Raise ConfigError where no row is long enough for a guess."""
-        if not any(len(row.tokens) > 2 for row in rows):
-            raise ConfigError("the data has no row of three tokens: heads guess the second token behind what they read")
+        check_long_enough(rows)
 
     def prepare(self, rows: Sequence[DataRow], step: int, indexes: Sequence[int]) -> HeadBatch:
         """The rows, padded; nothing is random."""
-        text = torch.zeros(len(rows), max(len(row.tokens) for row in rows), dtype=torch.int64)
-        for index, row in enumerate(rows):
-            text[index, : len(row.tokens)] = torch.tensor(row.tokens)
-        prompts = torch.tensor([row.prompt_length for row in rows], device=self._device)
-        lengths = torch.tensor([len(row.tokens) for row in rows], device=self._device)
-        return HeadBatch(text.to(self._device), prompts, lengths)
+        return pad_rows(rows, self._device)
 
     def counts(self, prepared: HeadBatch) -> torch.Tensor:
         """[num_tokens] float32: guesses of each head."""
@@ -135,16 +109,12 @@ class MedusaMethod:
         """
         batch = self.prepare(rows, 0, range(len(rows)))
         output = self._target.read(batch.text)
-        tables = [torch.zeros(len(row.tokens) - row.prompt_length, self.num_depths, dtype=torch.bool) for row in rows]
+        found = []
         for head in range(self.num_depths):
             indexes, places = batch.places(head).nonzero(as_tuple=True)
             chosen = self._logits(head, output, indexes, places).argmax(-1)
-            right = (chosen == batch.text[indexes, places + 2 + head]).tolist()
-            for index, place, is_right in zip(indexes.tolist(), places.tolist(), right, strict=True):
-                known = place + 2 - rows[index].prompt_length
-                if known >= 0:
-                    tables[index][known, head] = is_right
-        return tables
+            found.append(chosen == batch.text[indexes, places + 2 + head])
+        return tables_of(rows, batch, found)
 
     def finish(self) -> None:
         """Round the weights to the target's dtype."""

@@ -6,19 +6,19 @@ torch nor a method, so that a wrong name is told at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trtrun.errors import ConfigError, nearest
-from trtrun.training.data import DataRow
 from trtrun.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
     import torch
 
+    from trtrun.training.data import DataRow
     from trtrun.training.methods.context import MethodContext
 
 
@@ -67,10 +67,14 @@ class Method:
     Attributes:
         module: its `make` loads the drafter of a MethodContext.
         needs_target: tells of the settings whether the target is run.
+        starts_from_draft: whether it trains the weights of a checkpoint; others make a drafter for the target.
+        defaults: of settings, where they are not those of TrainingSettings.
     """
 
     module: str
     needs_target: Callable[[TrainingSettings], bool]
+    starts_from_draft: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def make(self, context: MethodContext) -> DraftTraining:
         """Load the drafter; see the module for what is raised."""
@@ -79,8 +83,22 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
-    "pard": Method("trtrun.training.methods.pard", needs_target=lambda settings: settings.divergence > 0),
+    "pard": Method(
+        "trtrun.training.methods.pard", needs_target=lambda settings: settings.divergence > 0, starts_from_draft=True
+    ),
     "medusa": Method("trtrun.training.methods.medusa", needs_target=lambda settings: True),
+    "eagle3": Method(
+        "trtrun.training.methods.eagle3",
+        needs_target=lambda settings: True,
+        # Those of SpecForge, and the weights of depths as the paper's authors have them.
+        defaults={
+            "num_tokens": 7,
+            "learning_rate": 1e-4,
+            "clip_norm": 0.5,
+            "cross_entropy": 0.0,
+            "depth_decay": 0.8,
+        },
+    ),
 }
 """All methods by name."""
 
