@@ -30,8 +30,6 @@ mpirun="$(dirname "$python")/mpirun"
 
 # One thread a rank: more threads than cores slow the ranks down tenfold.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" OMPI_MCA_mpi_yield_when_idle=1 PYTHONUNBUFFERED=1
-# Tests start a thousand processes that import torch (docs/python.md).
-export TRTRUN_LEAN_TORCH="${TRTRUN_LEAN_TORCH:-1}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 if [[ "$(id -u)" == 0 ]]; then
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

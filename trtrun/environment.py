@@ -7,23 +7,16 @@ is set here; `OURS` names it for them, so that programs that are not trtrun can 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 import sys
 import warnings
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
-from types import ModuleType
 
 OURS = "TRTRUN_SETTINGS"
 """Variable with the names of those that trtrun set, and not the user."""
 
 SPINS = "GOMP_SPINCOUNT"
-
-LEAN_TORCH = "TRTRUN_LEAN_TORCH"
-"""Variable that is 1 where torch may come without what trtrun never asks it for: see `leave_out_meta_kernels`."""
-
-META_KERNELS = "torch._meta_registrations"
 
 CPU_LIMIT = "TRTRUN_MAX_CPU_ISA"
 """Variable with the widest instructions that may be used on the CPU, one of `CPU_LIMITS`; unset: all that there are.
@@ -74,8 +67,6 @@ def set_environment() -> None:
     """Set in this process what the user has not, and warn where that comes too late to help."""
     is_new = SPINS not in os.environ
     settle(os.environ)
-    if os.environ.get(LEAN_TORCH) == "1":
-        leave_out_meta_kernels()
     if is_new and SPINS in os.environ and _openmp_has_begun():
         warnings.warn(
             f"trtrun was imported after torch, whose threads on the CPU have read {SPINS} by then: beside other "
@@ -84,27 +75,6 @@ def set_environment() -> None:
             RuntimeWarning,
             stacklevel=3,
         )
-
-
-def leave_out_meta_kernels() -> None:
-    """Have torch be imported without its kernels in Python for tensors that have no memory; nothing where it is there.
-
-    `torch.compile` and `torch.export` ask for them. To register them takes two fifths of torch's import, half a second
-    of a core in each process of a job. Where something asks their module for a name it is imported after all.
-    """
-    if "torch" not in sys.modules:
-        sys.modules.setdefault(META_KERNELS, _LaterModule(META_KERNELS))
-
-
-class _LaterModule(ModuleType):
-    """A module that is imported when it is asked for a name."""
-
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(importlib.import_module(self.__name__), name)
 
 
 def settle(environment: MutableMapping[str, str]) -> None:

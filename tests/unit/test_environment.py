@@ -102,16 +102,3 @@ def test_importing_trtrun_after_torch_is_said_once_and_where_it_matters() -> Non
     assert "Import trtrun" not in run("-c", late.format(gpus=1))
     assert "Import trtrun" not in run("-c", late.format(gpus=0), OMP_NUM_THREADS="1")
     assert "Import trtrun" not in run("-c", late.format(gpus=0), GOMP_SPINCOUNT="300000")
-
-
-@pytest.mark.parametrize("is_lean", [True, False])
-def test_torch_comes_without_meta_kernels_where_the_user_says_so(is_lean: bool) -> None:
-    """And with them once their module is asked for one."""
-    program = (
-        "import sys, trtrun, torch; err = sys.stderr; name = 'torch._decomp.decompositions';"
-        "known = name in sys.modules; torch._meta_registrations.register_meta;"
-        "print(known, name in sys.modules, file=err);"
-        "print(*torch.nn.functional.glu(torch.empty(2, 3, device='meta'), 0).shape, file=err)"
-    )
-    said = run("-c", program, TRTRUN_LEAN_TORCH="1" if is_lean else "0")
-    assert said.split() == [str(not is_lean), "True", "1", "3"]
