@@ -29,7 +29,6 @@ from launch.commands.warm_up import warm_up
 from launch.exit_codes import ExitCode, FailedError, describe_exit_codes, status_of_signal
 from launch.logs import FILE_ONLY
 from launch.mpi.start_progress import StartProgress, say_hello
-from launch.process_end import end_with, prepare_to_end
 from parallel import abort
 from parallel.errors import ParallelError
 from trtrun import __version__
@@ -60,7 +59,7 @@ for _command in (
 
 def guarded(action: Callable[[], int]) -> int:
     """Run a program; turn what the user got wrong into one line and an exit status. Defects keep their traceback."""
-    prepare_to_end()
+    abort.stand_by()  # before anything else registers with Python's end
     gc.set_threshold(MOST_UNCOLLECTED)
     _print_any_text()
     try:
@@ -155,7 +154,7 @@ def leave(status: int) -> NoReturn:
         join_world()
     if status and "mpi4py.MPI" in sys.modules:
         abort.abort_at_exit(status)
-    end_with(status)
+    abort.skip_teardown(status)
     sys.exit(status)
 
 

@@ -6,8 +6,9 @@ its threads stop running; there is one such timer in a process, which is why bot
 
 A job in which a rank has failed cannot end as MPI ends, which waits for all ranks: `abort_at_exit` lets the normal end
 of a process, when its program is over, be the end of every rank. Nor can one that may lose ranks and go on: a rank that
-dies while others are in MPI's end leaves them there. `leave_at_exit` lets each process end by itself. This module does
-not know who is at fault, nor what the line says.
+dies while others are in MPI's end leaves them there. `leave_at_exit` lets each process end by itself. And a program
+that is over need not take apart all that it has imported, which with torch takes half a second of a core:
+`skip_teardown`. This module does not know who is at fault, nor what the line says.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ _lock = threading.Lock()
 _is_ending = False
 _exit_status: int | None = None
 _leaves_alone = False
+_program_status: int | None = None
 _is_standing_by = False
 
 
@@ -85,11 +87,11 @@ def end_world(status: int = STATUS) -> NoReturn:
 
 
 def stand_by() -> None:
-    """Be ready for `abort_at_exit` and `leave_at_exit`: what `atexit` gets later has its turn before."""
+    """Be ready for what follows: what `atexit` gets later has its turn before."""
     global _is_standing_by
     if not _is_standing_by:
         _is_standing_by = True
-        atexit.register(_end_without_mpi)
+        atexit.register(_end)
 
 
 def abort_at_exit(status: int = STATUS) -> None:
@@ -113,14 +115,45 @@ def leave_at_exit() -> None:
     stand_by()
 
 
+def skip_teardown(status: int) -> None:
+    """Let the end of this process, once its threads and what `atexit` has are done, be without Python's teardown.
+
+    Args:
+        status: of its exit. A stdout that cannot take what is left for it ends the process in Python's own way, which
+            tells so.
+    """
+    global _program_status
+    _program_status = status
+    stand_by()
+
+
 def passes_by_mpi() -> bool:
     """Whether this process will end without MPI's own end, which would hang."""
     return _exit_status is not None or _leaves_alone
 
 
-def _end_without_mpi() -> None:
-    if not passes_by_mpi():
+def _end() -> None:
+    if passes_by_mpi():
+        _end_without_mpi()
+    elif _program_status is not None:
+        _end_without_teardown(_program_status)
+
+
+def _end_without_teardown(status: int) -> None:
+    module = sys.modules.get("mpi4py.MPI")
+    if module is not None and module.Is_initialized() and not module.Is_finalized():
+        module.Finalize()
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError, AttributeError):  # full, closed by us, none
         return
+    with suppress(OSError, ValueError, AttributeError):
+        sys.stderr.flush()
+    logging.shutdown()
+    os._exit(status)
+
+
+def _end_without_mpi() -> None:
     status = _exit_status
     if status is None and getattr(sys, "last_value", None) is not None:
         status = STATUS

@@ -180,6 +180,22 @@ def make_draft(path: Path, target: Path, num_layers: int) -> Path:
     return path
 
 
+def overflow_on(path: Path, poison: int) -> None:
+    """Have a checkpoint's keys and values of the first layer be infinite for one token: two hidden dimensions that only
+    it has, and projections that overflow on them."""
+    from safetensors.torch import load_file
+
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][:, :2] = 0
+    weights["model.embed_tokens.weight"][poison, :2] = 1
+    for name, weight in weights.items():
+        if name.endswith(("layers.0.self_attn.k_proj.weight", "layers.0.self_attn.v_proj.weight")):
+            weight[:, :2] = 3e38
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight[:2] = 0
+    save_weights(path, weights)
+
+
 def make_tokenizer(path: Path, *, merges: int = 0, add_bos: bool = False, special: tuple[str, ...] = ()) -> None:
     """Write a byte-level BPE tokenizer.json and tokenizer_config.json that can spell any text.
 

@@ -275,7 +275,7 @@ def await_end(process: int, seconds: float) -> None:
         os.close(descriptor)
 
 
-@pytest.mark.parametrize("rank", [2])
+@pytest.mark.parametrize("rank", [1, 2])
 def test_a_stopped_worker_is_named_with_its_last_round(start_job: StartJob, models: dict[str, str], rank: int) -> None:
     job = start_job(case(models, "endless", -1))
     job.wait_for("running")

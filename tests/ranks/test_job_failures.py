@@ -107,7 +107,7 @@ def test_a_program_that_never_closes_its_llm_ends_all_the_same(run_ranks: RunRan
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [0, 1, 2])
 def test_killing_any_rank_ends_the_job(run_ranks: RunRanks, models: dict[str, str], rank: int) -> None:
     done = run_ranks(3, PROGRAM, env={**models, "JOB_FAILS": f"kill {rank}"}, timeout=60)
     assert done.returncode != 0
@@ -121,7 +121,7 @@ def test_killing_any_rank_ends_the_job(run_ranks: RunRanks, models: dict[str, st
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("size", [2])
+@pytest.mark.parametrize("size", [1, 2])
 def test_a_world_of_another_size_ends_at_once_and_says_the_counts(
     run_ranks: RunRanks, models: dict[str, str], size: int
 ) -> None:

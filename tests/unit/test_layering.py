@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"terminal", "logs"}),
         frozenset({"mpi"}),
         frozenset({"placement"}),
-        frozenset({"exit_codes", "process_end"}),
+        frozenset({"exit_codes"}),
     ),
     "launch.serve": (
         frozenset({"application", "reader"}),
@@ -104,7 +104,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun.tokens": (
         frozenset({"detokenizer", "corpus"}),
-        frozenset({"text"}),
+        frozenset({"text", "json_rows"}),
         frozenset({"decoders"}),
     ),
     "trtrun.configuration": (

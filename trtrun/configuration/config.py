@@ -7,7 +7,7 @@ the model directories hold models (`trtrun.models`), or how much memory there is
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -280,6 +280,17 @@ def _resolve_directory(path: Path, base: Path | None, where: str) -> Path:
         if not path.is_dir():
             raise ConfigError(f"{where}: {text} is not in this installation ({path} is missing): install trtrun again")
         return path
+    return _find(path, base, where, Path.is_dir, "is a file: name the model's directory", "directory")
+
+
+def _resolve_file(path: Path, base: Path | None, where: str) -> Path:
+    """Return the absolute file that `path` names."""
+    return _find(path, base, where, Path.is_file, "is no file: name a file of texts", "file")
+
+
+def _find(path: Path, base: Path | None, where: str, fits: Callable[[Path], bool], misfit: str, kind: str) -> Path:
+    """The absolute path of what `path` names, beside the configuration or in the working directory, and `fits`; else
+    what is there is a `misfit`, or there is no such `kind`."""
     try:
         path = path.expanduser()
     except RuntimeError:
@@ -287,30 +298,15 @@ def _resolve_directory(path: Path, base: Path | None, where: str) -> Path:
     places = [path] if path.is_absolute() else [place / path for place in (base, Path.cwd()) if place is not None]
     try:
         for place in places:
-            if place.is_dir():
-                return place.resolve()
-        is_file = any(place.exists() for place in places)
-    except OSError as error:
-        raise ConfigError(f"{where}: {shorten_path(path)} cannot be read: {error.strerror}") from None
-    if is_file:
-        raise ConfigError(f"{where}: {path} is a file: name the model's directory")
-    looked = " and ".join(shorten_path(place) for place in dict.fromkeys(places))
-    raise ConfigError(f"{where}: no such directory: {looked}")
-
-
-def _resolve_file(path: Path, base: Path | None, where: str) -> Path:
-    """Return the absolute file that `path` names."""
-    places = [path] if path.is_absolute() else [place / path for place in (base, Path.cwd()) if place is not None]
-    try:
-        for place in places:
-            if place.is_file():
+            if fits(place):
                 return place.resolve()
         is_there = any(place.exists() for place in places)
     except OSError as error:
         raise ConfigError(f"{where}: {shorten_path(path)} cannot be read: {error.strerror}") from None
     if is_there:
-        raise ConfigError(f"{where}: {shorten_path(path)} is no file: name a file of texts")
-    raise ConfigError(f"{where}: no such file: {' and '.join(shorten_path(place) for place in dict.fromkeys(places))}")
+        raise ConfigError(f"{where}: {shorten_path(path)} {misfit}")
+    looked = " and ".join(shorten_path(place) for place in dict.fromkeys(places))
+    raise ConfigError(f"{where}: no such {kind}: {looked}")
 
 
 def make_one_device_config(

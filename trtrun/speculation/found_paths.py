@@ -1,17 +1,23 @@
-"""Drafts made of continuations that were found somewhere, and of what came with requests.
+"""Drafts made of continuations that were found somewhere, and of what came with requests; and what methods have in
+common that look for them in the target's rows.
 
 It knows no method, and not where anything is found.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trtrun.core.nouns import Draft, RoundPlan
-from trtrun.tensors import kept_integers, kept_range
+from trtrun.speculation.drafter import Drafter
+from trtrun.speculation.given_drafts import GivenDrafts
+from trtrun.speculation.protocols import Rows
+from trtrun.tensors import inference, kept_integers, kept_range
 
 
 class Continuations(NamedTuple):
@@ -55,3 +61,54 @@ def draft_of_paths(plan: RoundPlan, found: Continuations, given: tuple[Tensor, T
     steps = kept_range(0, plan.draft_len, device)
     paths = torch.where(steps < counts.unsqueeze(2), nodes, -1)
     return Draft(tokens.flatten(1), torch.minimum(counts.amax(dim=1), most), paths=paths)
+
+
+class LookupDrafter(Drafter):
+    """Proposes continuations that are found by a row's last tokens; nothing where there are none. What came with a
+    request is proposed first.
+
+    A proposal is no sample, so it has no draft_probs: the target chooses its own token at every position, greedy or
+    sampled, and a draft token is kept where it is that token.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        """Look for the rows of the target."""
+        self._rows = rows
+        self._given = GivenDrafts(rows)
+
+    @property
+    def rows(self) -> Rows:
+        """See Drafter."""
+        return self._rows
+
+    def begin_round(self, plan: RoundPlan) -> None:
+        """See Drafter."""
+        self._given.begin_round(plan)
+
+    @inference
+    def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
+        """See Drafter."""
+        device = self._rows.lengths.device
+        if plan.draft_len == 0:
+            return no_draft(plan, device)
+        rows = kept_integers(plan.decode_rows.tolist(), device)
+        columns = min(plan.max_context, self._rows.token_ids.shape[1])
+        share = max(1, self._rows_at_a_time(columns, plan.draft_len))
+        starts = range(0, len(rows), share)
+        found = [self._look_up(rows[start : start + share], plan.draft_len, columns) for start in starts]
+        tokens, counts = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return draft_of_paths(plan, Continuations(tokens, counts), self._given.propose(plan))
+
+    @abstractmethod
+    def _rows_at_a_time(self, columns: int, draft_len: int) -> int:
+        """For how many rows to look at once, so that memory stays bounded; 0 is taken for 1."""
+
+    @abstractmethod
+    def _look_up(self, rows: Tensor, draft_len: int, columns: int) -> Continuations:
+        """What may follow some rows.
+
+        Args:
+            rows: [R] int64.
+            draft_len: K, tokens of each continuation at most.
+            columns: upper bound of the rows' lengths, which the host knows.
+        """

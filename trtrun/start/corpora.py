@@ -54,26 +54,21 @@ def load_corpus(
                 raise ConfigError(f"{where} holds no text of two tokens or more")
         except TrtrunError as error:
             failure = error
-    # The others wait for what was read: they are told first that nothing comes. What is wrong is the reader's to say.
-    if not _is_true_at_reader(failure is None, communicator, device):
-        if failure is not None:
-            raise failure
+    # The others wait for what was read, and are told where nothing comes. What is wrong is the reader's to say.
+    shared = [_share(None if failure else values, communicator, device) for values in (tokens, order)]
+    if failure is not None:
+        raise failure
+    of_tokens, of_order = shared
+    return None if of_tokens is None or of_order is None else SortedCorpus(of_tokens, of_order, most)
+
+
+def _share(values: numpy.ndarray | None, communicator: Communicator, device: torch.device) -> torch.Tensor | None:
+    """What the rank that reads has, on all of them: [n] int32; None where that is None."""
+    own = None if values is None else torch.from_numpy(values).to(device)
+    if communicator.size == 1:
+        return own
+    count = int(communicator.broadcast(torch.tensor([-1 if own is None else len(own)], device=device), _READS))
+    if count < 0:
         return None
-    return SortedCorpus(_share(tokens, communicator, device), _share(order, communicator, device), most)
-
-
-def _is_true_at_reader(value: bool, communicator: Communicator, device: torch.device) -> bool:
-    if communicator.size == 1:
-        return value
-    return bool(communicator.broadcast(torch.tensor([int(value)], device=device), _READS))
-
-
-def _share(values: numpy.ndarray, communicator: Communicator, device: torch.device) -> torch.Tensor:
-    """What the rank that reads has, on all of them: [n] int32."""
-    if communicator.size == 1:
-        return torch.from_numpy(values).to(device)
-    count = communicator.broadcast(torch.tensor([len(values)], device=device), _READS)
-    wide = torch.zeros(int(count), dtype=torch.int64, device=device)
-    if communicator.rank == _READS:
-        wide.copy_(torch.from_numpy(values))
-    return communicator.broadcast(wide, _READS).to(torch.int32)
+    place = own if own is not None and len(own) == count else torch.empty(count, dtype=torch.int32, device=device)
+    return communicator.broadcast(place, _READS)

@@ -5,7 +5,6 @@ It knows files, and the rows that trtrun itself writes. It does not know what is
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -13,6 +12,7 @@ from typing import IO
 import numpy
 
 from trtrun.errors import ConfigError, reading, shorten
+from trtrun.tokens.json_rows import are_token_ids, read_json_row
 from trtrun.tokens.text import Tokenizer, read_tokenizer
 
 SEPARATOR = -1
@@ -104,19 +104,14 @@ def _read_rows(file: IO[bytes], spell: _Speller, where: str) -> Iterator[list[in
 
 def _read_row(line: str, spell: _Speller, where: str) -> list[int]:
     """A row's tokens; none of one that was refused."""
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not valid JSON: {shorten(str(error))}") from None
-    if not isinstance(row, dict):
-        raise ConfigError(f"{where}: a row must be an object, not {shorten(row)}")
-    if row.get("error") is not None:
+    row = read_json_row(line, where)
+    if row is None:
         return []
     found: list[int] | None = None
     for of_tokens, of_text in (("prompt_token_ids", "prompt"), ("token_ids", "text")):
         tokens, text = row.get(of_tokens), row.get(of_text)
         if tokens is not None:
-            if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            if not are_token_ids(tokens):
                 raise ConfigError(f"{where}: '{of_tokens}' must be a list of token ids, not {shorten(tokens)}")
             found = [*(found or ()), *tokens]
         elif text is not None:

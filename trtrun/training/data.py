@@ -6,7 +6,6 @@ It knows the format of a row, and the order in which rows are trained on. It doe
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +13,8 @@ from pathlib import Path
 
 import numpy
 
-from trtrun.errors import ConfigError, reading, shorten
+from trtrun.errors import ConfigError, reading
+from trtrun.tokens.json_rows import are_token_ids, read_json_row
 
 
 @dataclass(frozen=True)
@@ -95,17 +95,11 @@ def _check_vocabulary(path: Path, row: DataRow, vocab_size: int) -> None:
 def _read_row(path: Path, number: int, line: bytes, max_length: int) -> DataRow | None:
     """A line's row; None for one without a completion."""
     where = f"the data file {path}, line {number}"
-    try:
-        values = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: not valid JSON: {shorten(str(error))}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where}: a row must be an object, not {shorten(values)}")
-    if values.get("error") is not None:
+    values = read_json_row(line, where)
+    if values is None:
         return None
     for key in ("prompt_token_ids", "token_ids"):
-        tokens = values.get(key)
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        if not are_token_ids(values.get(key)):
             raise ConfigError(f"{where}: needs a list of token ids '{key}': make the data with trtrun generate-data")
     temperature = values.get("temperature")
     if not isinstance(temperature, int | float):

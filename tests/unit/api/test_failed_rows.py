@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint, make_draft, save_weights
+from checkpoints import make_checkpoint, make_draft, overflow_on
 from pipelines import make_llm, prompt_of
-from safetensors.torch import load_file
 
 from trtrun import LLM, SamplingParams
 from trtrun.api.deltas import NOT_FINITE
@@ -21,18 +20,8 @@ POISON = 7
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two hidden dimensions that only the poisonous token has, and projections that overflow on them."""
     path = make_checkpoint(tmp_path_factory.mktemp("failed") / "target", seed=1)
-    weights = load_file(path / "model.safetensors")
-    embedding = weights["model.embed_tokens.weight"]
-    embedding[:, :2] = 0
-    embedding[POISON, :2] = 1
-    for name, weight in weights.items():
-        if name.endswith(("layers.0.self_attn.k_proj.weight", "layers.0.self_attn.v_proj.weight")):
-            weight[:, :2] = 3e38
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            weight[:2] = 0
-    save_weights(path, weights)
+    overflow_on(path, POISON)
     return path
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint, save_weights
+from checkpoints import make_checkpoint, overflow_on
 from eagle3_heads import Eagle3, check_proposals, eagle3, fitted, make_head, write_head
 from gpus import needs_gpu
 from medusa_heads import Proposals
+from mixed_rows import PROMPTS, mixed_sampling, plain_tokens, whole_texts
 from own_kv_format import own_kv_format
 from pipelines import configuration, make_llm, prompt_of, tokens_of
-from safetensors.torch import load_file
 
 from launch.placement.memory import JobMemory
 from trtrun import LLM, SamplingParams
@@ -26,18 +26,7 @@ from trtrun.speculation.drafters import eagle3 as eagle3_drafter
 from trtrun.speculation.drafters.eagle3 import Eagle3Drafter
 
 COUNT = 30
-KINDS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.8},
-    {"temperature": 0.9, "top_p": 0.9, "top_k": 40},
-    {"logprobs": 3},
-    {"temperature": 0.5, "repetition_penalty": 0.9},
-    {"temperature": 0.2, "min_tokens": 20, "frequency_penalty": -0.5, "presence_penalty": 0.3},
-    {"logit_bias": {7: 4.0, 9: -3.0}, "stop_token_ids": (11,)},
-    {"temperature": 0.7, "n": 2},
-]
-PROMPTS = [prompt_of(length, seed=length) for length in (3, 20, 33, 8, 5, 64, 17, 31)]
-SAMPLING = [SamplingParams(max_tokens=COUNT, ignore_eos=True, seed=index, **kind) for index, kind in enumerate(KINDS)]
+SAMPLING = mixed_sampling(COUNT)
 SCHEDULER = {"max_batch_size": 3, "max_num_tokens": 40}
 
 
@@ -49,15 +38,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(target: Path) -> list[list[tuple[int, ...]]]:
     """The target's own texts."""
-    with make_llm(target) as llm:
-        return tokens_of(llm.generate(PROMPTS, SAMPLING))
+    return plain_tokens(target, SAMPLING)
 
 
 @pytest.fixture(scope="module")
 def head(target: Path, plain: list[list[tuple[int, ...]]]) -> Eagle3:
     """A head that knows the texts by and large, and 150 of the target's 199 tokens."""
-    texts = [[*prompt, *text] for prompt, found in zip(PROMPTS, plain, strict=True) for text in found]
-    return fitted(make_head(target, num_tokens=150), target, texts)
+    return fitted(make_head(target, num_tokens=150), target, whole_texts(plain))
 
 
 @pytest.fixture(scope="module")
@@ -160,15 +147,7 @@ def test_rows_whose_numbers_overflow_leave_nothing_behind_in_the_heads_store(
     """Drafts of the rows beside them and after them are the reference's."""
     poison = 7
     path = make_checkpoint(tmp_path / "target", seed=1, num_hidden_layers=7)
-    weights = load_file(path / "model.safetensors")
-    weights["model.embed_tokens.weight"][:, :2] = 0
-    weights["model.embed_tokens.weight"][poison, :2] = 1
-    for name, weight in weights.items():
-        if name.endswith(("layers.0.self_attn.k_proj.weight", "layers.0.self_attn.v_proj.weight")):
-            weight[:, :2] = 3e38
-        elif name.endswith(("o_proj.weight", "down_proj.weight")):
-            weight[:2] = 0
-    save_weights(path, weights)
+    overflow_on(path, poison)
     head = make_head(path)
     folder = write_head(tmp_path / "head", head, "reference", path)
     healthy = [[token if token != poison else 8 for token in prompt] for prompt in PROMPTS[:5]]
@@ -324,7 +303,7 @@ def test_texts_are_plain_decodings_on_a_gpu(tmp_path: Path, cuda_graphs: bool) -
     }
     with make_llm(gpu_target, **settings) as llm:
         found = tokens_of(llm.generate(PROMPTS, SAMPLING))
-    texts = [[*prompt, *text] for prompt, of_prompt in zip(PROMPTS, found, strict=True) for text in of_prompt]
+    texts = whole_texts(found)
     own_head = fitted(make_head(gpu_target, head_dim=64), gpu_target, texts)
     path = write_head(tmp_path / "head", own_head, "reference", gpu_target)
     with make_llm(gpu_target, heads=path, speculation=eagle3(), **settings) as llm:

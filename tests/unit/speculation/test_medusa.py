@@ -14,7 +14,8 @@ import torch
 from checkpoints import make_checkpoint
 from gpus import needs_gpu
 from medusa_heads import Heads, fitted, make_heads, medusa, write_heads
-from pipelines import make_llm, prompt_of, tokens_of
+from mixed_rows import PROMPTS, mixed_sampling, plain_tokens, whole_texts
+from pipelines import make_llm, tokens_of
 
 from trtrun import LLM, SamplingParams
 from trtrun.core.nouns import Draft, HiddenStates, PrefillChunk, RoundPlan, RowAdmission, Step, Verdict
@@ -25,18 +26,7 @@ from trtrun.speculation.trees import last_nodes, path_tokens
 
 COUNT = 40
 TREE = [[0], [1], [0, 0], [2], [2, 0], [0, 1], [2, 0, 1], [0, 0, 0]]
-KINDS: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.8},
-    {"temperature": 0.9, "top_p": 0.9, "top_k": 40},
-    {"logprobs": 3},
-    {"temperature": 0.5, "repetition_penalty": 0.9, "logprobs": 2},
-    {"temperature": 0.2, "min_tokens": 30, "frequency_penalty": -0.5, "presence_penalty": 0.3},
-    {"logit_bias": {7: 4.0, 9: -3.0}, "stop_token_ids": (11,)},
-    {"temperature": 0.7, "n": 2},
-]
-PROMPTS = [prompt_of(length, seed=length) for length in (3, 20, 33, 8, 5, 64, 17, 31)]
-SAMPLING = [SamplingParams(max_tokens=COUNT, ignore_eos=True, seed=index, **kind) for index, kind in enumerate(KINDS)]
+SAMPLING = mixed_sampling(COUNT)
 SCHEDULER = {"max_batch_size": 3, "max_num_tokens": 200}
 
 
@@ -48,15 +38,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(target: Path) -> list[list[tuple[int, ...]]]:
     """The target's own texts."""
-    with make_llm(target) as llm:
-        return tokens_of(llm.generate(PROMPTS, SAMPLING))
+    return plain_tokens(target, SAMPLING)
 
 
 @pytest.fixture(scope="module")
 def heads(target: Path, plain: list[list[tuple[int, ...]]]) -> Heads:
     """Heads that know the texts by and large."""
-    texts = [[*prompt, *text] for prompt, found in zip(PROMPTS, plain, strict=True) for text in found]
-    return fitted(make_heads(target), target, texts)
+    return fitted(make_heads(target), target, whole_texts(plain))
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +272,7 @@ def test_texts_are_plain_decodings_on_a_gpu(tmp_path: Path, gpu_target: Path, cu
     }
     with make_llm(gpu_target, **settings) as llm:
         plain = tokens_of(llm.generate(PROMPTS, SAMPLING))
-    texts = [[*prompt, *text] for prompt, found in zip(PROMPTS, plain, strict=True) for text in found]
+    texts = whole_texts(plain)
     path = write_heads(tmp_path / "heads", fitted(make_heads(gpu_target), gpu_target, texts))
     speculation = medusa() if choices is None else medusa(medusa_choices=choices)
     with make_llm(gpu_target, heads=path, speculation=speculation, **settings) as llm:

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, make_checkpoint
-from pipelines import Reference, make_llm, prompt_of, run_alone, tokens_of
+from lookups import check_greedy, check_sampled, generate
+from pipelines import make_llm
 
-from trtrun import LLM, SamplingParams
+from trtrun import SamplingParams
 from trtrun.configuration.drafting_methods import METHODS
 from trtrun.core.nouns import Draft, RoundPlan
 from trtrun.errors import ConfigError
@@ -23,9 +24,6 @@ from trtrun.speculation.drafters import DRAFTERS, ngram
 from trtrun.speculation.drafters.ngram import NgramDrafter
 from trtrun.speculation.trees import path_tokens
 
-COUNT = 40
-LENGTHS = (1, 2, 17, 33, 64, 90)
-SCHEDULER = {"max_batch_size": 4, "max_num_tokens": 48}
 SHORT = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 """Texts of random models repeat single tokens often and longer parts seldom."""
 
@@ -133,18 +131,6 @@ def test_further_paths_are_the_next_best_matches(most_positions: int, monkeypatc
     assert min(found[count] for count in range(1, 4)) > 10
 
 
-def repeated_prompts() -> list[list[int]]:
-    """Prompts of which half say the same several times."""
-    lengths = (1, 2, 17, 11, 64, 30)
-    return [prompt_of(length, seed=length) * (1 + 2 * (place % 2)) for place, length in enumerate(lengths)]
-
-
-def generate(llm: LLM, sampling: SamplingParams | list[SamplingParams] | None = None) -> list[list[tuple[int, ...]]]:
-    tokens = tokens_of(llm.generate(repeated_prompts(), sampling or SamplingParams(max_tokens=COUNT)))
-    llm.check_idle()
-    return tokens
-
-
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A target of each architecture."""
@@ -159,44 +145,14 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_lossless_greedy_equals_transformers(
     targets: dict[str, Path], architecture: str, plans_ahead: int, max_paths: int
 ) -> None:
-    """Prefill in chunks, more prompts than rows, prefixes in use twice."""
-    reference = Reference(targets[architecture])
-    expected = [[reference.greedy(prompt, COUNT)] for prompt in repeated_prompts()]
-    scheduler = {**SCHEDULER, "plans_ahead": plans_ahead}
-    speculation = {**SHORT, "draft_len": 3, "max_paths": max_paths}
-    with make_llm(targets[architecture], speculation=speculation, scheduler=scheduler) as llm:
-        assert generate(llm) == expected
-        assert generate(llm) == expected
-        statistics = llm.statistics()
-    assert 0 < statistics["num_accepted_draft_tokens"] < statistics["num_draft_tokens"]
+    check_greedy(targets[architecture], {**SHORT, "max_paths": max_paths}, plans_ahead)
 
 
 @pytest.mark.parametrize(("plans_ahead", "max_paths"), [(0, 1), (1, 1), (0, 2), (1, 2)])
 def test_sampled_output_is_the_targets_own_whatever_the_batch_and_who_is_preempted(
     targets: dict[str, Path], plans_ahead: int, max_paths: int
 ) -> None:
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"temperature": 0.3},
-        {"temperature": 0.9, "top_p": 0.9, "n": 3},
-        {"temperature": 0.5, "repetition_penalty": 0.9, "logprobs": 2},
-        {"stop_token_ids": (7, 8, 9)},
-        {"temperature": 0.2, "min_tokens": 5, "frequency_penalty": -0.5},
-    ]
-    sampling = [SamplingParams(max_tokens=COUNT, seed=index, **kind) for index, kind in enumerate(kinds)]
-    target = targets["LlamaForCausalLM"]
-    with make_llm(target) as llm:
-        expected = run_alone(llm, repeated_prompts(), sampling)
-    sections: dict[str, Any] = {
-        "scheduler": {**SCHEDULER, "plans_ahead": plans_ahead},
-        "kv_cache": {"max_tokens": 144, "block_size": 8},
-    }
-    with make_llm(target, speculation={**SHORT, "max_paths": max_paths}, **sections) as llm:
-        outputs = llm.generate(repeated_prompts(), sampling)
-        llm.check_idle()
-        assert llm.statistics()["num_accepted_draft_tokens"] > 10
-    assert tokens_of(outputs) == expected
-    assert sum(one.statistics.num_preemptions for output in outputs for one in output.completions) > 0
+    check_sampled(targets["LlamaForCausalLM"], {**SHORT, "max_paths": max_paths}, plans_ahead)
 
 
 def test_a_text_that_repeats_takes_fewer_rounds_and_one_that_does_not_counts_no_draft(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from pipelines import Reference, make_llm, prompt_of, run_alone, tokens_of
+from lookups import COUNT, check_greedy, check_sampled
+from pipelines import make_llm, prompt_of, tokens_of
 
-from trtrun import LLM, SamplingParams
+from trtrun import SamplingParams
 from trtrun.core.nouns import Draft, RoundPlan
 from trtrun.errors import ConfigError
 from trtrun.speculation.drafters import suffix
@@ -24,7 +25,6 @@ from trtrun.speculation.drafters.suffix import SuffixDrafter
 from trtrun.speculation.suffixes.continuations import MOST_PLACES, SuffixRule
 from trtrun.speculation.trees import path_tokens
 
-COUNT = 40
 RULE = SuffixRule(most_matched=24, spec_factor=None, spec_offset=0.0, min_token_prob=0.1)
 
 
@@ -183,18 +183,6 @@ def test_it_agrees_with_the_rule_of_the_paper(
     assert all(found[count] > 10 for count in range(1 + min(max_paths, 3)))
 
 
-def repeated_prompts() -> list[list[int]]:
-    """Prompts of which half say the same several times."""
-    lengths = (1, 2, 17, 11, 64, 30)
-    return [prompt_of(length, seed=length) * (1 + 2 * (place % 2)) for place, length in enumerate(lengths)]
-
-
-def generate(llm: LLM, sampling: SamplingParams | list[SamplingParams] | None = None) -> list[list[tuple[int, ...]]]:
-    tokens = tokens_of(llm.generate(repeated_prompts(), sampling or SamplingParams(max_tokens=COUNT)))
-    llm.check_idle()
-    return tokens
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("suffix") / "target", seed=1, num_hidden_layers=2)
@@ -202,43 +190,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("plans_ahead", "max_paths"), [(0, 1), (1, 1), (0, 3), (1, 2)])
 def test_lossless_greedy_equals_transformers(target: Path, plans_ahead: int, max_paths: int) -> None:
-    """Prefill in chunks, more prompts than rows, prefixes in use twice."""
-    reference = Reference(target)
-    expected = [[reference.greedy(prompt, COUNT)] for prompt in repeated_prompts()]
-    scheduler = {"max_batch_size": 4, "max_num_tokens": 48, "plans_ahead": plans_ahead}
-    speculation = {"method": "suffix", "draft_len": 3, "max_paths": max_paths}
-    with make_llm(target, speculation=speculation, scheduler=scheduler) as llm:
-        assert generate(llm) == expected
-        assert generate(llm) == expected
-        statistics = llm.statistics()
-    assert 0 < statistics["num_accepted_draft_tokens"] < statistics["num_draft_tokens"]
+    check_greedy(target, {"method": "suffix", "max_paths": max_paths}, plans_ahead)
 
 
 @pytest.mark.parametrize(("plans_ahead", "max_paths"), [(0, 1), (1, 2)])
 def test_sampled_output_is_the_targets_own_whatever_the_batch_and_who_is_preempted(
     target: Path, plans_ahead: int, max_paths: int
 ) -> None:
-    kinds: list[dict[str, Any]] = [
-        {},
-        {"temperature": 0.3},
-        {"temperature": 0.9, "top_p": 0.9, "n": 3},
-        {"temperature": 0.5, "repetition_penalty": 0.9, "logprobs": 2},
-        {"stop_token_ids": (7, 8, 9)},
-        {"temperature": 0.2, "min_tokens": 5, "frequency_penalty": -0.5},
-    ]
-    sampling = [SamplingParams(max_tokens=COUNT, seed=index, **kind) for index, kind in enumerate(kinds)]
-    with make_llm(target) as llm:
-        expected = run_alone(llm, repeated_prompts(), sampling)
-    sections: dict[str, Any] = {
-        "scheduler": {"max_batch_size": 4, "max_num_tokens": 48, "plans_ahead": plans_ahead},
-        "kv_cache": {"max_tokens": 144, "block_size": 8},
-    }
-    with make_llm(target, speculation={"method": "suffix", "max_paths": max_paths}, **sections) as llm:
-        outputs = llm.generate(repeated_prompts(), sampling)
-        llm.check_idle()
-        assert llm.statistics()["num_accepted_draft_tokens"] > 10
-    assert tokens_of(outputs) == expected
-    assert sum(one.statistics.num_preemptions for output in outputs for one in output.completions) > 0
+    check_sampled(target, {"method": "suffix", "max_paths": max_paths}, plans_ahead)
 
 
 def test_what_a_request_brings_is_proposed_first(target: Path) -> None:

@@ -9,18 +9,13 @@ looks up the same integers in its own copy of the rows, so that all propose the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.nn.functional import pad
 
 from trtrun.configuration.drafting_methods import PromptLookupSection
-from trtrun.core.nouns import Draft, RoundPlan
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
-from trtrun.speculation.found_paths import Continuations, draft_of_paths, no_draft
-from trtrun.speculation.given_drafts import GivenDrafts
+from trtrun.speculation.found_paths import Continuations, LookupDrafter
 from trtrun.speculation.protocols import Rows
-from trtrun.tensors import inference, kept_integers
 
 _MOST_POSITIONS = 1 << 20
 """Positions that are compared at a time: with many rows of long contexts, memory stays within twenty megabytes."""
@@ -29,58 +24,24 @@ _CANDIDATES = 4
 """Matches that are looked at for each path: what repeats was followed by the same again."""
 
 
-class NgramDrafter(Drafter):
-    """Proposes what followed the row's last tokens before; nothing where they are new.
-
-    A proposal is no sample, so it has no draft_probs: the target chooses its own token at every position, greedy or
-    sampled, and a draft token is kept where it is that token.
-    """
+class NgramDrafter(LookupDrafter):
+    """Proposes what followed the row's last tokens before; nothing where they are new."""
 
     def __init__(self, rows: Rows, fewest: int, most: int, max_paths: int = 1) -> None:
-        """Look in `rows` for the last `most` tokens of a row; the longest part of them counts, from `fewest` on. What
-        came with a request is proposed first, and up to `max_paths` continuations in all."""
-        self._rows = rows
-        self._given = GivenDrafts(rows)
+        """Look in `rows` for the last `most` tokens of a row; the longest part of them counts, from `fewest` on. Up to
+        `max_paths` continuations are proposed."""
+        super().__init__(rows)
         self._fewest = fewest
         self._most = most
         self._max_paths = max_paths
 
-    @property
-    def rows(self) -> Rows:
-        """See Drafter."""
-        return self._rows
+    def _rows_at_a_time(self, columns: int, draft_len: int) -> int:
+        """See LookupDrafter."""
+        return _MOST_POSITIONS // columns
 
-    def begin_round(self, plan: RoundPlan) -> None:
-        """See Drafter."""
-        self._given.begin_round(plan)
-
-    @inference
-    def propose(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
-        """See Drafter."""
-        device = self._rows.lengths.device
-        if plan.draft_len == 0:
-            return no_draft(plan, device)
-        rows = kept_integers(plan.decode_rows.tolist(), device)
-        columns = min(plan.max_context, self._rows.token_ids.shape[1])
-        share = max(1, _MOST_POSITIONS // columns)
-        starts = range(0, len(rows), share)
-        found = [self._look_up(rows[start : start + share], plan.draft_len, columns) for start in starts]
-        tokens, counts = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return draft_of_paths(plan, Continuations(tokens, counts), self._given.propose(plan))
-
-    def _look_up(self, rows: torch.Tensor, draft_len: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What followed earlier occurrences of the rows' last tokens, within the first `columns` tokens: of the longest
-        match first, and of equally long ones of the first.
-
-        Args:
-            rows: [R] int64.
-            draft_len: K, tokens of each continuation.
-            columns: upper bound of the rows' lengths, which the host knows.
-
-        Returns:
-            tokens: [R, max_paths, K] int64, none the start of another.
-            counts: [R, max_paths] int64: how many of them there are, 0 where nothing was found.
-        """
+    def _look_up(self, rows: torch.Tensor, draft_len: int, columns: int) -> Continuations:
+        """See LookupDrafter: of the longest match first, and of equally long ones of the first; none is the start of
+        another."""
         token_ids = self._rows.token_ids[rows, :columns]
         last = self._rows.lengths.index_select(0, rows).unsqueeze(1) - 1
         places = torch.arange(columns, dtype=torch.int32, device=rows.device)
@@ -103,10 +64,10 @@ class NgramDrafter(Drafter):
         # Behind a row's end stands scratch, -1 too, which must be some token: it is fed with the rest.
         tokens = token_ids.gather(1, after.clamp(max=columns - 1).flatten(1)).to(torch.int64).clamp(min=0)
         tokens = tokens.view(after.shape)
-        return (tokens, counts) if self._max_paths == 1 else _distinct(tokens, counts, self._max_paths)
+        return Continuations(tokens, counts) if self._max_paths == 1 else _distinct(tokens, counts, self._max_paths)
 
 
-def _distinct(tokens: torch.Tensor, counts: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _distinct(tokens: torch.Tensor, counts: torch.Tensor, most: int) -> Continuations:
     """The first `most` of continuations [R, candidates, K] that say something new, with their counts [R, candidates].
 
     One that is the start of another says nothing; of equal ones the first stays.
@@ -124,7 +85,7 @@ def _distinct(tokens: torch.Tensor, counts: torch.Tensor, most: int) -> tuple[to
     counts = counts.masked_fill(is_said, 0).gather(1, kept)
     tokens = tokens.gather(1, kept.unsqueeze(2).expand(-1, -1, draft_len))
     missing = most - kept.shape[1]
-    return (pad(tokens, (0, 0, 0, missing)), pad(counts, (0, missing))) if missing else (tokens, counts)
+    return Continuations(pad(tokens, (0, 0, 0, missing)), pad(counts, (0, missing)))
 
 
 @DRAFTERS.register("ngram")

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = """
 import atexit, sys, threading, time
-from launch.process_end import end_with, prepare_to_end
+from parallel import abort
 
 class Torn:
     def __del__(self):
@@ -18,13 +18,13 @@ class Torn:
 
 torn = Torn()
 torn.itself = torn
-prepare_to_end()
+abort.stand_by()
 atexit.register(print, "registered behind")
 thread = threading.Thread(target=lambda: (time.sleep(0.2), print("the thread's end")))
 thread.start()
 print("the end of the program")
 if sys.argv[1] != "none":
-    end_with(int(sys.argv[1]))
+    abort.skip_teardown(int(sys.argv[1]))
 sys.exit(int(sys.argv[2]))
 """
 
