@@ -154,7 +154,8 @@ class SuffixSection(SpeculationSection):
         suffix_corpus: a file of texts that all rows are looked up in, beside their own: JSON lines (.jsonl) with
             `prompt_token_ids` or `prompt`, `token_ids` or `text`, as trtrun writes them, or text (.txt). Every host of
             the job must have it; one rank reads it.
-        suffix_corpus_max_tokens: of the file that are kept; each takes 8 bytes on each of the target's devices.
+        suffix_corpus_max_tokens: of the file that are kept; each takes 8 bytes on each of the target's devices, and at
+            the start about 60 on the host that reads them.
     """
 
     suffix_decoding_max_tree_depth: Annotated[int, Number, Field(ge=1, le=MAX_TREE_DEPTH)] = 24

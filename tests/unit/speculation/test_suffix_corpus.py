@@ -155,6 +155,13 @@ def test_a_file_that_cannot_be_used_is_refused_in_one_line_before_ranks_start(
     assert said in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_file_of_the_users_home_is_found(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = write_rows(tmp_path / "home.jsonl", [{"token_ids": [4, 5]}])
+    config = configuration(target, None, speculation={"method": "suffix", "suffix_corpus": "~/home.jsonl"})
+    assert config.speculation.suffix_corpus == file
+
+
 def test_a_missing_file_and_a_missing_tokenizer_are_told(tmp_path: Path) -> None:
     bare = make_checkpoint(tmp_path / "bare")
     for place, said in ((tmp_path / "no.txt", "no such file"), (tmp_path, "is no file: name a file of texts")):
