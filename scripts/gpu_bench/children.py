@@ -11,10 +11,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from launch.mpi.parent_death import ending_with_parent
@@ -62,9 +63,12 @@ class Child:
     Args:
         words: of the command.
         folder: for the outputs.
+        variables: of the environment, beside this process's.
     """
 
-    def __init__(self, words: Sequence[object], folder: Path) -> None:
+    def __init__(
+        self, words: Sequence[object], folder: Path, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.words = [str(word) for word in words]
         number = len(list(folder.glob("*.out")))
         self._files = (folder / f"{number:03d}.out", folder / f"{number:03d}.err")
@@ -76,7 +80,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables},
                 cwd=ROOT,
                 start_new_session=True,
             )
@@ -124,9 +128,11 @@ class Child:
 
 
 @contextmanager
-def started(words: Sequence[object], folder: Path) -> Iterator[Child]:
-    """A command that runs as long as the block does, at most."""
-    child = Child(words, folder)
+def started(
+    words: Sequence[object], folder: Path, variables: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Child]:
+    """A command that runs as long as the block does, at most; see `Child`."""
+    child = Child(words, folder, variables)
     try:
         yield child
     finally:

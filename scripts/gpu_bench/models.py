@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-MOST_POSITIONS = 16384
+MOST_POSITIONS = 32768
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ SHAPES = {
     "70b": Shape(8192, 28672, 80, 64, 8),
     "1b": Shape(2048, 8192, 16, 32, 8),
     "1b-parallel": Shape(2048, 8192, 16, 32, 8, drafts_in_parallel=True),
-    "tiny": Shape(128, 256, 6, 8, 8, 1003, "float32"),
+    "tiny": Shape(128, 256, 8, 8, 8, 1003, "float32"),
     "tiny-draft": Shape(128, 256, 2, 8, 8, 1003, "float32"),
     "tiny-parallel": Shape(128, 256, 2, 8, 8, 1003, "float32", drafts_in_parallel=True),
 }

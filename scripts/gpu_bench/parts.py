@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from gpu_bench.children import ChildError, run
+from gpu_bench.head_parts import play_heads
 from gpu_bench.placement_parts import play_check, play_exactness, play_placement
 from gpu_bench.placements import PLACEMENTS, Placement
 from gpu_bench.rank_loss import play_killed_draft, play_killed_target, play_seed_command
+from gpu_bench.start_parts import play_starts, play_useless_draft
 from gpu_bench.tables import Table
 from gpu_bench.workbench import Options, Workbench
 
@@ -68,11 +70,24 @@ def _one_device(options: Options) -> Iterator[Part]:
     yield Part("8b-long", "the same with long prompts", 45, play_long)
     yield Part("8b-sampled", f"the same at temperature {TEMPERATURE}, beside greedy", 55, play_sampled)
     yield Part("cold", "the first run of each workload beside later ones", 75, partial(play_cold, placement=ONE))
+    yield Part(
+        "useless",
+        "a draft that is never right, settings as shipped, beside plain decoding",
+        90,
+        partial(play_useless_draft, placement=ONE),
+    )
+    yield Part(
+        "starts", "from the command to ready, with cold caches and warm ones", 130, partial(play_starts, placement=ONE)
+    )
     yield Part("exactness", "texts equal to plain decoding's", 45, partial(play_exactness, placement=ONE))
     yield Part("1b", "1B-shaped target, plain", 25, play_small)
     yield Part("70b", "70B-shaped pair, plain and with forced acceptance", large, play_large)
     about = "8B- and 70B-shaped targets, 1B-shaped drafts step by step and in parallel"
     yield Part("parallel", about, 170, play_parallel)
+    about = "8B-shaped target with heads on its own device: Medusa's and EAGLE-3's"
+    yield Part("heads", about, 130, partial(play_heads, placement=ONE))
+    about = "first tokens of long prompts beside vLLM"
+    yield Part("vllm-first", about, 150, play_first_tokens, False)
     yield Part("vllm", "8B-shaped pair beside vLLM", 330, partial(play_vllm, placement=ONE), has_vllm)
 
 
@@ -244,6 +259,23 @@ def play_vllm(bench: Workbench, placement: Placement) -> None:
             for entry in report["results"]:
                 for mode in ("plain", "speculative"):
                     _add_peer_row(table, entry, mode)
+
+
+def play_first_tokens(bench: Workbench) -> None:
+    """The time to the first token of long prompts, beside vLLM; plain decoding."""
+    if bench.options.vllm_python is None:
+        raise ChildError("name the interpreter that has vLLM with --vllm-python")
+    shapes = bench.pair("8b")
+    bench.write_weights(shapes.target)
+    config = bench.config("8b", ONE, drafts=False, files=True, most_rows=8)
+    columns = ("rows", "first token ms", "vLLM first token ms", "trtrun ÷ vLLM")
+    table = bench.table("8B-shaped target, plain: first tokens beside vLLM", *columns)
+    report = bench.bench(
+        config, ("1x8000", "1x30000"), "--peer", "vllm", "--peer-python", bench.options.vllm_python, "--max-tokens", 8
+    )
+    for entry in report["results"]:
+        ours, theirs = entry["plain"]["time_to_first_token_ms"], entry["vllm"]["plain_time_to_first_token_ms"]
+        table.add(_workload(entry), ours, theirs, ours / theirs)
 
 
 def _add_peer_row(table: Table, entry: dict[str, Any], mode: str) -> None:

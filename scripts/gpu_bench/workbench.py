@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from gpu_bench.children import TRTRUN, Child, ChildError, Ended, last_words, run, started
@@ -147,6 +148,7 @@ class Workbench:
         files: bool = False,
         most_rows: int = 0,
         as_shipped: bool = False,
+        heads: Path | None = None,
         **speculation: Any,
     ) -> Path:
         """Write the YAML file of a job.
@@ -159,6 +161,7 @@ class Workbench:
             files: read weights from files, which are there.
             most_rows: that run at once, where they are more than the usual ones.
             as_shipped: leave the settings of speculation at their defaults; else rounds are all alike.
+            heads: a directory of heads, which draft in the pair's draft's place, on the target's devices.
             speculation: changes of that section.
         """
         options, shapes = self.options, self.pair(pair)
@@ -171,8 +174,10 @@ class Workbench:
             "speculation": {"method": "none"},
         }
         if drafts:
-            values["draft"] = {"model": str(self.model(shapes.draft)), "devices": draft, **format_of_weights}
-            alike = {"draft_len": shapes.draft_len, "pacing": "fixed", "ahead": "off", **speculation}
+            model = {"model": str(self.model(shapes.draft)), "devices": draft, **format_of_weights}
+            values["draft"] = model if heads is None else {"model": str(heads)}
+            of_models = {"draft_len": shapes.draft_len, "ahead": "off"} if heads is None else {}
+            alike = {"pacing": "fixed", **of_models, **speculation}
             values["speculation"] = speculation if as_shipped else alike
         if pair.startswith("70b"):
             for role, name in (("target", options.target_quantization), ("draft", options.draft_quantization)):
@@ -221,10 +226,10 @@ class Workbench:
         return reports
 
     @contextmanager
-    def start(self, *words: object) -> Iterator[Child]:
-        """A trtrun command that runs as long as the block does, at most."""
+    def start(self, *words: object, variables: Mapping[str, str] = MappingProxyType({})) -> Iterator[Child]:
+        """A trtrun command that runs as long as the block does, at most; see `Child`."""
         sets = [word for override in self.options.overrides for word in ("--set", override)]
-        with started([*TRTRUN, *words, *sets], self.folder) as child:
+        with started([*TRTRUN, *words, *sets], self.folder, variables) as child:
             yield child
 
     def trtrun(self, *words: object) -> Ended:
