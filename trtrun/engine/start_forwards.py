@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trtrun.engine.graph_shapes import GraphShapes, catch_up_width, catches_up
+from trtrun.engine.graph_shapes import MOST_FED, GraphShapes, catch_up_width, catches_up
 
 
 class Verification(NamedTuple):
@@ -82,7 +82,7 @@ class StartLimits:
 
 def draft_steps(shapes: GraphShapes, most_catch_up: int) -> Iterator[Steps]:
     """What rows lack, up to `most_catch_up` tokens, and a step."""
-    widths = {catch_up_width(count) for count in range(2, most_catch_up + 1)}
+    widths = {catch_up_width(count) for count in range(2, min(most_catch_up, MOST_FED) + 1)}
     for rows in shapes.numbers_of_rows():
         for blocks in shapes.widths(rows):
             of_rows = sorted((width for width in widths if catches_up(rows, width)), reverse=True)
