@@ -21,6 +21,7 @@ from trtrun.engine.forwards import Forwards, HiddenTaps
 from trtrun.engine.graph_shapes import MOST_FED, GraphShapes, catch_up_width, catches_up
 from trtrun.engine.rows import RowState
 from trtrun.engine.verification import Verification
+from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.segments import StepBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM
@@ -97,7 +98,7 @@ class Engine:
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values of blocks `source` to blocks `target`, both [n] int64."""
-        self._store.copy_blocks(source, target)
+        operations_of(self.device.type).copy_blocks(self._store.data, source, target)
 
     @property
     def has_trees(self) -> bool:

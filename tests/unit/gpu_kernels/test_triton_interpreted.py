@@ -64,6 +64,22 @@ def test_the_product(rows: int, features: int, inputs: int, dtype: torch.dtype) 
         assert difference(found, x.double() @ weight.double().T) < BOUNDS[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8], ids=str)
+def test_copies_within_the_store(dtype: torch.dtype) -> None:
+    """Those of torch, of blocks and of tokens; a block that is copied to itself stays."""
+    from trtrun.kernels.triton import store_copies
+
+    source, target, offset = torch.tensor([[1, 3, 5, 1], [2, 7, 5, 0], [0, 4, 4, 2]])
+    store = torch.randint(-100, 100, (3, 2, 9, 2, 5, 12)).to(dtype)
+    for copy in ("copy_blocks", "copy_tokens"):
+        expected, found = store.clone(), store.clone()
+        others = (offset,) if copy == "copy_tokens" else ()
+        getattr(TorchOperations(), copy)(expected, source, target, *others)
+        getattr(store_copies, copy)(found, source, target, *others)
+        assert not expected.equal(store) and found.equal(expected)
+        getattr(store_copies, copy)(found, source[:0], target[:0], *(one[:0] for one in others))
+
+
 @pytest.mark.parametrize(
     ("queries", "first", "window", "dtype"),
     [
