@@ -31,8 +31,9 @@ def layers(text: str) -> tuple[int, ...]:
 
 SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("num_tokens", int, "Tokens that the drafter is to propose in a round (medusa: heads; eagle3: steps)."),
-    ("steps", int, "Optimizer steps; 0 takes --epochs."),
+    ("steps", int, "Optimizer steps; 0 takes --minutes or --epochs."),
     ("epochs", float, "Passes over the data."),
+    ("minutes", float, "Time for the steps, from the first one on, in place of --epochs."),
     ("batch_size", int, "Rows of a step, over all ranks."),
     ("micro_batch_size", int, "Rows that a rank computes at once, at most."),
     ("max_length", int, "Tokens of a row, at most; what is longer is cut off."),

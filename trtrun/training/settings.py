@@ -26,7 +26,9 @@ class TrainingSettings:
         method: a name of the table in `trtrun.training.methods`.
         num_tokens: tokens that the drafter is to propose in a round (K).
         steps: optimizer steps; 0 takes `epochs`.
-        epochs: passes over the data, where `steps` is 0.
+        epochs: passes over the data, where `steps` and `minutes` are 0.
+        minutes: time for the steps, measurements between them included; 0 counts steps. How many there are then depends
+            on the machine, and so do the weights.
         batch_size: rows of a step, over all ranks.
         micro_batch_size: rows that a rank computes at once, at most.
         max_length: tokens of a row, at most; what is longer is cut off.
@@ -57,6 +59,7 @@ class TrainingSettings:
     num_tokens: int = 8
     steps: int = 0
     epochs: float = 2.0
+    minutes: float = 0.0
     batch_size: int = 32
     micro_batch_size: int = 8
     max_length: int = 2048
@@ -89,7 +92,7 @@ class TrainingSettings:
             self._check(name, getattr(self, name) >= 1, "1 or more")
         for name in ("learning_rate", "clip_norm"):
             self._check(name, getattr(self, name) > 0, "above 0")
-        for name in ("weight_decay", "cross_entropy", "divergence"):
+        for name in ("weight_decay", "cross_entropy", "divergence", "minutes"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         for name in ("retention", "least_retention", "depth_decay"):
             self._check(name, 0 < getattr(self, name) <= 1, "above 0, and 1 at most")
@@ -97,7 +100,9 @@ class TrainingSettings:
         self._check("draft_vocab_size", size is None or size >= 1, "1 or more")
         if not self.divergence and not self.cross_entropy:
             raise ConfigError("--divergence and --cross-entropy are both 0: nothing would be learned")
-        self._check("epochs", self.steps > 0 or self.epochs > 0, "above 0")
+        self._check("epochs", self.steps > 0 or self.minutes > 0 or self.epochs > 0, "above 0")
+        if self.steps and self.minutes:
+            raise ConfigError(f"--steps {self.steps} and --minutes {self.minutes:g}: give one of them")
         for name, known in (("optimizer", OPTIMIZERS), ("precision", PRECISIONS)):
             value = getattr(self, name)
             if value not in known:
