@@ -69,10 +69,11 @@ SOFT = ("--divergence", 0.5, "--cross-entropy", 1)
 """Mostly the target's choice, as drafts are accepted by it, and some of what else it held likely."""
 
 FAST = ("--optimizer", "muon", "--learning-rate", 0.0025)
+MEDUSA = ("--num-tokens", 4, "--medusa-layers", 2, "--learning-rate", 0.001, *SOFT)
 PARD = ("--num-tokens", 4, "--retention", 0.7, "--pard-token", PARD_TOKEN, *FAST, *SOFT)
 
 DRAFTERS = {
-    "medusa": Drafter("medusa", ("--num-tokens", 4, "--learning-rate", 0.001, *SOFT), "medusa", 4),
+    "medusa": Drafter("medusa", MEDUSA, "medusa", 4),
     "eagle3": Drafter("eagle3", ("--num-tokens", 6, "--clip-norm", 1, *FAST, *SOFT), "eagle3", 5),
     "pard_draft": Drafter("pard", PARD, "draft_target", 4),
     "pard_wide": Drafter("pard", PARD, "draft_target", 4),

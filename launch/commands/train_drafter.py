@@ -49,6 +49,7 @@ SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("retention", float, "Share of a depth's places that the next one keeps (pard)."),
     ("least_retention", float, "Share of all places that each depth keeps at least (pard)."),
     ("pard_token", int, "Id of the mask token (pard).  [default: the draft's, or one that its tokenizer leaves free]"),
+    ("medusa_layers", int, "Residual blocks of each head (medusa)."),
     (
         "draft_vocab_size",
         int,

@@ -46,6 +46,7 @@ class TrainingSettings:
         least_retention: share of all places that every depth keeps at least (PARD's r_min).
         pard_token: the id that stands for tokens to be guessed; None takes that of the draft's config.json, or an id
             that its tokenizer leaves free.
+        medusa_layers: residual blocks of each head (Medusa).
         draft_vocab_size: tokens that the drafter can propose, the commonest of the data (EAGLE-3); None takes all.
         eagle3_layers_to_capture: layers of the target whose output an EAGLE-3 head reads, from 0, and -1 for the
             embedding; None takes the usual ones.
@@ -75,6 +76,7 @@ class TrainingSettings:
     retention: float = 0.7
     least_retention: float = 0.2
     pard_token: int | None = None
+    medusa_layers: int = 1
     draft_vocab_size: int | None = None
     eagle3_layers_to_capture: tuple[int, ...] | None = None
     heldout_rows: int = 64
@@ -84,8 +86,9 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value outside its range."""
-        for name, least in (("num_tokens", 1), ("batch_size", 1), ("micro_batch_size", 1), ("max_length", 2)):
-            self._check(name, getattr(self, name) >= least, f"{least} or more")
+        for name in ("num_tokens", "batch_size", "micro_batch_size", "medusa_layers"):
+            self._check(name, getattr(self, name) >= 1, "1 or more")
+        self._check("max_length", self.max_length >= 2, "2 or more")
         for name in ("steps", "warmup_steps", "heldout_rows", "seed"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         for name in ("evaluation_steps", "checkpoint_steps"):
