@@ -44,6 +44,9 @@ END_SECONDS = 60.0
 GRACE_SECONDS = 15.0
 """For a training whose end takes longer than that; more for what is measured when all is in place."""
 
+HEADS = ("medusa", "eagle3")
+"""Methods whose drafters sit where the target sits."""
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 NEW_TOKENS = 96
 
@@ -100,16 +103,20 @@ class Run:
         """Seconds until this share of the time is over."""
         return self.begun + share * self.seconds - time.monotonic()
 
-    def write_config(self, name: str, device: str, threads: int) -> Path:
-        """The shipped pair in one process."""
+    def write_config(self, name: str, device: str, draft: Path | None = None, **speculation: object) -> Path:
+        """The shipped target, with its draft model or another drafter, in one process."""
         devices = [int(device.partition(":")[2] or 0)] if device.startswith("cuda") else [device]
-        models = {role: {"model": str(self.assets / role), "devices": devices} for role in ("target", "draft")}
+        models = {"target": self.assets / "target", "draft": draft or self.assets / "draft"}
+        sections = {role: {"model": str(path), "devices": devices} for role, path in models.items()}
+        if speculation.get("method") in HEADS:
+            del sections["draft"]["devices"]
         rows = self.arguments.batch_rows
         values = {
-            **models,
+            **sections,
+            "speculation": speculation,
             "scheduler": {"max_batch_size": rows},
             "kv_cache": {"max_tokens": rows * 2 * MAX_LENGTH},
-            "threads": threads,
+            "threads": self.arguments.threads,
             "launch": {"drain_seconds": 20},
         }
         path = self.work / f"{name}.yaml"
@@ -188,7 +195,7 @@ def data_files(run: Run) -> list[Path]:
 
 def generate(run: Run) -> None:
     """Let the target answer the prompts until the time is over; most rows are greedy, as acceptance is measured so."""
-    config = run.write_config("generate", run.arguments.device, 1)
+    config = run.write_config("generate", run.arguments.device)
     children = []
     for part in range(1, run.arguments.generators + 1):
         # The draft does not pay for so many rows.
@@ -228,7 +235,7 @@ def wait(run: Run, child: subprocess.Popen[bytes], seconds: float) -> int:
 def train(run: Run) -> None:
     """Train all drafters side by side: none alone keeps a GPU busy."""
     arguments = run.arguments
-    config = run.write_config("train", arguments.device, arguments.threads)
+    config = run.write_config("train", arguments.device)
     end = min(END_SECONDS, END_SHARE * run.seconds)
     minutes = max(0.05, (run.left() - end - START_SHARE * run.seconds) / 60)
     say(run, f"{minutes:.2f} minutes of training")
@@ -285,19 +292,18 @@ def export(run: Run) -> None:
 
 def evaluate(run: Run) -> None:
     """What a user gets on the CPU, greedy, for the held-out prompts; the shipped draft model beside them."""
-    config = run.write_config("evaluate", "cpu:0", run.arguments.threads)
     children, result = {}, {}
     chosen = {"draft": DRAFTERS["pard_draft"], **{name: DRAFTERS[name] for name in run.arguments.drafters}}
     for name, drafter in chosen.items():
         model = run.assets / name if name == "draft" else run.out.resolve() / name
         if not model.exists():
             continue
-        values = {"speculation.draft_len": drafter.draft_len, "speculation.pacing": "fixed", "draft.model": model}
-        changed = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+        speculation = {"method": drafter.speculation, "draft_len": drafter.draft_len, "pacing": "fixed"}
+        config = run.write_config(f"heldout_{name}", "cpu:0", model, **speculation)
         prompts = ("--prompts", run.work / "heldout.jsonl", "--max-tokens", NEW_TOKENS)
         output = run.work / f"heldout_{name}.jsonl"
         output.unlink(missing_ok=True)
-        words = ("run", "--config", config, "--speculation", drafter.speculation, *changed, *prompts)
+        words = ("run", "--config", config, *prompts)
         children[name] = start_trtrun(run.work / f"heldout_{name}.log", *words, "--output", output)
     for name, child in children.items():
         if wait(run, child, run.left() + 10 * GRACE_SECONDS):
