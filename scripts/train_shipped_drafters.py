@@ -1,9 +1,9 @@
 """Train the drafters that ship in ``trtrun/assets`` for the shipped target, by trtrun's own commands.
 
-Medusa heads, an EAGLE-3 head and a PARD draft. Stages: ``prompts`` (pieces of the corpus of pair_corpus.py), ``start``
-(what the PARD draft begins as), ``data`` (trtrun generate-data), ``train`` (trtrun train-drafter, all drafters side by
-side), ``export`` and ``evaluate`` (trtrun run, on the CPU, over the held-out prompts). They share out ``--minutes``. A
-run that was killed goes on from its last rows and checkpoints. The last line is JSON: tokens a round.
+Medusa heads, an EAGLE-3 head and PARD drafts. Stages: ``prompts`` (pieces of the corpus), ``start`` (what the PARD
+drafts begin as; both drafter_material.py), ``data`` (trtrun generate-data), ``train`` (trtrun train-drafter, all
+drafters side by side), ``export`` and ``evaluate`` (trtrun run, on the CPU, over the held-out prompts). They share out
+``--minutes``. A run that was killed goes on from its last rows and checkpoints. The last line is JSON: tokens a round.
 
     python scripts/train_shipped_drafters.py --device cuda:0 --minutes 8.5 --out trtrun/assets
 """
@@ -17,16 +17,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy
-import torch
-from pair_corpus import corpus_files
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from drafter_material import restack, write_heldout_prompts, write_prompts
 
 PARD_TOKEN = 125
 """Stands for the byte 0xC0, which no UTF-8 text has."""
@@ -47,7 +43,6 @@ GRACE_SECONDS = 15.0
 HEADS = ("medusa", "eagle3")
 """Methods whose drafters sit where the target sits."""
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 NEW_TOKENS = 96
 
 
@@ -136,46 +131,10 @@ def start_trtrun(log: Path, *words: object) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
 
 
-def write_prompts(run: Run) -> None:
-    """Cut prompts of 32 to 96 tokens out of the training files."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(run.assets / "target")
-    tokens: list[int] = []
-    for name in corpus_files(root)[0]:
-        text = (root / name).read_text(encoding="utf-8", errors="replace")
-        tokens += [tokenizer.eos_token_id, *tokenizer(text)["input_ids"]]
-    generator = numpy.random.default_rng([run.arguments.seed, 2])
-    lines = []
-    for _ in range(run.arguments.rows):
-        length = int(generator.integers(32, 97))
-        start = int(generator.integers(0, len(tokens) - length))
-        lines.append(json.dumps({"prompt_token_ids": tokens[start : start + length]}) + "\n")
-    (run.work / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
-    record = json.loads((run.assets / "heldout.json").read_text(encoding="utf-8"))
-    heldout = [json.dumps({"prompt": prompt["text"]}) + "\n" for prompt in record["prompts"]]
-    (run.work / "heldout.jsonl").write_text("".join(heldout), encoding="utf-8")
-
-
-def restack(source: Path, layers: Sequence[int], num_loud: int, start: Path) -> None:
-    """A model of some layers of another, in this order. The outputs of those behind the first `num_loud` are zero.
-
-    One forward that guesses several tokens needs more layers than a draft has for each of them.
-    """
-    model = LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    config, weights = model.config, model.state_dict()
-    config.num_hidden_layers = len(layers)
-    stacked = LlamaForCausalLM(config).to(torch.bfloat16)
-    for name, value in stacked.state_dict().items():
-        parts = name.split(".")
-        index = int(parts[2]) if parts[1] == "layers" else 0
-        if parts[1] == "layers":
-            parts[2] = str(layers[index])
-        value.copy_(weights[".".join(parts)])
-        if index >= num_loud and parts[-2] in ("o_proj", "down_proj"):
-            value.zero_()
-    stacked.save_pretrained(start)
-    for name in TOKENIZER_FILES:
-        shutil.copyfile(source / name, start / name)
+def prompts(run: Run) -> None:
+    """Prompts for the data, and those that are held out."""
+    write_prompts(run.assets, run.work / "prompts.jsonl", run.arguments.rows, run.arguments.seed)
+    write_heldout_prompts(run.assets, run.work / "heldout.jsonl")
 
 
 def make_starts(run: Run) -> None:
@@ -300,10 +259,10 @@ def evaluate(run: Run) -> None:
             continue
         speculation = {"method": drafter.speculation, "draft_len": drafter.draft_len, "pacing": "fixed"}
         config = run.write_config(f"heldout_{name}", "cpu:0", model, **speculation)
-        prompts = ("--prompts", run.work / "heldout.jsonl", "--max-tokens", NEW_TOKENS)
+        given = ("--prompts", run.work / "heldout.jsonl", "--max-tokens", NEW_TOKENS)
         output = run.work / f"heldout_{name}.jsonl"
         output.unlink(missing_ok=True)
-        words = ("run", "--config", config, *prompts)
+        words = ("run", "--config", config, *given)
         children[name] = start_trtrun(run.work / f"heldout_{name}.log", *words, "--output", output)
     for name, child in children.items():
         if wait(run, child, run.left() + 10 * GRACE_SECONDS):
@@ -338,7 +297,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 STAGES: dict[str, Callable[[Run], None]] = {
-    "prompts": write_prompts,
+    "prompts": prompts,
     "start": make_starts,
     "data": generate,
     "train": train,
