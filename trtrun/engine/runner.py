@@ -44,6 +44,7 @@ class Engine:
         rows: the state of every row.
         vocab_size: of the model's configuration, padding tokens of the checkpoint included.
         tables: see Forwards.
+        capture: makes its graphs; None where there are none.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Engine:
         self._model = model
         self._store = store
         self.rows = rows
+        self.capture = capture
         self.vocab_size = model.config.vocab_size
         self.device = rows.device
         tapped = HiddenTaps(taps, model.config, model.dtype, self.device) if taps else None
@@ -119,6 +121,12 @@ class Engine:
     def graph_shapes(self) -> GraphShapes | None:
         """The shapes of graphs; None where there are none."""
         return self._forwards.graphs.shapes if self._forwards.graphs is not None else None
+
+    @property
+    def tapped_shape(self) -> tuple[int, int]:
+        """Hidden states of a token that verification hands out, and numbers of each."""
+        taps = self._forwards.taps
+        return len(taps.boundaries) if taps is not None else 0, self._model.config.hidden_size
 
     @property
     def num_graphs(self) -> int:

@@ -131,6 +131,19 @@ def count_draft_graphs(shapes: GraphShapes, limits: StartLimits, most_catch_up: 
     return len(graphs)
 
 
+def count_head_graphs(shapes: GraphShapes, num_kinds: int) -> int:
+    """Graphs that a start captures of heads that keep keys and values; see `HeadGraphs.warm_up`.
+
+    Args:
+        shapes: of the target's graphs.
+        num_kinds: ways to choose of which the first token of a draft has a graph each, and a step.
+    """
+    return sum(
+        num_kinds + len(shapes.widths(rows)) * (len(shapes.numbers_of_queries(rows)) + num_kinds)
+        for rows in shapes.numbers_of_rows()
+    )
+
+
 def _prompt_graphs(shapes: GraphShapes, limits: StartLimits) -> Iterator[_Graph]:
     if not shapes.prompt_shapes():
         return
