@@ -74,7 +74,6 @@ DRAFTERS = {
     "medusa": Drafter("medusa", MEDUSA, "medusa", 4),
     "eagle3": Drafter("eagle3", ("--num-tokens", 6, "--clip-norm", 1, *FAST, *SOFT), "eagle3", 5),
     "pard_draft": Drafter("pard", PARD, "draft_target", 4),
-    "pard_wide": Drafter("pard", PARD, "draft_target", 4),
 }
 """By the name of their directory."""
 
@@ -138,11 +137,9 @@ def prompts(run: Run) -> None:
 
 
 def make_starts(run: Run) -> None:
-    """The shipped draft with more layers, which still computes the same; and a few layers of the target."""
+    """The shipped draft with more layers, which still computes the same."""
     if "pard_draft" in run.arguments.drafters:
         restack(run.assets / "draft", [index % 2 for index in range(8)], 2, run.work / "start_pard_draft")
-    if "pard_wide" in run.arguments.drafters:
-        restack(run.assets / "target", [0, 4, 7, 11], 4, run.work / "start_pard_wide")
 
 
 def data_files(run: Run) -> list[Path]:
