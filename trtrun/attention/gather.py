@@ -30,6 +30,7 @@ class GatherAttention:
     """
 
     tile: int | None = None
+    reads_forks = False
 
     def __init__(self, kv_format: KVFormat = PLAIN) -> None:
         """Read and write a store of this format."""

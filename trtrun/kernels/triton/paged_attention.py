@@ -168,6 +168,7 @@ class PagedAttention:
     """An AttentionBackend that copies no context: each program follows the block table."""
 
     tile: int | None = LARGEST_TILE
+    reads_forks = True
 
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
@@ -186,10 +187,11 @@ class PagedAttention:
         window: int | None,
     ) -> torch.Tensor:
         """See AttentionBackend."""
-        tokens, kv_heads, head_dim = value.shape
-        query = query_key.new_empty((tokens, query_key.shape[1] - kv_heads, head_dim))
+        _, kv_heads, head_dim = value.shape
+        nodes = None if batch.forks is None else batch.forks.nodes
+        query = query_key.new_empty((batch.segments[-1].stop, query_key.shape[1] - kv_heads, head_dim))
         for segment in batch.segments:
-            rotate_and_write(query_key, value, angles, store_layer, segment, query)
+            rotate_and_write(query_key, value, angles, store_layer, segment, query, nodes)
         output = torch.empty_like(query)
         for segment in batch.segments:
             self._attend(query, store_layer, segment, scale, window, output)
