@@ -40,6 +40,7 @@ SECTIONS: tuple[tuple[tuple[str, ...], type[Section]], ...] = (
 
 VALUES = {
     "devices": "list or mapping",
+    "eagle_choices": "list or name",
     "eagle3_layers_to_capture": "list of whole numbers",
     "medusa_choices": "list or name",
     "method": ", ".join(f"`{name}`" for name in METHODS),

@@ -135,7 +135,7 @@ class RuntimeConfig(Section):
             raise ValueError(
                 f"scheduler.max_num_tokens: {self.scheduler.max_num_tokens} is too small to verify {width} tokens of "
                 f"each of {rows} rows: set it to {rows * width} or more, or lower scheduler.max_batch_size"
-                f"{f' or speculation.{self._tree_key}' if self.max_paths > 1 else ''}"
+                f"{f' or speculation.{self.speculation.tree_key}' if self.max_paths > 1 else ''}"
             )
         return self
 
@@ -167,11 +167,6 @@ class RuntimeConfig(Section):
     def draft_nodes(self) -> tuple[int, ...]:
         """Tokens of a row's draft, by how many of them follow one another, from none on."""
         return tuple(self.draft_size(length).nodes for length in range(self.draft_len + 1))
-
-    @property
-    def _tree_key(self) -> str:
-        """The option that says how large draft trees are."""
-        return "medusa_choices" if "medusa_choices" in type(self.speculation).model_fields else "max_paths"
 
     @property
     def is_paced(self) -> bool:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from parallel.topology import Role
+from trtrun.configuration.dynamic_tree import DynamicTree
 from trtrun.configuration.launch_config import FilePath, Number, Section
-from trtrun.configuration.medusa_choices import Choice, ChoiceTree, read_choices
+from trtrun.configuration.medusa_choices import MOST_NODES, Choice, ChoiceTree, read_choices, read_eagle_choices
 from trtrun.errors import nearest, shorten
 
 MAX_DRAFT_LEN = 32
 MAX_LOOKUP = 32
 MAX_PATHS = 32
+MAX_TOPK = 32
 MAX_TREE_DEPTH = 64
 MAX_CORPUS_TOKENS = 1 << 28
 DEFAULT_LOOKUP = 5
@@ -69,6 +71,11 @@ class SpeculationSection(Section):
         verifies it; `auto` unless CPU ranks outnumber the cores."""
         return "off"
 
+    @property
+    def tree_key(self) -> str:
+        """The option that says how large draft trees are."""
+        return "max_paths"
+
     @classmethod
     def known_keys(cls) -> list[str]:
         """Keys of all methods: which of them a section may hold depends on its method."""
@@ -109,6 +116,10 @@ class DraftModelSection(SpeculationSection):
 
 def _as_choices(value: object) -> object:
     return None if value is None else read_choices(value)
+
+
+def _as_eagle_choices(value: object) -> object:
+    return None if value is None else read_eagle_choices(value)
 
 
 class PromptLookupSection(SpeculationSection):
@@ -167,7 +178,68 @@ class SuffixSection(SpeculationSection):
     suffix_corpus_max_tokens: Annotated[int, Number, Field(ge=2, le=MAX_CORPUS_TOKENS)] = 1_000_000
 
 
-class MedusaSection(SpeculationSection):
+class DraftSize(NamedTuple):
+    """How large a row's draft is: paths from its newest token to a leaf, one of a chain; and tokens in all."""
+
+    paths: int
+    nodes: int
+
+    @classmethod
+    def of(cls, tree: ChoiceTree | DynamicTree | None, draft_len: int) -> DraftSize:
+        """Of a tree, cut off behind so many tokens; of a chain without one."""
+        if tree is None or not draft_len:
+            return cls(1, draft_len)
+        if isinstance(tree, DynamicTree):
+            return cls(tree.num_paths(draft_len), tree.num_nodes(draft_len))
+        tree = tree.cut(draft_len)
+        return cls(len(tree.paths), len(tree.nodes))
+
+
+class _ChoicesSection(SpeculationSection):
+    """Of a method with a tree of ranks: what its key and draft_len say together."""
+
+    CHOICES_KEY: ClassVar[str]
+    READ_CHOICES: ClassVar[Callable[[object], tuple[Choice, ...]]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_depth(cls, values: object) -> object:
+        """Draft as deep as the tree is. What is wrong with it is said at its key."""
+        if not isinstance(values, Mapping) or values.get(cls.CHOICES_KEY) is None or "draft_len" in values:
+            return values
+        try:
+            choices = cls.READ_CHOICES(values[cls.CHOICES_KEY])
+        except ValueError:
+            return values
+        return {**values, "draft_len": ChoiceTree.of(choices).depth}
+
+    @model_validator(mode="after")
+    def _check_depth(self) -> Self:
+        choices = getattr(self, self.CHOICES_KEY)
+        depth = self.draft_len if choices is None else ChoiceTree.of(choices).depth
+        if self.draft_len > depth:
+            raise ValueError(
+                f"draft_len is {self.draft_len}, but {self.CHOICES_KEY} are {depth} deep: set it to {depth} or less, "
+                "or leave it out"
+            )
+        return self
+
+    @property
+    def tree_key(self) -> str:
+        """See SpeculationSection."""
+        return self.CHOICES_KEY
+
+    @property
+    def static_tree(self) -> ChoiceTree | None:
+        """The tree of ranks, no deeper than draft_len; None where it is a chain or there is none."""
+        choices = getattr(self, self.CHOICES_KEY)
+        if choices is None:
+            return None
+        tree = ChoiceTree.of(choices).cut(self.draft_len)
+        return None if len(tree.paths) == 1 and tree == ChoiceTree.chain(tree.depth) else tree
+
+
+class MedusaSection(_ChoicesSection):
     """Options of `medusa`. Each head drafts one token, so draft_len is at most the number of heads. A chain takes the
     likeliest token of each; a tree the likely ones, so that more is accepted and more has to be verified: on CPUs,
     where each token costs, a chain is faster.
@@ -181,64 +253,80 @@ class MedusaSection(SpeculationSection):
             Left out: a chain.
     """
 
+    CHOICES_KEY: ClassVar[str] = "medusa_choices"
+    READ_CHOICES: ClassVar[Callable[[object], tuple[Choice, ...]]] = staticmethod(read_choices)
+
     medusa_choices: Annotated[tuple[Choice, ...] | None, BeforeValidator(_as_choices)] = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_depth(cls, values: object) -> object:
-        """Draft as deep as the tree is. What is wrong with it is said at its key."""
-        if not isinstance(values, Mapping) or values.get("medusa_choices") is None or "draft_len" in values:
-            return values
-        try:
-            choices = read_choices(values["medusa_choices"])
-        except ValueError:
-            return values
-        return {**values, "draft_len": ChoiceTree.of(choices).depth}
-
-    @model_validator(mode="after")
-    def _check_depth(self) -> MedusaSection:
-        depth = self.draft_len if self.medusa_choices is None else ChoiceTree.of(self.medusa_choices).depth
-        if self.draft_len > depth:
-            raise ValueError(
-                f"draft_len is {self.draft_len}, but medusa_choices are {depth} deep: set it to {depth} or less, or "
-                "leave it out"
-            )
-        return self
 
     @property
     def tree(self) -> ChoiceTree | None:
         """The draft tree, no deeper than draft_len; None where drafts are chains."""
-        if self.medusa_choices is None:
-            return None
-        tree = ChoiceTree.of(self.medusa_choices).cut(self.draft_len)
-        return None if len(tree.paths) == 1 and tree == ChoiceTree.chain(tree.depth) else tree
-
-    def size_of(self, draft_len: int) -> DraftSize:
-        """How large a draft of so many tokens, one behind the other, is."""
-        if self.tree is None or not draft_len:
-            return DraftSize(1, draft_len)
-        tree = self.tree.cut(draft_len)
-        return DraftSize(len(tree.paths), len(tree.nodes))
+        return self.static_tree
 
 
-class Eagle3Section(SpeculationSection):
+class Eagle3Section(_ChoicesSection):
     """Options of `eagle3`. The head drafts step by step from hidden states of the target: from those of which layers,
     its config.json says in one of two ways, or not at all. Where drafts are seldom right, see whether `trtrun plan`
     names the layers that it was trained with.
 
+    Drafts are chains, or trees: of a shape that is known (`eagle_choices`), or of one that follows from how likely
+    tokens are (`eagle_topk`, as in EAGLE-2). More of a tree is accepted, and more has to be verified.
+
     Attributes:
         eagle3_layers_to_capture: layers of the target, from 0, whose output the head reads, as in TensorRT-LLM, such as
             `[1, 15, 28]`; -1 is the embedding. Left out: what config.json says, or else 1, N // 2 - 1 and N - 4 of N.
+        eagle_choices: a draft tree, as in TensorRT-LLM: paths of ranks without the root, such as
+            `[[0], [1], [0, 0]]`, or `mc_sim_7b_63`, the reference's of 25 tokens. draft_len is its depth where left
+            out, and cuts a deeper one.
+        eagle_topk: of a dynamic tree, as in SGLang: tokens of each depth that are continued, and continuations of each
+            that are looked at. 1 is a chain.
+        max_total_draft_tokens: tokens of a dynamic tree that are kept, the likeliest, as in TensorRT-LLM, without the
+            row's newest one. Left out: eagle_topk times draft_len.
     """
 
+    CHOICES_KEY: ClassVar[str] = "eagle_choices"
+    READ_CHOICES: ClassVar[Callable[[object], tuple[Choice, ...]]] = staticmethod(read_eagle_choices)
+
     eagle3_layers_to_capture: tuple[Annotated[int, Number, Field(ge=-1, le=4095)], ...] | None = None
+    eagle_choices: Annotated[tuple[Choice, ...] | None, BeforeValidator(_as_eagle_choices)] = None
+    eagle_topk: Annotated[int, Number, Field(ge=1, le=MAX_TOPK)] = 1
+    max_total_draft_tokens: Annotated[int, Number, Field(ge=1, le=MOST_NODES)] | None = None
 
+    @model_validator(mode="after")
+    def _check_tree(self) -> Eagle3Section:
+        kept = self.max_total_draft_tokens
+        if self.eagle_choices is not None and self.eagle_topk > 1:
+            raise ValueError("eagle_choices and eagle_topk are two trees: leave one of them out")
+        if kept is not None and self.eagle_topk == 1:
+            raise ValueError("max_total_draft_tokens is of dynamic trees: set eagle_topk to 2 or more, or leave it out")
+        if kept is not None and kept < self.draft_len:
+            raise ValueError(
+                f"max_total_draft_tokens is {kept}, but draft_len is {self.draft_len}: set it to that or more, "
+                "or lower draft_len"
+            )
+        return self
 
-class DraftSize(NamedTuple):
-    """How large a row's draft is: paths from its newest token to a leaf, one of a chain; and tokens in all."""
+    @property
+    def tree(self) -> ChoiceTree | DynamicTree | None:
+        """The draft tree, no deeper than draft_len, or its bounds; None where drafts are chains."""
+        if self.eagle_topk == 1:
+            return self.static_tree
+        kept = self.max_total_draft_tokens
+        if kept is None:
+            kept = min(MOST_NODES, self.eagle_topk * self.draft_len)
+        return None if kept == 1 else DynamicTree(self.eagle_topk, kept)
 
-    paths: int
-    nodes: int
+    @property
+    def tree_key(self) -> str:
+        """See SpeculationSection."""
+        return self.CHOICES_KEY if self.eagle_topk == 1 else "max_total_draft_tokens"
+
+    @property
+    def most_fed(self) -> int:
+        """Nodes of a row's tree that the head feeds at once, at most; 0 where drafts are chains."""
+        if isinstance(self.tree, DynamicTree):
+            return self.tree.top_k
+        return 0 if self.tree is None else max(1, self.tree.most_continued)
 
 
 @dataclass(frozen=True)
@@ -257,6 +345,8 @@ class DraftingMethod:
             one for methods on the target ranks alone.
         needs_heads: whether it drafts with heads on the target ranks, from the directory `draft.model`: layers that
             read what the target computes, and have no rank and no rows (models/heads.py).
+        find_most_fed: tells of a `speculation` section how many nodes of a row's draft tree heads with a store feed at
+            once, at most; 0 where drafts are chains.
         find_size: tells of a `speculation` section how large a draft of so many tokens, one behind the other, is, where
             its paths share tokens; None where each path has tokens of its own.
         num_behind: 1 where the drafter keeps keys and values of each token in the target's blocks, which depend on the
@@ -272,6 +362,7 @@ class DraftingMethod:
     find_taps: Callable[[SpeculationSection, int], Sequence[int]] = lambda section, num_layers: ()
     find_max_paths: Callable[[SpeculationSection], int] = lambda section: 1
     needs_heads: bool = False
+    find_most_fed: Callable[[SpeculationSection], int] = lambda section: 0
     find_size: Callable[[SpeculationSection, int], DraftSize] | None = None
     num_behind: int = 0
     search_bytes: int = 0
@@ -284,9 +375,14 @@ class DraftingMethod:
         return DraftSize(paths, paths * draft_len)
 
 
-def _medusa_size(section: SpeculationSection, draft_len: int) -> DraftSize:
-    assert isinstance(section, MedusaSection)
-    return section.size_of(draft_len)
+def _tree_size(section: SpeculationSection, draft_len: int) -> DraftSize:
+    assert isinstance(section, MedusaSection | Eagle3Section)
+    return DraftSize.of(section.tree, draft_len)
+
+
+def _most_fed(section: SpeculationSection) -> int:
+    assert isinstance(section, Eagle3Section)
+    return section.most_fed
 
 
 def _max_paths(section: SpeculationSection) -> int:
@@ -326,7 +422,7 @@ METHODS: dict[str, DraftingMethod] = {
         section=MedusaSection,
         to_check="see whether the heads were trained for this very target, and for texts like these",
         needs_heads=True,
-        find_size=_medusa_size,
+        find_size=_tree_size,
     ),
     "eagle3": DraftingMethod(
         Role.TARGET,
@@ -336,6 +432,8 @@ METHODS: dict[str, DraftingMethod] = {
         to_check="see whether the head was trained for this very target, for texts like these, and with the layers "
         "that trtrun plan names (speculation.eagle3_layers_to_capture)",
         needs_heads=True,
+        find_size=_tree_size,
+        find_most_fed=_most_fed,
         num_behind=1,
     ),
     NO_DRAFTS: DraftingMethod(None, needs_draft_model=False, has_probabilities=True),

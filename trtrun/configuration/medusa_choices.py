@@ -1,14 +1,17 @@
-"""Which tokens of Medusa's heads make a draft tree: trees that a user names or lists, as paths of ranks from the root.
+"""Which tokens of Medusa's heads, or of an EAGLE head, make a draft tree: trees that a user names or lists, as paths of
+ranks from the root.
 
-A path [0, 1] is a node: what follows the likeliest token of the first head is the second likeliest of the second head.
-Every prefix of a path is a node, too. The named sets are data of the reference implementation
-(github.com/FasterDecoding/Medusa, commit e2a5d20, medusa/model/medusa_choices.py, Apache-2.0; Cai et al. 2024,
-arXiv:2401.10774), whose lists TensorRT-LLM takes as `medusa_choices`, too. It knows numbers. It does not know heads.
+A path [0, 1] is a node: what follows the likeliest token is the second likeliest of the second head, or behind that
+token. Every prefix of a path is a node, too. The named sets are data of the reference implementations
+(github.com/FasterDecoding/Medusa, commit e2a5d20, medusa/model/medusa_choices.py, Cai et al. 2024, arXiv:2401.10774;
+github.com/SafeAILab/EAGLE, commit 08dc06c, eagle/model/choices.py, Li et al. 2024, arXiv:2401.15077; both Apache-2.0),
+whose lists TensorRT-LLM takes as `medusa_choices` and `eagle_choices`. It knows numbers. It does not know heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -67,6 +70,11 @@ _SETS = {
 }
 """By name, a word for each path and a digit for each rank, in the order of the source."""
 
+_EAGLE_SETS = {
+    "mc_sim_7b_63": ("0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001")
+}
+"""Those of EAGLE, of which one has the name of another one of Medusa's."""
+
 
 @dataclass(frozen=True)
 class ChoiceTree:
@@ -106,6 +114,12 @@ class ChoiceTree:
         leaves = sorted(node for node in self.nodes if node not in inner)
         return tuple(tuple(places[leaf[:end]] for end in range(1, len(leaf) + 1)) for leaf in leaves)
 
+    @property
+    def most_continued(self) -> int:
+        """Nodes of one depth that have others behind them, at most."""
+        inner = Counter(len(node) for node in {node[:-1] for node in self.nodes} if node)
+        return max(inner.values(), default=0)
+
     @cache  # noqa: B019 (trees are few, and kept by the configuration)
     def cut(self, depth: int) -> ChoiceTree:
         """The tree without what is deeper."""
@@ -117,16 +131,16 @@ def named_choices() -> list[str]:
     return list(_SETS)
 
 
-def read_choices(value: object) -> tuple[Choice, ...]:
+def read_choices(value: object, sets: Mapping[str, str] = _SETS) -> tuple[Choice, ...]:
     """The paths of a tree, from a list of them or the name of a known one.
 
     Raises:
         ValueError: there is no such name, or the list is no tree.
     """
     if isinstance(value, str):
-        if value not in _SETS:
-            raise ValueError(f"there is no tree {shorten(value)}{nearest(value, _SETS)}")
-        return tuple(tuple(map(int, word)) for word in _SETS[value].split())
+        if value not in sets:
+            raise ValueError(f"there is no tree {shorten(value)}{nearest(value, sets)}")
+        return tuple(tuple(map(int, word)) for word in sets[value].split())
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(
             f"must be a list of paths of ranks, such as [[0], [1], [0, 0]], or a tree's name, not {shorten(value)}"
@@ -142,6 +156,11 @@ def read_choices(value: object) -> tuple[Choice, ...]:
     if twice is not None:
         raise ValueError(f"has {list(twice)} twice: leave one of them out")
     return tuple(choices)
+
+
+def read_eagle_choices(value: object) -> tuple[Choice, ...]:
+    """`read_choices` with EAGLE's names."""
+    return read_choices(value, _EAGLE_SETS)
 
 
 def _read_choice(path: object) -> Choice:

@@ -47,6 +47,8 @@ class HeadGraphs(GraphCache):
         shapes: GraphShapes,
         max_rows: int,
         tapped: tuple[int, int],
+        *,
+        drafts: bool = True,
     ) -> None:
         """Capture what `layers` compute over `store`.
 
@@ -57,9 +59,11 @@ class HeadGraphs(GraphCache):
             shapes: of the target's graphs.
             max_rows: of a round.
             tapped: how many hidden states of the target there are of a token, and numbers of each.
+            drafts: whether tokens are drafted as chains; else what is fed alone has graphs.
         """
         super().__init__(capture)
         self.shapes = shapes
+        self._drafts = drafts
         self._layers = layers
         self._store = store
         self._width = shapes.numbers_of_queries(1)[0]
@@ -81,7 +85,7 @@ class HeadGraphs(GraphCache):
         """
         for rows in self.shapes.numbers_of_rows():
             places = torch.zeros(rows, dtype=torch.int64, device=self._states.device)
-            kinds = [None, *KeyedRanks.kinds(sampling, range(rows), places, Stream.TARGET)]
+            kinds = [None, *KeyedRanks.kinds(sampling, range(rows), places, Stream.TARGET)] if self._drafts else []
             hidden = self._states.new_zeros((rows, self._states.shape[1]))
             for blocks in self.shapes.widths(rows):
                 tables = places.new_zeros((rows, blocks))

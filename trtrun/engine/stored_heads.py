@@ -9,31 +9,35 @@ heads compute, or which tokens are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from trtrun.core.nouns import FedPart, RoundPlan
 from trtrun.engine.feature_layers import FeatureLayers
 from trtrun.engine.head_graphs import HeadGraphs
+from trtrun.engine.head_paths import HeadPaths, HeadSpace, HeadTree
 from trtrun.engine.runner import Engine
 from trtrun.kvcache.formats import KVFormat
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.sampling.keyed_ranks import KeyedRanks
+from trtrun.tensors import kept_integers
 
 
 class StoredHeads:
     """Heads of one rank at work on the target's rows; see `speculation.protocols.FeatureHeads`."""
 
-    def __init__(self, layers: FeatureLayers, target: Engine, num_blocks: int, kv_format: KVFormat) -> None:
-        """Have `layers` keep what they keep of the rows of `target`, which taps what they read, in a store of
-        `num_blocks` blocks, as the target's has for rows, in a format; through graphs where the target has any."""
+    def __init__(self, layers: FeatureLayers, target: Engine, space: HeadSpace, kv_format: KVFormat) -> None:
+        """Have `layers` keep what they keep of the rows of `target`, which taps what they read, in a store of as many
+        blocks as the target's has for rows and those of `space` behind them, in a format; through graphs where the
+        target has any."""
         self._layers = layers
         self._rows = rows = target.rows
         self._store = KVStore(
             layers.num_layers,
-            num_blocks,
+            space.first_block + space.num_blocks,
             layers.kv_heads,
             rows.block_size,
             layers.head_dim,
@@ -46,7 +50,8 @@ class StoredHeads:
         self._graphs: HeadGraphs | None = None
         if target.capture is not None and target.graph_shapes is not None:
             taken = (layers, self._store, target.capture, target.graph_shapes, len(rows.block_tables))
-            self._graphs = HeadGraphs(*taken, target.tapped_shape)
+            self._graphs = HeadGraphs(*taken, target.tapped_shape, drafts=not space.most_fed)
+        self._paths = HeadPaths(space, rows, self._store) if space.most_fed else None
         self.tapped_shape = target.tapped_shape
         self.hidden_size = layers.hidden_size
         self.dtype = layers.dtype
@@ -57,6 +62,8 @@ class StoredHeads:
         """Clear what rows get to write to, where it may hold what is no number: see `Engine.begin_round`."""
         if self._layers.has_overflowed:
             self._store.clear(self._rows.fresh_blocks(plan))
+            if self._paths is not None:
+                self._paths.clear(kept_integers(plan.decode_rows.tolist(), self._rows.device))
 
     def warm_up(self) -> None:
         """Make all graphs, where there are any. Collective over the group."""
@@ -117,7 +124,7 @@ class StoredHeads:
         Returns:
             [R, steps + 1] int64, equal on all ranks; None where steps have to be run one by one.
         """
-        if self._graphs is None:
+        if self._graphs is None or self._paths is not None:
             return None
         return self._graphs.draft(hidden, positions, self._tables(rows, context), keyed)
 
@@ -133,6 +140,22 @@ class StoredHeads:
         """Feed tokens [R] int64 with hidden [R, hidden], which is overwritten; the states [R, hidden] behind them."""
         positions = batch.segments[0].positions.reshape(-1).clamp(min=0)
         return self._layers.forward(tokens, positions, hidden, batch, self._store)
+
+    def begin_tree(
+        self, rows: torch.Tensor, positions: torch.Tensor, context: int
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """What feeds trees of `rows` [R] depth by depth, at positions [R, steps] int64, -1 where a row takes no part;
+        see `speculation.protocols.GrowTree`."""
+        assert self._paths is not None
+        return partial(self._grow, self._paths.begin(rows, positions, self._tables(rows, context)))
+
+    def _grow(self, tree: HeadTree, parents: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        assert self._paths is not None
+        batch = self._paths.next_batch(tree, parents)
+        positions = batch.segments[0].positions.reshape(-1).clamp(min=0)
+        taken = hidden.gather(1, parents.unsqueeze(2).expand(-1, -1, hidden.shape[2])).flatten(0, 1)
+        states = self._layers.forward(tokens.reshape(-1), positions, taken, batch, self._store)
+        return states.view(*tokens.shape, -1)
 
     def _tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
         blocks = -(-context // self._rows.block_size)

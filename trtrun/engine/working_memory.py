@@ -54,6 +54,7 @@ class RoundShape:
         num_guesses: drafts that draft ranks of their own make ahead, at most.
         max_paths: of a row's draft; 1 where it is a chain.
         draft_nodes: tokens of a row's draft in all; None where each path has its own.
+        most_fed: nodes of a row's draft tree that heads have logits of at once.
         most_catch_up: tokens of a row that a draft engine feeds after rounds that it sat out, at most.
         in_parallel: whether it drafts all tokens of a row in one forward.
     """
@@ -69,6 +70,7 @@ class RoundShape:
     most_catch_up: int = 1
     in_parallel: bool = False
     draft_nodes: int | None = None
+    most_fed: int = 1
 
     @property
     def verified_tokens(self) -> int:
@@ -140,7 +142,7 @@ def working_bytes(
     total += 2 * tokens * tap  # as the forward keeps them, and those of prompts as they are handed out
     if heads is not None:
         # Of a round's rows: gathered, in float32, changed, with noise.
-        total += heads.num_logits * shape.max_rows * model.vocab_size * _FLOAT * _SAMPLING_TENSORS
+        total += heads.num_logits * shape.max_rows * shape.most_fed * model.vocab_size * _FLOAT * _SAMPLING_TENSORS
         total += tokens * heads.token_bytes(share, dtype.itemsize)
         if heads.stored is not None:
             total += RotaryEmbedding.most_bytes(shape.max_seq_len + scratch, heads.stored.head_dim, dtype)

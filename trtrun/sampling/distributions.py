@@ -34,6 +34,10 @@ class Distributions(Protocol):
         """[R, count] int64 for P of 1, as `RowSampling.rank` describes it."""
         ...
 
+    def scores(self) -> Tensor:
+        """[R, V] float32 for P of 1: what `rank` puts in order, as `RowSampling.scores` describes it."""
+        ...
+
     def probabilities(self, indices: Sequence[int], width: int) -> Tensor:
         """[S, P, width] float32 for sampled rows: `indices` into the R rows; zeros beyond the vocabulary."""
         ...
@@ -65,6 +69,10 @@ class TorchDistributions:
         """See Distributions."""
         return self._sampling.rank(self.processed[:, 0], self._rows, self._lengths, count)
 
+    def scores(self) -> Tensor:
+        """See Distributions."""
+        return self._sampling.scores(self.processed[:, 0], self._rows, self._lengths)
+
     def probabilities(self, indices: Sequence[int], width: int) -> Tensor:
         """See Distributions."""
         picked = self.processed[kept_integers(indices, self.processed.device)]
@@ -93,6 +101,12 @@ class KernelDistributions:
         from trtrun.kernels.triton.sampling.token_choice import rank
 
         return rank(self.lines, int(Stream.TARGET), count)
+
+    def scores(self) -> Tensor:
+        """See Distributions."""
+        from trtrun.kernels.triton.sampling.token_choice import scores
+
+        return scores(self.lines, int(Stream.TARGET))
 
     def probabilities(self, indices: Sequence[int], width: int) -> Tensor:
         """See Distributions."""

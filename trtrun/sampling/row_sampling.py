@@ -330,15 +330,19 @@ class RowSampling:
         Returns:
             [R, count] int64, device.
         """
+        return likeliest(self.scores(processed, rows, lengths), count)
+
+    def scores(self, processed: Tensor, rows: Sequence[int], lengths: Tensor | None) -> Tensor:
+        """[R, V] float32 of which `choose` takes the largest for Stream.TARGET; arguments as of `rank`."""
         sampled = self.sampled_indices(rows)
-        if sampled:
-            assert lengths is not None
-            index = self._index(sampled)
-            noise = gumbel(
-                self.seeds([rows[place] for place in sampled]), lengths[index], Stream.TARGET, processed.shape[-1]
-            )
-            processed = processed.index_copy(0, index, processed.index_select(0, index) + noise)
-        return likeliest(processed, count)
+        if not sampled:
+            return processed
+        assert lengths is not None
+        index = self._index(sampled)
+        noise = gumbel(
+            self.seeds([rows[place] for place in sampled]), lengths[index], Stream.TARGET, processed.shape[-1]
+        )
+        return processed.index_copy(0, index, processed.index_select(0, index) + noise)
 
     @staticmethod
     def probabilities(processed: Tensor) -> Tensor:

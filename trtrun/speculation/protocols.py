@@ -9,7 +9,7 @@ scheduler.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -20,6 +20,11 @@ from trtrun.sampling.row_sampling import RowSampling
 
 PreparedStep = TypeVar("PreparedStep")
 """What an engine prepares for one of several steps; only the engine looks into it."""
+
+GrowTree = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Feeds the next nodes of R rows' trees: takes `parents` [R, F] int64, of each node the place of its parent among those
+that were fed before, 0 at first; tokens [R, F] int64; and hidden [R, before, hidden_size], the states behind those that
+were fed before. Returns the states behind the nodes, [R, F, hidden_size]. Collective."""
 
 
 class Rows(Protocol):
@@ -239,6 +244,10 @@ class FeatureHeads(Protocol[PreparedStep]):
     def step(self, batch: PreparedStep, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Feed tokens [R] with hidden [R, hidden_size], which is overwritten; the states [R, hidden_size] behind them.
         Collective."""
+        ...
+
+    def begin_tree(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> GrowTree:
+        """What feeds trees of `rows` [R] depth by depth, at positions [R, steps]; -1 takes no part."""
         ...
 
     def logits(self, state: torch.Tensor) -> torch.Tensor | None:

@@ -144,6 +144,18 @@ def last_nodes(draft: Draft, verdict: Verdict) -> Tensor:
     return torch.where(kept > 0, nodes + 1, 0)
 
 
+def along_paths(draft: Draft, verdict: Verdict, of_nodes: Tensor) -> Tensor:
+    """[rows, depth + 1, ...]: what rows have of their newest token and along the path that they have gained, of
+    `of_nodes` [rows, nodes + 1, ...], which begins with the newest token's; any behind what is gained."""
+    assert draft.paths is not None
+    nodes = _pick(draft.paths, accepted_paths(draft, verdict)).clamp(min=-1) + 1
+    columns = torch.cat((torch.zeros_like(nodes[:, :1]), nodes), dim=1)
+    starts = torch.arange(len(of_nodes), device=nodes.device).unsqueeze(1) * of_nodes.shape[1]
+    return (
+        of_nodes.flatten(0, 1).index_select(0, (columns + starts).flatten()).view(*columns.shape, *of_nodes.shape[2:])
+    )
+
+
 def path_tokens(draft: Draft) -> Tensor:
     """[rows, paths, depth] int64: the tokens along each path of `draft`; any token behind its end."""
     assert draft.paths is not None

@@ -13,6 +13,7 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.engine.draft_paths import PathSpace
+from trtrun.engine.head_paths import HeadSpace
 from trtrun.engine.working_memory import RoundShape, working_bytes
 from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.kvcache.sizing import useful_blocks
@@ -75,6 +76,18 @@ def path_space(config: RuntimeConfig, num_blocks: int) -> PathSpace:
     )
 
 
+def head_space(config: RuntimeConfig, num_blocks: int) -> HeadSpace:
+    """What of the store of heads belongs to draft trees while they grow, behind the `num_blocks` blocks of rows."""
+    size, method = config.kv_cache.block_size, METHODS[config.speculation.method]
+    return HeadSpace(
+        most_fed=method.find_most_fed(config.speculation),
+        max_rows=config.scheduler.max_batch_size,
+        first_block=num_blocks,
+        # The first token is fed anywhere in its block, and the last of a path not at all.
+        blocks_per_path=(size + config.draft_len - 2) // size + 1,
+    )
+
+
 def guess_steps(config: RuntimeConfig) -> list[int]:
     """Numbers of guesses that a round may have: few on GPUs, where each is a graph and most cost the same."""
     most = guess_space(config, 0).most_guesses
@@ -94,6 +107,7 @@ def round_shape(config: RuntimeConfig, context: int) -> RoundShape:
         draft_len=config.draft_len,
         max_paths=config.max_paths,
         draft_nodes=config.draft_size(config.draft_len).nodes,
+        most_fed=max(1, METHODS[config.speculation.method].find_most_fed(config.speculation)),
         max_seq_len=context if stored is None else min(context, stored),
         block_size=config.kv_cache.block_size,
         use_logits=config.speculation.use_logits and config.has_draft_engine,
@@ -126,6 +140,9 @@ def engine_working_bytes(
     blocks = (guess_space if role == "draft" else path_space)(config, 0).num_blocks
     beside = blocks * kv_bytes_per_block(config, model, len(section.devices), dtype)
     if role == "target":
+        if heads is not None and heads.stored is not None:
+            of_heads = kv_bytes_per_block(config, heads.stored, len(section.devices), dtype)
+            beside += head_space(config, 0).num_blocks * of_heads
         beside += METHODS[config.speculation.method].search_bytes
     return beside + working_bytes(
         round_shape(config, context),

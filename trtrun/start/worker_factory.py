@@ -25,7 +25,7 @@ from trtrun.roles.exchange import DeviceExchange, Exchange
 from trtrun.roles.message_exchange import MessageExchange
 from trtrun.roles.round import Worker
 from trtrun.speculation.drafters import DRAFTERS, Drafter, DrafterContext
-from trtrun.start.memory_requirements import guess_space, guess_steps
+from trtrun.start.memory_requirements import guess_space, guess_steps, head_space
 from trtrun.start.model_settings import mask_token
 from trtrun.timing.phase_clock import HostPhases, phase_clock
 
@@ -100,9 +100,10 @@ class WorkerFactory:
         return DRAFTERS.get(config.speculation.method)(place)
 
     def _make_stored_heads(self) -> StoredHeads:
-        """The heads, with a store of as many blocks as the target's."""
+        """The heads, with a store of as many blocks as the target's, and more for trees."""
         kv_format = KV_FORMATS.get(self.config.kv_cache.dtype)
-        return StoredHeads(cast(FeatureLayers, self.heads), self.engines["target"], self.num_blocks, kv_format)
+        space = head_space(self.config, self.num_blocks)
+        return StoredHeads(cast(FeatureLayers, self.heads), self.engines["target"], space, kv_format)
 
     @property
     def _drafting_role(self) -> Role | None:

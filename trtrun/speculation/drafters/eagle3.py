@@ -1,10 +1,11 @@
-"""An EAGLE-3 head on the target ranks: the drafting method `eagle3` (Li et al. 2025, arXiv:2503.01840), in chains.
+"""An EAGLE-3 head on the target ranks: the drafting method `eagle3` (Li et al. 2025, arXiv:2503.01840), in chains
+and in trees.
 
 The head keeps keys and values of every position, in the target's blocks. What it keeps of position i is made of the
 target's hidden states of i and of the token at i + 1, so that each round feeds it what the target has just read, one
 position late: prompts chunk by chunk, and the tokens that a row gained. Behind the last of them stands the first draft
 token; for the others the head goes on with its own states. These write scratch behind what is fed, which the next round
-writes over with the target's states.
+writes over with the target's states; of trees, blocks that no row has.
 
 Sampled rows choose as the target will, with its random numbers of each place (Daliri et al. 2024, arXiv:2408.07978).
 The rank that has the head's logits chooses, and the others are told. A row that is followed is fed in all rounds,
@@ -22,25 +23,40 @@ from typing import Generic
 import torch
 from torch import Tensor
 
+from trtrun.configuration.drafting_methods import Eagle3Section
+from trtrun.configuration.dynamic_tree import DynamicTree
+from trtrun.configuration.medusa_choices import ChoiceTree
 from trtrun.core.nouns import Draft, FedPart, RoundPlan, Step, Verdict
+from trtrun.errors import ConfigError
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.given_drafts import GivenDrafts
+from trtrun.speculation.head_trees import HeadTrees
 from trtrun.speculation.protocols import FeatureHeads, PreparedStep, Rows, TargetEngine
+from trtrun.speculation.trees import along_paths
 from trtrun.tensors import device_integers, inference, kept_integers, kept_range
 
 
 class Eagle3Drafter(Drafter, Generic[PreparedStep]):
-    """Proposes a chain for each row, step by step. It is no sample, so it has no draft_probs: the target chooses its
-    own token at every position."""
+    """Proposes a chain for each row, step by step, or a tree, depth by depth. It is no sample, so it has no
+    draft_probs: the target chooses its own token at every position."""
 
-    def __init__(self, target: TargetEngine, heads: FeatureHeads[PreparedStep], draft_len: int) -> None:
-        """Draft up to `draft_len` tokens for each of the rows of `target`, whose step taps what `heads` read."""
+    def __init__(
+        self,
+        target: TargetEngine,
+        heads: FeatureHeads[PreparedStep],
+        draft_len: int,
+        tree: ChoiceTree | DynamicTree | None = None,
+    ) -> None:
+        """Draft up to `draft_len` tokens, one behind the other, for each of the rows of `target`, whose step taps what
+        `heads` read; trees of a shape or with bounds, or chains without."""
         self._rows = target.rows
         self._heads = heads
         self._draft_len = draft_len
+        self._trees = HeadTrees(target.rows, heads, tree) if tree is not None else None
+        self._proposed: Draft | None = None
         self._given = GivenDrafts(target.rows)
         shape = (len(target.rows.lengths), heads.hidden_size)
         self._states = torch.zeros(shape, dtype=heads.dtype, device=target.rows.lengths.device)
@@ -69,6 +85,8 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
             states = self._heads.step(batch, parts[0].tokens[:, 0], states[:count].clone())
             logits = self._heads.logits(states)
             self._heads.share(torch.empty_like(rows) if logits is None else logits.argmax(dim=1))
+            if self._trees is not None:
+                self._trees.warm_up(rows, self._draft_len)
             if count == most:
                 return
             count = min(2 * count, most)
@@ -94,29 +112,37 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
         listed: list[int] = plan.decode_rows.tolist()
         asked: list[int] = plan.draft_lens.tolist()
         lens = kept_integers([max(0, length) for length in asked], device)
-        tokens = torch.zeros((len(listed), depth), dtype=torch.int64, device=device)
+        self._proposed = None
         if not depth:
-            return Draft(tokens, lens)
+            return Draft(torch.zeros((len(listed), 0), dtype=torch.int64, device=device), lens)
         followed, given = _followed(plan), self._given.propose(plan)
         if len(followed) == len(listed):  # as in most rounds, where fewer operations are launched
-            return Draft(self._draft(plan, listed, asked, given), lens)
-        places = kept_integers(followed, device)
-        given = None if given is None else (given[0][places], given[1][places])
-        listed, asked = ([of_row[index] for index in followed] for of_row in (listed, asked))
-        tokens.index_copy_(0, places, self._draft(plan, listed, asked, given))
-        return Draft(tokens, lens)
+            tokens, paths = self._draft(plan, listed, asked, given)
+        else:
+            places = kept_integers(followed, device)
+            given = None if given is None else (given[0][places], given[1][places])
+            listed, asked = ([of_row[index] for index in followed] for of_row in (listed, asked))
+            of_followed, paths = self._draft(plan, listed, asked, given)
+            tokens = of_followed.new_zeros((len(lens), of_followed.shape[1])).index_copy_(0, places, of_followed)
+            if paths is not None:
+                paths = paths.new_full((len(lens), *paths.shape[1:]), -1).index_copy_(0, places, paths)
+        self._proposed = Draft(tokens, lens, paths=paths)
+        return self._proposed
 
     def _draft(
         self, plan: RoundPlan, listed: list[int], asked: list[int], given: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         """[R, draft_len] int64 for the R rows `listed`, of which each needs as many as `asked` says; `given` are tokens
-        [R, draft_len] and where they take the place of the head's."""
+        [R, draft_len] and where they take the place of the head's. Of trees the nodes, and their paths (see `Draft`).
+        """
         rows = kept_integers(listed, self._states.device)
         lengths = self._rows.lengths.index_select(0, rows)
         hidden = self._states.index_select(0, rows)
         positions = self._step_positions(plan, lengths, asked)
+        if self._trees is not None:
+            return self._trees.draft(plan, listed, rows, positions, hidden, given)
         if given is None and (drafted := self._chain(plan, listed, rows, lengths, positions, hidden)) is not None:
-            return drafted
+            return drafted, None
         batches = self._heads.prepare_steps(rows, positions, plan.max_context) if plan.draft_len > 1 else ()
         chosen = list[Tensor]()
         for step in range(plan.draft_len):
@@ -128,7 +154,7 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
                 # Scratch behind the row's length: penalties of the next step see it; a verdict overwrites it.
                 self._rows.token_ids[rows, lengths + step] = token.to(torch.int32)
                 hidden = self._heads.step(batches[step], token, hidden)
-        return torch.stack(chosen, dim=1)
+        return torch.stack(chosen, dim=1), None
 
     def _step_positions(self, plan: RoundPlan, lengths: Tensor, asked: list[int]) -> Tensor:
         """[R, draft_len - 1] int64, where all draft tokens but the last are fed: the first of them, which stands at the
@@ -200,6 +226,8 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
         of its tokens that counts, among all of them."""
         device, listed = decoded.device, plan.decode_rows.tolist()
         gained = verdict.num_tokens[: len(listed)]
+        if self._proposed is not None and self._proposed.paths is not None:
+            decoded = along_paths(self._proposed, verdict, decoded)
         if len(followed) < len(listed):
             places = kept_integers(followed, device)
             gained, decoded = gained.index_select(0, places), decoded.index_select(0, places)
@@ -229,6 +257,16 @@ def _followed(plan: RoundPlan) -> list[int]:
 
 @DRAFTERS.register("eagle3")
 def make_eagle3_drafter(place: DrafterContext) -> Drafter:
-    """The head over the target's rows."""
-    assert place.target is not None and place.heads is not None
-    return Eagle3Drafter(place.target, place.heads, place.section.draft_len)
+    """The head over the target's rows.
+
+    Raises:
+        ConfigError: the tree wants more tokens behind a node than there are.
+    """
+    section = place.section
+    assert isinstance(section, Eagle3Section) and place.target is not None and place.heads is not None
+    tree, most = section.tree, place.target_vocab_size
+    if isinstance(tree, DynamicTree) and tree.top_k > most:
+        raise ConfigError(f"speculation.eagle_topk is {tree.top_k}, but the target has {most} tokens")
+    if isinstance(tree, ChoiceTree) and tree.num_ranks > most:
+        raise ConfigError(f"speculation.eagle_choices name rank {tree.num_ranks - 1}, but the target has {most} tokens")
+    return Eagle3Drafter(place.target, place.heads, section.draft_len, tree)

@@ -106,10 +106,15 @@ def choose(lines: Lines, stream: int) -> torch.Tensor:
 
 def rank(lines: Lines, stream: int, count: int) -> torch.Tensor:
     """[R * P, count] int64: what `choose` would take, then what it would take without that, and so on."""
-    scores = torch.empty((lines.num_lines, lines.vocabulary), dtype=torch.float32, device=lines.logits.device)
+    return likeliest(scores(lines, stream), count)
+
+
+def scores(lines: Lines, stream: int) -> torch.Tensor:
+    """[R * P, V] float32 of which `choose` takes the largest."""
+    found = torch.empty((lines.num_lines, lines.vocabulary), dtype=torch.float32, device=lines.logits.device)
     if lines.num_lines:
-        _score(lines, stream, scores)
-    return likeliest(scores, count)
+        _score(lines, stream, found)
+    return found
 
 
 @triton.jit(do_not_specialize=["positions"], do_not_specialize_on_alignment=SMALL)

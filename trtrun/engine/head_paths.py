@@ -1,0 +1,110 @@
+"""Draft trees in a store of heads: where the nodes that are fed next have their keys, each with those before it.
+
+A tree is fed depth by depth. Each of its nodes is a row of its own to attention, with scratch blocks behind the store's
+others: a copy of what its parent's hold, of a row's own block at first. So it sees what stands before it on its own
+path and nothing else, in the order of a chain. There are two sets of such blocks, for parents and for nodes, as several
+nodes may have one parent. Once the target has decided, its hidden states of the accepted path are fed into the row's
+own blocks, and all of this is forgotten.
+
+It knows rows, block tables and a store. It does not know what heads compute, or which tokens are chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from trtrun.engine.rows import RowState
+from trtrun.kernels.chooser import operations_of
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
+from trtrun.kvcache.store import KVStore
+from trtrun.tensors import kept_range
+
+
+@dataclass(frozen=True)
+class HeadSpace:
+    """Which blocks of a store of heads belong to nodes of draft trees.
+
+    Attributes:
+        most_fed: nodes of a row that are fed at once; 0 where drafts are chains.
+        max_rows: rows that may have a tree.
+        first_block: the first of them.
+        blocks_per_path: for the rest of the block that the newest token stands in, and all but the last of a path.
+    """
+
+    most_fed: int
+    max_rows: int
+    first_block: int
+    blocks_per_path: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all nodes: of those that are fed, and of their parents."""
+        return 2 * self.max_rows * self.most_fed * self.blocks_per_path
+
+
+@dataclass
+class HeadTree:
+    """Trees of rows while they are fed.
+
+    Attributes:
+        rows: [R] int64 on the device.
+        positions: [R, steps] int64: where nodes of each depth are fed; -1 where a row takes no part.
+        tables: [R, blocks] int64: of the rows.
+        start: [R, 1] int64: the column of the block in which the first is fed.
+        step: of the depth that is fed next.
+    """
+
+    rows: torch.Tensor
+    positions: torch.Tensor
+    tables: torch.Tensor
+    start: torch.Tensor
+    step: int = 0
+
+
+class HeadPaths:
+    """Keys and values of trees' nodes."""
+
+    def __init__(self, space: HeadSpace, rows: RowState, store: KVStore) -> None:
+        """Keep them in the blocks of `space`, which `store` has."""
+        self._rows = rows
+        self._store = store
+        shape = (space.max_rows, 2, space.most_fed, space.blocks_per_path)
+        blocks = torch.arange(space.first_block, space.first_block + space.num_blocks, device=rows.device)
+        self._blocks = blocks.view(shape)
+
+    def begin(self, rows: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor) -> HeadTree:
+        """Make ready for trees of `rows`; see HeadTree."""
+        start = (self._rows.lengths.index_select(0, rows) - 1).clamp(min=0) // self._rows.block_size
+        return HeadTree(rows, positions, tables, start.unsqueeze(1))
+
+    def next_batch(self, tree: HeadTree, parents: torch.Tensor) -> AttentionBatch:
+        """What attention needs to feed the nodes of the next depth, row by row.
+
+        Args:
+            tree: of `begin`.
+            parents: [R, F] int64: of each node the place of its parent among those that were fed before; 0 at first.
+        """
+        count, nodes = parents.shape
+        own = self._blocks[:, tree.step % 2, :nodes].index_select(0, tree.rows)
+        if tree.step:
+            every = self._blocks[:, 1 - tree.step % 2].index_select(0, tree.rows)
+            source = every.gather(1, parents.unsqueeze(2).expand(-1, -1, every.shape[2]))
+            self._copy(source, own)
+        else:
+            self._copy(tree.tables.gather(1, tree.start).expand(-1, nodes), own[:, :, 0])
+        behind = (kept_range(0, tree.tables.shape[1], own.device) - tree.start).unsqueeze(1).expand(-1, nodes, -1)
+        replaced = own.gather(2, behind.clamp(0, own.shape[2] - 1))
+        tables = torch.where((behind >= 0) & (behind < own.shape[2]), replaced, tree.tables.unsqueeze(1))
+        positions = tree.positions[:, tree.step : tree.step + 1].repeat_interleave(nodes, dim=0)
+        tree.step += 1
+        segment = AttentionSegment(0, count * nodes, 1, tables.flatten(0, 1), positions)
+        return AttentionBatch([segment], self._rows.block_size)
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        operations_of(source.device.type).copy_blocks(self._store.data, source.reshape(-1), target.reshape(-1))
+
+    def clear(self, rows: torch.Tensor) -> None:
+        """Zero the blocks of the rows' nodes: see `KVStore.clear`."""
+        self._store.clear(self._blocks.index_select(0, rows).flatten().tolist())
