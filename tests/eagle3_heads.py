@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from medusa_heads import Proposals, ranked
+from medusa_heads import Proposals, keyed_scores, ranked
 from own_drafters import hidden_states
 from pipelines import Reference
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
+
+from trtrun.configuration.drafting_methods import Eagle3Section
+from trtrun.configuration.medusa_choices import ChoiceTree
 
 EPS = 1e-5
 THETA = 5000.0
@@ -121,6 +124,49 @@ class Eagle3:
             drafted.append(int(ranked(logits, 1, temperature, seed, len(text) + len(drafted))))
             hidden = torch.cat((hidden, states[-1:]))
         return drafted
+
+
+class Ways:
+    """What a head says behind a text and tokens that are drafted, whatever way they take, in plain torch."""
+
+    def __init__(self, head: Eagle3, target: Reference, text: list[int], temperature: float, seed: int) -> None:
+        self._head, self._text, self._keys = head, text, (temperature, seed)
+        self._vocab_size = target.model.config.vocab_size
+        with torch.inference_mode():
+            self._hidden = {(): head.fuse(hidden_states(target, text[:-1]))}
+
+    @torch.inference_mode()
+    def scores(self, way: tuple[int, ...]) -> Tensor:
+        """[V] of which the row takes the largest; without a cache: all of the text and the way is computed anew."""
+        if way not in self._hidden:
+            hidden = self._hidden[way[:-1]]
+            states = self._head.states([*self._text[1:], *way[:-1]], hidden)
+            self._hidden[way] = torch.cat((hidden, states[-1:]))
+        state = self._head.states([*self._text[1:], *way], self._hidden[way])[-1:]
+        logits = self._head.logits(state, self._vocab_size)
+        return keyed_scores(logits, *self._keys, len(self._text) + len(way))[0]
+
+    def static(self, tree: ChoiceTree) -> list[tuple[int, ...]]:
+        """The way to each node, in the order of the tree's."""
+        found: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+        for node in tree.nodes:
+            way = found[node[:-1]]
+            found[node] = (*way, int(self.scores(way).topk(node[-1] + 1).indices[-1]))
+        return [found[node] for node in tree.nodes]
+
+    def dynamic(self, top_k: int, most_nodes: int, depth: int) -> set[tuple[int, ...]]:
+        """The ways to the nodes that are kept."""
+        frontier: dict[tuple[int, ...], float] = {(): 0.0}
+        every: dict[tuple[int, ...], float] = {}
+        for _ in range(depth):
+            met = {}
+            for way, sum_so_far in frontier.items():
+                best = torch.log_softmax(self.scores(way), dim=0).topk(top_k)
+                for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+                    met[*way, token] = sum_so_far + value
+            every |= met
+            frontier = dict(sorted(met.items(), key=lambda entry: -entry[1])[:top_k])
+        return {way for way, _ in sorted(every.items(), key=lambda entry: -entry[1])[:most_nodes]}
 
 
 def make_head(
@@ -249,6 +295,33 @@ def check_proposals(seen: Proposals, target: Path, head: Eagle3) -> int:
         if draft_len > 0:
             assert tokens[:draft_len] == head.draft(reference, text, draft_len, temperature, seed), len(text)
             count += 1
+    return count
+
+
+def check_trees(seen: Proposals, target: Path, head: Eagle3, options: dict[str, Any], draft_len: int) -> int:
+    """Compare trees that were proposed with the head in plain torch, node for node; returns how many there were."""
+    reference, count = Reference(target), 0
+    section = Eagle3Section(draft_len=draft_len, **options)
+    for (text, temperature, seed, tokens, wanted), paths in zip(seen.seen, seen.paths, strict=True):
+        if wanted <= 0:
+            continue
+        assert paths is not None
+        ways, depth = Ways(head, reference, text, temperature, seed), len(paths[0])
+        taken = [[node for node in path if node >= 0] for path in paths]
+        drafted = {node: tuple(tokens[one] for one in path[: at + 1]) for path in taken for at, node in enumerate(path)}
+        assert drafted.keys() == set(range(len(tokens))), "a node is on no path"
+        # Of a row that needs less what is deeper may be anything.
+        needed = [drafted[node] for node in range(len(tokens)) if len(drafted[node]) <= wanted]
+        if isinstance(section.tree, ChoiceTree):
+            assert needed == ways.static(section.tree.cut(wanted)), len(text)
+            assert [tuple(path) for path in taken] == list(section.tree.cut(depth).paths)
+        else:
+            assert section.tree is not None and len(set(needed)) == len(needed)
+            expected = ways.dynamic(section.tree.top_k, section.tree.num_nodes(depth), wanted)
+            assert set(needed) == expected, len(text)
+            leaves = {way for way in drafted.values() if not any(way == other[:-1] for other in drafted.values())}
+            assert sorted(drafted[path[-1]] for path in taken if path) == sorted(leaves)
+        count += 1
     return count
 
 

@@ -132,11 +132,16 @@ def write_heads(
 def ranked(logits: torch.Tensor, count: int, temperature: float, seed: int, length: int) -> torch.Tensor:
     """[heads, count]: the tokens of logits [heads, V], the best first, of a row of `length` tokens: the likeliest, or
     those that the target's random numbers favour."""
+    return keyed_scores(logits, temperature, seed, length).topk(count, dim=1).indices
+
+
+def keyed_scores(logits: torch.Tensor, temperature: float, seed: int, length: int) -> torch.Tensor:
+    """[heads, V] that `ranked` ranks."""
     if not temperature:
-        return logits.topk(count, dim=1).indices
+        return logits
     places = length + torch.arange(len(logits))
     noise = gumbel(torch.full_like(places, seed), places, Stream.TARGET, logits.shape[1])
-    return (torch.log_softmax(logits / temperature, dim=1) + noise).topk(count, dim=1).indices
+    return torch.log_softmax(logits / temperature, dim=1) + noise
 
 
 def medusa(**options: Any) -> dict[str, Any]:
@@ -149,6 +154,7 @@ class Proposals:
 
     def __init__(self, patch: pytest.MonkeyPatch, kind: type[Drafter] = MedusaDrafter) -> None:
         self.seen: list[tuple[list[int], float, int, list[int], int]] = []
+        self.paths: list[list[list[int]] | None] = []  # of each draft
         original = kind.propose
 
         def propose(drafter: Drafter, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft:
@@ -158,6 +164,7 @@ class Proposals:
                 text = state.token_ids[row, : int(state.lengths[row])].tolist()
                 temperature = float(state.sampling.numbers[row, columns.TEMPERATURE])
                 seed = int(state.sampling.integers[row, columns.SEED])
+                self.paths.append(None if draft.paths is None else draft.paths[index].tolist())
                 self.seen.append((text, temperature, seed, draft.tokens[index].tolist(), int(draft.draft_lens[index])))
             return draft
 

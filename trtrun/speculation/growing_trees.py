@@ -149,11 +149,14 @@ class DynamicGrowth:
 
     has_log_probs = True
 
-    def __init__(self, bounds: DynamicTree, rows: int, depth: int, device: torch.device) -> None:
-        """Of so many rows, and so deep."""
+    def __init__(
+        self, bounds: DynamicTree, rows: int, depth: int, device: torch.device, lens: Tensor | None = None
+    ) -> None:
+        """Of so many rows, and so deep, `lens` [rows] int64 where some need less: of these what is deeper is kept last."""
         self.num_ranks = bounds.top_k
         self._bounds = bounds
         self._depth = depth
+        self._lens = lens
         self._shape = rows, bounds.num_nodes(depth), bounds.num_paths(depth)
         self._device = device
         # Of all nodes so far, depth by depth; a trail is the numbers of the nodes on the way, the own one last.
@@ -174,6 +177,9 @@ class DynamicGrowth:
         assert ranked.log_probs is not None
         tokens = ranked.tokens.flatten(1)
         log_probs = ranked.log_probs.nan_to_num(nan=LEAST, neginf=LEAST).clamp(max=0)
+        if self._lens is not None:
+            is_behind = self._lens <= len(self._scores)
+            log_probs = torch.where(is_behind.view(-1, 1, 1), LEAST, log_probs)
         scores = (self._last_scores.unsqueeze(2) + log_probs).flatten(1)
         if given is not None:
             tokens[:, 0] = torch.where(given.is_given, given.tokens, tokens[:, 0])

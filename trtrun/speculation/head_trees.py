@@ -55,6 +55,7 @@ class HeadTrees:
         self,
         plan: RoundPlan,
         listed: list[int],
+        asked: list[int],
         rows: Tensor,
         positions: Tensor,
         hidden: Tensor,
@@ -65,6 +66,7 @@ class HeadTrees:
         Args:
             plan: the round's.
             listed: R rows.
+            asked: of each how deep it needs to be.
             rows: [R] int64: the same on the device.
             positions: [R, draft_len - 1] int64: where nodes of each depth but the last are fed; -1 where a row needs no
                 more.
@@ -74,7 +76,10 @@ class HeadTrees:
         Returns:
             tokens [R, nodes] int64 and paths [R, paths, draft_len] int64 (see `Draft`), equal on all ranks.
         """
-        lengths, growth = self._rows.lengths.index_select(0, rows), self._growth(len(listed), plan.draft_len)
+        lengths, lens = self._rows.lengths.index_select(0, rows), None
+        if min(asked) < plan.draft_len:
+            lens = kept_integers(asked, rows.device)
+        growth = self._growth(len(listed), plan.draft_len, lens)
         hidden = hidden.unsqueeze(1)
         # Of each node that is continued the tokens on its way, where choices look at them.
         looks_back = self._rows.sampling.needs_history(listed)
@@ -94,9 +99,9 @@ class HeadTrees:
             hidden = grow(parents, tokens, hidden)
         return growth.finish(self._heads.share)
 
-    def _growth(self, rows: int, depth: int) -> Growth:
+    def _growth(self, rows: int, depth: int, lens: Tensor | None = None) -> Growth:
         if isinstance(self._tree, DynamicTree):
-            return DynamicGrowth(self._tree, rows, depth, self._rows.lengths.device)
+            return DynamicGrowth(self._tree, rows, depth, self._rows.lengths.device, lens)
         assert self._tree is not None
         if depth not in self._shapes:  # of all depths with as many ranks: kernels are compiled for them
             self._shapes[depth] = StaticShape(self._tree.cut(depth), self._tree.num_ranks, self._rows.lengths.device)

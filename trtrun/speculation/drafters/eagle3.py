@@ -140,7 +140,7 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
         hidden = self._states.index_select(0, rows)
         positions = self._step_positions(plan, lengths, asked)
         if self._trees is not None:
-            return self._trees.draft(plan, listed, rows, positions, hidden, given)
+            return self._trees.draft(plan, listed, asked, rows, positions, hidden, given)
         if given is None and (drafted := self._chain(plan, listed, rows, lengths, positions, hidden)) is not None:
             return drafted, None
         batches = self._heads.prepare_steps(rows, positions, plan.max_context) if plan.draft_len > 1 else ()
