@@ -25,6 +25,9 @@ from trtrun.errors import nearest, shorten
 MODULE = "launch.tensorrt_llm"
 DRAFT_OPTION = "--draft_target_model_config"
 MEDUSA_OPTION = "--medusa_choices"
+EAGLE_OPTION = "--eagle_choices"
+DYNAMIC_OPTION = "--eagle_use_dynamic_tree"
+TOP_K_OPTION = "--eagle_dynamic_tree_max_top_k"
 DASHES = "\u2013\u2014"
 OPENING_QUOTES, CLOSING_QUOTES = "\u201c\u2018", "\u201d\u2019"
 
@@ -56,6 +59,15 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         metavar='"[[0],[0,0],[1]]"',
         help="Paths of a tree, or its name: Medusa heads draft, of --draft_engine_dir or beside the target's weights.",
     )
+    parser.add_argument(
+        EAGLE_OPTION,
+        metavar='"[[0],[0,0],[1]]"',
+        help="Paths of a tree, or its name: an EAGLE-3 head drafts, of --draft_engine_dir.",
+    )
+    parser.add_argument(
+        DYNAMIC_OPTION, action="store_true", help=f"An EAGLE-3 head drafts dynamic trees; with {TOP_K_OPTION}."
+    )
+    parser.add_argument(TOP_K_OPTION, type=int, help="Tokens of each depth that are continued.")
     parser.add_argument("--max_output_len", type=int, required=True, help="Most tokens to generate.")
     parser.add_argument("--input_text", nargs="+", required=True, help="One prompt or several.")
     parser.add_argument("--kv_cache_enable_block_reuse", action="store_true")
@@ -71,9 +83,20 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         raise click.UsageError(f"--num_beams {arguments.num_beams}: beam search is not supported with a draft model")
     if arguments.use_py_session:
         raise click.UsageError("--use_py_session: there is no Python session; leave the option out")
-    if arguments.medusa_choices is not None:
-        if arguments.draft_target_model_config is not None:
-            raise click.UsageError(f"{MEDUSA_OPTION} and {DRAFT_OPTION} are two methods: give one of them")
+    given = {
+        MEDUSA_OPTION: arguments.medusa_choices is not None,
+        EAGLE_OPTION: arguments.eagle_choices is not None,
+        DYNAMIC_OPTION: arguments.eagle_use_dynamic_tree,
+        DRAFT_OPTION: arguments.draft_target_model_config is not None,
+    }
+    chosen = [option for option, is_given in given.items() if is_given]
+    if len(chosen) > 1:
+        raise click.UsageError(f"{chosen[0]} and {chosen[1]} are two methods: give one of them")
+    if arguments.eagle_use_dynamic_tree != (arguments.eagle_dynamic_tree_max_top_k is not None):
+        raise click.UsageError(f"{DYNAMIC_OPTION} and {TOP_K_OPTION} go together: give both, or none")
+    if chosen and chosen != [DRAFT_OPTION]:
+        if arguments.draft_engine_dir is None and chosen != [MEDUSA_OPTION]:
+            raise click.UsageError(f"{chosen[0]} needs --draft_engine_dir: the directory of the EAGLE-3 head")
         return arguments
     if (arguments.draft_engine_dir is None) != (arguments.draft_target_model_config is None):
         raise click.UsageError(
@@ -142,7 +165,7 @@ def parse_draft_config(text: str) -> tuple[int, list[int], list[int], bool]:
     return draft_len, list(draft_devices), list(target_devices), use_logits
 
 
-def parse_medusa_choices(text: str) -> object:
+def parse_choices(text: str, option: str) -> object:
     """Read a list of paths, as literals only, or the name of a tree; what is in it the configuration checks.
 
     Raises:
@@ -157,7 +180,7 @@ def parse_medusa_choices(text: str) -> object:
         value = None
     if not isinstance(value, list | tuple):
         raise click.UsageError(
-            f'{MEDUSA_OPTION} {shorten(text)}: write paths of ranks, such as "[[0],[0,0],[1]]", or the name of a tree'
+            f'{option} {shorten(text)}: write paths of ranks, such as "[[0],[0,0],[1]]", or the name of a tree'
         )
     return value
 
@@ -174,9 +197,16 @@ def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool) -> Runtime
         "kv_cache": {"enable_block_reuse": arguments.kv_cache_enable_block_reuse},
     }
     if arguments.medusa_choices is not None:
-        choices = parse_medusa_choices(arguments.medusa_choices)
+        choices = parse_choices(arguments.medusa_choices, MEDUSA_OPTION)
         values["speculation"] = {"method": "medusa", "medusa_choices": choices}
         values["draft"] = {"model": arguments.draft_engine_dir or arguments.engine_dir}
+    elif arguments.eagle_choices is not None or arguments.eagle_use_dynamic_tree:
+        if arguments.eagle_choices is not None:
+            tree: dict[str, object] = {"eagle_choices": parse_choices(arguments.eagle_choices, EAGLE_OPTION)}
+        else:
+            tree = {"eagle_topk": arguments.eagle_dynamic_tree_max_top_k}
+        values["speculation"] = {"method": "eagle3", **tree}
+        values["draft"] = {"model": arguments.draft_engine_dir}
     elif arguments.draft_engine_dir is not None:
         devices = [f"{kind}:{index}" for index in draft_devices]
         values["draft"] = {"model": arguments.draft_engine_dir, "devices": devices}

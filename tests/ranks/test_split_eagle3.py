@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle3_heads import check_proposals, eagle3, fitted, make_head, write_head
+from eagle3_heads import check_proposals, check_trees, eagle3, fitted, make_head, write_head
 from jobs import HERE, configuration, prompts, run_job, sampling
 from medusa_heads import Proposals
 from mpi4py import MPI
@@ -19,6 +19,8 @@ from trtrun.speculation.drafters.eagle3 import Eagle3Drafter
 pytestmark = pytest.mark.mpi
 SPLIT = [name for name, devices in HERE.items() if not devices[0] and len(devices[1]) > 1]
 SIMPLE = [SamplingParams(max_tokens=10, seed=index, temperature=0.9 * (index % 2)) for index in range(6)]
+DYNAMIC = {"eagle_topk": 3, "max_total_draft_tokens": 9, "draft_len": 4}
+STATIC = {"eagle_choices": [[0], [1], [0, 0], [1, 0], [0, 1], [1, 0, 0]]}
 
 
 def use(llm: LLM) -> tuple[list[Any], float]:
@@ -30,20 +32,34 @@ def use_simply(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "shape", "dtype"),
+    ("layout", "shape", "dtype", "options"),
     [
-        ("speculators", {"num_tokens": 131, "hidden_size": 48, "num_kv_heads": 1, "norm_before_fc": True}, "float32"),
-        ("specforge", {"biases": True, "num_layers": 2}, "bfloat16"),
+        (
+            "speculators",
+            {"num_tokens": 131, "hidden_size": 48, "num_kv_heads": 1, "norm_before_fc": True},
+            "float32",
+            {},
+        ),
+        ("specforge", {"biases": True, "num_layers": 2}, "bfloat16", {}),
+        ("prefixed", {"num_tokens": 131}, "float32", DYNAMIC),
+        ("reference", {}, "float32", STATIC),
+        ("prefixed", {"num_layers": 2}, "bfloat16", DYNAMIC),
     ],
 )
 @pytest.mark.parametrize("name", SPLIT)
 def test_texts_are_plain_decodings_on_a_split_target(
-    folder: Path, name: str, layout: str, shape: dict[str, Any], dtype: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    name: str,
+    layout: str,
+    shape: dict[str, Any],
+    dtype: str,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows that are sampled, penalised, preempted, with chunks of prompts beside them; then simpler ones, whose drafts
     are compared with the reference's."""
     seen = Proposals(monkeypatch, Eagle3Drafter)
-    target, path = folder / "target", folder / f"eagle3 {layout}"
+    target, path = folder / "target", folder / f"eagle3 {layout} {dtype}"
     sections: dict[str, Any] = {
         "dtype": dtype,
         "scheduler": {"max_batch_size": 4, "max_num_tokens": 48, "plans_ahead": 1},
@@ -56,17 +72,26 @@ def test_texts_are_plain_decodings_on_a_split_target(
         head = fitted(head, target, texts)
         write_head(path, head, layout, target)
     MPI.COMM_WORLD.barrier()
-    speculative = configuration(target, None, heads=path, devices=HERE[name], speculation=eagle3(), **sections)
+    speculative = configuration(target, None, heads=path, devices=HERE[name], speculation=eagle3(**options), **sections)
     found = run_job(speculative, use)
     proposed = MPI.COMM_WORLD.gather(seen.seen)
+    proposed_paths = MPI.COMM_WORLD.gather(seen.paths)
     seen.seen.clear()
+    seen.paths.clear()
     run_job(speculative, use_simply)
-    simple = MPI.COMM_WORLD.gather(seen.seen)
+    simple, paths = MPI.COMM_WORLD.gather(seen.seen), MPI.COMM_WORLD.gather(seen.paths)
     if plain is not None and found is not None:
-        assert proposed is not None and simple is not None
+        assert proposed is not None and proposed_paths is not None and simple is not None and paths is not None
         assert found[0] == plain[0] and found[1] >= 20
         drafting = [of_rank for of_rank in proposed if of_rank]
         assert len(drafting) == len(HERE[name][1]) and all(one == drafting[0] for one in drafting)
+        of_ranks = [of_rank for of_rank in proposed_paths if of_rank]
+        assert all(one == of_ranks[0] for one in of_ranks)
         if dtype == "float32":
             seen.seen = next(of_rank for of_rank in simple if of_rank)
-            assert check_proposals(seen, target, head) > 20
+            if options:
+                seen.paths = next(of_rank for of_rank in paths if of_rank)
+                of_tree = {key: value for key, value in options.items() if key != "draft_len"}
+                assert check_trees(seen, target, head, of_tree, speculative.draft_len) > 15
+            else:
+                assert check_proposals(seen, target, head) > 20

@@ -152,7 +152,7 @@ class DynamicGrowth:
     def __init__(
         self, bounds: DynamicTree, rows: int, depth: int, device: torch.device, lens: Tensor | None = None
     ) -> None:
-        """Of so many rows, and so deep, `lens` [rows] int64 where some need less: of these what is deeper is kept last."""
+        """Of so many rows, and so deep, with `lens` [rows] int64 where some need less: what is deeper is kept last."""
         self.num_ranks = bounds.top_k
         self._bounds = bounds
         self._depth = depth

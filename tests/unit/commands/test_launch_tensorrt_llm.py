@@ -11,8 +11,8 @@ from launch.tensorrt_llm import (
     make_runtime_config,
     mend_words,
     parse_arguments,
+    parse_choices,
     parse_draft_config,
-    parse_medusa_choices,
 )
 from trtrun.errors import ConfigError
 
@@ -115,8 +115,32 @@ def test_medusa_choices_that_are_none_are_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     for text in ("exit()", "[[0]", "5", "", "[[0] for _ in [0]]"):
         with pytest.raises(click.UsageError, match="write paths of ranks"):
-            parse_medusa_choices(text)
+            parse_choices(text, "--medusa_choices")
     with pytest.raises(click.UsageError, match="are two methods"):
         parse_arguments([*WORDS, *DRAFT, "--medusa_choices", "mc_sim_7b_63"])
     with pytest.raises(ConfigError, match="there is no tree 'mc_sim'"):
         make_runtime_config(parse_arguments([*WORDS, "--medusa_choices", "mc_sim"]), has_gpu=False)
+
+
+def test_trees_of_an_eagle_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("target", "head"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    head = "--draft_engine_dir=head"
+    for options, sizes in (
+        (("--eagle_choices", "[[0],[0, 0],[1]]"), (2, 3)),
+        (("--eagle_choices=mc_sim_7b_63",), (5, 25)),
+        (("--eagle_use_dynamic_tree", "--eagle_dynamic_tree_max_top_k=3"), (4, 12)),
+    ):
+        config = make_runtime_config(parse_arguments([*WORDS, head, *options]), has_gpu=False)
+        assert config.heads is not None and config.heads.model == tmp_path / "head" and config.draft is None
+        assert config.speculation.method == "eagle3" and (config.draft_len, config.draft_nodes[-1]) == sizes
+    for options, said in (
+        (("--eagle_choices=[[0]]",), "needs --draft_engine_dir"),
+        ((head, "--eagle_choices=[[0]]", "--eagle_use_dynamic_tree"), "are two methods"),
+        ((*DRAFT, "--eagle_choices=[[0]]"), "are two methods"),
+        ((head, "--eagle_use_dynamic_tree"), "go together"),
+        ((head, "--eagle_dynamic_tree_max_top_k=3"), "go together"),
+    ):
+        with pytest.raises(click.UsageError, match=said):
+            parse_arguments([*WORDS, *options])
