@@ -129,8 +129,18 @@ class Eagle3:
 class Ways:
     """What a head says behind a text and tokens that are drafted, whatever way they take, in plain torch."""
 
-    def __init__(self, head: Eagle3, target: Reference, text: list[int], temperature: float, seed: int) -> None:
+    def __init__(
+        self,
+        head: Eagle3,
+        target: Reference,
+        text: list[int],
+        temperature: float,
+        seed: int,
+        penalty: float = 1.0,
+        banned: int | None = None,
+    ) -> None:
         self._head, self._text, self._keys = head, text, (temperature, seed)
+        self._penalty, self._banned = penalty, banned
         self._vocab_size = target.model.config.vocab_size
         with torch.inference_mode():
             self._hidden = {(): head.fuse(hidden_states(target, text[:-1]))}
@@ -144,6 +154,11 @@ class Ways:
             self._hidden[way] = torch.cat((hidden, states[-1:]))
         state = self._head.states([*self._text[1:], *way], self._hidden[way])[-1:]
         logits = self._head.logits(state, self._vocab_size)
+        if self._banned is not None:
+            logits[:, self._banned] -= 100
+        before = [*self._text, *way]
+        taken = logits[:, before]
+        logits[:, before] = torch.where(taken > 0, taken / self._penalty, taken * self._penalty)
         return keyed_scores(logits, *self._keys, len(self._text) + len(way))[0]
 
     def static(self, tree: ChoiceTree) -> list[tuple[int, ...]]:
@@ -298,15 +313,23 @@ def check_proposals(seen: Proposals, target: Path, head: Eagle3) -> int:
     return count
 
 
-def check_trees(seen: Proposals, target: Path, head: Eagle3, options: dict[str, Any], draft_len: int) -> int:
-    """Compare trees that were proposed with the head in plain torch, node for node; returns how many there were."""
+def check_trees(
+    seen: Proposals,
+    target: Path,
+    head: Eagle3,
+    options: dict[str, Any],
+    penalty: float = 1.0,
+    banned: int | None = None,
+) -> int:
+    """Compare trees that were proposed with the head in plain torch, node for node; returns how many there were. All
+    rows have the same repetition_penalty, and the logit of a banned token is less by 100."""
     reference, count = Reference(target), 0
-    section = Eagle3Section(draft_len=draft_len, **options)
+    section = Eagle3Section.model_validate(options)
     for (text, temperature, seed, tokens, wanted), paths in zip(seen.seen, seen.paths, strict=True):
         if wanted <= 0:
             continue
         assert paths is not None
-        ways, depth = Ways(head, reference, text, temperature, seed), len(paths[0])
+        ways, depth = Ways(head, reference, text, temperature, seed, penalty, banned), len(paths[0])
         taken = [[node for node in path if node >= 0] for path in paths]
         drafted = {node: tuple(tokens[one] for one in path[: at + 1]) for path in taken for at, node in enumerate(path)}
         assert drafted.keys() == set(range(len(tokens))), "a node is on no path"

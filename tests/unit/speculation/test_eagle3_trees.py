@@ -19,12 +19,27 @@ from trtrun import LLM, SamplingParams
 from trtrun.configuration.topology import make_topology
 from trtrun.speculation import head_trees
 from trtrun.speculation.drafters.eagle3 import Eagle3Drafter
-from trtrun.start import engine_maker
+from trtrun.start import engine_maker, memory_requirements
 
 COUNT = 30
 SAMPLING = mixed_sampling(COUNT)
-STATIC: dict[str, Any] = {"eagle_choices": [[0], [1], [0, 0], [2], [2, 0], [0, 1], [2, 0, 1], [0, 1, 0], [2, 0, 0]]}
+STATIC: dict[str, Any] = {
+    "eagle_choices": [
+        [0],
+        [1],
+        [0, 0],
+        [2],
+        [2, 0],
+        [0, 1],
+        [2, 0, 1],
+        [0, 1, 0],
+        [2, 0, 0],
+        [2, 0, 1, 0],
+        [0, 1, 0, 1],
+    ]
+}
 DYNAMIC: dict[str, Any] = {"eagle_topk": 3, "max_total_draft_tokens": 10, "draft_len": 4}
+WIDE: dict[str, Any] = {"eagle_topk": 3, "max_total_draft_tokens": 26, "draft_len": 4}  # deep nodes are kept, too
 SCHEDULER = {"max_batch_size": 3, "max_num_tokens": 90}
 
 
@@ -83,7 +98,7 @@ def test_texts_are_plain_decodings(
 
 
 @pytest.mark.parametrize(
-    ("plans_ahead", "with_graphs", "options"), [(0, False, STATIC), (1, False, DYNAMIC), (1, True, DYNAMIC)]
+    ("plans_ahead", "with_graphs", "options"), [(0, False, STATIC), (1, False, WIDE), (1, True, DYNAMIC)]
 )
 def test_nodes_are_the_references_whatever_befell_the_row(
     target: Path,
@@ -113,13 +128,11 @@ def test_nodes_are_the_references_whatever_befell_the_row(
         heads = llm.engine.orchestrator._ranks._worker.drafter._heads
         made = heads.num_graphs
         outputs = llm.generate(prompts, sampling)
-        draft_len = llm.config.draft_len
         assert heads.num_graphs == made and bool(made) == with_graphs
     of_all = [one.statistics for output in outputs for one in output.completions]
     assert sum(one.num_preemptions for one in of_all) > 0
     assert sum(one.num_accepted_draft_tokens for one in of_all) > 20
-    chosen = {key: value for key, value in options.items() if key != "draft_len"}
-    assert check_trees(seen, target, head, chosen, draft_len) > 40
+    assert check_trees(seen, target, head, options) > 40
 
 
 def test_trees_keep_more_than_chains(target: Path, folder: Path) -> None:
@@ -163,14 +176,18 @@ class Likeliest:
 
 
 @pytest.mark.parametrize("options", [STATIC, DYNAMIC])
-def test_penalties_look_at_each_nodes_own_way(target: Path, folder: Path, options: dict[str, Any]) -> None:
-    """A repeated token is hardly possible for the target."""
-    sampling = SamplingParams(max_tokens=COUNT, ignore_eos=True, frequency_penalty=1.9, repetition_penalty=1.4)
-    with make_llm(target) as llm:
-        expected = tokens_of(llm.generate(PROMPTS, sampling))
+def test_penalties_look_at_each_nodes_own_way(
+    target: Path, folder: Path, head: Eagle3, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Nodes are the reference's, which penalises what stands on their way."""
+    seen, penalty = Proposals(monkeypatch, Eagle3Drafter), 1.7
+    sampling = [
+        SamplingParams(max_tokens=12, seed=index, temperature=0.8 * (index % 2), repetition_penalty=penalty)
+        for index in range(6)
+    ]
     with make_llm(target, heads=folder, speculation=eagle3(**options), scheduler=SCHEDULER) as llm:
-        assert tokens_of(llm.generate(PROMPTS, sampling)) == expected
-        assert llm.statistics()["num_accepted_draft_tokens"] > 0
+        llm.generate(PROMPTS[:6], sampling)
+    assert check_trees(seen, target, head, options, penalty) > 20
 
 
 @pytest.mark.parametrize("options", [STATIC, DYNAMIC])
@@ -207,7 +224,7 @@ def test_rounds_that_draft_less_or_nothing_leave_the_store_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows of different draft lengths in one batch, some of none, some that are not followed; and pacing."""
-    own = [replace(one, draft_len=index % 4) for index, one in enumerate(SAMPLING)]
+    own = [replace(one, draft_len=index % 5) for index, one in enumerate(SAMPLING)]
     speculation = eagle3(pacing="measured", **options)
     with make_llm(target, heads=folder, speculation=speculation, scheduler=SCHEDULER) as llm:
         assert llm.config.is_paced
@@ -216,50 +233,55 @@ def test_rounds_that_draft_less_or_nothing_leave_the_store_whole(
     seen = Proposals(monkeypatch, Eagle3Drafter)
     with make_llm(target, heads=folder, speculation=eagle3(**options), scheduler=SCHEDULER) as llm:
         llm.generate(PROMPTS, few)
-        draft_len = llm.config.draft_len
     assert {wanted for *_, wanted in seen.seen} >= {0, 1, 2, 3}
-    chosen = {key: value for key, value in options.items() if key != "draft_len"}
-    assert check_trees(seen, target, head, chosen, draft_len) > 20
+    assert check_trees(seen, target, head, options) > 20
 
 
-def test_rows_whose_numbers_overflow_leave_nothing_behind_in_the_trees_blocks(
+def test_drafts_whose_numbers_overflow_leave_nothing_behind_in_the_trees_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafts of the rows beside them and after them are the reference's."""
-    poison = 7
+    """What a row is drafted after such a draft, and the rows in its place after it, is the reference's."""
+    poison, options = 7, {"eagle_topk": 3, "max_total_draft_tokens": 20, "draft_len": 6}
     path = make_checkpoint(tmp_path / "target", seed=1, num_hidden_layers=7)
     overflow_on(path, poison)
     head = make_head(path)
     folder = write_head(tmp_path / "head", head, "reference", path)
-    healthy = [[token if token != poison else 8 for token in prompt] for prompt in PROMPTS[:5]]
-    settings: dict[str, Any] = {
-        "speculation": eagle3(**DYNAMIC),
-        "scheduler": SCHEDULER,
-        "kv_cache": {"max_tokens": 144, "enable_block_reuse": False, "block_size": 8},
-    }
+    prompts = [[token if token != poison else 8 for token in prompt_of(5 + index, seed=index)] for index in range(12)]
+    sampling = SamplingParams(max_tokens=6, logit_bias={poison: -100.0})
+    settings: dict[str, Any] = {"scheduler": SCHEDULER, "kv_cache": {"block_size": 4}}
+    with make_llm(path, **settings) as llm:
+        texts = tokens_of(llm.generate(prompts, sampling))
     seen = Proposals(monkeypatch, Eagle3Drafter)
-    sampling = SamplingParams(max_tokens=8, logit_bias={poison: -100.0})
-    with make_llm(path, heads=folder, **settings) as llm:
-        outputs = llm.generate([[poison] * 40, healthy[0], [*healthy[1], *[poison] * 20], *healthy[1:]], sampling)
-        assert [output.error is None for output in outputs] == [False, True, False, *[True] * 4]
-    kept = [place for place, one in enumerate(seen.seen) if poison not in one[0]]
-    seen.seen, seen.paths = ([of_all[place] for place in kept] for of_all in (seen.seen, seen.paths))
-    assert check_trees(seen, path, head, {"eagle_topk": 3, "max_total_draft_tokens": 10}, 4) > 15
+    given = [replace(sampling, draft_token_ids=(text[0], *[poison] * 6)) for (text,) in texts[:3]]
+    with make_llm(path, heads=folder, speculation=eagle3(**options), **settings) as llm:
+        assert tokens_of(llm.generate(prompts, [*given, *[sampling] * 9])) == texts
+    poisoned = [poison in tokens for _, _, _, tokens, _ in seen.seen]
+    assert sum(poisoned) == 3
+    seen.seen, seen.paths = (
+        [one for one, is_out in zip(of_all, poisoned, strict=True) if not is_out] for of_all in (seen.seen, seen.paths)
+    )
+    assert check_trees(seen, path, head, options, banned=poison) > 30
 
 
 @pytest.mark.parametrize("options", [STATIC, DYNAMIC])
-def test_plans_and_ranks_count_the_same_bytes(target: Path, folder: Path, options: dict[str, Any]) -> None:
+def test_plans_and_ranks_count_the_same_bytes(
+    target: Path, folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of blocks for trees, too, in the target's store and in the head's."""
     config = configuration(target, None, heads=folder, speculation=eagle3(**options), scheduler=SCHEDULER)
     memory = JobMemory.read(config, make_topology(config))
-    chain = configuration(target, None, heads=folder, speculation=eagle3(draft_len=4), scheduler=SCHEDULER)
+    space = memory_requirements.head_space(config, 0)
     with LLM(config=config) as llm:
         (rank,) = llm.report.ranks
         llm.generate(PROMPTS[:5], SAMPLING[:5])
-    assert rank.kv_bytes % memory.block_bytes(0) == 0
-    more = rank.working_bytes - JobMemory.read(chain, make_topology(chain)).working_bytes(0)
-    num_nodes = 3 * (3 if options is DYNAMIC else 2)
-    assert rank.working_bytes == memory.working_bytes(0) and more > 2 * num_nodes * memory.block_bytes(0) / 9
+        store: Any = llm.engine.orchestrator._ranks._worker.drafter._heads._store
+        assert rank.kv_bytes == (store.data.shape[2] - space.num_blocks) * memory.block_bytes(0)
+    assert rank.working_bytes == memory.working_bytes(0)
+    # Two blocks, of parents and of nodes, for each node that is fed at once; the head has two of nine layers.
+    assert space.num_blocks == 2 * 3 * (3 if options is DYNAMIC else 2) * space.blocks_per_path
+    monkeypatch.setattr(memory_requirements, "head_space", lambda *_: replace(space, most_fed=0))
+    without = JobMemory.read(config, make_topology(config)).working_bytes(0)
+    assert 9 * (rank.working_bytes - without) == 2 * space.num_blocks * memory.block_bytes(0)
 
 
 @needs_gpu
