@@ -299,11 +299,12 @@ class Eagle3Section(_ChoicesSection):
             raise ValueError("eagle_choices and eagle_topk are two trees: leave one of them out")
         if kept is not None and self.eagle_topk == 1:
             raise ValueError("max_total_draft_tokens is of dynamic trees: set eagle_topk to 2 or more, or leave it out")
-        if kept is not None and kept < self.draft_len:
-            raise ValueError(
-                f"max_total_draft_tokens is {kept}, but draft_len is {self.draft_len}: set it to that or more, "
-                "or lower draft_len"
-            )
+        for key in ("draft_len", "eagle_topk"):
+            if kept is not None and kept < getattr(self, key):
+                raise ValueError(
+                    f"max_total_draft_tokens is {kept}, but {key} is {getattr(self, key)}: set it to that or more, or "
+                    f"lower {key}"
+                )
         return self
 
     @property
@@ -314,7 +315,7 @@ class Eagle3Section(_ChoicesSection):
         kept = self.max_total_draft_tokens
         if kept is None:
             kept = min(MOST_NODES, self.eagle_topk * self.draft_len)
-        return None if kept == 1 else DynamicTree(self.eagle_topk, kept)
+        return DynamicTree(self.eagle_topk, kept)
 
     @property
     def tree_key(self) -> str:

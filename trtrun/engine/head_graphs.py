@@ -1,5 +1,5 @@
 """CUDA graphs of what heads compute in rounds that repeat: what rows gained is fed, and tokens are drafted without the
-host.
+host, or nodes of draft trees fed.
 
 Shapes are those of the target's graphs. It knows what heads compute by protocol, their store and numbers of rows. It
 does not know rounds, or where tokens and hidden states come from.
@@ -48,7 +48,7 @@ class HeadGraphs(GraphCache):
         max_rows: int,
         tapped: tuple[int, int],
         *,
-        drafts: bool = True,
+        most_fed: int = 0,
     ) -> None:
         """Capture what `layers` compute over `store`.
 
@@ -59,11 +59,12 @@ class HeadGraphs(GraphCache):
             shapes: of the target's graphs.
             max_rows: of a round.
             tapped: how many hidden states of the target there are of a token, and numbers of each.
-            drafts: whether tokens are drafted as chains; else what is fed alone has graphs.
+            most_fed: nodes of a row's draft tree that are fed at once, fewer than are verified; 0 where drafts are
+                chains.
         """
         super().__init__(capture)
         self.shapes = shapes
-        self._drafts = drafts
+        self._most_fed = most_fed
         self._layers = layers
         self._store = store
         self._width = shapes.numbers_of_queries(1)[0]
@@ -85,7 +86,7 @@ class HeadGraphs(GraphCache):
         """
         for rows in self.shapes.numbers_of_rows():
             places = torch.zeros(rows, dtype=torch.int64, device=self._states.device)
-            kinds = [None, *KeyedRanks.kinds(sampling, range(rows), places, Stream.TARGET)] if self._drafts else []
+            kinds = [None, *KeyedRanks.kinds(sampling, range(rows), places, Stream.TARGET)]
             hidden = self._states.new_zeros((rows, self._states.shape[1]))
             for blocks in self.shapes.widths(rows):
                 tables = places.new_zeros((rows, blocks))
@@ -93,7 +94,11 @@ class HeadGraphs(GraphCache):
                     nowhere = places.new_full((rows, queries), -1)
                     tapped = self._tapped[: rows * queries].view(rows, queries, *self._tapped.shape[1:])
                     self.feed(nowhere.clamp(min=0), nowhere, tables, tapped)
-                for keyed in kinds:
+                if self._most_fed:
+                    nodes = rows * self._most_fed
+                    nothing, none = places.new_zeros((nodes, blocks)), places.new_full((nodes, 1), -1)
+                    self.grow(rows, nothing[:, 0], none, nothing, self._states[:nodes])
+                for keyed in () if self._most_fed else kinds:
                     self.draft(hidden, places.unsqueeze(1) - 1, tables, keyed)
 
     def feed(
@@ -129,6 +134,41 @@ class HeadGraphs(GraphCache):
         if width == queries:
             return states[: rows * queries]
         return states.view(count, width, -1)[:rows, :queries].flatten(0, 1)
+
+    def grow(
+        self,
+        rows: int,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        tables: torch.Tensor,
+        hidden: torch.Tensor,
+    ) -> torch.Tensor:
+        """Feed nodes of the draft trees of `rows` rows, each a row of its own to attention.
+
+        Args:
+            rows: that have trees.
+            tokens: [n] int64 on the device, `most_fed` times rows or fewer.
+            positions: [n, 1] int64; -1 where a row takes no part.
+            tables: [n, blocks] int64, as wide as one of the shapes of `rows`.
+            hidden: [n, hidden] states of the nodes before.
+
+        Returns:
+            [n, hidden]: the states behind them, valid until the next call.
+        """
+        nodes = self.shapes.rows(rows) * self._most_fed
+        shape, states = _Shape("grow", nodes, 1, tables.shape[1]), self._states[:nodes]
+
+        def fixed() -> list[torch.Tensor]:
+            made = [tokens.new_zeros(nodes), positions.new_zeros((nodes, 1))]
+            return [*made, tables.new_zeros((nodes, shape.blocks)), hidden.new_zeros((nodes, hidden.shape[1]))]
+
+        def work(
+            tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, hidden: torch.Tensor
+        ) -> torch.Tensor:
+            return self._forward(tokens.unsqueeze(1), positions, tables, hidden)
+
+        self._ready(shape, fixed, work, lambda: states, (tokens, positions, tables, hidden)).replay()
+        return states[: len(tokens)]
 
     def draft(
         self, hidden: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, keyed: KeyedRanks | None

@@ -17,7 +17,6 @@ import torch
 
 from trtrun.engine.rows import RowState
 from trtrun.kernels.chooser import operations_of
-from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
 from trtrun.tensors import kept_range
 
@@ -79,14 +78,17 @@ class HeadPaths:
         start = (self._rows.lengths.index_select(0, rows) - 1).clamp(min=0) // self._rows.block_size
         return HeadTree(rows, positions, tables, start.unsqueeze(1))
 
-    def next_batch(self, tree: HeadTree, parents: torch.Tensor) -> AttentionBatch:
-        """What attention needs to feed the nodes of the next depth, row by row.
+    def next_depth(self, tree: HeadTree, parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the nodes of the next depth have their keys.
 
         Args:
             tree: of `begin`.
             parents: [R, F] int64: of each node the place of its parent among those that were fed before; 0 at first.
+
+        Returns:
+            block tables [R * F, blocks] int64 and positions [R * F, 1] int64 of the nodes, row by row.
         """
-        count, nodes = parents.shape
+        nodes = parents.shape[1]
         own = self._blocks[:, tree.step % 2, :nodes].index_select(0, tree.rows)
         if tree.step:
             every = self._blocks[:, 1 - tree.step % 2].index_select(0, tree.rows)
@@ -99,8 +101,7 @@ class HeadPaths:
         tables = torch.where((behind >= 0) & (behind < own.shape[2]), replaced, tree.tables.unsqueeze(1))
         positions = tree.positions[:, tree.step : tree.step + 1].repeat_interleave(nodes, dim=0)
         tree.step += 1
-        segment = AttentionSegment(0, count * nodes, 1, tables.flatten(0, 1), positions)
-        return AttentionBatch([segment], self._rows.block_size)
+        return tables.flatten(0, 1), positions
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         operations_of(source.device.type).copy_blocks(self._store.data, source.reshape(-1), target.reshape(-1))

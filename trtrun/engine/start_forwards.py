@@ -131,15 +131,17 @@ def count_draft_graphs(shapes: GraphShapes, limits: StartLimits, most_catch_up: 
     return len(graphs)
 
 
-def count_head_graphs(shapes: GraphShapes, num_kinds: int) -> int:
+def count_head_graphs(shapes: GraphShapes, num_kinds: int, *, has_trees: bool) -> int:
     """Graphs that a start captures of heads that keep keys and values; see `HeadGraphs.warm_up`.
 
     Args:
         shapes: of the target's graphs.
         num_kinds: ways to choose of which the first token of a draft has a graph each, and a step.
+        has_trees: whether drafts are trees, whose nodes are fed through one graph, and chosen without.
     """
+    first, steps = (0, 1) if has_trees else (num_kinds, num_kinds)
     return sum(
-        num_kinds + len(shapes.widths(rows)) * (len(shapes.numbers_of_queries(rows)) + num_kinds)
+        first + len(shapes.widths(rows)) * (len(shapes.numbers_of_queries(rows)) + steps)
         for rows in shapes.numbers_of_rows()
     )
 

@@ -50,7 +50,7 @@ class StoredHeads:
         self._graphs: HeadGraphs | None = None
         if target.capture is not None and target.graph_shapes is not None:
             taken = (layers, self._store, target.capture, target.graph_shapes, len(rows.block_tables))
-            self._graphs = HeadGraphs(*taken, target.tapped_shape, drafts=not space.most_fed)
+            self._graphs = HeadGraphs(*taken, target.tapped_shape, most_fed=space.most_fed)
         self._paths = HeadPaths(space, rows, self._store) if space.most_fed else None
         self.tapped_shape = target.tapped_shape
         self.hidden_size = layers.hidden_size
@@ -151,10 +151,15 @@ class StoredHeads:
 
     def _grow(self, tree: HeadTree, parents: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         assert self._paths is not None
-        batch = self._paths.next_batch(tree, parents)
-        positions = batch.segments[0].positions.reshape(-1).clamp(min=0)
+        tables, positions = self._paths.next_depth(tree, parents)
         taken = hidden.gather(1, parents.unsqueeze(2).expand(-1, -1, hidden.shape[2])).flatten(0, 1)
-        states = self._layers.forward(tokens.reshape(-1), positions, taken, batch, self._store)
+        fed = tokens.reshape(-1)
+        if self._graphs is not None:
+            states = self._graphs.grow(len(tokens), fed, positions, tables, taken)
+        else:
+            segment = AttentionSegment(0, len(fed), 1, tables, positions)
+            batch = AttentionBatch([segment], self._rows.block_size)
+            states = self._layers.forward(fed, positions.reshape(-1).clamp(min=0), taken, batch, self._store)
         return states.view(*tokens.shape, -1)
 
     def _tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:

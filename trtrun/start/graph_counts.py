@@ -40,9 +40,7 @@ def count_graphs(
         has_trees = path_space(config, 0).most_paths > 1
         graphs = count_target_graphs(shapes, limits, sure_draft_lens(config), has_trees=has_trees)
         keeps_heads = METHODS[config.speculation.method].num_behind > 0
-        # Chains of the head are drafted through graphs, trees step by step.
-        of_choices = 0 if has_trees else 1 + num_kinds
-        return graphs + (count_head_graphs(shapes, of_choices) if keeps_heads else 0)
+        return graphs + (count_head_graphs(shapes, 1 + num_kinds, has_trees=has_trees) if keeps_heads else 0)
     masked = config.draft_len if shape.in_parallel else 0
     shapes = GraphShapes(rows + guess_space(config, 0).most_guesses, 1, max_blocks, size, prompt_width, masked)
     kinds = 1 + (0 if config.speculation.use_logits else num_kinds)

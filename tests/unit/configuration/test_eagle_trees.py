@@ -36,6 +36,7 @@ def test_the_known_tree_is_the_references_and_not_medusas() -> None:
         ({"eagle_choices": [[0]], "eagle_topk": 2}, "eagle_choices and eagle_topk are two trees"),
         ({"max_total_draft_tokens": 8}, "max_total_draft_tokens is of dynamic trees: set eagle_topk to 2 or more"),
         ({"eagle_topk": 3, "max_total_draft_tokens": 3}, "max_total_draft_tokens is 3, but draft_len is 4"),
+        ({"eagle_topk": 6, "max_total_draft_tokens": 5}, "max_total_draft_tokens is 5, but eagle_topk is 6"),
         ({"eagle_topk": 33}, "eagle_topk"),
         ({"eagle_top_k": 3}, "did you mean 'eagle_topk'?"),
         ({"medusa_choices": [[0]]}, "medusa_choices is an option of method medusa"),
@@ -56,7 +57,7 @@ def test_options_that_do_not_fit_are_refused(target: Path, options: dict[str, An
         ({"eagle_topk": 1}, (4, 1, (0, 1, 2, 3, 4))),
         ({"eagle_topk": 3}, (4, 9, (0, 3, 12, 12, 12))),
         ({"eagle_topk": 4, "draft_len": 3, "max_total_draft_tokens": 9}, (3, 7, (0, 4, 9, 9))),
-        ({"eagle_topk": 4, "draft_len": 1, "max_total_draft_tokens": 1}, (1, 1, (0, 1))),
+        ({"eagle_topk": 4, "draft_len": 1, "max_total_draft_tokens": 9}, (1, 4, (0, 4))),
         ({"eagle_topk": 32, "draft_len": 8}, (8, 125, (0, 32, *[128] * 7))),
     ],
 )

@@ -110,7 +110,7 @@ def test_nodes_are_the_references_whatever_befell_the_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of rows that are greedy and sampled, that were preempted, that share blocks, and whose accepted tokens were on
-    any path. Graphs, which feed the accepted tokens, are played; all are made at the start."""
+    any path. Graphs, which feed nodes and accepted tokens, are played; all are made at the start."""
     if with_graphs:
         monkeypatch.setattr(engine_maker, "capture_for", lambda device: lambda work: work)
     common = prompt_of(24, seed=9)

@@ -115,7 +115,7 @@ def test_a_start_captures_as_many_graphs_as_were_counted(tmp_path: Path, name: s
 def test_graphs_of_heads_that_keep_keys_and_values_are_counted_with_the_targets(
     tmp_path: Path, tree: dict[str, Any]
 ) -> None:
-    """Of trees what is fed has graphs, and no step."""
+    """Nodes of trees are fed through one, and chosen without."""
     shape = {"num_hidden_layers": 7, "max_position_embeddings": 600}
     target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1, **shape)
     heads = write_head(tmp_path / "head", make_head(target), "reference", target)
