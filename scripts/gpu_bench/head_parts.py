@@ -20,6 +20,7 @@ CASES: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("3 Medusa heads on the target's matrix, a tree of 63", "medusa-shared", {"medusa_choices": "vicuna_33b_stage1"}),
     ("3 Medusa heads with a matrix each, a chain", "medusa", {"draft_len": 3}),
     ("EAGLE-3, a chain of 5", "eagle3", {"draft_len": 5}),
+    ("EAGLE-3, a dynamic tree of 20, 5 deep", "eagle3", {"draft_len": 5, "eagle_topk": 4}),
 )
 
 

@@ -198,6 +198,9 @@ def test_ranks_are_those_of_torch() -> None:
     found, plain = both_ways(sampling, logits, range(4), lengths, token_ids)
     assert torch.equal(found.rank(5), plain.rank(5))
     assert torch.equal(found.rank(5)[:, 0], found.choose(Stream.TARGET)[:, 0])
+    scores = [one.scores().log_softmax(dim=1) for one in (found, plain)]
+    torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
+    assert torch.equal(scores[0].argmax(dim=1), found.rank(1)[:, 0])
 
 
 def test_choices_follow_the_distribution() -> None:
