@@ -270,7 +270,8 @@ class Eagle3Section(_ChoicesSection):
     names the layers that it was trained with.
 
     Drafts are chains, or trees: of a shape that is known (`eagle_choices`), or of one that follows from how likely
-    tokens are (`eagle_topk`, as in EAGLE-2). More of a tree is accepted, and more has to be verified.
+    tokens are (`eagle_topk`, as in EAGLE-2). More of a tree is accepted, and more has to be verified: on CPUs,
+    where each token costs, a chain is faster.
 
     Attributes:
         eagle3_layers_to_capture: layers of the target, from 0, whose output the head reads, as in TensorRT-LLM, such as
@@ -315,7 +316,7 @@ class Eagle3Section(_ChoicesSection):
         kept = self.max_total_draft_tokens
         if kept is None:
             kept = min(MOST_NODES, self.eagle_topk * self.draft_len)
-        return DynamicTree(self.eagle_topk, kept)
+        return DynamicTree(self.eagle_topk, kept, self.draft_len)
 
     @property
     def tree_key(self) -> str:

@@ -55,10 +55,10 @@ def test_options_that_do_not_fit_are_refused(target: Path, options: dict[str, An
         ({"eagle_choices": "mc_sim_7b_63"}, (5, 15, (0, 4, 12, 20, 23, 25))),
         ({"eagle_choices": [[0, 0], [0]]}, (2, 1, (0, 1, 2))),
         ({"eagle_topk": 1}, (4, 1, (0, 1, 2, 3, 4))),
-        ({"eagle_topk": 3}, (4, 9, (0, 3, 12, 12, 12))),
-        ({"eagle_topk": 4, "draft_len": 3, "max_total_draft_tokens": 9}, (3, 7, (0, 4, 9, 9))),
+        ({"eagle_topk": 3}, (4, 9, (0, 3, 6, 9, 12))),
+        ({"eagle_topk": 4, "draft_len": 3, "max_total_draft_tokens": 9}, (3, 7, (0, 3, 6, 9))),
         ({"eagle_topk": 4, "draft_len": 1, "max_total_draft_tokens": 9}, (1, 4, (0, 4))),
-        ({"eagle_topk": 32, "draft_len": 8}, (8, 125, (0, 32, *[128] * 7))),
+        ({"eagle_topk": 32, "draft_len": 8}, (8, 125, tuple(range(0, 129, 16)))),
     ],
 )
 def test_a_tree_counts_by_its_nodes(target: Path, options: dict[str, Any], expected: tuple[int, ...]) -> None:

@@ -58,7 +58,7 @@ def grow(
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize(("top_k", "most", "depth"), [(3, 10, 4), (2, 2, 1), (2, 6, 3), (4, 20, 2), (5, 7, 6)])
 def test_the_likeliest_of_all_are_kept_with_their_parents(top_k: int, most: int, depth: int, rounded: bool) -> None:
-    bounds = DynamicTree(top_k, most)
+    bounds = DynamicTree(top_k, most, depth)
     for seed in range(6):
         met, tokens, paths, _ = grow(bounds, depth, seed, rounded=rounded)
         assert tokens.shape[1] == bounds.num_nodes(depth) and paths.shape[1:] == (bounds.num_paths(depth), depth)
@@ -85,7 +85,7 @@ def ways_of(tokens: torch.Tensor, paths: torch.Tensor) -> dict[int, Way]:
 
 
 def test_what_a_row_does_not_need_keeps_nothing_out_that_it_does() -> None:
-    bounds, lens = DynamicTree(3, 10), [4, 2, 1]
+    bounds, lens = DynamicTree(3, 10, 4), [4, 2, 1]
     met, tokens, paths, _ = grow(bounds, 4, 5, lens=lens)
     for row, needed in enumerate(lens):
         ways = [way for way in ways_of(tokens[row], paths[row]).values() if len(way) <= needed]
@@ -94,7 +94,7 @@ def test_what_a_row_does_not_need_keeps_nothing_out_that_it_does() -> None:
 
 
 def test_a_rank_that_is_told_has_the_same_trees() -> None:
-    bounds, depth = DynamicTree(3, 10), 4
+    bounds, depth = DynamicTree(3, 10, 4), 4
     _, tokens, paths, told = grow(bounds, depth, 1)
     growth, said = DynamicGrowth(bounds, 3, depth, torch.device("cpu")), iter(told)
 
@@ -109,7 +109,7 @@ def test_a_rank_that_is_told_has_the_same_trees() -> None:
 
 
 def test_impossible_tokens_and_numbers_that_are_none_are_kept_last() -> None:
-    growth = DynamicGrowth(DynamicTree(2, 3), 1, 2, torch.device("cpu"))
+    growth = DynamicGrowth(DynamicTree(2, 3, 2), 1, 2, torch.device("cpu"))
     nothing = float("-inf")
     growth.spread(Ranked(torch.tensor([[[1, 2]]]), torch.tensor([[[-9.0, nothing]]])), None, lambda told: told)
     growth.spread(
@@ -122,7 +122,7 @@ def test_impossible_tokens_and_numbers_that_are_none_are_kept_last() -> None:
 
 
 def test_a_given_token_is_the_best_path_of_rows_that_have_one() -> None:
-    growth = DynamicGrowth(DynamicTree(2, 3), 2, 2, torch.device("cpu"))
+    growth = DynamicGrowth(DynamicTree(2, 3, 2), 2, 2, torch.device("cpu"))
     for token in (40, 41):
         nodes = 1 if token == 40 else 2
         ranked = Ranked(torch.tensor([[[1, 2]] * nodes] * 2), torch.tensor([[[-1.0, -1.5]] * nodes] * 2))
