@@ -170,6 +170,7 @@ class Draft:
     draft_probs: torch.Tensor | None = None
     foreseen: torch.Tensor | None = None
     paths: torch.Tensor | None = None
+    _path_lens: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def depth(self) -> int:
@@ -179,8 +180,10 @@ class Draft:
     def path_lens(self) -> torch.Tensor:
         """[rows, paths] int64: nodes of each path, cut off at the row's draft_lens."""
         assert self.paths is not None, "a chain has no paths"
-        lens = (self.paths < 0).cumsum(dim=2).eq(0).sum(dim=2)
-        return lens.minimum(self.draft_lens.clamp(min=0).unsqueeze(1))
+        if self._path_lens is None:
+            lens = (self.paths < 0).cumsum(dim=2).eq(0).sum(dim=2)
+            self._path_lens = lens.minimum(self.draft_lens.clamp(min=0).unsqueeze(1))
+        return self._path_lens
 
 
 class FedPart(NamedTuple):
@@ -241,6 +244,8 @@ class Verdict:
         logprobs: for rows that asked, in order; None when no row did.
         chosen_logits: [sampled_rows, draft_len + 1] float32: the tokens' raw logits, -inf where bans forbid every
             token; anything beside padding. Where one is not finite the row has failed; the orchestrator is told so.
+        paths: [sampled_rows] int64: of each row's draft tree a path that begins with the draft tokens that it gains;
+            None where drafts are chains.
     """
 
     num_tokens: torch.Tensor
@@ -248,6 +253,7 @@ class Verdict:
     draft_lens: torch.Tensor | None = None
     logprobs: VerdictLogprobs | None = None
     chosen_logits: torch.Tensor | None = None
+    paths: torch.Tensor | None = None
 
 
 @dataclass
