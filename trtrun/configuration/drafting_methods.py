@@ -22,6 +22,10 @@ MAX_LOOKUP = 32
 MAX_PATHS = 32
 MAX_TREE_DEPTH = 64
 MAX_CORPUS_TOKENS = 1 << 28
+MAX_CACHED_REQUESTS = 1 << 20
+MAX_CACHED_TOKENS = 1 << 22
+CACHED_TOKEN_BYTES = 112
+"""Of a token of past answers on a device, while they are sorted."""
 DEFAULT_LOOKUP = 5
 DEFAULT_METHOD = "draft_target"
 NO_DRAFTS = "none"
@@ -155,7 +159,12 @@ class SuffixSection(SpeculationSection):
             `prompt_token_ids` or `prompt`, `token_ids` or `text`, as trtrun writes them, or text (.txt). Every host of
             the job must have it; one rank reads it.
         suffix_corpus_max_tokens: of the file that are kept; each takes 8 bytes on each of the target's devices, and at
-            the start about 60 on the host that reads them.
+            the start about 80 on the host that reads them.
+        suffix_decoding_max_cached_requests: past requests whose answers all rows are looked up in, too; the oldest go
+            first. 0 keeps none: with others, whatever their API keys, a client may tell by how fast its own text comes
+            what answers to other clients were like.
+        suffix_decoding_max_cached_tokens: of these answers that are kept. Each takes 112 bytes on each of the target's
+            devices; on CPUs, sorting 65536 takes some 20 milliseconds, after each round in which requests end.
     """
 
     suffix_decoding_max_tree_depth: Annotated[int, Number, Field(ge=1, le=MAX_TREE_DEPTH)] = 24
@@ -165,6 +174,14 @@ class SuffixSection(SpeculationSection):
     max_paths: Annotated[int, Number, Field(ge=1, le=MAX_PATHS)] = 1
     suffix_corpus: FilePath | None = None
     suffix_corpus_max_tokens: Annotated[int, Number, Field(ge=2, le=MAX_CORPUS_TOKENS)] = 1_000_000
+    suffix_decoding_max_cached_requests: Annotated[int, Number, Field(ge=0, le=MAX_CACHED_REQUESTS)] = 0
+    suffix_decoding_max_cached_tokens: Annotated[int, Number, Field(ge=2, le=MAX_CACHED_TOKENS)] = 65536
+
+    @property
+    def search_bytes(self) -> int:
+        """That looking texts up takes in a round on each rank that does, at most."""
+        cached = self.suffix_decoding_max_cached_tokens if self.suffix_decoding_max_cached_requests else 0
+        return (64 << 20) + CACHED_TOKEN_BYTES * cached
 
 
 class MedusaSection(SpeculationSection):
@@ -261,7 +278,8 @@ class DraftingMethod:
             its paths share tokens; None where each path has tokens of its own.
         num_behind: 1 where the drafter keeps keys and values of each token in the target's blocks, which depend on the
             token behind it: blocks are reused only where that is the same, too. Else 0.
-        search_bytes: that looking texts up takes in a round on each of its ranks, at most.
+        find_search_bytes: tells of a `speculation` section what looking texts up takes in a round on each of its ranks,
+            at most.
     """
 
     placement: Role | None
@@ -274,7 +292,7 @@ class DraftingMethod:
     needs_heads: bool = False
     find_size: Callable[[SpeculationSection, int], DraftSize] | None = None
     num_behind: int = 0
-    search_bytes: int = 0
+    find_search_bytes: Callable[[SpeculationSection], int] = lambda section: 0
 
     def size_of(self, section: SpeculationSection, draft_len: int) -> DraftSize:
         """How large a row's draft of `draft_len` tokens, one behind the other, is, at most."""
@@ -293,6 +311,11 @@ def _max_paths(section: SpeculationSection) -> int:
     return section.max_paths if isinstance(section, PromptLookupSection | SuffixSection) else 1
 
 
+def _suffix_bytes(section: SpeculationSection) -> int:
+    assert isinstance(section, SuffixSection)
+    return section.search_bytes
+
+
 METHODS: dict[str, DraftingMethod] = {
     "draft_target": DraftingMethod(
         Role.DRAFT,
@@ -308,7 +331,7 @@ METHODS: dict[str, DraftingMethod] = {
         section=PromptLookupSection,
         to_check="prompt lookup finds only what a text repeats",
         find_max_paths=_max_paths,
-        search_bytes=20 << 20,
+        find_search_bytes=lambda section: 20 << 20,
     ),
     "suffix": DraftingMethod(
         Role.TARGET,
@@ -317,7 +340,7 @@ METHODS: dict[str, DraftingMethod] = {
         section=SuffixSection,
         to_check="suffix decoding finds only what texts repeat",
         find_max_paths=_max_paths,
-        search_bytes=64 << 20,
+        find_search_bytes=_suffix_bytes,
     ),
     "medusa": DraftingMethod(
         Role.TARGET,

@@ -20,6 +20,10 @@ if TYPE_CHECKING:  # processes that only read requests do without
     import torch
 
 
+FIRST_REHEARSED_ROUND = 1 << 40
+"""Index of the first round that is run before requests come: those of requests count from 0, and never come so far."""
+
+
 class FinishReason(enum.StrEnum):
     """Why a request ended, in the words of the OpenAI API where it has one."""
 
@@ -138,6 +142,11 @@ class RoundPlan:
     def draft_len(self) -> int:
         """Tokens that are drafted this round, at most: the largest of `draft_lens`, at least 0."""
         return max(0, int(self.draft_lens.max())) if self.draft_lens.size else 0
+
+    @property
+    def is_rehearsed(self) -> bool:
+        """Whether its rows are made up, as at the start."""
+        return not 0 <= self.round_index < FIRST_REHEARSED_ROUND
 
     @cached_property
     def sampled_rows(self) -> list[int]:

@@ -96,6 +96,8 @@ class Worker:
             travel. Every rank works them out from the plan and the rows' own parameters: nothing says it on the way.
         """
         self.activity.enter(plan.round_index, Phase.AWAITING_DRAFT if self.drafter is None else Phase.DRAFTING)
+        if self.drafter is not None:
+            self.drafter.release_rows(plan)
         if self.target is not None:
             self.target.begin_round(plan)
         if self.drafter is not None:

@@ -33,8 +33,9 @@ VOCABULARY = 260
 
 
 def sorted_corpus(texts: Sequence[Sequence[int]], most: int) -> SortedCorpus:
-    tokens = np.array([token for text in texts for token in (*text, -1)], dtype=np.int32)
-    return SortedCorpus(torch.from_numpy(tokens), torch.from_numpy(sort_places(tokens, most)), most)
+    tokens = torch.tensor([token for text in texts for token in (*text, -1)], dtype=torch.int32)
+    order, num_places = sort_places(tokens, most)
+    return SortedCorpus(tokens, order, most, num_places)
 
 
 def found_by_hand(texts: Sequence[list[int]], row: list[int], most: int, count: int) -> list[tuple[int, list[int]]]:
