@@ -142,10 +142,11 @@ def test_what_a_preempted_row_wrote_is_kept_once(target: Path, monkeypatch: pyte
     with make_llm(target, speculation=speculation, **sections) as llm:
         assert not added, "rows of rehearsals are nobody's"
         outputs = llm.generate(repeated_prompts(), SamplingParams(max_tokens=COUNT, **KINDS[1]))
+        llm.generate([[1]], SamplingParams(max_tokens=1))  # the next plan drops the last row
         llm.check_idle()
     texts = [list(text) for (text,) in tokens_of(outputs)]
     preempted = sum(output.completions[0].statistics.num_preemptions for output in outputs)
-    assert preempted > 0 and len(added) == len(texts) + preempted - 1, "the next plan drops the last row"
+    assert preempted > 0 and len(added) == len(texts) + preempted
     assert sum(map(len, added)) <= sum(map(len, texts)) + 2 * preempted
 
 
