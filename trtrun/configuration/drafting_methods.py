@@ -15,17 +15,12 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from parallel.topology import Role
 from trtrun.configuration.launch_config import FilePath, Number, Section
 from trtrun.configuration.medusa_choices import Choice, ChoiceTree, read_choices
+from trtrun.configuration.suffix_options import MAX_DRAFT_LEN, HybridOptions, SuffixOptions
 from trtrun.errors import nearest, shorten
 
-MAX_DRAFT_LEN = 32
 MAX_LOOKUP = 32
 MAX_PATHS = 32
-MAX_TREE_DEPTH = 64
 MAX_CORPUS_TOKENS = 1 << 28
-MAX_CACHED_REQUESTS = 1 << 20
-MAX_CACHED_TOKENS = 1 << 22
-CACHED_TOKEN_BYTES = 112
-"""Of a token of past answers on a device, while they are sorted."""
 DEFAULT_LOOKUP = 5
 DEFAULT_METHOD = "draft_target"
 NO_DRAFTS = "none"
@@ -91,7 +86,7 @@ def _as_word(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-class DraftModelSection(SpeculationSection):
+class DraftModelSection(HybridOptions, SpeculationSection):
     """Options of `draft_target`.
 
     Attributes:
@@ -143,16 +138,10 @@ class PromptLookupSection(SpeculationSection):
         return fewest or most or DEFAULT_LOOKUP, most or fewest or DEFAULT_LOOKUP
 
 
-class SuffixSection(SpeculationSection):
-    """Options of `suffix`, with the names of vLLM and arctic-inference.
+class SuffixSection(SuffixOptions, SpeculationSection):
+    """Options of `suffix`, beside those of [looking texts up](#looking-texts-up).
 
     Attributes:
-        suffix_decoding_max_tree_depth: most of the row's last tokens that are looked for.
-        suffix_decoding_max_spec_factor: a match of n tokens is followed for this factor times n tokens at most; vLLM's
-            is 1. Left out: for draft_len tokens, as so many of each row are verified in a round in any case.
-        suffix_decoding_max_spec_offset: added to that many tokens.
-        suffix_decoding_min_token_prob: how likely a draft token must be: the share of the places with that match that
-            went on up to it.
         max_paths: continuations that are proposed at once, as a draft tree; 1 proposes the likeliest alone. The target
             then verifies up to max_paths times draft_len tokens of a row in a round.
         suffix_corpus: a file of texts that all rows are looked up in, beside their own: JSON lines (.jsonl) with
@@ -160,31 +149,14 @@ class SuffixSection(SpeculationSection):
             the job must have it; one rank reads it.
         suffix_corpus_max_tokens: of the file that are kept; each takes 8 bytes on each of the target's devices, and at
             the start about 80 on the host that reads them.
-        suffix_decoding_max_cached_requests: past requests whose answers all rows are looked up in, too; the oldest go
-            first. 0 keeps none: with others, whatever their API keys, a client may tell by how fast its own text comes
-            what answers to other clients were like.
-        suffix_decoding_max_cached_tokens: of these answers that are kept. Each takes 112 bytes on each of the target's
-            devices; on CPUs, sorting 65536 takes some 20 milliseconds, after each round in which requests end.
     """
 
-    suffix_decoding_max_tree_depth: Annotated[int, Number, Field(ge=1, le=MAX_TREE_DEPTH)] = 24
-    suffix_decoding_max_spec_factor: Annotated[float, Number, Field(ge=0, le=MAX_DRAFT_LEN)] | None = None
-    suffix_decoding_max_spec_offset: Annotated[float, Number, Field(ge=-MAX_TREE_DEPTH, le=MAX_DRAFT_LEN)] = 0.0
-    suffix_decoding_min_token_prob: Annotated[float, Number, Field(ge=0, le=1)] = 0.1
     max_paths: Annotated[int, Number, Field(ge=1, le=MAX_PATHS)] = 1
     suffix_corpus: FilePath | None = None
     suffix_corpus_max_tokens: Annotated[int, Number, Field(ge=2, le=MAX_CORPUS_TOKENS)] = 1_000_000
-    suffix_decoding_max_cached_requests: Annotated[int, Number, Field(ge=0, le=MAX_CACHED_REQUESTS)] = 0
-    suffix_decoding_max_cached_tokens: Annotated[int, Number, Field(ge=2, le=MAX_CACHED_TOKENS)] = 65536
-
-    @property
-    def search_bytes(self) -> int:
-        """That looking texts up takes in a round on each rank that does, at most."""
-        cached = self.suffix_decoding_max_cached_tokens if self.suffix_decoding_max_cached_requests else 0
-        return (64 << 20) + CACHED_TOKEN_BYTES * cached
 
 
-class MedusaSection(SpeculationSection):
+class MedusaSection(HybridOptions, SpeculationSection):
     """Options of `medusa`. Each head drafts one token, so draft_len is at most the number of heads. A chain takes the
     likeliest token of each; a tree the likely ones, so that more is accepted and more has to be verified: on CPUs,
     where each token costs, a chain is faster.
@@ -220,6 +192,8 @@ class MedusaSection(SpeculationSection):
                 f"draft_len is {self.draft_len}, but medusa_choices are {depth} deep: set it to {depth} or less, or "
                 "leave it out"
             )
+        if self.enable_suffix_decoding and self.tree is not None:
+            raise ValueError("enable_suffix_decoding does not go with a tree: leave medusa_choices out")
         return self
 
     @property
@@ -238,7 +212,7 @@ class MedusaSection(SpeculationSection):
         return DraftSize(len(tree.paths), len(tree.nodes))
 
 
-class Eagle3Section(SpeculationSection):
+class Eagle3Section(HybridOptions, SpeculationSection):
     """Options of `eagle3`. The head drafts step by step from hidden states of the target: from those of which layers,
     its config.json says in one of two ways, or not at all. Where drafts are seldom right, see whether `trtrun plan`
     names the layers that it was trained with.
@@ -312,7 +286,7 @@ def _max_paths(section: SpeculationSection) -> int:
 
 
 def _suffix_bytes(section: SpeculationSection) -> int:
-    assert isinstance(section, SuffixSection)
+    assert isinstance(section, SuffixOptions)
     return section.search_bytes
 
 
@@ -322,6 +296,7 @@ METHODS: dict[str, DraftingMethod] = {
         needs_draft_model=True,
         has_probabilities=True,
         section=DraftModelSection,
+        find_search_bytes=_suffix_bytes,
         to_check="see whether draft.model was made for this target, and for texts like these",
     ),
     "ngram": DraftingMethod(
@@ -347,6 +322,7 @@ METHODS: dict[str, DraftingMethod] = {
         needs_draft_model=False,
         has_probabilities=False,
         section=MedusaSection,
+        find_search_bytes=_suffix_bytes,
         to_check="see whether the heads were trained for this very target, and for texts like these",
         needs_heads=True,
         find_size=_medusa_size,
@@ -356,6 +332,7 @@ METHODS: dict[str, DraftingMethod] = {
         needs_draft_model=False,
         has_probabilities=False,
         section=Eagle3Section,
+        find_search_bytes=_suffix_bytes,
         to_check="see whether the head was trained for this very target, for texts like these, and with the layers "
         "that trtrun plan names (speculation.eagle3_layers_to_capture)",
         needs_heads=True,

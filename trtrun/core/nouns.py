@@ -172,6 +172,8 @@ class Draft:
         paths: [rows, paths, depth] int64 beside the tokens: of each path from the row's newest token to a leaf the
             nodes in order, as columns of `tokens`, then -1. Paths share nodes or hold the same token in several. The
             depth is the plan's draft_len. None for a chain.
+        num_suffix_tokens: [rows] int64 beside the tokens: how many of a chain's first tokens were found in texts, where
+            a model drafts the others; None where none can be.
     """
 
     tokens: torch.Tensor
@@ -179,6 +181,7 @@ class Draft:
     draft_probs: torch.Tensor | None = None
     foreseen: torch.Tensor | None = None
     paths: torch.Tensor | None = None
+    num_suffix_tokens: torch.Tensor | None = None
 
     @property
     def depth(self) -> int:
@@ -234,6 +237,7 @@ class Verdict:
         logprobs: for rows that asked, in order; None when no row did.
         chosen_logits: [sampled_rows, draft_len + 1] float32: the tokens' raw logits, -inf where bans forbid every
             token; anything beside padding. Where one is not finite the row has failed; the orchestrator is told so.
+        num_suffix_tokens: [decode_rows] int64: of the draft (Draft.num_suffix_tokens).
     """
 
     num_tokens: torch.Tensor
@@ -241,6 +245,7 @@ class Verdict:
     draft_lens: torch.Tensor | None = None
     logprobs: VerdictLogprobs | None = None
     chosen_logits: torch.Tensor | None = None
+    num_suffix_tokens: torch.Tensor | None = None
 
 
 @dataclass

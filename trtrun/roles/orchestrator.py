@@ -303,4 +303,5 @@ def commit_round(
             if (said := watch.complain(pacer.pays if pacer is not None else None)) is not None:
                 logger.warning(said)
     foreseen = report.foreseen if plan.num_guesses else None
-    return scheduler.commit(plan, report.num_tokens, report.tokens, report.draft_lens, foreseen)
+    found = report.num_suffix_tokens
+    return scheduler.commit(plan, report.num_tokens, report.tokens, report.draft_lens, foreseen, found)

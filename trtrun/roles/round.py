@@ -165,6 +165,7 @@ class Worker:
             verdict = self.exchange.receive_verdict(plan, draft.depth + 1)
         else:
             verdict = self._decide(plan, step.logits, rows, draft, by_probability)
+            verdict.num_suffix_tokens = draft.num_suffix_tokens
             self.exchange.send_verdict(verdict)
         if draft.paths is not None:
             self.target.keep_path(plan, accepted_paths(draft, verdict))

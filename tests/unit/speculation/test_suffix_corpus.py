@@ -26,6 +26,7 @@ from trtrun.speculation.drafters.suffix import SuffixDrafter
 from trtrun.speculation.suffixes.continuations import MOST_PLACES, SuffixRule
 from trtrun.speculation.suffixes.corpus import SortedCorpus, bytes_of_corpus, sort_places
 from trtrun.speculation.suffixes.own_text import last_tokens
+from trtrun.speculation.suffixes.search import SuffixSearch
 from trtrun.tokens.corpus import read_corpus
 
 COUNT = 24
@@ -90,7 +91,7 @@ def test_the_longest_match_counts_wherever_it_is() -> None:
             0, (), (), np.zeros((0, 3), np.int32), (), np.zeros(1, np.int32), np.full(1, 3), np.zeros(1), 40
         )
         rule = SuffixRule(8, None, 0.0, 0.1)
-        draft = SuffixDrafter(state, rule, corpus=sorted_corpus(texts, 8)).propose(plan, [])
+        draft = SuffixDrafter(state, SuffixSearch(state, rule, sorted_corpus(texts, 8))).propose(plan, [])
         return draft.tokens[0, : int(draft.draft_lens[0])].tolist()
 
     assert propose([1, 2, 3], [[1, 2, 3, 4, 5], [9, 3, 7, 7]]) == [4, 5]
