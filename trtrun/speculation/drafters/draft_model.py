@@ -112,12 +112,16 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
         picks: list[int],
         given: Suggestion | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """draft_len tokens for `rows` [R], of which each needs as many as `most` says; `given` are those
-        that take the place of the model's.
+        """draft_len tokens for `rows` [R], of which each needs as many as `most` says; `given` are those that take the
+        place of the model's.
 
         Returns:
             tokens [R, draft_len] int64 and draft_probs [picks, draft_len, target vocab] float32 or None.
         """
+        whole = [] if given is None or picks else given.whole_rows(most)
+        if given is not None and len(whole) == len(row_list):
+            self._feed_whole(plan, rows, lacking, given.tokens, most)
+            return given.tokens, None
         logits = self._catch_up(plan, row_list, rows, lacking)
         state = self._engine.rows
         lengths = state.lengths.index_select(0, rows)
@@ -131,12 +135,10 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
             chained = self._chain(row_list, lengths, positions, tables, logits)
             if chained is not None:
                 return chained, None
-        whole = [] if given is None or picks else given.whole_rows(most)
-        if given is not None and whole:
-            self._feed(kept_integers(whole, rows.device), given.tokens, positions, tables)
-            if len(whole) == len(row_list):
-                return given.tokens, None
-            positions = positions.index_fill(0, kept_integers(whole, rows.device), -1)
+        if given is not None and whole and plan.draft_len > 1:
+            places = kept_integers(whole, rows.device)
+            self._engine.feed(given.tokens[places, :-1], positions[places], tables[places])
+            positions = positions.index_fill(0, places, -1)
         batches = self._engine.prepare_steps(tables, positions) if plan.draft_len > 1 else ()
         for step in range(plan.draft_len):
             where = lengths + step
@@ -155,11 +157,19 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
         tokens = torch.stack(chosen, dim=1)
         return tokens, self._known_probs(torch.cat(probabilities, dim=1), tokens, picks, given) if picks else None
 
-    def _feed(self, places: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor) -> None:
-        """Feed the rows at `places` [n] all of their `tokens` [R, draft_len] but the last, at positions
-        [R, draft_len - 1], -1 for none, by their tables [R, blocks]."""
-        if positions.shape[1]:
-            self._engine.feed(tokens[places, :-1], positions[places], tables[places])
+    def _feed_whole(
+        self, plan: RoundPlan, rows: torch.Tensor, lacking: list[int], tokens: torch.Tensor, most: list[int]
+    ) -> None:
+        """Feed `rows` [R] what they lack, and behind it as many of their `tokens` [R, draft_len] as `most` says but the
+        last, in one forward."""
+        state, width = self._engine.rows, max(lacking)
+        steps = kept_range(-width, plan.draft_len - 1, rows.device)
+        counts, ends = (kept_integers(one, rows.device).unsqueeze(1) for one in (lacking, [max(1, n) for n in most]))
+        positions = state.lengths.index_select(0, rows).unsqueeze(1) + steps
+        positions = torch.where((-steps <= counts) & (steps + 1 < ends), positions, -1).clamp(min=-1)
+        own = state.token_ids[rows.unsqueeze(1), positions[:, :width].clamp(min=0)].to(torch.int64)
+        fed = torch.cat((own, tokens[:, :-1]), dim=1)
+        self._engine.feed(fed, positions, self._engine.tables(rows, plan.max_context))
 
     def _known_probs(
         self,
