@@ -16,8 +16,10 @@ from lookups import COUNT, check_greedy, check_sampled
 from pipelines import configuration, make_llm, noisy_copy, prompt_of, tokens_of, useless_draft
 from suffixes_by_hand import expected_paths, rules, texts_of
 
+from launch.placement.memory import JobMemory
 from trtrun import SamplingParams
 from trtrun.configuration.suffix_options import HybridOptions
+from trtrun.configuration.topology import make_topology
 from trtrun.core.nouns import RowAdmission
 from trtrun.errors import ConfigError
 from trtrun.speculation.ahead.host_texts import HostTexts
@@ -149,6 +151,20 @@ def test_past_answers_are_drafted_where_the_model_is_useless(tmp_path: Path, tar
         assert rounds[1] <= 4 + COUNT // 5 < rounds[0]
         kept = second.completions[0].statistics
         assert kept.num_accepted_suffix_draft_tokens >= COUNT - 4 - COUNT // 5 - 2
+
+
+@pytest.mark.parametrize(("devices", "drafting"), [((("cpu:0",), ("cpu:1",)), 1), ((("cpu:0",), ("cpu:0",)), 0)])
+def test_its_memory_is_counted_where_it_drafts(
+    target: Path, draft: Path, devices: tuple[tuple[str], tuple[str]], drafting: int
+) -> None:
+    def planned(**options: object) -> list[int]:
+        config = configuration(target, draft, devices=devices, speculation=options)
+        topology = make_topology(config)
+        return [JobMemory.read(config, topology).working_bytes(rank) for rank in range(topology.world_size)]
+
+    cached = {"suffix_decoding_max_cached_requests": 9, "suffix_decoding_max_cached_tokens": 3_000_000}
+    more = [after - before for before, after in zip(planned(), planned(**HYBRID, **cached), strict=True)]
+    assert more == [(64 << 20) + 3_000_000 * 112 if rank == drafting else 0 for rank in range(len(more))]
 
 
 @pytest.mark.parametrize(
