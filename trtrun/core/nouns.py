@@ -20,6 +20,10 @@ if TYPE_CHECKING:  # processes that only read requests do without
     import torch
 
 
+FIRST_REHEARSED_ROUND = 1 << 40
+"""Index of the first round that is run before requests come: those of requests count from 0, and never come so far."""
+
+
 class FinishReason(enum.StrEnum):
     """Why a request ended, in the words of the OpenAI API where it has one."""
 
@@ -139,6 +143,11 @@ class RoundPlan:
         """Tokens that are drafted this round, at most: the largest of `draft_lens`, at least 0."""
         return max(0, int(self.draft_lens.max())) if self.draft_lens.size else 0
 
+    @property
+    def is_rehearsed(self) -> bool:
+        """Whether its rows are made up, as at the start."""
+        return not 0 <= self.round_index < FIRST_REHEARSED_ROUND
+
     @cached_property
     def sampled_rows(self) -> list[int]:
         """Rows that get tokens this round: decode rows in order, then rows whose last prefill chunk runs."""
@@ -163,6 +172,8 @@ class Draft:
         paths: [rows, paths, depth] int64 beside the tokens: of each path from the row's newest token to a leaf the
             nodes in order, as columns of `tokens`, then -1. Paths share nodes or hold the same token in several. The
             depth is the plan's draft_len. None for a chain.
+        num_suffix_tokens: [rows] int64 beside the tokens: how many of a chain's first tokens were found in texts, where
+            a model drafts the others; None where none can be.
     """
 
     tokens: torch.Tensor
@@ -170,6 +181,7 @@ class Draft:
     draft_probs: torch.Tensor | None = None
     foreseen: torch.Tensor | None = None
     paths: torch.Tensor | None = None
+    num_suffix_tokens: torch.Tensor | None = None
     _path_lens: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
@@ -244,8 +256,12 @@ class Verdict:
         logprobs: for rows that asked, in order; None when no row did.
         chosen_logits: [sampled_rows, draft_len + 1] float32: the tokens' raw logits, -inf where bans forbid every
             token; anything beside padding. Where one is not finite the row has failed; the orchestrator is told so.
+<<<<<<< HEAD
         paths: [sampled_rows] int64: of each row's draft tree a path that begins with the draft tokens that it gains;
             None where drafts are chains.
+=======
+        num_suffix_tokens: [decode_rows] int64: of the draft (Draft.num_suffix_tokens).
+>>>>>>> h_suffix
     """
 
     num_tokens: torch.Tensor
@@ -254,6 +270,7 @@ class Verdict:
     logprobs: VerdictLogprobs | None = None
     chosen_logits: torch.Tensor | None = None
     paths: torch.Tensor | None = None
+    num_suffix_tokens: torch.Tensor | None = None
 
 
 @dataclass

@@ -125,8 +125,9 @@ def engine_working_bytes(
     dtype = resolve_dtype(section, model)
     blocks = (guess_space if role == "draft" else path_space)(config, 0).num_blocks
     beside = blocks * kv_bytes_per_block(config, model, len(section.devices), dtype)
-    if role == "target":
-        beside += METHODS[config.speculation.method].search_bytes
+    method = METHODS[config.speculation.method]
+    if role == method.placement:
+        beside += method.find_search_bytes(config.speculation)
     return beside + working_bytes(
         round_shape(config, context),
         model,
