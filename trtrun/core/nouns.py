@@ -256,12 +256,9 @@ class Verdict:
         logprobs: for rows that asked, in order; None when no row did.
         chosen_logits: [sampled_rows, draft_len + 1] float32: the tokens' raw logits, -inf where bans forbid every
             token; anything beside padding. Where one is not finite the row has failed; the orchestrator is told so.
-<<<<<<< HEAD
         paths: [sampled_rows] int64: of each row's draft tree a path that begins with the draft tokens that it gains;
             None where drafts are chains.
-=======
         num_suffix_tokens: [decode_rows] int64: of the draft (Draft.num_suffix_tokens).
->>>>>>> h_suffix
     """
 
     num_tokens: torch.Tensor
