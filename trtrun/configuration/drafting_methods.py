@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from parallel.topology import Role
 from trtrun.configuration.launch_config import FilePath, Number, Section
 from trtrun.configuration.medusa_choices import Choice, ChoiceTree, read_choices
+from trtrun.configuration.recycling_trees import recycling_tree
 from trtrun.errors import nearest, shorten
 
 MAX_DRAFT_LEN = 32
@@ -22,6 +23,8 @@ MAX_LOOKUP = 32
 MAX_PATHS = 32
 MAX_TREE_DEPTH = 64
 MAX_CORPUS_TOKENS = 1 << 28
+MAX_RECYCLED = 64
+MAX_TREE_NODES = 256
 DEFAULT_LOOKUP = 5
 DEFAULT_METHOD = "draft_target"
 NO_DRAFTS = "none"
@@ -32,11 +35,12 @@ class SpeculationSection(Section):
 
     Attributes:
         method: `draft_target` drafts with the draft model; `ngram` by prompt lookup: what followed the row's last
-            tokens before; `suffix`: what followed most often; `medusa`, `eagle3` with heads on the target's devices;
-            `none` runs the target alone. `ngram`, `suffix`, `none` forget `draft`.
+            tokens before; `suffix`: what followed most often; `token_recycling`: what the target held likely behind
+            the same token before; `medusa`, `eagle3` with heads on the target's devices; `none` runs the target alone.
+            Methods without model and heads forget `draft`.
         draft_len: tokens drafted in one round, one behind the other, at most.
-        use_logits: accept sampled tokens by the ratio of target_probs to draft_probs instead of by equality; not with
-            `ngram`, `suffix`, `medusa` and `eagle3`.
+        use_logits: accept sampled tokens by the ratio of target_probs to draft_probs instead of by equality; with
+            `draft_target` alone.
         pacing: `measured` drafts fewer tokens where the run's own times say that fewer pay more (many rows, a poor
             draft), and on CPUs measures rounds at start for that; `fixed` always drafts draft_len. use_logits is always
             `fixed`: the tokens of a seed depend on the draft there, and must not depend on times.
@@ -167,6 +171,42 @@ class SuffixSection(SpeculationSection):
     suffix_corpus_max_tokens: Annotated[int, Number, Field(ge=2, le=MAX_CORPUS_TOKENS)] = 1_000_000
 
 
+class TokenRecyclingSection(SpeculationSection):
+    """Options of `token_recycling`. A table on the target's device keeps, of each token of the vocabulary, the tokens
+    that the target held likeliest behind it last, in whatever row: token_recycling_top_k times 4 bytes a token. All
+    requests of a job share it, and with it whoever sends them: texts do not depend on it, but how fast they come does.
+
+    Attributes:
+        token_recycling_top_k: tokens that are kept of each.
+        token_recycling_nodes: tokens of a draft tree, of those that are likely to be right as deep as draft_len; 80 in
+            the paper, with a draft_len of 6. Each of them is verified. Left out: a chain.
+    """
+
+    token_recycling_top_k: Annotated[int, Number, Field(ge=1, le=MAX_RECYCLED)] = 8
+    token_recycling_nodes: Annotated[int, Number, Field(ge=1, le=MAX_TREE_NODES)] | None = None
+
+    @model_validator(mode="after")
+    def _check_nodes(self) -> TokenRecyclingSection:
+        if self.token_recycling_nodes is not None and self.token_recycling_nodes < self.draft_len:
+            raise ValueError(
+                f"token_recycling_nodes is {self.token_recycling_nodes}, but draft_len {self.draft_len}: a tree so deep "
+                "has as many or more; leave token_recycling_nodes out for a chain"
+            )
+        return self
+
+    @property
+    def tree(self) -> ChoiceTree | None:
+        """The draft tree; None where drafts are chains."""
+        if self.token_recycling_nodes is None or self.token_recycling_nodes == self.draft_len:
+            return None
+        tree = recycling_tree(self.draft_len, self.token_recycling_top_k, self.token_recycling_nodes)
+        return None if len(tree.paths) == 1 else tree
+
+    def size_of(self, draft_len: int) -> DraftSize:
+        """How large a draft of so many tokens, one behind the other, is."""
+        return _size_of_tree(self.tree, draft_len)
+
+
 class MedusaSection(SpeculationSection):
     """Options of `medusa`. Each head drafts one token, so draft_len is at most the number of heads. A chain takes the
     likeliest token of each; a tree the likely ones, so that more is accepted and more has to be verified: on CPUs,
@@ -215,10 +255,7 @@ class MedusaSection(SpeculationSection):
 
     def size_of(self, draft_len: int) -> DraftSize:
         """How large a draft of so many tokens, one behind the other, is."""
-        if self.tree is None or not draft_len:
-            return DraftSize(1, draft_len)
-        tree = self.tree.cut(draft_len)
-        return DraftSize(len(tree.paths), len(tree.nodes))
+        return _size_of_tree(self.tree, draft_len)
 
 
 class Eagle3Section(SpeculationSection):
@@ -239,6 +276,14 @@ class DraftSize(NamedTuple):
 
     paths: int
     nodes: int
+
+
+def _size_of_tree(tree: ChoiceTree | None, draft_len: int) -> DraftSize:
+    """Of a tree that is cut off at `draft_len`, or of a chain where there is none."""
+    if tree is None or not draft_len:
+        return DraftSize(1, draft_len)
+    tree = tree.cut(draft_len)
+    return DraftSize(len(tree.paths), len(tree.nodes))
 
 
 @dataclass(frozen=True)
@@ -262,6 +307,7 @@ class DraftingMethod:
         num_behind: 1 where the drafter keeps keys and values of each token in the target's blocks, which depend on the
             token behind it: blocks are reused only where that is the same, too. Else 0.
         search_bytes: that looking texts up takes in a round on each of its ranks, at most.
+        find_bytes: tells of a `speculation` section and a vocabulary what the method keeps on each of its ranks.
     """
 
     placement: Role | None
@@ -275,6 +321,7 @@ class DraftingMethod:
     find_size: Callable[[SpeculationSection, int], DraftSize] | None = None
     num_behind: int = 0
     search_bytes: int = 0
+    find_bytes: Callable[[SpeculationSection, int], int] = lambda section, vocab_size: 0
 
     def size_of(self, section: SpeculationSection, draft_len: int) -> DraftSize:
         """How large a row's draft of `draft_len` tokens, one behind the other, is, at most."""
@@ -284,9 +331,15 @@ class DraftingMethod:
         return DraftSize(paths, paths * draft_len)
 
 
-def _medusa_size(section: SpeculationSection, draft_len: int) -> DraftSize:
-    assert isinstance(section, MedusaSection)
+def _tree_size(section: SpeculationSection, draft_len: int) -> DraftSize:
+    assert isinstance(section, MedusaSection | TokenRecyclingSection)
     return section.size_of(draft_len)
+
+
+def _recycled_bytes(section: SpeculationSection, vocab_size: int) -> int:
+    """The table, and when each of its lines was written."""
+    assert isinstance(section, TokenRecyclingSection)
+    return (vocab_size + 1) * (4 * section.token_recycling_top_k + 8)
 
 
 def _max_paths(section: SpeculationSection) -> int:
@@ -319,6 +372,15 @@ METHODS: dict[str, DraftingMethod] = {
         find_max_paths=_max_paths,
         search_bytes=64 << 20,
     ),
+    "token_recycling": DraftingMethod(
+        Role.TARGET,
+        needs_draft_model=False,
+        has_probabilities=False,
+        section=TokenRecyclingSection,
+        to_check="token recycling knows one token back alone: larger trees (speculation.token_recycling_nodes) find more",
+        find_size=_tree_size,
+        find_bytes=_recycled_bytes,
+    ),
     "medusa": DraftingMethod(
         Role.TARGET,
         needs_draft_model=False,
@@ -326,7 +388,7 @@ METHODS: dict[str, DraftingMethod] = {
         section=MedusaSection,
         to_check="see whether the heads were trained for this very target, and for texts like these",
         needs_heads=True,
-        find_size=_medusa_size,
+        find_size=_tree_size,
     ),
     "eagle3": DraftingMethod(
         Role.TARGET,

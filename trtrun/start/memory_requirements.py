@@ -126,7 +126,8 @@ def engine_working_bytes(
     blocks = (guess_space if role == "draft" else path_space)(config, 0).num_blocks
     beside = blocks * kv_bytes_per_block(config, model, len(section.devices), dtype)
     if role == "target":
-        beside += METHODS[config.speculation.method].search_bytes
+        method = METHODS[config.speculation.method]
+        beside += method.search_bytes + method.find_bytes(config.speculation, model.vocab_size)
     return beside + working_bytes(
         round_shape(config, context),
         model,
