@@ -168,7 +168,7 @@ class RuntimeConfig(Section):
     @property
     def _tree_key(self) -> str:
         """The option that says how large draft trees are."""
-        keys = ("medusa_choices", "token_recycling_nodes")
+        keys = ("medusa_choices", "lookahead_config", "token_recycling_nodes")
         return next((key for key in keys if key in type(self.speculation).model_fields), "max_paths")
 
     @property

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from parallel.topology import Role
 from trtrun.configuration.launch_config import FilePath, Number, Section
+from trtrun.configuration.lookahead_windows import LookaheadSizes, read_sizes
 from trtrun.configuration.medusa_choices import Choice, ChoiceTree, read_choices
 from trtrun.configuration.recycling_trees import recycling_tree
 from trtrun.errors import nearest, shorten
@@ -36,7 +37,7 @@ class SpeculationSection(Section):
     Attributes:
         method: `draft_target` drafts with the draft model; `ngram` by prompt lookup: what followed the row's last
             tokens before; `suffix`: what followed most often; `token_recycling`: what the target held likely behind
-            the same token before; `medusa`, `eagle3` with heads on the target's devices; `none` runs the target alone.
+            the same token before; `lookahead`: n-grams of guesses that the target makes beside; `medusa`, `eagle3` with heads on the target's devices; `none` runs the target alone.
             Methods without model and heads forget `draft`.
         draft_len: tokens drafted in one round, one behind the other, at most.
         use_logits: accept sampled tokens by the ratio of target_probs to draft_probs instead of by equality; with
@@ -169,6 +170,54 @@ class SuffixSection(SpeculationSection):
     max_paths: Annotated[int, Number, Field(ge=1, le=MAX_PATHS)] = 1
     suffix_corpus: FilePath | None = None
     suffix_corpus_max_tokens: Annotated[int, Number, Field(ge=2, le=MAX_CORPUS_TOKENS)] = 1_000_000
+
+
+class LookaheadSection(SpeculationSection):
+    """Options of `lookahead`. In each round the target computes a window of guesses of what comes further on, from
+    which n-grams come, and up to so many n-grams that begin with the row's newest token: all in all
+    (W + G) * (N - 1) - 1 tokens of each row. It pays where the target has time to spare, as GPUs have with few rows.
+
+    Attributes:
+        lookahead_config: `[W, N, G]`, as in TensorRT-LLM: columns of the window, tokens of an n-gram, and n-grams that
+            are verified; the least is `[2, 2, 1]`. draft_len is W + N - 3, the window's depth, where left out, and cuts
+            off columns where it is less.
+    """
+
+    lookahead_config: Annotated[LookaheadSizes, BeforeValidator(read_sizes)] = LookaheadSizes(4, 3, 4)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_depth(cls, values: object) -> object:
+        """Draft as deep as the window is. What is wrong with it is said at its key."""
+        if not isinstance(values, Mapping) or values.get("lookahead_config") is None or "draft_len" in values:
+            return values
+        try:
+            sizes = read_sizes(values["lookahead_config"])
+        except ValueError:
+            return values
+        return {**values, "draft_len": min(sizes.depth, MAX_DRAFT_LEN)}
+
+    @model_validator(mode="after")
+    def _check_window(self) -> LookaheadSection:
+        most = min(self.lookahead_config.depth, MAX_DRAFT_LEN)
+        if self.draft_len > most:
+            raise ValueError(
+                f"draft_len is {self.draft_len}, but lookahead_config makes drafts of {most} tokens, one behind the "
+                "other, at most: set it to that or less, or leave it out"
+            )
+        return self
+
+    @property
+    def sizes(self) -> LookaheadSizes:
+        """Of window, n-grams and verification set."""
+        return self.lookahead_config
+
+    def size_of(self, draft_len: int) -> DraftSize:
+        """How large a draft of so many tokens, one behind the other, is."""
+        if not draft_len:
+            return DraftSize(1, 0)
+        tree = self.sizes.tree(draft_len)
+        return DraftSize(len(tree.paths), tree.num_nodes)
 
 
 class TokenRecyclingSection(SpeculationSection):
@@ -332,7 +381,7 @@ class DraftingMethod:
 
 
 def _tree_size(section: SpeculationSection, draft_len: int) -> DraftSize:
-    assert isinstance(section, MedusaSection | TokenRecyclingSection)
+    assert isinstance(section, MedusaSection | TokenRecyclingSection | LookaheadSection)
     return section.size_of(draft_len)
 
 
@@ -380,6 +429,15 @@ METHODS: dict[str, DraftingMethod] = {
         to_check="token recycling knows one token back alone: larger trees (speculation.token_recycling_nodes) find more",
         find_size=_tree_size,
         find_bytes=_recycled_bytes,
+    ),
+    "lookahead": DraftingMethod(
+        Role.TARGET,
+        needs_draft_model=False,
+        has_probabilities=False,
+        section=LookaheadSection,
+        to_check="a wider window (speculation.lookahead_config) finds more",
+        find_size=_tree_size,
+        search_bytes=64 << 20,
     ),
     "medusa": DraftingMethod(
         Role.TARGET,

@@ -12,8 +12,9 @@ from functools import cache
 
 from trtrun.configuration.medusa_choices import ChoiceTree
 
-_RIGHT = (0.43, 0.13, 0.07, 0.05, 0.035, 0.03, 0.025, 0.02)
-"""How often the successor of each rank was right where its parent was."""
+_RIGHT = (0.39, 0.083, 0.044, 0.033, 0.019, 0.018, 0.014, 0.009)
+"""How often the successor of each rank was right where its parent was: measured on the shipped target, half of it greedy
+and half at temperature 0.7."""
 
 
 def _chance(rank: int) -> float:

@@ -1,7 +1,7 @@
 """The drafting methods. Importing this package registers every one of them."""
 
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
-from trtrun.speculation.drafters import draft_target, eagle3, medusa, ngram, suffix, token_recycling
+from trtrun.speculation.drafters import draft_target, eagle3, lookahead, medusa, ngram, suffix, token_recycling
 
 __all__ = [
     "DRAFTERS",
@@ -9,6 +9,7 @@ __all__ = [
     "DrafterContext",
     "draft_target",
     "eagle3",
+    "lookahead",
     "medusa",
     "ngram",
     "suffix",
