@@ -112,7 +112,9 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"config"}),
         frozenset({"section_check", "drafting_methods", "model_sections", "round_sections"}),
         frozenset({"recycling_trees"}),
-        frozenset({"device_lists", "launch_config", "lookahead_windows", "medusa_choices", "server_config", "yaml_source"}),
+        frozenset(
+            {"device_lists", "launch_config", "lookahead_windows", "medusa_choices", "server_config", "yaml_source"}
+        ),
     ),
     "trtrun.core": (
         frozenset({"outputs"}),

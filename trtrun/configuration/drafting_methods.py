@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from parallel.topology import Role
 from trtrun.configuration.launch_config import FilePath, Number, Section
-from trtrun.configuration.lookahead_windows import LookaheadSizes, read_sizes
+from trtrun.configuration.lookahead_windows import LOOKAHEAD_ROUNDS_KEPT, LookaheadSizes, read_sizes
 from trtrun.configuration.medusa_choices import Choice, ChoiceTree, read_choices
 from trtrun.configuration.recycling_trees import recycling_tree
 from trtrun.errors import nearest, shorten
@@ -37,8 +37,9 @@ class SpeculationSection(Section):
     Attributes:
         method: `draft_target` drafts with the draft model; `ngram` by prompt lookup: what followed the row's last
             tokens before; `suffix`: what followed most often; `token_recycling`: what the target held likely behind
-            the same token before; `lookahead`: n-grams of guesses that the target makes beside; `medusa`, `eagle3` with heads on the target's devices; `none` runs the target alone.
-            Methods without model and heads forget `draft`.
+            the same token before; `lookahead`: n-grams out of guesses that the target makes beside; `medusa`, `eagle3`
+            with heads on the target's devices; `none` runs the target alone. Methods without model and heads forget
+            `draft`.
         draft_len: tokens drafted in one round, one behind the other, at most.
         use_logits: accept sampled tokens by the ratio of target_probs to draft_probs instead of by equality; with
             `draft_target` alone.
@@ -238,8 +239,8 @@ class TokenRecyclingSection(SpeculationSection):
     def _check_nodes(self) -> TokenRecyclingSection:
         if self.token_recycling_nodes is not None and self.token_recycling_nodes < self.draft_len:
             raise ValueError(
-                f"token_recycling_nodes is {self.token_recycling_nodes}, but draft_len {self.draft_len}: a tree so deep "
-                "has as many or more; leave token_recycling_nodes out for a chain"
+                f"token_recycling_nodes is {self.token_recycling_nodes}, but draft_len {self.draft_len}: set it to that "
+                "or more, or leave it out for a chain"
             )
         return self
 
@@ -356,7 +357,8 @@ class DraftingMethod:
         num_behind: 1 where the drafter keeps keys and values of each token in the target's blocks, which depend on the
             token behind it: blocks are reused only where that is the same, too. Else 0.
         search_bytes: that looking texts up takes in a round on each of its ranks, at most.
-        find_bytes: tells of a `speculation` section and a vocabulary what the method keeps on each of its ranks.
+        find_bytes: tells of a `speculation` section, a vocabulary and a number of rows what the method keeps on each of
+            its ranks.
     """
 
     placement: Role | None
@@ -370,7 +372,7 @@ class DraftingMethod:
     find_size: Callable[[SpeculationSection, int], DraftSize] | None = None
     num_behind: int = 0
     search_bytes: int = 0
-    find_bytes: Callable[[SpeculationSection, int], int] = lambda section, vocab_size: 0
+    find_bytes: Callable[[SpeculationSection, int, int], int] = lambda section, vocab_size, max_rows: 0
 
     def size_of(self, section: SpeculationSection, draft_len: int) -> DraftSize:
         """How large a row's draft of `draft_len` tokens, one behind the other, is, at most."""
@@ -385,7 +387,13 @@ def _tree_size(section: SpeculationSection, draft_len: int) -> DraftSize:
     return section.size_of(draft_len)
 
 
-def _recycled_bytes(section: SpeculationSection, vocab_size: int) -> int:
+def _lookahead_bytes(section: SpeculationSection, vocab_size: int, max_rows: int) -> int:
+    """Windows and pools."""
+    assert isinstance(section, LookaheadSection)
+    return max_rows * section.sizes.window * section.sizes.ngram * (8 + 4 * LOOKAHEAD_ROUNDS_KEPT)
+
+
+def _recycled_bytes(section: SpeculationSection, vocab_size: int, max_rows: int) -> int:
     """The table, and when each of its lines was written."""
     assert isinstance(section, TokenRecyclingSection)
     return (vocab_size + 1) * (4 * section.token_recycling_top_k + 8)
@@ -426,7 +434,7 @@ METHODS: dict[str, DraftingMethod] = {
         needs_draft_model=False,
         has_probabilities=False,
         section=TokenRecyclingSection,
-        to_check="token recycling knows one token back alone: larger trees (speculation.token_recycling_nodes) find more",
+        to_check="token recycling looks one token back: larger trees (speculation.token_recycling_nodes) find more",
         find_size=_tree_size,
         find_bytes=_recycled_bytes,
     ),
@@ -438,6 +446,7 @@ METHODS: dict[str, DraftingMethod] = {
         to_check="a wider window (speculation.lookahead_config) finds more",
         find_size=_tree_size,
         search_bytes=64 << 20,
+        find_bytes=_lookahead_bytes,
     ),
     "medusa": DraftingMethod(
         Role.TARGET,

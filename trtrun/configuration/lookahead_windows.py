@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
+LOOKAHEAD_ROUNDS_KEPT = 128
+"""Rounds whose n-grams a row's pool has."""
+
 LEAST_SIZES = (2, 2, 1)
 MOST_SIZES = (32, 16, 32)
 
@@ -34,6 +37,10 @@ class LookaheadSizes(NamedTuple):
     def depth(self) -> int:
         """Of the deepest node: the last level of the last column, or the end of an n-gram."""
         return self.window + self.ngram - 3
+
+    def lowered(self, own: Sequence[int]) -> LookaheadSizes:
+        """A request's own where it has them, none of them more than these."""
+        return LookaheadSizes(*map(min, own, self)) if own else self
 
     def tree(self, draft_len: int) -> LookaheadTree:
         """The nodes that are at most `draft_len` deep, 1 or more: columns that do not fit are left out whole."""

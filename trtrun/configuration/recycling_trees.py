@@ -13,8 +13,8 @@ from functools import cache
 from trtrun.configuration.medusa_choices import ChoiceTree
 
 _RIGHT = (0.39, 0.083, 0.044, 0.033, 0.019, 0.018, 0.014, 0.009)
-"""How often the successor of each rank was right where its parent was: measured on the shipped target, half of it greedy
-and half at temperature 0.7."""
+"""How often the successor of each rank was right where its parent was, as measured on the shipped target, half of it
+greedy and half at temperature 0.7."""
 
 
 def _chance(rank: int) -> float:
@@ -32,7 +32,7 @@ def recycling_tree(depth: int, num_ranks: int, num_nodes: int) -> ChoiceTree:
         num_nodes: at least `depth`; fewer where there are no more.
     """
     nodes = {(0,) * length for length in range(1, depth + 1)}
-    waiting = [(-_chance(rank), (rank,)) for rank in range(num_ranks)]
+    waiting: list[tuple[float, tuple[int, ...]]] = [(-_chance(rank), (rank,)) for rank in range(num_ranks)]
     heapq.heapify(waiting)
     while waiting and len(nodes) < num_nodes:
         chance, node = heapq.heappop(waiting)

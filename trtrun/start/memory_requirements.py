@@ -127,7 +127,9 @@ def engine_working_bytes(
     beside = blocks * kv_bytes_per_block(config, model, len(section.devices), dtype)
     if role == "target":
         method = METHODS[config.speculation.method]
-        beside += method.search_bytes + method.find_bytes(config.speculation, model.vocab_size)
+        beside += method.search_bytes + method.find_bytes(
+            config.speculation, model.vocab_size, config.scheduler.max_batch_size
+        )
     return beside + working_bytes(
         round_shape(config, context),
         model,

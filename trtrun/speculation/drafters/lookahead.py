@@ -18,25 +18,23 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trtrun.configuration.drafting_methods import LookaheadSection
-from trtrun.configuration.lookahead_windows import LookaheadSizes
+from trtrun.configuration.lookahead_windows import LOOKAHEAD_ROUNDS_KEPT, LookaheadSizes
 from trtrun.core.nouns import Draft, RoundPlan, Verdict
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.likeliest import argmax
+from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.found_paths import Continuations, distinct
 from trtrun.speculation.led_drafts import DraftShape, LedDrafter
 from trtrun.speculation.protocols import Rows, TargetGroup
-from trtrun.tensors import kept_integers, kept_range
-
-_ROUNDS_KEPT = 128
-"""Rounds whose n-grams a row's pool has."""
+from trtrun.tensors import device_integers, kept_integers, kept_range
 
 _CANDIDATES = 4
 """N-grams that are looked at for each that is verified: many of the pool are the same."""
 
 _MOST_POSITIONS = 1 << 20
-"""Positions that are compared at a time: with many rows of long contexts, memory stays within some tens of megabytes."""
+"""Positions that are compared at a time: with many rows of long contexts, memory stays within tens of megabytes."""
 
 _STRIDE = 7919
 """A prime: tokens that follow one another come from places far apart."""
@@ -52,7 +50,7 @@ class NgramPool:
 
     def __init__(self, max_rows: int, sizes: LookaheadSizes, device: torch.device) -> None:
         """Hold none."""
-        shape = (max_rows, _ROUNDS_KEPT, sizes.window, sizes.ngram)
+        shape = (max_rows, LOOKAHEAD_ROUNDS_KEPT, sizes.window, sizes.ngram)
         self.ngrams = torch.full(shape, -1, dtype=torch.int32, device=device)
         self.written = torch.zeros(max_rows, dtype=torch.int64, device=device)
 
@@ -64,16 +62,16 @@ class NgramPool:
     def add(self, rows: Tensor, ngrams: Tensor) -> None:
         """Take in a round's, [R, W, N]."""
         written = self.written.index_select(0, rows)
-        self.ngrams[rows, written % _ROUNDS_KEPT] = ngrams.to(torch.int32)
+        self.ngrams[rows, written % LOOKAHEAD_ROUNDS_KEPT] = ngrams.to(torch.int32)
         self.written.index_copy_(0, rows, written + 1)
 
     def find(self, rows: Tensor, newest: Tensor, most: int) -> Continuations:
         """What may follow tokens `newest` [R] int64: of the latest round first, and there of the first column."""
         count, width = len(rows), self.ngrams.shape[2]
         flat = self.ngrams.index_select(0, rows).flatten(1, 2)
-        slots = kept_range(0, _ROUNDS_KEPT, rows.device)
-        age = (self.written.index_select(0, rows).unsqueeze(1) - 1 - slots) % _ROUNDS_KEPT
-        order = ((_ROUNDS_KEPT - age) * width).unsqueeze(2) - kept_range(0, width, rows.device)
+        slots = kept_range(0, LOOKAHEAD_ROUNDS_KEPT, rows.device)
+        age = (self.written.index_select(0, rows).unsqueeze(1) - 1 - slots) % LOOKAHEAD_ROUNDS_KEPT
+        order = ((LOOKAHEAD_ROUNDS_KEPT - age) * width).unsqueeze(2) - kept_range(0, width, rows.device)
         scores = torch.where(flat[:, :, 0] == newest.unsqueeze(1), order.flatten(1) + width, 0)
         best, places = torch.topk(scores, min(most, scores.shape[1]), dim=1)
         tokens = flat.gather(1, places.unsqueeze(2).expand(count, -1, flat.shape[2]))[:, :, 1:].to(torch.int64)
@@ -98,15 +96,18 @@ class LookaheadDrafter(LedDrafter):
     """Proposes n-grams of the pool and the row's text, and has the window computed beside them."""
 
     def __init__(self, rows: Rows, group: TargetGroup, sizes: LookaheadSizes) -> None:
-        """Draft for `rows`; the rank that decides keeps windows and pools."""
+        """Draft for `rows`; the rank that decides keeps windows and pools. No request's own sizes are more than
+        `sizes`."""
         super().__init__(rows, group)
         self._sizes = sizes
         self._windowed: set[int] = set()
+        self._asked: dict[int, LookaheadSizes] = {}
         if group.decides:
             max_rows = len(rows.lengths)
             # Level N - 1 is what the target says behind level N - 2.
             shape = (max_rows, sizes.ngram, sizes.window)
             self._windows = torch.zeros(shape, dtype=torch.int64, device=self._device)
+            self._own = torch.zeros((max_rows, 3), dtype=torch.int64, device=self._device)
             self._pool = NgramPool(max_rows, sizes, self._device)
 
     def begin_round(self, plan: RoundPlan) -> None:
@@ -114,6 +115,8 @@ class LookaheadDrafter(LedDrafter):
         super().begin_round(plan)
         self._windowed.difference_update(plan.dropped_rows)
         self._windowed.difference_update(admission.row for admission in plan.admissions)
+        for admission in plan.admissions:
+            self._asked[admission.row] = self._sizes.lowered(admission.sampling.lookahead_config)
 
     def _make_shape(self, depth: int) -> DraftShape:
         """See LedDrafter."""
@@ -123,20 +126,27 @@ class LookaheadDrafter(LedDrafter):
         """See LedDrafter."""
         fresh = [row for row in plan.decode_rows.tolist() if row not in self._windowed]
         if fresh:
-            self._begin_windows(kept_integers(fresh, self._device))
+            self._begin_windows(fresh)
             self._windowed.update(fresh)
         tree = self._sizes.tree(plan.draft_len)
-        guesses = self._windows.index_select(0, rows)[:, :-1, : tree.columns]
-        guesses = guesses.transpose(1, 2).flatten(1)[:, 1:]  # but for the row's newest token
-        tokens, counts = self._find(plan, rows, newest)
-        steps = kept_range(0, tree.followed, self._device)
-        ngrams = torch.where(steps < counts.unsqueeze(2), tokens[:, :, : tree.followed], -1)
+        width, ngram, verified = self._own.index_select(0, rows).view(-1, 3, 1, 1).unbind(1)
+        guesses = self._windows.index_select(0, rows)[:, :-1, : tree.columns].transpose(1, 2)
+        columns, levels = (kept_range(0, count, self._device) for count in guesses.shape[1:])
+        guesses = torch.where((columns.view(-1, 1) < width) & (levels < ngram - 1), guesses, -1)
+        guesses = guesses.flatten(1)[:, 1:]  # but for the row's newest token
+        tokens, counts = self._find(plan, rows, newest, ngram.view(-1, 1) - 1)
+        steps, places = (kept_range(0, count, self._device) for count in (tree.followed, tokens.shape[1]))
+        is_there = (steps < counts.unsqueeze(2)) & (places.view(-1, 1) < verified)
+        ngrams = torch.where(is_there, tokens[:, :, : tree.followed], -1)
         return torch.cat((guesses, ngrams.flatten(1)), dim=1)
 
-    def _begin_windows(self, rows: Tensor) -> None:
+    def _begin_windows(self, fresh: list[int]) -> None:
         """Windows of rows that have none: guesses are tokens of their texts, as good as any."""
+        rows = kept_integers(fresh, self._device)
         self._pool.clear(rows)
         self._windows.index_copy_(0, rows, self._fillers(rows))
+        own = [self._asked.get(row, self._sizes) for row in fresh]
+        self._own.index_copy_(0, rows, device_integers(own, self._device))
 
     def _fillers(self, rows: Tensor) -> Tensor:
         """[R, N, W] int64: tokens from all over the rows' texts."""
@@ -146,11 +156,12 @@ class LookaheadDrafter(LedDrafter):
         found = self._rows.token_ids[rows.unsqueeze(1), places].to(torch.int64)
         return found.view(len(rows), self._sizes.ngram, self._sizes.window)
 
-    def _find(self, plan: RoundPlan, rows: Tensor, newest: Tensor) -> Continuations:
-        """G n-grams of each row, those of the pool first; none says what another one does."""
+    def _find(self, plan: RoundPlan, rows: Tensor, newest: Tensor, longest: Tensor) -> Continuations:
+        """G n-grams of each row, of `longest` [R, 1] int64 tokens at most behind `newest` [R] int64, those of the pool
+        first; none says what another one does."""
         most, draft_len = _CANDIDATES * self._sizes.verified, self._sizes.ngram - 1
         columns = min(plan.max_context, self._rows.token_ids.shape[1])
-        share = max(1, _MOST_POSITIONS // columns)
+        share = max(1, _MOST_POSITIONS // max(columns, LOOKAHEAD_ROUNDS_KEPT * self._sizes.window * self._sizes.ngram))
         found = []
         for start in range(0, len(rows), share):
             part, of_part = rows[start : start + share], newest[start : start + share]
@@ -158,6 +169,7 @@ class LookaheadDrafter(LedDrafter):
             pooled = self._pool.find(part, of_part, most)
             written = find_in_texts(self._rows.token_ids[part, :columns], lengths, of_part, draft_len, most)
             tokens, counts = (torch.cat(both, dim=1) for both in zip(pooled, written, strict=True))
+            counts = counts.minimum(longest[start : start + share])
             found.append(distinct(tokens, counts, self._sizes.verified))
         return Continuations(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
@@ -168,42 +180,56 @@ class LookaheadDrafter(LedDrafter):
             self._windowed.difference_update(plan.decode_rows.tolist())
             return
         assert self._newest is not None
-        sizes, tree = self._sizes, self._sizes.tree(plan.draft_len)
+        sizes, num_columns = self._sizes, self._sizes.tree(plan.draft_len).columns
         gained = verdict.num_tokens[: len(rows)]
-        window = self._windows.index_select(0, rows)
+        window, fillers = self._windows.index_select(0, rows), self._fillers(rows)
         window[:, 0, 0] = self._newest
-        fillers = self._fillers(rows)
-        window[:, -1] = fillers[:, -1]
-        if tree.columns:
-            said = self._choose(plan, rows, gained, logits)
-            deepest = kept_range(sizes.ngram - 2, sizes.ngram - 2 + tree.columns, self._device)
-            is_said = deepest <= proposed.draft_lens.unsqueeze(1)
-            window[:, -1, : tree.columns] = torch.where(is_said, said, window[:, -1, : tree.columns])
-            ngrams = torch.where(is_said.unsqueeze(2), window[:, :, : tree.columns].transpose(1, 2), -1)
-            self._pool.add(rows, pad(ngrams, (0, 0, 0, sizes.window - tree.columns), value=-1))
+        width, ngram, _ = self._own.index_select(0, rows).unsqueeze(2).unbind(1)
+        last, columns = fillers[:, -1], kept_range(0, sizes.window, self._device)
+        if num_columns:
+            # A column is said to end where its last guess was verified.
+            depths = (ngram - 2 + columns)[:, :num_columns]
+            is_said = (depths <= proposed.draft_lens.unsqueeze(1)) & (columns[:num_columns] < width)
+            said = self._choose(plan, rows, gained, logits, ngram - 2, depths)
+            last = torch.cat((torch.where(is_said, said, last[:, :num_columns]), last[:, num_columns:]), dim=1)
+        window.scatter_(1, (ngram - 1).unsqueeze(2).expand(-1, 1, sizes.window), last.unsqueeze(1))
+        if num_columns:
+            is_kept = is_said.unsqueeze(2) & (kept_range(0, sizes.ngram, self._device) < ngram.unsqueeze(2))
+            ngrams = torch.where(is_kept, window[:, :, :num_columns].transpose(1, 2), -1)
+            self._pool.add(rows, pad(ngrams, (0, 0, 0, sizes.window - num_columns), value=-1))
         # A guess stays at its place: one level less, and as many columns as the row has gained tokens beside that.
-        columns = kept_range(0, sizes.window, self._device) + (gained - 1).clamp(min=0).unsqueeze(1)
-        columns = columns.unsqueeze(1).expand(-1, sizes.ngram - 1, -1)
-        moved = window[:, 1:].gather(2, columns.clamp(max=sizes.window - 1))
-        fillers[:, :-1] = torch.where(columns < sizes.window, moved, fillers[:, :-1])
+        source = (columns + (gained - 1).clamp(min=0).unsqueeze(1)).unsqueeze(1).expand(-1, sizes.ngram - 1, -1)
+        moved = window[:, 1:].gather(2, source.clamp(max=sizes.window - 1))
+        fillers[:, :-1] = torch.where(source < width.unsqueeze(2), moved, fillers[:, :-1])
         self._windows.index_copy_(0, rows, fillers)
 
-    def _choose(self, plan: RoundPlan, rows: Tensor, gained: Tensor, logits: Tensor) -> Tensor:
-        """[R, columns] int64: what the target would choose behind the last level of each column."""
-        tree, state = self._sizes.tree(plan.draft_len), self._rows
-        level = self._sizes.ngram - 2
-        nodes = [1 + tree.place(column, level) for column in range(tree.columns)]
-        lines = logits[: len(rows)].index_select(1, kept_integers(nodes, self._device))
-        listed: list[int] = plan.decode_rows.tolist()
-        if state.sampling.needs_history(listed):
-            return argmax(lines)
-        every = [row for row in listed for _ in nodes]
-        before = (state.lengths.index_select(0, rows) - gained).unsqueeze(1)
-        places = before + kept_range(level, level + tree.columns, self._device)
-        found = distributions_of(
-            state.sampling, lines.flatten(0, 1).unsqueeze(1), every, places.flatten(), state.token_ids
-        )
-        return found.choose(Stream.TARGET).view(len(rows), tree.columns)
+    def _choose(
+        self, plan: RoundPlan, rows: Tensor, gained: Tensor, logits: Tensor, level: Tensor, depths: Tensor
+    ) -> Tensor:
+        """[R, columns] int64: what the target would choose behind the guesses at `level` [R, 1] int64 of each column,
+        which stand `depths` [R, columns] int64 behind the rows' newest tokens."""
+        count, num_columns = depths.shape
+        state, listed = self._rows, plan.decode_rows.tolist()
+        # The row's newest token comes first in its logits, and is the first guess.
+        lines = kept_range(0, num_columns, self._device) * (self._sizes.ngram - 1) + level
+        places = (state.lengths.index_select(0, rows) - gained).unsqueeze(1) + depths
+        chosen = torch.empty_like(depths)
+        for part in pieces(count, num_columns * logits.shape[2]):
+            every = lines[part].unsqueeze(2).expand(-1, -1, logits.shape[2])
+            of_part, of_rows = logits[: len(rows)][part].gather(1, every), listed[part]
+            if state.sampling.needs_history(of_rows):
+                chosen[part] = argmax(of_part)
+                continue
+            repeated = [row for row in of_rows for _ in range(num_columns)]
+            found = distributions_of(
+                state.sampling,
+                of_part.flatten(0, 1).unsqueeze(1),
+                repeated,
+                places[part].flatten(),
+                state.token_ids,
+            )
+            chosen[part] = found.choose(Stream.TARGET).view(-1, num_columns)
+        return chosen
 
 
 @DRAFTERS.register("lookahead")
