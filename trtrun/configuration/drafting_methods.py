@@ -223,7 +223,7 @@ class LookaheadSection(SpeculationSection):
 
 class TokenRecyclingSection(SpeculationSection):
     """Options of `token_recycling`. A table on the target's device keeps, of each token of the vocabulary, the tokens
-    that the target held likeliest behind it last, in whatever row: token_recycling_top_k times 4 bytes a token. All
+    that the target held likeliest behind it last, in whatever row: token_recycling_top_k times 8 bytes a token. All
     requests of a job share it, and with it whoever sends them: texts do not depend on it, but how fast they come does.
 
     Attributes:
@@ -396,7 +396,7 @@ def _lookahead_bytes(section: SpeculationSection, vocab_size: int, max_rows: int
 def _recycled_bytes(section: SpeculationSection, vocab_size: int, max_rows: int) -> int:
     """The table, and when each of its lines was written."""
     assert isinstance(section, TokenRecyclingSection)
-    return (vocab_size + 1) * (4 * section.token_recycling_top_k + 8)
+    return (vocab_size + 1) * 8 * (section.token_recycling_top_k + 1)
 
 
 def _max_paths(section: SpeculationSection) -> int:

@@ -157,7 +157,7 @@ class LookaheadDrafter(LedDrafter):
         return found.view(len(rows), self._sizes.ngram, self._sizes.window)
 
     def _find(self, plan: RoundPlan, rows: Tensor, newest: Tensor, longest: Tensor) -> Continuations:
-        """G n-grams of each row, of `longest` [R, 1] int64 tokens at most behind `newest` [R] int64, those of the pool
+        """G n-grams of each row, of `longest` [R, 1] int64 tokens at most behind `newest` [R] int64, those of its
         first; none says what another one does."""
         most, draft_len = _CANDIDATES * self._sizes.verified, self._sizes.ngram - 1
         columns = min(plan.max_context, self._rows.token_ids.shape[1])
@@ -168,7 +168,7 @@ class LookaheadDrafter(LedDrafter):
             lengths = self._rows.lengths.index_select(0, part)
             pooled = self._pool.find(part, of_part, most)
             written = find_in_texts(self._rows.token_ids[part, :columns], lengths, of_part, draft_len, most)
-            tokens, counts = (torch.cat(both, dim=1) for both in zip(pooled, written, strict=True))
+            tokens, counts = (torch.cat(both, dim=1) for both in zip(written, pooled, strict=True))
             counts = counts.minimum(longest[start : start + share])
             found.append(distinct(tokens, counts, self._sizes.verified))
         return Continuations(*(torch.cat(parts) for parts in zip(*found, strict=True)))

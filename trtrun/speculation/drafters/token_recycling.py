@@ -5,6 +5,9 @@ table keeps them: of each token of the vocabulary the k likeliest that followed 
 shape that is looked up in it, level by level from the row's newest token, or a chain of the likeliest. It needs no
 model. The table is all rows' together: it learns from one what it proposes for another. No text depends on it.
 
+Sampled rows take successors in the order in which the target would choose among them at that place, by their logits of
+that time and with the row's own random numbers (Daliri et al. 2024, arXiv:2408.07978).
+
 It knows the target's rows and logits. It does not know where they come from.
 """
 
@@ -29,21 +32,24 @@ class SuccessorTable:
 
     Attributes:
         tokens: [vocab, top_k] int32, the likeliest first; -1 where nothing is known.
+        logits: [vocab, top_k] float32 beside them.
     """
 
     def __init__(self, vocab_size: int, top_k: int, device: torch.device) -> None:
         """Know nothing of any token."""
         # One line more: what was not verified is written there.
         self._lines = torch.full((vocab_size + 1, top_k), -1, dtype=torch.int32, device=device)
+        self._line_logits = torch.zeros(self._lines.shape, dtype=torch.float32, device=device)
         self._written = torch.full((vocab_size + 1,), -1, dtype=torch.int64, device=device)
         self._count = 0
-        self.tokens = self._lines[:vocab_size]
+        self.tokens, self.logits = self._lines[:vocab_size], self._line_logits[:vocab_size]
 
-    def follow(self, tokens: Tensor) -> Tensor:
-        """[n, top_k] int64: what follows each of `tokens` [n] int64; -1 where nothing is known, and behind -1."""
-        # Behind -1 stands the line that is nobody's; it must not look known.
-        found = self._lines[tokens].to(torch.int64)
-        return torch.where(tokens.unsqueeze(1) < 0, -1, found)
+    def follow(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """What follows each of `tokens` [...] int64: tokens [..., top_k] int64, -1 where nothing is known, and behind
+        -1; and their logits [..., top_k] float32."""
+        known = tokens.clamp(min=0)
+        found = self._lines[known].to(torch.int64)
+        return torch.where(tokens.unsqueeze(-1) < 0, -1, found), self._line_logits[known]
 
     def learn(self, tokens: Tensor, is_verified: Tensor, logits: Tensor) -> None:
         """Take in the logits [n, vocab] float32 behind `tokens` [n] int64, where `is_verified` [n] bool. Of a token
@@ -57,7 +63,9 @@ class SuccessorTable:
         self._written.scatter_reduce_(0, lines, order + self._count, "amax")
         last = self._written[lines] - self._count
         self._count += count
-        self._lines[lines] = ranked[last].to(torch.int32)
+        ranked = ranked[last]
+        self._lines[lines] = ranked.to(torch.int32)
+        self._line_logits[lines] = logits[last.unsqueeze(1), ranked]
 
 
 class TokenRecyclingDrafter(LedDrafter):
@@ -95,11 +103,11 @@ class TokenRecyclingDrafter(LedDrafter):
     def _draft(self, plan: RoundPlan, rows: Tensor, newest: Tensor, shape: DraftShape) -> Tensor:
         """See LedDrafter."""
         assert self._table is not None
+        lengths, listed = self._rows.lengths.index_select(0, rows), plan.decode_rows.tolist()
         of_level, levels = newest.unsqueeze(1), []
-        for parents, ranks in self._levels[plan.draft_len]:
-            before = of_level.index_select(1, parents)
-            successors = self._table.follow(before.flatten()).view(*before.shape, -1)
-            of_level = successors.gather(2, ranks.view(1, -1, 1).expand(len(rows), -1, 1)).squeeze(2)
+        for depth, (parents, ranks) in enumerate(self._levels[plan.draft_len]):
+            successors = self._rows.sampling.rank_few(*self._table.follow(of_level), listed, lengths + depth)
+            of_level = successors.flatten(1).index_select(1, parents * successors.shape[2] + ranks)
             levels.append(of_level)
         return torch.cat(levels, dim=1)
 
