@@ -35,11 +35,10 @@ class SpeculationSection(Section):
     """How tokens are proposed and accepted; a method with options of its own has a section of its own below.
 
     Attributes:
-        method: `draft_target` drafts with the draft model; `ngram` by prompt lookup: what followed the row's last
-            tokens before; `suffix`: what followed most often; `token_recycling`: what the target held likely behind
-            the same token before; `lookahead`: n-grams out of guesses that the target makes beside; `medusa`, `eagle3`
-            with heads on the target's devices; `none` runs the target alone. Methods without model and heads forget
-            `draft`.
+        method: `draft_target` drafts with the draft model; `ngram`: what followed the row's last tokens before;
+            `suffix`: what followed most often; `token_recycling`: what the target held likely behind the last token
+            before; `lookahead`: n-grams of guesses that it makes; `medusa`, `eagle3` with heads on its devices; `none`
+            runs it alone. Where no model and no heads draft, `draft` is forgotten.
         draft_len: tokens drafted in one round, one behind the other, at most.
         use_logits: accept sampled tokens by the ratio of target_probs to draft_probs instead of by equality; with
             `draft_target` alone.
