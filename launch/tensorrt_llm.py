@@ -1,5 +1,4 @@
-"""The command line of TensorRT-LLM's examples/run.py for draft-target models, Medusa and lookahead decoding, answered by
-trtrun.
+"""The command line of TensorRT-LLM's examples/run.py for draft-target models, Medusa and lookahead, answered by trtrun.
 
 Model directories take the place of engine directories, CPU slots that of GPUs where there are none. Behind
 scripts/run.py. It knows that command line and its habits, such as `mpirun -n 1` around a job of many ranks, and nothing

@@ -35,10 +35,9 @@ class SpeculationSection(Section):
     """How tokens are proposed and accepted; a method with options of its own has a section of its own below.
 
     Attributes:
-        method: `draft_target` drafts with the draft model; `ngram`: what followed the row's last tokens before;
-            `suffix`: what followed most often; `token_recycling`: what the target held likely behind the last token
-            before; `lookahead`: n-grams of guesses that it makes; `medusa`, `eagle3` with heads on its devices; `none`
-            runs it alone. Where no model and no heads draft, `draft` is forgotten.
+        method: `draft_target` drafts with the draft model; `ngram`, `suffix` with what texts repeat; `token_recycling`
+            with what the target held likely before; `lookahead` with n-grams of its guesses; `medusa`, `eagle3` with
+            heads on its devices; `none` runs it alone. Only the draft model and heads need `draft`.
         draft_len: tokens drafted in one round, one behind the other, at most.
         use_logits: accept sampled tokens by the ratio of target_probs to draft_probs instead of by equality; with
             `draft_target` alone.
@@ -238,8 +237,8 @@ class TokenRecyclingSection(SpeculationSection):
     def _check_nodes(self) -> TokenRecyclingSection:
         if self.token_recycling_nodes is not None and self.token_recycling_nodes < self.draft_len:
             raise ValueError(
-                f"token_recycling_nodes is {self.token_recycling_nodes}, but draft_len {self.draft_len}: set it to that "
-                "or more, or leave it out for a chain"
+                f"token_recycling_nodes is {self.token_recycling_nodes}, but draft_len {self.draft_len}: set it to "
+                "that or more, or leave it out for a chain"
             )
         return self
 
