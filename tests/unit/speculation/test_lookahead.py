@@ -94,6 +94,10 @@ class PlainRow:
     def move(self, gained: Sequence[int], most: int, draft_len: int) -> None:
         """A round is over."""
         level, width = self.sizes.ngram - 2, self.most.window
+        if not draft_len:
+            self.text += gained
+            self.window = self.fillers()
+            return
         num_columns = min(width, max(0, draft_len - self.most.ngram + 3))
         window = [line[:] for line in self.window]
         window[0][0] = self.text[-1]
@@ -138,16 +142,25 @@ class Rows:
             self.state.token_ids[row, : len(plain.text)] = torch.tensor(plain.text, dtype=torch.int32)
             self.state.lengths[row] = len(plain.text)
 
-    def play(self, lens: Sequence[int], *, first: bool) -> tuple[list[list[list[int]]], list[int]]:
+    def replace(self, row: int, text: list[int]) -> None:
+        """Another request has the row."""
+        old = self.plain[row]
+        self.plain[row] = PlainRow(text, old.sizes, old.most)
+        self._write()
+
+    def play(self, lens: Sequence[int], admitted: Sequence[int]) -> tuple[list[list[list[int]]], list[int]]:
         """A round of all rows in reverse: the paths that were proposed, and how many tokens each row gained."""
         order = list(reversed(range(len(self.plain))))
         none, rows = np.zeros((0, 3), np.int32), np.array(order, np.int32)
         asked = np.array([lens[row] for row in order], np.int32)
-        admissions = self.admissions if first else ()
+        admissions = tuple(self.admissions[row] for row in admitted)
         plan = RoundPlan(0, (), admissions, none, (), rows, asked, np.zeros_like(rows), 400)
         self.drafter.begin_round(plan)
         draft = self.drafter.propose(plan, [])
-        assert draft.paths is not None
+        if draft.paths is None:
+            assert draft.depth == 0
+            nothing = torch.zeros((len(order), 1), dtype=torch.int64)
+            draft = Draft(nothing, nothing[:, 0], paths=nothing.unsqueeze(2) - 1)
         logits = self._logits(draft, order)
         index = torch.tensor(order)
         verdict = verify_paths(
@@ -204,9 +217,13 @@ def test_it_proposes_windows_and_ngrams_by_the_rules(
     gained = []
     for place in range(50):
         lens = [most.depth if chance.random() < 0.7 else chance.randint(0, most.depth) for _ in rows.plain]
-        lens[chance.randrange(3)] = chance.randint(1, most.depth)
-        expected = [rows.plain[row].paths(lens[row], max(lens)) for row in (2, 1, 0)]
-        proposed, of_round = rows.play(lens, first=not place)
+        lens = [0, 0, 0] if place % 17 == 8 else lens
+        admitted = [] if place else [0, 1, 2]
+        if place in (20, 30):
+            admitted = [place // 10 - 2]
+            rows.replace(admitted[0], rows.plain[admitted[0]].text[5:9])
+        expected = [rows.plain[row].paths(lens[row], max(lens)) if any(lens) else [[]] for row in (2, 1, 0)]
+        proposed, of_round = rows.play(lens, admitted)
         assert proposed == expected, (place, lens)
         gained += of_round
     assert sum(gained) > 1.3 * len(gained)

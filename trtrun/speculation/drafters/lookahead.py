@@ -101,7 +101,7 @@ class LookaheadDrafter(LedDrafter):
         super().__init__(rows, group)
         self._sizes = sizes
         self._windowed: set[int] = set()
-        self._asked: dict[int, LookaheadSizes] = {}
+        self._admitted: dict[int, LookaheadSizes] = {}
         if group.decides:
             max_rows = len(rows.lengths)
             # Level N - 1 is what the target says behind level N - 2.
@@ -113,10 +113,9 @@ class LookaheadDrafter(LedDrafter):
     def begin_round(self, plan: RoundPlan) -> None:
         """See Drafter."""
         super().begin_round(plan)
-        self._windowed.difference_update(plan.dropped_rows)
-        self._windowed.difference_update(admission.row for admission in plan.admissions)
         for admission in plan.admissions:
-            self._asked[admission.row] = self._sizes.lowered(admission.sampling.lookahead_config)
+            self._windowed.discard(admission.row)
+            self._admitted[admission.row] = self._sizes.lowered(admission.sampling.lookahead_config)
 
     def _make_shape(self, depth: int) -> DraftShape:
         """See LedDrafter."""
@@ -141,12 +140,16 @@ class LookaheadDrafter(LedDrafter):
         return torch.cat((guesses, ngrams.flatten(1)), dim=1)
 
     def _begin_windows(self, fresh: list[int]) -> None:
-        """Windows of rows that have none: guesses are tokens of their texts, as good as any."""
+        """Windows of rows that have none: guesses are tokens of their texts, as good as any. Pools of rows that another
+        request has had are empty."""
         rows = kept_integers(fresh, self._device)
-        self._pool.clear(rows)
         self._windows.index_copy_(0, rows, self._fillers(rows))
-        own = [self._asked.get(row, self._sizes) for row in fresh]
-        self._own.index_copy_(0, rows, device_integers(own, self._device))
+        admitted = [row for row in fresh if row in self._admitted]
+        if admitted:
+            own = [self._admitted.pop(row) for row in admitted]
+            rows = kept_integers(admitted, self._device)
+            self._pool.clear(rows)
+            self._own.index_copy_(0, rows, device_integers(own, self._device))
 
     def _fillers(self, rows: Tensor) -> Tensor:
         """[R, N, W] int64: tokens from all over the rows' texts."""
@@ -176,7 +179,7 @@ class LookaheadDrafter(LedDrafter):
     def _learn(self, plan: RoundPlan, rows: Tensor, proposed: Draft, verdict: Verdict, logits: Tensor) -> None:
         """See LedDrafter: windows move on, and their first level leaves them with an n-gram behind each guess."""
         if not plan.draft_len:
-            # Rows that go on without drafts leave their windows behind.
+            # Rows that go on without drafts leave their windows behind; pools stay.
             self._windowed.difference_update(plan.decode_rows.tolist())
             return
         assert self._newest is not None
