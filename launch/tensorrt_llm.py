@@ -84,7 +84,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     }
     given = [option for option, value in chosen.items() if value is not None]
     if len(given) > 1:
-        raise click.UsageError(f"{' and '.join(given)} are {len(given)} methods: give one of them")
+        raise click.UsageError(f"{given[0]} and {given[1]} are two methods: give one of them")
     if arguments.medusa_choices is not None:
         return arguments
     if arguments.lookahead_config is not None and arguments.draft_engine_dir is not None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from gpus import needs_gpu
 from lookups import COUNT, check_greedy, check_sampled
 from mixed_rows import PROMPTS, mixed_sampling
 from pipelines import configuration, make_llm, prompt_of, tokens_of
@@ -263,3 +264,27 @@ def test_more_successors_than_tokens_are_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "small", seed=1, num_hidden_layers=1, vocab_size=9)
     with pytest.raises(ConfigError, match="token_recycling_top_k is 20, but the target has 9 tokens"):
         make_llm(path, speculation=recycling(token_recycling_top_k=20))
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    "speculation",
+    [recycling(), recycling(token_recycling_nodes=40), {"method": "lookahead", "lookahead_config": [5, 4, 4]}],
+    ids=["chain", "tree", "lookahead"],
+)
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_texts_are_plain_decodings_on_a_gpu(tmp_path: Path, cuda_graphs: bool, speculation: dict[str, Any]) -> None:
+    path = make_checkpoint(tmp_path / "gpu target", seed=1, head_dim=64, max_position_embeddings=2048)
+    sampling, texts = mixed_sampling(40), []
+    settings: dict[str, Any] = {
+        "devices": ((), ("cuda:0",)),
+        "dtype": "bfloat16",
+        "cuda_graphs": cuda_graphs,
+        "scheduler": {"max_batch_size": 6, "max_num_tokens": 512},
+    }
+    for section in ({}, speculation):
+        with make_llm(path, speculation=section, **settings) as llm:
+            texts.append(tokens_of(llm.generate(PROMPTS, sampling)))
+            statistics = llm.statistics()
+    assert texts[0] == texts[1] and statistics["num_accepted_draft_tokens"] > 20
+    assert statistics["num_captures"] == statistics["num_compilations"] == 0
