@@ -159,6 +159,13 @@ def test_of_a_token_that_comes_twice_the_last_counts_and_what_was_not_verified_d
     assert tokens.tolist() == [[[-1, -1], [-1, -1], [2, 4]]]
 
 
+def test_rows_whose_numbers_overflowed_leave_tokens_in_the_table() -> None:
+    table = SuccessorTable(4, 3, torch.device("cpu"))
+    logits = torch.tensor([[torch.nan] * 4, [torch.inf, -torch.inf, 0.0, torch.nan], [-torch.inf] * 4])
+    table.learn(torch.tensor([0, 1, 2]), torch.ones(3, dtype=torch.bool), logits)
+    assert bool(((table.tokens[:3] >= 0) & (table.tokens[:3] < 4)).all())
+
+
 def test_sampled_rows_take_successors_as_the_target_would_choose_among_them() -> None:
     sampling = RowSampling(3, 50, "cpu")
     own = [SamplingParams(seed=4, temperature=0.9), SamplingParams(seed=5), SamplingParams(seed=6, temperature=0.3)]

@@ -54,7 +54,8 @@ class SuccessorTable:
     def learn(self, tokens: Tensor, is_verified: Tensor, logits: Tensor) -> None:
         """Take in the logits [n, vocab] float32 behind `tokens` [n] int64, where `is_verified` [n] bool. Of a token
         that is there more than once the last one counts."""
-        ranked = likeliest(logits, self._lines.shape[1])
+        # Of a row whose numbers overflowed nothing is likely: any tokens will do, but tokens they must be.
+        ranked = likeliest(logits, self._lines.shape[1]).clamp_(0, logits.shape[1] - 1)
         count = len(tokens)
         # A draft that came with a request may hold ids that the target does not have.
         lines = torch.where(is_verified & (tokens < len(self.tokens)), tokens, len(self.tokens))
