@@ -20,7 +20,7 @@ from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.found_paths import no_draft
 from trtrun.speculation.given_drafts import GivenDrafts
 from trtrun.speculation.protocols import Rows, TargetGroup
-from trtrun.tensors import inference, kept_integers
+from trtrun.tensors import inference, kept_integers, kept_range
 
 
 @dataclass(frozen=True)
@@ -160,8 +160,8 @@ def verified_nodes(draft: Draft) -> Tensor:
     is_verified = torch.zeros((count, width + 1), dtype=torch.bool, device=device)
     is_verified[:, 0] = True
     if draft.paths is None:
-        is_verified[:, 1:] = torch.arange(width, device=device) < draft.draft_lens.unsqueeze(1)
+        is_verified[:, 1:] = kept_range(0, width, device) < draft.draft_lens.unsqueeze(1)
         return is_verified
-    steps = torch.arange(draft.depth, device=device)
+    steps = kept_range(0, draft.depth, device)
     columns = torch.where(steps < draft.path_lens().unsqueeze(2), draft.paths + 1, 0)
     return is_verified.scatter_(1, columns.flatten(1), True)
