@@ -1,6 +1,6 @@
 """The corpus of the shipped pair: the standard library's source, split, tokenised and cached.
 
-Used by train_pair.py. It knows files and tokens and nothing of models.
+Used by train_pair.py and drafter_material.py. It knows files and tokens and nothing of models.
 """
 
 from __future__ import annotations

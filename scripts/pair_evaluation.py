@@ -1,6 +1,6 @@
 """Held-out loss and acceptance of an exported pair, computed with transformers alone.
 
-Used by train_pair.py and train_pard_draft.py --evaluate. It knows nothing of trtrun, so that its figures are an
+Used by train_pair.py --evaluate. It knows nothing of trtrun, so that its figures are an
 independent check.
 """
 
@@ -28,11 +28,7 @@ def heldout_loss(model: LlamaForCausalLM, tokens: numpy.ndarray, length: int) ->
 
 
 def propose(draft: LlamaForCausalLM, tokens: list[int], draft_length: int) -> list[int]:
-    """Greedy draft tokens: one forward each, or all in one where the draft's config.json has a mask token (PARD)."""
-    mask = getattr(draft.config, "pard_token", None)
-    if mask is not None:
-        masked = torch.tensor([[*tokens, *[mask] * (draft_length - 1)]])
-        return list(draft(masked, logits_to_keep=draft_length).logits[0].argmax(-1).tolist())
+    """Greedy draft tokens, one forward each."""
     proposed: list[int] = []
     for _ in range(draft_length):
         logits = draft(torch.tensor([[*tokens, *proposed]]), logits_to_keep=1).logits
@@ -81,22 +77,3 @@ def evaluate(work: Path, out: Path, prompt_count: int) -> None:
                 for length in (256, 1024):
                     report[f"{name}_heldout_loss_{length}"] = round(heldout_loss(model, tokens, length), 4)
     print(json.dumps(report, indent=1))
-
-
-def acceptance(
-    out: Path, draft_names: list[str], prompt_count: int, draft_length: int, data_type: torch.dtype
-) -> dict[str, float]:
-    """Mean tokens per round of each draft over the first held-out prompts, as `evaluate` counts them."""
-    record = json.loads((out / "heldout.json").read_text())
-    tokenizer = AutoTokenizer.from_pretrained(out / "target")
-    target = LlamaForCausalLM.from_pretrained(out / "target", dtype=data_type)
-    report = {}
-    for name in draft_names:
-        draft = LlamaForCausalLM.from_pretrained(out / name, dtype=data_type)
-        produced = rounds = 0
-        for prompt in record["prompts"][:prompt_count]:
-            identifiers = tokenizer(prompt["text"])["input_ids"]
-            output, used = speculate(target, draft, identifiers, 96, draft_length)
-            produced, rounds = produced + len(output) - len(identifiers), rounds + used
-        report[name] = round(produced / rounds, 3)
-    return report

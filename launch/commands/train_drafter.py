@@ -31,8 +31,9 @@ def layers(text: str) -> tuple[int, ...]:
 
 SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("num_tokens", int, "Tokens that the drafter is to propose in a round (medusa: heads; eagle3: steps)."),
-    ("steps", int, "Optimizer steps; 0 takes --epochs."),
+    ("steps", int, "Optimizer steps; 0 takes --minutes or --epochs."),
     ("epochs", float, "Passes over the data."),
+    ("minutes", float, "Time for the steps, from the first one on, in place of --epochs."),
     ("batch_size", int, "Rows of a step, over all ranks."),
     ("micro_batch_size", int, "Rows that a rank computes at once, at most."),
     ("max_length", int, "Tokens of a row, at most; what is longer is cut off."),
@@ -48,6 +49,7 @@ SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("retention", float, "Share of a depth's places that the next one keeps (pard)."),
     ("least_retention", float, "Share of all places that each depth keeps at least (pard)."),
     ("pard_token", int, "Id of the mask token (pard).  [default: the draft's, or one that its tokenizer leaves free]"),
+    ("medusa_layers", int, "Residual blocks of each head (medusa)."),
     (
         "draft_vocab_size",
         int,

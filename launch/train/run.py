@@ -66,7 +66,7 @@ def play_training(config: RuntimeConfig, options: TrainOptions, drain: Drain) ->
     drain.start_running()
     try:
         with Bar("steps") as bar:
-            is_done = run.loop.run(Progress(run.loop.steps, bar).tell, lambda: drain.cause is not None)
+            is_done = run.loop.run(Progress(run.loop, bar).tell, lambda: drain.cause is not None)
     except OSError as error:
         raise FailedError(f"cannot write below {options.output}: {error.strerror}; --resume goes on") from error
     if not is_done:
@@ -116,7 +116,8 @@ def _prepare(
     if options.resume:
         loop.resume()
     if communicator.rank == 0:
-        begun = f"goes on behind step {loop.step} of {loop.steps}" if loop.step else f"begins {loop.steps} steps"
+        whole = f"{settings.minutes:g} minutes" if settings.minutes else f"{loop.steps} steps"
+        begun = f"goes on behind step {loop.step} of {whole}" if loop.step else f"begins {whole}"
         ranks = "1 rank" if communicator.size == 1 else f"{communicator.size} ranks"
         tell(f"{settings.method}: {begun}, with {len(data.rows)} rows on {ranks}")
     return Run(training, loop, state_file)
@@ -165,23 +166,23 @@ class Progress:
     """What the user sees while a run trains: a bar on a terminal, and a line for each measurement.
 
     Attributes:
-        steps: of the run.
+        loop: knows how many steps there are.
         bar: on a terminal.
     """
 
-    steps: int
+    loop: TrainingLoop
     bar: Bar
 
     def tell(self, line: dict[str, Any]) -> None:
         """Show one step's metrics."""
-        self.bar.update(line["step"], self.steps)
+        self.bar.update(line["step"], self.loop.steps)
         if "acceptance_by_depth" not in line:
             return
         self.bar.close()
         losses = " ".join(f"{value:.3f}" for value in line["loss"])
         shares = " ".join(f"{value:.3f}" for value in line["acceptance_by_depth"])
         tokens = "" if line["tokens_per_round"] is None else f", {line['tokens_per_round']:.3f} tokens a round"
-        tell(f"step {line['step']} of {self.steps}: loss {losses}, accepted {shares}{tokens}")
+        tell(f"step {line['step']} of {self.loop.steps}: loss {losses}, accepted {shares}{tokens}")
 
 
 def tell(text: str) -> None:

@@ -5,7 +5,6 @@ A part fills tables from `trtrun bench`'s JSON. It knows configurations and figu
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import sys
@@ -15,19 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpu_bench.children import ChildError, run
+from gpu_bench.children import run
 from gpu_bench.head_parts import play_heads
+from gpu_bench.peer_parts import TEMPERATURE, TOP_P, play_first_tokens, play_vllm
 from gpu_bench.placement_parts import play_check, play_exactness, play_placement
-from gpu_bench.placements import PLACEMENTS, Placement
+from gpu_bench.placements import ONE, PLACEMENTS, Placement
 from gpu_bench.rank_loss import play_killed_draft, play_killed_target, play_seed_command
 from gpu_bench.start_parts import play_starts, play_useless_draft
-from gpu_bench.tables import Table
+from gpu_bench.tables import name_workload
 from gpu_bench.workbench import Options, Workbench
 
 DESCRIBE_HOST = Path(__file__).resolve().parent / "describe_host.py"
-ONE = PLACEMENTS[1][0]
-TEMPERATURE, TOP_P = 0.8, 0.95
-VLLM_SAMPLED = {"draft_sample_method": "probabilistic"}
 WANTED_RATE = 181.74
 """Tokens a second of a 70B target with a 1B draft that others have published."""
 
@@ -87,7 +84,7 @@ def _one_device(options: Options) -> Iterator[Part]:
     about = "8B-shaped target with heads on its own device: Medusa's and EAGLE-3's"
     yield Part("heads", about, 130, partial(play_heads, placement=ONE))
     about = "first tokens of long prompts beside vLLM"
-    yield Part("vllm-first", about, 150, play_first_tokens, False)
+    yield Part("vllm-first", about, 150, play_first_tokens, has_vllm)
     yield Part("vllm", "8B-shaped pair beside vLLM", 330, partial(play_vllm, placement=ONE), has_vllm)
 
 
@@ -179,7 +176,7 @@ def play_cold(bench: Workbench, placement: Placement) -> None:
             later = ", ".join(f"{rate:.0f}" for rate in following)
             first_round, *next_rounds = case["round_wall_ms_runs"]
             rounds = (first_round, statistics.median(next_rounds))
-            table.add(_workload(entry), mode, first, later, case["first_over_next"], *rounds, *made)
+            table.add(name_workload(entry), mode, first, later, case["first_over_next"], *rounds, *made)
 
 
 def play_small(bench: Workbench) -> None:
@@ -232,64 +229,6 @@ def play_large(bench: Workbench) -> None:
     curve.add(WANTED_RATE * mean / 1e3, WANTED_RATE)
 
 
-def play_vllm(bench: Workbench, placement: Placement) -> None:
-    """The same weights and prompts in vLLM, after the job's own runs."""
-    shapes, scale, options = bench.pair("8b"), bench.options.scale, bench.options
-    if options.vllm_python is None:
-        raise ChildError("name the interpreter that has vLLM with --vllm-python")
-    bench.write_weights(shapes.target, shapes.draft)
-    rows, most, sampled = list[object](scale.rows), scale.rows[-1], []
-    if placement is ONE:
-        most = scale.most_rows
-        rows += [scale.most_rows, *scale.long_prompts]
-        sampled = [f"{number}@{TEMPERATURE}" for number in scale.rows]
-    config = bench.config("8b", placement, files=True, most_rows=most)
-    peer = ("--peer", "vllm", "--peer-python", options.vllm_python, "--top-p", TOP_P)
-    columns = (
-        "rows", "mode", "tokens/s", "vLLM", "ratio", "first token ms", "vLLM first token ms", "acceptance",
-        "vLLM acceptance", "round ms", "vLLM round ms",
-    )  # fmt: skip
-    table = bench.table(f"8B-shaped pair beside vLLM: {placement.about}", *columns)
-    try:
-        bench.bench(config, rows, *peer)
-        if sampled:  # at its better setting; its default drafts greedily, and accepts less
-            bench.bench(config, sampled, *peer, "--peer-options", json.dumps(VLLM_SAMPLED))
-    finally:  # where vLLM fails, trtrun's own figures are there
-        for report in bench.reports:
-            for entry in report["results"]:
-                for mode in ("plain", "speculative"):
-                    _add_peer_row(table, entry, mode)
-
-
-def play_first_tokens(bench: Workbench) -> None:
-    """The time to the first token of long prompts, beside vLLM; plain decoding."""
-    if bench.options.vllm_python is None:
-        raise ChildError("name the interpreter that has vLLM with --vllm-python")
-    shapes = bench.pair("8b")
-    bench.write_weights(shapes.target)
-    config = bench.config("8b", ONE, drafts=False, files=True, most_rows=8)
-    columns = ("rows", "first token ms", "vLLM first token ms", "trtrun ÷ vLLM")
-    table = bench.table("8B-shaped target, plain: first tokens beside vLLM", *columns)
-    report = bench.bench(
-        config, ("1x8000", "1x30000"), "--peer", "vllm", "--peer-python", bench.options.vllm_python, "--max-tokens", 8
-    )
-    for entry in report["results"]:
-        ours, theirs = entry["plain"]["time_to_first_token_ms"], entry["vllm"]["plain_time_to_first_token_ms"]
-        table.add(_workload(entry), ours, theirs, ours / theirs)
-
-
-def _add_peer_row(table: Table, entry: dict[str, Any], mode: str) -> None:
-    theirs = entry.get("vllm", {})
-    ours, rate = entry[mode], theirs.get(f"{mode}_tokens_per_s")
-    length = theirs.get(f"{mode}_mean_acceptance_length", 1.0)
-    table.add(
-        _workload(entry), mode, ours["tokens_per_s"], rate, ours["tokens_per_s"] / rate if rate else None,
-        ours["time_to_first_token_ms"], theirs.get(f"{mode}_time_to_first_token_ms"),
-        ours["mean_acceptance_length"] if mode == "speculative" else None, length if mode == "speculative" else None,
-        ours["round_wall_ms"], 1e3 * entry["rows"] * length / rate if rate else None,
-    )  # fmt: skip
-
-
 def _speed_table(bench: Workbench, title: str, report: dict[str, Any]) -> None:
     """A line for each mode of each workload."""
     columns = ("rows", "mode", "tokens/s", "ratio to plain", "ms a token", "first token ms", "acceptance", "round ms")
@@ -299,16 +238,9 @@ def _speed_table(bench: Workbench, title: str, report: dict[str, Any]) -> None:
             if mode in entry:
                 case, speculative = entry[mode], mode == "speculative"
                 table.add(
-                    _workload(entry), mode, case["tokens_per_s"], case["tokens_per_s"] / entry["plain"]["tokens_per_s"],
+                    name_workload(entry), mode, case["tokens_per_s"],
+                    case["tokens_per_s"] / entry["plain"]["tokens_per_s"],
                     case["time_per_output_token_ms"], case["time_to_first_token_ms"],
                     case["mean_acceptance_length"] if speculative else None, case["round_wall_ms"],
                     case["round_ms"]["drafting"] if speculative else None, case["round_ms"]["verifying"],
                 )  # fmt: skip
-
-
-def _workload(entry: dict[str, Any]) -> str:
-    """ "8", "8 of 2000 tokens", "8 at 0.8"."""
-    name = str(entry["rows"])
-    if entry["prompt_tokens"] != 32:
-        name += f" of {entry['prompt_tokens']} tokens"
-    return name + (f" at {entry['temperature']:g}" if entry["temperature"] else "")

@@ -78,3 +78,7 @@ def find_apart(num_devices: int) -> Placement:
     """The largest placement of a host of two devices or more whose draft ranks a job can lose."""
     apart = [place for place in PLACEMENTS[num_devices] if place.is_apart and place.num_jobs == 1]
     return max(apart, key=lambda place: place.num_devices)
+
+
+ONE = PLACEMENTS[1][0]
+"""Draft and target on one device."""

@@ -1,9 +1,10 @@
-"""Markdown tables that grow row by row. It knows texts and numbers."""
+"""Markdown tables that grow row by row, and names of workloads in them. It knows texts and numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -51,3 +52,11 @@ def show(value: object) -> str:
 def gibibytes(number: float) -> str:
     """Bytes as GiB, or MiB where they are few."""
     return f"{number / 2**30:.2f} GiB" if number >= 2**27 else f"{number / 2**20:.1f} MiB"
+
+
+def name_workload(entry: dict[str, Any]) -> str:
+    """ "8", "8 of 2000 tokens", "8 at 0.8"."""
+    name = str(entry["rows"])
+    if entry["prompt_tokens"] != 32:
+        name += f" of {entry['prompt_tokens']} tokens"
+    return name + (f" at {entry['temperature']:g}" if entry["temperature"] else "")

@@ -24,9 +24,11 @@ class AttentionBackend(Protocol):
     Attributes:
         tile: queries, heads of a KV head counted, that are computed at a time, where prompts are best handed in as rows
             of so many; None where each is best one row.
+        reads_forks: whether it finds the tokens at the places of a batch with forks; else they are laid out for it.
     """
 
     tile: int | None
+    reads_forks: bool
 
     def forward(
         self,
@@ -41,16 +43,17 @@ class AttentionBackend(Protocol):
         """Rotate queries and keys, store the new keys and values, then attend.
 
         Args:
-            query_key: [tokens, heads + kv_heads, head]: the queries, then the keys.
-            value: [tokens, kv_heads, head].
-            angles: cosines and signed sines, [tokens, 1, head] each; see RotaryEmbedding.
+            query_key: [tokens, heads + kv_heads, head]: the queries, then the keys; of a batch with forks those of its
+                tokens where `reads_forks`, else of its places.
+            value: [tokens, kv_heads, head], alike.
+            angles: cosines and signed sines, [places, 1, head] each; see RotaryEmbedding.
             store_layer: keys, then values of this layer, [2, blocks, kv_heads, block, head].
             batch: the forward's segments.
             scale: factor of the scores.
             window: sliding window in tokens, None for full attention.
 
         Returns:
-            [tokens, heads, head] in query_key's dtype.
+            [places, heads, head] in query_key's dtype.
         """
         ...
 
@@ -85,7 +88,8 @@ def attend(
     forks = batch.forks
     if forks is None:
         return backend.forward(query_key, value, angles, store_layer, batch, scale, window)
-    query_key, value = query_key.index_select(0, forks.nodes), value.index_select(0, forks.nodes)
+    if not backend.reads_forks:
+        query_key, value = query_key.index_select(0, forks.nodes), value.index_select(0, forks.nodes)
     return backend.forward(query_key, value, angles, store_layer, batch, scale, window).index_select(0, forks.places)
 
 
@@ -93,6 +97,7 @@ class HostAttention:
     """Attention on the CPU: trtrun's own kernel where it takes the head and the block size, else gathered contexts."""
 
     tile: int | None = None
+    reads_forks = False
 
     def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
         """For a model of `dtype` with heads of `head_dim` numbers."""

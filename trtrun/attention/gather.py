@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from trtrun.kernels.chooser import operations_of
 from trtrun.kernels.cpu.rotation import rotate
 from trtrun.kernels.cpu.row_buckets import bucket_rows
 from trtrun.kvcache.formats import PLAIN, KVFormat
 from trtrun.kvcache.segments import AttentionBatch, ContextGroup
-from trtrun.kvcache.store import copy_plain_tokens
 
 _SCORE_ELEMENTS = 1024 * 1024
 """Most attention scores held at a time (float32): long prefill chunks are computed in tiles of queries. Four times as
@@ -30,6 +30,7 @@ class GatherAttention:
     """
 
     tile: int | None = None
+    reads_forks = False
 
     def __init__(self, kv_format: KVFormat = PLAIN) -> None:
         """Read and write a store of this format."""
@@ -39,7 +40,7 @@ class GatherAttention:
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:
         """See AttentionBackend."""
-        copy_plain_tokens(store, source, target, offset)
+        operations_of(store.device.type).copy_tokens(store, source, target, offset)
 
     def forward(
         self,

@@ -34,7 +34,10 @@ from trtrun.configuration.yaml_source import apply_override, describe_kind, pars
 from trtrun.errors import ConfigError, nearest, reading, shorten, shorten_path
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
-"""The small trained pair that ships with the package: directories `target` and `draft`."""
+"""The small trained models that ship with the package, in a directory each."""
+
+ASSET_NAMES = ("target", "draft", "medusa", "eagle3", "pard_draft")
+"""A target, and what was trained to draft for it: a draft model, Medusa heads, an EAGLE-3 head, a parallel draft."""
 
 ASSET_PREFIX = "asset:"
 
@@ -273,9 +276,8 @@ def _resolve_directory(path: Path, base: Path | None, where: str) -> Path:
     text = str(path)
     if text.startswith(ASSET_PREFIX):
         name = text.removeprefix(ASSET_PREFIX)
-        known = ("target", "draft")
-        if name not in known:
-            choices = [ASSET_PREFIX + item for item in known]
+        if name not in ASSET_NAMES:
+            choices = [ASSET_PREFIX + item for item in ASSET_NAMES]
             raise ConfigError(f"{where}: unknown asset {shorten(text)}{nearest(text, choices)}")
         path = ASSETS / name
         if not path.is_dir():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -181,6 +181,22 @@ class Draft:
         assert self.paths is not None, "a chain has no paths"
         lens = (self.paths < 0).cumsum(dim=2).eq(0).sum(dim=2)
         return lens.minimum(self.draft_lens.clamp(min=0).unsqueeze(1))
+
+
+class FedPart(NamedTuple):
+    """What heads are fed of some rows of a round, which are in no other part of it.
+
+    Attributes:
+        rows: [R] int64, on the device as all of it is.
+        tokens: [R, Q] int64.
+        positions: [R, Q] int64; -1 is padding.
+        tapped: [R, Q, taps, hidden]: hidden states of the target.
+    """
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    tapped: torch.Tensor
 
 
 @dataclass(frozen=True)

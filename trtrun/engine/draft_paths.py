@@ -17,6 +17,7 @@ import torch
 from trtrun.configuration.drafting_methods import DraftSize
 from trtrun.core.nouns import Draft
 from trtrun.engine.rows import RowState
+from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.blocks import NULL_BLOCK
 from trtrun.kvcache.store import KVStore
 from trtrun.tensors import kept_range
@@ -84,6 +85,9 @@ class DraftPaths:
         blocks = torch.arange(space.first_block, space.first_block + space.num_blocks, device=rows.device)
         self._blocks = blocks.view(shape)
 
+    def _copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        operations_of(source.device.type).copy_blocks(self._store.data, source, target)
+
     def fork(self, rows: torch.Tensor, draft: Draft, tables: torch.Tensor) -> TreeBatch:
         """Make ready for a forward over the trees of `draft`, and copy what the paths share of a block.
 
@@ -114,7 +118,7 @@ class DraftPaths:
         start = (newest // self._rows.block_size).unsqueeze(1)
         shared = tables.gather(1, start).expand(-1, num_paths - 1)
         # A path that is not there writes nothing, but its row's block may be anyone's later: the copy costs the same.
-        self._store.copy_blocks(shared.reshape(-1), own[:, :, 0].reshape(-1))
+        self._copy_blocks(shared.reshape(-1), own[:, :, 0].reshape(-1))
         behind = (kept_range(0, tables.shape[1], rows.device) - start).unsqueeze(1).expand(-1, num_paths - 1, -1)
         is_own = (behind >= 0) & (behind < own.shape[2])
         replaced = own.gather(2, behind.clamp(0, own.shape[2] - 1))
@@ -137,7 +141,7 @@ class DraftPaths:
         is_moved = (accepted > 0).unsqueeze(1) & (columns < tables.shape[1]) & (target != NULL_BLOCK)
         # What stays where it is is written to itself: the shapes are the same whatever was accepted.
         target = torch.where(is_moved, target, own)
-        self._store.copy_blocks(own.reshape(-1), target.reshape(-1))
+        self._copy_blocks(own.reshape(-1), target.reshape(-1))
 
     def clear(self, rows: torch.Tensor) -> None:
         """Zero the blocks of the rows' paths: see `KVStore.clear`."""

@@ -37,6 +37,9 @@ _NARROWEST_TILE = 16
 _PROMPT_STEP = 4
 """Numbers of prompt tiles with long contexts that have graphs are powers of it."""
 
+MOST_FED = 32
+"""Tokens of a row that catching up feeds at once; of more it feeds so many at a time."""
+
 _CATCH_UP_STEP = 4
 _WIDE_CATCH_UP = 8
 """Widths of catching up are twice the powers of it; beyond this one there are graphs of few rows alone, as more have

@@ -13,14 +13,14 @@ function talks to; collectives inside it must be capturable (`Communicator.is_ca
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 import torch
 
 from trtrun.engine.capture import Capture
 from trtrun.engine.draft_paths import TreeBatch
+from trtrun.engine.graph_cache import MOST_GRAPHS, GraphCache
 from trtrun.engine.graph_shapes import GraphShapes
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.likeliest import likeliest
@@ -32,10 +32,7 @@ last queries of each row, or [R * Q, vocab] where num_last is 0."""
 TreeForward = Callable[[TreeBatch], torch.Tensor]
 """Trees → logits [R * (nodes + 1), vocab] float32."""
 
-MOST_GRAPHS = 224
-"""Graphs kept of one engine. Each holds its nodes on the device and a share of the pool. A start captures fewer."""
-
-_MOST_STEPS = 16
+MOST_STEPS = 16
 """Steps of a chain between two looks of the host."""
 
 
@@ -53,20 +50,8 @@ class _Shape:
     paths: tuple[int, int] = (0, 0)
 
 
-@dataclass(frozen=True)
-class _Captured:
-    """One graph and the tensors that it reads, and writes where it goes on from them."""
-
-    inputs: tuple[torch.Tensor, ...]
-    replay: Callable[[], None]
-
-
-class ForwardGraphs:
-    """Runs row forwards through graphs: those of a start, and others that are made when a shape comes up first.
-
-    The least recently used one is given back when there are too many. Shapes follow from plans, so that all ranks of a
-    tensor-parallel group capture and give back alike.
-    """
+class ForwardGraphs(GraphCache):
+    """Runs row forwards through graphs."""
 
     def __init__(
         self,
@@ -94,26 +79,14 @@ class ForwardGraphs:
             most_graphs: how many to keep.
             forward_trees: as `forward`, of rows with draft trees; None where there are none.
         """
+        super().__init__(capture, most_graphs)
         self.shapes = shapes
         self._forward = forward
         self._forward_trees = forward_trees
-        self._capture = capture
         self._logits = torch.empty((most_logits, vocab_size), dtype=torch.float32, device=device)
         # Wide tables are megabytes, so that all graphs read them from one place.
         self._tables = torch.zeros(table_numbers, dtype=torch.int64, device=device)
         self._first_step = torch.zeros(1, dtype=torch.int64, device=device)
-        self._most_graphs = most_graphs
-        self._graphs: OrderedDict[_Shape, _Captured] = OrderedDict()
-
-    @property
-    def num_graphs(self) -> int:
-        """Shapes that are held."""
-        return len(self._graphs)
-
-    def close(self) -> None:
-        """Give all graphs back. NCCL waits for ever for a graph that still holds one of its operations when the
-        communicator is destroyed, so this comes first."""
-        self._graphs.clear()
 
     def run(
         self,
@@ -202,10 +175,10 @@ class ForwardGraphs:
             next call.
         """
         rows, steps = positions.shape
-        if steps > _MOST_STEPS:
-            part, rest = positions[:, :_MOST_STEPS], positions[:, _MOST_STEPS:]
+        if steps > MOST_STEPS:
+            part, rest = positions[:, :MOST_STEPS], positions[:, MOST_STEPS:]
             begun = self.run_chain(first, part, block_tables, vocab_size, num_ranked, keyed).clone()
-            after = None if keyed is None else replace(keyed, lengths=keyed.lengths + _MOST_STEPS)
+            after = None if keyed is None else replace(keyed, lengths=keyed.lengths + MOST_STEPS)
             ended = self.run_chain(begun[:, -1, 0], rest, block_tables, vocab_size, num_ranked, after)
             return torch.cat((begun, ended), dim=1)
         choices = None if keyed is None else keyed.kind
@@ -229,8 +202,8 @@ class ForwardGraphs:
             return found[:, 0]
 
         def fixed() -> list[torch.Tensor]:
-            places = positions.new_zeros((shape.rows, _MOST_STEPS))
-            ranked = first.new_empty((shape.rows, _MOST_STEPS, num_ranked))
+            places = positions.new_zeros((shape.rows, MOST_STEPS))
+            ranked = first.new_empty((shape.rows, MOST_STEPS, num_ranked))
             made = [first.new_zeros(shape.rows), places, self._own_tables(shape), self._first_step.clone(), ranked]
             return made if keyed is None else [*made, *(tensor.new_zeros(shape.rows) for tensor in keyed.parameters)]
 
@@ -243,57 +216,3 @@ class ForwardGraphs:
 
     def _own_tables(self, shape: _Shape) -> torch.Tensor:
         return self._tables[: shape.rows * shape.blocks].view(shape.rows, shape.blocks)
-
-    def _ready(
-        self,
-        shape: _Shape,
-        make_fixed: Callable[[], Sequence[torch.Tensor]],
-        work: Callable[..., torch.Tensor],
-        make_output: Callable[[], torch.Tensor] | None,
-        inputs: Sequence[torch.Tensor | None],
-    ) -> _Captured:
-        """The graph of `shape` with `inputs` where it reads them: tokens, positions, block tables and whatever else; it
-        is made first if need be, and writes to what `make_output` gives, or to its tokens."""
-        captured = self._graphs.get(shape)
-        if captured is None:
-            fixed = make_fixed()
-            captured = self._graphs[shape] = self._make(shape, fixed, work, make_output() if make_output else fixed[0])
-            # Now and not before: capturing has waited for the device, so that none of the others is still running.
-            if len(self._graphs) > self._most_graphs:
-                self._graphs.popitem(last=False)
-        else:
-            self._graphs.move_to_end(shape)
-        _fill(captured.inputs, inputs)
-        return captured
-
-    def _make(
-        self, shape: _Shape, fixed: Sequence[torch.Tensor], work: Callable[..., torch.Tensor], output: torch.Tensor
-    ) -> _Captured:
-        """Run the work as it is on padding, which warms it up, and capture it. It writes to the null block alone."""
-        fixed[1].fill_(-1)  # positions
-
-        def run() -> None:
-            output.copy_(work(*fixed))
-
-        run()
-        return _Captured(tuple(fixed), self._capture(run))
-
-
-def _fill(fixed: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor | None]) -> None:
-    """Copy tokens, positions, block tables and parameters to where a graph reads them; the rows that it has beside them
-    are padding, and so are its queries."""
-    positions = inputs[1]
-    assert positions is not None
-    rows, queries = positions.shape[:2]
-    if rows < fixed[1].shape[0] or queries < fixed[1].shape[1]:
-        fixed[1].fill_(-1)
-    places, tensors = [], []
-    for place, tensor in zip(fixed, inputs, strict=True):
-        if tensor is not None:
-            part = place[tuple(map(slice, tensor.shape))]
-            if part.is_contiguous():
-                places.append(part)
-                tensors.append(tensor)
-            else:
-                part.copy_(tensor)
-    torch._foreach_copy_(places, tensors)  # one launch on a GPU, as all are dense

@@ -18,9 +18,10 @@ from trtrun.engine.batch import BatchBuilder, ForwardBatch, with_masks
 from trtrun.engine.capture import Capture
 from trtrun.engine.draft_paths import DraftPaths, PathSpace
 from trtrun.engine.forwards import Forwards, HiddenTaps
-from trtrun.engine.graph_shapes import GraphShapes, catch_up_width, catches_up
+from trtrun.engine.graph_shapes import MOST_FED, GraphShapes, catch_up_width, catches_up
 from trtrun.engine.rows import RowState
 from trtrun.engine.verification import Verification
+from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.segments import StepBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.models.decoder import CausalLM
@@ -43,6 +44,7 @@ class Engine:
         rows: the state of every row.
         vocab_size: of the model's configuration, padding tokens of the checkpoint included.
         tables: see Forwards.
+        capture: makes its graphs; None where there are none.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Engine:
         self._model = model
         self._store = store
         self.rows = rows
+        self.capture = capture
         self.vocab_size = model.config.vocab_size
         self.device = rows.device
         tapped = HiddenTaps(taps, model.config, model.dtype, self.device) if taps else None
@@ -97,7 +100,7 @@ class Engine:
 
     def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy keys and values of blocks `source` to blocks `target`, both [n] int64."""
-        self._store.copy_blocks(source, target)
+        operations_of(self.device.type).copy_blocks(self._store.data, source, target)
 
     @property
     def has_trees(self) -> bool:
@@ -118,6 +121,12 @@ class Engine:
     def graph_shapes(self) -> GraphShapes | None:
         """The shapes of graphs; None where there are none."""
         return self._forwards.graphs.shapes if self._forwards.graphs is not None else None
+
+    @property
+    def tapped_shape(self) -> tuple[int, int]:
+        """Hidden states of a token that verification hands out, and numbers of each."""
+        taps = self._forwards.taps
+        return len(taps.boundaries) if taps is not None else 0, self._model.config.hidden_size
 
     @property
     def num_graphs(self) -> int:
@@ -155,7 +164,8 @@ class Engine:
         After full acceptance the store lacks the last draft token's keys (the bonus hole), besides those of the newest
         token; otherwise it lacks the newest token's alone. Feeding both always keeps the shape static, and writes the
         same numbers again where they were there. After rounds that were sat out it lacks one more for each; few
-        shapes ever occur, as the widest count is rounded up to a power of two and the rest is padding.
+        shapes ever occur, as the widest count is rounded up to a power of two and the rest is padding, and of many
+        tokens `MOST_FED` are fed at a time.
 
         Args:
             rows: [rows] int64 on the device; each row has at least two tokens.
@@ -165,11 +175,19 @@ class Engine:
         Returns:
             [rows, vocab] float32.
         """
-        count = max(counts)
+        most = max(counts)
+        for before in range((most - 1) // MOST_FED * MOST_FED, 0, -MOST_FED):
+            self._catch_up(rows, counts, min(MOST_FED, most - before), before, context)
+        return self._catch_up(rows, counts, min(MOST_FED, most), 0, context)
+
+    def _catch_up(
+        self, rows: torch.Tensor, counts: Sequence[int], count: int, before: int, context: int
+    ) -> torch.Tensor:
+        """`catch_up` of up to `count` tokens of each row, those in front of its last `before`."""
         width = catch_up_width(count) if self.has_graphs else 1 << (count - 1).bit_length()
-        steps = kept_range(-width, 0, self.device)
+        steps = kept_range(-width - before, -before, self.device)
         places = positions = self.rows.lengths.index_select(0, rows).unsqueeze(1) + steps
-        if width > 2:
+        if width > 2 or before:
             positions = torch.where(-steps <= kept_integers(counts, self.device).unsqueeze(1), positions, -1)
             positions = positions.clamp(min=-1)
             places = positions.clamp(min=0)
@@ -215,7 +233,7 @@ class Engine:
         or as their graph has; fewer tokens where no graph has so many."""
         shapes = self.graph_shapes
         if shapes is None:
-            return count, num_places
+            return count if count <= MOST_FED else 1, num_places
         rows = shapes.rows(rows)
         shape = shapes.masked(rows, count, num_places) or shapes.masked(rows, 1, num_places)
         assert shape is not None

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trtrun.engine.graph_shapes import GraphShapes, catch_up_width, catches_up
+from trtrun.engine.graph_shapes import MOST_FED, GraphShapes, catch_up_width, catches_up
 
 
 class Verification(NamedTuple):
@@ -82,7 +82,7 @@ class StartLimits:
 
 def draft_steps(shapes: GraphShapes, most_catch_up: int) -> Iterator[Steps]:
     """What rows lack, up to `most_catch_up` tokens, and a step."""
-    widths = {catch_up_width(count) for count in range(2, most_catch_up + 1)}
+    widths = {catch_up_width(count) for count in range(2, min(most_catch_up, MOST_FED) + 1)}
     for rows in shapes.numbers_of_rows():
         for blocks in shapes.widths(rows):
             of_rows = sorted((width for width in widths if catches_up(rows, width)), reverse=True)
@@ -129,6 +129,19 @@ def count_draft_graphs(shapes: GraphShapes, limits: StartLimits, most_catch_up: 
         if not shapes.drafts_in_parallel:
             graphs |= {_Graph(rows, 1, blocks, 1 + kind) for kind in range(num_kinds)}
     return len(graphs)
+
+
+def count_head_graphs(shapes: GraphShapes, num_kinds: int) -> int:
+    """Graphs that a start captures of heads that keep keys and values; see `HeadGraphs.warm_up`.
+
+    Args:
+        shapes: of the target's graphs.
+        num_kinds: ways to choose of which the first token of a draft has a graph each, and a step.
+    """
+    return sum(
+        num_kinds + len(shapes.widths(rows)) * (len(shapes.numbers_of_queries(rows)) + num_kinds)
+        for rows in shapes.numbers_of_rows()
+    )
 
 
 def _prompt_graphs(shapes: GraphShapes, limits: StartLimits) -> Iterator[_Graph]:

@@ -10,63 +10,27 @@ heads compute, or which tokens are chosen.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
-from trtrun.core.nouns import RoundPlan
-from trtrun.engine.rows import RowState
+from trtrun.core.nouns import FedPart, RoundPlan
+from trtrun.engine.feature_layers import FeatureLayers
+from trtrun.engine.head_graphs import HeadGraphs
+from trtrun.engine.runner import Engine
 from trtrun.kvcache.formats import KVFormat
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
-
-
-class FeatureLayers(Protocol):
-    """What heads compute; layers/eagle3_head.py."""
-
-    hidden_size: int
-    dtype: torch.dtype
-    num_layers: int
-    kv_heads: int
-    head_dim: int
-    has_overflowed: bool
-
-    def reserve_positions(self, positions: int) -> None:
-        """Make rotary tables for positions [0, positions) now; free otherwise."""
-        ...
-
-    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
-        """Hidden states of the target [n, taps, its hidden] → [n, hidden]."""
-        ...
-
-    def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        hidden: torch.Tensor,
-        attention: AttentionBatch,
-        store: KVStore,
-    ) -> torch.Tensor:
-        """Feed tokens [n] at positions [n], with hidden states [n, hidden]; the states [n, hidden] behind them."""
-        ...
-
-    def logits(self, state: torch.Tensor) -> torch.Tensor | None:
-        """[n, the target's vocab_size] float32 for states [n, hidden]; None on ranks that do not decide."""
-        ...
-
-    def share(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the rank that decides has in `tokens`, on all ranks."""
-        ...
+from trtrun.sampling.keyed_ranks import KeyedRanks
 
 
 class StoredHeads:
     """Heads of one rank at work on the target's rows; see `speculation.protocols.FeatureHeads`."""
 
-    def __init__(self, layers: FeatureLayers, rows: RowState, num_blocks: int, kv_format: KVFormat) -> None:
-        """Have `layers` keep what they keep of the target's `rows` in a store of `num_blocks` blocks, as the target's
-        has for rows, in a format."""
+    def __init__(self, layers: FeatureLayers, target: Engine, num_blocks: int, kv_format: KVFormat) -> None:
+        """Have `layers` keep what they keep of the rows of `target`, which taps what they read, in a store of
+        `num_blocks` blocks, as the target's has for rows, in a format; through graphs where the target has any."""
         self._layers = layers
-        self._rows = rows
+        self._rows = rows = target.rows
         self._store = KVStore(
             layers.num_layers,
             num_blocks,
@@ -79,9 +43,13 @@ class StoredHeads:
         )
         if rows.device.type == "cuda":  # where growing would hold up a round
             layers.reserve_positions(-(-rows.token_ids.shape[1] // rows.block_size) * rows.block_size)
+        self._graphs: HeadGraphs | None = None
+        if target.capture is not None and target.graph_shapes is not None:
+            taken = (layers, self._store, target.capture, target.graph_shapes, len(rows.block_tables))
+            self._graphs = HeadGraphs(*taken, target.tapped_shape)
+        self.tapped_shape = target.tapped_shape
         self.hidden_size = layers.hidden_size
         self.dtype = layers.dtype
-        self.fuse = layers.fuse
         self.logits = layers.logits
         self.share = layers.share
 
@@ -90,32 +58,68 @@ class StoredHeads:
         if self._layers.has_overflowed:
             self._store.clear(self._rows.fresh_blocks(plan))
 
-    def feed(
-        self,
-        parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-        hidden: torch.Tensor,
-        context: int,
-    ) -> torch.Tensor:
+    def warm_up(self) -> None:
+        """Make all graphs, where there are any. Collective over the group."""
+        if self._graphs is not None:
+            self._graphs.warm_up(self._rows.sampling)
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are held."""
+        return self._graphs.num_graphs if self._graphs is not None else 0
+
+    def close(self) -> None:
+        """Give back what must not outlive the communicators. Nothing runs afterwards."""
+        if self._graphs is not None:
+            self._graphs.close()
+
+    def feed(self, parts: Sequence[FedPart], context: int) -> torch.Tensor:
         """Feed rows some tokens each.
 
         Args:
-            parts: rows [R] int64, tokens [R, Q] int64 and positions [R, Q] int64 of each, on the device; a position of
-                -1 is padding. A row is in one part at most.
-            hidden: [tokens, hidden] of all parts' tokens, in order, which is overwritten.
+            parts: see `FedPart`. A row is in one part at most.
             context: upper bound of positions, plus one.
 
         Returns:
-            [tokens, hidden]: the states behind them.
+            [tokens, hidden]: the states behind them, in order; valid until the next call.
         """
+        if self._graphs is not None and len(parts) == 1 and self._graphs.takes(parts[0].tokens.shape[1]):
+            rows, tokens, positions, tapped = parts[0]
+            return self._graphs.feed(tokens, positions, self._tables(rows, context), tapped)
         segments, start = list[AttentionSegment](), 0
-        for rows, tokens, positions in parts:
+        for rows, tokens, positions, _ in parts:
             count, queries = tokens.shape
             segment = AttentionSegment(start, count, queries, self._tables(rows, context), positions)
             segments.append(segment)
             start = segment.stop
-        fed = torch.cat([tokens.reshape(-1) for _, tokens, _ in parts])
-        at = torch.cat([positions.reshape(-1) for _, _, positions in parts]).clamp(min=0)
+        fed = torch.cat([part.tokens.reshape(-1) for part in parts])
+        at = torch.cat([part.positions.reshape(-1) for part in parts]).clamp(min=0)
+        hidden = self._layers.fuse(torch.cat([part.tapped.flatten(0, 1) for part in parts]))
         return self._layers.forward(fed, at, hidden, AttentionBatch(segments, self._rows.block_size), self._store)
+
+    def draft(
+        self,
+        rows: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        context: int,
+        keyed: KeyedRanks | None,
+    ) -> torch.Tensor | None:
+        """Choose tokens one behind the other; see `HeadGraphs.draft`.
+
+        Args:
+            rows: [R] int64 on the device.
+            hidden: [R, hidden] states behind which the first is chosen.
+            positions: [R, steps] int64: at which each token but the last is fed; -1 where a row takes no part.
+            context: upper bound of positions, plus one.
+            keyed: how rows choose; None takes the likeliest.
+
+        Returns:
+            [R, steps + 1] int64, equal on all ranks; None where steps have to be run one by one.
+        """
+        if self._graphs is None:
+            return None
+        return self._graphs.draft(hidden, positions, self._tables(rows, context), keyed)
 
     def prepare_steps(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> Sequence[StepBatch]:
         """What `step` takes, in order, to feed `rows` [R] one token each at positions [R, steps] int64, -1 where a row
@@ -131,4 +135,7 @@ class StoredHeads:
         return self._layers.forward(tokens, positions, hidden, batch, self._store)
 
     def _tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
-        return self._rows.tables(rows, -(-context // self._rows.block_size))
+        blocks = -(-context // self._rows.block_size)
+        if self._graphs is not None:
+            blocks = self._graphs.shapes.blocks(blocks, len(rows))
+        return self._rows.tables(rows, blocks)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trtrun.engine.graph_cache import MOST_GRAPHS
 from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS
-from trtrun.engine.graphs import MOST_GRAPHS
 from trtrun.engine.prompt_tiles import tile_width
 from trtrun.engine.rows import RowState
 from trtrun.kernels.cpu import machine
@@ -150,6 +150,9 @@ def working_bytes(
         total += captured * tap
         pool = _activation_bytes(captured, share, model, dtype) + head
         total += logits + pool + logits + MOST_GRAPHS * model.num_layers * _GRAPH_LAYER_BYTES
+        if heads is not None and heads.stored is not None:
+            total += verified * (tap + heads.stored.hidden_size * dtype.itemsize)
+            total += MOST_GRAPHS * heads.stored.num_layers * _GRAPH_LAYER_BYTES
     return total
 
 

@@ -92,15 +92,6 @@ class KVStore:
         """
         self.data.index_fill_(2, torch.tensor([NULL_BLOCK, *blocks], device=self.data.device), 0)
 
-    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy all layers' keys and values of whole blocks.
-
-        Args:
-            source: [n] int64 blocks.
-            target: [n] int64 blocks, none twice.
-        """
-        self.data.index_copy_(2, target, self.data.index_select(2, source))
-
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole store."""
@@ -109,18 +100,6 @@ class KVStore:
     def layer(self, index: int) -> torch.Tensor:
         """Keys, then values of one layer: a view [2, blocks, kv_heads, block, head]."""
         return self._layers[index]
-
-
-def copy_plain_tokens(data: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor) -> None:
-    """Copy all layers' keys and values of single tokens, where a tile has one token behind the other.
-
-    Args:
-        data: of a KVStore.
-        source: [n] int64 blocks.
-        target: [n] int64 blocks, each with its offset at most once.
-        offset: [n] int64: places in a block, the same in both.
-    """
-    data[:, :, target, :, offset] = data[:, :, source, :, offset]
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -43,11 +43,12 @@ FIRST_REHEARSED_ROUND = 1 << 40
 @dataclass(frozen=True, slots=True)
 class _PublishedPlan:
     """A plan that is out, the places in its verdict that will carry log probabilities, how many of its rows are as if
-    nothing were drafted for them, and when it went out."""
+    nothing were drafted for them, whether only some of the others draft, and when it went out."""
 
     plan: RoundPlan
     logprob_places: list[int]
     num_plain: int
+    is_partial: bool
     published: float
 
 
@@ -178,27 +179,34 @@ class Orchestrator:
     def _publish_plans(self, started: float) -> None:
         while len(self._published) <= self._plans_ahead:
             num_decoding, num_plain = self.scheduler.decoding_load() if self._pacer is not None else (0, 0)
-            plan = self._schedule(num_decoding, num_plain)
+            most_drafting, plan = self._schedule(num_decoding, num_plain)
             if plan is None:
                 return
             self._ranks.publish(plan)
             published = self._clock()
-            self._published.append(_PublishedPlan(plan, self._places_with_logprobs(plan), num_plain, published))
+            places, is_partial = self._places_with_logprobs(plan), most_drafting is not None and plan.draft_len > 0
+            self._published.append(_PublishedPlan(plan, places, num_plain, is_partial, published))
             self._trace("planning", plan.round_index, started, published)
             started = published
 
-    def _schedule(self, num_decoding: int, num_plain: int) -> RoundPlan | None:
-        draft_len = self._pacer.choose(num_decoding, num_plain) if self._pacer is not None and num_decoding else None
+    def _schedule(self, num_decoding: int, num_plain: int) -> tuple[int | None, RoundPlan | None]:
+        """Rows that may draft, None for all, and the plan."""
+        pacer, draft_len, most_drafting = self._pacer, None, None
+        if pacer is not None and num_decoding:
+            draft_len = pacer.choose(num_decoding, num_plain)
+            # A draft engine that drafts ahead is fed anyway.
+            most_drafting = pacer.most_drafting(num_decoding, num_plain) if self._ahead is None else None
         if self.draft_is_lost:
             draft_len = 0  # the target alone: no packet is looked for
-        pays = self._pacer is None or self._pacer.pays
-        plan = self.scheduler.schedule(draft_len, takes_given=not self.draft_is_lost, drafts_pay=pays)
+        pays = pacer is None or pacer.pays
+        takes_given = not self.draft_is_lost
+        plan = self.scheduler.schedule(draft_len, most_drafting=most_drafting, takes_given=takes_given, drafts_pay=pays)
         if plan is None or self._ahead is None:
-            return plan
+            return most_drafting, plan
         num_rows = len(plan.decode_rows)
         # A round without drafts has nothing to foresee, but for the first tokens behind prompts.
         guesses = self._ahead.num_guesses(num_rows) if plan.draft_len or not num_rows else 0
-        return replace(plan, num_guesses=guesses, redraft_from=self._ahead.redraft_from(num_rows))
+        return None, replace(plan, num_guesses=guesses, redraft_from=self._ahead.redraft_from(num_rows))
 
     def _places_with_logprobs(self, plan: RoundPlan) -> list[int]:
         """Places in the plan's verdict whose rows asked for log probabilities.
@@ -259,6 +267,7 @@ class Orchestrator:
             self._pacer,
             seconds,
             num_plain=published.num_plain,
+            is_partial=published.is_partial,
             watch=self._watch,
         )
         self.totals.num_tokens += sum([len(result.new_token_ids) for result in results])
@@ -272,6 +281,7 @@ def commit_round(
     pacer: Pacer | None = None,
     seconds: float = 0.0,
     num_plain: int = 0,
+    is_partial: bool = False,
     watch: AcceptanceWatch | None = None,
 ) -> list[RowResult]:
     """Enter the verdict in the books: the scheduler's, and those of what drafts pay.
@@ -283,6 +293,7 @@ def commit_round(
         pacer: chooses how much is drafted; None where draft_len is fixed.
         seconds: how long the round took.
         num_plain: decode rows that are as if nothing were drafted for them, when the plan was made.
+        is_partial: whether only some of the others were to draft.
         watch: says so where drafts are not worth their time.
 
     Returns:
@@ -301,7 +312,8 @@ def commit_round(
         ]
         is_usual = not (plan.prefill or plan.given_rows)
         if pacer is not None:
-            pacer.record(len(planned), plan.draft_len, seconds if is_usual else None, acceptances, num_plain)
+            took = seconds if is_usual else None
+            pacer.record(len(planned), plan.draft_len, took, acceptances, num_plain, is_partial)
         if watch is not None:
             watch.record(acceptances)
             if (said := watch.complain(pacer.pays if pacer is not None else None)) is not None:

@@ -127,7 +127,13 @@ class Decoding:
         return len(wanted), len(wanted) + -sum(wanted) // most if most else 0
 
     def plan_rows(
-        self, plan: PlanBuilder, rows: list[Completion], draft_len: int, takes_given: bool, has_prompts: bool
+        self,
+        plan: PlanBuilder,
+        rows: list[Completion],
+        draft_len: int,
+        most_drafting: int | None,
+        takes_given: bool,
+        has_prompts: bool,
     ) -> None:
         """Plan the decoding rows, the oldest first, and preempt the newest where blocks are short.
 
@@ -135,6 +141,7 @@ class Decoding:
             plan: nothing is in it yet.
             rows: `rows`.
             draft_len: most tokens to draft for a row.
+            most_drafting: rows that these are drafted for; None for all.
             takes_given: whether rows have the drafts that came with their requests verified, whatever `draft_len` says.
             has_prompts: whether prompts are to be read in the round.
         """
@@ -142,11 +149,12 @@ class Decoding:
         # Where prompts are to be read, drafts leave them a share of the round: else they might never be. And each row
         # further back keeps one token of the budget, so that drafts never keep a row from running.
         kept = len(rows) + (plan.budget // _SHARE_OF_PROMPTS if has_prompts else 0)
+        num_left = len(rows) if most_drafting is None else most_drafting
         for running in rows:
             if plan.budget <= 0 or running.row == NO_ROW:  # preempted meanwhile, and so were all behind it
                 break
             follows_given = takes_given and running.given_draft and running.may_follow_given_draft
-            wanted = limits.draft_len if follows_given else draft_len
+            wanted = limits.draft_len if follows_given else draft_len if num_left > 0 else 0
             longest = running.longest
             most = self._choose_draft_len(running, longest, limits.longest_draft(wanted, plan.budget - kept))
             kept -= 1
@@ -163,6 +171,7 @@ class Decoding:
                     break
                 most = min(most, batch.room(running) - longest)
                 plan.add_blocks(running, running.table.reserve(longest + most))
+            num_left -= most > 0
             plan.decode(running, longest, most, limits.num_verified(most))
 
     def _choose_draft_len(self, running: Completion, longest: int, most: int) -> int | None:

@@ -16,11 +16,19 @@ from trtrun.scheduling.limits import most_unfed
 
 MOST_MISSED_ROUNDS = 30
 _MISSED_BY_MANY, _MANY_ROWS = 6, 17
+_MISSED_BY_FEW, _FEW_ROWS = 126, 4
 """Rounds without drafts that the draft engine sits out in a row: few of many rows, whose tokens add up."""
 
 
+def most_missed_rounds(num_rows: int, *, may_sit_out: bool) -> int:
+    """Rounds without drafts that a draft engine sits out in a row, and after which rows that do not pay are left."""
+    if num_rows >= _MANY_ROWS:
+        return _MISSED_BY_MANY
+    return _MISSED_BY_FEW if may_sit_out and num_rows <= _FEW_ROWS else MOST_MISSED_ROUNDS
+
+
 def most_catch_up(draft_len: int, *, drafts_in_parallel: bool) -> int:
-    """Tokens of a row that the draft engine feeds at once after them."""
+    """Tokens of a row that the draft engine feeds at once after them; where it lacks more, it does so in parts."""
     return most_unfed(draft_len, drafts_in_parallel=drafts_in_parallel) + MOST_MISSED_ROUNDS
 
 
@@ -116,7 +124,12 @@ class PlanBuilder:
             self._chunks.append(_prefilled(running, Work.CHUNK, end))
 
     def settle_drafting(
-        self, unfed_after: Callable[[int], int], *, drafts_pay: bool = True, may_sit_out: bool = True
+        self,
+        unfed_after: Callable[[int], int],
+        *,
+        drafts_pay: bool = True,
+        may_sit_out: bool = True,
+        apart: bool = False,
     ) -> list[PlannedRow]:
         """Decide whether the draft engine feeds the decoding rows in this round; call it once, when all are planned.
 
@@ -125,6 +138,7 @@ class PlanBuilder:
             drafts_pay: False where nothing has been worth drafting for long: then rows are left for good that would
                 have to be fed, or that were fed for many rounds without a draft.
             may_sit_out: `SchedulerLimits.may_sit_out`.
+            apart: whether rows that nothing is drafted for may sit out a round in which others draft.
 
         Returns:
             Rows that get tokens, in the order of `RoundPlan.sampled_rows`.
@@ -132,7 +146,7 @@ class PlanBuilder:
         Where nothing is drafted it may sit the round out, and feed what it missed later: its weights are then read
         once in several rounds. Each round that it missed gave one token, so the host knows how many it lacks.
         """
-        most_missed = _MISSED_BY_MANY if len(self._decoding) >= _MANY_ROWS else MOST_MISSED_ROUNDS
+        most_missed = most_missed_rounds(len(self._decoding), may_sit_out=may_sit_out)
         drafts = any(draft_len for _, draft_len in self._decoding)
         late = [
             running for running, _ in self._decoding if running.followed and running.num_missed_rounds >= most_missed
@@ -141,10 +155,11 @@ class PlanBuilder:
             for running in late:
                 running.drafted = running.followed = False
             late = []
-        sits_out = may_sit_out and not drafts and not late
+        # Where some are late, all are fed: the draft's weights are read once for all.
+        may_leave_out = may_sit_out and not late and (apart or not drafts)
         planned = []
         for running, draft_len in self._decoding:
-            if running.followed and not sits_out:
+            if running.followed and (draft_len or not may_leave_out):
                 self._catch_up.append(running.num_unfed)
                 running.num_missed_rounds = 0 if may_sit_out or drafts else running.num_missed_rounds + 1
                 running.num_unfed = unfed_after(draft_len)

@@ -220,7 +220,12 @@ class Scheduler:
         self._speculating = speculating
 
     def schedule(
-        self, draft_len: int | None = None, *, takes_given: bool = True, drafts_pay: bool = True
+        self,
+        draft_len: int | None = None,
+        *,
+        most_drafting: int | None = None,
+        takes_given: bool = True,
+        drafts_pay: bool = True,
     ) -> RoundPlan | None:
         """Plan the next round, or None when nothing can run before an outstanding result is committed, or at all.
 
@@ -229,6 +234,8 @@ class Scheduler:
 
         Args:
             draft_len: most tokens to draft for a row in this round; None for the limits' own.
+            most_drafting: rows that they are drafted for, the oldest first; None for all. The draft engine may leave
+                the others out of the round.
             takes_given: whether rows whose output is the start of the draft that came with their request have as many
                 of its tokens verified as they may, whatever `draft_len` says: these need no drafting.
             drafts_pay: False where nothing has been worth drafting for long: the draft engine then follows few of the
@@ -246,7 +253,7 @@ class Scheduler:
         decoding = self._decoding.rows()
         has_prompts = len(decoding) < self.num_running or (has_free_row and len(self._waiting) > 0)
         most_drafted = self.limits.draft_len if draft_len is None else draft_len
-        self._decoding.plan_rows(plan, decoding, most_drafted, takes_given, has_prompts)
+        self._decoding.plan_rows(plan, decoding, most_drafted, most_drafting, takes_given, has_prompts)
         if has_prompts:
             self._admission.plan_prompts(plan, self._speculating, drafts_pay=drafts_pay)
         if plan.is_empty:
@@ -254,7 +261,12 @@ class Scheduler:
                 raise RuntimeError(f"nothing can run and nothing is outstanding: {self._describe_work()}")
             return None
         limits = self.limits
-        sampled = plan.settle_drafting(limits.most_unfed, drafts_pay=drafts_pay, may_sit_out=limits.may_sit_out)
+        sampled = plan.settle_drafting(
+            limits.most_unfed,
+            drafts_pay=drafts_pay,
+            may_sit_out=limits.may_sit_out,
+            apart=most_drafting is not None,
+        )
         self._outstanding.append(PlannedRound(self._next_round, sampled, plan.chunks()))
         built = plan.build(self._next_round, self._batch.take_dropped())
         self._next_round += 1

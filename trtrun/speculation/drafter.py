@@ -77,6 +77,11 @@ class Drafter(ABC):
                 before this returns.
         """
 
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs that it holds, beside its engine's."""
+        return 0
+
     def close(self) -> None:  # noqa: B027
         """Give back what must not outlive the communicators."""
 

@@ -49,11 +49,20 @@ _MEMORY = 0.98
 
 _PRIOR_ACCEPTANCE, _PRIOR_OFFERS = 0.8, 0.5
 _FEWEST_DRAFTS = 4
-"""That must have been verified before none are made: one first token of a good draft is rejected now and then. After
-the first round these are drafts of one token where a longer one does not seem to pay, which cost little."""
+"""That are asked for before none are made: one first token of a good draft is rejected now and then. They have one
+token until the first of them is verified, and afterwards where a longer one does not seem to pay, which costs little
+with a draft that is never right."""
+
+_ROWS_ON_TRIAL = 16
+"""Of more rows so many draft where it is only to be learned how often drafts are right: that does not follow from how
+many there are, while feeding all that a draft model lacks of each row takes long."""
 
 _HOPELESS_ROUNDS = 128
-"""Rounds without a draft, but on trial, after which drafts are not expected to pay soon."""
+"""Rounds that drafts did not seem to be worth in, after which they are not expected to pay soon."""
+
+_SURELY_HOPELESS_ROUNDS = 4
+_SURE_DRAFTS, _RARELY = 16, 0.05
+"""The same where of so many drafts first tokens were kept as seldom as that: little is left to be learned."""
 
 _TRUST = 1
 """As much as so many samples of one draft_len counts what all of a load say of the measured costs."""
@@ -125,6 +134,7 @@ class Pacer:
         """Start with `costs`; without them `draft_len`, the configured one, is the answer until something is known."""
         self._most = draft_len
         self._costs = costs
+        self._num_asked = 0
         self._num_drafts = 0
         self._rounds_without = 0
         self._loads: dict[tuple[int, int], _Load] = {}
@@ -137,12 +147,24 @@ class Pacer:
         load = self._load(num_rows, num_plain)
         if load.trial_left:
             return load.trial
-        return max(1, load.current) if load.costs and self._num_drafts < _FEWEST_DRAFTS else load.current
+        if not load.costs or self._num_asked >= _FEWEST_DRAFTS:
+            return load.current if self._num_drafts or not load.costs else min(1, load.current)
+        self._num_asked += num_rows - num_plain
+        return max(1, load.current) if self._num_drafts else 1
+
+    def most_drafting(self, num_rows: int, num_plain: int = 0) -> int | None:
+        """Rows that are to draft what `choose` has just said, where these are fewer than there are: it is to be learned
+        how often drafts are right, and what rounds with them take is known well enough. None for all."""
+        load = self._load(num_rows, num_plain)
+        if not load.costs or num_rows <= _ROWS_ON_TRIAL:
+            return None
+        return None if load.current and self._num_drafts else _ROWS_ON_TRIAL
 
     @property
     def pays(self) -> bool:
         """Whether drafting has been worth while lately."""
-        return self._rounds_without < _HOPELESS_ROUNDS
+        is_sure = self._num_drafts >= _SURE_DRAFTS and self._accepted[0] < _RARELY * self._offered[0]
+        return self._rounds_without < (_SURELY_HOPELESS_ROUNDS if is_sure else _HOPELESS_ROUNDS)
 
     def record(
         self,
@@ -151,6 +173,7 @@ class Pacer:
         seconds: float | None,
         acceptances: Sequence[tuple[int, int]],
         num_plain: int = 0,
+        is_partial: bool = False,
     ) -> None:
         """Take in a round's result.
 
@@ -160,18 +183,20 @@ class Pacer:
             seconds: how long the round took; None where it did other work, too, or where nothing can be told.
             acceptances: for each row with drafts, how many tokens were drafted and how many of them accepted.
             num_plain: rows that nothing was to be drafted for.
+            is_partial: whether no more rows were to draft than `most_drafting`, so that the time is no other round's.
         """
         self._record_acceptances(acceptances)
         self._num_drafts += len(acceptances)
         if seconds is None:
             return
         load = self._load(num_rows, num_plain)
-        if draft_len and not load.trial_left:
+        if draft_len and load.current:  # else it was tried: plans that are out already, too, when a trial ends
             self._rounds_without = 0
         elif num_plain < num_rows:
             self._rounds_without += 1
         load.rounds += 1
-        load.seconds.setdefault(draft_len, deque(maxlen=_NUM_SAMPLES)).append(seconds)
+        if not is_partial:
+            load.seconds.setdefault(draft_len, deque(maxlen=_NUM_SAMPLES)).append(seconds)
         load.last_seen[draft_len] = load.rounds
         if load.trial_left:
             load.trial_left -= 1

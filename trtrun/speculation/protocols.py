@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
+from trtrun.core.nouns import Draft, FedPart, PrefillChunk, RoundPlan, Step
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.row_sampling import RowSampling
 
@@ -189,28 +189,47 @@ class FeatureHeads(Protocol[PreparedStep]):
 
     Attributes:
         hidden_size, dtype: of states.
+        tapped_shape: hidden states of the target that are read of a token, and numbers of each.
     """
 
     hidden_size: int
     dtype: torch.dtype
+    tapped_shape: tuple[int, int]
 
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in the blocks that rows get, after the target has."""
         ...
 
-    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
-        """Hidden states of the target [n, taps, its hidden] → [n, hidden_size], for `feed`."""
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs that they hold."""
         ...
 
-    def feed(
+    def warm_up(self) -> None:
+        """Make the graphs of what is fed and drafted in rounds, where there are any. Collective."""
+        ...
+
+    def feed(self, parts: Sequence[FedPart], context: int) -> torch.Tensor:
+        """Feed rows some tokens each, beside the target's hidden states; the states [tokens, hidden_size] behind them,
+        in order, valid until the next call. `context` is an upper bound of positions, plus one. Collective."""
+        ...
+
+    def draft(
         self,
-        parts: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+        rows: torch.Tensor,
         hidden: torch.Tensor,
+        positions: torch.Tensor,
         context: int,
-    ) -> torch.Tensor:
-        """Feed rows [R], tokens [R, Q] and positions [R, Q] of each part, -1 for none, with the hidden states
-        [tokens, hidden_size] of all parts, which are overwritten; the states [tokens, hidden_size] behind them.
-        Collective."""
+        keyed: KeyedRanks | None,
+    ) -> torch.Tensor | None:
+        """Choose a token behind each state of hidden [R, hidden_size], feed it, and so on, as one piece of work, for
+        `rows` [R] int64, at positions [R, steps] int64, -1 for none: the likeliest, or what `keyed` says, whose
+        lengths are the first token's places. [R, steps + 1] int64, equal on all ranks; None where steps have to be run
+        one by one. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Give back what must not outlive the communicators."""
         ...
 
     def prepare_steps(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> Sequence[PreparedStep]:

@@ -6,9 +6,10 @@ Pure functions. They know no device and no rank; whether there are graphs at all
 from __future__ import annotations
 
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.drafting_methods import METHODS
 from trtrun.engine.graph_shapes import GraphShapes
 from trtrun.engine.rows import row_columns
-from trtrun.engine.start_forwards import StartLimits, count_draft_graphs, count_target_graphs
+from trtrun.engine.start_forwards import StartLimits, count_draft_graphs, count_head_graphs, count_target_graphs
 from trtrun.models.config import ModelConfig
 from trtrun.start.memory_requirements import guess_space, path_space, round_shape
 from trtrun.start.policies import sure_draft_lens
@@ -17,7 +18,7 @@ from trtrun.start.policies import sure_draft_lens
 def count_graphs(
     config: RuntimeConfig, context: int, role: str, model: ModelConfig, prompt_width: int | None, num_kinds: int
 ) -> int:
-    """Graphs of one rank of an engine that has any, once it is warm.
+    """Graphs of one rank of an engine that has any, and of heads beside it, once it is warm.
 
     Args:
         config: of the job.
@@ -37,7 +38,9 @@ def count_graphs(
         verified = shape.verified_tokens
         shapes = GraphShapes(rows, verified, max_blocks, size, prompt_width)
         has_trees = path_space(config, 0).most_paths > 1
-        return count_target_graphs(shapes, limits, sure_draft_lens(config), has_trees=has_trees)
+        graphs = count_target_graphs(shapes, limits, sure_draft_lens(config), has_trees=has_trees)
+        keeps_heads = METHODS[config.speculation.method].num_behind > 0
+        return graphs + (count_head_graphs(shapes, 1 + num_kinds) if keeps_heads else 0)
     masked = config.draft_len if shape.in_parallel else 0
     shapes = GraphShapes(rows + guess_space(config, 0).most_guesses, 1, max_blocks, size, prompt_width, masked)
     kinds = 1 + (0 if config.speculation.use_logits else num_kinds)

@@ -16,8 +16,8 @@ import torch
 
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, RowAdmission, Verdict
 from trtrun.core.sampling_params import SamplingParams
+from trtrun.engine.graph_cache import MOST_GRAPHS
 from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS
-from trtrun.engine.graphs import MOST_GRAPHS
 from trtrun.engine.runner import Engine
 from trtrun.engine.working_memory import RoundShape
 from trtrun.roles.launched_round import LaunchedRound
@@ -100,8 +100,18 @@ class Rehearsal:
 
     @property
     def num_graphs(self) -> int:
-        """Graphs that the engines hold."""
-        return sum(engine.num_graphs for engine in self.engines.values())
+        """Graphs that are held."""
+        return sum(self._of_each)
+
+    @property
+    def num_caches(self) -> int:
+        """Kinds of work that have graphs, each as many as there may be."""
+        return sum(count > 0 for count in self._of_each)
+
+    @property
+    def _of_each(self) -> list[int]:
+        drafter = self.worker.drafter
+        return [*(engine.num_graphs for engine in self.engines.values()), drafter.num_graphs if drafter else 0]
 
     def play(self, plan: RoundPlan) -> None:
         """Run a round. Collective over the tensor-parallel groups."""
@@ -206,7 +216,7 @@ def measure_largest_round(device: torch.device, prepare: Callable[[], Rehearsal]
             torch.cuda.synchronize(device)
             more = rehearsal.num_graphs - captured
             beside = max(0, _elsewhere(device, free, reserved) - elsewhere) // max(1, more)
-            for_graphs = (beside + _GRAPH_TENSORS_BYTES) * MOST_GRAPHS * len(rehearsal.engines)
+            for_graphs = (beside + _GRAPH_TENSORS_BYTES) * MOST_GRAPHS * rehearsal.num_caches
         peak = torch.cuda.max_memory_reserved(device) - reserved
     finally:
         rehearsal.close()

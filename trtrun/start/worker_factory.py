@@ -18,8 +18,9 @@ from parallel.topology import Role, Topology
 from parallel.watchdog.activity import Activity
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS
+from trtrun.engine.feature_layers import FeatureLayers
 from trtrun.engine.runner import Engine
-from trtrun.engine.stored_heads import FeatureLayers, StoredHeads
+from trtrun.engine.stored_heads import StoredHeads
 from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.roles.exchange import DeviceExchange, Exchange
 from trtrun.roles.message_exchange import MessageExchange
@@ -123,7 +124,7 @@ class WorkerFactory:
     def _make_stored_heads(self) -> StoredHeads:
         """The heads, with a store of as many blocks as the target's."""
         kv_format = KV_FORMATS.get(self.config.kv_cache.dtype)
-        return StoredHeads(cast(FeatureLayers, self.heads), self.engines["target"].rows, self.num_blocks, kv_format)
+        return StoredHeads(cast(FeatureLayers, self.heads), self.engines["target"], self.num_blocks, kv_format)
 
     @property
     def _drafting_role(self) -> Role | None:

@@ -38,7 +38,7 @@ class TrainingLoop:
         identity: what must be the same when the run is resumed, beside the settings.
 
     Attributes:
-        steps: of the whole run.
+        steps: of the whole run; where it has a time instead, as many as it looks like so far.
         step: steps that are done.
     """
 
@@ -77,6 +77,8 @@ class TrainingLoop:
         self._training.model.load_state_dict(saved.model, strict=False)
         self._optimizers.load(saved.optimizers)
         self.step = saved.step
+        if self._settings.minutes:
+            self.steps = self.step + 1
 
     def run(self, tell: Tell, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Train to the last step. Collective.
@@ -100,6 +102,9 @@ class TrainingLoop:
                 return False
             losses = self._train_step(self.step)
             self.step += 1
+            if settings.minutes:
+                seconds = time.perf_counter() - started
+                self.steps = self._agree(steps_within(60 * settings.minutes, self.step, seconds))
             line: dict[str, Any] = {"step": self.step, "loss": losses}
             is_last = self.step == self.steps
             if self.has_heldout and (is_last or self.step % settings.evaluation_steps == 0):
@@ -168,10 +173,10 @@ class TrainingLoop:
             gradient.copy_(part.view_as(gradient))
         return flat[: len(totals)]
 
-    def _agree(self, flag: bool) -> bool:
-        """Rank 0's answer on all ranks."""
-        note = torch.tensor([int(flag)], dtype=torch.int64, device=self._communicator.device)
-        return bool(self._communicator.broadcast(note, 0).item())
+    def _agree(self, number: int) -> int:
+        """Rank 0's number on all ranks."""
+        note = torch.tensor([number], dtype=torch.int64, device=self._communicator.device)
+        return int(self._communicator.broadcast(note, 0).item())
 
     def _save(self) -> None:
         if self._communicator.rank == 0:
@@ -182,8 +187,22 @@ class TrainingLoop:
 
 
 def num_steps(settings: TrainingSettings, num_rows: int) -> int:
-    """Steps of a run."""
+    """Steps of a run; where it has a time, what it begins with."""
+    if settings.minutes:
+        return settings.warmup_steps + 1
     return settings.steps or max(1, round(settings.epochs * num_rows / settings.batch_size))
+
+
+def steps_within(limit: float, step: int, seconds: float) -> int:
+    """How many steps a run will have had when its time is over: `step` itself where none fits in any more.
+
+    Args:
+        limit: of the run, in seconds.
+        step: steps that are done, one at least.
+        seconds: that they took, with what was measured between them.
+    """
+    fitting = int(limit * step / max(seconds, 1e-9))
+    return step if seconds >= limit else max(step, fitting)
 
 
 def describe(found: Acceptance) -> dict[str, Any]:

@@ -26,7 +26,9 @@ class TrainingSettings:
         method: a name of the table in `trtrun.training.methods`.
         num_tokens: tokens that the drafter is to propose in a round (K).
         steps: optimizer steps; 0 takes `epochs`.
-        epochs: passes over the data, where `steps` is 0.
+        epochs: passes over the data, where `steps` and `minutes` are 0.
+        minutes: time for the steps, measurements between them included; 0 counts steps. How many there are then depends
+            on the machine, and so do the weights.
         batch_size: rows of a step, over all ranks.
         micro_batch_size: rows that a rank computes at once, at most.
         max_length: tokens of a row, at most; what is longer is cut off.
@@ -44,6 +46,7 @@ class TrainingSettings:
         least_retention: share of all places that every depth keeps at least (PARD's r_min).
         pard_token: the id that stands for tokens to be guessed; None takes that of the draft's config.json, or an id
             that its tokenizer leaves free.
+        medusa_layers: residual blocks of each head (Medusa).
         draft_vocab_size: tokens that the drafter can propose, the commonest of the data (EAGLE-3); None takes all.
         eagle3_layers_to_capture: layers of the target whose output an EAGLE-3 head reads, from 0, and -1 for the
             embedding; None takes the usual ones.
@@ -57,6 +60,7 @@ class TrainingSettings:
     num_tokens: int = 8
     steps: int = 0
     epochs: float = 2.0
+    minutes: float = 0.0
     batch_size: int = 32
     micro_batch_size: int = 8
     max_length: int = 2048
@@ -72,6 +76,7 @@ class TrainingSettings:
     retention: float = 0.7
     least_retention: float = 0.2
     pard_token: int | None = None
+    medusa_layers: int = 1
     draft_vocab_size: int | None = None
     eagle3_layers_to_capture: tuple[int, ...] | None = None
     heldout_rows: int = 64
@@ -81,15 +86,16 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value outside its range."""
-        for name, least in (("num_tokens", 1), ("batch_size", 1), ("micro_batch_size", 1), ("max_length", 2)):
-            self._check(name, getattr(self, name) >= least, f"{least} or more")
+        for name in ("num_tokens", "batch_size", "micro_batch_size", "medusa_layers"):
+            self._check(name, getattr(self, name) >= 1, "1 or more")
+        self._check("max_length", self.max_length >= 2, "2 or more")
         for name in ("steps", "warmup_steps", "heldout_rows", "seed"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         for name in ("evaluation_steps", "checkpoint_steps"):
             self._check(name, getattr(self, name) >= 1, "1 or more")
         for name in ("learning_rate", "clip_norm"):
             self._check(name, getattr(self, name) > 0, "above 0")
-        for name in ("weight_decay", "cross_entropy", "divergence"):
+        for name in ("weight_decay", "cross_entropy", "divergence", "minutes"):
             self._check(name, getattr(self, name) >= 0, "0 or more")
         for name in ("retention", "least_retention", "depth_decay"):
             self._check(name, 0 < getattr(self, name) <= 1, "above 0, and 1 at most")
@@ -97,7 +103,9 @@ class TrainingSettings:
         self._check("draft_vocab_size", size is None or size >= 1, "1 or more")
         if not self.divergence and not self.cross_entropy:
             raise ConfigError("--divergence and --cross-entropy are both 0: nothing would be learned")
-        self._check("epochs", self.steps > 0 or self.epochs > 0, "above 0")
+        self._check("epochs", self.steps > 0 or self.minutes > 0 or self.epochs > 0, "above 0")
+        if self.steps and self.minutes:
+            raise ConfigError(f"--steps {self.steps} and --minutes {self.minutes:g}: give one of them")
         for name, known in (("optimizer", OPTIMIZERS), ("precision", PRECISIONS)):
             value = getattr(self, name)
             if value not in known:

@@ -15,11 +15,12 @@ from native import leave_to_torch
 from paged import PagedModel, check_tilings, straight
 from torch.nn import functional
 
+from trtrun.attention.backend import attend as attend_places
 from trtrun.attention.gather import GatherAttention
 from trtrun.kernels import chooser
 from trtrun.kernels.torch.operations import TorchOperations
 from trtrun.kernels.triton import support
-from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
+from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, Forks
 from trtrun.layers import decoder_layer
 from trtrun.linear.quantization import base
 
@@ -64,6 +65,22 @@ def test_the_product(rows: int, features: int, inputs: int, dtype: torch.dtype) 
         assert difference(found, x.double() @ weight.double().T) < BOUNDS[dtype]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.int8], ids=str)
+def test_copies_within_the_store(dtype: torch.dtype) -> None:
+    """Those of torch, of blocks and of tokens; a block that is copied to itself stays."""
+    from trtrun.kernels.triton import store_copies
+
+    source, target, offset = torch.tensor([[1, 3, 5, 1], [2, 7, 5, 0], [0, 4, 4, 2]])
+    store = torch.randint(-100, 100, (3, 2, 9, 2, 5, 12)).to(dtype)
+    for copy in ("copy_blocks", "copy_tokens"):
+        expected, found = store.clone(), store.clone()
+        others = (offset,) if copy == "copy_tokens" else ()
+        getattr(TorchOperations(), copy)(expected, source, target, *others)
+        getattr(store_copies, copy)(found, source, target, *others)
+        assert not expected.equal(store) and found.equal(expected)
+        getattr(store_copies, copy)(found, source[:0], target[:0], *(one[:0] for one in others))
+
+
 @pytest.mark.parametrize(
     ("queries", "first", "window", "dtype"),
     [
@@ -99,6 +116,29 @@ def test_attention_is_right_and_the_same_alone(
     for start, stop in ((0, 1), (queries // 2, queries // 2 + 1), (max(0, queries - 6), queries)):
         alone = attend(PagedAttention(), start, stop, functional.pad(tables, (0, 40)))
         assert torch.equal(alone, found[start:stop]), (start, stop)
+
+
+def test_nodes_of_trees_are_found_where_they_are() -> None:
+    """As if they were laid out at their places: two rows of two paths, one of which ends early."""
+    from trtrun.kernels.triton.paged_attention import PagedAttention
+
+    torch.manual_seed(1)
+    nodes = torch.tensor([0, 1, 2, 0, 3, 3, 4, 5, 6, 4, 7, 0])
+    places = torch.tensor([0, 1, 2, 4, 6, 7, 8, 10])
+    tables = torch.tensor([[1], [2], [3], [4]])
+    positions = torch.tensor([[5, 6, 7], [5, 6, -1], [9, 10, 11], [9, 10, -1]])
+    fused = torch.randn(8, 8, 16)
+    query_key, value = fused.split([6, 2], dim=1)
+    angles = torch.randn(2, 12, 1, 16).unbind()
+    segment, stores = AttentionSegment(0, 4, 3, tables, positions), [torch.randn(2, 5, 2, 16, 16)] * 2
+    stores[1] = stores[0].clone()
+    expected = PagedAttention().forward(
+        query_key[nodes], value[nodes], angles, stores[0], AttentionBatch([segment], 16), 0.25, None
+    )
+    batch = AttentionBatch([segment], 16, Forks(nodes, places))
+    found = attend_places(PagedAttention(), query_key, value, angles, stores[1], batch, 0.25, None)
+    assert torch.equal(found, expected[places])
+    assert torch.equal(stores[1][:, 1:], stores[0][:, 1:])  # what is nowhere is in the null block
 
 
 def test_attention_has_the_same_bits_however_it_is_dealt_out() -> None:

@@ -94,6 +94,9 @@ class Expected:
 ORCHESTRATOR = "orchestrator rank 0 (host)"
 EXPECTED = {
     "one_process_cpu": Expected(("orchestrator+draft+target rank 0 (cpu:0)",)),
+    "pard_cpu": Expected(("orchestrator+draft+target rank 0 (cpu:0)",)),
+    "medusa_cpu": Expected(("orchestrator+target rank 0 (cpu:0)",)),
+    "eagle3_cpu": Expected(("orchestrator+target rank 0 (cpu:0)",)),
     "cpu_pair": Expected(
         (ORCHESTRATOR, "draft rank 1 (cpu:0)", "target rank 2 (cpu:1)", "target rank 3 (cpu:2)"),
     ),

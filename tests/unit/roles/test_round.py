@@ -48,7 +48,8 @@ def continue_alone(prompt: Sequence[int], count: int) -> list[int]:
 class Cycle:
     """Scheduler, two fake engines and a link: `run` takes rounds until all requests are done.
 
-    `pace` is the most tokens to draft in each plan, without end; None leaves it at draft_len.
+    `pace` is the most tokens to draft in each plan, without end, and the rows that they are drafted for where it is a
+    pair; None leaves it at draft_len.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Cycle:
         draft_len: int,
         use_logits: bool = False,
         plans_ahead: int = 0,
-        pace: Iterator[int] | None = None,
+        pace: Iterator[int | tuple[int, int | None]] | None = None,
         max_rows: int = 4,
         drafts_pay: bool = True,
     ) -> None:
@@ -82,6 +83,7 @@ class Cycle:
         )
         self.outputs: dict[int, list[int]] = {}
         self.rounds = 0
+        self.plans: list[RoundPlan] = []
 
     def add(self, request_id: int, prompt: Sequence[int], **sampling: Any) -> None:
         self.outputs[request_id] = []
@@ -97,8 +99,11 @@ class Cycle:
         self.rounds += 1
 
     def _schedule(self) -> RoundPlan | None:
-        draft_len = next(self.pace) if self.pace is not None else None
-        return self.scheduler.schedule(draft_len, drafts_pay=self.drafts_pay)
+        asked = next(self.pace) if self.pace is not None else None
+        draft_len, most_drafting = asked if isinstance(asked, tuple) else (asked, None)
+        plan = self.scheduler.schedule(draft_len, most_drafting=most_drafting, drafts_pay=self.drafts_pay)
+        self.plans += [] if plan is None else [plan]
+        return plan
 
     def run(self) -> None:
         waiting: list[RoundPlan] = []
@@ -139,14 +144,33 @@ def test_the_draft_catches_up_after_rounds_that_it_sat_out(draft_rule: Rule, len
     cycle.scheduler.idle_is_whole()
 
 
-@pytest.mark.parametrize(("num_rows", "in_rounds"), [(1, 31), (16, 31), (17, 7), (20, 7)])
-def test_without_drafts_the_draft_engine_runs_in_few_rounds(num_rows: int, in_rounds: int) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "in_rounds", "times"), [(1, 127, 1), (4, 127, 1), (5, 31, 3), (16, 31, 3), (17, 7, 3), (20, 7, 3)]
+)
+def test_without_drafts_the_draft_engine_runs_in_few_rounds(num_rows: int, in_rounds: int, times: int) -> None:
     cycle = Cycle(target_rule, 4, pace=itertools.repeat(0), max_rows=20)
     for number in range(num_rows):
-        cycle.add(number, [3, 4], max_tokens=1 + 3 * in_rounds)
+        cycle.add(number, [3, 4], max_tokens=1 + times * in_rounds)
     cycle.run()
-    assert cycle.rounds == 1 + 3 * in_rounds
-    assert cycle.draft.forwards == 1 + 3
+    assert cycle.rounds == 1 + times * in_rounds
+    assert cycle.draft.forwards == 1 + times
+
+
+@pytest.mark.parametrize("plans_ahead", [0, 1])
+def test_where_some_rows_draft_the_draft_engine_leaves_the_others_out(plans_ahead: int) -> None:
+    """They are fed what they lack when they draft, and draft as well as the others."""
+    some = itertools.chain([(3, 2)] * 20, itertools.repeat((3, None)))
+    cycle = Cycle(target_rule, 3, pace=some, max_rows=4, plans_ahead=plans_ahead)
+    for number in range(4):
+        cycle.add(number, [3, 4 + number], max_tokens=60 if number > 1 else 160)
+    cycle.run()
+    for number in range(4):
+        assert cycle.outputs[number] == continue_alone([3, 4 + number], 60 if number > 1 else 160)
+    apart = [plan for plan in cycle.plans if len(plan.decode_rows) == 4 and plan.draft_lens.tolist().count(3) == 2]
+    assert len(apart) >= 10
+    assert all((plan.catch_up > 0).tolist() == (plan.draft_lens > 0).tolist() for plan in apart)
+    assert all(min(plan.catch_up.tolist()) > 0 for plan in cycle.plans if plan.draft_lens.tolist().count(3) == 4)
+    assert min(cycle.drafted.values()) > 20
 
 
 def test_where_drafts_do_not_pay_the_draft_engine_feeds_no_rows_and_follows_one_in_sixteen() -> None:
@@ -281,7 +305,7 @@ def test_the_pacer_is_not_told_of_drafts_that_came_with_requests() -> None:
     told: list[tuple[float | None, list[tuple[int, int]]]] = []
 
     class Noting(Pacer):
-        def record(self, num_rows: int, draft_len: int, seconds: Any, acceptances: Any, num_plain: int = 0) -> None:
+        def record(self, num_rows: int, draft_len: int, seconds: Any, acceptances: Any, *others: Any) -> None:
             told.append((seconds, acceptances))
 
     def round_of(*tokens: list[int]) -> None:

@@ -27,10 +27,12 @@ class Machine:
     noise: float = 0.03
     generator: random.Random = field(default_factory=lambda: random.Random(5))
 
-    def cost(self, num_rows: int, draft_len: int) -> float:
-        """Milliseconds of a round, without noise."""
-        drafting = self.draft_ms * (draft_len + 1) * (1 + num_rows / 16)
-        return drafting + max(self.weights_ms, self.position_ms * num_rows * (draft_len + 1))
+    def cost(self, num_rows: int, draft_len: int, num_drafting: int | None = None) -> float:
+        """Milliseconds of a round, without noise; of all rows draft `num_drafting`, or all."""
+        if num_drafting is None:
+            num_drafting = num_rows
+        drafting = self.draft_ms * (draft_len + 1) * (1 + num_drafting / 16)
+        return drafting + max(self.weights_ms, self.position_ms * (num_rows + num_drafting * draft_len))
 
     def goodput(self, num_rows: int, draft_len: int) -> float:
         """Tokens a millisecond that a row may expect."""
@@ -43,25 +45,24 @@ class Machine:
 
     def run(self, pacer: Pacer, num_rows: int, rounds: int) -> list[int]:
         """Run rounds as the pacer wants them; returns the draft_len of each."""
-        chosen = []
-        for _ in range(rounds):
-            draft_len = pacer.choose(num_rows)
-            chosen.append(draft_len)
-            accepted = [self._accept(draft_len) for _ in range(num_rows)]
-            pairs = [(draft_len, count) for count in accepted] if draft_len else []
-            pacer.record(num_rows, draft_len, self.cost(num_rows, draft_len) * self._noise() / 1e3, pairs)
-        return chosen
+        return [self._round(pacer, num_rows)[0] for _ in range(rounds)]
 
     def speed(self, pacer: Pacer, num_rows: int, tokens: int) -> float:
         """Tokens a millisecond and row over rounds as the pacer wants them, until a row has so many."""
         gained = took = 0.0
         while gained < tokens:
-            draft_len = pacer.choose(num_rows)
-            accepted = [self._accept(draft_len) for _ in range(num_rows)]
-            cost = self.cost(num_rows, draft_len) * self._noise()
-            pacer.record(num_rows, draft_len, cost / 1e3, [(draft_len, count) for count in accepted if draft_len])
-            gained, took = gained + 1 + sum(accepted) / num_rows, took + cost
+            _, accepted, cost = self._round(pacer, num_rows)
+            gained, took = gained + 1 + accepted / num_rows, took + cost
         return gained / took
+
+    def _round(self, pacer: Pacer, num_rows: int) -> tuple[int, int, float]:
+        """draft_len, accepted tokens of all rows, and milliseconds."""
+        draft_len, most = pacer.choose(num_rows), pacer.most_drafting(num_rows)
+        num_drafting = num_rows if most is None else min(most, num_rows)
+        pairs = [(draft_len, self._accept(draft_len)) for _ in range(num_drafting)] if draft_len else []
+        cost = self.cost(num_rows, draft_len, num_drafting) * self._noise()
+        pacer.record(num_rows, draft_len, cost / 1e3, pairs, is_partial=most is not None and draft_len > 0)
+        return draft_len, sum(count for _, count in pairs), cost
 
     def costs(self) -> RoundCosts:
         """What a start on this machine measures."""

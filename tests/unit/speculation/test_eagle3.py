@@ -24,6 +24,7 @@ from trtrun.scheduling.planning import MOST_MISSED_ROUNDS
 from trtrun.scheduling.scheduler import Scheduler
 from trtrun.speculation.drafters import eagle3 as eagle3_drafter
 from trtrun.speculation.drafters.eagle3 import Eagle3Drafter
+from trtrun.start import engine_maker
 
 COUNT = 30
 SAMPLING = mixed_sampling(COUNT)
@@ -76,17 +77,22 @@ def test_texts_are_plain_decodings(target: Path, folder: Path, dtype: str, block
         assert tokens_of(llm.generate(PROMPTS, SAMPLING)) == expected
 
 
-@pytest.mark.parametrize("plans_ahead", [0, 1])
+@pytest.mark.parametrize(("plans_ahead", "with_graphs"), [(0, False), (1, False), (1, True)])
 def test_the_store_is_right_whatever_befell_the_row(
-    target: Path, folder: Path, head: Eagle3, plans_ahead: int, monkeypatch: pytest.MonkeyPatch
+    target: Path, folder: Path, head: Eagle3, plans_ahead: int, with_graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every draft is the reference's, which has no store: of rows that were preempted, that share blocks with others,
-    and that part from them at a block's end, where what is kept depends on the token behind it."""
+    and that part from them at a block's end, where what is kept depends on the token behind it. Graphs are played, for
+    rows that are greedy; all are made at the start."""
+    if with_graphs:
+        monkeypatch.setattr(engine_maker, "capture_for", lambda device: lambda work: work)
     common, length = prompt_of(24, seed=9), 16
     others = [[*common[:length], token, *prompt_of(12, seed=token)] for token in (5, 6, 7)]
     prompts = [[*common, *prompt_of(9, seed=1)], [*common, 8, 9], *others, common, common[: length + 1]]
+    temperature = 0.0 if with_graphs else 0.9
     sampling = [
-        SamplingParams(max_tokens=14 + 2 * index, seed=index, temperature=0.9 * (index % 2)) for index in range(7)
+        SamplingParams(max_tokens=14 + 2 * index, seed=index, temperature=temperature * (index % 2))
+        for index in range(7)
     ]
     seen = Proposals(monkeypatch, Eagle3Drafter)
     settings: dict[str, Any] = {
@@ -95,13 +101,25 @@ def test_the_store_is_right_whatever_befell_the_row(
         "kv_cache": {"max_tokens": 80, "block_size": 8},
     }
     with make_llm(target, heads=folder, **settings) as llm:
+        heads = llm.engine.orchestrator._ranks._worker.drafter._heads
+        made, replayed = heads.num_graphs, count_replays(heads, monkeypatch)
         calls = (slice(0, 1), slice(1, 2), slice(2, 7))
         outputs = [output for call in calls for output in llm.generate(prompts[call], sampling[call])]
+        assert heads.num_graphs == made and (len(replayed) > 100 if with_graphs else made == 0)
     of_all = [one.statistics for output in outputs for one in output.completions]
     # Of the last block that tokens alone would find, the last place is another's, as the token behind it is.
     assert [one.num_cached_prompt_tokens for one in of_all][1:5] == [16, 8, 8, 8]
     assert sum(one.num_preemptions for one in of_all) > 0
     assert check_proposals(seen, target, head) > 50
+
+
+def count_replays(heads: StoredHeads, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Shapes of the graphs that are replayed from now on."""
+    shapes, graphs = list[Any](), heads._graphs
+    if graphs is not None:
+        ready = graphs._ready
+        monkeypatch.setattr(graphs, "_ready", lambda shape, *others: (shapes.append(shape), ready(shape, *others))[1])
+    return shapes
 
 
 def test_rows_that_are_not_drafted_are_not_fed_and_their_blocks_are_theirs(
@@ -111,9 +129,9 @@ def test_rows_that_are_not_drafted_are_not_fed_and_their_blocks_are_theirs(
     fed: list[int] = []
     original = StoredHeads.feed
 
-    def feed(heads: StoredHeads, parts: Any, hidden: Any, context: int) -> Any:
-        fed.append(len(hidden))
-        return original(heads, parts, hidden, context)
+    def feed(heads: StoredHeads, parts: Any, context: int) -> Any:
+        fed.append(sum(part.tokens.numel() for part in parts))
+        return original(heads, parts, context)
 
     monkeypatch.setattr(StoredHeads, "feed", feed)
     seen = Proposals(monkeypatch, Eagle3Drafter)
@@ -171,9 +189,9 @@ def test_where_drafts_do_not_pay_rows_are_left_and_are_fed_no_more(
     """A row that is followed is left behind so many rounds without a draft as a draft engine may sit out."""
     fed, schedule = list[int](), Scheduler.schedule
 
-    def feed(heads: StoredHeads, parts: Any, hidden: Any, context: int, original: Any = StoredHeads.feed) -> Any:
-        fed.append(len(hidden))
-        return original(heads, parts, hidden, context)
+    def feed(heads: StoredHeads, parts: Any, context: int, original: Any = StoredHeads.feed) -> Any:
+        fed.append(sum(part.tokens.numel() for part in parts))
+        return original(heads, parts, context)
 
     prompt = prompt_of(20, seed=3)
     with make_llm(target, heads=folder, speculation=eagle3(draft_len=3), scheduler=SCHEDULER) as llm:
@@ -291,21 +309,28 @@ def test_plans_and_ranks_count_the_same_bytes(target: Path, folder: Path, kv_for
 
 
 @needs_gpu
-@pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_texts_are_plain_decodings_on_a_gpu(tmp_path: Path, cuda_graphs: bool) -> None:
+def test_texts_are_plain_decodings_on_a_gpu(tmp_path: Path) -> None:
+    """And graphs draft as well as steps one by one, for greedy rows and sampled ones."""
     own = {"seed": 1, "head_dim": 64, "max_position_embeddings": 2048, "num_hidden_layers": 7}
     gpu_target = make_checkpoint(tmp_path / "target", **own)
     settings: dict[str, Any] = {
         "devices": ((), ("cuda:0",)),
         "dtype": "bfloat16",
-        "cuda_graphs": cuda_graphs,
         "scheduler": {"max_batch_size": 6, "max_num_tokens": 512},
     }
+    sampled = [SamplingParams(max_tokens=COUNT, seed=index, temperature=0.8, top_p=0.95) for index in range(5)]
     with make_llm(gpu_target, **settings) as llm:
         found = tokens_of(llm.generate(PROMPTS, SAMPLING))
+        alike = tokens_of(llm.generate(PROMPTS[:5], sampled))
     texts = whole_texts(found)
     own_head = fitted(make_head(gpu_target, head_dim=64), gpu_target, texts)
     path = write_head(tmp_path / "head", own_head, "reference", gpu_target)
-    with make_llm(gpu_target, heads=path, speculation=eagle3(), **settings) as llm:
-        assert tokens_of(llm.generate(PROMPTS, SAMPLING)) == found
-        assert llm.statistics()["num_accepted_draft_tokens"] > 60
+    accepted = []
+    for cuda_graphs in (True, False):
+        with make_llm(gpu_target, heads=path, speculation=eagle3(), cuda_graphs=cuda_graphs, **settings) as llm:
+            assert tokens_of(llm.generate(PROMPTS, SAMPLING)) == found
+            assert llm.statistics()["num_accepted_draft_tokens"] > 60
+            llm.reset_statistics()
+            assert tokens_of(llm.generate(PROMPTS[:5], sampled)) == alike
+            accepted.append(llm.statistics()["num_accepted_draft_tokens"])
+    assert 0.8 < accepted[0] / accepted[1] < 1.25

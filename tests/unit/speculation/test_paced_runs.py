@@ -129,8 +129,9 @@ class NotingPacer(Pacer):
         seconds: float | None,
         acceptances: Sequence[tuple[int, int]],
         num_plain: int = 0,
+        is_partial: bool = False,
     ) -> None:
-        super().record(num_rows, draft_len, seconds, acceptances, num_plain)
+        super().record(num_rows, draft_len, seconds, acceptances, num_plain, is_partial)
         self.told.append((num_rows, draft_len, seconds, list(acceptances)))
 
 
@@ -185,21 +186,22 @@ def test_a_draft_that_sat_rounds_out_drafts_as_well_as_before(tmp_path: Path, le
     assert statistics["num_accepted_draft_tokens"] == statistics["num_draft_tokens"]
 
 
-def test_a_catch_up_writes_what_each_row_lacks_and_nothing_before_it(pair: tuple[Path, Path]) -> None:
-    """What lies before may be shared with other rows by then."""
-    untouched = 7.0
+@pytest.mark.parametrize("more", [0, 60])
+def test_a_catch_up_writes_what_each_row_lacks_and_nothing_before_it(pair: tuple[Path, Path], more: int) -> None:
+    """What lies before may be shared with other rows by then. Of many tokens some are fed at a time."""
+    untouched, length, lacking = 7.0, 20 + more, 8 + more
     with make_llm(*pair, dtype="float32") as llm:  # in bfloat16 a kernel may lay the store out in its own way
         engine = llm.engine.orchestrator._ranks._worker.drafter._engine
-        engine.rows.lengths[:2] = torch.tensor([5, 20])
-        engine.rows.block_tables[:2, :2] = torch.tensor([[1, 2], [3, 4]])
+        engine.rows.lengths[:2] = torch.tensor([5, length])
+        engine.rows.block_tables[:2, :5] = torch.arange(1, 11).view(2, 5)
         engine._store.data.fill_(untouched)
-        engine.catch_up(torch.tensor([0, 1]), [3, 8], context=20)
-        store = engine._store.data[:, :, 1:5].transpose(3, 4).flatten(2, 3)  # [layers, 2, 4 * block, kv_heads, head]
+        engine.catch_up(torch.tensor([0, 1]), [3, lacking], context=length)
+        store = engine._store.data[:, :, 1:11].transpose(3, 4).flatten(2, 3)  # [layers, 2, 10 * block, kv_heads, head]
         written = (store != untouched).flatten(3).all(dim=3).all(dim=0).all(dim=0)
         kept = (store == untouched).flatten(3).all(dim=3).all(dim=0).all(dim=0)
-    expected = [2, 3, 4, *range(32 + 12, 32 + 20)]
+    expected = [2, 3, 4, *range(80 + 12, 80 + length)]
     assert written.nonzero().flatten().tolist() == expected
-    assert kept.sum() == 64 - len(expected)
+    assert kept.sum() == 160 - len(expected)
 
 
 def test_with_use_logits_the_text_of_a_seed_does_not_depend_on_times(pair: tuple[Path, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 
 import pytest
 from pacing_machine import MOST, Machine
@@ -58,23 +59,59 @@ def test_after_many_rounds_without_a_draft_none_are_expected_to_pay() -> None:
     """But for trials; rounds that nothing could be drafted in say nothing, and one that was drafted in says more."""
     machine = Machine(0.0)
     pacer = Pacer(MOST, machine.costs())
-    machine.run(pacer, 4, 40)
+    machine.run(pacer, 1, 40)
     assert pacer.pays
     for _ in range(400):
-        pacer.record(4, 0, 0.01, (), num_plain=4)
+        pacer.record(1, 0, 0.01, (), num_plain=1)
     assert pacer.pays
-    machine.run(pacer, 4, 200)
+    machine.run(pacer, 1, 200)
     assert not pacer.pays
-    pacer.record(4, 0, 0.01, (), num_plain=4)
+    pacer.record(1, 0, 0.01, (), num_plain=1)
     assert not pacer.pays
     Machine(1.0).run(pacer, 1, 400)
     assert pacer.pays
 
 
+def test_where_many_drafts_were_never_right_few_rounds_are_enough() -> None:
+    machine = Machine(0.0)
+    pacer = Pacer(MOST, machine.costs())
+    machine.run(pacer, 16, 12)
+    assert not pacer.pays
+    good = Pacer(MOST, machine.costs())
+    Machine(0.9).run(good, 128, 12)  # which do not pay with so many rows, and may with fewer
+    assert good.pays
+
+
+def test_plans_that_were_out_when_a_trial_ended_do_not_say_that_drafts_pay() -> None:
+    """A verdict comes when the next plan is out: what it says is known a round later."""
+    machine = Machine(0.0)
+    pacer = Pacer(MOST, machine.costs())
+    out, chosen = pacer.choose(1), []
+    for _ in range(300):
+        draft_len, out = out, pacer.choose(1)
+        chosen.append(draft_len)
+        pacer.record(1, draft_len, machine.cost(1, draft_len) / 1e3, [(draft_len, 0)] if draft_len else [])
+    assert any(chosen[64:]), "no trial"
+    assert not pacer.pays
+
+
+@pytest.mark.parametrize(("num_rows", "most"), [(4, None), (16, None), (64, 16), (128, 16)])
+def test_how_often_drafts_are_right_is_learned_of_a_few_rows(num_rows: int, most: int | None) -> None:
+    """At first, and where none should be drafted; where drafts pay all rows draft."""
+    machine = Machine(1.0, position_ms=0.0)
+    pacer = Pacer(MOST, machine.costs())
+    assert (pacer.choose(num_rows), pacer.most_drafting(num_rows)) == (1, most)
+    assert statistics.median(machine.run(pacer, num_rows, 60)) >= 2
+    assert pacer.most_drafting(num_rows) is None
+    Machine(0.0).run(pacer, num_rows, 100)
+    assert (pacer.choose(num_rows), pacer.most_drafting(num_rows)) == (0, most)
+
+
 def test_costs_that_the_start_measured_are_corrected_by_rounds() -> None:
     """The start found verifying cheap, and it is not: contexts are long, say."""
-    cheap, machine = Machine(0.6, position_ms=0.0), Machine(0.6)
+    cheap, machine = Machine(0.8, position_ms=0.0), Machine(0.8)
     pacer = Pacer(MOST, cheap.costs())
+    cheap.run(pacer, 16, 5)
     assert pacer.choose(16) > 1
     assert machine.share_of_good(16, machine.run(pacer, 16, 500)[100:]) > 0.93
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_draft
+from eagle3_heads import eagle3, make_head, write_head
 from pipelines import configuration
 
 from parallel.groups import open_groups
@@ -107,6 +108,23 @@ def test_a_start_captures_as_many_graphs_as_were_counted(tmp_path: Path, name: s
     context = config.scheduler.max_seq_len or 600
     assert captured == {role: count(config, context, role) for role in engines}
     assert len(captured) == 1 + with_draft and min(captured.values()) > 2
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_graphs_of_heads_that_keep_keys_and_values_are_counted_with_the_targets(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 7, "max_position_embeddings": 600}
+    target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1, **shape)
+    heads = write_head(tmp_path / "head", make_head(target), "reference", target)
+    settings: dict[str, Any] = {"speculation": eagle3(draft_len=4), "scheduler": {"max_batch_size": 5}}
+    config = configuration(target, None, heads=heads, **settings)
+    topology = make_topology(config)
+    startup = RankStartup(config, topology, 0, open_groups(None, topology, CPU))
+    startup.load(lambda done, total: None)
+    engines = startup._made.engines(9)
+    worker = startup._worker_factory(engines, 9).make_worker()
+    startup._made.warm_up(worker, engines)
+    assert worker.drafter is not None and worker.drafter.num_graphs > 10
+    assert engines["target"].num_graphs + worker.drafter.num_graphs == count(config, 600, "target")
 
 
 def name_mask_token(draft: Path) -> None:

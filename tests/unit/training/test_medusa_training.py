@@ -27,8 +27,12 @@ def make_medusa(target: Path, **changes: Any) -> MedusaMethod:
 
 def guess(weights: dict[str, torch.Tensor], head: int, hidden: torch.Tensor) -> torch.Tensor:
     """A head as its authors' code computes it, from the names of a checkpoint."""
-    linear = functional.linear(hidden, weights[f"{head}.0.linear.weight"], weights[f"{head}.0.linear.bias"])
-    return functional.linear(hidden + functional.silu(linear), weights[f"{head}.1.weight"])
+    block = 0
+    while f"{head}.{block}.linear.weight" in weights:
+        names = f"{head}.{block}.linear.weight", f"{head}.{block}.linear.bias"
+        hidden = hidden + functional.silu(functional.linear(hidden, *(weights[name] for name in names)))
+        block += 1
+    return functional.linear(hidden, weights[f"{head}.{block}.weight"])
 
 
 def test_heads_begin_as_the_targets_own(pair: Pair, data: Path) -> None:
@@ -68,10 +72,13 @@ def test_losses_are_what_their_definition_says(pair: Pair, data: Path, divergenc
     assert method.counts(prepared).tolist() == counts
 
 
-def test_what_is_written_drafts_as_it_was_measured(pair: Pair, data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layers", [1, 2])
+def test_what_is_written_drafts_as_it_was_measured(pair: Pair, data: Path, tmp_path: Path, layers: int) -> None:
     """Rounds of greedy decoding with heads of the file: the bonus token is known, and heads guess behind it."""
     before = {path.name: path.read_bytes() for path in pair[0].iterdir()}
-    method, loop = make_heads_loop("medusa", pair[0], data, tmp_path / "out", steps=25, num_tokens=2)
+    method, loop = make_heads_loop(
+        "medusa", pair[0], data, tmp_path / "out", steps=25, num_tokens=2, medusa_layers=layers
+    )
     losses = torch.tensor([line["loss"] for line in run(loop)])
     assert bool((losses[-5:].mean(0) < 0.9 * losses[:5].mean(0)).all())
     method.finish()
@@ -80,12 +87,13 @@ def test_what_is_written_drafts_as_it_was_measured(pair: Pair, data: Path, tmp_p
     method.save(output)
     assert {path.name: path.read_bytes() for path in pair[0].iterdir()} == before
     config = json.loads((output / "config.json").read_text())
-    assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (2, 1)
+    assert (config["medusa_num_heads"], config["medusa_num_layers"]) == (2, layers)
     assert config["base_model_name_or_path"] == str(pair[0])
     weights = load_file(output / WEIGHTS)
-    assert sorted(weights) == [
-        f"{head}.{name}" for head in range(2) for name in ("0.linear.bias", "0.linear.weight", "1.weight")
-    ]
+    parts = [f"{layer}.linear.{name}" for layer in range(layers) for name in ("bias", "weight")]
+    assert sorted(weights) == [f"{head}.{name}" for head in range(2) for name in (*parts, f"{layers}.weight")]
+    if layers == 2:
+        assert not torch.equal(weights["0.0.linear.weight"], weights["0.1.linear.weight"])
     target = LlamaForCausalLM.from_pretrained(pair[0], dtype=torch.float32)
     found = 0
     for row, table in zip(rows_of(data)[:4], method.matches(rows_of(data)[:4]), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from trtrun.training.evaluation import measure, walk
 from trtrun.training.loop import TrainingLoop
 from trtrun.training.methods.pard_layout import lay_out
 from trtrun.training.methods.table import DraftTraining
+from trtrun.training.optimizers import rate_factor
 from trtrun.training.state import StateFile
 
 Pair = tuple[Path, Path]
@@ -226,3 +228,42 @@ def test_acceptance_by_depth_is_of_places_that_have_that_depth() -> None:
     found = measure(lambda rows: [matches], [row], 1, 3, open_communicator(torch.device("cpu"), None, "training"))
     assert found.tokens_per_round is None, "of rows that are sampled no greedy round is known"
     assert found.by_depth == [4 / 5, 2 / 4, 0.0]
+
+
+class Clock:
+    """A second for each look at it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        """Seconds so far."""
+        self.now += 1.0
+        return self.now
+
+
+def test_a_run_of_minutes_ends_by_the_clock(
+    pair: Pair, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two looks a step: a minute has room for thirty, in one go or in two; and the rate falls towards the end."""
+    monkeypatch.setattr("trtrun.training.loop.time", Clock())
+    factors: list[float] = []
+    monkeypatch.setattr(
+        "trtrun.training.loop.rate_factor", lambda *given: factors.append(rate_factor(*given)) or factors[-1]
+    )
+
+    def make() -> TrainingLoop:
+        return make_loop(*pair, data, tmp_path / "out", steps=0, minutes=1.0, num_tokens=1, evaluation_steps=50)[1]
+
+    loop = make()
+    lines = run(loop)
+    assert len(lines) == loop.step == loop.steps and 29 <= loop.step <= 31
+    assert [line["step"] for line in lines if "tokens_per_round" in line] == [loop.step]
+    assert max(factors[:4]) == 1.0 and factors[3:] == sorted(factors[3:], reverse=True) and factors[-1] < 0.12
+    shutil.rmtree(tmp_path / "out")
+    loop, looks = make(), iter(range(100))
+    assert len(run(loop, lambda: next(looks) == 10)) == 10
+    loop = make()
+    loop.resume()
+    more = run(loop)
+    assert more[0]["step"] == 11 and 29 <= loop.step <= 31

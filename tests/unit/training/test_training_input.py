@@ -19,6 +19,7 @@ from launch.train.options import TrainOptions
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.training.curves import draw_curves
 from trtrun.training.data import batch_indexes, read_data
+from trtrun.training.loop import steps_within
 from trtrun.training.methods.pard import find_pard_token
 from trtrun.training.methods.table import METHODS, find_method
 from trtrun.training.models import load_model
@@ -82,6 +83,8 @@ def test_data_that_is_not_there_or_too_little_is_refused(tmp_path: Path) -> None
         ({"divergence": 0.0, "cross_entropy": 0.0}, "nothing would be learned"),
         ({"epochs": 0.0}, "--epochs is 0.0"),
         ({"draft_vocab_size": 0}, "--draft-vocab-size is 0: it must be 1 or more"),
+        ({"minutes": -1.0}, "--minutes is -1.0: it must be 0 or more"),
+        ({"steps": 5, "minutes": 2.0}, "--steps 5 and --minutes 2: give one of them"),
     ],
 )
 def test_settings_out_of_their_range_are_refused(changes: dict[str, Any], said: str) -> None:
@@ -192,6 +195,13 @@ def test_the_rate_rises_and_falls() -> None:
     assert factors[0] == 0.1 and factors[9] == 1.0
     assert factors[10:] == sorted(factors[10:], reverse=True)
     assert 0.1 <= factors[-1] < 0.11
+
+
+def test_steps_of_a_time_are_reckoned_from_those_that_are_done() -> None:
+    assert steps_within(60.0, 10, 20.0) == 30
+    assert steps_within(60.0, 10, 59.9) == 10  # as long as it takes, the next one would be late
+    assert steps_within(60.0, 10, 80.0) == 10
+    assert steps_within(60.0, 1, 0.0) > 1
 
 
 def test_curves_are_one_for_each_depth(tmp_path: Path) -> None:

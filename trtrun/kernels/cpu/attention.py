@@ -43,6 +43,7 @@ class NativeAttention:
     """Paged attention for heads of one size; see `AttentionBackend`."""
 
     tile: int | None = None
+    reads_forks = False
 
     def __init__(self, head_dim: int) -> None:
         """Compile the kernel for heads of `head_dim` numbers."""

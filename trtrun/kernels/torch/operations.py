@@ -111,6 +111,29 @@ class TorchOperations:
         positions = torch.where(steps <= draft_lens.clamp(min=0).unsqueeze(1), positions + steps, -1)
         return torch.cat((tokens, draft_tokens), dim=1), positions
 
+    def copy_blocks(self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy all layers' keys and values of whole blocks.
+
+        Args:
+            store: [layers, 2, blocks, kv_heads, block, width].
+            source: [n] int64 blocks.
+            target: [n] int64 blocks, none twice; one that is a source, too, is its own.
+        """
+        store.index_copy_(2, target, store.index_select(2, source))
+
+    def copy_tokens(
+        self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
+    ) -> None:
+        """Copy all layers' keys and values of single tokens, where a tile has one token behind the other.
+
+        Args:
+            store: as in `copy_blocks`.
+            source: [n] int64 blocks.
+            target: [n] int64 blocks, each with its offset at most once; one that is a source with it, too, is its own.
+            offset: [n] int64: places in a block, the same in both.
+        """
+        store[:, :, target, :, offset] = store[:, :, source, :, offset]
+
     def argmax(self, numbers: torch.Tensor) -> torch.Tensor:
         """Where the largest number of each row [..., width] float32 stands, the first one where several are: [...]."""
         return numbers.argmax(dim=-1)

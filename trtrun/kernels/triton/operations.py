@@ -10,7 +10,7 @@ from trtrun.kernels.rounded_rows import RoundedRows
 from trtrun.kernels.torch.operations import Product, TorchOperations
 from trtrun.kernels.triton import fused as fused_kernels
 from trtrun.kernels.triton import likeliest as likeliest_kernels
-from trtrun.kernels.triton import row_tokens, support
+from trtrun.kernels.triton import row_tokens, store_copies, support
 from trtrun.kernels.triton.fp8_matmul import TritonFp8Matmul
 from trtrun.kernels.triton.int8_matmul import TritonInt8Matmul
 from trtrun.kernels.triton.matmul import TritonMatmul
@@ -92,6 +92,22 @@ class TritonOperations(TorchOperations):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See TorchOperations."""
         return row_tokens.with_drafts(token_ids, lengths, rows, draft_tokens, draft_lens)
+
+    def copy_blocks(self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+        """See TorchOperations."""
+        if store_copies.takes_store(store):
+            store_copies.copy_blocks(store, source, target)
+        else:
+            super().copy_blocks(store, source, target)
+
+    def copy_tokens(
+        self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
+    ) -> None:
+        """See TorchOperations."""
+        if store_copies.takes_store(store):
+            store_copies.copy_tokens(store, source, target, offset)
+        else:
+            super().copy_tokens(store, source, target, offset)
 
     def argmax(self, numbers: torch.Tensor) -> torch.Tensor:
         """See TorchOperations. A number that is not finite, but for -inf, is the largest."""

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from trtrun.kernels.triton import store_copies
 from trtrun.kernels.triton.attention_shares import combine_kernel, merge, power
 from trtrun.kernels.triton.attention_tiles import LARGEST_TILE, MOST_PARTIAL_BYTES, MOST_SPLIT, choose_tiling
 from trtrun.kernels.triton.early_launch import begin, early
@@ -22,7 +23,6 @@ from trtrun.kernels.triton.paged_store import rotate_and_write
 from trtrun.kernels.triton.prompts.suitability import is_chosen
 from trtrun.kernels.triton.support import multiprocessors, shared_bytes
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
-from trtrun.kvcache.store import copy_plain_tokens
 
 _SHARE = 256
 """Keys of a share. Each is summed by itself, and the shares one after the other, whoever computes them: so a query has
@@ -168,12 +168,13 @@ class PagedAttention:
     """An AttentionBackend that copies no context: each program follows the block table."""
 
     tile: int | None = LARGEST_TILE
+    reads_forks = True
 
     def copy_tokens(
         self, store: torch.Tensor, source: torch.Tensor, target: torch.Tensor, offset: torch.Tensor
     ) -> None:
         """See AttentionBackend."""
-        copy_plain_tokens(store, source, target, offset)
+        store_copies.copy_tokens(store, source, target, offset)
 
     def forward(
         self,
@@ -186,10 +187,11 @@ class PagedAttention:
         window: int | None,
     ) -> torch.Tensor:
         """See AttentionBackend."""
-        tokens, kv_heads, head_dim = value.shape
-        query = query_key.new_empty((tokens, query_key.shape[1] - kv_heads, head_dim))
+        _, kv_heads, head_dim = value.shape
+        nodes = None if batch.forks is None else batch.forks.nodes
+        query = query_key.new_empty((batch.segments[-1].stop, query_key.shape[1] - kv_heads, head_dim))
         for segment in batch.segments:
-            rotate_and_write(query_key, value, angles, store_layer, segment, query)
+            rotate_and_write(query_key, value, angles, store_layer, segment, query, nodes)
         output = torch.empty_like(query)
         for segment in batch.segments:
             self._attend(query, store_layer, segment, scale, window, output)

@@ -22,8 +22,9 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
+from trtrun.core.nouns import Draft, FedPart, RoundPlan, Step, Verdict
 from trtrun.sampling.distributions import distributions_of
+from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.given_drafts import GivenDrafts
@@ -53,19 +54,33 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
     def warm_up(self) -> None:
         """See Drafter: steps and what a round feeds, for numbers of rows that other kernels may serve. Nothing is at a
         position, so that all is written to the null block."""
+        self._heads.warm_up()
         device, count, most = self._states.device, 1, len(self._states)
         while True:
-            rows = kept_range(0, count, device)
-            for width in (1, self._draft_len + 1):
-                nothing = torch.zeros((count, width), dtype=torch.int64, device=device)
-                hidden = self._states.new_zeros((count * width, self._states.shape[1]))
-                states = self._heads.feed([(rows, nothing, nothing - 1)], hidden, 1)
-            chosen = torch.zeros(count, dtype=torch.int64, device=device)
-            logits = self._heads.logits(states[:count])
-            self._heads.share(chosen if logits is None else logits.argmax(dim=1))
+            rows, parts = kept_range(0, count, device), list[FedPart]()
+            for taken, width in ((rows, self._draft_len + 1), (rows[:1], 2)):  # as of rows, and of a prompt beside them
+                nothing = torch.zeros((len(taken), width), dtype=torch.int64, device=device)
+                tapped = torch.zeros(
+                    (len(taken), width, *self._heads.tapped_shape), dtype=self._states.dtype, device=device
+                )
+                parts.append(FedPart(taken, nothing, nothing - 1, tapped))
+            states = self._heads.feed(parts, 1)
+            (batch,) = self._heads.prepare_steps(rows, parts[0].positions[:, :1], 1)
+            states = self._heads.step(batch, parts[0].tokens[:, 0], states[:count].clone())
+            logits = self._heads.logits(states)
+            self._heads.share(torch.empty_like(rows) if logits is None else logits.argmax(dim=1))
             if count == most:
                 return
             count = min(2 * count, most)
+
+    @property
+    def num_graphs(self) -> int:
+        """See Drafter."""
+        return self._heads.num_graphs
+
+    def close(self) -> None:
+        """See Drafter."""
+        self._heads.close()
 
     def begin_round(self, plan: RoundPlan) -> None:
         """See Drafter."""
@@ -99,7 +114,10 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
         rows = kept_integers(listed, self._states.device)
         lengths = self._rows.lengths.index_select(0, rows)
         hidden = self._states.index_select(0, rows)
-        batches = self._prepare_steps(plan, rows, lengths, asked)
+        positions = self._step_positions(plan, lengths, asked)
+        if given is None and (drafted := self._chain(plan, listed, rows, lengths, positions, hidden)) is not None:
+            return drafted
+        batches = self._heads.prepare_steps(rows, positions, plan.max_context) if plan.draft_len > 1 else ()
         chosen = list[Tensor]()
         for step in range(plan.draft_len):
             token = self._choose(plan, listed, lengths + step, hidden)
@@ -112,18 +130,30 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
                 hidden = self._heads.step(batches[step], token, hidden)
         return torch.stack(chosen, dim=1)
 
-    def _prepare_steps(
-        self, plan: RoundPlan, rows: Tensor, lengths: Tensor, asked: list[int]
-    ) -> Sequence[PreparedStep]:
-        """For all draft tokens of `rows` [R] but the last: the first of them, which stands at the place of a row's
-        length [R], is fed one position before. A row that needs no more takes no part."""
-        if plan.draft_len == 1:
-            return ()
-        steps = kept_range(0, plan.draft_len - 1, rows.device)
+    def _step_positions(self, plan: RoundPlan, lengths: Tensor, asked: list[int]) -> Tensor:
+        """[R, draft_len - 1] int64, where all draft tokens but the last are fed: the first of them, which stands at the
+        place of a row's length [R], one position before. -1 where a row needs no more."""
+        steps = kept_range(0, plan.draft_len - 1, lengths.device)
         positions = lengths.unsqueeze(1) - 1 + steps
         if min(asked) < plan.draft_len:
-            positions = torch.where(steps + 1 < kept_integers(asked, rows.device).unsqueeze(1), positions, -1)
-        return self._heads.prepare_steps(rows, positions, plan.max_context)
+            needed = steps + 1 < kept_integers(asked, lengths.device).unsqueeze(1)
+            positions = torch.where(needed, positions, -1)
+        return positions
+
+    def _chain(
+        self, plan: RoundPlan, listed: list[int], rows: Tensor, lengths: Tensor, positions: Tensor, hidden: Tensor
+    ) -> Tensor | None:
+        """All tokens as one piece of work, [R, draft_len]; None where choices look at a row's tokens, or there is no
+        such."""
+        sampling = self._rows.sampling
+        if sampling.needs_history(listed):
+            return None
+        keyed = None
+        if sampling.sampled_indices(listed):
+            keyed = KeyedRanks.of(sampling, listed, lengths, Stream.TARGET)
+            if keyed is None:
+                return None
+        return self._heads.draft(rows, hidden, positions, plan.max_context, keyed)
 
     def _choose(self, plan: RoundPlan, listed: list[int], where: Tensor, hidden: Tensor) -> Tensor:
         """[R] int64 on all ranks: what the head puts at places `where` [R] of the rows, behind states [R, hidden]."""
@@ -139,41 +169,35 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
     def observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
         """See Drafter: feed what the target has read, and keep the state behind each row's newest token but one."""
         assert step is not None and step.hidden is not None
-        parts, tapped, ended = list[tuple[Tensor, Tensor, Tensor]](), list[Tensor](), list[tuple[int, int]]()
-        followed, num_decoded, last = _followed(plan), 0, None
+        parts, ended = list[FedPart](), list[tuple[int, int]]()
+        followed, place, last = _followed(plan), 0, None
         if followed:
             assert verdict is not None
-            part, states, last = self._gained(plan, followed, verdict, step.hidden.decoded)
+            part, last = self._gained(plan, followed, verdict, step.hidden.decoded)
             parts.append(part)
-            tapped.append(states)
-            num_decoded = len(states)
-        place = num_decoded
+            place = part.tokens.numel()
+        num_decoded = place
         for chunk, states in zip(plan.prefill, step.hidden.prompts, strict=True):
             if not chunk.followed:
                 continue
-            parts.append(self._read(chunk.row, chunk.start, chunk.length))
-            tapped.append(states)
+            parts.append(self._read(chunk.row, chunk.start, chunk.length, states))
             place += chunk.length
             if chunk.is_last:
                 ended.append((chunk.row, place - 1))
         if not parts:
             return
-        found = self._heads.feed(parts, self._heads.fuse(torch.cat(tapped)), plan.max_context)
+        found = self._heads.feed(parts, plan.max_context)
         if last is not None:
-            self._states.index_copy_(0, parts[0][0], found[:num_decoded].index_select(0, last))
+            self._states.index_copy_(0, parts[0].rows, found[:num_decoded].index_select(0, last))
         if ended:
             rows, places = (device_integers(list(one), found.device) for one in zip(*ended, strict=True))
             self._states.index_copy_(0, rows, found.index_select(0, places))
 
     def _gained(
         self, plan: RoundPlan, followed: list[int], verdict: Verdict, decoded: Tensor
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
-        """What the decode rows at the places `followed` feed, which have moved on by now.
-
-        Returns:
-            A part of `FeatureHeads.feed`; the states at the taps [R * Q, taps, hidden] of its tokens; and of each row
-            [R] the last of them that counts.
-        """
+    ) -> tuple[FedPart, Tensor]:
+        """What the decode rows at the places `followed` feed, which have moved on by now; and of each row [R] the last
+        of its tokens that counts, among all of them."""
         device, listed = decoded.device, plan.decode_rows.tolist()
         gained = verdict.num_tokens[: len(listed)]
         if len(followed) < len(listed):
@@ -188,14 +212,14 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
         behind = (positions + 1).clamp(min=0)
         tokens = self._rows.token_ids[rows.unsqueeze(1), behind].to(torch.int64)
         last = kept_range(0, len(followed), device) * width + (gained - 1).clamp(min=0)
-        return (rows, tokens, positions), decoded[:, :width].flatten(0, 1), last
+        return FedPart(rows, tokens, positions, decoded[:, :width]), last
 
-    def _read(self, row: int, start: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A chunk of a prompt, as a part of `FeatureHeads.feed`; behind its last one stands what was chosen there."""
+    def _read(self, row: int, start: int, length: int, tapped: Tensor) -> FedPart:
+        """A chunk of a prompt; behind its last token stands what was chosen there."""
         device = self._states.device
         tokens = self._rows.token_ids[row, start + 1 : start + length + 1].to(torch.int64)
         positions = torch.arange(start, start + length, device=device)
-        return kept_integers([row], device), tokens.unsqueeze(0), positions.unsqueeze(0)
+        return FedPart(kept_integers([row], device), tokens.unsqueeze(0), positions.unsqueeze(0), tapped.unsqueeze(0))
 
 
 def _followed(plan: RoundPlan) -> list[int]:

@@ -1,10 +1,11 @@
 """The method `medusa`: heads on the target's last hidden state that guess the tokens behind the next one (Medusa-1).
 
 Medusa (Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads", arXiv
-2401.10774): each head is a residual block, x + SiLU(W x + b), and a matrix to the vocabulary. It reads the hidden
-state behind the final norm, from which the target makes token i + 1; head h guesses token i + 2 + h. W and b begin at
-zero, and the matrix as the target's own head. What is written has the names of the authors' checkpoints:
-`{head}.0.linear.weight`, `{head}.0.linear.bias` and `{head}.1.weight` in medusa_lm_head.safetensors, and config.json.
+2401.10774): each head is a residual block, x + SiLU(W x + b), or several, and a matrix to the vocabulary. It reads the
+hidden state behind the final norm, from which the target makes token i + 1; head h guesses token i + 2 + h. W and b
+begin at zero, and the matrix as the target's own head. What is written has the names of the authors' checkpoints:
+`{head}.{block}.linear.weight`, `{head}.{block}.linear.bias` and, numbered behind the blocks, the matrix's
+`{head}.1.weight` in medusa_lm_head.safetensors, and config.json.
 """
 
 from __future__ import annotations
@@ -40,6 +41,15 @@ class ResidualBlock(nn.Module):
         return hidden + functional.silu(self.linear(hidden))
 
 
+def make_head(output: torch.Tensor, num_blocks: int) -> nn.Sequential:
+    """A head that computes what the target's own [vocabulary, hidden] does."""
+    vocab_size, hidden = output.shape
+    matrix = nn.Linear(hidden, vocab_size, bias=False)
+    with torch.no_grad():
+        matrix.weight.copy_(output)
+    return nn.Sequential(*(ResidualBlock(hidden) for _ in range(num_blocks)), matrix)
+
+
 class MedusaMethod:
     """See `DraftTraining` for what it promises.
 
@@ -58,16 +68,8 @@ class MedusaMethod:
         check_attends_to_all(config, self._settings.max_length, f"the target {context.target_path}")
         self.num_depths, self.vocab_size = self._settings.num_tokens, context.target_vocab_size
         output = context.target.head_weight()
-        vocab_size, hidden = output.shape
-        heads = [
-            nn.Sequential(ResidualBlock(hidden), nn.Linear(hidden, vocab_size, bias=False))
-            for _ in range(self.num_depths)
-        ]
+        heads = [make_head(output, self._settings.medusa_layers) for _ in range(self.num_depths)]
         self.model = nn.ModuleList(heads).to(self._device)
-        with torch.no_grad():
-            for name, value in self.model.named_parameters():
-                if name.endswith("1.weight"):
-                    value.copy_(output)
 
     def check(self, rows: Sequence[DataRow]) -> None:
         """Raise ConfigError where no row is long enough for a guess."""
@@ -127,7 +129,7 @@ class MedusaMethod:
         values = {
             "base_model_name_or_path": str(self._target_path),
             "medusa_num_heads": self.num_depths,
-            "medusa_num_layers": 1,
+            "medusa_num_layers": self._settings.medusa_layers,
             "dtype": str(self._dtype).removeprefix("torch."),
         }
         (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
