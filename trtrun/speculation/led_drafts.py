@@ -90,11 +90,13 @@ class LedDrafter(Drafter):
         """See Drafter."""
         listed = plan.decode_rows.tolist()
         rows = kept_integers(listed, self._device)
+        if plan.draft_lens.size and plan.draft_lens.max() >= 0:
+            newest = self._rows.lengths.index_select(0, rows) - 1
+            self._newest = self._rows.token_ids[rows, newest].to(torch.int64)
         if not plan.draft_len:
             self._proposed = no_draft(plan, self._device)
             return self._proposed
-        newest = self._rows.lengths.index_select(0, rows) - 1
-        self._newest = self._rows.token_ids[rows, newest].to(torch.int64)
+        assert self._newest is not None
         shape = self._shape(plan.draft_len)
         if self._group.decides:
             tokens = self._draft(plan, rows, self._newest, shape)

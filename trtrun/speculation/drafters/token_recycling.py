@@ -113,8 +113,8 @@ class TokenRecyclingDrafter(LedDrafter):
         return torch.cat(levels, dim=1)
 
     def _learn(self, plan: RoundPlan, rows: Tensor, proposed: Draft, verdict: Verdict, logits: Tensor) -> None:
-        """See LedDrafter. Rounds without drafts cost nothing: they are there because drafts do not pay."""
-        if not plan.draft_len:
+        """See LedDrafter: of rounds without drafts, too, so that drafts may pay later; but where speculation is off."""
+        if plan.draft_lens.max() < 0:
             return
         assert self._table is not None and self._newest is not None
         tokens = torch.cat((self._newest.unsqueeze(1), proposed.tokens), dim=1)
