@@ -144,8 +144,9 @@ def test_it_proposes_what_the_target_held_likely_last(tree: ChoiceTree | None) -
             proposed = expected = []
         assert proposed == expected
         found |= {len(path) for paths in proposed for path in paths}
+        table = {token: line for token, line in enumerate(rows.table.tokens.tolist()) if line[0] >= 0}
+        assert table == rows.known, place
     assert found == {0, 1, 2, 3}, "not known, cut off, and whole"
-    assert {token: line for token, line in enumerate(rows.table.tokens.tolist()) if line[0] >= 0} == rows.known
 
 
 def test_of_a_token_that_comes_twice_the_last_counts_and_what_was_not_verified_does_not() -> None:
