@@ -17,12 +17,11 @@ from trtrun.configuration.launch_config import FilePath, Number, Section
 from trtrun.configuration.lookahead_windows import LOOKAHEAD_ROUNDS_KEPT, LookaheadSizes, read_sizes
 from trtrun.configuration.medusa_choices import Choice, ChoiceTree, read_choices
 from trtrun.configuration.recycling_trees import recycling_tree
+from trtrun.configuration.suffix_options import MAX_DRAFT_LEN, HybridOptions, SuffixOptions
 from trtrun.errors import nearest, shorten
 
-MAX_DRAFT_LEN = 32
 MAX_LOOKUP = 32
 MAX_PATHS = 32
-MAX_TREE_DEPTH = 64
 MAX_CORPUS_TOKENS = 1 << 28
 MAX_RECYCLED = 64
 MAX_TREE_NODES = 256
@@ -91,7 +90,7 @@ def _as_word(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-class DraftModelSection(SpeculationSection):
+class DraftModelSection(HybridOptions, SpeculationSection):
     """Options of `draft_target`.
 
     Attributes:
@@ -143,29 +142,19 @@ class PromptLookupSection(SpeculationSection):
         return fewest or most or DEFAULT_LOOKUP, most or fewest or DEFAULT_LOOKUP
 
 
-class SuffixSection(SpeculationSection):
-    """Options of `suffix`, with the names of vLLM and arctic-inference.
+class SuffixSection(SuffixOptions, SpeculationSection):
+    """Options of `suffix`, beside those of [looking texts up](#looking-texts-up).
 
     Attributes:
-        suffix_decoding_max_tree_depth: most of the row's last tokens that are looked for.
-        suffix_decoding_max_spec_factor: a match of n tokens is followed for this factor times n tokens at most; vLLM's
-            is 1. Left out: for draft_len tokens, as so many of each row are verified in a round in any case.
-        suffix_decoding_max_spec_offset: added to that many tokens.
-        suffix_decoding_min_token_prob: how likely a draft token must be: the share of the places with that match that
-            went on up to it.
         max_paths: continuations that are proposed at once, as a draft tree; 1 proposes the likeliest alone. The target
             then verifies up to max_paths times draft_len tokens of a row in a round.
         suffix_corpus: a file of texts that all rows are looked up in, beside their own: JSON lines (.jsonl) with
             `prompt_token_ids` or `prompt`, `token_ids` or `text`, as trtrun writes them, or text (.txt). Every host of
             the job must have it; one rank reads it.
         suffix_corpus_max_tokens: of the file that are kept; each takes 8 bytes on each of the target's devices, and at
-            the start about 60 on the host that reads them.
+            the start about 80 on the host that reads them.
     """
 
-    suffix_decoding_max_tree_depth: Annotated[int, Number, Field(ge=1, le=MAX_TREE_DEPTH)] = 24
-    suffix_decoding_max_spec_factor: Annotated[float, Number, Field(ge=0, le=MAX_DRAFT_LEN)] | None = None
-    suffix_decoding_max_spec_offset: Annotated[float, Number, Field(ge=-MAX_TREE_DEPTH, le=MAX_DRAFT_LEN)] = 0.0
-    suffix_decoding_min_token_prob: Annotated[float, Number, Field(ge=0, le=1)] = 0.1
     max_paths: Annotated[int, Number, Field(ge=1, le=MAX_PATHS)] = 1
     suffix_corpus: FilePath | None = None
     suffix_corpus_max_tokens: Annotated[int, Number, Field(ge=2, le=MAX_CORPUS_TOKENS)] = 1_000_000
@@ -255,7 +244,7 @@ class TokenRecyclingSection(SpeculationSection):
         return _size_of_tree(self.tree, draft_len)
 
 
-class MedusaSection(SpeculationSection):
+class MedusaSection(HybridOptions, SpeculationSection):
     """Options of `medusa`. Each head drafts one token, so draft_len is at most the number of heads. A chain takes the
     likeliest token of each; a tree the likely ones, so that more is accepted and more has to be verified: on CPUs,
     where each token costs, a chain is faster.
@@ -291,6 +280,8 @@ class MedusaSection(SpeculationSection):
                 f"draft_len is {self.draft_len}, but medusa_choices are {depth} deep: set it to {depth} or less, or "
                 "leave it out"
             )
+        if self.enable_suffix_decoding and self.tree is not None:
+            raise ValueError("enable_suffix_decoding does not go with a tree: leave medusa_choices out")
         return self
 
     @property
@@ -306,7 +297,7 @@ class MedusaSection(SpeculationSection):
         return _size_of_tree(self.tree, draft_len)
 
 
-class Eagle3Section(SpeculationSection):
+class Eagle3Section(HybridOptions, SpeculationSection):
     """Options of `eagle3`. The head drafts step by step from hidden states of the target: from those of which layers,
     its config.json says in one of two ways, or not at all. Where drafts are seldom right, see whether `trtrun plan`
     names the layers that it was trained with.
@@ -354,7 +345,8 @@ class DraftingMethod:
             its paths share tokens; None where each path has tokens of its own.
         num_behind: 1 where the drafter keeps keys and values of each token in the target's blocks, which depend on the
             token behind it: blocks are reused only where that is the same, too. Else 0.
-        search_bytes: that looking texts up takes in a round on each of its ranks, at most.
+        find_search_bytes: tells of a `speculation` section what looking texts up takes in a round on each of its ranks,
+            at most.
         find_bytes: tells of a `speculation` section, a vocabulary and a number of rows what the method keeps on each of
             its ranks.
     """
@@ -369,7 +361,7 @@ class DraftingMethod:
     needs_heads: bool = False
     find_size: Callable[[SpeculationSection, int], DraftSize] | None = None
     num_behind: int = 0
-    search_bytes: int = 0
+    find_search_bytes: Callable[[SpeculationSection], int] = lambda section: 0
     find_bytes: Callable[[SpeculationSection, int, int], int] = lambda section, vocab_size, max_rows: 0
 
     def size_of(self, section: SpeculationSection, draft_len: int) -> DraftSize:
@@ -401,12 +393,18 @@ def _max_paths(section: SpeculationSection) -> int:
     return section.max_paths if isinstance(section, PromptLookupSection | SuffixSection) else 1
 
 
+def _suffix_bytes(section: SpeculationSection) -> int:
+    assert isinstance(section, SuffixOptions)
+    return section.search_bytes
+
+
 METHODS: dict[str, DraftingMethod] = {
     "draft_target": DraftingMethod(
         Role.DRAFT,
         needs_draft_model=True,
         has_probabilities=True,
         section=DraftModelSection,
+        find_search_bytes=_suffix_bytes,
         to_check="see whether draft.model was made for this target, and for texts like these",
     ),
     "ngram": DraftingMethod(
@@ -416,7 +414,7 @@ METHODS: dict[str, DraftingMethod] = {
         section=PromptLookupSection,
         to_check="prompt lookup finds only what a text repeats",
         find_max_paths=_max_paths,
-        search_bytes=20 << 20,
+        find_search_bytes=lambda section: 20 << 20,
     ),
     "suffix": DraftingMethod(
         Role.TARGET,
@@ -425,7 +423,7 @@ METHODS: dict[str, DraftingMethod] = {
         section=SuffixSection,
         to_check="suffix decoding finds only what texts repeat",
         find_max_paths=_max_paths,
-        search_bytes=64 << 20,
+        find_search_bytes=_suffix_bytes,
     ),
     "token_recycling": DraftingMethod(
         Role.TARGET,
@@ -443,7 +441,7 @@ METHODS: dict[str, DraftingMethod] = {
         section=LookaheadSection,
         to_check="a wider window (speculation.lookahead_config) finds more",
         find_size=_tree_size,
-        search_bytes=64 << 20,
+        find_search_bytes=lambda section: 64 << 20,
         find_bytes=_lookahead_bytes,
     ),
     "medusa": DraftingMethod(
@@ -451,6 +449,7 @@ METHODS: dict[str, DraftingMethod] = {
         needs_draft_model=False,
         has_probabilities=False,
         section=MedusaSection,
+        find_search_bytes=_suffix_bytes,
         to_check="see whether the heads were trained for this very target, and for texts like these",
         needs_heads=True,
         find_size=_tree_size,
@@ -460,6 +459,7 @@ METHODS: dict[str, DraftingMethod] = {
         needs_draft_model=False,
         has_probabilities=False,
         section=Eagle3Section,
+        find_search_bytes=_suffix_bytes,
         to_check="see whether the head was trained for this very target, for texts like these, and with the layers "
         "that trtrun plan names (speculation.eagle3_layers_to_capture)",
         needs_heads=True,

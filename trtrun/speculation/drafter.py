@@ -48,6 +48,9 @@ class Drafter(ABC):
     def warm_up(self) -> None:  # noqa: B027
         """First use of what rounds run beside the engine's own forwards."""
 
+    def release_rows(self, plan: RoundPlan) -> None:  # noqa: B027
+        """Look once more at rows that the plan drops: no engine has taken the plan in yet."""
+
     def begin_round(self, plan: RoundPlan) -> None:  # noqa: B027
         """Take in admissions, drops and blocks. Nothing to do for one that reads the target's rows."""
 

@@ -22,8 +22,8 @@ PreparedStep = TypeVar("PreparedStep")
 """What an engine prepares for one of several steps; only the engine looks into it."""
 
 
-class Rows(Protocol):
-    """Where every row stands, on the device; behind the real rows those of a draft engine's guesses."""
+class Texts(Protocol):
+    """What rows say."""
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -34,6 +34,10 @@ class Rows(Protocol):
     def lengths(self) -> torch.Tensor:
         """[max_rows] int64."""
         ...
+
+
+class Rows(Texts, Protocol):
+    """Where every row stands, on the device; behind the real rows those of a draft engine's guesses."""
 
     @property
     def block_tables(self) -> torch.Tensor:

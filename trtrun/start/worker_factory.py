@@ -18,6 +18,7 @@ from parallel.topology import Role, Topology
 from parallel.watchdog.activity import Activity
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS
+from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.engine.feature_layers import FeatureLayers
 from trtrun.engine.runner import Engine
 from trtrun.engine.stored_heads import StoredHeads
@@ -152,9 +153,11 @@ class WorkerFactory:
         )
 
     def _make_link(self) -> DeviceExchange:
+        section = self.config.speculation
         return DeviceExchange(
             Link(self.topology, self.rank, self.groups.workers),
             in_place=self._drafting_role is Role.TARGET,
             leads_draft=self.rank == self._drafting_leader,
             target_vocab_size=self.target_vocab_size if "target" in self.engines else None,
+            looks_texts_up=isinstance(section, HybridOptions) and section.enable_suffix_decoding,
         )

@@ -22,13 +22,15 @@ from typing import Generic
 import torch
 from torch import Tensor
 
+from trtrun.configuration.drafting_methods import Eagle3Section
+from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, FedPart, RoundPlan, Step, Verdict
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
-from trtrun.speculation.given_drafts import GivenDrafts
 from trtrun.speculation.protocols import FeatureHeads, PreparedStep, Rows, TargetEngine
+from trtrun.speculation.text_drafts import Suggestion, TextDrafts
 from trtrun.tensors import device_integers, inference, kept_integers, kept_range
 
 
@@ -36,12 +38,19 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
     """Proposes a chain for each row, step by step. It is no sample, so it has no draft_probs: the target chooses its
     own token at every position."""
 
-    def __init__(self, target: TargetEngine, heads: FeatureHeads[PreparedStep], draft_len: int) -> None:
-        """Draft up to `draft_len` tokens for each of the rows of `target`, whose step taps what `heads` read."""
+    def __init__(
+        self,
+        target: TargetEngine,
+        heads: FeatureHeads[PreparedStep],
+        draft_len: int,
+        options: HybridOptions | None = None,
+    ) -> None:
+        """Draft up to `draft_len` tokens for each of the rows of `target`, whose step taps what `heads` read; or where
+        `options` have texts looked up what these say."""
         self._rows = target.rows
         self._heads = heads
         self._draft_len = draft_len
-        self._given = GivenDrafts(target.rows)
+        self._given = TextDrafts(target.rows, options=options)
         shape = (len(target.rows.lengths), heads.hidden_size)
         self._states = torch.zeros(shape, dtype=heads.dtype, device=target.rows.lengths.device)
 
@@ -73,6 +82,10 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
                 return
             count = min(2 * count, most)
 
+    def release_rows(self, plan: RoundPlan) -> None:
+        """See Drafter."""
+        self._given.release_rows(plan)
+
     @property
     def num_graphs(self) -> int:
         """See Drafter."""
@@ -98,19 +111,21 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
         if not depth:
             return Draft(tokens, lens)
         followed, given = _followed(plan), self._given.propose(plan)
+        found = None if given is None else given.num_suffix_tokens
         if len(followed) == len(listed):  # as in most rounds, where fewer operations are launched
-            return Draft(self._draft(plan, listed, asked, given), lens)
+            return Draft(self._draft(plan, listed, asked, given), lens, num_suffix_tokens=found)
         places = kept_integers(followed, device)
-        given = None if given is None else (given[0][places], given[1][places])
+        given = None if given is None else given.of_rows(places)
         listed, asked = ([of_row[index] for index in followed] for of_row in (listed, asked))
         tokens.index_copy_(0, places, self._draft(plan, listed, asked, given))
-        return Draft(tokens, lens)
+        return Draft(tokens, lens, num_suffix_tokens=found)
 
-    def _draft(
-        self, plan: RoundPlan, listed: list[int], asked: list[int], given: tuple[Tensor, Tensor] | None
-    ) -> Tensor:
-        """[R, draft_len] int64 for the R rows `listed`, of which each needs as many as `asked` says; `given` are tokens
-        [R, draft_len] and where they take the place of the head's."""
+    def _draft(self, plan: RoundPlan, listed: list[int], asked: list[int], given: Suggestion | None) -> Tensor:
+        """[R, draft_len] int64 for the R rows `listed`, of which each needs as many as `asked` says; `given` are those
+        that take the place of the head's. What its steps write nobody needs, so that they are left out where all are
+        given."""
+        if given is not None and len(given.whole_rows(asked)) == len(listed):
+            return given.tokens
         rows = kept_integers(listed, self._states.device)
         lengths = self._rows.lengths.index_select(0, rows)
         hidden = self._states.index_select(0, rows)
@@ -122,7 +137,7 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
         for step in range(plan.draft_len):
             token = self._choose(plan, listed, lengths + step, hidden)
             if given is not None:
-                token = torch.where(given[1][:, step], given[0][:, step], token)
+                token = torch.where(given.is_given[:, step], given.tokens[:, step], token)
             chosen.append(token)
             if step + 1 < plan.draft_len:
                 # Scratch behind the row's length: penalties of the next step see it; a verdict overwrites it.
@@ -231,4 +246,5 @@ def _followed(plan: RoundPlan) -> list[int]:
 def make_eagle3_drafter(place: DrafterContext) -> Drafter:
     """The head over the target's rows."""
     assert place.target is not None and place.heads is not None
-    return Eagle3Drafter(place.target, place.heads, place.section.draft_len)
+    assert isinstance(place.section, Eagle3Section)
+    return Eagle3Drafter(place.target, place.heads, place.section.draft_len, place.section)
