@@ -1,4 +1,4 @@
-"""The command line of TensorRT-LLM's examples/run.py for draft-target models and Medusa, answered by trtrun.
+"""The command line of TensorRT-LLM's examples/run.py for draft-target models, Medusa and lookahead, answered by trtrun.
 
 Model directories take the place of engine directories, CPU slots that of GPUs where there are none. Behind
 scripts/run.py. It knows that command line and its habits, such as `mpirun -n 1` around a job of many ranks, and nothing
@@ -25,6 +25,7 @@ from trtrun.errors import nearest, shorten
 MODULE = "launch.tensorrt_llm"
 DRAFT_OPTION = "--draft_target_model_config"
 MEDUSA_OPTION = "--medusa_choices"
+LOOKAHEAD_OPTION = "--lookahead_config"
 DASHES = "\u2013\u2014"
 OPENING_QUOTES, CLOSING_QUOTES = "\u201c\u2018", "\u201d\u2019"
 
@@ -56,6 +57,11 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         metavar='"[[0],[0,0],[1]]"',
         help="Paths of a tree, or its name: Medusa heads draft, of --draft_engine_dir or beside the target's weights.",
     )
+    parser.add_argument(
+        LOOKAHEAD_OPTION,
+        metavar='"[7,7,7]"',
+        help="Window size, n-gram size and verification set size: the target drafts for itself.",
+    )
     parser.add_argument("--max_output_len", type=int, required=True, help="Most tokens to generate.")
     parser.add_argument("--input_text", nargs="+", required=True, help="One prompt or several.")
     parser.add_argument("--kv_cache_enable_block_reuse", action="store_true")
@@ -71,10 +77,18 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         raise click.UsageError(f"--num_beams {arguments.num_beams}: beam search is not supported with a draft model")
     if arguments.use_py_session:
         raise click.UsageError("--use_py_session: there is no Python session; leave the option out")
+    chosen = {
+        DRAFT_OPTION: arguments.draft_target_model_config,
+        MEDUSA_OPTION: arguments.medusa_choices,
+        LOOKAHEAD_OPTION: arguments.lookahead_config,
+    }
+    given = [option for option, value in chosen.items() if value is not None]
+    if len(given) > 1:
+        raise click.UsageError(f"{given[0]} and {given[1]} are two methods: give one of them")
     if arguments.medusa_choices is not None:
-        if arguments.draft_target_model_config is not None:
-            raise click.UsageError(f"{MEDUSA_OPTION} and {DRAFT_OPTION} are two methods: give one of them")
         return arguments
+    if arguments.lookahead_config is not None and arguments.draft_engine_dir is not None:
+        raise click.UsageError(f"{LOOKAHEAD_OPTION} drafts without a draft model: leave --draft_engine_dir out")
     if (arguments.draft_engine_dir is None) != (arguments.draft_target_model_config is None):
         raise click.UsageError(
             f"--draft_engine_dir and {DRAFT_OPTION} go together: give both, or none for plain decoding"
@@ -149,16 +163,30 @@ def parse_medusa_choices(text: str) -> object:
         click.UsageError: it is something else.
     """
     text = text.strip(OPENING_QUOTES + CLOSING_QUOTES + " ")
-    if text.isidentifier():
-        return text
+    return text if text.isidentifier() else _parse_list(MEDUSA_OPTION, text, _CHOICES)
+
+
+def parse_lookahead_config(text: str) -> object:
+    """Read `[window size, n-gram size, verification set size]`, as literals only; what they are the configuration
+    checks.
+
+    Raises:
+        click.UsageError: it is no list.
+    """
+    return _parse_list(LOOKAHEAD_OPTION, text.strip(OPENING_QUOTES + CLOSING_QUOTES + " "), _SIZES)
+
+
+_CHOICES = 'paths of ranks, such as "[[0],[0,0],[1]]", or the name of a tree'
+_SIZES = 'window size, n-gram size and verification set size, such as "[7,7,7]"'
+
+
+def _parse_list(option: str, text: str, expected: str) -> object:
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         value = None
     if not isinstance(value, list | tuple):
-        raise click.UsageError(
-            f'{MEDUSA_OPTION} {shorten(text)}: write paths of ranks, such as "[[0],[0,0],[1]]", or the name of a tree'
-        )
+        raise click.UsageError(f"{option} {shorten(text)}: write {expected}")
     return value
 
 
@@ -177,6 +205,9 @@ def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool) -> Runtime
         choices = parse_medusa_choices(arguments.medusa_choices)
         values["speculation"] = {"method": "medusa", "medusa_choices": choices}
         values["draft"] = {"model": arguments.draft_engine_dir or arguments.engine_dir}
+    elif arguments.lookahead_config is not None:
+        sizes = parse_lookahead_config(arguments.lookahead_config)
+        values["speculation"] = {"method": "lookahead", "lookahead_config": sizes}
     elif arguments.draft_engine_dir is not None:
         devices = [f"{kind}:{index}" for index in draft_devices]
         values["draft"] = {"model": arguments.draft_engine_dir, "devices": devices}

@@ -48,6 +48,7 @@ SHARED: tuple[tuple[str, type[Section]], ...] = (
 VALUES = {
     "devices": "list or mapping",
     "eagle3_layers_to_capture": "list of whole numbers",
+    "lookahead_config": "list of three whole numbers",
     "medusa_choices": "list or name",
     "method": ", ".join(f"`{name}`" for name in METHODS),
     "quantization": ", ".join(f"`{name}`" for name in QUANTIZATIONS),

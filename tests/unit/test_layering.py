@@ -111,8 +111,10 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"topology"}),
         frozenset({"config"}),
         frozenset({"section_check", "drafting_methods", "model_sections", "round_sections"}),
-        frozenset({"suffix_options"}),
-        frozenset({"device_lists", "launch_config", "medusa_choices", "server_config", "yaml_source"}),
+        frozenset({"recycling_trees", "suffix_options"}),
+        frozenset(
+            {"device_lists", "launch_config", "lookahead_windows", "medusa_choices", "server_config", "yaml_source"}
+        ),
     ),
     "trtrun.core": (
         frozenset({"outputs"}),

@@ -171,7 +171,8 @@ class RuntimeConfig(Section):
     @property
     def _tree_key(self) -> str:
         """The option that says how large draft trees are."""
-        return "medusa_choices" if "medusa_choices" in type(self.speculation).model_fields else "max_paths"
+        keys = ("medusa_choices", "lookahead_config", "token_recycling_nodes")
+        return next((key for key in keys if key in type(self.speculation).model_fields), "max_paths")
 
     @property
     def is_paced(self) -> bool:

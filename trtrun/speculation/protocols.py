@@ -264,3 +264,16 @@ class TargetEngine(RoundEngine, Protocol):
     def keep_path(self, plan: RoundPlan, accepted: torch.Tensor) -> None:
         """Have the plan's decode rows go on from the path `accepted` [decode_rows] int64 of their trees."""
         ...
+
+
+class TargetGroup(Protocol):
+    """The ranks of the target, on one of them."""
+
+    @property
+    def decides(self) -> bool:
+        """Whether this is the rank that decides, which alone has the target's logits."""
+        ...
+
+    def share(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the rank that decides has in `tokens`, on all ranks; it may be overwritten. Collective."""
+        ...

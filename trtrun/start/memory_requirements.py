@@ -128,6 +128,7 @@ def engine_working_bytes(
     method = METHODS[config.speculation.method]
     if role == method.placement:
         beside += method.find_search_bytes(config.speculation)
+        beside += method.find_bytes(config.speculation, model.vocab_size, config.scheduler.max_batch_size)
     return beside + working_bytes(
         round_shape(config, context),
         model,

@@ -11,6 +11,7 @@ from typing import cast
 
 import torch
 
+from parallel.communicator import Communicator
 from parallel.groups import Groups
 from parallel.link import Link
 from parallel.topology import Role, Topology
@@ -29,6 +30,26 @@ from trtrun.speculation.drafters import DRAFTERS, Drafter, DrafterContext
 from trtrun.start.memory_requirements import guess_space, guess_steps
 from trtrun.start.model_settings import mask_token
 from trtrun.timing.phase_clock import HostPhases, phase_clock
+
+
+@dataclass(frozen=True)
+class GroupOfTarget:
+    """See speculation.protocols.TargetGroup.
+
+    Attributes:
+        communicator: of the target's group, whose first rank decides.
+    """
+
+    communicator: Communicator
+
+    @property
+    def decides(self) -> bool:
+        """See TargetGroup."""
+        return self.communicator.rank == 0
+
+    def share(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See TargetGroup."""
+        return tokens if self.communicator.size == 1 else self.communicator.broadcast(tokens, 0)
 
 
 @dataclass(frozen=True)
@@ -97,6 +118,7 @@ class WorkerFactory:
             mask_token(config),
             heads=self._make_stored_heads() if self.heads_keep else self.heads,
             corpus=self.corpus,
+            group=GroupOfTarget(self.groups.target) if self.groups.target is not None else None,
         )
         return DRAFTERS.get(config.speculation.method)(place)
 

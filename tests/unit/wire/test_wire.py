@@ -34,6 +34,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         presence_penalty=draw(st.floats(-2, 2)),
         frequency_penalty=draw(st.floats(-2, 2)),
         logprobs=draw(st.none() | st.integers(0, 20)),
+        lookahead_config=draw(st.just(()) | st.tuples(*[st.integers(1, 32)] * 3)),
     )
 
 
