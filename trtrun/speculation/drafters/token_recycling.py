@@ -24,7 +24,7 @@ from trtrun.sampling.likeliest import likeliest
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.led_drafts import DraftShape, LedDrafter, verified_nodes
 from trtrun.speculation.protocols import Rows, TargetGroup
-from trtrun.tensors import kept_range
+from trtrun.tensors import inference, kept_range
 
 
 class SuccessorTable:
@@ -78,6 +78,14 @@ class TokenRecyclingDrafter(LedDrafter):
         self._table = table
         self._tree = tree
         self._levels: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    @inference
+    def warm_up(self) -> None:
+        """See Drafter: nothing is learned."""
+        if self._table is not None:
+            nothing = torch.zeros(1, dtype=torch.int64, device=self._device)
+            logits = torch.zeros((1, len(self._table.tokens)), device=self._device)
+            self._table.learn(nothing, nothing > 0, logits)
 
     def _of_depth(self, depth: int) -> ChoiceTree:
         return ChoiceTree.chain(depth) if self._tree is None else self._tree.cut(depth)
