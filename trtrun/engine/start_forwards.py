@@ -157,4 +157,4 @@ def _prompt_graphs(shapes: GraphShapes, limits: StartLimits) -> Iterator[_Graph]
         width = shapes.tile_width(max(lengths), blocks)
         tiles = sum(-(-length // width) for length in lengths)
         if shapes.takes_prompts(tiles, width):
-            yield _Graph(max(shapes.tiles(tiles, width, blocks), shapes.rows(tiles)), width, blocks)
+            yield _Graph(shapes.rows(tiles), width, blocks)
