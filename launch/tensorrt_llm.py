@@ -1,4 +1,4 @@
-"""The command line of TensorRT-LLM's examples/run.py for draft-target models and Medusa, answered by trtrun.
+"""The command line of TensorRT-LLM's examples/run.py for draft-target models, Medusa and lookahead, answered by trtrun.
 
 Model directories take the place of engine directories, CPU slots that of GPUs where there are none. Behind
 scripts/run.py. It knows that command line and its habits, such as `mpirun -n 1` around a job of many ranks, and nothing
@@ -28,6 +28,7 @@ MEDUSA_OPTION = "--medusa_choices"
 EAGLE_OPTION = "--eagle_choices"
 DYNAMIC_OPTION = "--eagle_use_dynamic_tree"
 TOP_K_OPTION = "--eagle_dynamic_tree_max_top_k"
+LOOKAHEAD_OPTION = "--lookahead_config"
 DASHES = "\u2013\u2014"
 OPENING_QUOTES, CLOSING_QUOTES = "\u201c\u2018", "\u201d\u2019"
 
@@ -68,6 +69,11 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         DYNAMIC_OPTION, action="store_true", help=f"An EAGLE-3 head drafts dynamic trees; with {TOP_K_OPTION}."
     )
     parser.add_argument(TOP_K_OPTION, type=int, help="Tokens of each depth that are continued.")
+    parser.add_argument(
+        LOOKAHEAD_OPTION,
+        metavar='"[7,7,7]"',
+        help="Window size, n-gram size and verification set size: the target drafts for itself.",
+    )
     parser.add_argument("--max_output_len", type=int, required=True, help="Most tokens to generate.")
     parser.add_argument("--input_text", nargs="+", required=True, help="One prompt or several.")
     parser.add_argument("--kv_cache_enable_block_reuse", action="store_true")
@@ -83,21 +89,26 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         raise click.UsageError(f"--num_beams {arguments.num_beams}: beam search is not supported with a draft model")
     if arguments.use_py_session:
         raise click.UsageError("--use_py_session: there is no Python session; leave the option out")
-    given = {
+    chosen = {
+        DRAFT_OPTION: arguments.draft_target_model_config is not None,
         MEDUSA_OPTION: arguments.medusa_choices is not None,
         EAGLE_OPTION: arguments.eagle_choices is not None,
         DYNAMIC_OPTION: arguments.eagle_use_dynamic_tree,
-        DRAFT_OPTION: arguments.draft_target_model_config is not None,
+        LOOKAHEAD_OPTION: arguments.lookahead_config is not None,
     }
-    chosen = [option for option, is_given in given.items() if is_given]
-    if len(chosen) > 1:
-        raise click.UsageError(f"{chosen[0]} and {chosen[1]} are two methods: give one of them")
+    given = [option for option, is_given in chosen.items() if is_given]
+    if len(given) > 1:
+        raise click.UsageError(f"{given[0]} and {given[1]} are two methods: give one of them")
     if arguments.eagle_use_dynamic_tree != (arguments.eagle_dynamic_tree_max_top_k is not None):
         raise click.UsageError(f"{DYNAMIC_OPTION} and {TOP_K_OPTION} go together: give both, or none")
-    if chosen and chosen != [DRAFT_OPTION]:
-        if arguments.draft_engine_dir is None and chosen != [MEDUSA_OPTION]:
-            raise click.UsageError(f"{chosen[0]} needs --draft_engine_dir: the directory of the EAGLE-3 head")
+    if chosen[EAGLE_OPTION] or chosen[DYNAMIC_OPTION]:
+        if arguments.draft_engine_dir is None:
+            raise click.UsageError(f"{given[0]} needs --draft_engine_dir: the directory of the EAGLE-3 head")
         return arguments
+    if arguments.medusa_choices is not None:
+        return arguments
+    if arguments.lookahead_config is not None and arguments.draft_engine_dir is not None:
+        raise click.UsageError(f"{LOOKAHEAD_OPTION} drafts without a draft model: leave --draft_engine_dir out")
     if (arguments.draft_engine_dir is None) != (arguments.draft_target_model_config is None):
         raise click.UsageError(
             f"--draft_engine_dir and {DRAFT_OPTION} go together: give both, or none for plain decoding"
@@ -172,16 +183,30 @@ def parse_choices(text: str, option: str) -> object:
         click.UsageError: it is something else.
     """
     text = text.strip(OPENING_QUOTES + CLOSING_QUOTES + " ")
-    if text.isidentifier():
-        return text
+    return text if text.isidentifier() else _parse_list(option, text, _CHOICES)
+
+
+def parse_lookahead_config(text: str) -> object:
+    """Read `[window size, n-gram size, verification set size]`, as literals only; what they are the configuration
+    checks.
+
+    Raises:
+        click.UsageError: it is no list.
+    """
+    return _parse_list(LOOKAHEAD_OPTION, text.strip(OPENING_QUOTES + CLOSING_QUOTES + " "), _SIZES)
+
+
+_CHOICES = 'paths of ranks, such as "[[0],[0,0],[1]]", or the name of a tree'
+_SIZES = 'window size, n-gram size and verification set size, such as "[7,7,7]"'
+
+
+def _parse_list(option: str, text: str, expected: str) -> object:
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         value = None
     if not isinstance(value, list | tuple):
-        raise click.UsageError(
-            f'{option} {shorten(text)}: write paths of ranks, such as "[[0],[0,0],[1]]", or the name of a tree'
-        )
+        raise click.UsageError(f"{option} {shorten(text)}: write {expected}")
     return value
 
 
@@ -207,6 +232,9 @@ def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool) -> Runtime
             tree = {"eagle_topk": arguments.eagle_dynamic_tree_max_top_k}
         values["speculation"] = {"method": "eagle3", **tree}
         values["draft"] = {"model": arguments.draft_engine_dir}
+    elif arguments.lookahead_config is not None:
+        sizes = parse_lookahead_config(arguments.lookahead_config)
+        values["speculation"] = {"method": "lookahead", "lookahead_config": sizes}
     elif arguments.draft_engine_dir is not None:
         devices = [f"{kind}:{index}" for index in draft_devices]
         values["draft"] = {"model": arguments.draft_engine_dir, "devices": devices}

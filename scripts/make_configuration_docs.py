@@ -22,6 +22,7 @@ from trtrun.configuration.launch_config import LaunchSection, Section
 from trtrun.configuration.model_sections import HeadsSection, ModelSection
 from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
 from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.suffix_options import HybridOptions, SuffixOptions
 from trtrun.linear.quantization import QUANTIZATIONS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
@@ -38,10 +39,17 @@ SECTIONS: tuple[tuple[tuple[str, ...], type[Section]], ...] = (
 )
 """Where each section stands in the file, and its class. Methods have sections of their own behind `speculation`."""
 
+SHARED: tuple[tuple[str, type[Section]], ...] = (
+    ("Looking texts up", SuffixOptions),
+    ("A model and texts", HybridOptions),
+)
+"""Options that several methods have, which stand once, each behind those before it."""
+
 VALUES = {
     "devices": "list or mapping",
     "eagle_choices": "list or name",
     "eagle3_layers_to_capture": "list of whole numbers",
+    "lookahead_config": "list of three whole numbers",
     "medusa_choices": "list or name",
     "method": ", ".join(f"`{name}`" for name in METHODS),
     "quantization": ", ".join(f"`{name}`" for name in QUANTIZATIONS),
@@ -144,11 +152,19 @@ def describe_section(places: tuple[str, ...], section: type[Section]) -> Iterato
     yield f"\n## {' and '.join(f'`{place}`' for place in places)}\n"
     yield f"{split_docstring(section)[0]}\n"
     yield from describe_keys(places, section, names)
-    for method in METHODS.values() if section is SpeculationSection else ():
-        own = [name for name in method.section.model_fields if name not in names]
+    if section is not SpeculationSection:
+        return
+    shared = {name for _, options in SHARED for name in options.model_fields}
+    for method in METHODS.values():
+        own = [name for name in method.section.model_fields if name not in names and name not in shared]
         if own:
             yield f"\n{split_docstring(method.section)[0]}\n"
             yield from describe_keys(places, method.section, own)
+    for title, options in SHARED:
+        own = [name for name in options.model_fields if name in shared]
+        shared -= set(own)
+        yield f"\n### {title}\n\n{split_docstring(options)[0]}\n"
+        yield from describe_keys(places, options, own)
 
 
 def make_docs() -> str:

@@ -34,21 +34,23 @@ def generate(llm: LLM) -> list[list[tuple[int, ...]]]:
     return tokens
 
 
-def check_greedy(target: Path, speculation: dict[str, Any], plans_ahead: int) -> None:
+def check_greedy(target: Path, speculation: dict[str, Any], plans_ahead: int, **drafts: Any) -> dict[str, Any]:
     """Texts are transformers', with prefill in chunks, more prompts than rows, prefixes in use twice; some drafts are
-    right, and some are not."""
+    right, and some are not. `drafts` are a draft or heads. Returns the statistics."""
     reference = Reference(target)
     expected = [[reference.greedy(prompt, COUNT)] for prompt in repeated_prompts()]
     scheduler = {**SCHEDULER, "plans_ahead": plans_ahead}
-    with make_llm(target, speculation={**speculation, "draft_len": 3}, scheduler=scheduler) as llm:
+    with make_llm(target, speculation={**speculation, "draft_len": 3}, scheduler=scheduler, **drafts) as llm:
         assert generate(llm) == expected
         assert generate(llm) == expected
         statistics = llm.statistics()
     assert 0 < statistics["num_accepted_draft_tokens"] < statistics["num_draft_tokens"]
+    return statistics
 
 
-def check_sampled(target: Path, speculation: dict[str, Any], plans_ahead: int) -> None:
-    """Texts are the target's own, whatever the batch and who is preempted."""
+def check_sampled(target: Path, speculation: dict[str, Any], plans_ahead: int, **drafts: Any) -> dict[str, Any]:
+    """Texts are the target's own, whatever the batch and who is preempted. `drafts` are a draft or heads. Returns the
+    statistics."""
     sampling = [SamplingParams(max_tokens=COUNT, seed=index, **kind) for index, kind in enumerate(KINDS)]
     with make_llm(target) as llm:
         expected = run_alone(llm, repeated_prompts(), sampling)
@@ -56,9 +58,11 @@ def check_sampled(target: Path, speculation: dict[str, Any], plans_ahead: int) -
         "scheduler": {**SCHEDULER, "plans_ahead": plans_ahead},
         "kv_cache": {"max_tokens": 144, "block_size": 8},
     }
-    with make_llm(target, speculation=speculation, **sections) as llm:
+    with make_llm(target, speculation=speculation, **sections, **drafts) as llm:
         outputs = llm.generate(repeated_prompts(), sampling)
         llm.check_idle()
-        assert llm.statistics()["num_accepted_draft_tokens"] > 10
+        statistics = llm.statistics()
+    assert statistics["num_accepted_draft_tokens"] > 10
     assert tokens_of(outputs) == expected
     assert sum(one.statistics.num_preemptions for output in outputs for one in output.completions) > 0
+    return statistics

@@ -27,6 +27,8 @@ class Case:
     num_row_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_suffix_draft_tokens: int = 0
+    num_accepted_suffix_draft_tokens: int = 0
     draft_losses: int = 0
     num_guesses: int = 0
     foresight: ForesightStatistics = field(default_factory=ForesightStatistics)
@@ -50,6 +52,8 @@ class Case:
             "num_rounds": self.num_rounds,
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
+            "num_suffix_draft_tokens": self.num_suffix_draft_tokens,
+            "num_accepted_suffix_draft_tokens": self.num_accepted_suffix_draft_tokens,
             "draft_losses": self.draft_losses,
             "num_captures": self.num_captures,
             "num_compilations": self.num_compilations,

@@ -168,6 +168,8 @@ def _run_once(llm: LLM, case: Case, batch: Batch) -> None:
     case.round_s.append(elapsed / max(1, totals["num_rounds"]))
     case.num_draft_tokens += totals["num_draft_tokens"]
     case.num_accepted_draft_tokens += totals["num_accepted_draft_tokens"]
+    case.num_suffix_draft_tokens += totals["num_suffix_draft_tokens"]
+    case.num_accepted_suffix_draft_tokens += totals["num_accepted_suffix_draft_tokens"]
     case.num_guesses += totals["num_guesses"]
     case.foresight.add(ForesightStatistics(**totals["foresight"]))
     case.anticipating_s += totals["anticipating_s"]

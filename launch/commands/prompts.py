@@ -119,6 +119,13 @@ def with_prompts(command: Command) -> Command:
             metavar="ID",
             help="A token that may follow the prompt, verified as a draft. May be repeated, in order.",
         ),
+        click.option(
+            "--lookahead-config",
+            type=int,
+            nargs=3,
+            metavar="W N G",
+            help="Of a prompt: window, n-gram and verification set, at most speculation.lookahead_config.",
+        ),
     )
     for option in reversed(options):
         command = option(command)

@@ -16,11 +16,11 @@ from gpu_bench.workbench import Workbench
 WRITE_HEADS = Path(__file__).resolve().parent / "write_heads.py"
 
 CASES: tuple[tuple[str, str, dict[str, object]], ...] = (
+    ("EAGLE-3, a chain of 5", "eagle3", {"draft_len": 5}),
+    ("EAGLE-3, a dynamic tree of 20, 5 deep", "eagle3", {"draft_len": 5, "eagle_topk": 4}),
     ("3 Medusa heads with a matrix each, a tree of 63", "medusa", {"medusa_choices": "vicuna_33b_stage1"}),
     ("3 Medusa heads on the target's matrix, a tree of 63", "medusa-shared", {"medusa_choices": "vicuna_33b_stage1"}),
     ("3 Medusa heads with a matrix each, a chain", "medusa", {"draft_len": 3}),
-    ("EAGLE-3, a chain of 5", "eagle3", {"draft_len": 5}),
-    ("EAGLE-3, a dynamic tree of 20, 5 deep", "eagle3", {"draft_len": 5, "eagle_topk": 4}),
 )
 
 

@@ -82,7 +82,7 @@ def _one_device(options: Options) -> Iterator[Part]:
     about = "8B- and 70B-shaped targets, 1B-shaped drafts step by step and in parallel"
     yield Part("parallel", about, 170, play_parallel)
     about = "8B-shaped target with heads on its own device: Medusa's and EAGLE-3's"
-    yield Part("heads", about, 130, partial(play_heads, placement=ONE))
+    yield Part("heads", about, 180, partial(play_heads, placement=ONE))
     about = "first tokens of long prompts beside vLLM"
     yield Part("vllm-first", about, 150, play_first_tokens, has_vllm)
     yield Part("vllm", "8B-shaped pair beside vLLM", 330, partial(play_vllm, placement=ONE), has_vllm)

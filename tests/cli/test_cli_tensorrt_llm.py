@@ -32,6 +32,14 @@ def test_the_documented_command_line(pair: Path, trtrun: Run) -> None:
     assert len(logprobs.partition(": ")[2].split()) == 8
 
 
+def test_lookahead_needs_no_draft_model(pair: Path, trtrun: Run) -> None:
+    words = ["--engine_dir", pair / "target", "--max_output_len", "12", "--input_text", "a prompt"]
+    plain = trtrun(*words, words=SCRIPT)
+    done = trtrun(*words, "--lookahead_config", "[3,3,2]", words=SCRIPT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain.stdout and 'Output [Text 0 Beam 0]: "' in done.stdout
+
+
 def test_under_mpirun_with_one_rank_and_as_a_web_page_prints_it(pair: Path, trtrun: Run) -> None:
     done = trtrun(
         *(

@@ -147,6 +147,9 @@ def test_a_round_is_launched_behind_one_whose_verdict_is_not_here(
         (0, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}),
         (1, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}),
         (1, {"method": "suffix", "max_paths": 2, "suffix_corpus": "corpus.jsonl"}),
+        (1, {"method": "suffix", "suffix_decoding_max_cached_requests": 5, "suffix_decoding_max_cached_tokens": 99}),
+        (1, {"method": "token_recycling", "token_recycling_nodes": 10}),
+        (0, {"method": "lookahead", "lookahead_config": [3, 3, 2]}),
     ],
 )
 def test_lookups_on_all_target_ranks_write_what_one_process_writes(

@@ -192,6 +192,17 @@ def test_an_open_address_without_keys_is_told_loudly(pair: Path, tmp_path: Path)
         assert [line for line in server.lines if "WARNING" in line and "server.api_key_file" in line]
 
 
+@pytest.mark.parametrize("keys", ["one\n", "one\ntwo\n"])
+def test_answers_that_keys_share_are_told(pair: Path, tmp_path: Path, keys: str) -> None:
+    (tmp_path / "keys").write_text(keys)
+    config = write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **SETTINGS)
+    words = ("method=suffix", "suffix_decoding_max_cached_requests=9")
+    settings = [word for setting in words for word in ("--set", f"speculation.{setting}")]
+    with serving(config, "--api-key-file", str(tmp_path / "keys"), *settings) as server:
+        told = [line for line in server.lines if "answers to one API key are looked up for the others" in line]
+    assert len(told) == (keys == "one\ntwo\n")
+
+
 def test_a_wrong_number_of_ranks_is_answered_with_the_right_command(pair: Path, tmp_path: Path) -> None:
     rank = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
     config = write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS)

@@ -40,6 +40,8 @@ def delta_of(
         num_draft_tokens=4,
         num_accepted_draft_tokens=1,
         acceptance_histogram=[0, rounds],
+        num_suffix_draft_tokens=3,
+        num_accepted_suffix_draft_tokens=1,
     )
     logprobs = tuple(TokenLogprobs(token, -0.25, ((token, -0.25), (1, -2.5))) for token in tokens)
     return CompletionDelta(request_id, index, tokens, "é" * len(tokens), statistics, logprobs, finish_reason)

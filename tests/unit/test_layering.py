@@ -111,7 +111,18 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"topology"}),
         frozenset({"config"}),
         frozenset({"section_check", "drafting_methods", "model_sections", "round_sections"}),
-        frozenset({"device_lists", "dynamic_tree", "launch_config", "medusa_choices", "server_config", "yaml_source"}),
+        frozenset({"recycling_trees", "suffix_options"}),
+        frozenset(
+            {
+                "device_lists",
+                "dynamic_tree",
+                "launch_config",
+                "lookahead_windows",
+                "medusa_choices",
+                "server_config",
+                "yaml_source",
+            }
+        ),
     ),
     "trtrun.core": (
         frozenset({"outputs"}),

@@ -174,6 +174,7 @@ class LLMEngine:
         self.scheduler.limits.check_prompt(len(tokens))
         self._prompts.check(sampling)
         self.scheduler.limits.check_draft_len(sampling.draft_len)
+        self.scheduler.limits.check_lookahead(sampling.lookahead_config)
         behind = None
         if generated is not None:
             behind = {index: self._prompts.encode(found) if found else () for index, found in generated.items()}

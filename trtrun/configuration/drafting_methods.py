@@ -15,15 +15,18 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from parallel.topology import Role
 from trtrun.configuration.dynamic_tree import DynamicTree
 from trtrun.configuration.launch_config import FilePath, Number, Section
+from trtrun.configuration.lookahead_windows import LOOKAHEAD_ROUNDS_KEPT, LookaheadSizes, read_sizes
 from trtrun.configuration.medusa_choices import MOST_NODES, Choice, ChoiceTree, read_choices, read_eagle_choices
+from trtrun.configuration.recycling_trees import recycling_tree
+from trtrun.configuration.suffix_options import MAX_DRAFT_LEN, HybridOptions, SuffixOptions
 from trtrun.errors import nearest, shorten
 
-MAX_DRAFT_LEN = 32
 MAX_LOOKUP = 32
 MAX_PATHS = 32
 MAX_TOPK = 32
-MAX_TREE_DEPTH = 64
 MAX_CORPUS_TOKENS = 1 << 28
+MAX_RECYCLED = 64
+MAX_TREE_NODES = 256
 DEFAULT_LOOKUP = 5
 DEFAULT_METHOD = "draft_target"
 NO_DRAFTS = "none"
@@ -33,12 +36,12 @@ class SpeculationSection(Section):
     """How tokens are proposed and accepted; a method with options of its own has a section of its own below.
 
     Attributes:
-        method: `draft_target` drafts with the draft model; `ngram` by prompt lookup: what followed the row's last
-            tokens before; `suffix`: what followed most often; `medusa`, `eagle3` with heads on the target's devices;
-            `none` runs the target alone. `ngram`, `suffix`, `none` forget `draft`.
+        method: `draft_target` drafts with the draft model; `ngram`, `suffix` with what texts repeat; `token_recycling`
+            with what the target held likely before; `lookahead` with n-grams of its guesses; `medusa`, `eagle3` with
+            heads on its devices; `none` runs it alone. Only the draft model and heads need `draft`.
         draft_len: tokens drafted in one round, one behind the other, at most.
-        use_logits: accept sampled tokens by the ratio of target_probs to draft_probs instead of by equality; not with
-            `ngram`, `suffix`, `medusa` and `eagle3`.
+        use_logits: accept sampled tokens by the ratio of target_probs to draft_probs instead of by equality; with
+            `draft_target` alone.
         pacing: `measured` drafts fewer tokens where the run's own times say that fewer pay more (many rows, a poor
             draft), and on CPUs measures rounds at start for that; `fixed` always drafts draft_len. use_logits is always
             `fixed`: the tokens of a seed depend on the draft there, and must not depend on times.
@@ -94,7 +97,7 @@ def _as_word(value: object) -> object:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-class DraftModelSection(SpeculationSection):
+class DraftModelSection(HybridOptions, SpeculationSection):
     """Options of `draft_target`.
 
     Attributes:
@@ -150,29 +153,19 @@ class PromptLookupSection(SpeculationSection):
         return fewest or most or DEFAULT_LOOKUP, most or fewest or DEFAULT_LOOKUP
 
 
-class SuffixSection(SpeculationSection):
-    """Options of `suffix`, with the names of vLLM and arctic-inference.
+class SuffixSection(SuffixOptions, SpeculationSection):
+    """Options of `suffix`, beside those of [looking texts up](#looking-texts-up).
 
     Attributes:
-        suffix_decoding_max_tree_depth: most of the row's last tokens that are looked for.
-        suffix_decoding_max_spec_factor: a match of n tokens is followed for this factor times n tokens at most; vLLM's
-            is 1. Left out: for draft_len tokens, as so many of each row are verified in a round in any case.
-        suffix_decoding_max_spec_offset: added to that many tokens.
-        suffix_decoding_min_token_prob: how likely a draft token must be: the share of the places with that match that
-            went on up to it.
         max_paths: continuations that are proposed at once, as a draft tree; 1 proposes the likeliest alone. The target
             then verifies up to max_paths times draft_len tokens of a row in a round.
         suffix_corpus: a file of texts that all rows are looked up in, beside their own: JSON lines (.jsonl) with
             `prompt_token_ids` or `prompt`, `token_ids` or `text`, as trtrun writes them, or text (.txt). Every host of
             the job must have it; one rank reads it.
         suffix_corpus_max_tokens: of the file that are kept; each takes 8 bytes on each of the target's devices, and at
-            the start about 60 on the host that reads them.
+            the start about 80 on the host that reads them.
     """
 
-    suffix_decoding_max_tree_depth: Annotated[int, Number, Field(ge=1, le=MAX_TREE_DEPTH)] = 24
-    suffix_decoding_max_spec_factor: Annotated[float, Number, Field(ge=0, le=MAX_DRAFT_LEN)] | None = None
-    suffix_decoding_max_spec_offset: Annotated[float, Number, Field(ge=-MAX_TREE_DEPTH, le=MAX_DRAFT_LEN)] = 0.0
-    suffix_decoding_min_token_prob: Annotated[float, Number, Field(ge=0, le=1)] = 0.1
     max_paths: Annotated[int, Number, Field(ge=1, le=MAX_PATHS)] = 1
     suffix_corpus: FilePath | None = None
     suffix_corpus_max_tokens: Annotated[int, Number, Field(ge=2, le=MAX_CORPUS_TOKENS)] = 1_000_000
@@ -195,7 +188,101 @@ class DraftSize(NamedTuple):
         return cls(len(tree.paths), len(tree.nodes))
 
 
-class _ChoicesSection(SpeculationSection):
+class LookaheadSection(SpeculationSection):
+    """Options of `lookahead`. In each round the target computes a window of guesses of what comes further on, from
+    which n-grams come, and up to so many n-grams that begin with the row's newest token: all in all
+    (W + G) * (N - 1) - 1 tokens of each row. It pays where the target has time to spare, as GPUs have with few rows.
+
+    Attributes:
+        lookahead_config: `[W, N, G]`, as in TensorRT-LLM: columns of the window, tokens of an n-gram, and n-grams that
+            are verified; the least is `[2, 2, 1]`. draft_len is W + N - 3, the window's depth, where left out, and cuts
+            off columns where it is less.
+    """
+
+    lookahead_config: Annotated[LookaheadSizes, BeforeValidator(read_sizes)] = LookaheadSizes(4, 3, 4)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_depth(cls, values: object) -> object:
+        """Draft as deep as the window is. What is wrong with it is said at its key."""
+        if not isinstance(values, Mapping) or values.get("lookahead_config") is None or "draft_len" in values:
+            return values
+        try:
+            sizes = read_sizes(values["lookahead_config"])
+        except ValueError:
+            return values
+        return {**values, "draft_len": min(sizes.depth, MAX_DRAFT_LEN)}
+
+    @model_validator(mode="after")
+    def _check_window(self) -> LookaheadSection:
+        most = min(self.lookahead_config.depth, MAX_DRAFT_LEN)
+        if self.draft_len > most:
+            raise ValueError(
+                f"draft_len is {self.draft_len}, but lookahead_config makes drafts of {most} tokens, one behind the "
+                "other, at most: set it to that or less, or leave it out"
+            )
+        return self
+
+    @property
+    def tree_key(self) -> str:
+        """See SpeculationSection."""
+        return "lookahead_config"
+
+    @property
+    def sizes(self) -> LookaheadSizes:
+        """Of window, n-grams and verification set."""
+        return self.lookahead_config
+
+    def size_of(self, draft_len: int) -> DraftSize:
+        """How large a draft of so many tokens, one behind the other, is."""
+        if not draft_len:
+            return DraftSize(1, 0)
+        tree = self.sizes.tree(draft_len)
+        return DraftSize(len(tree.paths), tree.num_nodes)
+
+
+class TokenRecyclingSection(SpeculationSection):
+    """Options of `token_recycling`. A table on the target's device keeps, of each token of the vocabulary, the tokens
+    that the target held likeliest behind it last, in whatever row: token_recycling_top_k times 8 bytes a token. All
+    requests of a job share it, and with it whoever sends them: texts do not depend on it, but how fast they come does.
+
+    Attributes:
+        token_recycling_top_k: tokens that are kept of each.
+        token_recycling_nodes: tokens of a draft tree, of those that are likely to be right as deep as draft_len; 80 in
+            the paper, with a draft_len of 6. Each of them is verified. Left out: a chain.
+    """
+
+    token_recycling_top_k: Annotated[int, Number, Field(ge=1, le=MAX_RECYCLED)] = 8
+    token_recycling_nodes: Annotated[int, Number, Field(ge=1, le=MAX_TREE_NODES)] | None = None
+
+    @model_validator(mode="after")
+    def _check_nodes(self) -> TokenRecyclingSection:
+        if self.token_recycling_nodes is not None and self.token_recycling_nodes < self.draft_len:
+            raise ValueError(
+                f"token_recycling_nodes is {self.token_recycling_nodes}, but draft_len {self.draft_len}: set it to "
+                "that or more, or leave it out for a chain"
+            )
+        return self
+
+    @property
+    def tree_key(self) -> str:
+        """See SpeculationSection."""
+        return "token_recycling_nodes"
+
+    @property
+    def tree(self) -> ChoiceTree | None:
+        """The draft tree; None where drafts are chains."""
+        if self.token_recycling_nodes is None or self.token_recycling_nodes == self.draft_len:
+            return None
+        tree = recycling_tree(self.draft_len, self.token_recycling_top_k, self.token_recycling_nodes)
+        return None if len(tree.paths) == 1 else tree
+
+    def size_of(self, draft_len: int) -> DraftSize:
+        """How large a draft of so many tokens, one behind the other, is."""
+        return DraftSize.of(self.tree, draft_len)
+
+
+class _ChoicesSection(HybridOptions, SpeculationSection):
     """Of a method with a tree of ranks: what its key and draft_len say together."""
 
     CHOICES_KEY: ClassVar[str]
@@ -222,7 +309,18 @@ class _ChoicesSection(SpeculationSection):
                 f"draft_len is {self.draft_len}, but {self.CHOICES_KEY} are {depth} deep: set it to {depth} or less, "
                 "or leave it out"
             )
+        if self.enable_suffix_decoding and self.tree is not None:
+            raise ValueError(f"enable_suffix_decoding does not go with a tree: leave {self.tree_key} out")
         return self
+
+    @property
+    def tree(self) -> ChoiceTree | DynamicTree | None:
+        """The draft tree, no deeper than draft_len, or its bounds; None where drafts are chains."""
+        return self.static_tree
+
+    def size_of(self, draft_len: int) -> DraftSize:
+        """How large a draft of so many tokens, one behind the other, is."""
+        return DraftSize.of(self.tree, draft_len)
 
     @property
     def tree_key(self) -> str:
@@ -353,7 +451,10 @@ class DraftingMethod:
             its paths share tokens; None where each path has tokens of its own.
         num_behind: 1 where the drafter keeps keys and values of each token in the target's blocks, which depend on the
             token behind it: blocks are reused only where that is the same, too. Else 0.
-        search_bytes: that looking texts up takes in a round on each of its ranks, at most.
+        find_search_bytes: tells of a `speculation` section what looking texts up takes in a round on each of its ranks,
+            at most.
+        find_bytes: tells of a `speculation` section, a vocabulary and a number of rows what the method keeps on each of
+            its ranks.
     """
 
     placement: Role | None
@@ -367,7 +468,8 @@ class DraftingMethod:
     find_most_fed: Callable[[SpeculationSection], int] = lambda section: 0
     find_size: Callable[[SpeculationSection, int], DraftSize] | None = None
     num_behind: int = 0
-    search_bytes: int = 0
+    find_search_bytes: Callable[[SpeculationSection], int] = lambda section: 0
+    find_bytes: Callable[[SpeculationSection, int, int], int] = lambda section, vocab_size, max_rows: 0
 
     def size_of(self, section: SpeculationSection, draft_len: int) -> DraftSize:
         """How large a row's draft of `draft_len` tokens, one behind the other, is, at most."""
@@ -378,8 +480,8 @@ class DraftingMethod:
 
 
 def _tree_size(section: SpeculationSection, draft_len: int) -> DraftSize:
-    assert isinstance(section, MedusaSection | Eagle3Section)
-    return DraftSize.of(section.tree, draft_len)
+    assert isinstance(section, _ChoicesSection | TokenRecyclingSection | LookaheadSection)
+    return section.size_of(draft_len)
 
 
 def _most_fed(section: SpeculationSection) -> int:
@@ -387,8 +489,25 @@ def _most_fed(section: SpeculationSection) -> int:
     return section.most_fed
 
 
+def _lookahead_bytes(section: SpeculationSection, vocab_size: int, max_rows: int) -> int:
+    """Windows and pools."""
+    assert isinstance(section, LookaheadSection)
+    return max_rows * section.sizes.window * section.sizes.ngram * (8 + 4 * LOOKAHEAD_ROUNDS_KEPT)
+
+
+def _recycled_bytes(section: SpeculationSection, vocab_size: int, max_rows: int) -> int:
+    """The table, and when each of its lines was written."""
+    assert isinstance(section, TokenRecyclingSection)
+    return (vocab_size + 1) * 8 * (section.token_recycling_top_k + 1)
+
+
 def _max_paths(section: SpeculationSection) -> int:
     return section.max_paths if isinstance(section, PromptLookupSection | SuffixSection) else 1
+
+
+def _suffix_bytes(section: SpeculationSection) -> int:
+    assert isinstance(section, SuffixOptions)
+    return section.search_bytes
 
 
 METHODS: dict[str, DraftingMethod] = {
@@ -397,6 +516,7 @@ METHODS: dict[str, DraftingMethod] = {
         needs_draft_model=True,
         has_probabilities=True,
         section=DraftModelSection,
+        find_search_bytes=_suffix_bytes,
         to_check="see whether draft.model was made for this target, and for texts like these",
     ),
     "ngram": DraftingMethod(
@@ -406,7 +526,7 @@ METHODS: dict[str, DraftingMethod] = {
         section=PromptLookupSection,
         to_check="prompt lookup finds only what a text repeats",
         find_max_paths=_max_paths,
-        search_bytes=20 << 20,
+        find_search_bytes=lambda section: 20 << 20,
     ),
     "suffix": DraftingMethod(
         Role.TARGET,
@@ -415,13 +535,33 @@ METHODS: dict[str, DraftingMethod] = {
         section=SuffixSection,
         to_check="suffix decoding finds only what texts repeat",
         find_max_paths=_max_paths,
-        search_bytes=64 << 20,
+        find_search_bytes=_suffix_bytes,
+    ),
+    "token_recycling": DraftingMethod(
+        Role.TARGET,
+        needs_draft_model=False,
+        has_probabilities=False,
+        section=TokenRecyclingSection,
+        to_check="token recycling looks one token back: larger trees (speculation.token_recycling_nodes) find more",
+        find_size=_tree_size,
+        find_bytes=_recycled_bytes,
+    ),
+    "lookahead": DraftingMethod(
+        Role.TARGET,
+        needs_draft_model=False,
+        has_probabilities=False,
+        section=LookaheadSection,
+        to_check="a wider window (speculation.lookahead_config) finds more",
+        find_size=_tree_size,
+        find_search_bytes=lambda section: 64 << 20,
+        find_bytes=_lookahead_bytes,
     ),
     "medusa": DraftingMethod(
         Role.TARGET,
         needs_draft_model=False,
         has_probabilities=False,
         section=MedusaSection,
+        find_search_bytes=_suffix_bytes,
         to_check="see whether the heads were trained for this very target, and for texts like these",
         needs_heads=True,
         find_size=_tree_size,
@@ -431,6 +571,7 @@ METHODS: dict[str, DraftingMethod] = {
         needs_draft_model=False,
         has_probabilities=False,
         section=Eagle3Section,
+        find_search_bytes=_suffix_bytes,
         to_check="see whether the head was trained for this very target, for texts like these, and with the layers "
         "that trtrun plan names (speculation.eagle3_layers_to_capture)",
         needs_heads=True,

@@ -20,6 +20,10 @@ if TYPE_CHECKING:  # processes that only read requests do without
     import torch
 
 
+FIRST_REHEARSED_ROUND = 1 << 40
+"""Index of the first round that is run before requests come: those of requests count from 0, and never come so far."""
+
+
 class FinishReason(enum.StrEnum):
     """Why a request ended, in the words of the OpenAI API where it has one."""
 
@@ -139,6 +143,11 @@ class RoundPlan:
         """Tokens that are drafted this round, at most: the largest of `draft_lens`, at least 0."""
         return max(0, int(self.draft_lens.max())) if self.draft_lens.size else 0
 
+    @property
+    def is_rehearsed(self) -> bool:
+        """Whether its rows are made up, as at the start."""
+        return not 0 <= self.round_index < FIRST_REHEARSED_ROUND
+
     @cached_property
     def sampled_rows(self) -> list[int]:
         """Rows that get tokens this round: decode rows in order, then rows whose last prefill chunk runs."""
@@ -163,6 +172,8 @@ class Draft:
         paths: [rows, paths, depth] int64 beside the tokens: of each path from the row's newest token to a leaf the
             nodes in order, as columns of `tokens`, then -1. Paths share nodes or hold the same token in several. The
             depth is the plan's draft_len. None for a chain.
+        num_suffix_tokens: [rows] int64 beside the tokens: how many of a chain's first tokens were found in texts, where
+            a model drafts the others; None where none can be.
     """
 
     tokens: torch.Tensor
@@ -170,6 +181,8 @@ class Draft:
     draft_probs: torch.Tensor | None = None
     foreseen: torch.Tensor | None = None
     paths: torch.Tensor | None = None
+    num_suffix_tokens: torch.Tensor | None = None
+    _path_lens: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def depth(self) -> int:
@@ -179,8 +192,10 @@ class Draft:
     def path_lens(self) -> torch.Tensor:
         """[rows, paths] int64: nodes of each path, cut off at the row's draft_lens."""
         assert self.paths is not None, "a chain has no paths"
-        lens = (self.paths < 0).cumsum(dim=2).eq(0).sum(dim=2)
-        return lens.minimum(self.draft_lens.clamp(min=0).unsqueeze(1))
+        if self._path_lens is None:
+            lens = (self.paths < 0).cumsum(dim=2).eq(0).sum(dim=2)
+            self._path_lens = lens.minimum(self.draft_lens.clamp(min=0).unsqueeze(1))
+        return self._path_lens
 
 
 class FedPart(NamedTuple):
@@ -241,6 +256,9 @@ class Verdict:
         logprobs: for rows that asked, in order; None when no row did.
         chosen_logits: [sampled_rows, draft_len + 1] float32: the tokens' raw logits, -inf where bans forbid every
             token; anything beside padding. Where one is not finite the row has failed; the orchestrator is told so.
+        paths: [sampled_rows] int64: of each row's draft tree a path that begins with the draft tokens that it gains;
+            None where drafts are chains.
+        num_suffix_tokens: [decode_rows] int64: of the draft (Draft.num_suffix_tokens).
     """
 
     num_tokens: torch.Tensor
@@ -248,6 +266,8 @@ class Verdict:
     draft_lens: torch.Tensor | None = None
     logprobs: VerdictLogprobs | None = None
     chosen_logits: torch.Tensor | None = None
+    paths: torch.Tensor | None = None
+    num_suffix_tokens: torch.Tensor | None = None
 
 
 @dataclass

@@ -70,6 +70,7 @@ class RequestStatistics(msgspec.Struct, array_like=True, forbid_unknown_fields=T
 
     `admitted` is when it first got a row, `first_token` when its first token was committed. `num_drafts` of the
     `num_rounds` verified a draft: pacing, drafters with nothing to offer and lost draft ranks leave rounds without one.
+    Of the draft tokens, those called `suffix` were found in texts in place of a model's (`enable_suffix_decoding`).
     """
 
     arrival: float = 0.0
@@ -84,6 +85,13 @@ class RequestStatistics(msgspec.Struct, array_like=True, forbid_unknown_fields=T
     num_preemptions: int = 0
     acceptance_histogram: list[int] = []
     foresight: ForesightStatistics = msgspec.field(default_factory=ForesightStatistics)
+    num_suffix_draft_tokens: int = 0
+    num_accepted_suffix_draft_tokens: int = 0
+
+    def record_suffix(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Count those of a round's verified and kept draft tokens that were found in texts."""
+        self.num_suffix_draft_tokens += num_draft_tokens
+        self.num_accepted_suffix_draft_tokens += num_accepted
 
     def record_round(self, num_draft_tokens: int, num_accepted: int) -> None:
         """Count one round that verified `num_draft_tokens` and kept `num_accepted` of them."""

@@ -22,6 +22,7 @@ from trtrun.core.values import (
     read_integer,
     read_number,
     read_optional_integer,
+    read_sizes,
     read_texts,
     read_token_ids,
     read_token_sequences,
@@ -141,6 +142,7 @@ _READERS: dict[str, Callable[[str, object], object]] = {
     **dict.fromkeys(("stop_token_ids", "draft_token_ids"), read_token_ids),
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output"), read_flag),
     "logit_bias": read_bias,
+    "lookahead_config": read_sizes,
     "stop_sequences": read_token_sequences,
 }
 
@@ -184,6 +186,8 @@ class SamplingParams:
             as others. From the second output token on, draft_len of its tokens are verified a round for as long as the
             output is its start; behind its end, or the first token that differs, drafts are made as usual. It changes
             no text (with use_logits no distribution), and is not looked at where nothing is drafted for the row.
+        lookahead_config: with the method lookahead, the request's own window size, n-gram size and verification set
+            size, none of them more than the configuration's. It changes no text.
 
     Raises:
         InvalidRequestError: a field has a value of the wrong kind or outside its range; the message names the field.
@@ -210,6 +214,7 @@ class SamplingParams:
     logprobs: int | None = None
     draft_len: int | None = None
     draft_token_ids: tuple[int, ...] = ()
+    lookahead_config: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for item in _FIELDS:

@@ -203,6 +203,19 @@ def read_token_sequences(name: str, value: object) -> tuple[tuple[int, ...], ...
     return sequences
 
 
+def read_sizes(name: str, value: object) -> tuple[int, ...]:
+    """Three whole numbers; what they may be is not known here. None of them where there is an empty list.
+
+    Raises:
+        InvalidRequestError: it is something else.
+    """
+    items = _read_list(value)
+    sizes = tuple(int(item) for item in items or () if isinstance(item, Integral) and not isinstance(item, bool))
+    if items is None or len(sizes) != len(items) or len(sizes) not in (0, 3):
+        raise InvalidRequestError(f"{name} must be a list of three whole numbers, not {show_value(value)}")
+    return sizes
+
+
 def read_bias(name: str, value: object) -> dict[int, float]:
     """Numbers by token id; ids may be texts of digits, as keys of JSON objects are.
 

@@ -151,7 +151,7 @@ class Forwards:
             return None
         rows, tokens, positions = read_tiles(self._rows, tiles, width)
         tables = self._rows.tables(rows, blocks)
-        logits = self.graphs.run(tokens, positions, tables, 1, shapes.tiles(len(tiles), width, blocks))
+        logits = self.graphs.run(tokens, positions, tables, 1)
         last = {tile.chunk: index for index, tile in enumerate(tiles)}
         tapped = []
         if self.taps is not None:

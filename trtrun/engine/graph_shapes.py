@@ -34,9 +34,6 @@ take a GPU the time in which it reads the weights."""
 _NARROWEST_TILE = 16
 """Queries of a tile of prompts in a graph, at least: few widths make few graphs."""
 
-_PROMPT_STEP = 4
-"""Numbers of prompt tiles with long contexts that have graphs are powers of it."""
-
 MOST_FED = 32
 """Tokens of a row that catching up feeds at once; of more it feeds so many at a time."""
 
@@ -164,26 +161,17 @@ class GraphShapes:
             widths = {self.tile_width(length, blocks) for length in range(1, self._prompt_width + 1)}
             start = self.prompt_widths()[index - 1] * self._block_size if index else 0
             for width in widths:
-                found += [PromptShape(tiles, width, start) for tiles in self.numbers_of_tiles(width, blocks)]
+                found += [PromptShape(tiles, width, start) for tiles in self.numbers_of_tiles(width)]
         return sorted(found, key=lambda shape: shape.tiles * shape.width, reverse=True)
 
     def takes_prompts(self, tiles: int, width: int) -> bool:
         """Whether so many tiles of prompts, of `width` queries each, are computed through a graph."""
         return self.rows(tiles) * width <= MOST_PROMPT_TOKENS
 
-    def tiles(self, tiles: int, width: int, blocks: int) -> int:
-        """The tiles of the graph for `tiles` of `width` queries, of prompts whose tables have `blocks` columns."""
-        if blocks == self.prompt_widths()[0]:
-            return self.rows(tiles)
-        bucket = 1
-        while bucket < tiles:
-            bucket *= _PROMPT_STEP
-        return bucket if bucket * width <= MOST_PROMPT_TOKENS else self.rows(tiles)
-
-    def numbers_of_tiles(self, width: int, blocks: int) -> list[int]:
+    def numbers_of_tiles(self, width: int) -> list[int]:
         """The numbers of tiles of `width` queries that have graphs of their own, the largest first."""
         taken = [tiles for tiles in range(1, MOST_PROMPT_TOKENS // width + 1) if self.takes_prompts(tiles, width)]
-        return sorted({self.tiles(tiles, width, blocks) for tiles in taken}, reverse=True)
+        return sorted({self.rows(tiles) for tiles in taken}, reverse=True)
 
 
 def _few(most: int, rows: int) -> list[int]:

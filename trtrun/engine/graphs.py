@@ -94,7 +94,6 @@ class ForwardGraphs(GraphCache):
         positions: torch.Tensor,
         block_tables: torch.Tensor,
         num_last: int,
-        fewest_rows: int = 1,
     ) -> torch.Tensor:
         """Run one forward.
 
@@ -103,13 +102,12 @@ class ForwardGraphs(GraphCache):
             positions: [R, Q] int64; -1 is padding.
             block_tables: [R, blocks] int64, as wide as one of the shapes.
             num_last: of each row's queries so many, the last ones, have logits; 0 where all have.
-            fewest_rows: of the graph, where it is one for prompts.
 
         Returns:
             [R * num_last, vocab], or [R * Q, vocab] where that is 0, float32: valid until the next call.
         """
         rows, queries = tokens.shape
-        bucket = max(fewest_rows, self.shapes.rows(rows))
+        bucket = self.shapes.rows(rows)
         width = queries if num_last else self.shapes.queries(bucket, queries)
         shape = _Shape(bucket, width, block_tables.shape[1], num_last)
 

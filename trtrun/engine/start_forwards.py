@@ -12,6 +12,10 @@ from typing import NamedTuple
 
 from trtrun.engine.graph_shapes import MOST_FED, GraphShapes, catch_up_width, catches_up
 
+_SHORT_TREES = 6
+"""Trees of up to so many tokens, one behind the other, have graphs of all lengths: pacing asks for any, and the last
+rounds of a text for few."""
+
 
 class Verification(NamedTuple):
     """Rows that each verify a draft of `length` tokens (of every path of a tree), with tables of `blocks` columns."""
@@ -70,8 +74,9 @@ class StartLimits:
     def verifications(
         self, shapes: GraphShapes, draft_lens: Collection[int], *, has_trees: bool
     ) -> Iterator[Verification]:
-        """Chains of each number of tokens, or trees of `draft_lens` and rows without any."""
-        of_trees = sorted({0, *draft_lens}, reverse=True)
+        """Chains of each number of tokens, or rows without any and trees of `draft_lens`, and of fewer tokens."""
+        most = min(max(draft_lens, default=0), _SHORT_TREES)
+        of_trees = sorted({*range(most + 1), *draft_lens}, reverse=True)
         for rows in shapes.numbers_of_rows():
             of_chains = [queries - 1 for queries in shapes.numbers_of_queries(rows)]
             for length in of_trees if has_trees else of_chains:
@@ -154,4 +159,4 @@ def _prompt_graphs(shapes: GraphShapes, limits: StartLimits) -> Iterator[_Graph]
         width = shapes.tile_width(max(lengths), blocks)
         tiles = sum(-(-length // width) for length in lengths)
         if shapes.takes_prompts(tiles, width):
-            yield _Graph(max(shapes.tiles(tiles, width, blocks), shapes.rows(tiles)), width, blocks)
+            yield _Graph(shapes.rows(tiles), width, blocks)

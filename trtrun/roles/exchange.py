@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+
 from parallel.link import Link
 from trtrun.core.nouns import Draft, RoundPlan, Verdict
 from trtrun.roles.launched_round import LaunchedRound
@@ -55,7 +57,15 @@ class Exchange(Protocol):
 class DeviceExchange:
     """See Exchange; over a `parallel.link.Link`."""
 
-    def __init__(self, link: Link, *, in_place: bool, leads_draft: bool, target_vocab_size: int | None) -> None:
+    def __init__(
+        self,
+        link: Link,
+        *,
+        in_place: bool,
+        leads_draft: bool,
+        target_vocab_size: int | None,
+        looks_texts_up: bool = False,
+    ) -> None:
         """Exchange over `link`.
 
         Args:
@@ -63,11 +73,13 @@ class DeviceExchange:
             in_place: whether the drafter runs on the target ranks, which then all have proposed the same.
             leads_draft: whether this is the draft leader, which sends.
             target_vocab_size: width of draft_probs on a target rank; None on ranks that verify nothing.
+            looks_texts_up: whether drafts say what of them was found in texts: in a column behind their tokens.
         """
         self._link = link
         self._in_place = in_place
         self._leads_draft = leads_draft
         self._target_vocab_size = target_vocab_size
+        self._looks_texts_up = looks_texts_up
 
     def is_late(self, plan: RoundPlan) -> bool:
         """See Exchange: the target waits."""
@@ -80,11 +92,20 @@ class DeviceExchange:
         if self._in_place:
             return draft
         if draft is not None and self._leads_draft:
-            self._link.send_draft(draft.tokens, draft.draft_lens, draft.draft_probs)
+            tokens = draft.tokens
+            if self._looks_texts_up:
+                found = draft.num_suffix_tokens
+                found = torch.zeros_like(draft.draft_lens) if found is None else found
+                tokens = torch.cat((tokens, found.unsqueeze(1)), dim=1)
+            self._link.send_draft(tokens, draft.draft_lens, draft.draft_probs)
         if self._target_vocab_size is None:
             return None
-        shape = (len(plan.decode_rows), plan.draft_len, len(probability_rows), self._target_vocab_size)
-        return Draft(*self._link.receive_draft(*shape))
+        width = plan.draft_len + self._looks_texts_up
+        shape = (len(plan.decode_rows), width, len(probability_rows), self._target_vocab_size)
+        tokens, draft_lens, probs = self._link.receive_draft(*shape)
+        if not self._looks_texts_up:
+            return Draft(tokens, draft_lens, probs)
+        return Draft(tokens[:, :-1], draft_lens, probs, num_suffix_tokens=tokens[:, -1])
 
     def send_verdict(self, verdict: Verdict) -> None:
         """See Exchange: to draft ranks, too."""

@@ -9,11 +9,12 @@ report's layout. It does not know what a round is made of, or who reads the repo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from trtrun.core.nouns import RoundPlan, Verdict
 from trtrun.timing.phase_clock import Event, timing_event
@@ -35,6 +36,7 @@ class VerdictCopy:
         """
         self._round_index = plan.round_index
         self._width = 1
+        self._tells_suffix = False
         self._event: Event | None = None
         self._copies: list[torch.Tensor] = []
         if verdict is None:
@@ -42,7 +44,11 @@ class VerdictCopy:
         assert verdict.draft_lens is not None and verdict.chosen_logits is not None  # the leader's own
         self._width = verdict.tokens.shape[1]
         bits = verdict.chosen_logits.view(torch.int32).to(torch.int64)
-        columns = (verdict.num_tokens.unsqueeze(1), verdict.draft_lens.unsqueeze(1), verdict.tokens, bits)
+        columns = [verdict.num_tokens.unsqueeze(1), verdict.draft_lens.unsqueeze(1), verdict.tokens, bits]
+        found = verdict.num_suffix_tokens
+        if found is not None:
+            columns.append(functional.pad(found, (0, len(bits) - len(found))).unsqueeze(1))
+        self._tells_suffix = found is not None
         sources = [torch.cat(columns, dim=1)]
         if verdict.logprobs is not None:
             sources += [verdict.logprobs.token_ids, verdict.logprobs.values]
@@ -71,15 +77,18 @@ class VerdictCopy:
         packed = self._copies[0].numpy()
         width = self._width
         num_tokens, tokens = packed[:, 0], packed[:, 2 : 2 + width]
-        chosen = np.isfinite(packed[:, 2 + width :].astype(np.int32).view(np.float32))
+        chosen = np.isfinite(packed[:, 2 + width : 2 + 2 * width].astype(np.int32).view(np.float32))
         if not chosen.all():
             num_tokens = np.where((chosen | (tokens < 0)).all(axis=1), num_tokens, 0)
         draft_lens = np.maximum(packed[:, 1], 0)
         arrays = (num_tokens, draft_lens, tokens)
+        report = ReportArrays(self._round_index, take_times(), *arrays)
+        if self._tells_suffix:
+            report = replace(report, num_suffix_tokens=packed[:, -1])
         if len(self._copies) == 1:
-            return ReportArrays(self._round_index, take_times(), *arrays)
+            return report
         _, ids, values = self._copies
-        return ReportArrays(self._round_index, take_times(), *arrays, ids.numpy(), values.numpy())
+        return replace(report, logprob_ids=ids.numpy(), logprob_values=values.numpy())
 
 
 def _to_host(source: torch.Tensor) -> torch.Tensor:

@@ -62,6 +62,7 @@ class MessageExchange:
     _late_round: tuple[int, bool] = (-1, False)
     _early: bytes | None = None
     _foreseen: list[int] = field(default_factory=list)
+    _num_suffix_tokens: list[int] = field(default_factory=list)
 
     def is_late(self, plan: RoundPlan) -> bool:
         """See Exchange: the leader's answer, on all draft ranks."""
@@ -79,7 +80,8 @@ class MessageExchange:
         if draft is None or plan.draft_len == 0 or self.rank != self.draft_ranks[0]:
             return None
         foreseen = torch.zeros_like(draft.draft_lens) if draft.foreseen is None else draft.foreseen
-        table = torch.cat((draft.draft_lens.unsqueeze(1), foreseen.unsqueeze(1), draft.tokens), dim=1)
+        found = torch.zeros_like(draft.draft_lens) if draft.num_suffix_tokens is None else draft.num_suffix_tokens
+        table = torch.cat((torch.stack((draft.draft_lens, foreseen, found), dim=1), draft.tokens), dim=1)
         packet = encode_packet(plan.round_index, table.numpy())
         self.mail.post(self.target_ranks[0], DRAFT_TAG, packet)
         if draft.draft_probs is not None:
@@ -116,7 +118,7 @@ class MessageExchange:
             for rank in self.draft_ranks:
                 self.mail.post(rank, VERDICT_TAG, payload)
         self._seconds.append(report.times.verifying)
-        return DoneRound(self._with_foreseen(report))
+        return DoneRound(self._with_origins(report))
 
     def forget(self) -> None:
         """See Exchange: a job of several ranks ends with a round that fails."""
@@ -133,20 +135,20 @@ class MessageExchange:
     def _receive_draft(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Draft | None:
         """On target ranks: the packet on the device, and on the leader the draft_probs that follow it."""
         assert self.group is not None
-        self._foreseen = []
+        self._foreseen, self._num_suffix_tokens = [], []
         packet = self._await_packet(plan.round_index) if plan.draft_len else None
         if not packet:
             return None
         table = torch.from_numpy(decode_packet(packet)[1])
-        self._foreseen = table[:, 1].tolist()
-        width, probs = table.shape[1] - 2, None
+        self._foreseen, self._num_suffix_tokens = table[:, 1].tolist(), table[:, 2].tolist()
+        width, probs = table.shape[1] - 3, None
         if probability_rows and self.rank == self.target_ranks[0]:
             shape = (len(probability_rows), plan.draft_len, self.target_vocab_size)
             probs = self.peers.recv(torch.empty(shape, device=self.group.device), self.draft_peer)[:, :width]
         if not width:
             return None
         table = table.to(self.group.device, non_blocking=True)
-        return Draft(table[:, 2:], table[:, 0], probs)
+        return Draft(table[:, 3:], table[:, 0], probs)
 
     def _await_packet(self, round_index: int) -> bytes | None:
         """This round's: found by the leader, which hands it to the others; nothing where it is not there in time."""
@@ -174,8 +176,9 @@ class MessageExchange:
         usual = sorted(self._seconds)[len(self._seconds) // 2] if self._seconds else 0.0
         return max(SHORTEST_PATIENCE, _ROUNDS_OF_PATIENCE * usual)
 
-    def _with_foreseen(self, report: ReportArrays) -> ReportArrays:
-        """The report with which rows' drafts were made ahead."""
-        foreseen = np.zeros(len(report.draft_lens), dtype=np.int64)
+    def _with_origins(self, report: ReportArrays) -> ReportArrays:
+        """The report with which rows' drafts were made ahead, and what of them was found in texts."""
+        foreseen, found = (np.zeros(len(report.draft_lens), dtype=np.int64) for _ in range(2))
         foreseen[: len(self._foreseen)] = self._foreseen
-        return replace(report, foreseen=foreseen)
+        found[: len(self._num_suffix_tokens)] = self._num_suffix_tokens
+        return replace(report, foreseen=foreseen, num_suffix_tokens=found)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from parallel.watchdog.activity import Doing
-from trtrun.core.nouns import RoundPlan, TokenLogprobs
+from trtrun.core.nouns import FIRST_REHEARSED_ROUND, RoundPlan, TokenLogprobs
 from trtrun.roles.engine_ranks import EngineRanks
 from trtrun.scheduling.batch import RowResult
 from trtrun.scheduling.scheduler import Scheduler
@@ -34,10 +34,6 @@ class RowGain(NamedTuple):
 
     result: RowResult
     logprobs: list[TokenLogprobs] | None
-
-
-FIRST_REHEARSED_ROUND = 1 << 40
-"""Index of the first round that is run before requests come: those of requests count from 0, and never come so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,4 +315,5 @@ def commit_round(
             if (said := watch.complain(pacer.pays if pacer is not None else None)) is not None:
                 logger.warning(said)
     foreseen = report.foreseen if plan.num_guesses else None
-    return scheduler.commit(plan, report.num_tokens, report.tokens, report.draft_lens, foreseen)
+    found = report.num_suffix_tokens
+    return scheduler.commit(plan, report.num_tokens, report.tokens, report.draft_lens, foreseen, found)

@@ -96,6 +96,8 @@ class Worker:
             travel. Every rank works them out from the plan and the rows' own parameters: nothing says it on the way.
         """
         self.activity.enter(plan.round_index, Phase.AWAITING_DRAFT if self.drafter is None else Phase.DRAFTING)
+        if self.drafter is not None:
+            self.drafter.release_rows(plan)
         if self.target is not None:
             self.target.begin_round(plan)
         if self.drafter is not None:
@@ -163,6 +165,7 @@ class Worker:
             verdict = self.exchange.receive_verdict(plan, draft.depth + 1)
         else:
             verdict = self._decide(plan, step.logits, rows, draft, by_probability)
+            verdict.num_suffix_tokens = draft.num_suffix_tokens
             self.exchange.send_verdict(verdict)
         if draft.paths is not None:
             self.target.keep_path(plan, accepted_paths(draft, verdict))

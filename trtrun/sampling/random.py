@@ -138,6 +138,23 @@ def gumbel(seeds: Tensor, positions: Tensor, stream: Stream | Tensor, vocabulary
     return torch.cat(parts).neg_() if parts else seeds.new_empty((0, vocabulary), dtype=torch.float32)
 
 
+def gumbel_of(seeds: Tensor, positions: Tensor, stream: Stream, tokens: Tensor) -> Tensor:
+    """The numbers of `gumbel` of some tokens alone.
+
+    Args:
+        seeds: [n] int64, any device.
+        positions: [n] int64, same device.
+        stream: what the numbers are for.
+        tokens: [n, count] int64, same device: token ids.
+
+    Returns:
+        [n, count] float32.
+    """
+    state = _keys(seeds, positions, stream).unsqueeze(1) + (tokens + 1).mul_(_GAMMA)
+    numbers = _to_unit_interval(_mix_(state, torch.empty_like(state)))
+    return numbers.neg_().log1p_().neg_().log_().neg_()
+
+
 def gumbel_argmax(logits: Tensor, seeds: Tensor, positions: Tensor, stream: Stream | Tensor) -> Tensor:
     """Sample one token from softmax(logits) for each row by the Gumbel-max trick: argmax(logits + gumbel(...)).
 

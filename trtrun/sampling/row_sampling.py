@@ -23,7 +23,7 @@ from trtrun.kernels.triton.sampling import columns
 from trtrun.sampling import filters, penalties
 from trtrun.sampling.likeliest import argmax, likeliest, likeliest_in_order
 from trtrun.sampling.pieces import pieces
-from trtrun.sampling.random import Stream, gumbel, gumbel_argmax
+from trtrun.sampling.random import Stream, gumbel, gumbel_argmax, gumbel_of
 from trtrun.sampling.row_steps import RowSteps, SharedTables
 from trtrun.tensors import device_integers, kept_integers
 
@@ -343,6 +343,28 @@ class RowSampling:
             self.seeds([rows[place] for place in sampled]), lengths[index], Stream.TARGET, processed.shape[-1]
         )
         return processed.index_copy(0, index, processed.index_select(0, index) + noise)
+
+    def rank_few(self, tokens: Tensor, logits: Tensor, rows: Sequence[int], places: Tensor) -> Tensor:
+        """The order in which `rank` would take a few tokens of which the raw logits are known, whatever others there
+        are: with the temperature of each row and its numbers of the place, without filters and penalties.
+
+        Args:
+            tokens: [R, n, k] int64; those below 0 count as any.
+            logits: [R, n, k] float32 beside them, the largest first.
+            rows: the R rows.
+            places: [R] int64, device: the positions.
+
+        Returns:
+            [R, n, k] int64: the tokens, the best first; of greedy rows as they came.
+        """
+        if not self.sampled_indices(rows):
+            return tokens
+        width = tokens.shape[1]
+        temperature = self.numbers[self._index(rows), columns.TEMPERATURE].view(-1, 1, 1)
+        seeds, positions = (one.repeat_interleave(width) for one in (self.seeds(rows), places))
+        noise = gumbel_of(seeds, positions, Stream.TARGET, tokens.flatten(0, 1)).view(tokens.shape)
+        scores = torch.where(temperature > 0, logits / temperature + noise, logits)
+        return tokens.gather(2, scores.sort(dim=2, descending=True, stable=True).indices)
 
     @staticmethod
     def probabilities(processed: Tensor) -> Tensor:

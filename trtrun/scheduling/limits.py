@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.drafting_methods import METHODS
+from trtrun.configuration.drafting_methods import METHODS, LookaheadSection
+from trtrun.configuration.lookahead_windows import read_sizes
 from trtrun.errors import ConfigError, InvalidRequestError, PromptTooLongError
 
 
@@ -43,6 +44,7 @@ class SchedulerLimits:
             none of them.
         num_behind: tokens behind a block on which what a draft store keeps of it depends: 1 where that is one of heads
             on the target's ranks, which keep at each position what depends on the next token; else 0.
+        lookahead: window size, n-gram size and verification set size, where the method is lookahead; else empty.
     """
 
     max_batch_size: int
@@ -59,6 +61,7 @@ class SchedulerLimits:
     draft_nodes: tuple[int, ...] = ()
     drafts_in_parallel: bool = False
     num_behind: int = 0
+    lookahead: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -88,6 +91,7 @@ class SchedulerLimits:
             draft_nodes=config.draft_nodes if config.max_paths > 1 else (),
             drafts_in_parallel=drafts_in_parallel,
             num_behind=METHODS[config.speculation.method].num_behind,
+            lookahead=tuple(config.speculation.sizes) if isinstance(config.speculation, LookaheadSection) else (),
         )
 
     def __post_init__(self) -> None:
@@ -166,6 +170,26 @@ class SchedulerLimits:
             f"draft_len is {draft_len}, more than speculation.draft_len, which is {self.draft_len}: "
             "give that or less, or leave it out"
         )
+
+    def check_lookahead(self, sizes: tuple[int, ...]) -> None:
+        """Refuse a request whose own lookahead_config is more than the configuration's, or none that there is.
+
+        Raises:
+            InvalidRequestError: it is.
+        """
+        if not sizes:
+            return
+        if not self.lookahead:
+            raise InvalidRequestError("lookahead_config is for speculation.method lookahead: leave it out")
+        try:
+            read_sizes(sizes)
+        except ValueError as error:
+            raise InvalidRequestError(f"lookahead_config: {error}") from None
+        if any(own > most for own, most in zip(sizes, self.lookahead, strict=True)):
+            raise InvalidRequestError(
+                f"lookahead_config is {list(sizes)}, more than speculation.lookahead_config, which is "
+                f"{list(self.lookahead)}: give that or less, or leave it out"
+            )
 
     def check_prompt(self, length: int) -> None:
         """Refuse a prompt of `length` tokens that can never run.

@@ -279,6 +279,7 @@ class Scheduler:
         tokens: Sequence[Sequence[int]],
         draft_lens: Sequence[int] | None = None,
         foreseen: Sequence[bool] | None = None,
+        num_suffix_tokens: Sequence[int] | None = None,
     ) -> list[RowResult]:
         """Take a round's result: append tokens, end requests, offer verified blocks for reuse.
 
@@ -289,6 +290,7 @@ class Scheduler:
             tokens: per row, at least that many token ids; what follows is ignored.
             draft_lens: per row, how many draft tokens were verified; None stands for as many as were planned.
             foreseen: per row, whether its draft was made before the verdict that it follows; None where none are.
+            num_suffix_tokens: per row, how many of its first draft tokens were found in texts; None where none were.
 
         Returns:
             One entry for each sampled row whose request is still in that row, in the order of `plan.sampled_rows`.
@@ -312,6 +314,9 @@ class Scheduler:
                 if foreseen is not None and planned.draft_len > 0:
                     running = planned.completion
                     running.statistics.foresight.record(running.last_accepted, foreseen[index], verified)
+                if num_suffix_tokens:
+                    found = min(num_suffix_tokens[index], verified)
+                    planned.completion.statistics.record_suffix(found, min(found, max(0, num_tokens[index] - 1)))
                 row = commit_row(planned, index, verified, num_tokens[index], tokens[index], self.limits, now)
                 if row.completion.finish_reason is not None:
                     self._release(row.completion)

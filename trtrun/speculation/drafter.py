@@ -15,7 +15,7 @@ from trtrun.configuration.drafting_methods import SpeculationSection
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.registry import Registry
 from trtrun.speculation.ahead.guess_space import GuessSpace
-from trtrun.speculation.protocols import DraftEngine, Rows, TargetEngine
+from trtrun.speculation.protocols import DraftEngine, Rows, TargetEngine, TargetGroup
 
 
 class Drafter(ABC):
@@ -47,6 +47,9 @@ class Drafter(ABC):
 
     def warm_up(self) -> None:  # noqa: B027
         """First use of what rounds run beside the engine's own forwards."""
+
+    def release_rows(self, plan: RoundPlan) -> None:  # noqa: B027
+        """Look once more at rows that the plan drops: no engine has taken the plan in yet."""
 
     def begin_round(self, plan: RoundPlan) -> None:  # noqa: B027
         """Take in admissions, drops and blocks. Nothing to do for one that reads the target's rows."""
@@ -99,6 +102,7 @@ class DrafterContext:
         guess_space: what of the draft engine belongs to guesses, where it has devices of its own; else None.
         guess_steps: numbers of guesses that a round may have, ascending.
         corpus: texts that the method looks up, on a rank that holds the target; None without.
+        group: the target's ranks, on one of them.
         mask_token: of a draft model that drafts all tokens in one forward; None for one that does not.
     """
 
@@ -111,6 +115,7 @@ class DrafterContext:
     mask_token: int | None = None
     heads: Any = None
     corpus: Any = None
+    group: TargetGroup | None = None
 
 
 DRAFTERS: Registry[Callable[[DrafterContext], Drafter]] = Registry("drafting method")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from trtrun.core.nouns import Draft, RoundPlan
 from trtrun.speculation.drafter import Drafter
@@ -61,6 +62,27 @@ def draft_of_paths(plan: RoundPlan, found: Continuations, given: tuple[Tensor, T
     steps = kept_range(0, plan.draft_len, device)
     paths = torch.where(steps < counts.unsqueeze(2), nodes, -1)
     return Draft(tokens.flatten(1), torch.minimum(counts.amax(dim=1), most), paths=paths)
+
+
+def distinct(tokens: Tensor, counts: Tensor, most: int) -> Continuations:
+    """The first `most` of continuations [R, candidates, K] that say something new, with their counts [R, candidates].
+
+    One that is the start of another says nothing; of equal ones the first stays.
+    """
+    num_candidates, draft_len = tokens.shape[1:]
+    order = torch.arange(num_candidates, device=tokens.device)
+    steps = torch.arange(draft_len, device=tokens.device)
+    # starts[r, a, b]: continuation a is the start of b.
+    behind = steps >= counts.unsqueeze(2)
+    starts = ((tokens.unsqueeze(2) == tokens.unsqueeze(1)) | behind.unsqueeze(2)).all(dim=3)
+    starts &= counts.unsqueeze(2) <= counts.unsqueeze(1)
+    equal = counts.unsqueeze(2) == counts.unsqueeze(1)
+    is_said = (starts & (~equal | (order.unsqueeze(1) > order))).any(dim=2) | (counts == 0)
+    kept = torch.sort(is_said.to(torch.int8), dim=1, stable=True).indices[:, :most]
+    counts = counts.masked_fill(is_said, 0).gather(1, kept)
+    tokens = tokens.gather(1, kept.unsqueeze(2).expand(-1, -1, draft_len))
+    missing = most - kept.shape[1]
+    return Continuations(pad(tokens, (0, 0, 0, missing)), pad(counts, (0, missing)))
 
 
 class LookupDrafter(Drafter):

@@ -20,6 +20,7 @@ from trtrun.sampling.distributions import Distributions, distributions_of
 from trtrun.sampling.likeliest import likeliest
 from trtrun.speculation.growing_trees import DynamicGrowth, Given, Growth, Ranked, StaticGrowth, StaticShape
 from trtrun.speculation.protocols import FeatureHeads, Rows
+from trtrun.speculation.text_drafts import Suggestion
 from trtrun.tensors import kept_integers, kept_range
 
 
@@ -59,7 +60,7 @@ class HeadTrees:
         rows: Tensor,
         positions: Tensor,
         hidden: Tensor,
-        given: tuple[Tensor, Tensor] | None,
+        given: Suggestion | None,
     ) -> tuple[Tensor, Tensor]:
         """The trees of some rows, plan.draft_len deep. Collective over the group.
 
@@ -71,7 +72,7 @@ class HeadTrees:
             positions: [R, draft_len - 1] int64: where nodes of each depth but the last are fed; -1 where a row needs no
                 more.
             hidden: [R, hidden] states behind which the first nodes are chosen.
-            given: tokens [R, draft_len] that take the place of the best path's, and where.
+            given: tokens that take the place of the best path's.
 
         Returns:
             tokens [R, nodes] int64 and paths [R, paths, draft_len] int64 (see `Draft`), equal on all ranks.
@@ -87,7 +88,7 @@ class HeadTrees:
         grow = None
         for step in range(plan.draft_len):
             ranked = self._rank(plan, listed, lengths + step, hidden, growth, ways)
-            of_step = None if given is None else Given(given[0][:, step], given[1][:, step])
+            of_step = None if given is None else Given(given.tokens[:, step], given.is_given[:, step])
             tokens, parents = growth.spread(ranked, of_step, self._heads.share)
             if step + 1 == plan.draft_len:
                 break

@@ -27,8 +27,8 @@ that were fed before, 0 at first; tokens [R, F] int64; and hidden [R, before, hi
 were fed before. Returns the states behind the nodes, [R, F, hidden_size]. Collective."""
 
 
-class Rows(Protocol):
-    """Where every row stands, on the device; behind the real rows those of a draft engine's guesses."""
+class Texts(Protocol):
+    """What rows say."""
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -39,6 +39,10 @@ class Rows(Protocol):
     def lengths(self) -> torch.Tensor:
         """[max_rows] int64."""
         ...
+
+
+class Rows(Texts, Protocol):
+    """Where every row stands, on the device; behind the real rows those of a draft engine's guesses."""
 
     @property
     def block_tables(self) -> torch.Tensor:
@@ -268,4 +272,17 @@ class TargetEngine(RoundEngine, Protocol):
 
     def keep_path(self, plan: RoundPlan, accepted: torch.Tensor) -> None:
         """Have the plan's decode rows go on from the path `accepted` [decode_rows] int64 of their trees."""
+        ...
+
+
+class TargetGroup(Protocol):
+    """The ranks of the target, on one of them."""
+
+    @property
+    def decides(self) -> bool:
+        """Whether this is the rank that decides, which alone has the target's logits."""
+        ...
+
+    def share(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the rank that decides has in `tokens`, on all ranks; it may be overwritten. Collective."""
         ...

@@ -42,9 +42,9 @@ def verify_paths(
     Returns:
         As `verify`: tokens are [R, depth + 1], and draft_lens those of the deepest paths, cut off where the draft is.
     """
-    lens, lines = draft.path_lens(), _lines(draft)
+    lens, lines, tokens = draft.path_lens(), _lines(draft), path_tokens(draft)
     if forced_acceptance is None:
-        best = _longest_path(logits, sampling, rows, lengths, token_ids, draft, lines, max_context)
+        best = _longest_path(logits, sampling, rows, lengths, token_ids, draft, lines, tokens, max_context)
     else:
         best = lens.argmax(dim=1)
     verdict = verify(
@@ -53,12 +53,13 @@ def verify_paths(
         rows,
         lengths,
         token_ids,
-        _pick(path_tokens(draft), best),
+        _pick(tokens, best),
         lens.gather(1, best.unsqueeze(1)).squeeze(1),
         max_context=max_context,
         forced_acceptance=forced_acceptance,
     )
     verdict.draft_lens = torch.where(draft.draft_lens < 0, draft.draft_lens, lens.amax(dim=1))
+    verdict.paths = best
     return verdict
 
 
@@ -70,16 +71,18 @@ def _longest_path(
     token_ids: Tensor,
     draft: Draft,
     lines: Tensor,
+    tokens: Tensor,
     max_context: int | None,
 ) -> Tensor:
-    """[R] int64: of each row the path of which the target keeps most; `lines` of `_lines`, else as in `verify_paths`.
+    """[R] int64: of each row the path of which the target keeps most; `lines` of `_lines`, `tokens` of `path_tokens`,
+    else as in `verify_paths`.
 
     Where no choice looks at a row's tokens it depends on the node alone: so each node is looked at once, however many
     paths go through it. With penalties and bans each path is looked at as the chain that it is, of some rows at a time.
     """
     assert draft.paths is not None
     count, num_paths, depth = draft.paths.shape
-    tokens, vocabulary = path_tokens(draft), logits.shape[-1]
+    vocabulary = logits.shape[-1]
     if sampling.needs_history(rows):
         chosen = torch.empty((count, num_paths, depth + 1), dtype=torch.int64, device=logits.device)
         for part in pieces(count, num_paths * (depth + 1) * vocabulary):
@@ -127,6 +130,8 @@ def accepted_paths(draft: Draft, verdict: Verdict) -> Tensor:
     of them. Every rank that holds the draft finds the same."""
     assert draft.paths is not None
     count = draft.paths.shape[0]
+    if verdict.paths is not None:
+        return verdict.paths[:count]
     gained = verdict.tokens[:count, : draft.depth].unsqueeze(1)
     is_gained = torch.arange(draft.depth, device=gained.device) < (verdict.num_tokens[:count] - 1).view(-1, 1, 1)
     same = (path_tokens(draft) == gained) & is_gained & (draft.paths >= 0)

@@ -48,7 +48,8 @@ def load_corpus(
     if communicator.rank == _READS:
         try:
             tokens = read_corpus(section.suffix_corpus, tokenizer, vocab_size, section.suffix_corpus_max_tokens)
-            order = sort_places(tokens, most)
+            sorted_places, num_places = sort_places(torch.from_numpy(tokens), most)
+            order = sorted_places[: int(num_places)].numpy()
             if not len(order):
                 where = f"speculation.suffix_corpus: {section.suffix_corpus}"
                 raise ConfigError(f"{where} holds no text of two tokens or more")

@@ -139,11 +139,13 @@ def engine_working_bytes(
     dtype = resolve_dtype(section, model)
     blocks = (guess_space if role == "draft" else path_space)(config, 0).num_blocks
     beside = blocks * kv_bytes_per_block(config, model, len(section.devices), dtype)
-    if role == "target":
-        if heads is not None and heads.stored is not None:
-            of_heads = kv_bytes_per_block(config, heads.stored, len(section.devices), dtype)
-            beside += head_space(config, 0).num_blocks * of_heads
-        beside += METHODS[config.speculation.method].search_bytes
+    if role == "target" and heads is not None and heads.stored is not None:
+        of_heads = kv_bytes_per_block(config, heads.stored, len(section.devices), dtype)
+        beside += head_space(config, 0).num_blocks * of_heads
+    method = METHODS[config.speculation.method]
+    if role == method.placement:
+        beside += method.find_search_bytes(config.speculation)
+        beside += method.find_bytes(config.speculation, model.vocab_size, config.scheduler.max_batch_size)
     return beside + working_bytes(
         round_shape(config, context),
         model,

@@ -18,10 +18,9 @@ from itertools import takewhile
 
 import numpy as np
 
-from trtrun.core.nouns import PrefillChunk, RoundPlan, RowAdmission
+from trtrun.core.nouns import FIRST_REHEARSED_ROUND, PrefillChunk, RoundPlan, RowAdmission
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.roles.engine_ranks import EngineRanks
-from trtrun.roles.orchestrator import FIRST_REHEARSED_ROUND
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.speculation.round_costs import RoundCosts
 

@@ -11,12 +11,14 @@ from typing import cast
 
 import torch
 
+from parallel.communicator import Communicator
 from parallel.groups import Groups
 from parallel.link import Link
 from parallel.topology import Role, Topology
 from parallel.watchdog.activity import Activity
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS
+from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.engine.feature_layers import FeatureLayers
 from trtrun.engine.runner import Engine
 from trtrun.engine.stored_heads import StoredHeads
@@ -28,6 +30,26 @@ from trtrun.speculation.drafters import DRAFTERS, Drafter, DrafterContext
 from trtrun.start.memory_requirements import guess_space, guess_steps, head_space
 from trtrun.start.model_settings import mask_token
 from trtrun.timing.phase_clock import HostPhases, phase_clock
+
+
+@dataclass(frozen=True)
+class GroupOfTarget:
+    """See speculation.protocols.TargetGroup.
+
+    Attributes:
+        communicator: of the target's group, whose first rank decides.
+    """
+
+    communicator: Communicator
+
+    @property
+    def decides(self) -> bool:
+        """See TargetGroup."""
+        return self.communicator.rank == 0
+
+    def share(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See TargetGroup."""
+        return tokens if self.communicator.size == 1 else self.communicator.broadcast(tokens, 0)
 
 
 @dataclass(frozen=True)
@@ -96,6 +118,7 @@ class WorkerFactory:
             mask_token(config),
             heads=self._make_stored_heads() if self.heads_keep else self.heads,
             corpus=self.corpus,
+            group=GroupOfTarget(self.groups.target) if self.groups.target is not None else None,
         )
         return DRAFTERS.get(config.speculation.method)(place)
 
@@ -131,9 +154,11 @@ class WorkerFactory:
         )
 
     def _make_link(self) -> DeviceExchange:
+        section = self.config.speculation
         return DeviceExchange(
             Link(self.topology, self.rank, self.groups.workers),
             in_place=self._drafting_role is Role.TARGET,
             leads_draft=self.rank == self._drafting_leader,
             target_vocab_size=self.target_vocab_size if "target" in self.engines else None,
+            looks_texts_up=isinstance(section, HybridOptions) and section.enable_suffix_decoding,
         )

@@ -38,6 +38,8 @@ class RunStatistics:
         num_row_rounds: rounds summed over the rows that verified in them.
         num_draft_tokens: draft tokens verified.
         num_accepted_draft_tokens: of these, kept by the target.
+        num_suffix_draft_tokens, num_accepted_suffix_draft_tokens: of both, those that were found in texts in place of a
+            model's.
         acceptance_histogram: how many row rounds kept 0, 1, … draft tokens.
         draft_losses: how often the draft engine was lost: 0, or 1 once the target goes on alone. A reset keeps it.
         drafting, transferring, verifying: time in each phase of the rounds, as its leader saw it. Where another process
@@ -60,6 +62,8 @@ class RunStatistics:
     num_row_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_suffix_draft_tokens: int = 0
+    num_accepted_suffix_draft_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
     draft_losses: int = 0
     drafting: float = 0.0
@@ -97,6 +101,8 @@ class RunStatistics:
         self.num_row_rounds += statistics.num_rounds
         self.num_draft_tokens += statistics.num_draft_tokens
         self.num_accepted_draft_tokens += statistics.num_accepted_draft_tokens
+        self.num_suffix_draft_tokens += statistics.num_suffix_draft_tokens
+        self.num_accepted_suffix_draft_tokens += statistics.num_accepted_suffix_draft_tokens
         histogram = statistics.acceptance_histogram
         self.acceptance_histogram += [0] * (len(histogram) - len(self.acceptance_histogram))
         for accepted, count in enumerate(histogram):
@@ -115,6 +121,8 @@ class RunStatistics:
             "num_tokens": self.num_tokens,
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
+            "num_suffix_draft_tokens": self.num_suffix_draft_tokens,
+            "num_accepted_suffix_draft_tokens": self.num_accepted_suffix_draft_tokens,
             "mean_acceptance_length": round(self.mean_acceptance_length, 4),
             "acceptance_histogram": list(self.acceptance_histogram),
             "num_guesses": self.num_guesses,

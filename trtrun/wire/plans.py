@@ -44,6 +44,7 @@ _ADMISSION = np.dtype(
         for name in (
             "row", "request_id", "num_tokens", "num_prompt_tokens", "num_cached_tokens", "followed",
             "seed", "top_k", "max_tokens", "min_tokens", "logprobs", "num_draft_tokens", "lists",
+            "window", "ngram", "verified",
         )
     ]
     + [
@@ -54,6 +55,8 @@ _ADMISSION = np.dtype(
     ]
 )  # fmt: skip
 _INTEGERS = ("top_k", "max_tokens", "min_tokens", "seed")
+_LOOKAHEAD = ("window", "ngram", "verified")
+"""Of SamplingParams.lookahead_config; 0 without one."""
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -108,6 +111,8 @@ def _encode_admission(record: np.void, admission: RowAdmission, integers: list[n
     for name in _INTEGERS + _NUMBERS:
         record[name] = getattr(sampling, name)
     record["logprobs"] = -1 if sampling.logprobs is None else sampling.logprobs
+    for name, size in zip(_LOOKAHEAD, sampling.lookahead_config, strict=False):
+        record[name] = size
     record["num_tokens"] = len(admission.tokens)
     record["num_draft_tokens"] = len(admission.draft_tokens)
     integers.append(admission.tokens.astype(np.int64))
@@ -190,6 +195,8 @@ def _decode_admission(
     values: dict[str, Any] = {name: int(record[name]) for name in _INTEGERS}
     values |= {name: float(record[name]) for name in _NUMBERS}
     values["logprobs"] = None if record["logprobs"] < 0 else int(record["logprobs"])
+    if record["ngram"]:
+        values["lookahead_config"] = tuple(int(record[name]) for name in _LOOKAHEAD)
     return RowAdmission(
         row=int(record["row"]),
         request_id=int(record["request_id"]),

@@ -73,6 +73,7 @@ class RoundReport:
         tokens: [sampled_rows][num_tokens] the tokens gained.
         logprobs: for each sampled row that asked, in order, one entry a token gained.
         foreseen: one a sampled row: whether its draft was made before the verdict that it follows.
+        num_suffix_tokens: one a sampled row: how many of its first draft tokens were found in texts, beside a model.
         num_guesses: drafts that a draft leader of its own made ahead.
         num_redrafted: rows that it drafted for while the target waited.
         hit_chances: how likely a verdict is among one row's guesses, by their number from 1 on; empty in most rounds.
@@ -86,6 +87,7 @@ class RoundReport:
     tokens: list[list[int]]
     logprobs: list[list[TokenLogprobs]]
     foreseen: list[bool] = field(default_factory=list)
+    num_suffix_tokens: list[int] = field(default_factory=list)
     num_guesses: int = 0
     num_redrafted: int = 0
     hit_chances: list[float] = field(default_factory=list)
@@ -118,6 +120,7 @@ class ReportArrays:
     logprob_ids: np.ndarray = field(default_factory=lambda: _no_rows(3))
     logprob_values: np.ndarray = field(default_factory=lambda: _no_rows(3))
     foreseen: np.ndarray = field(default_factory=lambda: _no_rows(1))
+    num_suffix_tokens: np.ndarray = field(default_factory=lambda: _no_rows(1))
     num_guesses: int = 0
     num_redrafted: int = 0
     hit_chances: np.ndarray = field(default_factory=lambda: _no_rows(1))
@@ -145,8 +148,11 @@ class ReportArrays:
         )
         counts = _no_rows(1) if self.num_tokens is None else self.num_tokens
         parts = [_REPORT_HEADER.pack(*header)]
-        foreseen = self.foreseen if len(self.foreseen) == len(counts) else np.zeros(len(counts), dtype=np.int64)
-        for array in (counts, self.draft_lens, foreseen, self.tokens, self.logprob_ids):
+        foreseen, found = (
+            array if len(array) == len(counts) else np.zeros(len(counts), dtype=np.int64)
+            for array in (self.foreseen, self.num_suffix_tokens)
+        )
+        for array in (counts, self.draft_lens, foreseen, found, self.tokens, self.logprob_ids):
             parts.append(np.ascontiguousarray(array, dtype=np.int64).tobytes())
         for array in (self.logprob_values, self.hit_chances):
             parts.append(np.ascontiguousarray(array, dtype=np.float32).tobytes())
@@ -164,6 +170,7 @@ class ReportArrays:
             tokens=[row[:count] for row, count in zip(self.tokens.tolist(), num_tokens, strict=True)],
             logprobs=_list_logprobs(self.logprob_ids, self.logprob_values) if len(self.logprob_ids) else [],
             foreseen=list(map(bool, self.foreseen.tolist())) or [False] * len(num_tokens),
+            num_suffix_tokens=self.num_suffix_tokens.tolist() or [0] * len(num_tokens),
             num_guesses=self.num_guesses,
             num_redrafted=self.num_redrafted,
             hit_chances=self.hit_chances.astype(np.float32).tolist(),
@@ -175,9 +182,9 @@ def decode_report(payload: bytes) -> RoundReport:
     header = _ReportHeader(*_REPORT_HEADER.unpack_from(payload))
     rows, width = header.rows, header.width
     # Plain integers: for few rows that takes half of the time of numpy's arrays.
-    integers = struct.unpack_from(f"<{rows * (3 + width)}q", payload, _REPORT_HEADER.size)
-    num_tokens, draft_lens, foreseen = (list(integers[rows * part : rows * (part + 1)]) for part in range(3))
-    starts = range(3 * rows, len(integers), width) if width else [0] * rows
+    integers = struct.unpack_from(f"<{rows * (4 + width)}q", payload, _REPORT_HEADER.size)
+    num_tokens, draft_lens, foreseen, found = (list(integers[rows * part : rows * (part + 1)]) for part in range(4))
+    starts = range(4 * rows, len(integers), width) if width else [0] * rows
     at = _REPORT_HEADER.size + 8 * len(integers)
     shape = (header.logprob_rows, width, header.logprob_width)
     num_chances = header.hit_chances
@@ -196,6 +203,7 @@ def decode_report(payload: bytes) -> RoundReport:
         tokens=[list(integers[start : start + count]) for start, count in zip(starts, num_tokens, strict=True)],
         logprobs=_decode_logprobs(payload, at, shape) if header.logprob_rows else [],
         foreseen=list(map(bool, foreseen)),
+        num_suffix_tokens=found,
         num_guesses=header.num_guesses,
         num_redrafted=header.num_redrafted,
         hit_chances=list(struct.unpack_from(f"<{num_chances}f", payload, len(payload) - 4 * num_chances)),

@@ -40,6 +40,7 @@ from launch.serve.kserve.grpc_server import GrpcServer
 from launch.slurm.reach import describe_way, tell_way
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.suffix_options import SuffixOptions
 
 METRICS_CONNECTIONS = 64
 """That may be open on the metrics port."""
@@ -79,6 +80,12 @@ def play_serve(config: RuntimeConfig, running: RestartedEngine | OwnEngine) -> i
     if not is_loopback(http) and not keys.are_needed:
         say(
             f"WARNING: {section.host} is reached from other hosts, and no API key is asked for: set server.api_key_file"
+        )
+    texts = config.speculation
+    if keys.have_several and isinstance(texts, SuffixOptions) and texts.suffix_decoding_max_cached_requests:
+        say(
+            "WARNING: answers to one API key are looked up for the others, who may tell by their speed what these were "
+            "like: leave speculation.suffix_decoding_max_cached_requests out unless all keys may"
         )
     # uvloop's loop takes half the time of asyncio's own for what streams do most: write to a socket.
     with asyncio.Runner(loop_factory=MeasuredLoop) as runner:

@@ -133,7 +133,15 @@ class OpenRequest:
             self.lost_alone.add(engine)
 
 
-_COUNTERS = ("num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_draft_tokens", "num_preemptions")
+_COUNTERS = (
+    "num_rounds",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_draft_tokens",
+    "num_suffix_draft_tokens",
+    "num_accepted_suffix_draft_tokens",
+    "num_preemptions",
+)
 """Those of a completion that go on with its next engine; cached tokens and times are those of the first."""
 
 

@@ -286,6 +286,7 @@ class Front:
             for request in requests:
                 limits.check_prompt(len(request.prompt_token_ids))
                 limits.check_draft_len(request.sampling.draft_len)
+                limits.check_lookahead(request.sampling.lookahead_config)
 
     def most_prompt_tokens(self) -> int:
         """Tokens of the longest prompt that can run; raises a Refusal where there is no engine."""

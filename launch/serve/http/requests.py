@@ -134,6 +134,11 @@ class Keys:
         """Whether there are any."""
         return bool(self._digests)
 
+    @property
+    def have_several(self) -> bool:
+        """Whether there are several."""
+        return len(self._digests) > 1
+
     def check(self, request: Request) -> None:
         """Raise a Refusal unless the request has one of the keys, as `Authorization: Bearer KEY`."""
         if self._digests:

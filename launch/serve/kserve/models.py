@@ -106,9 +106,13 @@ def _optional(datatype: str, dims: tuple[int, ...], *names: str) -> list[TensorS
 
 ONE, ANY = (1,), (-1,)
 
+LOOKAHEAD_INPUTS = ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size")
+"""In the order of SamplingParams.lookahead_config."""
+
 _COMMON_INPUTS = [
     *_optional("INT32", ONE, "end_id", "pad_id", "min_length", "beam_width", "num_return_sequences"),
     *_optional("INT32", ONE, "prompt_vocab_size"),
+    *_optional("INT32", ONE, *LOOKAHEAD_INPUTS),
     *_optional("FP32", ONE, "temperature", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *_optional("UINT64", ONE, "random_seed", "lora_task_id"),
     *_optional("BOOL", ONE, "exclude_input_in_output", "return_log_probs", "return_context_logits"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.serve.door.refusals import Kind, Refusal
-from launch.serve.kserve.models import BLS
+from launch.serve.kserve.models import BLS, LOOKAHEAD_INPUTS
 from launch.serve.kserve.requests import InferRequest
 from launch.serve.kserve.rows import Row, read_word_list
 from launch.serve.kserve.tensors import Array, refuse_input
@@ -218,6 +218,12 @@ def _read_draft(row: Row, request: InferRequest, facts: ModelFacts) -> dict[str,
         values["draft_len"] = min(wanted, facts.draft_len)
     if tokens := row.integers("draft_input_ids"):
         values["draft_token_ids"] = tokens
+    given = [name for name in LOOKAHEAD_INPUTS if row.has(name)]
+    if given:
+        missing = next((name for name in LOOKAHEAD_INPUTS if name not in given), None)
+        if missing is not None:
+            raise refuse_input(missing, f"is missing beside {' and '.join(given)}: give all three or none")
+        values["lookahead_config"] = tuple(row.number(name, 0) for name in LOOKAHEAD_INPUTS)
     return values
 
 

@@ -57,6 +57,7 @@ class FrontTotals:
         num_row_rounds: rounds summed over the rows that verified in them.
         num_drafts: row rounds that verified a draft.
         num_draft_tokens, num_accepted_draft_tokens: verified in these, and kept.
+        num_suffix_draft_tokens, num_accepted_suffix_draft_tokens: of both, those found in texts in place of a model's.
         acceptance_histogram: how many row rounds kept 0, 1, … draft tokens.
         num_preemptions: rows that gave their blocks to others, and were computed again.
         num_restarts: of the engine.
@@ -74,6 +75,8 @@ class FrontTotals:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_suffix_draft_tokens: int = 0
+    num_accepted_suffix_draft_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
     num_preemptions: int = 0
     num_restarts: int = 0
@@ -99,6 +102,9 @@ class FrontTotals:
         self.num_drafts += now.num_drafts - before.num_drafts
         self.num_draft_tokens += now.num_draft_tokens - before.num_draft_tokens
         self.num_accepted_draft_tokens += now.num_accepted_draft_tokens - before.num_accepted_draft_tokens
+        self.num_suffix_draft_tokens += now.num_suffix_draft_tokens - before.num_suffix_draft_tokens
+        accepted = now.num_accepted_suffix_draft_tokens - before.num_accepted_suffix_draft_tokens
+        self.num_accepted_suffix_draft_tokens += accepted
         self.num_preemptions += now.num_preemptions - before.num_preemptions
         counts, earlier = self.acceptance_histogram, before.acceptance_histogram
         counts += [0] * (len(now.acceptance_histogram) - len(counts))
@@ -227,6 +233,12 @@ COUNTERS = (
     ("vllm:spec_decode_num_drafts", "Drafts verified: one a row and round that has one.", "totals.num_drafts"),
     ("vllm:spec_decode_num_draft_tokens", "Draft tokens verified.", "totals.num_draft_tokens"),
     ("vllm:spec_decode_num_accepted_tokens", "Of these, accepted.", "totals.num_accepted_draft_tokens"),
+    (
+        "trtrun:suffix_draft_tokens",
+        "Draft tokens verified that were found in texts in place of a model's.",
+        "totals.num_suffix_draft_tokens",
+    ),
+    ("trtrun:suffix_accepted_tokens", "Of these, accepted.", "totals.num_accepted_suffix_draft_tokens"),
     (
         "vllm:spec_decode_num_accepted_tokens_per_pos",
         "Draft tokens accepted, by their place in the draft.",

@@ -136,6 +136,8 @@ FIELDS: tuple[Field, ...] = (
         OWN,
         draft_len="most draft tokens a round for this request: 0 is plain decoding; at most speculation.draft_len",
         draft_token_ids="below",
+        lookahead_config="with the method lookahead: the request's own [window size, n-gram size, verification set "
+        "size], at most speculation.lookahead_config; changes no text",
         return_token_origins="choices have token_origins, below",
         return_token_texts="choices have token_texts: each token's part of the text, before stop strings are cut off; "
         "a character of several tokens is its last one's, those of byte tokens are the next token's",

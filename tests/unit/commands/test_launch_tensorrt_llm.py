@@ -13,6 +13,7 @@ from launch.tensorrt_llm import (
     parse_arguments,
     parse_choices,
     parse_draft_config,
+    parse_lookahead_config,
 )
 from trtrun.errors import ConfigError
 
@@ -144,3 +145,24 @@ def test_trees_of_an_eagle_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     ):
         with pytest.raises(click.UsageError, match=said):
             parse_arguments([*WORDS, *options])
+
+
+@pytest.mark.parametrize("written", ["[5, 4,3]", "\u201c[5,4,3]\u201d"])
+def test_lookahead_config_is_sizes_of_a_target_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    (tmp_path / "target").mkdir()
+    monkeypatch.chdir(tmp_path)
+    config = make_runtime_config(parse_arguments([*WORDS, "--lookahead_config", written]), has_gpu=False)
+    assert config.draft is None and config.heads is None and config.speculation.method == "lookahead"
+    assert (config.draft_len, config.draft_nodes[-1]) == (6, 23)
+    for text in ("exit()", "[5", "5", ""):
+        with pytest.raises(click.UsageError, match="write window size, n-gram size and verification set size"):
+            parse_lookahead_config(text)
+    for other in (DRAFT, ["--medusa_choices", "mc_sim_7b_63"]):
+        with pytest.raises(click.UsageError, match="--lookahead_config are two methods"):
+            parse_arguments([*WORDS, *other, "--lookahead_config", written])
+    with pytest.raises(click.UsageError, match="leave --draft_engine_dir out"):
+        parse_arguments([*WORDS, "--draft_engine_dir", "draft", "--lookahead_config", written])
+    with pytest.raises(ConfigError, match="the n-gram size is 1: set it to 2 to 16"):
+        make_runtime_config(parse_arguments([*WORDS, "--lookahead_config", "[5,1,3]"]), has_gpu=False)

@@ -37,6 +37,7 @@ def test_the_known_tree_is_the_references_and_not_medusas() -> None:
         ({"max_total_draft_tokens": 8}, "max_total_draft_tokens is of dynamic trees: set eagle_topk to 2 or more"),
         ({"eagle_topk": 3, "max_total_draft_tokens": 3}, "max_total_draft_tokens is 3, but draft_len is 4"),
         ({"eagle_topk": 6, "max_total_draft_tokens": 5}, "max_total_draft_tokens is 5, but eagle_topk is 6"),
+        ({"eagle_topk": 3, "enable_suffix_decoding": True}, "does not go with a tree: leave max_total_draft_tokens out"),
         ({"eagle_topk": 33}, "eagle_topk"),
         ({"eagle_top_k": 3}, "did you mean 'eagle_topk'?"),
         ({"medusa_choices": [[0]]}, "medusa_choices is an option of method medusa"),

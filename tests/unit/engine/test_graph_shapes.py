@@ -53,15 +53,13 @@ def test_contexts_fall_into_two_or_three_widths(max_blocks: int) -> None:
 @pytest.mark.parametrize("max_rows", [1, 6, 100])
 @pytest.mark.parametrize("width", [16, 32])
 def test_every_number_of_tiles_finds_a_graph(max_rows: int, width: int) -> None:
+    """Of less than twice as many, as padding costs as much as tokens."""
     shapes = GraphShapes(max_rows, 5, 100, 16)
-    short, long = shapes.prompt_widths()
     for tiles in range(1, MOST_PROMPT_TOKENS // width + 1):
         if shapes.takes_prompts(tiles, width):
-            for blocks in (short, long):
-                found = shapes.tiles(tiles, width, blocks)
-                assert found in shapes.numbers_of_tiles(width, blocks)
-                assert tiles <= found and found * width <= MOST_PROMPT_TOKENS
-    assert len(shapes.numbers_of_tiles(width, long)) < len(shapes.numbers_of_tiles(width, short))
+            found = shapes.rows(tiles)
+            assert found in shapes.numbers_of_tiles(width)
+            assert tiles <= found < 2 * tiles and found * width <= MOST_PROMPT_TOKENS
 
 
 def test_rows_that_lack_tokens_are_fed_in_few_widths() -> None:

@@ -108,15 +108,14 @@ def test_short_prompts_go_through_graphs_and_long_ones_do_not(
     target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
     draft = make_draft(tmp_path / "draft", target, 1)
     reference = Reference(target)
-    shapes: list[tuple[int, ...]] = []
-    run = ForwardGraphs.run
+    shapes: list[tuple[int, int]] = []
+    read = forwards.read_tiles
 
-    def logged(self: ForwardGraphs, tokens: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
-        if len(others) == 4:  # with the graph's rows: it is one for prompts
-            shapes.append(tuple(tokens.shape))
-        return run(self, tokens, *others, **named)
+    def logged(rows: Any, tiles: Any, width: int) -> Any:
+        shapes.append((len(tiles), width))
+        return read(rows, tiles, width)
 
-    monkeypatch.setattr(ForwardGraphs, "run", logged)
+    monkeypatch.setattr(forwards, "read_tiles", logged)
     prompts = [prompt_of(length, seed=length) for length in (5, 16, 17, 33, 64, 65, 100, 7, 9)]
     prompts.append(prompts[3] + prompt_of(4, seed=1))
     scheduler = {"max_batch_size": 4, "max_num_tokens": 80}

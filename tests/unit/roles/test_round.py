@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.fakes import FakeEngine, Rule, own_link
+from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import Request, RoundPlan, Verdict
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.roles.exchange import DeviceExchange
@@ -61,15 +62,23 @@ class Cycle:
         pace: Iterator[int | tuple[int, int | None]] | None = None,
         max_rows: int = 4,
         drafts_pay: bool = True,
+        options: HybridOptions | None = None,
+        rule: Rule = target_rule,
     ) -> None:
         self.pace = pace
         self.drafts_pay = drafts_pay
         self.drafted: dict[int, int] = {}
         self.draft = FakeEngine(draft_rule, VOCAB, max_rows)
-        self.target = FakeEngine(target_rule, VOCAB, max_rows)
+        self.target = FakeEngine(rule, VOCAB, max_rows)
         self.worker = Worker(
-            DeviceExchange(own_link(), in_place=False, leads_draft=True, target_vocab_size=VOCAB),
-            DraftModelDrafter(self.draft, VOCAB, use_logits),
+            DeviceExchange(
+                own_link(),
+                in_place=False,
+                leads_draft=True,
+                target_vocab_size=VOCAB,
+                looks_texts_up=options is not None,
+            ),
+            DraftModelDrafter(self.draft, VOCAB, use_logits, options),
             self.target,
             leads_draft=True,
             leads_target=True,
@@ -298,6 +307,36 @@ def test_a_draft_that_came_with_a_request_goes_first_and_the_model_goes_on(
         assert statistics.num_accepted_draft_tokens == (max(0, right - 1 - (right - 1) // 5) if request_id != 2 else 0)
         if right == 20 and request_id != 2:
             assert statistics.num_rounds == 4 and statistics.acceptance_histogram == [0, 0, 0, 0, 4]
+
+
+@pytest.mark.parametrize("plans_ahead", [0, 1])
+@pytest.mark.parametrize("min_match", [1, 6])
+@pytest.mark.parametrize("late", [True, False])
+def test_what_stood_before_goes_first_and_is_fed_at_once(late: bool, min_match: int, plans_ahead: int) -> None:
+    """Two rows repeat themselves soon, and one late where there is one; the draft is never right. Its store has the
+    rows' tokens alone, and no hole."""
+
+    def seven(context: Sequence[int]) -> int:
+        return (context[-1] + 1) % (7 if context[0] < 7 and len(context) < 24 else VOCAB)
+
+    options = HybridOptions(enable_suffix_decoding=True, suffix_decoding_min_match_len=min_match)
+    cycle = Cycle(lambda context: (seven(context) + 2) % VOCAB, 4, plans_ahead=plans_ahead, options=options, rule=seven)
+    prompts = {1: [4], 2: [3, 4, 5], **({3: [9]} if late else {})}
+    for request_id, prompt in prompts.items():
+        cycle.add(request_id, prompt, max_tokens=40)
+    states = dict(cycle.scheduler._requests)
+    cycle.run()
+    for request_id, prompt in prompts.items():
+        expected = list(prompt)
+        while len(expected) < len(prompt) + 40:
+            expected.append(seven(expected))
+        assert cycle.outputs[request_id] == expected[len(prompt) :]
+        statistics = states[request_id].statistics
+        accepted = statistics.num_accepted_suffix_draft_tokens
+        assert accepted == statistics.num_accepted_draft_tokens, "the model is never right"
+        assert accepted <= statistics.num_suffix_draft_tokens < statistics.num_draft_tokens
+        # Behind seven tokens, and as many more as must match, four of five are drafted until the text goes on anew.
+        assert accepted >= (24 - 7 - min_match) * 4 // 5 - 3 or request_id == 3
 
 
 def test_the_pacer_is_not_told_of_drafts_that_came_with_requests() -> None:

@@ -7,7 +7,7 @@ import torch
 from sampling_reference import chi_square_p_value
 
 from trtrun.sampling import random
-from trtrun.sampling.random import Stream, gumbel, gumbel_argmax, uniforms
+from trtrun.sampling.random import Stream, gumbel, gumbel_argmax, gumbel_of, uniforms
 
 P_VALUE = 1e-4
 MASK = 2**64 - 1
@@ -79,6 +79,16 @@ def test_numbers_do_not_depend_on_the_batch(vocabulary: int) -> None:
         assert torch.equal(gumbel(seeds, positions, Stream.TARGET, vocabulary), whole)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_numbers_of_some_tokens_are_those_of_all() -> None:
+    seeds, positions = torch.arange(5) * 77, torch.arange(5) + 40
+    tokens = torch.tensor([[3, 0, 999], [1, 1, 2], [500, 4, 3], [999, 998, 0], [7, 8, 9]])
+    kept = tokens.clone()
+    found = gumbel_of(seeds, positions, Stream.TARGET, tokens)
+    assert torch.equal(tokens, kept)
+    expected = gumbel(seeds, positions, Stream.TARGET, 1000).gather(1, tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_stream_for_each_row_equals_one_stream() -> None:

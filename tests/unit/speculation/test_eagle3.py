@@ -27,6 +27,11 @@ from trtrun.speculation.drafters.eagle3 import Eagle3Drafter
 from trtrun.start import engine_maker
 
 COUNT = 30
+WITH_TEXTS = {
+    "enable_suffix_decoding": True,
+    "suffix_decoding_min_match_len": 2,
+    "suffix_decoding_max_cached_requests": 9,
+}
 SAMPLING = mixed_sampling(COUNT)
 SCHEDULER = {"max_batch_size": 3, "max_num_tokens": 40}
 
@@ -54,9 +59,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, target: Path, head: Eagle3)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "block_size", "plans_ahead"), [("float32", 8, 0), ("float32", 2, 1), ("bfloat16", 16, 1)]
+    ("dtype", "block_size", "plans_ahead", "options"),
+    [("float32", 8, 0, {}), ("float32", 2, 1, {}), ("bfloat16", 16, 1, {}), ("float32", 8, 1, WITH_TEXTS)],
 )
-def test_texts_are_plain_decodings(target: Path, folder: Path, dtype: str, block_size: int, plans_ahead: int) -> None:
+def test_texts_are_plain_decodings(
+    target: Path, folder: Path, dtype: str, block_size: int, plans_ahead: int, options: dict[str, Any]
+) -> None:
     """Greedy and by seed, with penalties, bans and biases, in company, preempted, prefixes in use twice, prompts in
     chunks."""
     settings: dict[str, Any] = {
@@ -66,11 +74,14 @@ def test_texts_are_plain_decodings(target: Path, folder: Path, dtype: str, block
     }
     with make_llm(target, **settings) as llm:
         expected = tokens_of(llm.generate(PROMPTS, SAMPLING))
-    with make_llm(target, heads=folder, speculation=eagle3(), **settings) as llm:
+    with make_llm(target, heads=folder, speculation=eagle3(**options), **settings) as llm:
         outputs = llm.generate(PROMPTS, SAMPLING)
         assert tokens_of(outputs) == expected
         assert tokens_of(llm.generate(PROMPTS, SAMPLING)) == expected
-        assert llm.statistics()["num_accepted_draft_tokens"] > 60
+        statistics = llm.statistics()
+        assert statistics["num_accepted_draft_tokens"] > 60
+        assert (statistics["num_accepted_suffix_draft_tokens"] > 20) == bool(options)
+        assert statistics["num_suffix_draft_tokens"] < statistics["num_draft_tokens"]
         assert sum(one.statistics.num_preemptions for output in outputs for one in output.completions) > 0
         llm.check_idle()
         llm.set_speculation(False)

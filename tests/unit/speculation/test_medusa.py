@@ -25,6 +25,11 @@ from trtrun.speculation.drafters.medusa import MedusaDrafter
 from trtrun.speculation.trees import last_nodes, path_tokens
 
 COUNT = 40
+WITH_TEXTS = {
+    "enable_suffix_decoding": True,
+    "suffix_decoding_min_match_len": 2,
+    "suffix_decoding_max_cached_requests": 9,
+}
 TREE = [[0], [1], [0, 0], [2], [2, 0], [0, 1], [2, 0, 1], [0, 0, 0]]
 SAMPLING = mixed_sampling(COUNT)
 SCHEDULER = {"max_batch_size": 3, "max_num_tokens": 200}
@@ -62,17 +67,18 @@ def test_a_whole_model_drafts_from_its_own_directory(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "block_size", "plans_ahead", "choices"),
+    ("dtype", "block_size", "plans_ahead", "options"),
     [
-        ("float32", 8, 0, None),
-        ("float32", 2, 1, TREE),
-        ("bfloat16", 16, 1, None),
-        ("bfloat16", 16, 0, "mc_sim_7b_63"),
-        ("bfloat16", 4, 1, TREE),
+        ("float32", 8, 0, {}),
+        ("float32", 8, 1, WITH_TEXTS),
+        ("float32", 2, 1, {"medusa_choices": TREE}),
+        ("bfloat16", 16, 1, {}),
+        ("bfloat16", 16, 0, {"medusa_choices": "mc_sim_7b_63"}),
+        ("bfloat16", 4, 1, {"medusa_choices": TREE}),
     ],
 )
 def test_texts_are_plain_decodings(
-    target: Path, folder: Path, dtype: str, block_size: int, plans_ahead: int, choices: Any
+    target: Path, folder: Path, dtype: str, block_size: int, plans_ahead: int, options: dict[str, Any]
 ) -> None:
     """Greedy and by seed, with penalties, bans, biases and log probabilities, in company, preempted, prefixes in use
     twice, prompts in chunks."""
@@ -83,12 +89,14 @@ def test_texts_are_plain_decodings(
     }
     with make_llm(target, **settings) as llm:
         expected = told(llm.generate(PROMPTS, SAMPLING))
-    speculation = medusa() if choices is None else medusa(medusa_choices=choices)
-    with make_llm(target, heads=folder, speculation=speculation, **settings) as llm:
+    with make_llm(target, heads=folder, speculation=medusa(**options), **settings) as llm:
         outputs = llm.generate(PROMPTS, SAMPLING)
         assert told(outputs) == expected
         assert told(llm.generate(PROMPTS, SAMPLING)) == expected
-        assert llm.statistics()["num_accepted_draft_tokens"] > 200
+        statistics = llm.statistics()
+        assert statistics["num_accepted_draft_tokens"] > 200
+        assert (statistics["num_accepted_suffix_draft_tokens"] > 20) == (options == WITH_TEXTS)
+        assert statistics["num_suffix_draft_tokens"] < statistics["num_draft_tokens"]
         assert sum(one.statistics.num_preemptions for output in outputs for one in output.completions) > 0
         llm.check_idle()
         llm.set_speculation(False)

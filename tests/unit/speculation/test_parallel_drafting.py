@@ -283,6 +283,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plans ahead": {"scheduler": {"plans_ahead": 1}},
     "measured": {"speculation": {"pacing": "measured"}},
     "little memory": {"kv_cache": {"max_tokens": 160, "block_size": 8}},
+    "texts": {
+        "speculation": {
+            "enable_suffix_decoding": True,
+            "suffix_decoding_min_match_len": 1,
+            "suffix_decoding_max_cached_requests": 9,
+        }
+    },
 }
 
 
@@ -316,8 +323,11 @@ def test_texts_are_the_targets_own(pair: tuple[Path, Path], monkeypatch: pytest.
     speculation = {"draft_len": 5, **SETTINGS[name].get("speculation", {})}
     with make_llm(*pair, speculation=speculation, **sections) as llm:
         outputs = llm.generate(prompts, sampling)
+        assert tokens_of(llm.generate(prompts, sampling)) == expected
+        statistics = llm.statistics()
         llm.check_idle()
     assert tokens_of(outputs) == expected
+    assert (statistics["num_accepted_suffix_draft_tokens"] > 20) == (name == "texts")
     assert name == "measured" or max(widths) == 5
     accepted = sum(
         completion.statistics.num_accepted_draft_tokens for output in outputs for completion in output.completions

@@ -26,6 +26,7 @@ from trtrun.speculation.drafters.suffix import SuffixDrafter
 from trtrun.speculation.suffixes.continuations import MOST_PLACES, SuffixRule
 from trtrun.speculation.suffixes.corpus import SortedCorpus, bytes_of_corpus, sort_places
 from trtrun.speculation.suffixes.own_text import last_tokens
+from trtrun.speculation.suffixes.search import SuffixSearch
 from trtrun.tokens.corpus import read_corpus
 
 COUNT = 24
@@ -33,8 +34,9 @@ VOCABULARY = 260
 
 
 def sorted_corpus(texts: Sequence[Sequence[int]], most: int) -> SortedCorpus:
-    tokens = np.array([token for text in texts for token in (*text, -1)], dtype=np.int32)
-    return SortedCorpus(torch.from_numpy(tokens), torch.from_numpy(sort_places(tokens, most)), most)
+    tokens = torch.tensor([token for text in texts for token in (*text, -1)], dtype=torch.int32)
+    order, num_places = sort_places(tokens, most)
+    return SortedCorpus(tokens, order, most, num_places)
 
 
 def found_by_hand(texts: Sequence[list[int]], row: list[int], most: int, count: int) -> list[tuple[int, list[int]]]:
@@ -89,7 +91,7 @@ def test_the_longest_match_counts_wherever_it_is() -> None:
             0, (), (), np.zeros((0, 3), np.int32), (), np.zeros(1, np.int32), np.full(1, 3), np.zeros(1), 40
         )
         rule = SuffixRule(8, None, 0.0, 0.1)
-        draft = SuffixDrafter(state, rule, corpus=sorted_corpus(texts, 8)).propose(plan, [])
+        draft = SuffixDrafter(state, SuffixSearch(state, rule, sorted_corpus(texts, 8))).propose(plan, [])
         return draft.tokens[0, : int(draft.draft_lens[0])].tolist()
 
     assert propose([1, 2, 3], [[1, 2, 3, 4, 5], [9, 3, 7, 7]]) == [4, 5]

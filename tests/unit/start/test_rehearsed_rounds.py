@@ -22,6 +22,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "draft_probs": {"draft_len": 3, "use_logits": True},
     "ngram": {"method": "ngram", "draft_len": 3},
     "suffix": {"method": "suffix", "draft_len": 3},
+    "token_recycling": {"method": "token_recycling", "draft_len": 3, "token_recycling_nodes": 7},
+    "lookahead": {"method": "lookahead", "lookahead_config": [3, 3, 2]},
     "trees": {"method": "ngram", "draft_len": 3, "max_paths": 2},
 }
 

@@ -34,6 +34,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         presence_penalty=draw(st.floats(-2, 2)),
         frequency_penalty=draw(st.floats(-2, 2)),
         logprobs=draw(st.none() | st.integers(0, 20)),
+        lookahead_config=draw(st.just(()) | st.tuples(*[st.integers(1, 32)] * 3)),
     )
 
 
@@ -118,7 +119,10 @@ def test_a_report_comes_back_as_it_was() -> None:
     ids = np.arange(2 * 3 * 4).reshape(2, 3, 4)
     values = -np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4) / 8
     times = RoundTimes(0.25, 0.5, 0.75, 0.875, FirstUses(captures=3, compilations=70_000))
-    report = come_back(ReportArrays(41, times, np.array([3, 1]), np.array([2, 0]), tokens, ids, values))
+    arrays = ReportArrays(41, times, np.array([3, 1]), np.array([2, 0]), tokens, ids, values)
+    report = come_back(dataclasses.replace(arrays, num_suffix_tokens=np.array([2, 0])))
+    assert report.num_suffix_tokens == [2, 0]
+    assert come_back(arrays).num_suffix_tokens == [0, 0]
     assert (report.round_index, report.is_verdict) == (41, True)
     assert report.times == times
     assert (report.times.first_uses.captures, report.times.first_uses.compilations) == (3, 70_000)

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.speculation.ahead.chains import Chains
 from trtrun.speculation.ahead.fan_out import FanOut
 from trtrun.speculation.ahead.guess_space import GuessSpace
 from trtrun.speculation.ahead.guessing import Guesser
+from trtrun.speculation.ahead.host_texts import HostTexts
 from trtrun.speculation.ahead.masked_chains import MaskedChains
 from trtrun.speculation.ahead.row_texts import Guesses, RowText
 from trtrun.speculation.drafter import Drafter
@@ -46,11 +48,13 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         space: GuessSpace,
         guess_steps: Sequence[int] = (),
         mask_token: int | None = None,
+        options: HybridOptions | None = None,
     ) -> None:
         """Draft up to `draft_len` tokens with `engine`, whose vocabulary may be padded differently from the target's.
 
         With `use_logits` sampled rows have draft_probs. `guess_steps` are numbers of guesses that rounds may have. With
-        `mask_token` all tokens of a draft, and the drafts of all guesses, come from one forward.
+        `mask_token` all tokens of a draft, and the drafts of all guesses, come from one forward. Where `options` have
+        texts looked up, what these say goes before what the model has foreseen.
         """
         self._engine = engine
         self._target_vocab_size = target_vocab_size
@@ -75,6 +79,10 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         self._probs: dict[int, Tensor] = {}
         self._given = HostGivenDrafts(self._vocab_size)
         self._has_given: set[int] = set()
+        self._host_texts: HostTexts | None = None
+        if options is not None and options.enable_suffix_decoding:
+            columns = engine.rows.token_ids.shape[1]
+            self._host_texts = HostTexts(space.first_row, columns, self._vocab_size, options)
 
     @property
     def rows(self) -> Rows:
@@ -88,8 +96,15 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         for count in sorted({1, *self._guess_steps} - {0}, reverse=True):
             self._chains.warm_up(count)
 
+    def release_rows(self, plan: RoundPlan) -> None:
+        """See Drafter."""
+        if self._host_texts is not None:
+            self._host_texts.release_rows(plan)
+
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in admissions, drops and blocks."""
+        if self._host_texts is not None:
+            self._host_texts.begin_round(plan)
         self._engine.begin_round(plan)
         self._given.begin_round(plan)
         self._has_given.clear()
@@ -112,6 +127,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         rows, lens = plan.decode_rows.tolist(), plan.draft_lens.tolist()
         asked = {row: most for row, most in zip(rows, lens, strict=True) if most > 0 and row in self._texts}
         self._take_given(plan, asked)
+        looked_up = self._take_looked_up(asked)
         self._take_hits(asked)
         missing = {row: most for row, most in asked.items() if not self._texts[row].draft}
         if missing and (self._use_logits or len(missing) >= plan.redraft_from):
@@ -125,6 +141,7 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
             torch.tensor(counts, dtype=torch.int64),
             self._draft_probs(plan, probability_rows),
             torch.tensor(foreseen, dtype=torch.int64),
+            num_suffix_tokens=torch.tensor([looked_up.get(row, 0) for row in rows], dtype=torch.int64),
         )
 
     def _draft_probs(self, plan: RoundPlan, probability_rows: Sequence[int]) -> Tensor | None:
@@ -181,6 +198,8 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
         counts = verdict.num_tokens.tolist()
         gained = [of_row[:count] for of_row, count in zip(verdict.tokens.tolist(), counts, strict=True)]
         self._write_history(plan.sampled_rows, gained)
+        if self._host_texts is not None:
+            self._host_texts.learn(plan.sampled_rows, gained)
         self._hits.clear()
         for row, tokens in zip(plan.sampled_rows, gained, strict=True):
             text = self._texts.get(row)
@@ -243,13 +262,31 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
             tokens = self._given.behind(row, text.length, asked[row])
             if not tokens:
                 continue
-            self._has_given.add(row)
-            self._hits.pop(row, None)
-            self._probs.pop(row, None)
-            text.propose(tokens)
+            self._put(row, tokens)
             if self._use_logits and self._engine.rows.sampling.sampled_indices([row]):
                 certain = device_integers(tokens, self._engine.device)
                 self._probs[row] = functional.one_hot(certain, self._vocab_size).to(torch.float32)
+
+    def _take_looked_up(self, asked: dict[int, int]) -> dict[int, int]:
+        """Where what stood before says as much as what was foreseen it is a row's draft; how many tokens, by row."""
+        if self._host_texts is None:
+            return {}
+        taken: dict[int, int] = {}
+        wanted = {row: most for row, most in asked.items() if row not in self._has_given}
+        for row, tokens in self._host_texts.look_up(wanted).items():
+            hit = self._hits.get(row)
+            foreseen = self._texts[row].draft if hit is None else self._guesses.drafts[hit]
+            if len(tokens) >= min(len(foreseen), asked[row]):
+                self._put(row, tokens)
+                taken[row] = len(tokens)
+        return taken
+
+    def _put(self, row: int, tokens: list[int]) -> None:
+        """Tokens that are not the model's are a row's draft."""
+        self._has_given.add(row)
+        self._hits.pop(row, None)
+        self._probs.pop(row, None)
+        self._texts[row].propose(tokens)
 
     def _take_hits(self, asked: dict[int, int]) -> None:
         """Drafts of guesses that came true become the rows' own, cut to what the plan asks for, as others are."""

@@ -1,6 +1,17 @@
 """The drafting methods. Importing this package registers every one of them."""
 
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
-from trtrun.speculation.drafters import draft_target, eagle3, medusa, ngram, suffix
+from trtrun.speculation.drafters import draft_target, eagle3, lookahead, medusa, ngram, suffix, token_recycling
 
-__all__ = ["DRAFTERS", "Drafter", "DrafterContext", "draft_target", "eagle3", "medusa", "ngram", "suffix"]
+__all__ = [
+    "DRAFTERS",
+    "Drafter",
+    "DrafterContext",
+    "draft_target",
+    "eagle3",
+    "lookahead",
+    "medusa",
+    "ngram",
+    "suffix",
+    "token_recycling",
+]

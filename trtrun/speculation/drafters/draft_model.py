@@ -11,13 +11,15 @@ from typing import Generic
 
 import torch
 
+from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import Drafter
-from trtrun.speculation.given_drafts import GivenDrafts, with_certain_tokens
+from trtrun.speculation.given_drafts import with_certain_tokens
 from trtrun.speculation.protocols import DraftEngine, PreparedStep, Rows
+from trtrun.speculation.text_drafts import Suggestion, TextDrafts
 from trtrun.tensors import inference, kept_integers, kept_range
 
 
@@ -28,23 +30,34 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
     arXiv:2408.07978), so that two similar distributions choose the same token most of the time. With draft_probs it
     must draw independently of the target, from a stream of its own.
 
-    Where a draft that came with a request holds, its tokens take the place of the model's choices: they are fed as
-    these would be, so that keys and values are those of the proposal, and the model goes on behind them.
+    Where a draft that came with a request holds, its tokens take the place of the model's choices, and so does what
+    texts say where `options` have them looked up: they are fed as these would be, so that keys and values are those of
+    the proposal, and the model goes on behind them. Where nothing is left for the model they are fed all at once.
     """
 
-    def __init__(self, engine: DraftEngine[PreparedStep], target_vocab_size: int, use_logits: bool) -> None:
+    def __init__(
+        self,
+        engine: DraftEngine[PreparedStep],
+        target_vocab_size: int,
+        use_logits: bool,
+        options: HybridOptions | None = None,
+    ) -> None:
         """Draft with `engine`; its vocabulary may be padded differently from the target's `target_vocab_size`."""
         self._engine = engine
         self._target_vocab_size = target_vocab_size
         # Ids that only the draft's padding has could never be accepted, so they are not proposed.
         self._vocab_size = min(engine.vocab_size, target_vocab_size)
         self._stream = Stream.DRAFT if use_logits else Stream.TARGET
-        self._given = GivenDrafts(engine.rows, self._vocab_size)
+        self._given = TextDrafts(engine.rows, self._vocab_size, options)
 
     @property
     def rows(self) -> Rows:
         """See Drafter."""
         return self._engine.rows
+
+    def release_rows(self, plan: RoundPlan) -> None:
+        """See Drafter."""
+        self._given.release_rows(plan)
 
     def begin_round(self, plan: RoundPlan) -> None:
         """See Drafter."""
@@ -72,15 +85,18 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
         wanted = set(probability_rows)
         picks = [place for place, index in enumerate(followed) if index in wanted]
         given = self._given.propose(plan)
+        found = None if given is None else given.num_suffix_tokens
         if all_followed:
             tokens, probs = self._draft(plan, row_list, rows, lacking, most, picks, given)
-            return Draft(tokens, draft_lens, probs)
+            return Draft(tokens, draft_lens, probs, num_suffix_tokens=found)
         places = kept_integers(followed, device)
-        given = None if given is None else (given[0][places], given[1][places])
+        if given is not None:
+            given = given.of_rows(places)
+            found = None if found is None else torch.zeros_like(found).index_copy_(0, places, found[places])
         drafted, probs = self._draft(plan, row_list, rows, lacking, most, picks, given)
         tokens = torch.zeros((len(counts), draft_len), dtype=torch.int64, device=device)
         tokens[places] = drafted
-        return Draft(tokens, draft_lens, probs)
+        return Draft(tokens, draft_lens, probs, num_suffix_tokens=found)
 
     def _catch_up(self, plan: RoundPlan, row_list: list[int], rows: torch.Tensor, lacking: list[int]) -> torch.Tensor:
         """Feed `rows` [R] what they lack, at most `lacking` tokens each; logits [R, vocab] after the newest."""
@@ -94,14 +110,18 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
         lacking: list[int],
         most: list[int],
         picks: list[int],
-        given: tuple[torch.Tensor, torch.Tensor] | None,
+        given: Suggestion | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """draft_len tokens for `rows` [R], of which each needs as many as `most` says; `given` are tokens
-        [R, draft_len] and where they take the place of the model's.
+        """draft_len tokens for `rows` [R], of which each needs as many as `most` says; `given` are those that take the
+        place of the model's.
 
         Returns:
             tokens [R, draft_len] int64 and draft_probs [picks, draft_len, target vocab] float32 or None.
         """
+        whole = [] if given is None or picks else given.whole_rows(most)
+        if given is not None and len(whole) == len(row_list):
+            self._feed_whole(plan, rows, lacking, given.tokens, most)
+            return given.tokens, None
         logits = self._catch_up(plan, row_list, rows, lacking)
         state = self._engine.rows
         lengths = state.lengths.index_select(0, rows)
@@ -115,6 +135,10 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
             chained = self._chain(row_list, lengths, positions, tables, logits)
             if chained is not None:
                 return chained, None
+        if given is not None and whole and plan.draft_len > 1:
+            places = kept_integers(whole, rows.device)
+            self._engine.feed(given.tokens[places, :-1], positions[places], tables[places])
+            positions = positions.index_fill(0, places, -1)
         batches = self._engine.prepare_steps(tables, positions) if plan.draft_len > 1 else ()
         for step in range(plan.draft_len):
             where = lengths + step
@@ -122,7 +146,7 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
             found = distributions_of(state.sampling, raw, row_list, where, state.token_ids, None, plan.max_context)
             token = found.choose(self._stream).squeeze(1)
             if given is not None:
-                token = torch.where(given[1][:, step], given[0][:, step], token)
+                token = torch.where(given.is_given[:, step], given.tokens[:, step], token)
             chosen.append(token)
             if picks:
                 probabilities.append(found.probabilities(picks, self._target_vocab_size))
@@ -133,18 +157,32 @@ class DraftModelDrafter(Drafter, Generic[PreparedStep]):
         tokens = torch.stack(chosen, dim=1)
         return tokens, self._known_probs(torch.cat(probabilities, dim=1), tokens, picks, given) if picks else None
 
+    def _feed_whole(
+        self, plan: RoundPlan, rows: torch.Tensor, lacking: list[int], tokens: torch.Tensor, most: list[int]
+    ) -> None:
+        """Feed `rows` [R] what they lack, and behind it as many of their `tokens` [R, draft_len] as `most` says but the
+        last, in one forward."""
+        state, width = self._engine.rows, max(lacking)
+        steps = kept_range(-width, plan.draft_len - 1, rows.device)
+        counts, ends = (kept_integers(one, rows.device).unsqueeze(1) for one in (lacking, [max(1, n) for n in most]))
+        positions = state.lengths.index_select(0, rows).unsqueeze(1) + steps
+        positions = torch.where((-steps <= counts) & (steps + 1 < ends), positions, -1).clamp(min=-1)
+        own = state.token_ids[rows.unsqueeze(1), positions[:, :width].clamp(min=0)].to(torch.int64)
+        fed = torch.cat((own, tokens[:, :-1]), dim=1)
+        self._engine.feed(fed, positions, self._engine.tables(rows, plan.max_context))
+
     def _known_probs(
         self,
         probs: torch.Tensor,
         tokens: torch.Tensor,
         picks: list[int],
-        given: tuple[torch.Tensor, torch.Tensor] | None,
+        given: Suggestion | None,
     ) -> torch.Tensor:
         """draft_probs [picks, draft_len, vocab], where tokens [R, draft_len] that were given are certain."""
         if given is None:
             return probs
         index = kept_integers(picks, tokens.device)
-        return with_certain_tokens(probs, tokens[index], given[1][index])
+        return with_certain_tokens(probs, tokens[index], given.is_given[index])
 
     def _chain(
         self,

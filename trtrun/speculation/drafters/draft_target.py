@@ -6,6 +6,7 @@ it has devices of its own. This module knows which drafter a rank needs. It does
 
 from __future__ import annotations
 
+from trtrun.configuration.drafting_methods import DraftModelSection
 from trtrun.speculation.ahead.drafter import AheadDrafter
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.drafters.draft_model import DraftModelDrafter
@@ -17,6 +18,7 @@ def make_draft_model_drafter(place: DrafterContext) -> Drafter:
     """A drafter on the rank's draft engine."""
     assert place.draft is not None
     section = place.section
+    assert isinstance(section, DraftModelSection)
     if place.guess_space is not None:
         return AheadDrafter(
             place.draft,
@@ -26,7 +28,8 @@ def make_draft_model_drafter(place: DrafterContext) -> Drafter:
             place.guess_space,
             place.guess_steps,
             place.mask_token,
+            section,
         )
     if place.mask_token is not None:
-        return ParallelDrafter(place.draft, place.target_vocab_size, section.use_logits, place.mask_token)
-    return DraftModelDrafter(place.draft, place.target_vocab_size, section.use_logits)
+        return ParallelDrafter(place.draft, place.target_vocab_size, section.use_logits, place.mask_token, section)
+    return DraftModelDrafter(place.draft, place.target_vocab_size, section.use_logits, section)

@@ -26,15 +26,16 @@ from torch import Tensor
 from trtrun.configuration.drafting_methods import Eagle3Section
 from trtrun.configuration.dynamic_tree import DynamicTree
 from trtrun.configuration.medusa_choices import ChoiceTree
+from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, FedPart, RoundPlan, Step, Verdict
 from trtrun.errors import ConfigError
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
-from trtrun.speculation.given_drafts import GivenDrafts
 from trtrun.speculation.head_trees import HeadTrees
 from trtrun.speculation.protocols import FeatureHeads, PreparedStep, Rows, TargetEngine
+from trtrun.speculation.text_drafts import Suggestion, TextDrafts
 from trtrun.speculation.trees import along_paths
 from trtrun.tensors import device_integers, inference, kept_integers, kept_range
 
@@ -49,15 +50,17 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
         heads: FeatureHeads[PreparedStep],
         draft_len: int,
         tree: ChoiceTree | DynamicTree | None = None,
+        options: HybridOptions | None = None,
     ) -> None:
         """Draft up to `draft_len` tokens, one behind the other, for each of the rows of `target`, whose step taps what
-        `heads` read; trees of a shape or with bounds, or chains without."""
+        `heads` read; trees of a shape or with bounds, or chains without. Or where `options` have texts looked up what
+        these say."""
         self._rows = target.rows
         self._heads = heads
         self._draft_len = draft_len
         self._trees = HeadTrees(target.rows, heads, tree) if tree is not None else None
         self._proposed: Draft | None = None
-        self._given = GivenDrafts(target.rows)
+        self._given = TextDrafts(target.rows, options=options)
         shape = (len(target.rows.lengths), heads.hidden_size)
         self._states = torch.zeros(shape, dtype=heads.dtype, device=target.rows.lengths.device)
 
@@ -91,6 +94,10 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
                 return
             count = min(2 * count, most)
 
+    def release_rows(self, plan: RoundPlan) -> None:
+        """See Drafter."""
+        self._given.release_rows(plan)
+
     @property
     def num_graphs(self) -> int:
         """See Drafter."""
@@ -116,25 +123,28 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
         if not depth:
             return Draft(torch.zeros((len(listed), 0), dtype=torch.int64, device=device), lens)
         followed, given = _followed(plan), self._given.propose(plan)
+        found = None if given is None else given.num_suffix_tokens
         if len(followed) == len(listed):  # as in most rounds, where fewer operations are launched
             tokens, paths = self._draft(plan, listed, asked, given)
         else:
             places = kept_integers(followed, device)
-            given = None if given is None else (given[0][places], given[1][places])
+            given = None if given is None else given.of_rows(places)
             listed, asked = ([of_row[index] for index in followed] for of_row in (listed, asked))
             of_followed, paths = self._draft(plan, listed, asked, given)
             tokens = of_followed.new_zeros((len(lens), of_followed.shape[1])).index_copy_(0, places, of_followed)
             if paths is not None:
                 paths = paths.new_full((len(lens), *paths.shape[1:]), -1).index_copy_(0, places, paths)
-        self._proposed = Draft(tokens, lens, paths=paths)
+        self._proposed = Draft(tokens, lens, paths=paths, num_suffix_tokens=found)
         return self._proposed
 
     def _draft(
-        self, plan: RoundPlan, listed: list[int], asked: list[int], given: tuple[Tensor, Tensor] | None
+        self, plan: RoundPlan, listed: list[int], asked: list[int], given: Suggestion | None
     ) -> tuple[Tensor, Tensor | None]:
-        """[R, draft_len] int64 for the R rows `listed`, of which each needs as many as `asked` says; `given` are tokens
-        [R, draft_len] and where they take the place of the head's. Of trees the nodes, and their paths (see `Draft`).
-        """
+        """[R, draft_len] int64 for the R rows `listed`, of which each needs as many as `asked` says; `given` are those
+        that take the place of the head's. What its steps write nobody needs, so that they are left out where all are
+        given. Of trees the nodes, and their paths (see `Draft`)."""
+        if self._trees is None and given is not None and len(given.whole_rows(asked)) == len(listed):
+            return given.tokens, None
         rows = kept_integers(listed, self._states.device)
         lengths = self._rows.lengths.index_select(0, rows)
         hidden = self._states.index_select(0, rows)
@@ -148,7 +158,7 @@ class Eagle3Drafter(Drafter, Generic[PreparedStep]):
         for step in range(plan.draft_len):
             token = self._choose(plan, listed, lengths + step, hidden)
             if given is not None:
-                token = torch.where(given[1][:, step], given[0][:, step], token)
+                token = torch.where(given.is_given[:, step], given.tokens[:, step], token)
             chosen.append(token)
             if step + 1 < plan.draft_len:
                 # Scratch behind the row's length: penalties of the next step see it; a verdict overwrites it.
@@ -269,4 +279,4 @@ def make_eagle3_drafter(place: DrafterContext) -> Drafter:
         raise ConfigError(f"speculation.eagle_topk is {tree.top_k}, but the target has {most} tokens")
     if isinstance(tree, ChoiceTree) and tree.num_ranks > most:
         raise ConfigError(f"speculation.eagle_choices name rank {tree.num_ranks - 1}, but the target has {most} tokens")
-    return Eagle3Drafter(place.target, place.heads, section.draft_len, tree)
+    return Eagle3Drafter(place.target, place.heads, section.draft_len, tree, section)

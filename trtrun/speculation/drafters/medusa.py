@@ -21,14 +21,15 @@ from torch import Tensor
 
 from trtrun.configuration.drafting_methods import MedusaSection
 from trtrun.configuration.medusa_choices import ChoiceTree
+from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.errors import ConfigError
 from trtrun.sampling.distributions import Distributions, distributions_of
 from trtrun.sampling.likeliest import likeliest
 from trtrun.sampling.random import Stream
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
-from trtrun.speculation.given_drafts import GivenDrafts
 from trtrun.speculation.protocols import PositionHeads, Rows, TargetEngine
+from trtrun.speculation.text_drafts import TextDrafts
 from trtrun.speculation.trees import last_nodes
 from trtrun.tensors import inference, kept_integers, kept_range
 
@@ -68,12 +69,19 @@ class MedusaDrafter(Drafter):
     has the heads' logits ranks tokens, and the others are told.
     """
 
-    def __init__(self, target: TargetEngine, heads: PositionHeads, tree: ChoiceTree | None) -> None:
-        """Draft for the rows of `target`, whose step taps its normed end alone; without a tree the likeliest tokens."""
+    def __init__(
+        self,
+        target: TargetEngine,
+        heads: PositionHeads,
+        tree: ChoiceTree | None,
+        options: HybridOptions | None = None,
+    ) -> None:
+        """Draft for the rows of `target`, whose step taps its normed end alone; without a tree the likeliest tokens, or
+        where `options` have texts looked up what these say."""
         self._rows = target.rows
         self._heads = heads
         self._tree = tree
-        self._given = GivenDrafts(target.rows)
+        self._given = TextDrafts(target.rows, options=options)
         self._shapes: dict[int, _Shape] = {}
         self._hidden = torch.zeros(
             (len(target.rows.lengths), heads.hidden_size), dtype=heads.dtype, device=target.rows.lengths.device
@@ -101,6 +109,10 @@ class MedusaDrafter(Drafter):
                 return
             count = min(2 * count, len(self._hidden))
 
+    def release_rows(self, plan: RoundPlan) -> None:
+        """See Drafter."""
+        self._given.release_rows(plan)
+
     def begin_round(self, plan: RoundPlan) -> None:
         """See Drafter."""
         self._given.begin_round(plan)
@@ -120,13 +132,18 @@ class MedusaDrafter(Drafter):
             self._proposed = Draft(torch.zeros((len(listed), 0), dtype=torch.int64, device=device), lens)
             return self._proposed
         shape = self._shape(depth)
-        tokens = self._rank(plan, listed, shape).flatten(1).index_select(1, shape.picks)
         given = self._given.propose(plan)
+        if given is not None and shape.paths is None and len(given.whole_rows(asked)) == len(listed):
+            tokens = given.tokens
+        else:
+            tokens = self._rank(plan, listed, shape).flatten(1).index_select(1, shape.picks)
         if given is not None:
-            tokens.index_copy_(1, shape.spine, torch.where(given[1], given[0], tokens.index_select(1, shape.spine)))
-            lens = torch.maximum(lens, torch.minimum(given[1].sum(dim=1), kept_integers(asked, device)))
+            of_spine = torch.where(given.is_given, given.tokens, tokens.index_select(1, shape.spine))
+            tokens.index_copy_(1, shape.spine, of_spine)
+            lens = torch.maximum(lens, torch.minimum(given.is_given.sum(dim=1), kept_integers(asked, device)))
         paths = None if shape.paths is None else shape.paths.expand(len(listed), -1, -1)
-        self._proposed = Draft(tokens, lens, paths=paths)
+        found = None if given is None else given.num_suffix_tokens
+        self._proposed = Draft(tokens, lens, paths=paths, num_suffix_tokens=found)
         return self._proposed
 
     def _shape(self, depth: int) -> _Shape:
@@ -214,4 +231,4 @@ def make_medusa_drafter(place: DrafterContext) -> Drafter:
             f"speculation.medusa_choices name rank {section.tree.num_ranks - 1}, but the target has "
             f"{place.target_vocab_size} tokens"
         )
-    return MedusaDrafter(place.target, place.heads, section.tree)
+    return MedusaDrafter(place.target, place.heads, section.tree, section)

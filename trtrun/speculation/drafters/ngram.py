@@ -10,11 +10,10 @@ looks up the same integers in its own copy of the rows, so that all propose the 
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import pad
 
 from trtrun.configuration.drafting_methods import PromptLookupSection
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
-from trtrun.speculation.found_paths import Continuations, LookupDrafter
+from trtrun.speculation.found_paths import Continuations, LookupDrafter, distinct
 from trtrun.speculation.protocols import Rows
 
 _MOST_POSITIONS = 1 << 20
@@ -64,28 +63,7 @@ class NgramDrafter(LookupDrafter):
         # Behind a row's end stands scratch, -1 too, which must be some token: it is fed with the rest.
         tokens = token_ids.gather(1, after.clamp(max=columns - 1).flatten(1)).to(torch.int64).clamp(min=0)
         tokens = tokens.view(after.shape)
-        return Continuations(tokens, counts) if self._max_paths == 1 else _distinct(tokens, counts, self._max_paths)
-
-
-def _distinct(tokens: torch.Tensor, counts: torch.Tensor, most: int) -> Continuations:
-    """The first `most` of continuations [R, candidates, K] that say something new, with their counts [R, candidates].
-
-    One that is the start of another says nothing; of equal ones the first stays.
-    """
-    num_candidates, draft_len = tokens.shape[1:]
-    order = torch.arange(num_candidates, device=tokens.device)
-    steps = torch.arange(draft_len, device=tokens.device)
-    # starts[r, a, b]: continuation a is the start of b.
-    behind = steps >= counts.unsqueeze(2)
-    starts = ((tokens.unsqueeze(2) == tokens.unsqueeze(1)) | behind.unsqueeze(2)).all(dim=3)
-    starts &= counts.unsqueeze(2) <= counts.unsqueeze(1)
-    equal = counts.unsqueeze(2) == counts.unsqueeze(1)
-    is_said = (starts & (~equal | (order.unsqueeze(1) > order))).any(dim=2) | (counts == 0)
-    kept = torch.sort(is_said.to(torch.int8), dim=1, stable=True).indices[:, :most]
-    counts = counts.masked_fill(is_said, 0).gather(1, kept)
-    tokens = tokens.gather(1, kept.unsqueeze(2).expand(-1, -1, draft_len))
-    missing = most - kept.shape[1]
-    return Continuations(pad(tokens, (0, 0, 0, missing)), pad(counts, (0, missing)))
+        return Continuations(tokens, counts) if self._max_paths == 1 else distinct(tokens, counts, self._max_paths)
 
 
 @DRAFTERS.register("ngram")

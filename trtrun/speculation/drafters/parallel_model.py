@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import torch
 
+from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import RoundPlan
 from trtrun.sampling.distributions import distributions_of
 from trtrun.speculation.drafters.draft_model import DraftModelDrafter
 from trtrun.speculation.protocols import DraftEngine, PreparedStep
+from trtrun.speculation.text_drafts import Suggestion
 
 
 class ParallelDrafter(DraftModelDrafter[PreparedStep]):
@@ -24,10 +26,15 @@ class ParallelDrafter(DraftModelDrafter[PreparedStep]):
     step by step."""
 
     def __init__(
-        self, engine: DraftEngine[PreparedStep], target_vocab_size: int, use_logits: bool, mask_token: int
+        self,
+        engine: DraftEngine[PreparedStep],
+        target_vocab_size: int,
+        use_logits: bool,
+        mask_token: int,
+        options: HybridOptions | None = None,
     ) -> None:
         """Draft with `engine`, for whose model `mask_token` stands for a token that is not known."""
-        super().__init__(engine, target_vocab_size, use_logits)
+        super().__init__(engine, target_vocab_size, use_logits, options)
         self._mask_token = mask_token
         self._fed: dict[int, int] = {}
 
@@ -60,8 +67,11 @@ class ParallelDrafter(DraftModelDrafter[PreparedStep]):
         lacking: list[int],
         most: list[int],
         picks: list[int],
-        given: tuple[torch.Tensor, torch.Tensor] | None,
+        given: Suggestion | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if given is not None and not picks and len(given.whole_rows(most)) == len(row_list):
+            self._catch_up(plan, row_list, rows, lacking)
+            return given.tokens, None
         counts, places = self._unfed(row_list, rows, lacking), [max(1, count) for count in most]
         logits = self._engine.look_ahead(rows, counts, places, self._mask_token, plan.max_context)
         logits = logits[:, :, : self._vocab_size]
@@ -77,7 +87,7 @@ class ParallelDrafter(DraftModelDrafter[PreparedStep]):
         lengths: torch.Tensor,
         logits: torch.Tensor,
         picks: list[int],
-        given: tuple[torch.Tensor, torch.Tensor] | None,
+        given: Suggestion | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """From logits [R, draft_len, vocab] tokens [R, draft_len], and of `picks` their distributions; place by place
         where a choice looks at the tokens before it."""
@@ -90,7 +100,7 @@ class ParallelDrafter(DraftModelDrafter[PreparedStep]):
             tokens = found.choose(self._stream)
             if given is not None:
                 span = slice(step, step + tokens.shape[1])
-                tokens = torch.where(given[1][:, span], given[0][:, span], tokens)
+                tokens = torch.where(given.is_given[:, span], given.tokens[:, span], tokens)
             chosen.append(tokens)
             if picks:
                 probabilities.append(found.probabilities(picks, self._target_vocab_size))

@@ -11,7 +11,6 @@ It knows tokens. It does not know files, nor what is made of what is found.
 
 from __future__ import annotations
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -21,53 +20,68 @@ from trtrun.tensors import kept_range
 _BRANCHES = 128
 """Places that are looked at in one step of a search."""
 
+_RANK_BITS = 31
+"""Of a token, and of a place in a text of so many."""
+
 _NO_TOKEN = -2
 """Stands before the corpus: less than the separator of its texts (-1), and than every token."""
 
 
-def sort_places(tokens: numpy.ndarray, most_matched: int) -> numpy.ndarray:
+def sort_places(tokens: Tensor, most_matched: int) -> tuple[Tensor, Tensor]:
     """The places behind which a text goes on, in the order of what stands before them.
 
-    By doubling: what is known of all places up to some tokens back gives it for twice as many.
+    By doubling: what is known of all places up to some tokens back gives it for twice as many. Nothing of it waits for
+    a GPU.
 
     Args:
         tokens: [n] int32: texts, a separator (-1) behind each.
         most_matched: tokens before a place that count for its order, at least.
 
     Returns:
-        [places] int32.
+        order [n] int32, and how many of it are such places, [] int64; behind them are the others.
     """
     # In front of everything stands what is less than all: 0.
-    ranks = numpy.unique(tokens, return_inverse=True)[1].astype(numpy.int64) + 1
-    order = numpy.argsort(ranks, kind="stable")
-    width = 1
-    while width < most_matched:
-        before = numpy.zeros_like(ranks)
-        before[width:] = ranks[:-width]
-        keys = ranks * (len(ranks) + 1) + before
-        order = numpy.argsort(keys, kind="stable")
-        is_new = numpy.diff(keys[order], prepend=-1) != 0
-        ranks[order] = numpy.cumsum(is_new)
+    ranks, width = tokens.to(torch.int64) + 2, 1
+    while True:
+        keys, order = _behind(ranks, width).sort(stable=True)
         width *= 2
-        if ranks[order[-1]] == len(ranks):
+        if width >= most_matched:
             break
-    goes_on = numpy.append(tokens[1:] >= 0, False) & (tokens >= 0)
-    return order[goes_on[order]].astype(numpy.int32)
+        is_new = torch.ones_like(keys)
+        is_new[1:] = keys[1:] != keys[:-1]
+        if tokens.device.type == "cpu" and bool(is_new.all()):
+            break
+        ranks = torch.empty_like(ranks).scatter_(0, order, is_new.cumsum(0))
+    goes_on = (tokens >= 0) & torch.cat((tokens[1:] >= 0, tokens.new_zeros(1, dtype=torch.bool)))
+    goes_on = goes_on[order]
+    num_places = goes_on.sum()
+    behind = torch.where(goes_on, goes_on.cumsum(0), num_places + (~goes_on).cumsum(0)) - 1
+    return torch.empty_like(tokens).scatter_(0, behind, order.to(torch.int32)), num_places
+
+
+def _behind(ranks: Tensor, width: int) -> Tensor:
+    """[n] int64: by a place's rank, and of equal ones by that of the place `width` before it."""
+    keys = ranks << _RANK_BITS
+    keys[width:] |= ranks[: max(0, len(ranks) - width)]
+    return keys
 
 
 class SortedCorpus:
     """A corpus on a device."""
 
-    def __init__(self, tokens: Tensor, order: Tensor, most_matched: int) -> None:
+    def __init__(self, tokens: Tensor, order: Tensor, most_matched: int, num_places: Tensor | None = None) -> None:
         """Look up at most `most_matched` tokens.
 
         Args:
             tokens: [n] int32: texts, a separator (-1) behind each.
             order: [places] int32: what `sort_places` says of them, for as many tokens at least.
+            most_matched: tokens that are looked up.
+            num_places: [] int64 on the device: how many of the order there are; None for all.
         """
         front = tokens.new_full((most_matched,), _NO_TOKEN)
         self._tokens = torch.cat((front, tokens))
         self._order = order
+        self._num_places = len(order) if num_places is None else num_places
         self._most = most_matched
         self._spans = [-(-len(order) // _BRANCHES)]
         while self._spans[-1] > 1:
@@ -91,7 +105,7 @@ class SortedCorpus:
             probes = start + span * kept_range(1, _BRANCHES + 1, device) - 1
             start = start + span * self._is_less(probes, wanted).sum(dim=1, keepdim=True)
         near = start + kept_range(-MOST_PLACES, MOST_PLACES, device)
-        exists = (near >= 0) & (near < len(self._order))
+        exists = (near >= 0) & (near < self._num_places)
         places = self._places(near)
         matched = torch.where(exists, self._match(places, wanted)[0], 0)
         # Of equal ones the nearer first: 0, -1, 1, -2, …
@@ -123,7 +137,7 @@ class SortedCorpus:
         matched, before = self._match(self._places(indexes), wanted)
         other = (self._most - 1 - matched).clamp(min=0)
         stands = before.gather(2, other.unsqueeze(2)).squeeze(2)
-        return (stands < wanted.gather(1, other)) & (indexes < len(self._order))
+        return (stands < wanted.gather(1, other)) & (indexes < self._num_places)
 
 
 def bytes_of_corpus(num_tokens: int, most_matched: int) -> int:

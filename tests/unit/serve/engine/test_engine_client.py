@@ -108,6 +108,7 @@ def test_a_request_goes_to_the_next_engine_with_its_tokens() -> None:
         assert last.statistics.num_rounds == last.statistics.num_drafts == 3 + 2
         assert last.statistics.acceptance_histogram == [0, 5]
         assert last.statistics.num_draft_tokens == 8
+        assert last.statistics.num_suffix_draft_tokens == 6 and last.statistics.num_accepted_suffix_draft_tokens == 2
         second.writer.close()
 
     with_client(check)

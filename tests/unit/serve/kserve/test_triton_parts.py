@@ -190,6 +190,10 @@ def test_what_inputs_become() -> None:
     assert target.prompt == (5, 6) and target.sampling.draft_token_ids == (1, 2) and target.has_prompt
     assert target.end_tokens == {9} and target.sampling.stop_token_ids == (9,) and target.sampling.ignore_eos
     assert target.sampling.stop_sequences == ((1, 2),) and target.pad_token == 9
+    sizes = {"lookahead_window_size": 5, "lookahead_ngram_size": 4, "lookahead_verification_set_size": 3}
+    assert ask("tensorrt_llm", **sizes).sampling.lookahead_config == (5, 4, 3)
+    with pytest.raises(Refusal, match="lookahead_ngram_size"):
+        ask("ensemble", lookahead_window_size=5, lookahead_verification_set_size=3)
     endless = ask("tensorrt_llm", end_id=-1)
     assert endless.end_tokens == frozenset() and endless.sampling.ignore_eos and not endless.sampling.stop_token_ids
 

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.engine import messages
 from launch.serve.metrics import FrontMetrics, ModelRecorder, Stage
+from launch.serve.metrics.families import FrontTotals
 from launch.serve.metrics.triton import write_exposition
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics
@@ -308,6 +309,13 @@ def test_without_an_engine_only_what_the_front_knows_is_told() -> None:
     samples = samples_of(FrontMetrics("pair", 0).render(None, None))
     assert samples["trtrun:engine_up"] == 0 and samples["trtrun:requests_aborted_total"] == 0
     assert not [name for name in samples if name.startswith(("nv_trt_llm_request", "trtrun:draft_hit_rate"))]
+
+
+def test_what_was_found_in_texts_is_counted_once() -> None:
+    totals, first = FrontTotals(), delta_of((3,))
+    totals.add(first, None)
+    totals.add(delta_of((4,), rounds=2), first.statistics)
+    assert (totals.num_suffix_draft_tokens, totals.num_accepted_suffix_draft_tokens) == (3, 1)
 
 
 def test_the_dashboard_asks_for_what_is_exposed_and_the_page_of_docs_has_every_name() -> None:
