@@ -309,8 +309,8 @@ class _ChoicesSection(HybridOptions, SpeculationSection):
                 f"draft_len is {self.draft_len}, but {self.CHOICES_KEY} are {depth} deep: set it to {depth} or less, "
                 "or leave it out"
             )
-        if self.enable_suffix_decoding and self.tree is not None:
-            raise ValueError(f"enable_suffix_decoding does not go with a tree: leave {self.tree_key} out")
+        if self.enable_suffix_decoding and self.static_tree is not None:
+            raise ValueError(f"enable_suffix_decoding does not go with a tree: leave {self.CHOICES_KEY} out")
         return self
 
     @property
@@ -396,6 +396,8 @@ class Eagle3Section(_ChoicesSection):
         kept = self.max_total_draft_tokens
         if self.eagle_choices is not None and self.eagle_topk > 1:
             raise ValueError("eagle_choices and eagle_topk are two trees: leave one of them out")
+        if self.enable_suffix_decoding and self.eagle_topk > 1:
+            raise ValueError("enable_suffix_decoding does not go with a tree: leave eagle_topk out")
         if kept is not None and self.eagle_topk == 1:
             raise ValueError("max_total_draft_tokens is of dynamic trees: set eagle_topk to 2 or more, or leave it out")
         for key in ("draft_len", "eagle_topk"):
