@@ -266,6 +266,16 @@ def test_sampled_output_is_the_targets_own_whatever_the_batch_and_who_is_preempt
     check_sampled(target, speculation(*sizes), plans_ahead)
 
 
+def test_a_draft_that_has_room_for_one_ngram_alone_is_a_chain(target: Path) -> None:
+    prompts, sampling = [prompt_of(9) * 3, prompt_of(30)], SamplingParams(max_tokens=COUNT)
+    section = {"method": "lookahead", "lookahead_config": [2, 4, 1], "draft_len": 1}
+    with make_llm(target) as llm:
+        expected = tokens_of(llm.generate(prompts, sampling))
+    with make_llm(target, speculation=section) as llm:
+        assert tokens_of(llm.generate(prompts, sampling)) == expected
+        assert llm.statistics()["num_accepted_draft_tokens"] > 0
+
+
 def test_texts_in_bfloat16_are_plain_decodings_with_sizes_and_drafts_of_requests_own(target: Path) -> None:
     sampling, scheduler = mixed_sampling(30), {"max_batch_size": 3, "max_num_tokens": 200}
     with make_llm(target, dtype="bfloat16") as llm:

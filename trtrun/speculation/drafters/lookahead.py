@@ -95,11 +95,12 @@ def find_in_texts(token_ids: Tensor, lengths: Tensor, newest: Tensor, draft_len:
 class LookaheadDrafter(LedDrafter):
     """Proposes n-grams of the pool and the row's text, and has the window computed beside them."""
 
-    def __init__(self, rows: Rows, group: TargetGroup, sizes: LookaheadSizes) -> None:
+    def __init__(self, rows: Rows, group: TargetGroup, sizes: LookaheadSizes, *, is_chain: bool = False) -> None:
         """Draft for `rows`; the rank that decides keeps windows and pools. No request's own sizes are more than
-        `sizes`."""
+        `sizes`. With `is_chain` no draft has room for more than one n-gram, so that the target knows no trees."""
         super().__init__(rows, group)
         self._sizes = sizes
+        self._is_chain = is_chain
         self._windowed: set[int] = set()
         self._admitted: dict[int, LookaheadSizes] = {}
         if group.decides:
@@ -119,7 +120,7 @@ class LookaheadDrafter(LedDrafter):
 
     def _make_shape(self, depth: int) -> DraftShape:
         """See LedDrafter."""
-        return DraftShape.of(self._sizes.tree(depth).paths, depth, self._device, is_chain=False)
+        return DraftShape.of(self._sizes.tree(depth).paths, depth, self._device, is_chain=self._is_chain)
 
     def _draft(self, plan: RoundPlan, rows: Tensor, newest: Tensor, shape: DraftShape) -> Tensor:
         """See LedDrafter."""
@@ -240,4 +241,5 @@ def make_lookahead_drafter(place: DrafterContext) -> Drafter:
     """Windows and pools of the section's sizes."""
     section = place.section
     assert isinstance(section, LookaheadSection) and place.target is not None and place.group is not None
-    return LookaheadDrafter(place.target.rows, place.group, section.sizes)
+    is_chain = section.size_of(section.draft_len).paths == 1
+    return LookaheadDrafter(place.target.rows, place.group, section.sizes, is_chain=is_chain)
