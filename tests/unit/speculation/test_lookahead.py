@@ -229,6 +229,21 @@ def test_it_proposes_windows_and_ngrams_by_the_rules(
     assert sum(gained) > 1.3 * len(gained)
 
 
+def test_memory_stays_bounded_with_many_rows_and_ngrams(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    distinct = lookahead.distinct
+
+    def watched(tokens: torch.Tensor, *rest: Any) -> Any:
+        compared.append(tokens.shape[0] * tokens.shape[1] ** 2 * tokens.shape[2])
+        return distinct(tokens, *rest)
+
+    monkeypatch.setattr(lookahead, "distinct", watched)
+    sizes = LookaheadSizes(2, 8, 32)
+    rows = Rows([[1, 2 + row % 5] for row in range(60)], sizes, sizes)
+    rows.play([sizes.depth] * 60, list(range(60)))
+    assert len(compared) > 1 and max(compared) <= 1 << 24
+
+
 def test_a_window_is_a_tree() -> None:
     tree = LookaheadSizes(3, 4, 2).tree(4)
     assert tree.paths == [[0, 1], [2, 3, 4], [2, 5, 6, 7], [8, 9, 10], [11, 12, 13]]

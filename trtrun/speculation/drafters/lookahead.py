@@ -36,6 +36,9 @@ _CANDIDATES = 4
 _MOST_POSITIONS = 1 << 20
 """Positions that are compared at a time: with many rows of long contexts, memory stays within tens of megabytes."""
 
+_MOST_COMPARED = 1 << 24
+"""Pairs of tokens of candidates that are compared at a time, a byte each."""
+
 _STRIDE = 7919
 """A prime: tokens that follow one another come from places far apart."""
 
@@ -165,7 +168,8 @@ class LookaheadDrafter(LedDrafter):
         first; none says what another one does."""
         most, draft_len = _CANDIDATES * self._sizes.verified, self._sizes.ngram - 1
         columns = min(plan.max_context, self._rows.token_ids.shape[1])
-        share = max(1, _MOST_POSITIONS // max(columns, LOOKAHEAD_ROUNDS_KEPT * self._sizes.window * self._sizes.ngram))
+        share = _MOST_POSITIONS // max(columns, LOOKAHEAD_ROUNDS_KEPT * self._sizes.window * self._sizes.ngram)
+        share = max(1, min(share, _MOST_COMPARED // ((2 * most) ** 2 * draft_len)))
         found = []
         for start in range(0, len(rows), share):
             part, of_part = rows[start : start + share], newest[start : start + share]
