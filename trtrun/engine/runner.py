@@ -243,8 +243,8 @@ class Engine:
     def feed(
         self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, num_last: int = 1
     ) -> torch.Tensor:
-        """Feed rows with block tables `tables` some tokens each: of more than `MOST_FED`, where only what follows the last
-        one is asked for, so many at a time.
+        """Feed rows with block tables `tables` some tokens each; of more than `MOST_FED`, where only what follows the
+        last one is asked for, so many at a time.
 
         Args:
             tokens: [rows, width] int64.
@@ -260,7 +260,7 @@ class Engine:
             tokens, positions = tokens[:, -MOST_FED:], positions[:, -MOST_FED:]
         graphs = self._forwards.graphs
         rows, width = tokens.shape
-        if graphs is None:
+        if graphs is None or (num_last == 1 and not catches_up(rows, catch_up_width(width))):
             return self._forwards.forward_rows(tokens, positions, tables, num_last)
         if num_last == 1:
             before, places = catch_up_width(width) - width, 1
