@@ -44,6 +44,13 @@ class SuffixOptions(Section):
     suffix_decoding_max_cached_requests: Annotated[int, Number, Field(ge=0, le=MAX_CACHED_REQUESTS)] = 0
     suffix_decoding_max_cached_tokens: Annotated[int, Number, Field(ge=2, le=MAX_CACHED_TOKENS)] = 65536
 
+    @model_validator(mode="after")
+    def _check_cached(self) -> SuffixOptions:
+        tokens, requests = "suffix_decoding_max_cached_tokens", "suffix_decoding_max_cached_requests"
+        if tokens in self.model_fields_set and requests not in self.model_fields_set:
+            raise ValueError(f"{tokens} is of use with {requests} alone: set that, or leave it out")
+        return self
+
     @property
     def looks_texts_up(self) -> bool:
         """Whether it does at all."""
