@@ -3,7 +3,8 @@
 Medusa heads, an EAGLE-3 head and PARD drafts. Stages: ``prompts`` (pieces of the corpus), ``start`` (what the PARD
 drafts begin as; both drafter_material.py), ``data`` (trtrun generate-data), ``train`` (trtrun train-drafter, all
 drafters side by side), ``export`` and ``evaluate`` (trtrun run, on the CPU, over the held-out prompts). They share out
-``--minutes``. A run that was killed goes on from its last rows and checkpoints. The last line is JSON: tokens a round.
+``--minutes``. A run that was killed goes on from its last rows and checkpoints, with the data and minutes of training
+that it had. The last line is JSON: tokens a round.
 
     python scripts/train_shipped_drafters.py --device cuda:0 --minutes 8.5 --out trtrun/assets
 """
@@ -151,6 +152,9 @@ def data_files(run: Run) -> list[Path]:
 
 def generate(run: Run) -> None:
     """Let the target answer the prompts until the time is over; most rows are greedy, as acceptance is measured so."""
+    if kept_minutes(run).exists():
+        say(run, f"a training goes on with its data; another --work-dir than {run.work} begins anew")
+        return
     config = run.write_config("generate", run.arguments.device)
     children = []
     for part in range(1, run.arguments.generators + 1):
@@ -178,6 +182,11 @@ def generate(run: Run) -> None:
         raise SystemExit((run.work / "data_1.log").read_text(encoding="utf-8"))
 
 
+def kept_minutes(run: Run) -> Path:
+    """Where it says for how long the drafters are trained: a training goes on with the same minutes and data alone."""
+    return run.work / "minutes.txt"
+
+
 def wait(run: Run, child: subprocess.Popen[bytes], seconds: float) -> int:
     """The status of a command; one that takes longer is ended."""
     try:
@@ -193,7 +202,10 @@ def train(run: Run) -> None:
     arguments = run.arguments
     config = run.write_config("train", arguments.device)
     end = min(END_SECONDS, END_SHARE * run.seconds)
-    minutes = max(0.05, (run.left() - end - START_SHARE * run.seconds) / 60)
+    if not kept_minutes(run).exists():
+        left = max(0.05, (run.left() - end - START_SHARE * run.seconds) / 60)
+        kept_minutes(run).write_text(str(left), encoding="utf-8")
+    minutes = float(kept_minutes(run).read_text(encoding="utf-8"))
     say(run, f"{minutes:.2f} minutes of training")
     data = [word for path in data_files(run) for word in ("--data", usable(path))]
     batch, micro = (arguments.batch_size, arguments.batch_size) if run.is_gpu else (8, 8)

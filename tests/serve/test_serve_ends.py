@@ -192,15 +192,23 @@ def test_an_open_address_without_keys_is_told_loudly(pair: Path, tmp_path: Path)
         assert [line for line in server.lines if "WARNING" in line and "server.api_key_file" in line]
 
 
-@pytest.mark.parametrize("keys", ["one\n", "one\ntwo\n"])
-def test_answers_that_keys_share_are_told(pair: Path, tmp_path: Path, keys: str) -> None:
+@pytest.mark.parametrize(
+    ("keys", "words", "expected"),
+    [
+        ("one\n", ("method=suffix", "suffix_decoding_max_cached_requests=9"), []),
+        ("one\ntwo\n", ("method=suffix", "suffix_decoding_max_cached_requests=9"), ["answers to one API key are"]),
+        ("one\ntwo\n", ("method=token_recycling",), ["what the target held likely for one API key is"]),
+    ],
+)
+def test_what_keys_share_is_told(
+    pair: Path, tmp_path: Path, keys: str, words: tuple[str, ...], expected: list[str]
+) -> None:
     (tmp_path / "keys").write_text(keys)
     config = write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **SETTINGS)
-    words = ("method=suffix", "suffix_decoding_max_cached_requests=9")
     settings = [word for setting in words for word in ("--set", f"speculation.{setting}")]
     with serving(config, "--api-key-file", str(tmp_path / "keys"), *settings) as server:
-        told = [line for line in server.lines if "answers to one API key are looked up for the others" in line]
-    assert len(told) == (keys == "one\ntwo\n")
+        told = [line for line in server.lines if "who may tell by their speed" in line]
+    assert len(told) == len(expected) and all(part in line for part, line in zip(expected, told, strict=True))
 
 
 def test_a_wrong_number_of_ranks_is_answered_with_the_right_command(pair: Path, tmp_path: Path) -> None:

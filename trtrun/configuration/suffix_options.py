@@ -15,7 +15,7 @@ MAX_DRAFT_LEN = 32
 MAX_TREE_DEPTH = 64
 MAX_CACHED_REQUESTS = 1 << 20
 MAX_CACHED_TOKENS = 1 << 22
-CACHED_TOKEN_BYTES = 112
+CACHED_TOKEN_BYTES = 136
 """Of a token of past answers on a device, while they are sorted."""
 
 
@@ -33,7 +33,7 @@ class SuffixOptions(Section):
         suffix_decoding_max_cached_requests: past requests whose answers all rows are looked up in, too; the oldest go
             first. 0 keeps none: with others, whatever their API keys, a client may tell by how fast its own text comes
             what answers to other clients were like.
-        suffix_decoding_max_cached_tokens: of these answers that are kept. Each takes 112 bytes on each device that
+        suffix_decoding_max_cached_tokens: of these answers that are kept. Each takes 136 bytes on each device that
             drafts; on CPUs, sorting 65536 takes some 20 milliseconds, after each round in which requests end.
     """
 
@@ -43,6 +43,13 @@ class SuffixOptions(Section):
     suffix_decoding_min_token_prob: Annotated[float, Number, Field(ge=0, le=1)] = 0.1
     suffix_decoding_max_cached_requests: Annotated[int, Number, Field(ge=0, le=MAX_CACHED_REQUESTS)] = 0
     suffix_decoding_max_cached_tokens: Annotated[int, Number, Field(ge=2, le=MAX_CACHED_TOKENS)] = 65536
+
+    @model_validator(mode="after")
+    def _check_cached(self) -> SuffixOptions:
+        tokens, requests = "suffix_decoding_max_cached_tokens", "suffix_decoding_max_cached_requests"
+        if tokens in self.model_fields_set and requests not in self.model_fields_set:
+            raise ValueError(f"{tokens} is of use with {requests} alone: set that, or leave it out")
+        return self
 
     @property
     def looks_texts_up(self) -> bool:
@@ -64,7 +71,8 @@ class HybridOptions(SuffixOptions):
 
     Attributes:
         enable_suffix_decoding: whether a row whose last tokens stood before gets what followed there, by the rule of
-            `suffix`, in place of the model's draft; not with use_logits.
+            `suffix`, in place of the model's draft; not with use_logits. On GPUs the steps of a draft model beside the
+            target, and of eagle3, are then launched one by one.
         suffix_decoding_min_match_len: for how many tokens what stood before must be the row's last ones.
     """
 

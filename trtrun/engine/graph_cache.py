@@ -14,7 +14,8 @@ import torch
 from trtrun.engine.capture import Capture
 
 MOST_GRAPHS = 224
-"""Graphs kept of one kind of work. Each holds its nodes on the device and a share of the pool. A start has fewer."""
+"""Graphs kept of one kind of work. Each holds its nodes on the device and a share of the pool. Most starts make
+fewer."""
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ import torch
 
 from trtrun.engine.capture import Capture
 from trtrun.engine.feature_layers import FeatureLayers
-from trtrun.engine.graph_cache import GraphCache
+from trtrun.engine.graph_cache import MOST_GRAPHS, GraphCache
 from trtrun.engine.graph_shapes import GraphShapes
 from trtrun.engine.graphs import MOST_STEPS
+from trtrun.engine.start_forwards import count_head_graphs
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
-from trtrun.sampling.keyed_ranks import KeyedRanks
+from trtrun.sampling.keyed_ranks import NUM_KINDS, KeyedRanks
 from trtrun.sampling.likeliest import argmax
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
@@ -62,7 +63,9 @@ class HeadGraphs(GraphCache):
             most_fed: nodes of a row's draft tree that are fed at once, fewer than are verified; 0 where drafts are
                 chains.
         """
-        super().__init__(capture)
+        # All that a start makes are kept: which rounds need them is not known.
+        num_made = count_head_graphs(shapes, 1 + NUM_KINDS, has_trees=most_fed > 0)
+        super().__init__(capture, max(MOST_GRAPHS, num_made))
         self.shapes = shapes
         self._most_fed = most_fed
         self._layers = layers

@@ -243,7 +243,8 @@ class Engine:
     def feed(
         self, tokens: torch.Tensor, positions: torch.Tensor, tables: torch.Tensor, num_last: int = 1
     ) -> torch.Tensor:
-        """Feed rows with block tables `tables` some tokens each.
+        """Feed rows with block tables `tables` some tokens each; of more than `MOST_FED`, where only what follows the
+        last one is asked for, so many at a time.
 
         Args:
             tokens: [rows, width] int64.
@@ -254,9 +255,12 @@ class Engine:
         Returns:
             [rows * num_last, vocab] float32, after the last tokens of each row.
         """
+        if num_last == 1 and tokens.shape[1] > MOST_FED:
+            self.feed(tokens[:, :-MOST_FED], positions[:, :-MOST_FED], tables)
+            tokens, positions = tokens[:, -MOST_FED:], positions[:, -MOST_FED:]
         graphs = self._forwards.graphs
         rows, width = tokens.shape
-        if graphs is None:
+        if graphs is None or (num_last == 1 and not catches_up(rows, catch_up_width(width))):
             return self._forwards.forward_rows(tokens, positions, tables, num_last)
         if num_last == 1:
             before, places = catch_up_width(width) - width, 1

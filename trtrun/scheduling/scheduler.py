@@ -311,12 +311,12 @@ class Scheduler:
             # gets the same tokens again: randomness is keyed by position.
             if planned.completion.epoch == planned.epoch:
                 verified = planned.draft_len if draft_lens is None else draft_lens[index]
-                if foreseen is not None and planned.draft_len > 0:
-                    running = planned.completion
+                running, found = planned.completion, min(num_suffix_tokens[index], verified) if num_suffix_tokens else 0
+                # A draft that was found in texts is neither foreseen nor waited for.
+                if foreseen is not None and planned.draft_len > 0 and not found:
                     running.statistics.foresight.record(running.last_accepted, foreseen[index], verified)
-                if num_suffix_tokens:
-                    found = min(num_suffix_tokens[index], verified)
-                    planned.completion.statistics.record_suffix(found, min(found, max(0, num_tokens[index] - 1)))
+                if found and num_tokens[index]:
+                    running.statistics.record_suffix(found, min(found, num_tokens[index] - 1))
                 row = commit_row(planned, index, verified, num_tokens[index], tokens[index], self.limits, now)
                 if row.completion.finish_reason is not None:
                     self._release(row.completion)

@@ -39,6 +39,7 @@ from launch.serve.http.tls import check_tls
 from launch.serve.kserve.grpc_server import GrpcServer
 from launch.slurm.reach import describe_way, tell_way
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.drafting_methods import SpeculationSection, TokenRecyclingSection
 from trtrun.configuration.server_config import ServerSection
 from trtrun.configuration.suffix_options import SuffixOptions
 
@@ -81,15 +82,26 @@ def play_serve(config: RuntimeConfig, running: RestartedEngine | OwnEngine) -> i
         say(
             f"WARNING: {section.host} is reached from other hosts, and no API key is asked for: set server.api_key_file"
         )
-    texts = config.speculation
-    if keys.have_several and isinstance(texts, SuffixOptions) and texts.suffix_decoding_max_cached_requests:
-        say(
-            "WARNING: answers to one API key are looked up for the others, who may tell by their speed what these were "
-            "like: leave speculation.suffix_decoding_max_cached_requests out unless all keys may"
-        )
+    if keys.have_several and (told := _what_keys_share(config.speculation)):
+        say(f"WARNING: {told}")
     # uvloop's loop takes half the time of asyncio's own for what streams do most: write to a socket.
     with asyncio.Runner(loop_factory=MeasuredLoop) as runner:
         return runner.run(_serve(config, keys, running, http, metrics))
+
+
+def _what_keys_share(section: SpeculationSection) -> str | None:
+    """What requests with one API key show to those with another, and what to do about it; None where nothing is."""
+    if isinstance(section, SuffixOptions) and section.suffix_decoding_max_cached_requests:
+        return (
+            "answers to one API key are looked up for the others, who may tell by their speed what these were like: "
+            "leave speculation.suffix_decoding_max_cached_requests out unless all keys may"
+        )
+    if isinstance(section, TokenRecyclingSection):
+        return (
+            "what the target held likely for one API key is drafted for the others, who may tell by their speed what "
+            "its texts were like: take another speculation.method than token_recycling unless all keys may"
+        )
+    return None
 
 
 def play_serve_rank(config: RuntimeConfig) -> int:

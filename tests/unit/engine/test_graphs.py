@@ -164,6 +164,21 @@ def test_what_requests_that_come_together_need_is_captured_at_the_start(
     assert not made
 
 
+def test_no_round_captures_a_graph_that_feeds_many_rows_much(tmp_path: Path, captures: list[int]) -> None:
+    """As draft ranks that draft ahead do, where rows that were sat out draft again beside many others."""
+    target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
+    draft = make_draft(tmp_path / "draft", target, 1)
+    scheduler = {"max_batch_size": 20, "max_num_tokens": 200}
+    with make_llm(target, draft, devices=(["cpu:0"],) * 2, speculation={"draft_len": 3}, scheduler=scheduler) as llm:
+        engine = llm.engine.orchestrator._ranks._worker.drafter._engine
+        made = engine.num_graphs
+        for rows, width in ((17, 9), (20, 70), (16, 30), (17, 8), (20, 1)):
+            tables = torch.zeros_like(engine.tables(torch.arange(rows), 80))
+            nowhere = torch.full((rows, width), -1)
+            assert engine.feed(torch.zeros_like(nowhere), nowhere, tables).shape == (rows, engine.vocab_size)
+        assert engine.num_graphs == made
+
+
 def make_graphs(
     forward: RowForward, vocab_size: int, *, max_rows: int = 6, most_queries: int = 1, **settings: Any
 ) -> tuple[ForwardGraphs, list[Callable[[], None]]]:

@@ -270,6 +270,17 @@ def test_a_report_of_more_than_was_drafted_is_a_defect_that_is_seen(verified: in
         scheduler.commit(schedule(scheduler), [count], [[6] * count], [verified])
 
 
+def test_a_draft_out_of_texts_is_neither_foreseen_nor_waited_for() -> None:
+    scheduler = Scheduler(LIMITS)
+    start(scheduler, 3, 3, 3)
+    statistics = [running.statistics for running in scheduler._requests.values()]
+    plan = schedule(scheduler)
+    scheduler.commit(plan, [3, 3, 0], [[6] * 3] * 3, [3, 3, 3], [True, True, True], [0, 3, 2])
+    assert [one.foresight.hit_rate for one in statistics] == [1.0, None, None]
+    found = [(one.num_suffix_draft_tokens, one.num_accepted_suffix_draft_tokens) for one in statistics]
+    assert found == [(0, 0), (3, 2), (0, 0)], "a row that failed has verified nothing"
+
+
 def test_cancel_takes_a_waiting_or_a_running_request_out() -> None:
     scheduler = Scheduler(with_limits(max_batch_size=1))
     first, second = scheduler.add(make_request(0, [1] * 5)), scheduler.add(make_request(1, [1] * 5))

@@ -204,3 +204,20 @@ def test_a_guess_that_came_true_is_gone_after_a_round_of_prompts_alone(model: Ca
     drafter.observe(plan, verdict_of([[*draft[:count], token]]), None)
     drafter.anticipate(plan_of(10, num_guesses=8), guesses=True)
     assert drafter.propose(plan_of(11, [row], [3]), []).foreseen.tolist() == [0]
+
+
+@pytest.mark.parametrize(("draft_len", "accepted"), [(3, 3), (3, 1)])
+def test_verdicts_on_drafts_that_are_not_the_models_say_nothing_of_it(
+    model: CausalLM, draft_len: int, accepted: int
+) -> None:
+    rounds = AheadRounds(model)
+    given = prompt_of(20, seed=5)
+    rounds.add(prompt_of(6, seed=1), max_tokens=40, draft_token_ids=given)
+    rounds.run(1, always=True)
+    drafter, plan = rounds.drafter, plan_of(9, [0], [draft_len], num_guesses=8, given_rows=(0,))
+    drafter._put(0, given[:draft_len])
+    drafter.anticipate(plan, guesses=True)
+    before = drafter.hit_chances()
+    following = drafter._texts[0].ranked[draft_len][0] if accepted == draft_len else given[accepted] + 1
+    drafter.observe(plan, verdict_of([[*given[:accepted], following]]), None)
+    assert drafter.hit_chances() == before

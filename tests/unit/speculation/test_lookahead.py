@@ -229,6 +229,21 @@ def test_it_proposes_windows_and_ngrams_by_the_rules(
     assert sum(gained) > 1.3 * len(gained)
 
 
+def test_memory_stays_bounded_with_many_rows_and_ngrams(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    distinct = lookahead.distinct
+
+    def watched(tokens: torch.Tensor, *rest: Any) -> Any:
+        compared.append(tokens.shape[0] * tokens.shape[1] ** 2 * tokens.shape[2])
+        return distinct(tokens, *rest)
+
+    monkeypatch.setattr(lookahead, "distinct", watched)
+    sizes = LookaheadSizes(2, 8, 32)
+    rows = Rows([[1, 2 + row % 5] for row in range(60)], sizes, sizes)
+    rows.play([sizes.depth] * 60, list(range(60)))
+    assert len(compared) > 1 and max(compared) <= 1 << 24
+
+
 def test_a_window_is_a_tree() -> None:
     tree = LookaheadSizes(3, 4, 2).tree(4)
     assert tree.paths == [[0, 1], [2, 3, 4], [2, 5, 6, 7], [8, 9, 10], [11, 12, 13]]
@@ -264,6 +279,16 @@ def test_sampled_output_is_the_targets_own_whatever_the_batch_and_who_is_preempt
     target: Path, plans_ahead: int, sizes: tuple[int, ...]
 ) -> None:
     check_sampled(target, speculation(*sizes), plans_ahead)
+
+
+def test_a_draft_that_has_room_for_one_ngram_alone_is_a_chain(target: Path) -> None:
+    prompts, sampling = [prompt_of(9) * 3, prompt_of(30)], SamplingParams(max_tokens=COUNT)
+    section = {"method": "lookahead", "lookahead_config": [2, 4, 1], "draft_len": 1}
+    with make_llm(target) as llm:
+        expected = tokens_of(llm.generate(prompts, sampling))
+    with make_llm(target, speculation=section) as llm:
+        assert tokens_of(llm.generate(prompts, sampling)) == expected
+        assert llm.statistics()["num_accepted_draft_tokens"] > 0
 
 
 def test_texts_in_bfloat16_are_plain_decodings_with_sizes_and_drafts_of_requests_own(target: Path) -> None:

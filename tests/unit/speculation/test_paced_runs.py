@@ -204,6 +204,27 @@ def test_a_catch_up_writes_what_each_row_lacks_and_nothing_before_it(pair: tuple
     assert kept.sum() == 160 - len(expected)
 
 
+def test_of_many_tokens_that_a_draft_is_handed_some_are_fed_at_a_time(pair: tuple[Path, Path]) -> None:
+    """Memory is set aside for so many of each row: those that draft ahead hand in all that was sat out."""
+    most, widths, counts = 80, list[int](), (80, 5)
+    with make_llm(*pair, dtype="float32") as llm:
+        engine = llm.engine.orchestrator._ranks._worker.drafter._engine
+        engine.rows.block_tables[:2, :5] = torch.arange(1, 11).view(2, 5)
+        tables = engine.tables(torch.tensor([0, 1]), most)
+        tokens = torch.arange(2 * most).view(2, most) % 50
+        steps = torch.arange(most)
+        positions = torch.stack([torch.where(steps >= most - count, steps - most + count, -1) for count in counts])
+        forward = engine._forwards.forward_rows
+        engine._forwards.forward_rows = lambda tokens, *rest: widths.append(tokens.shape[1]) or forward(tokens, *rest)
+        logits = engine.feed(tokens, positions, tables)
+        written = engine._store.data[:, :, 1:11].clone()
+        engine._store.data.zero_()
+        expected = forward(tokens, positions, tables, 1)
+        torch.testing.assert_close(logits, expected)
+        torch.testing.assert_close(written, engine._store.data[:, :, 1:11])
+    assert widths == [16, 32, 32]
+
+
 def test_with_use_logits_the_text_of_a_seed_does_not_depend_on_times(pair: tuple[Path, Path]) -> None:
     speculation = {"draft_len": MOST, "pacing": "measured", "use_logits": True}
     found = []

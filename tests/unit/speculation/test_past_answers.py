@@ -156,5 +156,5 @@ def test_its_memory_is_counted(target: Path) -> None:
         return JobMemory.read(config, make_topology(config)).working_bytes(0)
 
     bound = {"suffix_decoding_max_cached_tokens": 3_000_000}
-    assert planned(**bound) == planned()
-    assert planned(**bound, suffix_decoding_max_cached_requests=9) == planned() + 3_000_000 * 112
+    assert planned(**bound, suffix_decoding_max_cached_requests=0) == planned()
+    assert planned(**bound, suffix_decoding_max_cached_requests=9) == planned() + 3_000_000 * 136

@@ -131,6 +131,7 @@ def test_what_a_request_brings_is_proposed_first(target: Path) -> None:
         ({"suffix_decoding_max_tree_depth": 65}, "max_tree_depth: must be less than or equal to 64"),
         ({"suffix_decoding_max_spec_factor": -1}, "max_spec_factor: must be greater than or equal to 0"),
         ({"suffix_decoding_min_token_prob": 1.5}, "min_token_prob: must be less than or equal to 1"),
+        ({"suffix_decoding_max_cached_tokens": 99}, "is of use with suffix_decoding_max_cached_requests alone"),
         ({"use_logits": True}, "speculation: use_logits does not go with method suffix"),
         ({"prompt_lookup_max": 3}, "prompt_lookup_max is an option of method ngram, but the method is suffix"),
         ({"method": "medusa", "max_paths": 3}, "max_paths is an option of method ngram and suffix, but the method is"),

@@ -237,7 +237,8 @@ class AheadDrafter(Drafter, Generic[PreparedStep]):
                 self._probs[row] = self._probs[row][num_accepted + 1 :]
             return
         self._probs.pop(row, None)
-        if candidates:  # none are known beside the tokens of a draft that came with the request
+        # Of a draft that is not the model's only the verdict on all of it has candidates: it would count, and no other.
+        if candidates and row not in self._has_given:
             self._fan_out.record(drafted, num_accepted, candidates.index(token) if token in candidates else None)
         if (index := self._guesses.find(row, num_accepted, token)) is not None:
             self._hits[row] = index

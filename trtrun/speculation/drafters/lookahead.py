@@ -36,6 +36,9 @@ _CANDIDATES = 4
 _MOST_POSITIONS = 1 << 20
 """Positions that are compared at a time: with many rows of long contexts, memory stays within tens of megabytes."""
 
+_MOST_COMPARED = 1 << 24
+"""Pairs of tokens of candidates that are compared at a time, a byte each."""
+
 _STRIDE = 7919
 """A prime: tokens that follow one another come from places far apart."""
 
@@ -95,11 +98,12 @@ def find_in_texts(token_ids: Tensor, lengths: Tensor, newest: Tensor, draft_len:
 class LookaheadDrafter(LedDrafter):
     """Proposes n-grams of the pool and the row's text, and has the window computed beside them."""
 
-    def __init__(self, rows: Rows, group: TargetGroup, sizes: LookaheadSizes) -> None:
+    def __init__(self, rows: Rows, group: TargetGroup, sizes: LookaheadSizes, *, is_chain: bool = False) -> None:
         """Draft for `rows`; the rank that decides keeps windows and pools. No request's own sizes are more than
-        `sizes`."""
+        `sizes`. With `is_chain` no draft has room for more than one n-gram, so that the target knows no trees."""
         super().__init__(rows, group)
         self._sizes = sizes
+        self._is_chain = is_chain
         self._windowed: set[int] = set()
         self._admitted: dict[int, LookaheadSizes] = {}
         if group.decides:
@@ -119,7 +123,7 @@ class LookaheadDrafter(LedDrafter):
 
     def _make_shape(self, depth: int) -> DraftShape:
         """See LedDrafter."""
-        return DraftShape.of(self._sizes.tree(depth).paths, depth, self._device, is_chain=False)
+        return DraftShape.of(self._sizes.tree(depth).paths, depth, self._device, is_chain=self._is_chain)
 
     def _draft(self, plan: RoundPlan, rows: Tensor, newest: Tensor, shape: DraftShape) -> Tensor:
         """See LedDrafter."""
@@ -164,7 +168,8 @@ class LookaheadDrafter(LedDrafter):
         first; none says what another one does."""
         most, draft_len = _CANDIDATES * self._sizes.verified, self._sizes.ngram - 1
         columns = min(plan.max_context, self._rows.token_ids.shape[1])
-        share = max(1, _MOST_POSITIONS // max(columns, LOOKAHEAD_ROUNDS_KEPT * self._sizes.window * self._sizes.ngram))
+        share = _MOST_POSITIONS // max(columns, LOOKAHEAD_ROUNDS_KEPT * self._sizes.window * self._sizes.ngram)
+        share = max(1, min(share, _MOST_COMPARED // ((2 * most) ** 2 * draft_len)))
         found = []
         for start in range(0, len(rows), share):
             part, of_part = rows[start : start + share], newest[start : start + share]
@@ -240,4 +245,5 @@ def make_lookahead_drafter(place: DrafterContext) -> Drafter:
     """Windows and pools of the section's sizes."""
     section = place.section
     assert isinstance(section, LookaheadSection) and place.target is not None and place.group is not None
-    return LookaheadDrafter(place.target.rows, place.group, section.sizes)
+    is_chain = section.size_of(section.draft_len).paths == 1
+    return LookaheadDrafter(place.target.rows, place.group, section.sizes, is_chain=is_chain)

@@ -127,6 +127,8 @@ class TokenRecyclingDrafter(LedDrafter):
         assert self._table is not None and self._newest is not None
         tokens = torch.cat((self._newest.unsqueeze(1), proposed.tokens), dim=1)
         is_verified = verified_nodes(proposed)
+        if plan.is_rehearsed:  # of made-up rows
+            is_verified.zero_()
         self._table.learn(tokens.flatten(), is_verified.flatten(), logits[: len(rows)].flatten(0, 1))
 
 
