@@ -218,7 +218,7 @@ def test_a_chain_of_sampled_steps_is_its_steps_one_by_one(
 ) -> None:
     """Also when it is replayed for other rows, in a bucket that is larger than they are many; and one that is longer
     than what runs between two looks of the host."""
-    monkeypatch.setattr(graphs_module, "_MOST_STEPS", 4)
+    monkeypatch.setattr(graphs_module, "MOST_STEPS", 4)
     vocab = 20
     table = torch.randn((vocab, vocab), generator=torch.Generator().manual_seed(1)).to(DEVICE) * 2
     params = ({"temperature": 1.2}, {"temperature": 0.9, "top_p": 0.9}, {}, {"temperature": 1.5, "min_p": 0.01})
