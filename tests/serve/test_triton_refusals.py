@@ -252,9 +252,11 @@ def test_clients_that_go_away_free_their_rows(server: Server) -> None:
             client.infer("ensemble", inputs_of("grpc", of_text("x", LONG)), client_timeout=1.0)
         assert caught.value.status() == str(grpc.StatusCode.DEADLINE_EXCEEDED)
         reader = StreamReader(client)
-        for number in range(3):
-            reader.send("ensemble", of_text(f"def f{number}(", LONG | {"stream": True}))
-        reader.take()
+        waiting = {"0", "1", "2"}
+        for number in sorted(waiting):
+            reader.send("ensemble", of_text(f"def f{number}(", LONG | {"stream": True}), request_id=number)
+        while waiting:  # what the engine has not seen yet is not aborted there
+            waiting.discard(reader.take().get_response().id)
         client.stop_stream(cancel_requests=True)
     url = f"{server.url}/v2/models/ensemble/generate"
     with httpx.stream("POST", url + "_stream", json=of_text("y", LONG | {"stream": True})) as response:
