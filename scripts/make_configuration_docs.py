@@ -17,11 +17,12 @@ from typing import Any
 
 from launch.slurm.section import SlurmSection
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.drafting_methods import METHODS, SpeculationSection
+from trtrun.configuration.drafting_methods import METHODS
 from trtrun.configuration.launch_config import LaunchSection, Section
 from trtrun.configuration.model_sections import HeadsSection, ModelSection
 from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
 from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.speculation_section import SpeculationSection
 from trtrun.configuration.suffix_options import HybridOptions, SuffixOptions
 from trtrun.linear.quantization import QUANTIZATIONS
 

@@ -14,7 +14,8 @@ from typing import ClassVar
 import torch
 
 from parallel.topology import Role
-from trtrun.configuration.drafting_methods import METHODS, DraftingMethod
+from trtrun.configuration.drafting_methods import METHODS
+from trtrun.configuration.speculation_section import DraftingMethod, DraftSize, SpeculationSection
 from trtrun.core.nouns import Draft, RoundPlan
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.protocols import Rows
@@ -87,6 +88,13 @@ class Branching(Drafter):
         return nodes, paths
 
 
+class BranchingSection(SpeculationSection):
+    """As many paths as it may have, each with tokens of its own."""
+
+    def size_of(self, draft_len: int) -> DraftSize:
+        return DraftSize(MAX_PATHS, MAX_PATHS * draft_len)
+
+
 def make_branching(place: DrafterContext) -> Drafter:
     assert place.target is not None
     return Branching(place.target.rows)
@@ -97,7 +105,7 @@ def branching_method() -> Iterator[type[Branching]]:
     """`branching` is there, as the methods of the product are."""
     DRAFTERS.register("branching")(make_branching)
     METHODS["branching"] = DraftingMethod(
-        Role.TARGET, needs_draft_model=False, has_probabilities=False, find_max_paths=lambda section: MAX_PATHS
+        Role.TARGET, needs_draft_model=False, has_probabilities=False, section=BranchingSection
     )
     Branching.texts = []
     Branching.num_trees = Branching.num_shared = Branching.num_duplicates = Branching.num_full = 0

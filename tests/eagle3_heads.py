@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from trtrun.configuration.drafting_methods import Eagle3Section
+from trtrun.configuration.head_methods import Eagle3Section
 from trtrun.configuration.medusa_choices import ChoiceTree
 
 EPS = 1e-5

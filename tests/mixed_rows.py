@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,3 +40,34 @@ def plain_tokens(target: Path, sampling: Sequence[SamplingParams]) -> list[list[
 def whole_texts(texts: list[list[tuple[int, ...]]]) -> list[list[int]]:
     """Each text behind its prompt."""
     return [[*prompt, *text] for prompt, found in zip(PROMPTS, texts, strict=True) for text in found]
+
+
+def check_texts(
+    target: Path,
+    heads: Path,
+    speculation: dict[str, Any],
+    settings: dict[str, Any],
+    sampling: Sequence[SamplingParams],
+    *,
+    least_accepted: int,
+    with_texts: bool = False,
+    told: Callable[[Any], Any] = tokens_of,
+) -> None:
+    """What `told` says of a target's texts, drafted for with heads, is what it says without them: in company,
+    preempted, prefixes in use twice, prompts in chunks, by the limits of `settings`. With `with_texts` some drafts are
+    what texts repeat."""
+    rows = list(sampling)
+    with make_llm(target, **settings) as llm:
+        expected = told(llm.generate(PROMPTS, rows))
+    with make_llm(target, heads=heads, speculation=speculation, **settings) as llm:
+        outputs = llm.generate(PROMPTS, rows)
+        assert told(outputs) == expected
+        assert told(llm.generate(PROMPTS, rows)) == expected
+        statistics = llm.statistics()
+        assert statistics["num_accepted_draft_tokens"] > least_accepted
+        assert (statistics["num_accepted_suffix_draft_tokens"] > 20) == with_texts
+        assert statistics["num_suffix_draft_tokens"] < statistics["num_draft_tokens"]
+        assert sum(one.statistics.num_preemptions for output in outputs for one in output.completions) > 0
+        llm.check_idle()
+        llm.set_speculation(False)
+        assert told(llm.generate(PROMPTS, rows)) == expected

@@ -14,8 +14,8 @@ from parallel.errors import ParallelError
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import kind_of
-from trtrun.configuration.drafting_methods import SuffixSection
 from trtrun.configuration.model_sections import ModelSection
+from trtrun.configuration.text_methods import SuffixSection
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.models.checkpoint import NoWeightsError

@@ -45,89 +45,89 @@ def parse_sequences(context: click.Context, option: click.Parameter, values: Seq
         raise click.BadParameter("a sequence is token ids between commas, such as 5,6") from None
 
 
+_OPTIONS = (
+    click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt. May be repeated."),
+    click.option(
+        "--prompts",
+        "prompts_file",
+        type=click.Path(path_type=Path),
+        metavar="FILE.jsonl",
+        help='Rows {"prompt": "…"} or {"prompt_token_ids": […]}, with any sampling parameter.',
+    ),
+    click.option(
+        "--max-tokens",
+        type=int,
+        help="Most tokens to generate; a huge number: to the context's end.  [default: 128]",
+    ),
+    click.option("--min-tokens", type=int, help="No end of text before this many tokens."),
+    click.option("--temperature", type=float, help="0 is greedy.  [default: 0]"),
+    click.option("--top-k", type=int, help="Keep the K most likely tokens; 0 keeps all."),
+    click.option("--top-p", type=float, help="Keep the smallest set of tokens with this probability."),
+    click.option("--min-p", type=float, help="Keep tokens at least this likely, relative to the likeliest."),
+    click.option("--seed", type=int, help="Makes sampled output repeatable."),
+    click.option("--n", type=int, help="Completions of each prompt, 1 to 128.  [default: 1]"),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End at this text. May be repeated."),
+    click.option(
+        "--include-stop-str-in-output", is_flag=True, default=None, help="Leave that text at the end of the output."
+    ),
+    click.option(
+        "--stop-token-id",
+        "stop_token_ids",
+        type=int,
+        multiple=True,
+        metavar="ID",
+        help="End at this token, as at the model's end of text. May be repeated.",
+    ),
+    click.option(
+        "--stop-sequence",
+        "stop_sequences",
+        multiple=True,
+        callback=parse_sequences,
+        metavar="ID,ID",
+        help="End at these tokens, one behind the other. May be repeated.",
+    ),
+    click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the model's end of text."),
+    click.option("--repetition-penalty", type=float, help="Above 1: fewer tokens of prompt and output again."),
+    click.option("--presence-penalty", type=float, help="Taken off logits of tokens in the output, -2 to 2."),
+    click.option("--frequency-penalty", type=float, help="The same, once for each time, -2 to 2."),
+    click.option(
+        "--logit-bias",
+        multiple=True,
+        callback=parse_biases,
+        metavar="ID=NUMBER",
+        help="Add this to a token's logit, -100 to 100. May be repeated.",
+    ),
+    click.option("--bad-word", "bad_words", multiple=True, metavar="TEXT", help="Never write this. May be repeated."),
+    click.option(
+        "--logprobs",
+        type=int,
+        metavar="K",
+        help="Report each token's log probability, and those of the K likeliest.",
+    ),
+    click.option(
+        "--draft-len", type=int, metavar="K", help="Most draft tokens a round for a prompt; 0 is plain decoding."
+    ),
+    click.option(
+        "--draft-token-id",
+        "draft_token_ids",
+        type=int,
+        multiple=True,
+        metavar="ID",
+        help="A token that may follow the prompt, verified as a draft. May be repeated, in order.",
+    ),
+    click.option(
+        "--lookahead-config",
+        type=int,
+        nargs=3,
+        metavar="W N G",
+        help="Of a prompt: window, n-gram and verification set, at most speculation.lookahead_config.",
+    ),
+)
+
+
 def with_prompts(command: Command) -> Command:
     """Add --prompt, --prompts and the sampling options, which `given_sampling` sorts out."""
-    options = (
-        click.option("--prompt", "prompts", multiple=True, metavar="TEXT", help="A prompt. May be repeated."),
-        click.option(
-            "--prompts",
-            "prompts_file",
-            type=click.Path(path_type=Path),
-            metavar="FILE.jsonl",
-            help='Rows {"prompt": "…"} or {"prompt_token_ids": […]}, with any sampling parameter.',
-        ),
-        click.option(
-            "--max-tokens",
-            type=int,
-            help="Most tokens to generate; a huge number: to the context's end.  [default: 128]",
-        ),
-        click.option("--min-tokens", type=int, help="No end of text before this many tokens."),
-        click.option("--temperature", type=float, help="0 is greedy.  [default: 0]"),
-        click.option("--top-k", type=int, help="Keep the K most likely tokens; 0 keeps all."),
-        click.option("--top-p", type=float, help="Keep the smallest set of tokens with this probability."),
-        click.option("--min-p", type=float, help="Keep tokens at least this likely, relative to the likeliest."),
-        click.option("--seed", type=int, help="Makes sampled output repeatable."),
-        click.option("--n", type=int, help="Completions of each prompt, 1 to 128.  [default: 1]"),
-        click.option("--stop", multiple=True, metavar="TEXT", help="End at this text. May be repeated."),
-        click.option(
-            "--include-stop-str-in-output", is_flag=True, default=None, help="Leave that text at the end of the output."
-        ),
-        click.option(
-            "--stop-token-id",
-            "stop_token_ids",
-            type=int,
-            multiple=True,
-            metavar="ID",
-            help="End at this token, as at the model's end of text. May be repeated.",
-        ),
-        click.option(
-            "--stop-sequence",
-            "stop_sequences",
-            multiple=True,
-            callback=parse_sequences,
-            metavar="ID,ID",
-            help="End at these tokens, one behind the other. May be repeated.",
-        ),
-        click.option("--ignore-eos", is_flag=True, default=None, help="Go on after the model's end of text."),
-        click.option("--repetition-penalty", type=float, help="Above 1: fewer tokens of prompt and output again."),
-        click.option("--presence-penalty", type=float, help="Taken off logits of tokens in the output, -2 to 2."),
-        click.option("--frequency-penalty", type=float, help="The same, once for each time, -2 to 2."),
-        click.option(
-            "--logit-bias",
-            multiple=True,
-            callback=parse_biases,
-            metavar="ID=NUMBER",
-            help="Add this to a token's logit, -100 to 100. May be repeated.",
-        ),
-        click.option(
-            "--bad-word", "bad_words", multiple=True, metavar="TEXT", help="Never write this. May be repeated."
-        ),
-        click.option(
-            "--logprobs",
-            type=int,
-            metavar="K",
-            help="Report each token's log probability, and those of the K likeliest.",
-        ),
-        click.option(
-            "--draft-len", type=int, metavar="K", help="Most draft tokens a round for a prompt; 0 is plain decoding."
-        ),
-        click.option(
-            "--draft-token-id",
-            "draft_token_ids",
-            type=int,
-            multiple=True,
-            metavar="ID",
-            help="A token that may follow the prompt, verified as a draft. May be repeated, in order.",
-        ),
-        click.option(
-            "--lookahead-config",
-            type=int,
-            nargs=3,
-            metavar="W N G",
-            help="Of a prompt: window, n-gram and verification set, at most speculation.lookahead_config.",
-        ),
-    )
-    for option in reversed(options):
+    for option in reversed(_OPTIONS):
         command = option(command)
     return command
 

@@ -111,7 +111,9 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"topology"}),
         frozenset({"config"}),
         frozenset({"section_check", "drafting_methods", "model_sections", "round_sections"}),
-        frozenset({"recycling_trees", "suffix_options"}),
+        frozenset({"head_methods", "text_methods"}),
+        frozenset({"recycling_trees", "speculation_section"}),
+        frozenset({"suffix_options"}),
         frozenset(
             {
                 "device_lists",

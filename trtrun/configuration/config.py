@@ -15,12 +15,8 @@ from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from trtrun.configuration.device_lists import host_of, kind_of
 from trtrun.configuration.drafting_methods import (
-    METHODS,
     NO_DRAFTS,
     DraftModelSection,
-    DraftSize,
-    SpeculationSection,
-    SuffixSection,
     needs_draft_model,
     needs_heads,
     read_speculation,
@@ -30,6 +26,8 @@ from trtrun.configuration.model_sections import HeadsSection, ModelSection, OfHe
 from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
 from trtrun.configuration.section_check import check_section
 from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.speculation_section import DraftSize, SpeculationSection
+from trtrun.configuration.text_methods import SuffixSection
 from trtrun.configuration.yaml_source import apply_override, describe_kind, parse_yaml
 from trtrun.errors import ConfigError, nearest, reading, shorten, shorten_path
 
@@ -161,7 +159,7 @@ class RuntimeConfig(Section):
 
     def draft_size(self, draft_len: int) -> DraftSize:
         """How large a row's draft of `draft_len` tokens, one behind the other, is, at most."""
-        return METHODS[self.speculation.method].size_of(self.speculation, draft_len)
+        return self.speculation.size_of(draft_len)
 
     @property
     def draft_nodes(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trtrun.configuration.drafting_methods import DraftSize
+from trtrun.configuration.speculation_section import DraftSize
 from trtrun.core.nouns import Draft
 from trtrun.engine.rows import RowState
 from trtrun.kernels.chooser import operations_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from trtrun.configuration.drafting_methods import DraftSize
+from trtrun.configuration.speculation_section import DraftSize
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, with_masks
 from trtrun.engine.capture import Capture

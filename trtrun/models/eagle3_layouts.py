@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trtrun.configuration.drafting_methods import Eagle3Section, SpeculationSection
+from trtrun.configuration.head_methods import Eagle3Section
+from trtrun.configuration.speculation_section import SpeculationSection
 from trtrun.errors import CheckpointError, shorten
 from trtrun.models.blocks import AttentionPlan, DecoderPlan, GatedMLPPlan, NormPlan
 from trtrun.models.checkpoint import SINGLE_FILE, Checkpoint, read_json

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from trtrun.configuration.drafting_methods import SpeculationSection
+from trtrun.configuration.speculation_section import SpeculationSection
 from trtrun.errors import CheckpointError
 from trtrun.models.checkpoint import SINGLE_FILE, Checkpoint
 from trtrun.models.config import ModelConfig

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel.sharding import loaded_vocabulary_range, vocabulary_range
-from trtrun.configuration.drafting_methods import SpeculationSection
+from trtrun.configuration.speculation_section import SpeculationSection
 from trtrun.errors import CheckpointError, shorten
 from trtrun.models.checkpoint import Checkpoint, read_json
 from trtrun.models.config import ModelConfig

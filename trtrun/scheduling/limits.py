@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.drafting_methods import METHODS, LookaheadSection
+from trtrun.configuration.drafting_methods import METHODS
 from trtrun.configuration.lookahead_windows import read_sizes
+from trtrun.configuration.text_methods import LookaheadSection
 from trtrun.errors import ConfigError, InvalidRequestError, PromptTooLongError
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trtrun.configuration.drafting_methods import SpeculationSection
+from trtrun.configuration.speculation_section import SpeculationSection
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict
 from trtrun.registry import Registry
 from trtrun.speculation.ahead.guess_space import GuessSpace

@@ -78,9 +78,9 @@ def path_space(config: RuntimeConfig, num_blocks: int) -> PathSpace:
 
 def head_space(config: RuntimeConfig, num_blocks: int) -> HeadSpace:
     """What of the store of heads belongs to draft trees while they grow, behind the `num_blocks` blocks of rows."""
-    size, method = config.kv_cache.block_size, METHODS[config.speculation.method]
+    size = config.kv_cache.block_size
     return HeadSpace(
-        most_fed=method.find_most_fed(config.speculation),
+        most_fed=config.speculation.most_fed,
         max_rows=config.scheduler.max_batch_size,
         first_block=num_blocks,
         # The first token is fed anywhere in its block, and the last of a path not at all.
@@ -107,7 +107,7 @@ def round_shape(config: RuntimeConfig, context: int) -> RoundShape:
         draft_len=config.draft_len,
         max_paths=config.max_paths,
         draft_nodes=config.draft_size(config.draft_len).nodes,
-        most_fed=max(1, METHODS[config.speculation.method].find_most_fed(config.speculation)),
+        most_fed=max(1, config.speculation.most_fed),
         max_seq_len=context if stored is None else min(context, stored),
         block_size=config.kv_cache.block_size,
         use_logits=config.speculation.use_logits and config.has_draft_engine,
@@ -142,10 +142,10 @@ def engine_working_bytes(
     if role == "target" and heads is not None and heads.stored is not None:
         of_heads = kv_bytes_per_block(config, heads.stored, len(section.devices), dtype)
         beside += head_space(config, 0).num_blocks * of_heads
-    method = METHODS[config.speculation.method]
-    if role == method.placement:
-        beside += method.find_search_bytes(config.speculation)
-        beside += method.find_bytes(config.speculation, model.vocab_size, config.scheduler.max_batch_size)
+    speculation = config.speculation
+    if role == METHODS[speculation.method].placement:
+        beside += speculation.search_bytes
+        beside += speculation.kept_bytes(model.vocab_size, config.scheduler.max_batch_size)
     return beside + working_bytes(
         round_shape(config, context),
         model,

@@ -39,9 +39,10 @@ from launch.serve.http.tls import check_tls
 from launch.serve.kserve.grpc_server import GrpcServer
 from launch.slurm.reach import describe_way, tell_way
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.drafting_methods import SpeculationSection, TokenRecyclingSection
 from trtrun.configuration.server_config import ServerSection
+from trtrun.configuration.speculation_section import SpeculationSection
 from trtrun.configuration.suffix_options import SuffixOptions
+from trtrun.configuration.text_methods import TokenRecyclingSection
 
 METRICS_CONNECTIONS = 64
 """That may be open on the metrics port."""

@@ -12,7 +12,7 @@ from checkpoints import make_checkpoint, overflow_on
 from eagle3_heads import Eagle3, check_proposals, eagle3, fitted, make_head, write_head
 from gpus import needs_gpu
 from medusa_heads import Proposals
-from mixed_rows import PROMPTS, mixed_sampling, plain_tokens, whole_texts
+from mixed_rows import PROMPTS, check_texts, mixed_sampling, plain_tokens, whole_texts
 from own_kv_format import own_kv_format
 from pipelines import configuration, make_llm, prompt_of, tokens_of
 
@@ -72,20 +72,7 @@ def test_texts_are_plain_decodings(
         "scheduler": {**SCHEDULER, "plans_ahead": plans_ahead},
         "kv_cache": {"max_tokens": 112, "block_size": block_size},
     }
-    with make_llm(target, **settings) as llm:
-        expected = tokens_of(llm.generate(PROMPTS, SAMPLING))
-    with make_llm(target, heads=folder, speculation=eagle3(**options), **settings) as llm:
-        outputs = llm.generate(PROMPTS, SAMPLING)
-        assert tokens_of(outputs) == expected
-        assert tokens_of(llm.generate(PROMPTS, SAMPLING)) == expected
-        statistics = llm.statistics()
-        assert statistics["num_accepted_draft_tokens"] > 60
-        assert (statistics["num_accepted_suffix_draft_tokens"] > 20) == bool(options)
-        assert statistics["num_suffix_draft_tokens"] < statistics["num_draft_tokens"]
-        assert sum(one.statistics.num_preemptions for output in outputs for one in output.completions) > 0
-        llm.check_idle()
-        llm.set_speculation(False)
-        assert tokens_of(llm.generate(PROMPTS, SAMPLING)) == expected
+    check_texts(target, folder, eagle3(**options), settings, SAMPLING, least_accepted=60, with_texts=bool(options))
 
 
 @pytest.mark.parametrize(("plans_ahead", "with_graphs"), [(0, False), (1, False), (1, True)])

@@ -18,7 +18,6 @@ from mixed_rows import PROMPTS, mixed_sampling
 from pipelines import configuration, make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
-from trtrun.configuration.drafting_methods import METHODS
 from trtrun.configuration.lookahead_windows import LOOKAHEAD_ROUNDS_KEPT, LookaheadSizes
 from trtrun.core.nouns import Draft, RoundPlan, RowAdmission, Step
 from trtrun.errors import ConfigError, InvalidRequestError
@@ -345,7 +344,7 @@ def test_pools_are_counted(target: Path) -> None:
     config = configuration(target, None, speculation=speculation(*sizes))
     drafter = Rows([[1, 2], [1, 2]], sizes, sizes).drafter
     held = [drafter._windows, drafter._pool.ngrams]
-    counted = METHODS["lookahead"].find_bytes(config.speculation, 1000, 2)
+    counted = config.speculation.kept_bytes(1000, 2)
     assert counted == sum(one.numel() * one.element_size() for one in held)
 
 

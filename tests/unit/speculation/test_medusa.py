@@ -14,7 +14,7 @@ import torch
 from checkpoints import make_checkpoint
 from gpus import needs_gpu
 from medusa_heads import Heads, fitted, make_heads, medusa, write_heads
-from mixed_rows import PROMPTS, mixed_sampling, plain_tokens, whole_texts
+from mixed_rows import PROMPTS, check_texts, mixed_sampling, plain_tokens, whole_texts
 from pipelines import make_llm, tokens_of
 
 from trtrun import LLM, SamplingParams
@@ -87,20 +87,16 @@ def test_texts_are_plain_decodings(
         "scheduler": {**SCHEDULER, "plans_ahead": plans_ahead},
         "kv_cache": {"max_tokens": 112, "block_size": block_size},
     }
-    with make_llm(target, **settings) as llm:
-        expected = told(llm.generate(PROMPTS, SAMPLING))
-    with make_llm(target, heads=folder, speculation=medusa(**options), **settings) as llm:
-        outputs = llm.generate(PROMPTS, SAMPLING)
-        assert told(outputs) == expected
-        assert told(llm.generate(PROMPTS, SAMPLING)) == expected
-        statistics = llm.statistics()
-        assert statistics["num_accepted_draft_tokens"] > 200
-        assert (statistics["num_accepted_suffix_draft_tokens"] > 20) == (options == WITH_TEXTS)
-        assert statistics["num_suffix_draft_tokens"] < statistics["num_draft_tokens"]
-        assert sum(one.statistics.num_preemptions for output in outputs for one in output.completions) > 0
-        llm.check_idle()
-        llm.set_speculation(False)
-        assert told(llm.generate(PROMPTS, SAMPLING)) == expected
+    check_texts(
+        target,
+        folder,
+        medusa(**options),
+        settings,
+        SAMPLING,
+        least_accepted=200,
+        with_texts=options == WITH_TEXTS,
+        told=told,
+    )
 
 
 def told(outputs: Sequence[Any]) -> list[Any]:

@@ -18,7 +18,6 @@ from mixed_rows import PROMPTS, mixed_sampling
 from pipelines import configuration, make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
-from trtrun.configuration.drafting_methods import METHODS
 from trtrun.configuration.medusa_choices import ChoiceTree
 from trtrun.configuration.recycling_trees import recycling_tree
 from trtrun.core.nouns import Draft, RoundPlan, RowAdmission, Step, Verdict
@@ -249,7 +248,7 @@ def test_the_table_is_counted(target: Path) -> None:
     table = SuccessorTable(1000, 16, torch.device("cpu"))
     held = sum(one.numel() * one.element_size() for one in vars(table).values() if isinstance(one, torch.Tensor))
     views = sum(one.numel() * one.element_size() for one in (table.tokens, table.logits))
-    assert METHODS["token_recycling"].find_bytes(config.speculation, 1000, 4) == held - views
+    assert config.speculation.kept_bytes(1000, 4) == held - views
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from typing import Generic
 import torch
 from torch import Tensor
 
-from trtrun.configuration.drafting_methods import Eagle3Section
 from trtrun.configuration.dynamic_tree import DynamicTree
+from trtrun.configuration.head_methods import Eagle3Section
 from trtrun.configuration.medusa_choices import ChoiceTree
 from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, FedPart, RoundPlan, Step, Verdict

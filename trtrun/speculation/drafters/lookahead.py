@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trtrun.configuration.drafting_methods import LookaheadSection
 from trtrun.configuration.lookahead_windows import LOOKAHEAD_ROUNDS_KEPT, LookaheadSizes
+from trtrun.configuration.text_methods import LookaheadSection
 from trtrun.core.nouns import Draft, RoundPlan, Verdict
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.likeliest import argmax

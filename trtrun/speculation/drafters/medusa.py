@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trtrun.configuration.drafting_methods import MedusaSection
+from trtrun.configuration.head_methods import MedusaSection
 from trtrun.configuration.medusa_choices import ChoiceTree
 from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, RoundPlan, Step, Verdict

@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trtrun.configuration.drafting_methods import TokenRecyclingSection
 from trtrun.configuration.medusa_choices import ChoiceTree
+from trtrun.configuration.text_methods import TokenRecyclingSection
 from trtrun.core.nouns import Draft, RoundPlan, Verdict
 from trtrun.errors import ConfigError
 from trtrun.sampling.likeliest import likeliest
