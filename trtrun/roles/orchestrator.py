@@ -178,6 +178,8 @@ class Orchestrator:
             most_drafting, plan = self._schedule(num_decoding, num_plain)
             if plan is None:
                 return
+            if self._pacer is not None:
+                self._pacer.note_plan(int((plan.draft_lens > 0).sum()))
             self._ranks.publish(plan)
             published = self._clock()
             places, is_partial = self._places_with_logprobs(plan), most_drafting is not None and plan.draft_len > 0

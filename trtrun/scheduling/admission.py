@@ -171,7 +171,7 @@ class Decoding:
                     break
                 most = min(most, batch.room(running) - longest)
                 plan.add_blocks(running, running.table.reserve(longest + most))
-            num_left -= most > 0
+            num_left -= most > 0 and not follows_given
             plan.decode(running, longest, most, limits.num_verified(most))
 
     def _choose_draft_len(self, running: Completion, longest: int, most: int) -> int | None:

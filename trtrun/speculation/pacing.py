@@ -147,10 +147,13 @@ class Pacer:
         load = self._load(num_rows, num_plain)
         if load.trial_left:
             return load.trial
-        if not load.costs or self._num_asked >= _FEWEST_DRAFTS:
+        if not load.costs or max(self._num_asked, self._num_drafts) >= _FEWEST_DRAFTS:
             return load.current if self._num_drafts or not load.costs else min(1, load.current)
-        self._num_asked += num_rows - num_plain
         return max(1, load.current) if self._num_drafts else 1
+
+    def note_plan(self, num_drafting: int) -> None:
+        """A plan is out in which tokens are drafted for so many rows: their verdicts will say more."""
+        self._num_asked += num_drafting
 
     def most_drafting(self, num_rows: int, num_plain: int = 0) -> int | None:
         """Rows that are to draft what `choose` has just said, where these are fewer than there are: it is to be learned

@@ -77,8 +77,6 @@ class TrainingLoop:
         self._training.model.load_state_dict(saved.model, strict=False)
         self._optimizers.load(saved.optimizers)
         self.step = saved.step
-        if self._settings.minutes:
-            self.steps = self.step + 1
 
     def run(self, tell: Tell, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Train to the last step. Collective.
@@ -95,6 +93,8 @@ class TrainingLoop:
         if is_first:
             kept = self._state_file.keep_metrics(self.step)
             started -= kept[-1]["seconds"] if kept else 0.0
+        if settings.minutes and self.step:  # resumed: the first step has the rate that it would have had
+            self._reckon_steps(started)
         self._training.model.train()
         while self.step < self.steps:
             if self._agree(should_stop() if is_first else False):
@@ -103,8 +103,7 @@ class TrainingLoop:
             losses = self._train_step(self.step)
             self.step += 1
             if settings.minutes:
-                seconds = time.perf_counter() - started
-                self.steps = self._agree(steps_within(60 * settings.minutes, self.step, seconds))
+                self._reckon_steps(started)
             line: dict[str, Any] = {"step": self.step, "loss": losses}
             is_last = self.step == self.steps
             if self.has_heldout and (is_last or self.step % settings.evaluation_steps == 0):
@@ -116,6 +115,11 @@ class TrainingLoop:
             if is_last or self.step % settings.checkpoint_steps == 0:
                 self._save()
         return True
+
+    def _reckon_steps(self, started: float) -> None:
+        """See `steps_within`. Collective."""
+        seconds = time.perf_counter() - started
+        self.steps = self._agree(steps_within(60 * self._settings.minutes, self.step, seconds))
 
     def evaluate(self) -> Acceptance:
         """Measure acceptance on the held-out rows. Collective."""

@@ -88,11 +88,22 @@ def test_plans_that_were_out_when_a_trial_ended_do_not_say_that_drafts_pay() -> 
     pacer = Pacer(MOST, machine.costs())
     out, chosen = pacer.choose(1), []
     for _ in range(300):
+        pacer.note_plan(int(out > 0))
         draft_len, out = out, pacer.choose(1)
         chosen.append(draft_len)
         pacer.record(1, draft_len, machine.cost(1, draft_len) / 1e3, [(draft_len, 0)] if draft_len else [])
     assert any(chosen[64:]), "no trial"
     assert not pacer.pays
+
+
+def test_asking_without_a_plan_uses_up_no_draft() -> None:
+    """Where nothing can be planned the pacer is asked again; what is out and what was verified count once."""
+    pacer = Pacer(MOST, RoundCosts({1: {0: 0.02, 1: 0.04, MOST: 0.1}}))
+    assert [pacer.choose(1) for _ in range(9)] == [1] * 9
+    for _ in range(4):
+        pacer.note_plan(1)
+    pacer.record(1, 1, 0.03, [(1, 0)])
+    assert pacer.choose(1) == 0
 
 
 @pytest.mark.parametrize(("num_rows", "most"), [(4, None), (16, None), (64, 16), (128, 16)])

@@ -265,5 +265,10 @@ def test_a_run_of_minutes_ends_by_the_clock(
     assert len(run(loop, lambda: next(looks) == 10)) == 10
     loop = make()
     loop.resume()
+    factors.clear()
     more = run(loop)
     assert more[0]["step"] == 11 and 29 <= loop.step <= 31
+    assert factors == sorted(factors, reverse=True) and factors[0] > 0.5, "the first step is as any other"
+    loop, done = make(), loop.step
+    loop.resume()
+    assert not run(loop) and loop.step == done, "its time is over"
