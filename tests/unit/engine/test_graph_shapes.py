@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes, catch_up_width
+from trtrun.engine.start_forwards import StartLimits
 
 WASTED = 32
 
@@ -64,3 +65,12 @@ def test_every_number_of_tiles_finds_a_graph(max_rows: int, width: int) -> None:
 
 def test_rows_that_lack_tokens_are_fed_in_few_widths() -> None:
     assert [catch_up_width(count) for count in range(1, 10)] == [2, 2, 8, 8, 8, 8, 8, 8, 32]
+
+
+@pytest.mark.parametrize(("draft_len", "lengths"), [(5, {0, 1, 2, 3, 4, 5}), (9, {0, 1, 2, 3, 4, 5, 6, 9})])
+def test_short_trees_of_all_lengths_are_verified_at_a_start(draft_len: int, lengths: set[int]) -> None:
+    """Last rounds draft few tokens, and pacing asks for any: no round may have to make a graph."""
+    limits, shapes = StartLimits(4000, 4, 900), GraphShapes(4, 40, 60, 16)
+    for rows in shapes.numbers_of_rows():
+        found = [one for one in limits.verifications(shapes, {draft_len}, has_trees=True) if one.rows == rows]
+        assert {one.length for one in found} == lengths
