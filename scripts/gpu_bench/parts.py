@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_bench.children import run
-from gpu_bench.head_parts import play_heads
+from gpu_bench.head_parts import play_heads, play_heads_beside_vllm
 from gpu_bench.peer_parts import TEMPERATURE, TOP_P, play_first_tokens, play_vllm
 from gpu_bench.placement_parts import play_check, play_exactness, play_placement
 from gpu_bench.placements import ONE, PLACEMENTS, Placement
@@ -82,7 +82,9 @@ def _one_device(options: Options) -> Iterator[Part]:
     about = "8B- and 70B-shaped targets, 1B-shaped drafts step by step and in parallel"
     yield Part("parallel", about, 170, play_parallel)
     about = "8B-shaped target with heads on its own device: Medusa's and EAGLE-3's"
-    yield Part("heads", about, 180, partial(play_heads, placement=ONE))
+    yield Part("heads", about, 200, partial(play_heads, placement=ONE))
+    about = "Medusa's and EAGLE-3's heads beside vLLM"
+    yield Part("vllm-heads", about, 400, partial(play_heads_beside_vllm, placement=ONE), has_vllm)
     about = "first tokens of long prompts beside vLLM"
     yield Part("vllm-first", about, 150, play_first_tokens, has_vllm)
     yield Part("vllm", "8B-shaped pair beside vLLM", 330, partial(play_vllm, placement=ONE), has_vllm)

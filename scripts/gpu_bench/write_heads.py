@@ -47,7 +47,10 @@ def make_medusa(maker: Maker, *, has_matrices: bool) -> tuple[Tensors, dict[str,
         tensors[f"{head}.0.linear.bias"] = torch.zeros_like(tensors[f"{head}.0.linear.weight"][0])
         if has_matrices:
             tensors[f"{head}.1.weight"] = maker.matrix(vocabulary, hidden)
-    return tensors, {"medusa_num_heads": NUM_MEDUSA_HEADS, "medusa_num_layers": 1}
+    # What stands behind the first two is for vLLM, which reads these files, too.
+    sizes = {"hidden_size": hidden, "vocab_size": vocabulary, "torch_dtype": maker.config["torch_dtype"]}
+    for_vllm = {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True}
+    return tensors, {"medusa_num_heads": NUM_MEDUSA_HEADS, "medusa_num_layers": 1, **sizes, **for_vllm}
 
 
 def make_eagle3(maker: Maker) -> tuple[Tensors, dict[str, Any]]:
