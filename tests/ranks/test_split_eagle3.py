@@ -14,7 +14,7 @@ from mpi4py import MPI
 from pipelines import tokens_of
 
 from trtrun import LLM, SamplingParams
-from trtrun.speculation.drafters.eagle3 import Eagle3Drafter
+from trtrun.speculation.drafters.eagle import EagleDrafter
 
 pytestmark = pytest.mark.mpi
 SPLIT = [name for name, devices in HERE.items() if not devices[0] and len(devices[1]) > 1]
@@ -58,7 +58,7 @@ def test_texts_are_plain_decodings_on_a_split_target(
 ) -> None:
     """Rows that are sampled, penalised, preempted, with chunks of prompts beside them; then simpler ones, whose drafts
     are compared with the reference's."""
-    seen = Proposals(monkeypatch, Eagle3Drafter)
+    seen = Proposals(monkeypatch, EagleDrafter)
     target, path = folder / "target", folder / f"eagle3 {layout} {dtype}"
     sections: dict[str, Any] = {
         "dtype": dtype,

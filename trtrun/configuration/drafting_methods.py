@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from parallel.topology import Role
-from trtrun.configuration.head_methods import Eagle3Section, MedusaSection
+from trtrun.configuration.head_methods import Eagle3Section, EagleSection, MedusaSection
 from trtrun.configuration.speculation_section import DEFAULT_METHOD, DraftingMethod, SpeculationSection
 from trtrun.configuration.speculation_section import METHODS as METHODS  # of those who import it from here it is full
 from trtrun.configuration.suffix_options import HybridOptions
@@ -75,6 +75,12 @@ METHODS |= {
         section=MedusaSection,
         to_check="see whether the heads were trained for this very target, and for texts like these",
         needs_heads=True,
+    ),
+    "eagle": _on_target(
+        section=EagleSection,
+        to_check="see whether the head was trained for this very target, and for texts like these",
+        needs_heads=True,
+        num_behind=1,
     ),
     "eagle3": _on_target(
         section=Eagle3Section,

@@ -160,7 +160,8 @@ class Checkpoint:
             if pickles:
                 raise CheckpointError(
                     f"{self.path} has its weights only as pickle ({pickles[0]}), which may run code when it is read; "
-                    f"save the {self._what} as safetensors"
+                    f"save the {self._what} as safetensors, such as by safetensors.torch.save_file(torch.load("
+                    f"'{pickles[0]}', weights_only=True), '{self._single_files[0]}')"
                 )
             raise NoWeightsError(
                 f"{self.path} has no weights: neither {', '.join(self._single_files)} nor {INDEX_FILE}"
