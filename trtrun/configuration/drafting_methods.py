@@ -93,6 +93,11 @@ METHODS |= {
 }
 
 
+def is_unknown(speculation: object) -> bool:
+    """Whether a `speculation` section, checked or as the YAML file has it, names a method that there is not."""
+    return _method_of(speculation) is None
+
+
 def needs_draft_model(speculation: object) -> bool:
     """Whether the method of a `speculation` section, checked or as the YAML file has it, runs a draft model. True for
     one that is not known: what is wrong with it is the configuration's to say."""
