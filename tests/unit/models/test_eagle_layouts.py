@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from checkpoints import make_checkpoint
 from eagle3_heads import check_proposals, eagle3, make_head, write_head
@@ -149,9 +150,6 @@ def test_a_config_that_lies_is_read_by_the_tensors(
         (lambda path: change_config(path, num_attention_heads=3), "its queries have 64 numbers and its keys 32"),
         (lambda path: change_config(path, hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
         (lambda path: (path / "config.json").unlink(), "has no config.json"),
-        (lambda path: (path / TENSORS).rename(path / "pytorch_model.bin"),
-         r"only as pickle \(pytorch_model.bin\).* save the heads as safetensors, such as by safetensors.torch.save_file"
-         r"\(torch.load\('pytorch_model.bin', weights_only=True\), 'model.safetensors'\)"),
     ],
 )  # fmt: skip
 def test_what_fits_no_target_is_refused_in_one_line(
@@ -164,6 +162,22 @@ def test_what_fits_no_target_is_refused_in_one_line(
         make_llm(target, heads=path, speculation=eagle())
     line = str(caught.value)
     assert "\n" not in line and "head" in line
+
+
+def test_pickle_is_refused_with_a_line_that_converts_it(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the reference's files are."""
+    head = make_eagle_head(target, own_embedding=True)
+    path = write_eagle_head(tmp_path / "head", head, "reference", target)
+    torch.save(load_file(path / TENSORS), path / "pytorch_model.bin")
+    (path / TENSORS).unlink()
+    with pytest.raises(CheckpointError, match=r"only as pickle \(pytorch_model\.bin\)") as caught:
+        make_llm(target, heads=path, speculation=eagle())
+    monkeypatch.chdir(path)
+    _, _, way = str(caught.value).partition("save the heads as safetensors, such as by ")
+    eval(way, {"torch": torch, "safetensors": safetensors})
+    run(target, path, head, monkeypatch)
 
 
 @pytest.mark.parametrize("layout", ["reference", "speculators", "vllm"])
