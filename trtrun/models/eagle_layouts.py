@@ -91,10 +91,11 @@ def _refuse_others(head: HeadTensors) -> None:
             f"it has {more or 'layernorms: true in its config.json'}: heads with norms around fc are not supported, "
             "only the papers'"
         )
-    if read_flag(_nested(head, "eagle_config"), "use_last_layernorm"):
+    is_silent = _nested(head, "model").get("skip_output_norm") is None
+    if is_silent and read_flag(_nested(head, "eagle_config"), "use_last_layernorm"):
         raise CheckpointError(
-            "use_last_layernorm is true: EAGLE heads with a norm behind the last layer are supported where config.json "
-            "says skip_output_norm: false, for the next step reads what leaves it"
+            "use_last_layernorm is true, which does not say what the next step reads: add skip_output_norm: false to "
+            "config.json if it is what leaves that norm; others are not supported"
         )
 
 

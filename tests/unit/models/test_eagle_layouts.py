@@ -89,6 +89,14 @@ def add_tensors(path: Path, **added: tuple[int, ...]) -> None:
     save_file({**load_file(path / TENSORS), **others}, path / TENSORS)
 
 
+def test_norms_of_a_trainer_that_has_both_count(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ModelOpt's words; what the next step reads they leave open."""
+    head = make_eagle_head(target, input_norm=True, final_norm=True)
+    path = write_eagle_head(tmp_path / "head", head, "reference", target, skip_prenorm=None)
+    change_config(path, eagle_config={"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True})
+    run(target, path, head, monkeypatch)
+
+
 @pytest.mark.parametrize("said", ["skip_prenorm", "eagle_config"])
 def test_norms_that_are_said_not_to_count_do_not(
     tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, said: str
@@ -141,7 +149,7 @@ def test_a_config_that_lies_is_read_by_the_tensors(
         (lambda path: add_tensors(path, norm_weight=(64,)), "write skip_output_norm: true there, or false"),
         (lambda path: change_config(path, skip_prenorm=False), "calls for layers.0.input_layernorm.weight, which is n"),
         (lambda path: change_config(path, skip_output_norm="no"), "'skip_output_norm' must be true or false"),
-        (lambda path: change_config(path, eagle_config={"use_last_layernorm": True}), "skip_output_norm: false"),
+        (lambda path: change_config(path, eagle_config={"use_last_layernorm": True}), "add skip_output_norm: false"),
         (lambda path: change_config(path, layernorms=True), "heads with norms around fc are not supported"),
         (lambda path: add_tensors(path, enorm_weight=(64,)), "it has enorm.weight: heads with norms around fc"),
         (lambda path: add_tensors(path, token_map=(9,)), "it has a token_map: EAGLE heads for a part of the target's"),
