@@ -1,4 +1,4 @@
-"""Heads that draft on the target's own device: what a round of Medusa's and of EAGLE-3's costs beside a plain step.
+"""Heads that draft on the target's own device: what a round of Medusa's and of EAGLE's costs beside a plain step.
 
 Heads are made up, so that their tokens are hardly ever right: a round takes as long whatever is accepted. It knows
 directories of heads and `trtrun bench`'s JSON. It does not know when it runs.
@@ -17,6 +17,7 @@ WRITE_HEADS = Path(__file__).resolve().parent / "write_heads.py"
 
 TREE_OF_60 = {"draft_len": 5, "eagle_topk": 10, "max_total_draft_tokens": 60}
 CASES: tuple[tuple[str, str, dict[str, object]], ...] = (
+    ("EAGLE, a chain of 5", "eagle", {"draft_len": 5}),
     ("EAGLE-3, a chain of 5", "eagle3", {"draft_len": 5}),
     (
         "EAGLE-3, a dynamic tree of 60, 5 deep",

@@ -81,7 +81,7 @@ def _one_device(options: Options) -> Iterator[Part]:
     yield Part("70b", "70B-shaped pair, plain and with forced acceptance", large, play_large)
     about = "8B- and 70B-shaped targets, 1B-shaped drafts step by step and in parallel"
     yield Part("parallel", about, 170, play_parallel)
-    about = "8B-shaped target with heads on its own device: Medusa's and EAGLE-3's"
+    about = "8B-shaped target with heads on its own device: Medusa's and EAGLE's"
     yield Part("heads", about, 200, partial(play_heads, placement=ONE))
     about = "Medusa's and EAGLE-3's heads beside vLLM"
     yield Part("vllm-heads", about, 400, partial(play_heads_beside_vllm, placement=ONE), has_vllm)
