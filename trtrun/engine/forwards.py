@@ -1,8 +1,7 @@
-"""How one engine rank's forwards run: as they are, or as CUDA graphs; and what they tap of the residual stream, between
-the model that fills it and the step that holds it.
+"""How one engine rank's forwards run: as they are, or as CUDA graphs; and what they tap of the residual stream.
 
-A graph writes taps to memory of a fixed place; a forward without one gets memory of its own. It knows a model, its
-store, rows, and batches of them. It does not know phases of a round (runner.py), or who reads taps.
+It knows a model, its store, rows, and batches of them. It does not know phases of a round (runner.py), or who reads
+taps.
 """
 
 from __future__ import annotations
@@ -12,71 +11,20 @@ from typing import NamedTuple
 
 import torch
 
-from trtrun.core.nouns import Draft, HiddenStates, PrefillChunk
+from trtrun.core.nouns import Draft, PrefillChunk
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, read_tiles
 from trtrun.engine.capture import Capture
 from trtrun.engine.draft_paths import DraftPaths, TreeBatch
 from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes
 from trtrun.engine.graphs import ForwardGraphs
+from trtrun.engine.hidden_taps import HiddenTaps
 from trtrun.engine.mixed_graphs import MixedGraphs, RowsBatch
 from trtrun.engine.prompt_tiles import PromptTile, even_tiles, token_places
 from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
-from trtrun.models.config import ModelConfig
 from trtrun.models.decoder import CausalLM
-from trtrun.models.taps import Taps, check_boundaries
 from trtrun.tensors import device_integers
-
-
-class HiddenTaps:
-    """The taps of one engine.
-
-    Attributes:
-        boundaries: see `models.taps`.
-    """
-
-    def __init__(self, boundaries: Sequence[int], model: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Tap a model whose hidden states have `dtype`.
-
-        Raises:
-            ConfigError: a boundary is not among the model's.
-        """
-        self.boundaries = check_boundaries(boundaries, model.num_layers)
-        self._hidden_size = model.hidden_size
-        self._dtype = dtype
-        self._device = device
-        self._fixed: torch.Tensor | None = None
-        self._last = self._new(0)
-
-    def reserve(self, most_tokens: int) -> None:
-        """Make the memory that graphs of forwards of up to `most_tokens` write to."""
-        self._fixed = self._new(most_tokens)
-
-    def begin(self, num_tokens: int, *, in_graph: bool = False) -> Taps:
-        """The taps of a forward that begins; `in_graph` where it is, or will be, one."""
-        self._last = self._fixed[:num_tokens] if in_graph and self._fixed is not None else self._new(num_tokens)
-        return Taps(self.boundaries, self._last)
-
-    def replayed(self, rows: int, queries: int, padded: int) -> None:
-        """A graph has run whose first `rows` rows are these, of `padded` queries each, of which the first count."""
-        if self._fixed is not None:
-            taken = self._fixed[: rows * padded]
-            of_rows = taken.view(rows, padded, *taken.shape[1:])
-            self._last = of_rows[:, :queries].flatten(0, 1) if padded > queries else taken
-
-    def copy(self, places: Sequence[range]) -> torch.Tensor:
-        """[tokens, boundaries, hidden] of the tokens at `places` in the last forward; later ones leave it alone."""
-        return torch.cat([self._last[part.start : part.stop] for part in places])
-
-    def states(self, num_rows: int, queries: int, prompts: list[torch.Tensor]) -> HiddenStates:
-        """Those of `num_rows` rows of `queries` tokens each, which come first in the last forward, beside prompts'."""
-        decoded = self._last[: num_rows * queries].view(num_rows, queries, len(self.boundaries), self._hidden_size)
-        return HiddenStates(decoded, prompts)
-
-    def _new(self, num_tokens: int) -> torch.Tensor:
-        shape = (num_tokens, len(self.boundaries), self._hidden_size)
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
 
 
 class GraphPrompts(NamedTuple):
@@ -88,14 +36,11 @@ class GraphPrompts(NamedTuple):
 
 
 class MixedResult(NamedTuple):
-    """What a graph computed of rows and prompts: `logits` [lines, vocab] are overwritten by later forwards; `row_lines`
-    are those of each query of rows, row by row, `chunk_lines` those after the last token of each chunk; and what was
-    tapped of each chunk."""
+    """What graphs computed of rows and prompts: `logits` [R, Q, vocab] of rows, overwritten by later forwards where
+    these have as many queries as their graph; and prompts."""
 
     logits: torch.Tensor
-    row_lines: list[int]
-    chunk_lines: list[int]
-    tapped: list[torch.Tensor]
+    prompts: GraphPrompts
 
 
 class Forwards:
@@ -186,54 +131,66 @@ class Forwards:
         parts = shapes.parts_of_tiles(len(tiles), width)
         if parts is None:
             return None
-        logits, tapped = [], []
-        for part in parts:
-            of_part = tiles[part]
-            rows, tokens, positions = read_tiles(self._rows, of_part, width)
-            after = self.graphs.run(tokens, positions, self._rows.tables(rows, blocks), 1)
-            logits.append(after if len(parts) == 1 else after.clone())  # the next part overwrites it
-            if self.taps is not None:
-                self.taps.replayed(len(of_part), width, width)
-                tapped.append(self.taps.copy([range(len(of_part) * width)]))
-        last = {tile.chunk: index for index, tile in enumerate(tiles)}
-        ended = device_integers(list(last.values()), self._device)
-        every = logits[0] if len(parts) == 1 else torch.cat(logits)
-        return GraphPrompts(every[ended], self._of_chunks(tapped, tiles, width))
+        done = [self._run_tiles(tiles[part], width, blocks, is_last=part is parts[-1]) for part in parts]
+        return self._of_chunks(done, tiles, width)
 
-    def _of_chunks(self, tapped: list[torch.Tensor], tiles: Sequence[PromptTile], width: int) -> list[torch.Tensor]:
-        """What was tapped of all queries of `tiles`, in parts, by chunk; nothing where nothing was."""
-        if not tapped:
-            return []
-        whole, places = torch.cat(tapped), token_places(tiles, width, 0)
-        return [torch.cat([whole[part.start : part.stop] for part in places[chunk]]) for chunk in sorted(places)]
+    def _run_tiles(self, tiles: Sequence[PromptTile], width: int, blocks: int, *, is_last: bool) -> GraphPrompts:
+        """Compute tiles of prompts through a graph: logits [tiles, vocab] after each, overwritten by later forwards
+        where it `is_last`; and what was tapped of all of their queries."""
+        assert self.graphs is not None
+        rows, tokens, positions = read_tiles(self._rows, tiles, width)
+        logits = self.graphs.run(tokens, positions, self._rows.tables(rows, blocks), 1)
+        if self.taps is None:
+            return GraphPrompts(logits if is_last else logits.clone(), [])
+        self.taps.replayed(len(tiles), width, width)
+        return GraphPrompts(logits if is_last else logits.clone(), [self.taps.copy([range(len(tiles) * width)])])
+
+    def _of_chunks(self, done: Sequence[GraphPrompts], tiles: Sequence[PromptTile], width: int) -> GraphPrompts:
+        """By chunk, of `tiles` that were `done` in parts."""
+        every = done[0].logits if len(done) == 1 else torch.cat([part.logits for part in done])
+        last = {tile.chunk: index for index, tile in enumerate(tiles)}
+        logits = every[device_integers(list(last.values()), self._device)]
+        if self.taps is None:
+            return GraphPrompts(logits, [])
+        whole, places = torch.cat([of_part for part in done for of_part in part.tapped]), token_places(tiles, width, 0)
+        tapped = [torch.cat([whole[part.start : part.stop] for part in places[chunk]]) for chunk in sorted(places)]
+        return GraphPrompts(logits, tapped)
 
     def run_mixed(
         self, rows: torch.Tensor, draft: Draft, chunks: Sequence[PrefillChunk], context: int
     ) -> MixedResult | None:
-        """Compute `rows` [R], with chains as drafts, and chunks together through a graph, where there is one; else
-        None. With taps, those of rows are the last forward's."""
-        if self.mixed is None or self.prompt_width is None or not len(rows) or not chunks:
+        """Compute `rows` [R], with chains as drafts, and chunks together through a graph, where there is one, and what
+        it does not hold of the chunks through another before; else None. With taps, those of rows are the last
+        forward's."""
+        if self.mixed is None or self.graphs is None or self.prompt_width is None or not len(rows) or not chunks:
             return None
-        width, queries = self.prompt_width, draft.tokens.shape[1] + 1
+        width, queries, shapes = self.prompt_width, draft.tokens.shape[1] + 1, self.graphs.shapes
         tiles = even_tiles(chunks, width)
-        shape = self.mixed.shapes.holding(len(rows), queries, len(tiles), context)
-        if shape is None:
+        most = self.mixed.shapes.most_tiles
+        before, beside = tiles[: max(0, len(tiles) - most)], tiles[-most:]
+        shape = self.mixed.shapes.holding(len(rows), queries, len(beside), context)
+        if shape is None or (before and not shapes.takes_prompts(len(before), width)):
             return None
+        done = []
+        if before:
+            end = max(chunk.start + chunk.length for chunk in chunks)
+            blocks = shapes.prompt_blocks(-(-end // self._rows.block_size))
+            done = [self._run_tiles(before, width, blocks, is_last=False)]
         tokens, positions = self._rows.with_drafts(rows, draft.tokens, draft.draft_lens)
         decoded = RowsBatch(tokens, positions, self._rows.tables(rows, shape.blocks))
-        of_tiles, prompt_tokens, prompt_positions = read_tiles(self._rows, tiles, width)
+        of_tiles, prompt_tokens, prompt_positions = read_tiles(self._rows, beside, width)
         prompts = RowsBatch(prompt_tokens, prompt_positions, self._rows.tables(of_tiles, shape.blocks))
         logits = self.mixed.run(shape, decoded, prompts)
-        of_rows = shape.rows * shape.queries
-        last = {tile.chunk: of_rows + index for index, tile in enumerate(tiles)}
-        tapped: list[torch.Tensor] = []
+        of_rows, tapped = shape.rows * shape.queries, []
         if self.taps is not None:
             self.taps.replayed(1, shape.tokens, shape.tokens)
-            places = token_places(tiles, width, of_rows)
-            tapped = [self.taps.copy(places[index]) for index in range(len(chunks))]
+            tapped = [self.taps.copy([range(of_rows, of_rows + len(beside) * width)])]
+        done.append(GraphPrompts(logits[of_rows : of_rows + len(beside)], tapped))
+        found = self._of_chunks(done, tiles, width)
+        if self.taps is not None:
             self.taps.replayed(len(rows), queries, shape.queries)
-        row_lines = [row * shape.queries + query for row in range(len(rows)) for query in range(queries)]
-        return MixedResult(logits, row_lines, list(last.values()), tapped)
+        of_queries = logits[:of_rows].view(shape.rows, shape.queries, -1)[: len(rows), :queries]
+        return MixedResult(of_queries.contiguous(), found)
 
     def _forward_mixed(self, decoded: RowsBatch, prompts: RowsBatch) -> torch.Tensor:
         """See `mixed_graphs.MixedForward`."""

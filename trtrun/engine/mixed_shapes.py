@@ -21,8 +21,8 @@ MOST_ROW_TOKENS = 256
 _WASTED_ROW_TOKENS = 64
 """Tokens of padding, of all rows, that a graph of more queries may cost at most."""
 
-PROMPT_TOKENS = (128, 256, 384, 512, 768, 1024)
-"""Tokens of prompts, padding counted. With more the device has enough to do while the host launches."""
+PROMPT_TOKENS = (128, 256, 512)
+"""Tokens of prompts, padding counted. What is more goes through a graph of its own before (graph_shapes.py)."""
 
 _LONGEST_CONTEXT = 8192
 """Contexts of more tokens have no such graph."""
@@ -85,6 +85,8 @@ class MixedShapes:
             (shape for shape in found if shape.tokens <= max_tokens), key=lambda shape: shape.tokens, reverse=True
         )
         """The largest first: smaller ones find the memory of the pool there."""
+        self.most_tiles = max((shape.tiles for shape in self.all), default=1)
+        """That one of them holds."""
 
     def holding(self, rows: int, queries: int, tiles: int, context: int) -> MixedShape | None:
         """The one of fewest tokens that holds so many rows, queries of each, and tiles, with contexts of up to

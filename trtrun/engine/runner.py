@@ -17,8 +17,9 @@ from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, Step
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, with_masks
 from trtrun.engine.capture import Capture
 from trtrun.engine.draft_paths import DraftPaths, PathSpace
-from trtrun.engine.forwards import Forwards, HiddenTaps
+from trtrun.engine.forwards import Forwards
 from trtrun.engine.graph_shapes import MOST_FED, GraphShapes, catch_up_width, catches_up
+from trtrun.engine.hidden_taps import HiddenTaps
 from trtrun.engine.rows import RowState
 from trtrun.engine.verification import Verification
 from trtrun.kernels.chooser import operations_of
