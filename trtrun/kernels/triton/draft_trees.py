@@ -19,7 +19,17 @@ _PATHS, _STEPS = 64, 16
 _COLUMNS, _PLACES, _BLOCKS = 32, 128, 128
 """Columns of tokens whose places a program finds, places that it looks at together, and columns of a block table."""
 
-_SIZES = ["num_paths", "depth", "num_nodes", "blocks", "own_paths", "own_count", "ids_stride"]
+_SIZES = [
+    "num_paths",
+    "depth",
+    "num_nodes",
+    "blocks",
+    "own_paths",
+    "own_count",
+    "ids_stride",
+    "draft_stride",
+    "table_stride",
+]
 _SMALL = ["rows", "draft_tokens", "paths", "draft_lens", "tables", "tokens", "positions", "nodes", "places", "forked"]
 
 
