@@ -1,0 +1,193 @@
+"""Writes tiny checkpoints in the formats of quantized models, byte by byte from the formats' descriptions.
+
+`make_pair(tmp_path, "awq")` is a quantized checkpoint and the plain one with the same numbers. The writers share no
+code with the product: each takes a weight, lays codes and scales of it down, and says which numbers that makes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import make_checkpoint, save_weights
+from safetensors.torch import load_file
+
+Tensors = dict[str, torch.Tensor]
+Writer = Callable[[torch.Tensor, torch.Generator], tuple[Tensors, torch.Tensor]]
+"""A weight [out, in] float32 → stored tensors by the end of their names, and their numbers [out, in] float32."""
+
+SHAPES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 200,
+}
+
+
+@dataclass(frozen=True)
+class Format:
+    """One format.
+
+    Attributes:
+        config: `quantization_config`; empty where it lies in `beside`.
+        write: one matrix.
+        beside: hf_quant_config.json.
+        plain: modules that the format leaves as they are.
+    """
+
+    config: Mapping[str, Any]
+    write: Writer
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    plain: tuple[str, ...] = ("lm_head",)
+
+
+def make_pair(path: Path, name: str | Format, seed: int = 0, **overrides: Any) -> tuple[Path, Path]:
+    """A quantized checkpoint and a plain one of the same numbers, both of float32 where they are plain."""
+    made = FORMATS[name] if isinstance(name, str) else name
+    dense_path = make_checkpoint(path / "dense", seed=seed, **{**SHAPES, **overrides})
+    stored_path = make_checkpoint(path / "stored", seed=seed, **{**SHAPES, **overrides})
+    generator = torch.Generator().manual_seed(seed)
+    stored: Tensors = {}
+    dense: Tensors = {}
+    for key, weight in load_file(dense_path / "model.safetensors").items():
+        module = key.removesuffix(".weight")
+        if weight.dim() < 2 or "embed_tokens" in key or any(part in module for part in made.plain):
+            stored[key] = dense[key] = weight
+            continue
+        tensors, dense[key] = made.write(weight, generator)
+        stored |= {f"{module}.{end}": value.contiguous() for end, value in tensors.items()}
+    save_weights(dense_path, dense)
+    save_weights(stored_path, stored)
+    edit_config(stored_path, quantization_config=dict(made.config) or None)
+    if made.beside:
+        (stored_path / "hf_quant_config.json").write_text(json.dumps(made.beside), encoding="utf-8")
+    return stored_path, dense_path
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    """Change keys of a checkpoint's config.json."""
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **changes}), encoding="utf-8")
+
+
+def edit_quantization(path: Path, **changes: Any) -> None:
+    """Change keys of its quantization_config."""
+    values = json.loads((path / "config.json").read_text(encoding="utf-8"))["quantization_config"]
+    edit_config(path, quantization_config={**values, **changes})
+
+
+def edit_tensors(path: Path, changes: Mapping[str, torch.Tensor | None]) -> None:
+    """Change, add or remove (None) tensors of a checkpoint of one file."""
+    tensors = {**load_file(path / "model.safetensors"), **changes}
+    save_weights(path, {name: value for name, value in tensors.items() if value is not None})
+
+
+def write_fp8(strategy: str, end: str = "weight_scale", dtype: torch.dtype = torch.float32, ones: int = 0) -> Writer:
+    """E4M3 codes; `ones` dimensions of one number behind those of the scale."""
+
+    def write(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        rows, columns = weight.shape
+        if strategy == "tensor":
+            scale = weight.abs().amax() / 448
+        elif strategy == "channel":
+            scale = weight.abs().amax(1) / 448
+        else:
+            scale = torch.zeros(-(-rows // 128), -(-columns // 128))
+            for row in range(scale.shape[0]):
+                for column in range(scale.shape[1]):
+                    block = weight[128 * row : 128 * row + 128, 128 * column : 128 * column + 128]
+                    scale[row, column] = block.abs().amax() / 448
+        scale = scale.to(dtype)
+        whole = scale.float()
+        if strategy == "channel":
+            whole = whole[:, None].expand(rows, columns)
+        elif strategy == "block":
+            whole = whole.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+        codes = (weight / whole).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors = {"weight": codes, end: scale.reshape([*scale.shape, *[1] * ones])}
+        if strategy == "tensor":
+            tensors["input_scale"] = torch.tensor(0.5)
+        return tensors, codes.float() * whole
+
+    return write
+
+
+def compressed(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, kind: str, **more: Any) -> dict[str, Any]:
+    """`quantization_config` as llm-compressor writes it."""
+    group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": group},
+        "format": kind,
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        **more,
+    }
+
+
+def float_args(strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False, **more}
+
+
+PER_TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+
+FORMATS: dict[str, Format] = {
+    "compressed-tensors FP8": Format(
+        compressed(float_args("tensor"), float_args("tensor"), "float-quantized"),
+        write_fp8("tensor", dtype=torch.bfloat16, ones=1),
+    ),
+    "compressed-tensors FP8 dynamic": Format(
+        compressed(float_args("channel"), PER_TOKEN, "float-quantized", ignore=["re:.*lm_head", "model.layers.1.mlp"]),
+        write_fp8("channel", dtype=torch.bfloat16, ones=1),
+        plain=("lm_head", "layers.1.mlp"),
+    ),
+    "compressed-tensors FP8 block": Format(
+        compressed(
+            float_args("block", block_structure=[128, 128]),
+            {**PER_TOKEN, "strategy": "group", "group_size": 128},
+            "float-quantized",
+        ),
+        write_fp8("block", dtype=torch.bfloat16),
+    ),
+    "fp8 block": Format(
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head", "model.layers.0.self_attn.o_proj"],
+        },
+        write_fp8("block", "weight_scale_inv"),
+        plain=("lm_head", "layers.0.self_attn.o_proj"),
+    ),
+    "fp8 block ue8m0": Format(
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+        write_fp8("block", "weight_scale_inv", torch.float8_e8m0fnu),
+    ),
+    "fp8": Format(
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, write_fp8("tensor")
+    ),
+    "modelopt FP8": Format(
+        {},
+        write_fp8("tensor"),
+        {
+            "producer": {"name": "modelopt", "version": "0.29.0"},
+            "quantization": {
+                "quant_algo": "FP8",
+                "kv_cache_quant_algo": None,
+                "exclude_modules": ["lm_head", "model.layers.0.mlp*"],
+            },
+        },
+        plain=("lm_head", "layers.0.mlp"),
+    ),
+    "modelopt FP8 per channel": Format(
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": ["lm_head"]},
+        write_fp8("channel"),
+    ),
+}
