@@ -117,6 +117,52 @@ def write_fp8(strategy: str, end: str = "weight_scale", dtype: torch.dtype = tor
     return write
 
 
+def asymmetric(weight: torch.Tensor, group: int, bits: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes [out, in], zero points and float16 scales [out, groups]: each group's range cut into 2^bits - 1 steps."""
+    grouped = weight.view(weight.shape[0], -1, group)
+    least, most = grouped.amin(2).clamp(max=0), grouped.amax(2).clamp(min=0)
+    scale = ((most - least) / (2**bits - 1)).half()
+    zero = (-least / scale.float()).round().clamp(0, 2**bits - 1).int()
+    codes = (grouped / scale.float()[..., None] + zero[..., None]).round().clamp(0, 2**bits - 1).int()
+    return codes.view_as(weight), zero, scale
+
+
+def numbers_of(codes: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """(q - z) * s, by the group of each column."""
+    return (codes - zero[:, groups]).float() * scale.float()[:, groups]
+
+
+def words_along(codes: torch.Tensor, dimension: int, places: list[int]) -> torch.Tensor:
+    """Words of 32 bits along a dimension; the j-th bits from below are of the number at `places`[j] of the word."""
+    bits, moved = 32 // len(places), codes.movedim(dimension, 0).long()
+    words = torch.zeros(moved.shape[0] // len(places), *moved.shape[1:], dtype=torch.int64)
+    for word in range(words.shape[0]):
+        for at, place in enumerate(places):
+            words[word] += moved[len(places) * word + place] << (bits * at)
+    words = torch.where(words >= 2**31, words - 2**32, words)
+    return words.int().movedim(0, dimension)
+
+
+def write_awq(group: int) -> Writer:
+    def write(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        size = weight.shape[1] if group == -1 else group
+        codes, zero, scale = asymmetric(weight, size)
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        tensors = {
+            "qweight": words_along(codes.T, 1, order),
+            "qzeros": words_along(zero.T, 1, order),
+            "scales": scale.T,
+        }
+        return tensors, numbers_of(codes, zero, scale, torch.arange(weight.shape[1]) // size)
+
+    return write
+
+
+def awq_config(group: int, **more: Any) -> dict[str, Any]:
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+    return {**config, "modules_to_not_convert": None, **more}
+
+
 def compressed(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, kind: str, **more: Any) -> dict[str, Any]:
     """`quantization_config` as llm-compressor writes it."""
     group = {"targets": ["Linear"], "weights": dict(weights), "input_activations": inputs, "output_activations": None}
@@ -189,5 +235,11 @@ FORMATS: dict[str, Format] = {
     "modelopt FP8 per channel": Format(
         {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": ["lm_head"]},
         write_fp8("channel"),
+    ),
+    "awq": Format(awq_config(64), write_awq(64)),
+    "awq of whole rows": Format(
+        awq_config(-1, version="GEMM", modules_to_not_convert=["layers.1.self_attn"]),
+        write_awq(-1),
+        plain=("lm_head", "layers.1.self_attn"),
     ),
 }

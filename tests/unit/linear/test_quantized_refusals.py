@@ -10,7 +10,15 @@ import pytest
 import torch
 from paged import PagedModel
 from pipelines import make_llm
-from quantized_checkpoints import compressed, edit_config, edit_quantization, edit_tensors, float_args, make_pair
+from quantized_checkpoints import (
+    awq_config,
+    compressed,
+    edit_config,
+    edit_quantization,
+    edit_tensors,
+    float_args,
+    make_pair,
+)
 from safetensors.torch import load_file
 
 from trtrun.errors import CheckpointError, ConfigError
@@ -25,6 +33,13 @@ DOWN = "model.layers.1.mlp.down_proj"
 GROUP = compressed(float_args("tensor"), None, "float-quantized")["config_groups"]["group_0"]
 
 REFUSED: list[tuple[Mapping[str, Any], str]] = [
+    (awq_config(128, version="gemv"), "awq weights with version 'gemv' are not supported; known: gemm"),
+    (awq_config(128, version="GEMV_FAST"), "awq weights with version 'gemv_fast' are not supported; known: gemm"),
+    (awq_config(128, version="marlin"), "awq weights with version 'marlin' are not supported"),
+    (awq_config(128, backend="llm-awq"), "awq weights with backend 'llm-awq' are not supported; known: autoawq"),
+    (awq_config(128, bits=3), "awq weights with bits 3 are not supported; known: 4"),
+    (awq_config(128, zero_point=False), "awq weights with zero_point False are not supported; known: True"),
+    (awq_config(0), "'group_size' of quantization_config must be a positive whole number or -1, not 0"),
     (
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
         r"quantized weights \('bitsandbytes'\) are not supported; kn",
@@ -110,6 +125,18 @@ def test_modelopts_own_file_is_read_where_config_json_says_nothing(tmp_path: Pat
             {"hidden_size": 384, "num_attention_heads": 4, "num_key_value_heads": 4},
             4,
             "96 of 384 output f",
+        ),
+        (
+            "awq",
+            {"intermediate_size": 320},
+            2,
+            r"160 of 320 input features of .*down_proj\.weight .* groups of 64",
+        ),
+        (
+            "awq of whole rows",
+            {"intermediate_size": 264},
+            2,
+            r"132 of 264 output features .* but 8 lie in one word",
         ),
     ],
 )

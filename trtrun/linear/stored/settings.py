@@ -88,16 +88,18 @@ def read_section(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return section or {}
 
 
-def read_whole(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A positive whole number, or -1.
+def read_group_size(values: Mapping[str, Any], default: int | None = None) -> int | None:
+    """`group_size`: input features with one scale; None for -1, where all of them have one.
 
     Raises:
         CheckpointError: it is something else.
     """
-    value = default if values.get(key) is None else values[key]
+    value = default if values.get("group_size") is None else values["group_size"]
     if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
-        raise CheckpointError(f"'{key}' of quantization_config must be a positive whole number, not {shorten(value)}")
-    return value
+        raise CheckpointError(
+            f"'group_size' of quantization_config must be a positive whole number or -1, not {shorten(value)}"
+        )
+    return None if value == -1 else value
 
 
 def refuse(values: Mapping[str, Any], key: str, *supported: object, method: str, default: object = None) -> None:
