@@ -158,6 +158,47 @@ def write_awq(group: int) -> Writer:
     return write
 
 
+def symmetric(weight: torch.Tensor, group: int, bits: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [out, in] from -2^(bits - 1) on, and bfloat16 scales [out, groups]."""
+    grouped, half = weight.view(weight.shape[0], -1, group), 2 ** (bits - 1)
+    scale = (grouped.abs().amax(2) / (half - 0.5)).bfloat16()
+    return (grouped / scale.float()[..., None]).round().clamp(-half, half - 1).int().view_as(weight), scale
+
+
+def write_packed(group: int, *, bits: int = 4, zeros: bool = False, order: bool = False) -> Writer:
+    """compressed-tensors' pack-quantized."""
+
+    def write(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        size, half, places = weight.shape[1] if group == -1 else group, 2 ** (bits - 1), list(range(32 // bits))
+        groups = torch.arange(weight.shape[1]) // size
+        if order:
+            groups = groups[torch.randperm(len(groups), generator=generator)]
+        sorted_by_group = weight[:, groups.argsort(stable=True)]
+        if zeros:
+            codes, zero, scale = asymmetric(sorted_by_group, size, bits)
+            codes, zero = codes - half, zero - half
+        else:
+            codes, scale = symmetric(sorted_by_group, size, bits)
+            zero = torch.zeros(scale.shape, dtype=torch.int32)
+        codes = codes[:, groups.argsort(stable=True).argsort()]
+        tensors = {
+            "weight_packed": words_along(codes + half, 1, places),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if zeros:
+            tensors["weight_zero_point"] = words_along(zero + half, 0, places)
+        if order:
+            tensors["weight_g_idx"] = groups.int()
+        return tensors, numbers_of(codes, zero, scale, groups)
+
+    return write
+
+
+def int_args(strategy: str, **more: Any) -> dict[str, Any]:
+    return {"num_bits": 4, "type": "int", "strategy": strategy, "symmetric": True, "dynamic": False, **more}
+
+
 def awq_config(group: int, **more: Any) -> dict[str, Any]:
     config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
     return {**config, "modules_to_not_convert": None, **more}
@@ -235,6 +276,21 @@ FORMATS: dict[str, Format] = {
     "modelopt FP8 per channel": Format(
         {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": ["lm_head"]},
         write_fp8("channel"),
+    ),
+    "compressed-tensors W4A16": Format(
+        compressed(int_args("group", group_size=64), None, "pack-quantized"), write_packed(64)
+    ),
+    "compressed-tensors W4A16 with zero points": Format(
+        compressed(int_args("group", group_size=32, symmetric=False), None, "pack-quantized"),
+        write_packed(32, zeros=True),
+    ),
+    "compressed-tensors W8A16 of whole rows": Format(
+        compressed(int_args("channel", num_bits=8, symmetric=False), None, "pack-quantized"),
+        write_packed(-1, bits=8, zeros=True),
+    ),
+    "compressed-tensors W4A16 with act-order": Format(
+        compressed(int_args("group", group_size=64, actorder="group", symmetric=False), None, "pack-quantized"),
+        write_packed(64, zeros=True, order=True),
     ),
     "awq": Format(awq_config(64), write_awq(64)),
     "awq of whole rows": Format(

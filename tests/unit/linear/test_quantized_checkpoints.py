@@ -184,7 +184,7 @@ def test_a_plan_counts_the_bytes_that_are_read(tmp_path: Path, name: str) -> Non
     (stored / "model.safetensors").unlink()
     elsewhere = inspect_files(section, model, for_target=True)
     assert not elsewhere.are_here and not elsewhere.is_made_up
-    assert elsewhere.read_bytes[0] == pytest.approx(there.read_bytes[0], rel=0.05)
+    assert elsewhere.read_bytes[0] == pytest.approx(there.read_bytes[0], rel=0.1)
 
 
 def test_a_start_says_what_becomes_of_the_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ from quantized_checkpoints import (
     edit_quantization,
     edit_tensors,
     float_args,
+    int_args,
     make_pair,
 )
 from safetensors.torch import load_file
@@ -33,6 +34,20 @@ DOWN = "model.layers.1.mlp.down_proj"
 GROUP = compressed(float_args("tensor"), None, "float-quantized")["config_groups"]["group_0"]
 
 REFUSED: list[tuple[Mapping[str, Any], str]] = [
+    *(
+        (compressed({**int_args("group"), "num_bits": bits}, None, "pack-quantized"), f"num_bits {bits} are not supp")
+        for bits in (2, 3, 5, 6, 7)
+    ),
+    (
+        compressed(int_args("tensor"), None, "pack-quantized"),
+        "with strategy 'tensor' are not supported; known: group, ",
+    ),
+    (compressed(int_args("group"), None, "pack-quantized"), "'group_size' .* must be a positive .*, not None"),
+    (
+        compressed(int_args("group", group_size=128, actorder="other"), None, "pack-quantized"),
+        "with actorder 'other' are not supported; known: null, weight",
+    ),
+    (compressed({**int_args("group"), "type": "float"}, None, "pack-quantized"), "with type 'float' are not supported"),
     (awq_config(128, version="gemv"), "awq weights with version 'gemv' are not supported; known: gemm"),
     (awq_config(128, version="GEMV_FAST"), "awq weights with version 'gemv_fast' are not supported; known: gemm"),
     (awq_config(128, version="marlin"), "awq weights with version 'marlin' are not supported"),
@@ -200,6 +215,17 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, end: str, value
     path = make_pair(tmp_path, "fp8 block")[0]
     edit_tensors(path, {f"{DOWN}.{end}": value})
     with pytest.raises(CheckpointError, match=rf"tensor '{DOWN}\.{end}' holds NaN"):
+        PagedModel(path)
+
+
+@pytest.mark.parametrize("value", [-1, 4])
+def test_groups_that_are_not_there_are_refused(tmp_path: Path, value: int) -> None:
+    path = make_pair(tmp_path, "compressed-tensors W4A16 with act-order")[0]
+    order = load_file(path / "model.safetensors")[f"{DOWN}.weight_g_idx"]
+    order[7] = 2 * value
+    edit_tensors(path, {f"{DOWN}.weight_g_idx": order})
+    message = rf"{DOWN}\.weight: its features are of groups .*, and there are 8 groups"
+    with pytest.raises(CheckpointError, match=message):
         PagedModel(path)
 
 

@@ -15,7 +15,16 @@ from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, Quantization, 
 from trtrun.linear.stored.byte_layouts import Fp8Layout
 from trtrun.linear.stored.fp8 import read_block
 from trtrun.linear.stored.layout import Layout, StoredLinear
-from trtrun.linear.stored.settings import Activations, ModuleNames, matches, read_names, read_section, refuse
+from trtrun.linear.stored.packed_layout import PackedLayout
+from trtrun.linear.stored.settings import (
+    Activations,
+    ModuleNames,
+    matches,
+    read_group_size,
+    read_names,
+    read_section,
+    refuse,
+)
 
 _METHOD = "compressed-tensors"
 
@@ -93,4 +102,19 @@ def _read_float(weights: Mapping[str, Any], activations: Activations) -> Layout:
     return Fp8Layout(f"{_METHOD} FP8", activations, strategy, block)
 
 
-_FORMATS: dict[str, Callable[[Mapping[str, Any], Activations], Layout]] = {"float-quantized": _read_float}
+def _read_packed(weights: Mapping[str, Any], activations: Activations) -> Layout:
+    refuse(weights, "num_bits", 4, 8, method=f"{_METHOD} pack-quantized")
+    refuse(weights, "type", "int", method=f"{_METHOD} pack-quantized", default="int")
+    refuse(weights, "strategy", "group", "channel", method=f"{_METHOD} pack-quantized")
+    refuse(weights, "symmetric", True, False, method=f"{_METHOD} pack-quantized", default=True)
+    # Of other orders only the writer knew: groups lie in order again.
+    refuse(weights, "actorder", None, "weight", "static", "group", "dynamic", method=f"{_METHOD} pack-quantized")
+    size = read_group_size(weights) if weights["strategy"] == "group" else None
+    has_order = weights.get("actorder") in ("group", "dynamic")
+    return PackedLayout(int(weights["num_bits"]), size, weights.get("symmetric") is not False, has_order)
+
+
+_FORMATS: dict[str, Callable[[Mapping[str, Any], Activations], Layout]] = {
+    "float-quantized": _read_float,
+    "pack-quantized": _read_packed,
+}

@@ -109,7 +109,7 @@ def refuse(values: Mapping[str, Any], key: str, *supported: object, method: str,
         CheckpointError: it is another one.
     """
     value = default if values.get(key) is None else values[key]
-    if value not in supported or isinstance(value, bool) != isinstance(supported[0], bool):
+    if not any(value is one or (value == one and type(value) is type(one)) for one in supported):
         known = ", ".join("null" if one is None else str(one) for one in supported)
         raise CheckpointError(f"{method} weights with {key} {shorten(value)} are not supported; known: {known}")
 
