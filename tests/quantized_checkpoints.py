@@ -25,7 +25,7 @@ SHAPES: dict[str, Any] = {
     "intermediate_size": 512,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "vocab_size": 200,
+    "vocab_size": 224,
 }
 
 
@@ -195,6 +195,41 @@ def write_packed(group: int, *, bits: int = 4, zeros: bool = False, order: bool 
     return write
 
 
+def write_gptq(
+    group: int, *, bits: int = 4, zeros: bool = False, order: bool = False, offset: int = 1, has_g_idx: bool = True
+) -> Writer:
+    """`offset` is what stored zero points lack."""
+
+    def write(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        size, half, places = weight.shape[1] if group == -1 else group, 2 ** (bits - 1), list(range(32 // bits))
+        groups = torch.arange(weight.shape[1]) // size
+        if order:
+            groups = groups[torch.randperm(len(groups), generator=generator)]
+        sorted_by_group = weight[:, groups.argsort(stable=True)]
+        if zeros:
+            codes, zero, scale = asymmetric(sorted_by_group, size, bits)
+            zero = zero.clamp(min=1)  # what version 1 can store
+        else:
+            codes, scale = symmetric(sorted_by_group, size, bits)
+            codes, zero, scale = codes + half, torch.full(scale.shape, half, dtype=torch.int32), scale.half()
+        codes = codes[:, groups.argsort(stable=True).argsort()]
+        tensors = {
+            "qweight": words_along(codes.T, 0, places),
+            "qzeros": words_along((zero - offset).T, 1, places),
+            "scales": scale.T,
+        }
+        if has_g_idx:
+            tensors["g_idx"] = groups.int()
+        return tensors, numbers_of(codes, zero, scale, groups)
+
+    return write
+
+
+def gptq_config(group: int, **more: Any) -> dict[str, Any]:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": True, "lm_head": False}
+    return {**config, "checkpoint_format": "gptq", **more}
+
+
 def int_args(strategy: str, **more: Any) -> dict[str, Any]:
     return {"num_bits": 4, "type": "int", "strategy": strategy, "symmetric": True, "dynamic": False, **more}
 
@@ -297,5 +332,23 @@ FORMATS: dict[str, Format] = {
         awq_config(-1, version="GEMM", modules_to_not_convert=["layers.1.self_attn"]),
         write_awq(-1),
         plain=("lm_head", "layers.1.self_attn"),
+    ),
+    "gptq": Format(gptq_config(64), write_gptq(64)),
+    "gptq without g_idx": Format(
+        gptq_config(128, dynamic={r"-:model\.layers\.0\.mlp": {}}, checkpoint_format=None),
+        write_gptq(128, has_g_idx=False),
+        plain=("lm_head", "layers.0.mlp"),
+    ),
+    "gptq v2": Format(gptq_config(64, checkpoint_format=None, format="gptq_v2"), write_gptq(64, offset=0)),
+    "gptq that is v2 and says v1": Format(gptq_config(64), write_gptq(64, offset=0)),
+    "gptq that is v1 and says v2": Format(gptq_config(64, checkpoint_format="gptq_v2"), write_gptq(64)),
+    "gptq of 8 bits that says v1": Format(gptq_config(-1, bits=8), write_gptq(-1, bits=8, offset=0)),
+    "gptq with zero points": Format(gptq_config(64, sym=False), write_gptq(64, zeros=True)),
+    "gptq v2 of 8 bits with zero points": Format(
+        gptq_config(64, sym=False, bits=8, checkpoint_format="gptq_v2"), write_gptq(64, bits=8, zeros=True, offset=0)
+    ),
+    "gptq with act-order": Format(gptq_config(64, desc_act=True), write_gptq(64, order=True)),
+    "gptq with act-order and zero points, and a head": Format(
+        gptq_config(64, desc_act=True, sym=False, lm_head=True), write_gptq(64, zeros=True, order=True), plain=()
     ),
 }

@@ -17,6 +17,7 @@ from quantized_checkpoints import (
     edit_quantization,
     edit_tensors,
     float_args,
+    gptq_config,
     int_args,
     make_pair,
 )
@@ -34,6 +35,21 @@ DOWN = "model.layers.1.mlp.down_proj"
 GROUP = compressed(float_args("tensor"), None, "float-quantized")["config_groups"]["group_0"]
 
 REFUSED: list[tuple[Mapping[str, Any], str]] = [
+    *((gptq_config(128, bits=bits), f"gptq weights with bits {bits} are not supp") for bits in (2, 3, 5, 6)),
+    (
+        gptq_config(128, checkpoint_format="gptq_p"),
+        "gptq weights with format 'gptq_p' are not supported; known: gptq, g",
+    ),
+    (gptq_config(128, checkpoint_format="marlin"), "gptq weights with format 'marlin' are not supported"),
+    (gptq_config(128, is_marlin_format=True), "gptq weights with is_marlin_format True are not supported"),
+    (gptq_config(128, pack_dtype="int16"), "gptq weights with pack_dtype 'int16' are not supported; known: int32"),
+    (gptq_config(128, desc_act="yes"), "gptq weights with desc_act 'yes' are not supported; known: True, False"),
+    (gptq_config(128, dynamic={"+:.*down": {"bits": 8}}), r"dynamic: '\+:\.\*down': {'bits': 8}\) are not supported"),
+    (gptq_config(128, dynamic={"-:(": {}}), "is no expression"),
+    (
+        gptq_config(128, modules_in_block_to_quantize=[["q_proj"]]),
+        "with modules_in_block_to_quantize .* are not suppor",
+    ),
     *(
         (compressed({**int_args("group"), "num_bits": bits}, None, "pack-quantized"), f"num_bits {bits} are not supp")
         for bits in (2, 3, 5, 6, 7)
@@ -192,7 +208,7 @@ def test_tensors_are_checked_before_the_first_is_read(tmp_path: Path) -> None:
         ),
         ({f"{DOWN}.weight": torch.ones(256, 512)}, "has dtype F32, which is not supported; known: F8_E4M3"),
         (
-            {"lm_head.weight": kept[f"{DOWN}.weight"][:200, :256].clone()},
+            {"lm_head.weight": kept[f"{DOWN}.weight"][:224, :256].clone()},
             "'lm_head.weight' has dtype F8_E4M3, which is no",
         ),
         ({f"{DOWN}.weight": torch.zeros(256, 510).to(torch.float8_e4m3fn)}, r"has shape \[256, 510\]"),
@@ -227,6 +243,21 @@ def test_groups_that_are_not_there_are_refused(tmp_path: Path, value: int) -> No
     message = rf"{DOWN}\.weight: its features are of groups .*, and there are 8 groups"
     with pytest.raises(CheckpointError, match=message):
         PagedModel(path)
+
+
+def test_an_order_that_the_configuration_denies_is_refused(tmp_path: Path) -> None:
+    path = make_pair(tmp_path, "gptq with act-order")[0]
+    edit_quantization(path, desc_act=False)
+    with pytest.raises(
+        CheckpointError, match=r"proj\.g_idx has groups in another order, and desc_act of quan.* is false"
+    ):
+        PagedModel(path)
+    ordered = make_pair(tmp_path / "ordered", "gptq")[0]
+    edit_tensors(ordered, {f"{DOWN}.g_idx": None})
+    PagedModel(ordered)
+    edit_quantization(ordered, desc_act=True)
+    with pytest.raises(CheckpointError, match=rf"has no tensor '{DOWN}\.g_idx'"):
+        PagedModel(ordered)
 
 
 def test_numbers_that_overflow_the_dtype_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,6 @@
 package is imported, which says how each matrix is stored."""
 
 from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, StoredQuantizations
-from trtrun.linear.stored import awq, compressed_tensors, fp8, modelopt
+from trtrun.linear.stored import awq, compressed_tensors, fp8, gptq, modelopt
 
-__all__ = ["STORED_QUANTIZATIONS", "StoredQuantizations", "awq", "compressed_tensors", "fp8", "modelopt"]
+__all__ = ["STORED_QUANTIZATIONS", "StoredQuantizations", "awq", "compressed_tensors", "fp8", "gptq", "modelopt"]
