@@ -225,6 +225,16 @@ def write_gptq(
     return write
 
 
+def write_int8(strategy: str) -> Writer:
+    def write(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        most = weight.abs().amax(1, keepdim=True) if strategy == "channel" else weight.abs().amax().view(1)
+        scale = (most / 127).bfloat16()
+        codes = (weight / scale.float()).round().clamp(-128, 127).to(torch.int8)
+        return {"weight": codes, "weight_scale": scale}, codes.float() * scale.float()
+
+    return write
+
+
 def gptq_config(group: int, **more: Any) -> dict[str, Any]:
     config = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": True, "lm_head": False}
     return {**config, "checkpoint_format": "gptq", **more}
@@ -311,6 +321,14 @@ FORMATS: dict[str, Format] = {
     "modelopt FP8 per channel": Format(
         {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": ["lm_head"]},
         write_fp8("channel"),
+    ),
+    "compressed-tensors W8A8": Format(
+        compressed(int_args("channel", num_bits=8), {**PER_TOKEN, "type": "int"}, "int-quantized"),
+        write_int8("channel"),
+    ),
+    "compressed-tensors W8A8 of old files": Format(
+        compressed(int_args("tensor", num_bits=8), int_args("tensor", num_bits=8), "naive-quantized"),
+        write_int8("tensor"),
     ),
     "compressed-tensors W4A16": Format(
         compressed(int_args("group", group_size=64), None, "pack-quantized"), write_packed(64)

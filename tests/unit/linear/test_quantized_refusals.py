@@ -35,6 +35,12 @@ DOWN = "model.layers.1.mlp.down_proj"
 GROUP = compressed(float_args("tensor"), None, "float-quantized")["config_groups"]["group_0"]
 
 REFUSED: list[tuple[Mapping[str, Any], str]] = [
+    (compressed(int_args("channel"), None, "int-quantized"), "int-quantized weights with num_bits 4 are not supported"),
+    (compressed(int_args("group", num_bits=8), None, "int-quantized"), "with strategy 'group' are not supported"),
+    (
+        compressed(int_args("channel", num_bits=8, symmetric=False), None, "int-quantized"),
+        "with symmetric False are not supported; known: True",
+    ),
     *((gptq_config(128, bits=bits), f"gptq weights with bits {bits} are not supp") for bits in (2, 3, 5, 6)),
     (
         gptq_config(128, checkpoint_format="gptq_p"),

@@ -12,7 +12,7 @@ from typing import Any
 
 from trtrun.errors import CheckpointError, shorten
 from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, Quantization, StoredQuantizations
-from trtrun.linear.stored.byte_layouts import Fp8Layout
+from trtrun.linear.stored.byte_layouts import Fp8Layout, Int8Layout
 from trtrun.linear.stored.fp8 import read_block
 from trtrun.linear.stored.layout import Layout, StoredLinear
 from trtrun.linear.stored.packed_layout import PackedLayout
@@ -102,6 +102,19 @@ def _read_float(weights: Mapping[str, Any], activations: Activations) -> Layout:
     return Fp8Layout(f"{_METHOD} FP8", activations, strategy, block)
 
 
+def _read_whole(weights: Mapping[str, Any], activations: Activations) -> Layout:
+    refuse(weights, "num_bits", 8, method=f"{_METHOD} int-quantized")
+    refuse(weights, "type", "int", method=f"{_METHOD} int-quantized", default="int")
+    refuse(weights, "strategy", "channel", "tensor", method=f"{_METHOD} int-quantized")
+    refuse(weights, "symmetric", True, method=f"{_METHOD} int-quantized", default=True)
+    return Int8Layout(f"{_METHOD} W8A8", activations, str(weights["strategy"]))
+
+
+def _read_unpacked(weights: Mapping[str, Any], activations: Activations) -> Layout:
+    """Older files, which name a format for both."""
+    return (_read_float if weights.get("type") == "float" else _read_whole)(weights, activations)
+
+
 def _read_packed(weights: Mapping[str, Any], activations: Activations) -> Layout:
     refuse(weights, "num_bits", 4, 8, method=f"{_METHOD} pack-quantized")
     refuse(weights, "type", "int", method=f"{_METHOD} pack-quantized", default="int")
@@ -116,5 +129,7 @@ def _read_packed(weights: Mapping[str, Any], activations: Activations) -> Layout
 
 _FORMATS: dict[str, Callable[[Mapping[str, Any], Activations], Layout]] = {
     "float-quantized": _read_float,
+    "int-quantized": _read_whole,
+    "naive-quantized": _read_unpacked,
     "pack-quantized": _read_packed,
 }
