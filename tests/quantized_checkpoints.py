@@ -235,6 +235,26 @@ def write_int8(strategy: str) -> Writer:
     return write
 
 
+def write_modelopt_awq(group: int) -> Writer:
+    """Every other matrix has its scale of activations folded into the layer before."""
+    count = 0
+
+    def write(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        nonlocal count
+        count += 1
+        before = 0.5 + torch.rand(weight.shape[1], generator=generator)
+        codes, scale = symmetric(weight / before, group)
+        groups = torch.arange(weight.shape[1]) // group
+        numbers = codes.float() * scale.float()[:, groups]
+        twos = torch.where(codes < 0, codes + 16, codes)
+        tensors = {"weight": (twos[::2] + 16 * twos[1::2]).to(torch.uint8), "weight_scale": scale.float()}
+        if count % 2:
+            return tensors, numbers
+        return {**tensors, "pre_quant_scale": before}, numbers * before
+
+    return write
+
+
 def gptq_config(group: int, **more: Any) -> dict[str, Any]:
     config = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": True, "lm_head": False}
     return {**config, "checkpoint_format": "gptq", **more}
@@ -321,6 +341,20 @@ FORMATS: dict[str, Format] = {
     "modelopt FP8 per channel": Format(
         {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": ["lm_head"]},
         write_fp8("channel"),
+    ),
+    "modelopt W4A16_AWQ": Format(
+        {},
+        write_modelopt_awq(64),
+        {"quantization": {"quant_algo": "W4A16_AWQ", "group_size": 64, "exclude_modules": ["lm_head"]}},
+    ),
+    "modelopt W4A16_AWQ in config.json": Format(
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "W4A16_AWQ",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}},
+            "ignore": ["lm_head"],
+        },
+        write_modelopt_awq(32),
     ),
     "compressed-tensors W8A8": Format(
         compressed(int_args("channel", num_bits=8), {**PER_TOKEN, "type": "int"}, "int-quantized"),

@@ -35,6 +35,10 @@ DOWN = "model.layers.1.mlp.down_proj"
 GROUP = compressed(float_args("tensor"), None, "float-quantized")["config_groups"]["group_0"]
 
 REFUSED: list[tuple[Mapping[str, Any], str]] = [
+    (
+        {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": "128"},
+        "'group_size' .* must be a positive whole number or -1, not '128'",
+    ),
     (compressed(int_args("channel"), None, "int-quantized"), "int-quantized weights with num_bits 4 are not supported"),
     (compressed(int_args("group", num_bits=8), None, "int-quantized"), "with strategy 'group' are not supported"),
     (
