@@ -120,6 +120,14 @@ def test_a_head_that_is_quantized_is_padded_like_any(tmp_path: Path, tp_size: in
     )
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", ["awq", "fp8 block", "gptq with act-order"])
+def test_biases_and_norms_of_heads_are_plain_beside(tmp_path: Path, name: str, tp_size: int) -> None:
+    for architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        pair = make_pair(tmp_path / architecture, name, architecture=architecture, head_dim=64)
+        check_logits(*pair, tp_size)
+
+
 KEPT = {"compressed-tensors FP8", "compressed-tensors FP8 dynamic", "fp8", "modelopt FP8", "modelopt FP8 per channel"}
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from trtrun.linear.stored.forms import PackedWeight
 
 _PLACES = 8
+_WORDS_AT_A_TIME = 1 << 14
+"""Words of eight input features each that are turned at once: 4 MiB each for a few copies of their codes."""
 _ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 """Where in a word, counted from the lowest bits, each of its eight output features lies."""
 
@@ -42,6 +44,7 @@ class AwqLayout:
         features, inputs = part.shape
         size = self.group_size or inputs
         words, groups = cut_words(part, 0, _PLACES), cut_groups(part, 1, size)
+        cut_words(part, 1, _PLACES)  # as words are along them in memory
         narrow, num_groups = features // _PLACES, -(-inputs // size)
 
         def tensor(end: str, shape: tuple[int, int], ranges: tuple[range, range], *dtypes: str) -> TensorSlice:
@@ -61,8 +64,14 @@ class AwqLayout:
             """[rows, out / 8] words → codes [out, rows]."""
             return unpack(words, 4).view(*words.shape, _PLACES)[..., _ORDER].flatten(1).T
 
+        words = tensors["qweight"]
+        packed = words.new_empty((words.shape[1] * _PLACES, words.shape[0] // _PLACES))
+        step = max(1, _WORDS_AT_A_TIME // words.shape[1])
+        for start in range(0, packed.shape[1], step):
+            place = packed[:, start : start + step]
+            place.copy_(pack(spread(words[start * _PLACES : (start + step) * _PLACES]), 4))
         return PackedWeight(
-            packed=pack(spread(tensors["qweight"]), 4),
+            packed=packed,
             scale=tensors["scales"].T,
             bits=4,
             group_size=self.group_size or part.shape[1],

@@ -118,12 +118,17 @@ class PackedWeight:
 
     def dequantize(self, rows: slice = ALL_ROWS) -> torch.Tensor:
         """See StoredForm."""
-        codes, groups = unpack(self.packed[rows], self.bits), self.groups
-        if groups is None:
-            groups = torch.arange(codes.shape[1], device=codes.device) // self.group_size
-        codes -= 1 << (self.bits - 1) if self.zero is None else self.zero[rows][:, groups]
-        values = codes.float().mul_(self.scale[rows].float()[:, groups])
+        codes = unpack(self.packed[rows], self.bits)
+        codes -= 1 << (self.bits - 1) if self.zero is None else self._by_column(self.zero[rows])
+        values = codes.float().mul_(self._by_column(self.scale[rows].float()))
         return values if self.input_scale is None else values.mul_(self.input_scale.float())
+
+    def _by_column(self, of_groups: torch.Tensor) -> torch.Tensor:
+        """[rows, groups] → [rows, in]."""
+        if self.groups is not None:
+            return of_groups[:, self.groups]
+        spread = of_groups.unsqueeze(-1).expand(*of_groups.shape, self.group_size).flatten(1)
+        return spread[:, : self.shape[1]]
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -87,7 +87,7 @@ class GptqLayout:
         from trtrun.linear.stored.forms import PackedWeight
 
         return PackedWeight(
-            packed=tensors["qweight"].T,
+            packed=tensors["qweight"].T.contiguous(),
             scale=tensors["scales"].T,
             bits=self.bits,
             group_size=self.group_size or part.shape[1],

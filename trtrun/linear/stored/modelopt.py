@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trtrun.linear.stored.forms import PackedWeight
 
 _DEFAULT_GROUP = 128
+_PLACES = 8
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class ModelOptAwqLayout:
         """See Layout."""
         (features, inputs), (rows, columns) = part.shape, part.ranges
         size = self.group_size or inputs
+        cut_words(part, 1, _PLACES)  # as words are along them in memory
         codes = (features // 2, inputs), (cut_words(part, 0, 2), columns)
         scales = (features, -(-inputs // size)), (rows, cut_groups(part, 1, size))
         before = stored_as(part, "pre_quant_scale")
