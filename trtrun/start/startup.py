@@ -171,8 +171,8 @@ class RankStartup:
             dtype = resolve_dtype(section, config)
             choose_default(config, section.quantization, for_target=role == "target")
             size = self._shard_bytes(section, config, communicator)
-            share = Share(communicator.rank, communicator.size)
-            if (said := describe_stored(config, share, dtype, self._device.type)) is not None:
+            said = describe_stored(config, Share(0, communicator.size), dtype, self._device.type)
+            if said is not None and communicator.rank == 0:
                 _logger.info("%s: %s", role, said)
 
             def report(read: int, total: int, before: int = done, size: int = size) -> None:

@@ -22,8 +22,10 @@ from trtrun.linear.quantization import QUANTIZATIONS
 from trtrun.linear.stored.layout import StoredLinear
 from trtrun.models.config import read_model_config
 from trtrun.models.loading import shard_bytes
+from trtrun.models.model_files import hash_model_files
 from trtrun.models.stored_report import describe_stored
 from trtrun.models.weights import Share
+from trtrun.start.kinds_of_kernels import kinds_of_kernels
 
 DENSE = QUANTIZATIONS.get("none")
 BATCH = [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 8, 1, 190])]]
@@ -193,6 +195,22 @@ def test_a_plan_counts_the_bytes_that_are_read(tmp_path: Path, name: str) -> Non
     elsewhere = inspect_files(section, model, for_target=True)
     assert not elsewhere.are_here and not elsewhere.is_made_up
     assert elsewhere.read_bytes[0] == pytest.approx(there.read_bytes[0], rel=0.1)
+
+
+def test_modelopts_own_file_counts_like_config_json(tmp_path: Path) -> None:
+    """For an engine that goes on where another one ended, and for kernels that an earlier start left."""
+    stored = make_pair(tmp_path, "modelopt FP8")[0]
+    config = configuration(stored, None)
+
+    def tell() -> tuple[str, str]:
+        parts = [("target", config.target, 0, 1)]
+        return hash_model_files(stored), repr(kinds_of_kernels(config, parts, None))
+
+    before = tell()
+    assert tell() == before
+    file = stored / "hf_quant_config.json"
+    file.write_text(file.read_text().replace("layers.0.mlp", "layers.1.mlp"))
+    assert all(one != other for one, other in zip(tell(), before, strict=True))
 
 
 def test_a_start_says_what_becomes_of_the_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.linear.quantization import QUANTIZATIONS
+from trtrun.linear.stored.layout import StoredLinear
 from trtrun.linear.stored.settings import ModuleNames
 from trtrun.models.config import read_model_config
 from trtrun.models.weight_check import check_model_weights, check_split
@@ -253,6 +254,18 @@ def test_groups_that_are_not_there_are_refused(tmp_path: Path, value: int) -> No
     message = rf"{DOWN}\.weight: its features are of groups .*, and there are 8 groups"
     with pytest.raises(CheckpointError, match=message):
         PagedModel(path)
+
+
+def test_codes_that_are_kept_are_looked_at_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StoredLinear, "is_kept", lambda self, dtype, device_type: self.layout.rounds_by_channel)
+    path = make_pair(tmp_path, "fp8")[0]
+    codes = load_file(path / "model.safetensors")[f"{DOWN}.weight"].float()
+    codes[200, 500] = torch.nan
+    edit_tensors(path, {f"{DOWN}.weight": codes.to(torch.float8_e4m3fn)})
+    with pytest.raises(
+        CheckpointError, match=rf"tensor '{DOWN}\.weight' holds NaN or infinite values in float8_e4m3fn"
+    ):
+        PagedModel(path, torch.bfloat16)
 
 
 def test_an_order_that_the_configuration_denies_is_refused(tmp_path: Path) -> None:
