@@ -105,6 +105,24 @@ def test_texts_are_those_of_transformers_with_the_dense_weights(tmp_path: Path, 
         assert drafted["num_accepted_draft_tokens"] == drafted["num_draft_tokens"] > 0
 
 
+@pytest.mark.parametrize("name", ["fp8 block", "fp8 block ue8m0"])
+def test_transformers_reads_the_same_numbers_of_blocks(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the writer takes for granted: another reader's weights are the dense ones, to the bit."""
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    # It places weights on devices, of which there is one here.
+    monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: True)
+    stored, dense = make_pair(tmp_path, name)
+    dequantized = FineGrainedFP8Config(dequantize=True)
+    other = AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32, quantization_config=dequantized)
+    expected = load_file(dense / "model.safetensors")
+    found = other.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], weight) for key, weight in expected.items())
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_head_that_is_quantized_is_padded_like_any(tmp_path: Path, tp_size: int) -> None:
     """The vocabulary is not a multiple of the ranks; a tied head is the embedding, which is plain."""

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.linear.quantization import QUANTIZATIONS
+from trtrun.linear.stored.byte_layouts import Fp8Layout, Int8Layout
 from trtrun.linear.stored.layout import StoredLinear
 from trtrun.linear.stored.settings import ModuleNames
 from trtrun.models.config import read_model_config
@@ -339,3 +340,24 @@ def test_the_most_specific_group_counts(tmp_path: Path) -> None:
     }
     strategies = [getattr(getattr(held, "layout", None), "strategy", None) for held in found.values()]
     assert strategies == ["channel", "channel", "tensor"]
+
+
+def test_what_activations_were_to_be_rounded_by_is_known(tmp_path: Path) -> None:
+    """For products to come that round them, too."""
+    expected = {
+        "fp8 block": "group",
+        "fp8": "static",
+        "modelopt FP8": "static",
+        "modelopt FP8 per channel": "token",
+        "compressed-tensors FP8": "static",
+        "compressed-tensors FP8 dynamic": "token",
+        "compressed-tensors FP8 block": "group",
+        "compressed-tensors W8A8": "token",
+        "compressed-tensors W8A8 of old files": "static",
+    }
+    for name, activations in expected.items():
+        config = read_model_config(make_pair(tmp_path / name, name)[0])
+        weight = config.layers[0].weights()[2]
+        held = config.quantization_of(weight, QUANTIZATIONS.get("none"))
+        assert isinstance(held, StoredLinear) and isinstance(held.layout, Fp8Layout | Int8Layout)
+        assert held.layout.activations == activations, name
