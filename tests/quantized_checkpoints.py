@@ -301,7 +301,7 @@ FORMATS: dict[str, Format] = {
     ),
     "compressed-tensors FP8 block": Format(
         compressed(
-            float_args("block", block_structure=[128, 128]),
+            float_args("block", block_structure="128x128"),
             {**PER_TOKEN, "strategy": "group", "group_size": 128},
             "float-quantized",
         ),

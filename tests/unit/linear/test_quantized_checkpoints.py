@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from launch.plan.weight_files import inspect_files
 from trtrun import SamplingParams
 from trtrun.linear.quantization import QUANTIZATIONS
+from trtrun.linear.stored import awq, layout
 from trtrun.linear.stored.layout import StoredLinear
 from trtrun.models.config import read_model_config
 from trtrun.models.loading import shard_bytes
@@ -146,6 +147,16 @@ def test_biases_and_norms_of_heads_are_plain_beside(tmp_path: Path, name: str, t
     for architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         pair = make_pair(tmp_path / architecture, name, architecture=architecture, head_dim=64)
         check_logits(*pair, tp_size)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", ["awq", "fp8 block", "modelopt W4A16_AWQ", "compressed-tensors W8A8"])
+def test_large_weights_become_dense_piece_by_piece(
+    tmp_path: Path, name: str, tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "_NUMBERS_AT_A_TIME", 5000)
+    monkeypatch.setattr(awq, "_WORDS_AT_A_TIME", 100)
+    check_logits(*make_pair(tmp_path, name), tp_size)
 
 
 KEPT = {"compressed-tensors FP8", "compressed-tensors FP8 dynamic", "fp8", "modelopt FP8", "modelopt FP8 per channel"}
