@@ -11,6 +11,7 @@ import argparse
 import ast
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -21,6 +22,7 @@ from launch.mpi.job import Job
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.configuration.config import RuntimeConfig, make_config
 from trtrun.errors import nearest, shorten
+from trtrun.models.eagle_tensors import find_eagle_method
 
 MODULE = "launch.tensorrt_llm"
 DRAFT_OPTION = "--draft_target_model_config"
@@ -63,10 +65,10 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         EAGLE_OPTION,
         metavar='"[[0],[0,0],[1]]"',
-        help="Paths of a tree, or its name: an EAGLE-3 head drafts, of --draft_engine_dir.",
+        help="Paths of a tree, or its name: an EAGLE head drafts, of --draft_engine_dir.",
     )
     parser.add_argument(
-        DYNAMIC_OPTION, action="store_true", help=f"An EAGLE-3 head drafts dynamic trees; with {TOP_K_OPTION}."
+        DYNAMIC_OPTION, action="store_true", help=f"An EAGLE head drafts dynamic trees; with {TOP_K_OPTION}."
     )
     parser.add_argument(TOP_K_OPTION, type=int, help="Tokens of each depth that are continued.")
     parser.add_argument(
@@ -103,7 +105,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         raise click.UsageError(f"{DYNAMIC_OPTION} and {TOP_K_OPTION} go together: give both, or none")
     if chosen[EAGLE_OPTION] or chosen[DYNAMIC_OPTION]:
         if arguments.draft_engine_dir is None:
-            raise click.UsageError(f"{given[0]} needs --draft_engine_dir: the directory of the EAGLE-3 head")
+            raise click.UsageError(f"{given[0]} needs --draft_engine_dir: the directory of the EAGLE head")
         return arguments
     if arguments.medusa_choices is not None:
         return arguments
@@ -211,7 +213,8 @@ def _parse_list(option: str, text: str, expected: str) -> object:
 
 
 def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool) -> RuntimeConfig:
-    """The configuration that the options stand for; device numbers are CPU slots where there is no GPU."""
+    """The configuration that the options stand for; device numbers are CPU slots where there is no GPU, and which kind
+    of EAGLE head drafts its files say."""
     draft_len, draft_devices, target_devices, use_logits = 4, [0], [0], False
     if arguments.draft_target_model_config is not None:
         draft_len, draft_devices, target_devices, use_logits = parse_draft_config(arguments.draft_target_model_config)
@@ -230,7 +233,8 @@ def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool) -> Runtime
             tree: dict[str, object] = {"eagle_choices": parse_choices(arguments.eagle_choices, EAGLE_OPTION)}
         else:
             tree = {"eagle_topk": arguments.eagle_dynamic_tree_max_top_k}
-        values["speculation"] = {"method": "eagle3", **tree}
+        method = find_eagle_method(Path(arguments.draft_engine_dir))
+        values["speculation"] = {"method": method, **tree}
         values["draft"] = {"model": arguments.draft_engine_dir}
     elif arguments.lookahead_config is not None:
         sizes = parse_lookahead_config(arguments.lookahead_config)

@@ -157,7 +157,9 @@ def describe_section(places: tuple[str, ...], section: type[Section]) -> Iterato
         return
     shared = {name for _, options in SHARED for name in options.model_fields}
     for method in METHODS.values():
-        own = [name for name in method.section.model_fields if name not in names and name not in shared]
+        bases = [other.section for other in METHODS.values() if other.section in method.section.__mro__[1:]]
+        told = {*names, *shared, *(name for base in bases for name in base.model_fields)}
+        own = [name for name in method.section.model_fields if name not in told]
         if own:
             yield f"\n{split_docstring(method.section)[0]}\n"
             yield from describe_keys(places, method.section, own)

@@ -28,7 +28,7 @@ from trtrun.configuration.device_lists import host_of
 from trtrun.environment import OURS
 from trtrun.errors import ConfigError, TrtrunError, one_line
 from trtrun.models.config import read_model_config
-from trtrun.start.model_settings import resolve_dtype_name
+from trtrun.start.model_settings import mask_token, resolve_dtype_name
 
 PEER_SECONDS = 1800.0
 """How long a peer may take for one mode, its start included."""
@@ -39,8 +39,10 @@ LOOK_SECONDS = 60.0
 SHOWN_LINES = 20
 """Of what a peer said before it failed."""
 
-_DECIDED = frozenset({"method", "model", "num_speculative_tokens"})
+_DECIDED = frozenset({"method", "model", "num_speculative_tokens", "parallel_drafting"})
 """Fields of vLLM's speculative_config that the job decides."""
+
+_METHODS_OF_VLLM = {"draft_target": "draft_model", "eagle3": "eagle3", "eagle": "eagle", "medusa": "medusa"}
 
 _LOOK = "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec(sys.argv[1]) else 3)"
 
@@ -54,12 +56,14 @@ class PeerProgram:
         speculative: what it calls drafting.
         is_apart: whether each mode is a process of its own, as it loads the draft or does not.
         decided: of the fields that --peer-options may name, those that the job decides; None where it takes none.
+        methods: what it calls methods of drafting, by their names here; others it does not have.
     """
 
     name: str
     speculative: str
     is_apart: bool
     decided: frozenset[str] | None = None
+    methods: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -70,8 +74,8 @@ class PeerProgram:
 PEERS = {
     peer.name: peer
     for peer in (
-        PeerProgram("transformers", "assisted", is_apart=False),
-        PeerProgram("vllm", "speculative", is_apart=True, decided=_DECIDED),
+        PeerProgram("transformers", "assisted", is_apart=False, methods={"draft_target": "assisted"}),
+        PeerProgram("vllm", "speculative", is_apart=True, decided=_DECIDED, methods=_METHODS_OF_VLLM),
     )
 }
 
@@ -105,7 +109,13 @@ def check_peer(job: Job, options: BenchOptions) -> None:
     """Raise ConfigError where the peer could not run, as far as it can be told without starting it."""
     assert options.peer is not None
     config = job.config
-    _check_peer_options(PEERS[options.peer], options, config.is_speculative)
+    program = PEERS[options.peer]
+    _check_peer_options(program, options, config.is_speculative)
+    if program.is_apart and config.is_speculative and config.speculation.method not in program.methods:
+        raise ConfigError(
+            f"--peer {options.peer} is not started with speculation.method {config.speculation.method}: choose "
+            f"{', '.join(program.methods)} or none"
+        )
     sections = [section for section in (config.target, config.draft) if section is not None]
     if any(section.load_format == "dummy" for section in sections):
         raise ConfigError(f"--peer {options.peer} reads the models' weights, and load_format is dummy: leave one out")
@@ -169,11 +179,14 @@ def _task(
     job: Job, options: BenchOptions, modes: Sequence[str], results: Mapping[Workload, Mapping[str, Case]]
 ) -> dict[str, Any]:
     """What the peer is asked to do."""
-    config = job.config
-    target = read_model_config(config.target.model)
+    config, methods = job.config, PEERS[str(options.peer)].methods
+    drafting = config.draft or config.heads
+    target, method = read_model_config(config.target.model), methods.get(config.speculation.method)
     return {
         "target": str(config.target.model),
-        "draft": str(config.draft.model) if config.draft is not None else None,
+        "draft": str(drafting.model) if drafting is not None and method is not None else None,
+        "method": method,
+        "in_parallel": mask_token(config) is not None,
         "dtype": resolve_dtype_name(config.target, target),
         "device": "cuda" if "cuda:" in config.target.devices[0] else "cpu",
         "tensor_parallel_size": len(config.target.devices),

@@ -1,4 +1,4 @@
-"""Heads that draft on the target's own device: what a round of Medusa's and of EAGLE-3's costs beside a plain step.
+"""Heads that draft on the target's own device: what a round of Medusa's and of EAGLE's costs beside a plain step.
 
 Heads are made up, so that their tokens are hardly ever right: a round takes as long whatever is accepted. It knows
 directories of heads and `trtrun bench`'s JSON. It does not know when it runs.
@@ -9,19 +9,64 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from gpu_bench.children import run
+from gpu_bench.children import ChildError, run
 from gpu_bench.placements import Placement
 from gpu_bench.workbench import Workbench
 
 WRITE_HEADS = Path(__file__).resolve().parent / "write_heads.py"
 
+TREE_OF_60 = {"draft_len": 5, "eagle_topk": 10, "max_total_draft_tokens": 60}
 CASES: tuple[tuple[str, str, dict[str, object]], ...] = (
+    ("EAGLE, a chain of 5", "eagle", {"draft_len": 5}),
     ("EAGLE-3, a chain of 5", "eagle3", {"draft_len": 5}),
-    ("EAGLE-3, a dynamic tree of 20, 5 deep", "eagle3", {"draft_len": 5, "eagle_topk": 4}),
+    (
+        "EAGLE-3, a dynamic tree of 60, 5 deep",
+        "eagle3",
+        {"draft_len": 5, "eagle_topk": 10, "max_total_draft_tokens": 60},
+    ),
     ("3 Medusa heads with a matrix each, a tree of 63", "medusa", {"medusa_choices": "vicuna_33b_stage1"}),
     ("3 Medusa heads on the target's matrix, a tree of 63", "medusa-shared", {"medusa_choices": "vicuna_33b_stage1"}),
     ("3 Medusa heads with a matrix each, a chain", "medusa", {"draft_len": 3}),
 )
+
+
+VLLM_CASES: tuple[tuple[str, str, dict[str, object]], ...] = (
+    ("EAGLE-3, a chain of 5", "eagle3", {"draft_len": 5}),
+    ("3 Medusa heads with a matrix each, a chain", "medusa", {"draft_len": 3}),
+)
+"""vLLM has chains alone of Medusa's heads, and of EAGLE-3's by default."""
+
+
+def play_heads_beside_vllm(bench: Workbench, placement: Placement) -> None:
+    """The same heads, target, prompts and GPU in vLLM: both gain a token a round."""
+    if bench.options.vllm_python is None:
+        raise ChildError("name the interpreter that has vLLM with --vllm-python")
+    shape = bench.pair("8b").target
+    bench.write_weights(shape)
+    folders = {name: bench.folder / f"heads-{name}" for _, name, _ in VLLM_CASES}
+    words = [f"{name}={folder}" for name, folder in folders.items()]
+    bench.succeed(run([sys.executable, WRITE_HEADS, bench.model(shape), *words], bench.folder, bench.deadline))
+    columns = (
+        "heads",
+        "rows",
+        "tokens/s",
+        "vLLM",
+        "ratio",
+        "tokens a round",
+        "vLLM tokens a round",
+        "plain",
+        "vLLM plain",
+    )
+    table = bench.table("Heads beside the 8B-shaped target, and in vLLM", *columns)
+    peer = ("--peer", "vllm", "--peer-python", bench.options.vllm_python)
+    for about, method, options in VLLM_CASES:
+        config = bench.config("8b", placement, files=True, heads=folders[method], method=method, **options)
+        for entry in bench.bench(config, bench.options.scale.rows, *peer)["results"]:
+            ours, theirs = entry["speculative"], entry["vllm"]
+            rates = (ours["tokens_per_s"], theirs["speculative_tokens_per_s"])
+            lengths = (ours["mean_acceptance_length"], theirs.get("speculative_mean_acceptance_length", 1.0))
+            plain = (entry["plain"]["tokens_per_s"], theirs["plain_tokens_per_s"])
+            table.add(about, entry["rows"], *rates, rates[0] / rates[1], *lengths, *plain)
 
 
 def play_heads(bench: Workbench, placement: Placement) -> None:

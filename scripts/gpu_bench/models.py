@@ -18,7 +18,7 @@ MOST_POSITIONS = 32768
 @dataclass(frozen=True)
 class Shape:
     """Of a Llama without biases and with an output head of its own; with `drafts_in_parallel` its last token is a mask
-    token."""
+    token. Where it `repeats`, weights in files make texts of one token (write_weights.py): a draft is always right."""
 
     hidden: int
     intermediate: int
@@ -28,6 +28,7 @@ class Shape:
     vocabulary: int = 128256
     dtype: str = "bfloat16"
     drafts_in_parallel: bool = False
+    repeats: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -81,6 +82,10 @@ SHAPES = {
     "70b": Shape(8192, 28672, 80, 64, 8),
     "1b": Shape(2048, 8192, 16, 32, 8),
     "1b-parallel": Shape(2048, 8192, 16, 32, 8, drafts_in_parallel=True),
+    "8b-repeating": Shape(4096, 14336, 32, 32, 8, repeats=True),
+    "1b-repeating": Shape(2048, 8192, 16, 32, 8, drafts_in_parallel=True, repeats=True),
+    "tiny-repeating": Shape(128, 256, 8, 8, 8, 1003, "float32", repeats=True),
+    "tiny-draft-repeating": Shape(128, 256, 2, 8, 8, 1003, "float32", drafts_in_parallel=True, repeats=True),
     "tiny": Shape(128, 256, 8, 8, 8, 1003, "float32"),
     "tiny-draft": Shape(128, 256, 2, 8, 8, 1003, "float32"),
     "tiny-parallel": Shape(128, 256, 2, 8, 8, 1003, "float32", drafts_in_parallel=True),
@@ -89,11 +94,13 @@ PAIRS = {
     "8b": Pair("8b", "8b-draft", 5),
     "8b-1b": Pair("8b", "1b", 8),
     "8b-parallel": Pair("8b", "1b-parallel", 8),
+    "8b-repeating": Pair("8b-repeating", "1b-repeating", 8),
     "70b": Pair("70b", "1b", 10),
     "70b-parallel": Pair("70b", "1b-parallel", 10),
     "1b": Pair("1b", "1b", 5),
     "tiny": Pair("tiny", "tiny-draft", 4),
     "tiny-parallel": Pair("tiny", "tiny-parallel", 4),
+    "tiny-repeating": Pair("tiny-repeating", "tiny-draft-repeating", 4),
 }
 """A draft of the target's first layers often agrees with it; the 1B-shaped one never does."""
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from gpu_bench.children import run
-from gpu_bench.head_parts import play_heads
+from gpu_bench.head_parts import play_heads, play_heads_beside_vllm
 from gpu_bench.peer_parts import TEMPERATURE, TOP_P, play_first_tokens, play_vllm
-from gpu_bench.placement_parts import play_check, play_exactness, play_placement
-from gpu_bench.placements import ONE, PLACEMENTS, Placement
+from gpu_bench.placement_parts import play_check, play_exactness, play_parallel_apart, play_placement
+from gpu_bench.placements import ONE, PLACEMENTS, Placement, find_apart
 from gpu_bench.rank_loss import play_killed_draft, play_killed_target, play_seed_command
 from gpu_bench.start_parts import play_starts, play_useless_draft
 from gpu_bench.tables import name_workload
@@ -81,8 +81,10 @@ def _one_device(options: Options) -> Iterator[Part]:
     yield Part("70b", "70B-shaped pair, plain and with forced acceptance", large, play_large)
     about = "8B- and 70B-shaped targets, 1B-shaped drafts step by step and in parallel"
     yield Part("parallel", about, 170, play_parallel)
-    about = "8B-shaped target with heads on its own device: Medusa's and EAGLE-3's"
-    yield Part("heads", about, 180, partial(play_heads, placement=ONE))
+    about = "8B-shaped target with heads on its own device: Medusa's and EAGLE's"
+    yield Part("heads", about, 200, partial(play_heads, placement=ONE))
+    about = "Medusa's and EAGLE-3's heads beside vLLM"
+    yield Part("vllm-heads", about, 400, partial(play_heads_beside_vllm, placement=ONE), has_vllm)
     about = "first tokens of long prompts beside vLLM"
     yield Part("vllm-first", about, 150, play_first_tokens, has_vllm)
     yield Part("vllm", "8B-shaped pair beside vLLM", 330, partial(play_vllm, placement=ONE), has_vllm)
@@ -101,6 +103,9 @@ def _placements(options: Options) -> Iterator[Part]:
         if pair == "8b":
             play = partial(play_cold, placement=places[0])
             yield Part("cold", f"the first run of each workload beside later ones: {places[0].about}", 75, play)
+            if options.num_devices == 2:
+                about = "a draft in parallel that is always right, on the target's device and on one of its own"
+                yield Part("parallel-apart", about, 110, partial(play_parallel_apart, apart=find_apart(2)))
             yield Part("kill-draft", "a draft rank is killed in the middle of a run", 70, play_killed_draft)
             yield Part("kill-target", "a target rank is killed in the middle of a run", 30, play_killed_target)
     for place in places:

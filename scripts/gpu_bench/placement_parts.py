@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gpu_bench.children import ChildError, last_words
-from gpu_bench.placements import Placement
+from gpu_bench.placements import ONE, Placement
 from gpu_bench.tables import Table, gibibytes
 from gpu_bench.workbench import Workbench
 
@@ -42,6 +42,29 @@ def play_placement(bench: Workbench, pair: str, placement: Placement) -> None:
     for rows, found in rates.items():
         best = max(found.values()) / placement.num_devices
         summary.add(placement.about, rows, placement.num_devices, *map(found.get, _SUMMARY_COLUMNS[:-1]), best)
+
+
+def play_parallel_apart(bench: Workbench, apart: Placement) -> None:
+    """A draft that is always right and drafts all tokens in one forward: beside the target on one device, and on a
+    device of its own, where it drafts ahead."""
+    shapes = bench.pair("8b-repeating")
+    bench.write_weights(shapes.target, shapes.draft)
+    title = f"8B-shaped target and 1B-shaped draft in parallel, draft_len {shapes.draft_len}, texts that repeat"
+    columns = ("placement", "ahead", "rows", "tokens/s", "÷ one device", "tokens a round", "round ms", "hit rate")
+    table = bench.table(title, *columns, "target idle")
+    alone: dict[int, float] = {}
+    for placement in (ONE, apart):
+        for ahead in _ways(placement):
+            config = bench.config("8b-repeating", placement, files=True, ahead=ahead)
+            (report,) = bench.bench_together([config], bench.options.scale.rows, traced=True)
+            for entry in report["results"]:
+                case, rows = entry["speculative"], entry["rows"]
+                rate = case["tokens_per_s"]
+                hit_rate = case.get("drafting_ahead", {}).get("hit_rate")
+                table.add(
+                    placement.about, ahead, rows, rate, rate / alone.setdefault(rows, rate),
+                    case["mean_acceptance_length"], case["round_wall_ms"], hit_rate, case.get("target_idle_share"),
+                )  # fmt: skip
 
 
 def _ways(placement: Placement) -> tuple[str, ...]:

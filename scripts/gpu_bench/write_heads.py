@@ -1,7 +1,8 @@
 """Writes made-up heads for a target's directory: `write_heads.py TARGET KIND=DIRECTORY…`.
 
-Kinds are medusa (three heads with a matrix each), medusa-shared (three that the target's own matrix serves) and eagle3
-(the reference's layout, for a quarter of the target's tokens). A program of its own, as write_weights.py is.
+Kinds are medusa (three heads with a matrix each), medusa-shared (three that the target's own matrix serves), eagle (the
+reference's layout) and eagle3 (the reference's, for a quarter of the target's tokens). A program of its own, as
+write_weights.py is.
 """
 
 from __future__ import annotations
@@ -47,14 +48,37 @@ def make_medusa(maker: Maker, *, has_matrices: bool) -> tuple[Tensors, dict[str,
         tensors[f"{head}.0.linear.bias"] = torch.zeros_like(tensors[f"{head}.0.linear.weight"][0])
         if has_matrices:
             tensors[f"{head}.1.weight"] = maker.matrix(vocabulary, hidden)
-    return tensors, {"medusa_num_heads": NUM_MEDUSA_HEADS, "medusa_num_layers": 1}
+    # What stands behind the first two is for vLLM, which reads these files, too.
+    sizes = {"hidden_size": hidden, "vocab_size": vocabulary, "torch_dtype": maker.config["torch_dtype"]}
+    for_vllm = {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True}
+    return tensors, {"medusa_num_heads": NUM_MEDUSA_HEADS, "medusa_num_layers": 1, **sizes, **for_vllm}
+
+
+def make_layer(maker: Maker, name: str, inputs: int) -> Tensors:
+    """A decoder layer of the target's sizes whose attention reads so many numbers, without norms in front of it."""
+    config = maker.config
+    hidden, features = config["hidden_size"], config["intermediate_size"]
+    queries, keys = (config["head_dim"] * config[key] for key in ("num_attention_heads", "num_key_value_heads"))
+    shapes = {"q_proj": (queries, inputs), "k_proj": (keys, inputs), "v_proj": (keys, inputs),
+              "o_proj": (hidden, queries)}  # fmt: skip
+    tensors = {f"{name}.self_attn.{matrix}.weight": maker.matrix(*shape) for matrix, shape in shapes.items()}
+    for matrix in ("gate_proj", "up_proj"):
+        tensors[f"{name}.mlp.{matrix}.weight"] = maker.matrix(features, hidden)
+    tensors[f"{name}.mlp.down_proj.weight"] = maker.matrix(hidden, features)
+    tensors[f"{name}.post_attention_layernorm.weight"] = maker.ones(hidden)
+    return tensors
+
+
+def make_eagle(maker: Maker) -> tuple[Tensors, dict[str, Any]]:
+    """As EAGLE-1's trainer writes it."""
+    hidden = maker.config["hidden_size"]
+    tensors: Tensors = {"fc.weight": maker.matrix(hidden, 2 * hidden), **make_layer(maker, "layers.0", hidden)}
+    return tensors, {**maker.config, "num_hidden_layers": 1, "bias": False}
 
 
 def make_eagle3(maker: Maker) -> tuple[Tensors, dict[str, Any]]:
     """As the reference's trainer writes it."""
-    config = maker.config
-    hidden, features, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    queries, keys = (config["head_dim"] * config[name] for name in ("num_attention_heads", "num_key_value_heads"))
+    hidden, vocabulary = maker.config["hidden_size"], maker.config["vocab_size"]
     num_tokens = vocabulary // 4
     tensors: Tensors = {
         "fc.weight": maker.matrix(hidden, 3 * hidden),
@@ -63,22 +87,18 @@ def make_eagle3(maker: Maker) -> tuple[Tensors, dict[str, Any]]:
         # Every fourth of the target's tokens.
         "d2t": 3 * torch.arange(num_tokens),
         "t2d": (torch.arange(vocabulary) % 4 == 0) & (torch.arange(vocabulary) < 4 * num_tokens),
+        **make_layer(maker, "midlayer", 2 * hidden),
+        "midlayer.input_layernorm.weight": maker.ones(hidden),
+        "midlayer.hidden_norm.weight": maker.ones(hidden),
     }
-    shapes = {"q_proj": (queries, 2 * hidden), "k_proj": (keys, 2 * hidden), "v_proj": (keys, 2 * hidden),
-              "o_proj": (hidden, queries)}  # fmt: skip
-    tensors |= {f"midlayer.self_attn.{name}.weight": maker.matrix(*shape) for name, shape in shapes.items()}
-    for name in ("gate_proj", "up_proj"):
-        tensors[f"midlayer.mlp.{name}.weight"] = maker.matrix(features, hidden)
-    tensors["midlayer.mlp.down_proj.weight"] = maker.matrix(hidden, features)
-    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        tensors[f"midlayer.{name}.weight"] = maker.ones(hidden)
-    values = {**config, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    values = {**maker.config, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
     return tensors, {**values, "draft_vocab_size": num_tokens}
 
 
 KINDS: dict[str, Callable[[Maker], tuple[Tensors, dict[str, Any]]]] = {
     "medusa": lambda maker: make_medusa(maker, has_matrices=True),
     "medusa-shared": lambda maker: make_medusa(maker, has_matrices=False),
+    "eagle": make_eagle,
     "eagle3": make_eagle3,
 }
 

@@ -1,7 +1,10 @@
 """Writes made-up weights into model directories whose names are shapes: `write_weights.py DIRECTORY…`.
 
-They are those of `load_format: dummy` (trtrun/models/dummy_weights.py): the same for the same name. A program of its
-own, so that what it takes of a GPU is free again afterwards.
+They are those of `load_format: dummy` (trtrun/models/dummy_weights.py): the same for the same name. Where a shape
+repeats, layers add nothing to the residual stream, and the output head is the embedding: what follows a token is that
+token. Of a draft with a mask token the first layer looks at all tokens alike and adds what they are, so that a mask
+token, which is nothing itself, becomes the token that stands most often before it. A program of its own, so that what
+it takes of a GPU is free again afterwards.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ def write_weights(path: Path, shape: Shape, device: torch.device) -> int:
     parts = [ends, *(layers[start : start + step] for start in range(0, len(layers), step))]
     for number, part in enumerate(parts):
         file = f"model-{number + 1:05d}-of-{len(parts):05d}.safetensors"
-        tensors = {name: _make(source, name, size) for name, size in part}
+        make = _make_repeating if shape.repeats else _make
+        tensors = {name: make(source, name, size) for name, size in part}
         save_file(tensors, path / file, metadata={"format": "pt"})
         places |= dict.fromkeys(tensors, file)
     index = {"metadata": {"total_size": source.bytes_read}, "weight_map": places}
@@ -53,6 +57,28 @@ def _make(source: DummyWeights, name: str, size: tuple[int, ...]) -> torch.Tenso
     source.check(name, size)
     pieces = [piece.cpu() for _, piece in source.pieces(name, tuple(range(length) for length in size))]
     return torch.cat(pieces)
+
+
+def _make_repeating(source: DummyWeights, name: str, size: tuple[int, ...]) -> torch.Tensor:
+    """A whole tensor of a model that repeats."""
+    shape, embedding = SHAPES[source.path.name], "model.embed_tokens.weight"
+    if name in (embedding, "lm_head.weight"):
+        tensor = _make(source, embedding, size)
+        if name == embedding and shape.drafts_in_parallel:
+            tensor[-1].zero_()  # the mask token's
+        return tensor
+    is_first = shape.drafts_in_parallel and ".layers.0." in name
+    if is_first and "q_proj" in name:
+        return torch.zeros_like(_make(source, name, size))  # all tokens count alike
+    if is_first and "o_proj" in name:
+        # The values of a KV head come back through the first of its query heads as they went in.
+        values = _make(source, name.replace("o_proj", "v_proj"), (shape.kv_heads * shape.head_dim, shape.hidden))
+        heads = values.new_zeros((shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim, shape.hidden))
+        heads[:, 0] = values.view(shape.kv_heads, shape.head_dim, shape.hidden)
+        return heads.flatten(0, 2).t().contiguous()
+    if "o_proj" in name or "down_proj" in name:
+        return torch.zeros_like(_make(source, name, size))
+    return _make(source, name, size)
 
 
 def main() -> None:

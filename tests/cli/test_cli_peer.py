@@ -16,6 +16,7 @@ from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run
 from drains import wait_for_end_of, wait_until
 
 FAKE = Path(__file__).parent / "fake_vllm"
+MEDUSA = Path(__file__).parents[2] / "launch" / "configs" / "medusa_cpu.yaml"
 SHORT = ("--repeats", 1, "--max-tokens", 4, "--prompt-tokens", 6)
 
 
@@ -69,6 +70,15 @@ def test_vllm_gets_the_same_weights_prompts_and_limits(config: Configs, trtrun: 
         assert line in done.stdout
 
 
+def test_vllm_gets_heads_that_draft_here(trtrun: Run, tmp_path: Path) -> None:
+    peer = ("--peer", "vllm", "--peer-python", peer_python(tmp_path))
+    done = trtrun("bench", "--config", MEDUSA, "--rows", "1", *SHORT, *peer)
+    assert done.returncode == 0, done.stderr
+    speculative, _ = read_calls(tmp_path, "speculative")
+    found = speculative["speculative_config"]
+    assert found["method"] == "medusa" and Path(found["model"]).name == "medusa"
+
+
 def test_a_vllm_that_fails_costs_none_of_our_figures(config: Configs, trtrun: Run, tmp_path: Path) -> None:
     words = ("bench", "--config", config(ONE_PROCESS), "--rows", "1", *SHORT, "--peer", "vllm", "--json")
     done = trtrun(*words, "--peer-python", peer_python(tmp_path, "raise"))
@@ -101,6 +111,7 @@ def test_an_interpreter_without_vllm_is_refused_before_anything_runs(
         ("--peer", "vllm", "--peer-options", "[1]"): "write a JSON object",
         ("--peer", "vllm", "--peer-options", '{"a": 1, "a": 2}'): 'the key "a" stands twice',
         ("--peer", "vllm", "--peer-options", '{"a": 1}', "--speculation", "none"): "speculation.method is none",
+        ("--peer", "vllm", "--speculation", "suffix"): "is not started with speculation.method suffix: choose draft_",
         ("--peer", "vllm", "--set", "target.load_format=dummy"): "reads the models' weights, and load_format is dummy",
     }
     for arguments, said in cases.items():

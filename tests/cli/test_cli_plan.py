@@ -11,6 +11,7 @@ import pytest
 from checkpoints import make_checkpoint
 from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run, error_line
 from eagle3_heads import eagle3, make_head, write_head
+from eagle_heads import make_eagle_head, write_eagle_head
 from medusa_heads import make_heads, write_heads
 from quantized_checkpoints import make_pair
 
@@ -189,6 +190,37 @@ def test_a_head_with_a_store_is_planned(config: Configs, trtrun: Run, pair: Path
     assert "2 layers are named, but fc.weight takes" in error_line(trtrun("plan", "--config", file, *layers))
     three = error_line(trtrun("plan", "--config", file, "--set", "target.devices=[cpu:1, cpu:2, cpu:3]"))
     assert "tensor parallelism over 3 devices" in three
+
+
+def test_a_head_of_eagle_1_is_planned_checked_and_run(config: Configs, trtrun: Run, pair: Path, tmp_path: Path) -> None:
+    """By its method's name. By EAGLE-3's it is refused with the right one, and as pickle with what converts it."""
+    head = make_eagle_head(pair / "target", own_embedding=True)
+    path = write_eagle_head(tmp_path / "head", head, "reference", pair / "target")
+    sections = {"kv_cache": {"max_tokens": 1000}, "draft": {"model": str(path)}}
+    file = config(TWO_TARGETS, speculation={"method": "eagle"}, **sections)
+    plan = json.loads(trtrun("plan", "--config", file, "--json").stdout)
+    vocab_size = len(head.embedding)
+    known = f"{vocab_size} of {vocab_size} tokens, reading what leaves the target's final norm"
+    assert plan["heads"] == f"EAGLE head of 1 layer and {known}"
+    numbers = {name: value.numel() for name, value in head.tensors.items() if name != "lm_head.weight"}
+    # Norms and fc are whole, all else is halves, of an even vocabulary.
+    whole = sum(count for name, count in numbers.items() if "norm" in name or name.startswith("fc."))
+    size = (whole + (sum(numbers.values()) - whole) // 2) * {"float32": 4, "bfloat16": 2}[plan["target_dtype"]]
+    assert vocab_size % 2 == 0 and [rank["draft_shard_bytes"] for rank in plan["ranks"]] == [0, size, size]
+    one = config({"target": ["cpu:0"]}, **sections)
+    done = trtrun("check", "--config", one, "--json", "--speculation", "eagle")
+    assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout)["ok"]
+    words = ("--prompt", "def main(", "--max-tokens", "12")
+    plain, drafted = (
+        trtrun("run", "--config", one, "--speculation", method, *words).stdout for method in ("none", "eagle")
+    )
+    assert plain == drafted != ""
+    wrong = error_line(trtrun("plan", "--config", one, "--speculation", "eagle3"))
+    assert "it is a head of EAGLE-1 or EAGLE-2: set speculation.method to eagle" in wrong
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    for command in ("plan", "check"):
+        line = error_line(trtrun(command, "--config", one, "--speculation", "eagle"))
+        assert "torch.load('pytorch_model.bin', weights_only=True), 'model.safetensors')" in line
 
 
 ON_TWO_HOSTS = {"target": {"node1": [0, 1]}, "draft": {"node2": [0]}}

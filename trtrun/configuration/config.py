@@ -17,6 +17,7 @@ from trtrun.configuration.device_lists import host_of, kind_of
 from trtrun.configuration.drafting_methods import (
     NO_DRAFTS,
     DraftModelSection,
+    is_unknown,
     needs_draft_model,
     needs_heads,
     read_speculation,
@@ -79,11 +80,15 @@ class RuntimeConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _place_draft(cls, values: object) -> object:
-        """Forget the draft when the method needs none: it is not loaded and has no rank."""
-        if not isinstance(values, dict) or needs_draft_model(values.get("speculation")):
+        """Forget the draft when the method needs none: it is not loaded and has no rank. Nor is it known what it must
+        be where the method is not."""
+        if not isinstance(values, dict):
+            return values
+        speculation = values.get("speculation")
+        if needs_draft_model(speculation) and not is_unknown(speculation):
             return values
         placed = {key: value for key, value in values.items() if key != "draft"}
-        if needs_heads(values.get("speculation")) and values.get("draft") is not None:
+        if needs_heads(speculation) and values.get("draft") is not None:
             placed["draft"] = OfHeads(values["draft"])
         return placed
 

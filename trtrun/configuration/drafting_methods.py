@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from parallel.topology import Role
-from trtrun.configuration.head_methods import Eagle3Section, MedusaSection
+from trtrun.configuration.head_methods import Eagle3Section, EagleSection, MedusaSection
 from trtrun.configuration.speculation_section import DEFAULT_METHOD, DraftingMethod, SpeculationSection
 from trtrun.configuration.speculation_section import METHODS as METHODS  # of those who import it from here it is full
 from trtrun.configuration.suffix_options import HybridOptions
@@ -76,6 +76,12 @@ METHODS |= {
         to_check="see whether the heads were trained for this very target, and for texts like these",
         needs_heads=True,
     ),
+    "eagle": _on_target(
+        section=EagleSection,
+        to_check="see whether the head was trained for this very target, and for texts like these",
+        needs_heads=True,
+        num_behind=1,
+    ),
     "eagle3": _on_target(
         section=Eagle3Section,
         to_check="see whether the head was trained for this very target, for texts like these, and with the layers "
@@ -85,6 +91,11 @@ METHODS |= {
     ),
     NO_DRAFTS: DraftingMethod(None, needs_draft_model=False, has_probabilities=True),
 }
+
+
+def is_unknown(speculation: object) -> bool:
+    """Whether a `speculation` section, checked or as the YAML file has it, names a method that there is not."""
+    return _method_of(speculation) is None
 
 
 def needs_draft_model(speculation: object) -> bool:

@@ -107,18 +107,15 @@ class MedusaSection(_ChoicesSection):
         return self.static_tree
 
 
-class Eagle3Section(_ChoicesSection):
-    """Options of `eagle3`. The head drafts step by step from hidden states of the target: from those of which layers,
-    its config.json says in one of two ways, or not at all. Where drafts are seldom right, see whether `trtrun plan`
-    names the layers that it was trained with.
+class EagleSection(_ChoicesSection):
+    """Options of `eagle`, and of `eagle3`, too. A head of EAGLE-1, which is EAGLE-2's as well, drafts step by step from
+    what leaves the target's final norm.
 
     Drafts are chains, or trees: of a shape that is known (`eagle_choices`), or of one that follows from how likely
     tokens are (`eagle_topk`, as in EAGLE-2). More of a tree is accepted, and more has to be verified: on CPUs,
     where each token costs, a chain is faster.
 
     Attributes:
-        eagle3_layers_to_capture: layers of the target, from 0, whose output the head reads, as in TensorRT-LLM, such as
-            `[1, 15, 28]`; -1 is the embedding. Left out: what config.json says, or else 1, N // 2 - 1 and N - 4 of N.
         eagle_choices: a draft tree, as in TensorRT-LLM: paths of ranks without the root, such as
             `[[0], [1], [0, 0]]`, or `mc_sim_7b_63`, the reference's of 25 tokens. draft_len is its depth where left
             out, and cuts a deeper one.
@@ -131,13 +128,12 @@ class Eagle3Section(_ChoicesSection):
     CHOICES_KEY: ClassVar[str] = "eagle_choices"
     READ_CHOICES: ClassVar[Callable[[object], tuple[Choice, ...]]] = staticmethod(read_eagle_choices)
 
-    eagle3_layers_to_capture: tuple[Annotated[int, Number, Field(ge=-1, le=4095)], ...] | None = None
     eagle_choices: Annotated[tuple[Choice, ...] | None, BeforeValidator(_as_eagle_choices)] = None
     eagle_topk: Annotated[int, Number, Field(ge=1, le=MAX_TOPK)] = 1
     max_total_draft_tokens: Annotated[int, Number, Field(ge=1, le=MOST_NODES)] | None = None
 
     @model_validator(mode="after")
-    def _check_tree(self) -> Eagle3Section:
+    def _check_tree(self) -> Self:
         kept = self.max_total_draft_tokens
         if self.eagle_choices is not None and self.eagle_topk > 1:
             raise ValueError("eagle_choices and eagle_topk are two trees: leave one of them out")
@@ -174,3 +170,16 @@ class Eagle3Section(_ChoicesSection):
         if isinstance(self.tree, DynamicTree):
             return self.tree.top_k
         return 0 if self.tree is None else max(1, self.tree.most_continued)
+
+
+class Eagle3Section(EagleSection):
+    """Options of `eagle3`, beside those of `eagle`. The head drafts step by step from hidden states of the target: from
+    those of which layers, its config.json says in one of two ways, or not at all. Where drafts are seldom right, see
+    whether `trtrun plan` names the layers that it was trained with.
+
+    Attributes:
+        eagle3_layers_to_capture: layers of the target, from 0, whose output the head reads, as in TensorRT-LLM, such as
+            `[1, 15, 28]`; -1 is the embedding. Left out: what config.json says, or else 1, N // 2 - 1 and N - 4 of N.
+    """
+
+    eagle3_layers_to_capture: tuple[Annotated[int, Number, Field(ge=-1, le=4095)], ...] | None = None

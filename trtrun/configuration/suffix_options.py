@@ -72,7 +72,7 @@ class HybridOptions(SuffixOptions):
     Attributes:
         enable_suffix_decoding: whether a row whose last tokens stood before gets what followed there, by the rule of
             `suffix`, in place of the model's draft; not with use_logits. On GPUs the steps of a draft model beside the
-            target, and of eagle3, are then launched one by one.
+            target, and of eagle and eagle3, are then launched one by one.
         suffix_decoding_min_match_len: for how many tokens what stood before must be the row's last ones.
     """
 

@@ -13,7 +13,7 @@ import torch
 
 from trtrun.core.nouns import PrefillChunk
 from trtrun.engine.draft_paths import TreeBatch
-from trtrun.engine.prompt_tiles import PromptTile, fitted_tiles, token_places
+from trtrun.engine.prompt_tiles import PromptTile, tiles_by_width, token_places
 from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, Forks, StepBatch
 from trtrun.tensors import device_integers, kept_integers, kept_range
@@ -150,7 +150,7 @@ class BatchBuilder:
         places: list[list[range]] = [[] for _ in chunks]
         context = max((chunk.start + chunk.length for chunk in chunks), default=0)
         # The widest last: where a chunk has tiles of two widths, it ends in the wider one.
-        for width, tiles in sorted(fitted_tiles(chunks, tile_width).items()):
+        for width, tiles in sorted(tiles_by_width(chunks, tile_width).items()):
             start = self.add_rows(*read_tiles(self._rows, tiles, width), context)
             for chunk, of_chunk in token_places(tiles, width, start).items():
                 places[chunk] += of_chunk

@@ -97,33 +97,20 @@ class DraftPaths:
             tables: [R, blocks] int64: their block tables, wide enough for the deepest path.
         """
         assert draft.paths is not None
-        newest = self._rows.lengths.index_select(0, rows) - 1
-        first = self._rows.token_ids[rows, newest].to(torch.int64).unsqueeze(1)
-        steps = kept_range(0, draft.depth + 1, rows.device)
-        lens = draft.path_lens()
-        is_there = steps <= lens.unsqueeze(2)
-        nodes = torch.cat((torch.zeros_like(lens).unsqueeze(2), draft.paths + 1), dim=2).masked_fill_(~is_there, 0)
-        positions = torch.where(is_there, newest.view(-1, 1, 1) + steps, -1)
-        tokens = torch.cat((first, draft.tokens), dim=1)
-        return TreeBatch(
-            tokens, positions, self._fork_tables(rows, newest, tables, lens), nodes, _places(nodes, tokens)
+        forked = operations_of(rows.device.type).lay_out_trees(
+            self._rows.token_ids,
+            self._rows.lengths,
+            rows,
+            draft.tokens,
+            draft.paths,
+            draft.draft_lens,
+            tables,
+            self._blocks,
+            self._rows.block_size,
         )
-
-    def _fork_tables(
-        self, rows: torch.Tensor, newest: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor
-    ) -> torch.Tensor:
-        """[R, paths, blocks]: the rows' tables, with the blocks of paths where these leave their row."""
-        num_paths = lens.shape[1]
-        own = self._blocks[:, : num_paths - 1].index_select(0, rows)
-        start = (newest // self._rows.block_size).unsqueeze(1)
-        shared = tables.gather(1, start).expand(-1, num_paths - 1)
         # A path that is not there writes nothing, but its row's block may be anyone's later: the copy costs the same.
-        self._copy_blocks(shared.reshape(-1), own[:, :, 0].reshape(-1))
-        behind = (kept_range(0, tables.shape[1], rows.device) - start).unsqueeze(1).expand(-1, num_paths - 1, -1)
-        is_own = (behind >= 0) & (behind < own.shape[2])
-        replaced = own.gather(2, behind.clamp(0, own.shape[2] - 1))
-        forked = torch.where(is_own, replaced, tables.unsqueeze(1))
-        return torch.cat((tables.unsqueeze(1), forked), dim=1)
+        self._copy_blocks(forked.shared, forked.copies)
+        return TreeBatch(forked.tokens, forked.positions, forked.tables, forked.nodes, forked.places)
 
     def keep(self, rows: torch.Tensor, accepted: torch.Tensor) -> None:
         """Give rows the keys and values of one of their paths; before they move on.
@@ -146,12 +133,3 @@ class DraftPaths:
     def clear(self, rows: torch.Tensor) -> None:
         """Zero the blocks of the rows' paths: see `KVStore.clear`."""
         self._store.clear(self._blocks.index_select(0, rows).flatten().tolist())
-
-
-def _places(nodes: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The first place of each column of `tokens` in `nodes`; 0, where every row's newest token stands, for the rest."""
-    flat = nodes.flatten(1)
-    order = kept_range(0, flat.shape[1], nodes.device).expand_as(flat)
-    missing = flat.shape[1]
-    found = torch.full_like(tokens, missing).scatter_reduce_(1, flat, order, "amin")
-    return found.masked_fill_(found == missing, 0)

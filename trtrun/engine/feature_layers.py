@@ -1,4 +1,4 @@
-"""What heads compute that keep keys and values of every token, as the engine sees it; layers/eagle3_head.py.
+"""What heads compute that keep keys and values of every token, as the engine sees it; layers/eagle_head.py.
 
 It knows tensors. It does not know which heads there are.
 """

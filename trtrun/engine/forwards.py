@@ -18,7 +18,8 @@ from trtrun.engine.capture import Capture
 from trtrun.engine.draft_paths import DraftPaths, TreeBatch
 from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes
 from trtrun.engine.graphs import ForwardGraphs
-from trtrun.engine.prompt_tiles import even_tiles, token_places
+from trtrun.engine.mixed_graphs import MixedGraphs, RowsBatch
+from trtrun.engine.prompt_tiles import PromptTile, even_tiles, token_places
 from trtrun.engine.rows import RowState
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment
 from trtrun.kvcache.store import KVStore
@@ -79,10 +80,21 @@ class HiddenTaps:
 
 
 class GraphPrompts(NamedTuple):
-    """Prompts that a graph computed: logits [chunks, vocab] after the last token of each, not overwritten by later
+    """Prompts that graphs computed: logits [chunks, vocab] after the last token of each, not overwritten by later
     forwards, and what was tapped of each chunk."""
 
     logits: torch.Tensor
+    tapped: list[torch.Tensor]
+
+
+class MixedResult(NamedTuple):
+    """What a graph computed of rows and prompts: `logits` [lines, vocab] are overwritten by later forwards; `row_lines`
+    are those of each query of rows, row by row, `chunk_lines` those after the last token of each chunk; and what was
+    tapped of each chunk."""
+
+    logits: torch.Tensor
+    row_lines: list[int]
+    chunk_lines: list[int]
     tapped: list[torch.Tensor]
 
 
@@ -91,6 +103,7 @@ class Forwards:
 
     Attributes:
         graphs: of the forwards that rounds repeat; None where they run as they are.
+        mixed: graphs of rows and prompts together; None where there are none.
         taps: of the residual stream; None without.
         paths: of draft trees; None where drafts are chains.
         prompt_width: queries of the tiles that prompts are cut into; None where each is one row.
@@ -106,6 +119,7 @@ class Forwards:
         taps: HiddenTaps | None,
         paths: DraftPaths | None,
         most_masked: int = 0,
+        max_tokens: int | None = None,
     ) -> None:
         """See `runner.Engine`."""
         self._model = model
@@ -116,49 +130,120 @@ class Forwards:
         self.taps = taps
         self.paths = paths
         self.prompt_width = model.prompt_width
+        self._max_tokens = max_tokens
+        self.mixed: MixedGraphs | None = None
         self.graphs = self._make_graphs(capture, logits_per_row, most_masked) if capture is not None else None
 
     def _make_graphs(self, capture: Capture, logits_per_row: int, most_masked: int) -> ForwardGraphs:
         max_rows, max_blocks = self._rows.block_tables.shape
         # A graph keeps the address of what it reads: the rotary tables must not grow, that is move, later.
         self._model.reserve_positions(max_blocks * self._rows.block_size)
-        if self.taps is not None:
-            self.taps.reserve(max(max_rows * logits_per_row, MOST_PROMPT_TOKENS))
+        # Trees are rows with a draft of another kind: they go by themselves.
+        mixes = self._max_tokens if self.paths is None else None
         shapes = GraphShapes(
-            max_rows, logits_per_row, max_blocks, self._rows.block_size, self.prompt_width, most_masked
+            max_rows, logits_per_row, max_blocks, self._rows.block_size, self.prompt_width, most_masked, mixes
         )
+        if self.taps is not None:
+            most = max((shape.tokens for shape in shapes.mixed.all), default=0)
+            self.taps.reserve(max(max_rows * logits_per_row, MOST_PROMPT_TOKENS, most))
         most_tiles = 0 if self.prompt_width is None else -(-MOST_PROMPT_TOKENS // shapes.narrowest_tile)
-        return ForwardGraphs(
+        lines = max((shape.lines for shape in shapes.mixed.all), default=0)
+        numbers = max((shape.table_numbers for shape in shapes.mixed.all), default=0)
+        graphs = ForwardGraphs(
             self.forward_rows,
             capture,
             shapes,
-            most_logits=max(max_rows * logits_per_row, most_tiles),
-            table_numbers=max(max_rows, most_tiles) * max_blocks,
+            most_logits=max(max_rows * logits_per_row, most_tiles, lines),
+            table_numbers=max(max(max_rows, most_tiles) * max_blocks, numbers),
             vocab_size=self._vocab_size,
             device=self._device,
             forward_trees=self._forward_trees if self.paths is not None else None,
         )
+        if shapes.mixed.all:
+            self.mixed = MixedGraphs(self._forward_mixed, capture, shapes.mixed, graphs.logits, graphs.tables)
+        return graphs
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are held."""
+        return sum(graphs.num_graphs for graphs in (self.graphs, self.mixed) if graphs is not None)
+
+    def close(self) -> None:
+        """Give the graphs back."""
+        for graphs in (self.graphs, self.mixed):
+            if graphs is not None:
+                graphs.close()
 
     def prefill_by_graph(self, chunks: Sequence[PrefillChunk]) -> GraphPrompts | None:
-        """Compute chunks through a graph, where there are graphs and the chunks are short; else None."""
+        """Compute chunks through graphs, one after the other, where there are graphs and the chunks are short; else
+        None."""
         if self.graphs is None or self.prompt_width is None or not chunks:
             return None
         context, shapes = max(chunk.start + chunk.length for chunk in chunks), self.graphs.shapes
         blocks = shapes.prompt_blocks(-(-context // self._rows.block_size))
         width = shapes.tile_width(max(chunk.length for chunk in chunks), blocks)
         tiles = even_tiles(chunks, width)
-        if not shapes.takes_prompts(len(tiles), width):
+        parts = shapes.parts_of_tiles(len(tiles), width)
+        if parts is None:
             return None
-        rows, tokens, positions = read_tiles(self._rows, tiles, width)
-        tables = self._rows.tables(rows, blocks)
-        logits = self.graphs.run(tokens, positions, tables, 1)
+        logits, tapped = [], []
+        for part in parts:
+            of_part = tiles[part]
+            rows, tokens, positions = read_tiles(self._rows, of_part, width)
+            after = self.graphs.run(tokens, positions, self._rows.tables(rows, blocks), 1)
+            logits.append(after if len(parts) == 1 else after.clone())  # the next part overwrites it
+            if self.taps is not None:
+                self.taps.replayed(len(of_part), width, width)
+                tapped.append(self.taps.copy([range(len(of_part) * width)]))
         last = {tile.chunk: index for index, tile in enumerate(tiles)}
-        tapped = []
+        ended = device_integers(list(last.values()), self._device)
+        every = logits[0] if len(parts) == 1 else torch.cat(logits)
+        return GraphPrompts(every[ended], self._of_chunks(tapped, tiles, width))
+
+    def _of_chunks(self, tapped: list[torch.Tensor], tiles: Sequence[PromptTile], width: int) -> list[torch.Tensor]:
+        """What was tapped of all queries of `tiles`, in parts, by chunk; nothing where nothing was."""
+        if not tapped:
+            return []
+        whole, places = torch.cat(tapped), token_places(tiles, width, 0)
+        return [torch.cat([whole[part.start : part.stop] for part in places[chunk]]) for chunk in sorted(places)]
+
+    def run_mixed(
+        self, rows: torch.Tensor, draft: Draft, chunks: Sequence[PrefillChunk], context: int
+    ) -> MixedResult | None:
+        """Compute `rows` [R], with chains as drafts, and chunks together through a graph, where there is one; else
+        None. With taps, those of rows are the last forward's."""
+        if self.mixed is None or self.prompt_width is None or not len(rows) or not chunks:
+            return None
+        width, queries = self.prompt_width, draft.tokens.shape[1] + 1
+        tiles = even_tiles(chunks, width)
+        shape = self.mixed.shapes.holding(len(rows), queries, len(tiles), context)
+        if shape is None:
+            return None
+        tokens, positions = self._rows.with_drafts(rows, draft.tokens, draft.draft_lens)
+        decoded = RowsBatch(tokens, positions, self._rows.tables(rows, shape.blocks))
+        of_tiles, prompt_tokens, prompt_positions = read_tiles(self._rows, tiles, width)
+        prompts = RowsBatch(prompt_tokens, prompt_positions, self._rows.tables(of_tiles, shape.blocks))
+        logits = self.mixed.run(shape, decoded, prompts)
+        of_rows = shape.rows * shape.queries
+        last = {tile.chunk: of_rows + index for index, tile in enumerate(tiles)}
+        tapped: list[torch.Tensor] = []
         if self.taps is not None:
-            self.taps.replayed(len(tiles), width, width)
-            places = token_places(tiles, width, 0)
+            self.taps.replayed(1, shape.tokens, shape.tokens)
+            places = token_places(tiles, width, of_rows)
             tapped = [self.taps.copy(places[index]) for index in range(len(chunks))]
-        return GraphPrompts(logits[device_integers(list(last.values()), self._device)], tapped)
+            self.taps.replayed(len(rows), queries, shape.queries)
+        row_lines = [row * shape.queries + query for row in range(len(rows)) for query in range(queries)]
+        return MixedResult(logits, row_lines, list(last.values()), tapped)
+
+    def _forward_mixed(self, decoded: RowsBatch, prompts: RowsBatch) -> torch.Tensor:
+        """See `mixed_graphs.MixedForward`."""
+        builder = BatchBuilder(self._rows)
+        builder.add_tables(decoded.tables, decoded.tokens, decoded.positions)
+        start = builder.add_tables(prompts.tables, prompts.tokens, prompts.positions)
+        tiles, width = prompts.tokens.shape
+        lines = torch.arange(start + tiles, device=self._device)
+        wanted = torch.where(lines < start, lines, start + (lines - start + 1) * width - 1)
+        return self._model.logits(self.run(builder.build(wanted), in_graph=True))
 
     def run_drafts(self, rows: torch.Tensor, draft: Draft, context: int) -> torch.Tensor:
         """A forward of `rows` [R] and their drafts alone; logits [R * (width + 1), vocab]."""

@@ -31,7 +31,12 @@ class GraphCache:
 
     The least recently used one is given back when there are too many. Shapes follow from plans, so that all ranks of a
     tensor-parallel group capture and give back alike.
+
+    Attributes:
+        position_inputs: which of the inputs are positions, where -1 is padding.
     """
+
+    position_inputs: Sequence[int] = (1,)
 
     def __init__(self, capture: Capture, most_graphs: int = MOST_GRAPHS) -> None:
         """Make graphs with `capture`, and keep `most_graphs` of them."""
@@ -68,14 +73,15 @@ class GraphCache:
                 self._graphs.popitem(last=False)
         else:
             self._graphs.move_to_end(shape)
-        _fill(captured.inputs, inputs)
+        _fill(captured.inputs, inputs, self.position_inputs)
         return captured
 
     def _make(
         self, shape: Hashable, fixed: Sequence[torch.Tensor], work: Callable[..., torch.Tensor], output: torch.Tensor
     ) -> Captured:
         """Run the work as it is on padding, which warms it up, and capture it. It writes to the null block alone."""
-        fixed[1].fill_(-1)  # positions
+        for index in self.position_inputs:
+            fixed[index].fill_(-1)
 
         def run() -> None:
             output.copy_(work(*fixed))
@@ -84,14 +90,15 @@ class GraphCache:
         return Captured(tuple(fixed), self._capture(run))
 
 
-def _fill(fixed: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor | None]) -> None:
+def _fill(fixed: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor | None], position_inputs: Sequence[int]) -> None:
     """Copy tokens, positions, block tables and parameters to where a graph reads them; the rows that it has beside them
     are padding, and so are its queries."""
-    positions = inputs[1]
-    assert positions is not None
-    rows, queries = positions.shape[:2]
-    if rows < fixed[1].shape[0] or queries < fixed[1].shape[1]:
-        fixed[1].fill_(-1)
+    for index in position_inputs:
+        positions = inputs[index]
+        assert positions is not None
+        rows, queries = positions.shape[:2]
+        if rows < fixed[index].shape[0] or queries < fixed[index].shape[1]:
+            fixed[index].fill_(-1)
     places, tensors = [], []
     for place, tensor in zip(fixed, inputs, strict=True):
         if tensor is not None:

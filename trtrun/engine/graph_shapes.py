@@ -13,11 +13,15 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+from trtrun.engine.mixed_shapes import MixedShapes
 from trtrun.kvcache.tile_widths import padded_width
 
 MOST_PROMPT_TOKENS = 512
-"""Tokens of prompts, padding counted, that are computed through a graph. With more the device has enough to do while
-the host launches, and padding would cost more than launching."""
+"""Tokens of prompts, padding counted, that are computed through one graph."""
+
+MOST_PARTS = 2
+"""Such graphs for the prompts of a round, one after the other. With more tokens the device has enough to do while the
+host launches."""
 
 SHARED_CONTEXT = 256
 """Contexts of up to so many tokens share a graph: attention does not split them, however wide the table."""
@@ -52,7 +56,11 @@ class PromptShape(NamedTuple):
 
 
 class GraphShapes:
-    """The shapes of one engine's graphs."""
+    """The shapes of one engine's graphs.
+
+    Attributes:
+        mixed: of rows and prompts together.
+    """
 
     def __init__(
         self,
@@ -62,10 +70,14 @@ class GraphShapes:
         block_size: int,
         prompt_width: int | None = None,
         most_masked: int = 0,
+        max_mixed_tokens: int | None = None,
     ) -> None:
         """Of rounds of up to `max_rows` rows, with up to `most_queries` queries each that get logits, block tables of
         up to `max_blocks` blocks of `block_size` tokens, and prompts that are cut into tiles of `prompt_width` queries;
-        of none where each prompt is one row. Where drafts are made in parallel, of up to `most_masked` tokens."""
+        of none where each prompt is one row. Where drafts are made in parallel, of up to `most_masked` tokens. Rows and
+        prompts together have up to `max_mixed_tokens` tokens, or no graphs where that is None."""
+        width = None if max_mixed_tokens is None else prompt_width
+        self.mixed = MixedShapes(max_rows, most_queries, max_blocks, block_size, width, max_mixed_tokens or 0)
         self._max_rows = max_rows
         self._most_queries = most_queries
         self._most_masked = most_masked
@@ -167,6 +179,16 @@ class GraphShapes:
     def takes_prompts(self, tiles: int, width: int) -> bool:
         """Whether so many tiles of prompts, of `width` queries each, are computed through a graph."""
         return self.rows(tiles) * width <= MOST_PROMPT_TOKENS
+
+    def parts_of_tiles(self, tiles: int, width: int) -> list[slice] | None:
+        """Which of so many tiles of `width` queries each are computed through one graph, in order; None where they are
+        too many for graphs."""
+        if self.takes_prompts(tiles, width):
+            return [slice(0, tiles)]
+        whole = max(self.numbers_of_tiles(width), default=0)
+        if tiles > whole * MOST_PARTS:
+            return None
+        return [slice(first, min(first + whole, tiles)) for first in range(0, tiles, whole)]
 
     def numbers_of_tiles(self, width: int) -> list[int]:
         """The numbers of tiles of `width` queries that have graphs of their own, the largest first."""

@@ -51,7 +51,13 @@ class _Shape:
 
 
 class ForwardGraphs(GraphCache):
-    """Runs row forwards through graphs."""
+    """Runs row forwards through graphs.
+
+    Attributes:
+        shapes: of the graphs.
+        logits: [lines, vocab] float32: where all graphs write.
+        tables: [numbers] int64: where all graphs read block tables.
+    """
 
     def __init__(
         self,
@@ -83,9 +89,9 @@ class ForwardGraphs(GraphCache):
         self.shapes = shapes
         self._forward = forward
         self._forward_trees = forward_trees
-        self._logits = torch.empty((most_logits, vocab_size), dtype=torch.float32, device=device)
+        self.logits = torch.empty((most_logits, vocab_size), dtype=torch.float32, device=device)
         # Wide tables are megabytes, so that all graphs read them from one place.
-        self._tables = torch.zeros(table_numbers, dtype=torch.int64, device=device)
+        self.tables = torch.zeros(table_numbers, dtype=torch.int64, device=device)
         self._first_step = torch.zeros(1, dtype=torch.int64, device=device)
 
     def run(
@@ -119,11 +125,11 @@ class ForwardGraphs(GraphCache):
             return [*both, self._own_tables(shape)]
 
         lines = bucket * (num_last or width)
-        captured = self._ready(shape, fixed, work, lambda: self._logits[:lines], (tokens, positions, block_tables))
+        captured = self._ready(shape, fixed, work, lambda: self.logits[:lines], (tokens, positions, block_tables))
         captured.replay()
         if num_last or width == queries:
-            return self._logits[: rows * (num_last or queries)]
-        return self._logits[: rows * width].view(rows, width, -1)[:, :queries].reshape(rows * queries, -1)
+            return self.logits[: rows * (num_last or queries)]
+        return self.logits[: rows * width].view(rows, width, -1)[:, :queries].reshape(rows * queries, -1)
 
     def run_trees(self, trees: TreeBatch) -> torch.Tensor:
         """Run one forward over rows with draft trees.
@@ -145,9 +151,9 @@ class ForwardGraphs(GraphCache):
         def fixed() -> list[torch.Tensor]:
             return [tensor.new_zeros((shape.rows, *tensor.shape[1:])) for tensor in inputs]
 
-        captured = self._ready(shape, fixed, work, lambda: self._logits[: shape.rows * queries], inputs)
+        captured = self._ready(shape, fixed, work, lambda: self.logits[: shape.rows * queries], inputs)
         captured.replay()
-        return self._logits[: rows * queries]
+        return self.logits[: rows * queries]
 
     def run_chain(
         self,
@@ -213,4 +219,4 @@ class ForwardGraphs(GraphCache):
         return captured.inputs[4][:rows, :steps]
 
     def _own_tables(self, shape: _Shape) -> torch.Tensor:
-        return self._tables[: shape.rows * shape.blocks].view(shape.rows, shape.blocks)
+        return self.tables[: shape.rows * shape.blocks].view(shape.rows, shape.blocks)

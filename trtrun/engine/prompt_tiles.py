@@ -19,6 +19,10 @@ from trtrun.kvcache.tile_widths import padded_width, prompt_width
 from trtrun.models.config import ModelConfig
 from trtrun.models.weights import Share
 
+MOST_EVEN_PADDING = 128
+"""Tokens of padding that tiles of one width may have beside those of several: a segment of a forward more takes the
+host 2 to 4 ms to launch (8B, H200), as long as the device takes for so many tokens."""
+
 
 @dataclass(frozen=True)
 class PromptTile:
@@ -63,6 +67,16 @@ def token_places(tiles: Sequence[PromptTile], width: int, start: int) -> dict[in
         first = start + index * width
         places[tile.chunk].append(range(first + max(0, tile.start - tile.first), first + width))
     return places
+
+
+def tiles_by_width(chunks: Sequence[PrefillChunk], width: int) -> Mapping[int, list[PromptTile]]:
+    """Tiles by their widths, of `width` queries at most: of one width where that costs little padding, else fitted."""
+    fitted = fitted_tiles(chunks, width)
+    if len(fitted) < 2:
+        return fitted
+    even = even_tiles(chunks, max(fitted))
+    tokens = sum(of_width * len(tiles) for of_width, tiles in fitted.items())
+    return {max(fitted): even} if max(fitted) * len(even) <= tokens + MOST_EVEN_PADDING else fitted
 
 
 def fitted_tiles(chunks: Sequence[PrefillChunk], width: int) -> Mapping[int, list[PromptTile]]:

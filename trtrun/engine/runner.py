@@ -57,6 +57,7 @@ class Engine:
         taps: Sequence[int] = (),
         path_space: PathSpace | None = None,
         most_masked: int = 0,
+        max_tokens: int | None = None,
     ) -> None:
         """Put a model to work on rows.
 
@@ -70,6 +71,7 @@ class Engine:
             taps: boundaries of the residual stream that verification hands out (models/taps.py).
             path_space: where the paths of draft trees have their keys; None where drafts are chains.
             most_masked: tokens that it drafts for a row in one forward, at most; 0 where it drafts step by step.
+            max_tokens: of a round, where it verifies: rows and prompts have graphs together; None makes none of these.
         """
         self._model = model
         self._store = store
@@ -80,7 +82,7 @@ class Engine:
         tapped = HiddenTaps(taps, model.config, model.dtype, self.device) if taps else None
         paths = DraftPaths(path_space, rows, store) if path_space is not None else None
         most_logits = max(logits_per_row, most_masked)
-        self._forwards = Forwards(model, store, rows, capture, most_logits, tapped, paths, most_masked)
+        self._forwards = Forwards(model, store, rows, capture, most_logits, tapped, paths, most_masked, max_tokens)
         self._verification = Verification(model, rows, self._forwards)
         self.tables = self._forwards.tables
 
@@ -131,12 +133,11 @@ class Engine:
     @property
     def num_graphs(self) -> int:
         """Graphs that are held."""
-        return self._forwards.graphs.num_graphs if self._forwards.graphs is not None else 0
+        return self._forwards.num_graphs
 
     def close(self) -> None:
         """Give back what must not outlive the communicators. Nothing runs on the engine afterwards."""
-        if self._forwards.graphs is not None:
-            self._forwards.graphs.close()
+        self._forwards.close()
 
     def begin_round(self, plan: RoundPlan) -> None:
         """Take in what the plan changes before anything runs."""

@@ -25,6 +25,15 @@ class Verification(NamedTuple):
     blocks: int
 
 
+class Mixed(NamedTuple):
+    """Rows that each verify a draft of `length` tokens beside chunks of prompts, of a row each, that have `lengths`
+    tokens."""
+
+    rows: int
+    length: int
+    lengths: list[int]
+
+
 class Steps(NamedTuple):
     """Rows that are fed what they lack, in each of `widths`, and a token, with tables of `blocks` columns; or where
     drafts are made in parallel, what they lack and masks, as `GraphShapes.masked` tells them."""
@@ -65,11 +74,23 @@ class StartLimits:
         found = shapes.prompt_shapes()
         widest = max((shape.width for shape in found), default=0)
         for tiles, width, start in found:
-            rows = min(tiles, self.max_rows)
             # A row has several tiles only of the widest: a longer chunk is cut into wider ones where there are any.
-            lengths = [width * (len(range(row, tiles, rows)) if width == widest else 1) for row in range(rows)]
+            lengths = [width * (count if width == widest else 1) for count in self._dealt(tiles)]
             if sum(lengths) <= self.max_tokens and start + lengths[0] <= self.longest:
                 yield Prompts(start, lengths)
+
+    def mixed(self, shapes: GraphShapes) -> Iterator[Mixed]:
+        """Those of each graph of rows and prompts together, the largest first."""
+        for shape in shapes.mixed.all:
+            lengths = [min(shape.width * count, self.longest) for count in self._dealt(shape.tiles)]
+            tiles = sum(-(-length // shape.width) for length in lengths)
+            if shapes.mixed.holding(shape.rows, shape.queries, tiles, self.longest) == shape:
+                yield Mixed(shape.rows, shape.queries - 1, lengths)
+
+    def _dealt(self, tiles: int) -> list[int]:
+        """Tiles of each row where so many are dealt out to all rows."""
+        rows = min(tiles, self.max_rows)
+        return [len(range(row, tiles, rows)) for row in range(rows)]
 
     def verifications(
         self, shapes: GraphShapes, draft_lens: Collection[int], *, has_trees: bool
@@ -115,7 +136,7 @@ def count_target_graphs(
     graphs = set(_prompt_graphs(shapes, limits))
     for rows, length, blocks in limits.verifications(shapes, draft_lens, has_trees=has_trees):
         graphs.add(_Graph(rows, length + 1, blocks, _ALL_LOGITS))
-    return len(graphs)
+    return len(graphs) + len(list(limits.mixed(shapes)))
 
 
 def count_draft_graphs(shapes: GraphShapes, limits: StartLimits, most_catch_up: int, num_kinds: int) -> int:

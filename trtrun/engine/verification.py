@@ -9,7 +9,7 @@ import torch
 
 from trtrun.core.nouns import Draft, RoundPlan, Step
 from trtrun.engine.batch import BatchBuilder
-from trtrun.engine.forwards import Forwards
+from trtrun.engine.forwards import Forwards, MixedResult
 from trtrun.engine.rows import RowState
 from trtrun.models.decoder import CausalLM
 from trtrun.tensors import device_integers, kept_integers
@@ -32,13 +32,16 @@ class Verification:
             plan: the round's plan.
             draft: on the device; where its draft_lens are below 1 only the newest token is fed.
         """
+        queries = draft.tokens.shape[1] + 1
+        logits = torch.empty((0, queries, self._vocab_size), device=self._device)
+        rows = kept_integers(plan.decode_rows.tolist(), self._device)
+        mixed = self._forwards.run_mixed(rows, draft, plan.prefill, plan.max_context)
+        if mixed is not None:
+            return self._of_mixed(mixed, plan, queries)
         by_graph = self._forwards.prefill_by_graph(plan.prefill)
         if by_graph is None and plan.prefill:
             return self._verify_beside_prompts(plan, draft)
-        queries = draft.tokens.shape[1] + 1
-        logits = torch.empty((0, queries, self._vocab_size), device=self._device)
         if len(plan.decode_rows):
-            rows = kept_integers(plan.decode_rows.tolist(), self._device)
             logits = self._forwards.run_drafts(rows, draft, plan.max_context).view(-1, queries, self._vocab_size)
         tapped = by_graph.tapped if by_graph is not None else []
         hidden = (
@@ -72,6 +75,14 @@ class Verification:
         logits = self._model.logits(hidden)
         after_prompts = logits[num_decoded:].unsqueeze(1).expand(-1, queries, -1)
         return Step(torch.cat((logits[:num_decoded].view(-1, queries, self._vocab_size), after_prompts)), states)
+
+    def _of_mixed(self, mixed: MixedResult, plan: RoundPlan, queries: int) -> Step:
+        """Of rows and prompts that one graph computed."""
+        ended = [line for line, chunk in zip(mixed.chunk_lines, plan.prefill, strict=True) if chunk.is_last]
+        lines = device_integers([*mixed.row_lines, *(line for line in ended for _ in range(queries))], self._device)
+        taps = self._forwards.taps
+        hidden = None if taps is None else taps.states(len(plan.decode_rows), queries, mixed.tapped)
+        return Step(mixed.logits[lines].view(-1, queries, self._vocab_size), hidden)
 
     def _join(self, logits: torch.Tensor, after_prompts: torch.Tensor, plan: RoundPlan, queries: int) -> torch.Tensor:
         """Logits [decode_rows, queries, vocab], and behind them those of prompts that end in the round, repeated."""

@@ -67,6 +67,8 @@ def warm_up(
         for prompts in limits.prompts(shapes):
             _prefill(engine, prompts)
         if verifies:
+            for of_both in limits.mixed(shapes):
+                _verify(engine, of_both.rows, of_both.length, prompts=of_both.lengths)
             for rows, length, blocks in limits.verifications(shapes, draft_lens, has_trees=engine.has_trees):
                 _verify(engine, rows, length, engine.block_size * blocks)
         else:
@@ -115,13 +117,13 @@ def _chunk(row: int, length: int, start: int = 0) -> PrefillChunk:
     return PrefillChunk(row=row, start=start, length=length, is_last=False, followed=True)
 
 
-def _verify(engine: Engine, rows: int, length: int, context: int = 0) -> None:
+def _verify(engine: Engine, rows: int, length: int, context: int = 0, prompts: Collection[int] = ()) -> None:
     plan = RoundPlan(
         round_index=-1,
         dropped_rows=(),
         admissions=(),
         block_updates=np.zeros((0, 3), dtype=np.int32),
-        prefill=(),
+        prefill=tuple(_chunk(row, tokens) for row, tokens in enumerate(prompts)),
         decode_rows=np.arange(rows, dtype=np.int32),
         draft_lens=np.full(rows, length, dtype=np.int32),
         catch_up=np.full(rows, 2, dtype=np.int32),

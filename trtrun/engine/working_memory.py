@@ -15,7 +15,8 @@ import torch
 
 from trtrun.engine.graph_cache import MOST_GRAPHS
 from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS
-from trtrun.engine.prompt_tiles import tile_width
+from trtrun.engine.mixed_shapes import MixedShapes
+from trtrun.engine.prompt_tiles import MOST_EVEN_PADDING, tile_width
 from trtrun.engine.rows import RowState
 from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.attention import takes_blocks, takes_head
@@ -120,8 +121,9 @@ def working_bytes(
     tokens = max(shape.max_tokens, verified, shape.max_rows * (1 if verifies else shape.most_catch_up))
     # Drafts of different lengths are padded to the longest, beyond what the scheduler counts.
     tokens += verified
-    if width := tile_width(model, tp_size, device_type):
-        tokens += min(shape.max_tokens, shape.max_rows * most_padding(width))
+    width = tile_width(model, tp_size, device_type)
+    if width:
+        tokens += min(shape.max_tokens, shape.max_rows * most_padding(width)) + MOST_EVEN_PADDING
     logits = verified * model.vocab_size * _FLOAT
     head = _head_bytes(verified, share, model, dtype)
     scratch = shape.draft_len + 2 + shape.block_size
@@ -149,6 +151,10 @@ def working_bytes(
             total += _attention_bytes(tokens, shape, share, heads.stored, dtype, device_type, has_plain_kv)
     if graphs:
         captured = max(verified, shape.max_rows * 2, MOST_PROMPT_TOKENS)
+        if verifies and shape.max_paths == 1:
+            mixed = MixedShapes(shape.max_rows, shape.verified_tokens, 1, shape.block_size, width, shape.max_tokens).all
+            captured = max(captured, *(one.tokens for one in mixed), 0)
+            logits = max(logits, *(one.lines * model.vocab_size * _FLOAT for one in mixed), 0)
         total += captured * tap
         pool = _activation_bytes(captured, share, model, dtype) + head
         total += logits + pool + logits + MOST_GRAPHS * model.num_layers * _GRAPH_LAYER_BYTES

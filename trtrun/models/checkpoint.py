@@ -149,10 +149,7 @@ class Checkpoint:
         if not index:
             pickles = sorted(file.name for file in self.path.iterdir() if file.suffix in _PICKLE_SUFFIXES)
             if pickles:
-                raise CheckpointError(
-                    f"{self.path} has its weights only as pickle ({pickles[0]}), which may run code when it is read; "
-                    f"save the {self._what} as safetensors"
-                )
+                raise CheckpointError(f"{self.path} has its weights only as {self._tell_of(pickles)}")
             raise NoWeightsError(
                 f"{self.path} has no weights: neither {', '.join(self._single_files)} nor {INDEX_FILE}"
             )
@@ -174,6 +171,15 @@ class Checkpoint:
             if not (self.path / name).is_file():
                 raise CheckpointError(f"{self.path} lacks shard {name} ({len(names)} in its index); copy it again")
         return [self.path / name for name in names]
+
+    def _tell_of(self, pickles: Sequence[str]) -> str:
+        """What to do about such files; some may be a trainer's, not of weights."""
+        name = min(pickles, key=lambda one: not one.startswith("pytorch_model"))
+        way = ""
+        if "-of-" not in name:  # it is all of them
+            loaded = f"torch.load('{name}', weights_only=True)"
+            way = f", such as by safetensors.torch.save_file({loaded}, '{self._single_files[0]}')"
+        return f"pickle ({name}), which may run code when it is read; save the {self._what} as safetensors{way}"
 
     def _open(self, file: Path, framework: str) -> Any:
         try:

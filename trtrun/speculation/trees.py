@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from trtrun.core.nouns import Draft, Verdict
+from trtrun.kernels.chooser import operations_of
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.pieces import pieces
 from trtrun.sampling.random import Stream
 from trtrun.sampling.row_sampling import RowSampling
-from trtrun.speculation.verify import accept_by_token, verify
+from trtrun.speculation.verify import accept_by_token, top_logprobs, verify
+from trtrun.tensors import kept_range
 
 
 def verify_paths(
@@ -42,6 +44,8 @@ def verify_paths(
     Returns:
         As `verify`: tokens are [R, depth + 1], and draft_lens those of the deepest paths, cut off where the draft is.
     """
+    if forced_acceptance is None and not sampling.needs_history(rows):
+        return _verify_nodes(logits, sampling, rows, lengths, token_ids, draft)
     lens, lines, tokens = draft.path_lens(), _lines(draft), path_tokens(draft)
     if forced_acceptance is None:
         best = _longest_path(logits, sampling, rows, lengths, token_ids, draft, lines, tokens, max_context)
@@ -63,6 +67,32 @@ def verify_paths(
     return verdict
 
 
+def _verify_nodes(
+    logits: Tensor, sampling: RowSampling, rows: Sequence[int], lengths: Tensor, token_ids: Tensor, draft: Draft
+) -> Verdict:
+    """`verify_paths` where no choice looks at a row's tokens: it depends on the node alone, so that each node is looked
+    at once, however many paths go through it."""
+    assert draft.paths is not None
+    count, of_nodes = logits.shape[:2]
+    places = lengths.unsqueeze(1).expand(-1, of_nodes)
+    if not sampling.passes(rows):
+        steps = kept_range(1, draft.depth + 1, logits.device).expand_as(draft.paths)
+        # Paths go through a node at one depth; what is behind a path's end counts for the newest token, and as nothing.
+        depths = torch.zeros(logits.shape[:2], dtype=torch.int64, device=logits.device)
+        depths.scatter_(1, (draft.paths + 1).flatten(1), steps.masked_fill(draft.paths < 0, 0).flatten(1))
+        places = places + depths
+    every = [row for row in rows for _ in range(of_nodes)]
+    found = distributions_of(sampling, logits.flatten(0, 1).unsqueeze(1), every, places.flatten(), token_ids)
+    chosen = found.choose(Stream.TARGET).view(count, of_nodes)
+    operations = operations_of(logits.device.type)
+    kept = operations.accept_paths(chosen, logits, draft.tokens, draft.paths, draft.draft_lens)
+    logprobs = None
+    if sampling.wanted_logprobs(rows):
+        logprobs = top_logprobs(_gather(logits, _pick(_lines(draft), kept.paths)), sampling, rows, kept.tokens)
+    longest = torch.where(draft.draft_lens < 0, draft.draft_lens, kept.longest)
+    return Verdict(kept.num_tokens, kept.tokens, longest, logprobs, kept.logits, paths=kept.paths)
+
+
 def _longest_path(
     logits: Tensor,
     sampling: RowSampling,
@@ -75,33 +105,18 @@ def _longest_path(
     max_context: int | None,
 ) -> Tensor:
     """[R] int64: of each row the path of which the target keeps most; `lines` of `_lines`, `tokens` of `path_tokens`,
-    else as in `verify_paths`.
-
-    Where no choice looks at a row's tokens it depends on the node alone: so each node is looked at once, however many
-    paths go through it. With penalties and bans each path is looked at as the chain that it is, of some rows at a time.
-    """
+    else as in `verify_paths`: with penalties and bans each path is looked at as the chain that it is, of some rows at a
+    time."""
     assert draft.paths is not None
     count, num_paths, depth = draft.paths.shape
     vocabulary = logits.shape[-1]
-    if sampling.needs_history(rows):
-        chosen = torch.empty((count, num_paths, depth + 1), dtype=torch.int64, device=logits.device)
-        for part in pieces(count, num_paths * (depth + 1) * vocabulary):
-            of_paths = _gather(logits[part], lines[part].flatten(1)).view(-1, depth + 1, vocabulary)
-            every = [row for row in rows[part] for _ in range(num_paths)]
-            starts, before = lengths[part].repeat_interleave(num_paths), tokens[part].flatten(0, 1)
-            found = distributions_of(sampling, of_paths, every, starts, token_ids, before, max_context)
-            chosen[part] = found.choose(Stream.TARGET).view(-1, num_paths, depth + 1)
-    else:
-        of_nodes = logits.shape[1]
-        steps = torch.arange(1, depth + 1, device=logits.device).expand_as(draft.paths)
-        # Paths go through a node at one depth; what is behind a path's end counts for the newest token, and as nothing.
-        depths = torch.zeros(logits.shape[:2], dtype=torch.int64, device=logits.device)
-        depths.scatter_(1, (draft.paths + 1).flatten(1), steps.masked_fill(draft.paths < 0, 0).flatten(1))
-        every = [row for row in rows for _ in range(of_nodes)]
-        places = (lengths.unsqueeze(1) + depths).flatten()
-        found = distributions_of(sampling, logits.flatten(0, 1).unsqueeze(1), every, places, token_ids)
-        by_node = found.choose(Stream.TARGET).view(count, of_nodes)
-        chosen = by_node.gather(1, lines.flatten(1)).view(count, num_paths, depth + 1)
+    chosen = torch.empty((count, num_paths, depth + 1), dtype=torch.int64, device=logits.device)
+    for part in pieces(count, num_paths * (depth + 1) * vocabulary):
+        of_paths = _gather(logits[part], lines[part].flatten(1)).view(-1, depth + 1, vocabulary)
+        every = [row for row in rows[part] for _ in range(num_paths)]
+        starts, before = lengths[part].repeat_interleave(num_paths), tokens[part].flatten(0, 1)
+        found = distributions_of(sampling, of_paths, every, starts, token_ids, before, max_context)
+        chosen[part] = found.choose(Stream.TARGET).view(-1, num_paths, depth + 1)
     kept, _ = accept_by_token(chosen.flatten(0, 1), tokens.flatten(0, 1), draft.path_lens().flatten())
     return kept.view(count, num_paths).argmax(dim=1)
 

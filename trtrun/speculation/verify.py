@@ -179,7 +179,7 @@ def verify(
         num_tokens, tokens, chosen_logits = _end_where_forbidden(
             num_tokens, tokens, chosen_logits, found.forbids(index)
         )
-    return Verdict(num_tokens, tokens, draft_lens, _logprobs(logits, sampling, rows, tokens), chosen_logits)
+    return Verdict(num_tokens, tokens, draft_lens, top_logprobs(logits, sampling, rows, tokens), chosen_logits)
 
 
 def _end_where_forbidden(
@@ -243,7 +243,9 @@ def _accept_both_ways(
     return num_tokens, tokens
 
 
-def _logprobs(logits: Tensor, sampling: RowSampling, rows: Sequence[int], tokens: Tensor) -> VerdictLogprobs | None:
+def top_logprobs(logits: Tensor, sampling: RowSampling, rows: Sequence[int], tokens: Tensor) -> VerdictLogprobs | None:
+    """Of the `rows` that asked for any, in their order: of `tokens` [R, P] int64 and the likeliest ones, by raw
+    `logits` [R, P, V]; None where none did."""
     asked = sampling.wanted_logprobs(rows)
     if not asked:
         return None

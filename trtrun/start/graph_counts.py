@@ -36,8 +36,9 @@ def count_graphs(
     shape = round_shape(config, context)
     if role == "target":
         verified = shape.verified_tokens
-        shapes = GraphShapes(rows, verified, max_blocks, size, prompt_width)
         has_trees = path_space(config, 0).most_paths > 1
+        mixes = None if has_trees else config.scheduler.max_num_tokens
+        shapes = GraphShapes(rows, verified, max_blocks, size, prompt_width, max_mixed_tokens=mixes)
         graphs = count_target_graphs(shapes, limits, sure_draft_lens(config), has_trees=has_trees)
         keeps_heads = METHODS[config.speculation.method].num_behind > 0
         return graphs + (count_head_graphs(shapes, 1 + num_kinds, has_trees=has_trees) if keeps_heads else 0)

@@ -18,6 +18,7 @@ from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, RowAdmission, Verd
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.engine.graph_cache import MOST_GRAPHS
 from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS
+from trtrun.engine.mixed_shapes import MOST_ROW_TOKENS, PROMPT_TOKENS
 from trtrun.engine.runner import Engine
 from trtrun.engine.working_memory import RoundShape
 from trtrun.roles.launched_round import LaunchedRound
@@ -124,7 +125,8 @@ class Rehearsal:
 
 def largest_rounds(shape: RoundShape) -> list[RoundPlan]:
     """Rounds of all the tokens that a round may have, in few prompts and in as many as take most padding, beside rows;
-    a round with a prompt as long as graphs take them; one of all rows alone; and one of few rows and a short prompt."""
+    a round with a prompt as long as graphs take them; one of all rows alone; one of as many rows and tokens of prompts
+    as have a graph together; and one of few rows and a short prompt."""
     length = max(2, shape.max_seq_len - shape.draft_len - 1)
     kinds = [
         _chunks(shape, length, shape.max_tokens, length),
@@ -132,8 +134,11 @@ def largest_rounds(shape: RoundShape) -> list[RoundPlan]:
         _chunks(shape, length, min(shape.max_tokens, length, MOST_PROMPT_TOKENS), length),
         [],
     ]
+    together = _chunks(shape, length, min(shape.max_tokens, PROMPT_TOKENS[-1]), length)
+    some = min(shape.max_rows - len(together), max(1, MOST_ROW_TOKENS // (shape.draft_len + 1)))
     few = [PrefillChunk(shape.max_rows - 1, length - 1, 1, is_last=True, followed=True)]
     rounds = [_plan(shape, range(shape.max_rows - len(chunks)), chunks, length) for chunks in kinds]
+    rounds.append(_plan(shape, range(some), together, length))
     return [*rounds, _plan(shape, range(min(_FEW_ROWS, shape.max_rows - 1)), few, length)]
 
 

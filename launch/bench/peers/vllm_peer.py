@@ -101,10 +101,11 @@ def engine_arguments(task: Mapping[str, Any], mode: str) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = memory_share(int(task["tensor_parallel_size"]))
     if mode == SPECULATIVE:
         arguments["speculative_config"] = {
-            "method": "draft_model",
+            "method": task["method"],
             "model": task["draft"],
             "num_speculative_tokens": task["draft_len"],
             "draft_tensor_parallel_size": task["tensor_parallel_size"],
+            **({"parallel_drafting": True} if task["in_parallel"] else {}),
             **task["options"],
         }
     return arguments

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 import pytest
+from checkpoints import make_checkpoint
+from eagle_heads import make_eagle_head, write_eagle_head
 
 from launch.tensorrt_llm import (
     make_runtime_config,
@@ -136,6 +138,10 @@ def test_trees_of_an_eagle_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         config = make_runtime_config(parse_arguments([*WORDS, head, *options]), has_gpu=False)
         assert config.heads is not None and config.heads.model == tmp_path / "head" and config.draft is None
         assert config.speculation.method == "eagle3" and (config.draft_len, config.draft_nodes[-1]) == sizes
+    target = make_checkpoint(tmp_path / "made", seed=1)
+    write_eagle_head(tmp_path / "head", make_eagle_head(target), "vllm", target)
+    config = make_runtime_config(parse_arguments([*WORDS, head, "--eagle_choices=[[0]]"]), has_gpu=False)
+    assert config.speculation.method == "eagle", "the files are EAGLE-1's"
     for options, said in (
         (("--eagle_choices=[[0]]",), "needs --draft_engine_dir"),
         ((head, "--eagle_choices=[[0]]", "--eagle_use_dynamic_tree"), "are two methods"),

@@ -93,7 +93,7 @@ def test_bad_devices_are_refused(folder: Path, devices: str) -> None:
         ("speculation.draft_len=4.5", "speculation.draft_len"),
         (
             "speculation.method=jacobi",
-            "speculation.method: unknown method 'jacobi' (known: draft_target, eagle3, lookahead, medusa, ngram",
+            "speculation.method: unknown method 'jacobi' (known: draft_target, eagle, eagle3, lookahead, medusa, ngram",
         ),
         ("target.dtype=fp8", "target.dtype"),
         ("target.quantisation=fp8", "target.quantisation: unknown key (did you mean 'quantization'?)"),

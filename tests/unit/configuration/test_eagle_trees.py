@@ -1,4 +1,4 @@
-"""Draft trees of an EAGLE-3 head as a user says them, how large they are, and what of them is refused."""
+"""Draft trees of an EAGLE head as a user says them, how large they are, and what of them is refused."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from eagle3_heads import eagle3
+from eagle_heads import eagle
 from pipelines import configuration
 
 from trtrun.configuration.medusa_choices import ChoiceTree, read_choices, read_eagle_choices
@@ -65,8 +66,26 @@ def test_options_that_do_not_fit_are_refused(target: Path, options: dict[str, An
 )
 def test_a_tree_counts_by_its_nodes(target: Path, options: dict[str, Any], expected: tuple[int, ...]) -> None:
     scheduler = {"max_batch_size": 2, "max_num_tokens": 300}
-    config = configuration(target, None, heads=target, speculation=eagle3(**options), scheduler=scheduler)
-    assert (config.draft_len, config.max_paths, config.draft_nodes) == expected
+    for section in (eagle, eagle3):
+        config = configuration(target, None, heads=target, speculation=section(**options), scheduler=scheduler)
+        assert (config.draft_len, config.max_paths, config.draft_nodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("eagle", {"eagle3_layers_to_capture": [1]}, "is an option of method eagle3, but the method is eagle:"),
+        ("medusa", {"eagle_topk": 2}, "eagle_topk is an option of method eagle and eagle3, but the method is medusa"),
+        ("eagle", {"use_logits": True}, "use_logits does not go with method eagle"),
+        ("eagle2", {}, "unknown method 'eagle2' (did you mean 'eagle'?)"),
+    ],
+)
+def test_both_kinds_have_the_trees_and_eagle3_alone_its_layers(
+    target: Path, method: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configuration(target, None, heads=target, speculation={"method": method, **options})
+    assert message in str(caught.value)
 
 
 def test_a_round_must_have_room_for_the_trees(target: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes, catch_up_width
+from trtrun.engine.mixed_shapes import MixedShapes
 from trtrun.engine.start_forwards import StartLimits
 
 WASTED = 32
@@ -74,3 +75,32 @@ def test_short_trees_of_all_lengths_are_verified_at_a_start(draft_len: int, leng
     for rows in shapes.numbers_of_rows():
         found = [one for one in limits.verifications(shapes, {draft_len}, has_trees=True) if one.rows == rows]
         assert {one.length for one in found} == lengths
+
+
+@pytest.mark.parametrize("max_rows", [1, 5, 40, 300])
+@pytest.mark.parametrize("queries", [1, 6])
+def test_rows_and_prompts_together_find_the_smallest_graph_that_holds_them(max_rows: int, queries: int) -> None:
+    """Few graphs; of as many tokens as a round may have, and of rows that have few."""
+    shapes = MixedShapes(max_rows, queries, 600, 16, 32, 700)
+    assert len(shapes.all) <= 36 and all(shape.tokens <= 700 for shape in shapes.all)
+    assert bool(shapes.all) == (max_rows > 1)
+    assert shapes.holding(2, 1, 1, 8193) is None and shapes.holding(2, 1, 24, 20) is None
+    for rows in range(1, max_rows):
+        for asked in range(1, queries + 1):
+            for tiles in (1, 4, 5, 12):
+                found = shapes.holding(rows, asked, tiles, 8192)
+                if found is None:
+                    assert rows > 32 and rows * asked > 64
+                    continue
+                assert rows <= found.rows and asked <= found.queries and tiles <= found.tiles
+                assert found.rows * found.queries <= 256 and (found.tiles - tiles) * 32 < 128
+                smaller = [one for one in shapes.all if one.tokens < found.tokens]
+                assert not any(one.rows >= rows and one.queries >= asked and one.tiles >= tiles for one in smaller)
+
+
+def test_many_tiles_are_computed_by_two_graphs_at_most() -> None:
+    shapes = GraphShapes(100, 5, 100, 16)
+    assert shapes.parts_of_tiles(16, 32) == [slice(0, 16)]
+    assert shapes.parts_of_tiles(17, 32) == [slice(0, 16), slice(16, 17)]
+    assert shapes.parts_of_tiles(32, 32) == [slice(0, 16), slice(16, 32)]
+    assert shapes.parts_of_tiles(33, 32) is None and shapes.parts_of_tiles(1, 600) is None

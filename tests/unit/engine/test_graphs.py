@@ -20,9 +20,11 @@ from pipelines import Reference, make_llm, prompt_of, tokens_of
 
 from trtrun import SamplingParams
 from trtrun.attention.backend import HostAttention
-from trtrun.engine import forwards, graph_shapes
+from trtrun.engine import forwards, graph_shapes, mixed_shapes
+from trtrun.engine.batch import BatchBuilder
 from trtrun.engine.graph_shapes import GraphShapes
 from trtrun.engine.graphs import ForwardGraphs, RowForward
+from trtrun.engine.mixed_graphs import MixedGraphs
 from trtrun.speculation.pacing import Pacer
 from trtrun.start import engine_maker
 
@@ -98,34 +100,57 @@ def test_sampling_through_graphs_is_the_target_alone(tmp_path: Path, captures: l
     assert captures
 
 
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("method", ["draft_target", "none"])
 def test_short_prompts_go_through_graphs_and_long_ones_do_not(
-    tmp_path: Path, captures: list[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, captures: list[int], monkeypatch: pytest.MonkeyPatch, together: bool, method: str
 ) -> None:
-    """Of any lengths, some at a time, beside rows that decode, with blocks that are reused."""
-    monkeypatch.setattr(graph_shapes, "MOST_PROMPT_TOKENS", 64)
-    monkeypatch.setattr(forwards, "MOST_PROMPT_TOKENS", 64)
+    """Of any lengths, some at a time, beside rows that decode or with them, with blocks that are reused."""
+    monkeypatch.setattr(graph_shapes, "MOST_PROMPT_TOKENS", 32)
+    monkeypatch.setattr(forwards, "MOST_PROMPT_TOKENS", 32)
+    monkeypatch.setattr(mixed_shapes, "PROMPT_TOKENS", (32, 64) if together else ())
     monkeypatch.setattr(HostAttention, "tile", 64)  # 32 queries of two heads each
     target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
-    draft = make_draft(tmp_path / "draft", target, 1)
+    draft = make_draft(tmp_path / "draft", target, 1) if method != "none" else None
     reference = Reference(target)
     shapes: list[tuple[int, int]] = []
-    read = forwards.read_tiles
+    mixed: list[tuple[Any, int]] = []
+    plain: list[int] = []
+    read, run, add = forwards.read_tiles, MixedGraphs.run, BatchBuilder.add_prompts
 
     def logged(rows: Any, tiles: Any, width: int) -> Any:
         shapes.append((len(tiles), width))
         return read(rows, tiles, width)
 
+    def logged_run(self: MixedGraphs, shape: Any, decoded: Any, prompts: Any) -> Any:
+        mixed.append((shape, len(decoded.tokens)))
+        return run(self, shape, decoded, prompts)
+
+    def logged_add(self: BatchBuilder, chunks: Any, tile_width: Any) -> Any:
+        plain.append(sum(chunk.length for chunk in chunks))
+        return add(self, chunks, tile_width)
+
     monkeypatch.setattr(forwards, "read_tiles", logged)
+    monkeypatch.setattr(MixedGraphs, "run", logged_run)
+    monkeypatch.setattr(BatchBuilder, "add_prompts", logged_add)
     prompts = [prompt_of(length, seed=length) for length in (5, 16, 17, 33, 64, 65, 100, 7, 9)]
     prompts.append(prompts[3] + prompt_of(4, seed=1))
-    scheduler = {"max_batch_size": 4, "max_num_tokens": 80}
-    with make_llm(target, draft, speculation={"draft_len": 3}, scheduler=scheduler) as llm:
-        found = [tokens for (tokens,) in tokens_of(llm.generate(prompts, SamplingParams(max_tokens=12)))]
+    scheduler = {"max_batch_size": 4, "max_num_tokens": 110}
+    speculation = {"draft_len": 3} if draft else {"method": "none"}
+    with make_llm(target, draft, speculation=speculation, scheduler=scheduler) as llm:
+        del shapes[:], mixed[:], plain[:]
+        counts = [12 + 3 * (number // 2) for number in range(len(prompts))]  # so that some end beside others
+        parameters = [SamplingParams(max_tokens=count) for count in counts]
+        found = [tokens for (tokens,) in tokens_of(llm.generate(prompts, parameters))]
         llm.check_idle()
-    assert found == [reference.greedy(prompt, 12) for prompt in prompts]
-    padded = set(shapes)
-    assert {shape[1] for shape in padded} == {16, 32}
-    assert max(rows * width for rows, width in padded) == 64 and max(rows for rows, _ in padded) > 1
+    assert found == [reference.greedy(prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+    # What more than two graphs take is computed without.
+    assert any(count > 64 for count in plain)
+    assert bool(mixed) == together
+    if together:
+        assert all(rows < shape.rows == 4 and shape.tiles <= 2 for shape, rows in mixed)
+    else:
+        assert {width for _, width in shapes} == {16, 32} and max(tiles * width for tiles, width in shapes) == 32
 
 
 @IN_PARALLEL

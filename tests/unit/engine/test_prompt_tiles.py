@@ -16,7 +16,14 @@ from trtrun.api import llm_engine
 from trtrun.attention.backend import HostAttention
 from trtrun.core.nouns import PrefillChunk
 from trtrun.engine import prompt_tiles
-from trtrun.engine.prompt_tiles import PromptTile, even_tiles, fitted_tiles, tile_width
+from trtrun.engine.prompt_tiles import (
+    MOST_EVEN_PADDING,
+    PromptTile,
+    even_tiles,
+    fitted_tiles,
+    tile_width,
+    tiles_by_width,
+)
 from trtrun.kernels.triton.attention_tiles import LARGEST_TILE
 from trtrun.kvcache.tile_widths import most_padding, padding
 
@@ -97,3 +104,16 @@ def test_prompts_in_tiles_give_transformers_texts(
         llm.check_idle()
         assert llm.engine.scheduler.limits.prompt_tile == tile // 2, "two heads a KV head"
     assert found == [reference.greedy(prompt, 12) for prompt in prompts]
+
+
+@pytest.mark.parametrize("lengths", [[1], [5, 70], [33, 36, 40], [33] * 20, [17] * 30, [1, 2, 3], [40, 8]])
+def test_tiles_have_one_width_where_that_costs_little_padding(lengths: list[int]) -> None:
+    chunks = [PrefillChunk(row, 3, length, True, True) for row, length in enumerate(lengths)]
+    fitted, found = fitted_tiles(chunks, 32), tiles_by_width(chunks, 32)
+    tokens, most = (sum(width * len(tiles) for width, tiles in kind.items()) for kind in (found, fitted))
+    assert tokens <= most + MOST_EVEN_PADDING
+    if found != fitted:
+        (width,) = found
+        assert found[width] == even_tiles(chunks, width) and width == max(fitted)
+    else:
+        assert len(fitted) == 1 or max(fitted) * len(even_tiles(chunks, max(fitted))) > most + MOST_EVEN_PADDING

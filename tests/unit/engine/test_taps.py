@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trtrun import SamplingParams
 from trtrun.attention.backend import HostAttention
+from trtrun.engine import mixed_shapes
+from trtrun.engine.mixed_graphs import MixedGraphs
 from trtrun.errors import ConfigError
 from trtrun.models.taps import check_boundaries
 from trtrun.start import engine_maker
@@ -34,6 +36,7 @@ LENGTHS = (1, 5, 17, 33, 64, 70, 40)
         ("MistralForCausalLM", "graphs and tiles"),
         ("Qwen2ForCausalLM", "plain"),
         ("Qwen2ForCausalLM", "graphs and tiles"),
+        ("Qwen2ForCausalLM", "graphs of rows and tiles together"),
         ("Qwen3ForCausalLM", "graphs"),
     ],
 )
@@ -42,7 +45,12 @@ def test_every_boundary_is_that_of_transformers(
 ) -> None:
     if kind != "plain":
         monkeypatch.setattr(engine_maker, "capture_for", lambda device: lambda work: work)
-    if kind == "graphs and tiles":
+    mixed: list[Any] = []
+    if "together" in kind:
+        monkeypatch.setattr(mixed_shapes, "PROMPT_TOKENS", (32,))
+        run = MixedGraphs.run
+        monkeypatch.setattr(MixedGraphs, "run", lambda *arguments: (mixed.append(0), run(*arguments))[-1])
+    if "tiles" in kind:
         monkeypatch.setattr(HostAttention, "tile", 64)  # 32 queries of two heads each
     path = make_checkpoint(tmp_path / "target", architecture, seed=1, **SLIDING.get(architecture, {}))
     reference = Reference(path)
@@ -61,6 +69,7 @@ def test_every_boundary_is_that_of_transformers(
     tokens = dict(enumerate([*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)))
     assert sorted(Recalling.watched) == sorted(tokens)
     assert check_watched(reference, tokens) == sum(LENGTHS) + 29 * len(LENGTHS)
+    assert bool(mixed) == ("together" in kind)
 
 
 class Operations(TorchDispatchMode):

@@ -186,7 +186,15 @@ def test_pickle_files_are_never_opened(tmp_path: Path) -> None:
     (path / "model.safetensors").unlink()
     refused(path, r"has no weights: neither model\.safetensors nor model\.safetensors\.index\.json")
     (path / "pytorch_model.bin").write_bytes(b"\x80")
-    refused(path, r"has its weights only as pickle \(pytorch_model\.bin\), which may run code")
+    (path / "optimizer.pt").write_bytes(b"\x80")
+    refused(
+        path,
+        r"only as pickle \(pytorch_model\.bin\), which may run code .*torch\.load\('pytorch_model\.bin', weights_",
+    )
+    for shard in ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"):
+        (path / shard).write_bytes(b"\x80")
+    (path / "pytorch_model.bin").unlink()
+    refused(path, r"pickle \(pytorch_model-00001-of-00002\.bin\), .*; save the model as safetensors$")
 
 
 def test_damaged_index(tmp_path: Path) -> None:

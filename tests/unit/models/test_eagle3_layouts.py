@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from trtrun import SamplingParams
 from trtrun.errors import CheckpointError
 from trtrun.models.eagle3_boundaries import read_boundaries
-from trtrun.speculation.drafters.eagle3 import Eagle3Drafter
+from trtrun.speculation.drafters.eagle import EagleDrafter
 
 PROMPTS = [prompt_of(length, seed=length) for length in (3, 20, 33, 8)]
 SAMPLING = [SamplingParams(max_tokens=7, seed=index, temperature=1.1 * (index % 2)) for index in range(4)]
@@ -34,7 +34,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(target: Path, path: Path, head: Eagle3, patch: pytest.MonkeyPatch, **options: Any) -> Proposals:
     """Drafts of a few rows, which are the reference's, token for token."""
-    seen = Proposals(patch, Eagle3Drafter)
+    seen = Proposals(patch, EagleDrafter)
     with make_llm(target, heads=path, speculation=eagle3(draft_len=3, **options), scheduler=SCHEDULER) as llm:
         llm.generate(PROMPTS, SAMPLING)
     assert check_proposals(seen, target, head) > 15
@@ -130,7 +130,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
         (lambda path: change_tensors(path, t2d=torch.Tensor.float), "must hold true and false"),
         (lambda path: change_tensors(path, fc_weight=None), "there is no fc.weight among its tensors"),
         (lambda path: change_tensors(path, fc_weight=lambda one: one[:, 1:]), "the head is for another target"),
-        (lambda path: change_tensors(path, midlayer_hidden_norm_weight=None), "EAGLE-1 and EAGLE-2 are not supported"),
+        (lambda path: change_tensors(path, midlayer_hidden_norm_weight=None), "it has no layers.0.hidden_norm.weight"),
         (lambda path: change_tensors(path, norm_weight=None), "it has no norm.weight: the files are incomplete"),
         (lambda path: change_tensors(path, midlayer_mlp_up_proj_weight=None), "has no tensor 'midlayer.mlp.up_proj.w"),
         (lambda path: change_tensors(path, midlayer_self_attn_k_proj_weight=lambda one: one[:, :64]),

@@ -22,8 +22,8 @@ from trtrun.configuration.topology import make_topology
 from trtrun.engine.stored_heads import StoredHeads
 from trtrun.scheduling.planning import MOST_MISSED_ROUNDS
 from trtrun.scheduling.scheduler import Scheduler
-from trtrun.speculation.drafters import eagle3 as eagle3_drafter
-from trtrun.speculation.drafters.eagle3 import Eagle3Drafter
+from trtrun.speculation.drafters import eagle as eagle_drafter
+from trtrun.speculation.drafters.eagle import EagleDrafter
 from trtrun.start import engine_maker
 
 COUNT = 30
@@ -92,7 +92,7 @@ def test_the_store_is_right_whatever_befell_the_row(
         SamplingParams(max_tokens=14 + 2 * index, seed=index, temperature=temperature * (index % 2))
         for index in range(7)
     ]
-    seen = Proposals(monkeypatch, Eagle3Drafter)
+    seen = Proposals(monkeypatch, EagleDrafter)
     settings: dict[str, Any] = {
         "speculation": eagle3(draft_len=3),
         "scheduler": {"max_batch_size": 3, "max_num_tokens": 30, "plans_ahead": plans_ahead},
@@ -132,7 +132,7 @@ def test_rows_that_are_not_drafted_are_not_fed_and_their_blocks_are_theirs(
         return original(heads, parts, context)
 
     monkeypatch.setattr(StoredHeads, "feed", feed)
-    seen = Proposals(monkeypatch, Eagle3Drafter)
+    seen = Proposals(monkeypatch, EagleDrafter)
     prompt = prompt_of(33, seed=2)
     undrafted, drafted = SamplingParams(max_tokens=8, draft_len=0), SamplingParams(max_tokens=8)
     settings: dict[str, Any] = {"scheduler": SCHEDULER, "kv_cache": {"block_size": 8}}
@@ -172,7 +172,7 @@ def test_rows_whose_numbers_overflow_leave_nothing_behind_in_the_heads_store(
         "scheduler": SCHEDULER,
         "kv_cache": {"max_tokens": 144, "enable_block_reuse": False},
     }
-    seen = Proposals(monkeypatch, Eagle3Drafter)
+    seen = Proposals(monkeypatch, EagleDrafter)
     sampling = SamplingParams(max_tokens=8, logit_bias={poison: -100.0})
     with make_llm(path, heads=folder, **settings) as llm:
         outputs = llm.generate([[poison] * 40, healthy[0], [*healthy[1], *[poison] * 20], *healthy[1:]], sampling)
@@ -225,7 +225,7 @@ def test_sampled_rows_choose_with_the_targets_random_numbers(
     accepted = []
     for coupled in (True, False):
         if not coupled:
-            monkeypatch.setattr(eagle3_drafter, "distributions_of", likeliest_of)
+            monkeypatch.setattr(eagle_drafter, "distributions_of", likeliest_of)
         with make_llm(target, heads=folder, speculation=eagle3(), scheduler=SCHEDULER) as llm:
             llm.generate(PROMPTS[:5], sampling)
             accepted.append(llm.statistics()["num_accepted_draft_tokens"])
@@ -279,7 +279,7 @@ def test_rounds_that_draft_less_or_nothing_leave_the_store_whole(
         assert llm.config.is_paced
         assert tokens_of(llm.generate(PROMPTS, own)) == plain
     few = [SamplingParams(max_tokens=16, draft_len=index % 4, seed=index) for index in range(len(PROMPTS))]
-    seen = Proposals(monkeypatch, Eagle3Drafter)
+    seen = Proposals(monkeypatch, EagleDrafter)
     with make_llm(target, heads=folder, speculation=eagle3(draft_len=3), scheduler=SCHEDULER) as llm:
         llm.generate(PROMPTS, few)
     assert {draft_len for *_, draft_len in seen.seen} >= {0, 1, 2, 3}

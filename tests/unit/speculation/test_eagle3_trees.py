@@ -18,7 +18,7 @@ from launch.placement.memory import JobMemory
 from trtrun import LLM, SamplingParams
 from trtrun.configuration.topology import make_topology
 from trtrun.speculation import head_trees
-from trtrun.speculation.drafters.eagle3 import Eagle3Drafter
+from trtrun.speculation.drafters.eagle import EagleDrafter
 from trtrun.start import engine_maker, memory_requirements
 
 COUNT = 30
@@ -108,7 +108,7 @@ def test_nodes_are_the_references_whatever_befell_the_row(
     sampling = [
         SamplingParams(max_tokens=14 + 2 * index, seed=index, temperature=0.9 * (index % 2)) for index in range(7)
     ]
-    seen = Proposals(monkeypatch, Eagle3Drafter)
+    seen = Proposals(monkeypatch, EagleDrafter)
     settings: dict[str, Any] = {
         "speculation": eagle3(**options),
         "scheduler": {**SCHEDULER, "plans_ahead": plans_ahead},
@@ -170,7 +170,7 @@ def test_penalties_look_at_each_nodes_own_way(
     target: Path, folder: Path, head: Eagle3, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """Nodes are the reference's, which penalises what stands on their way."""
-    seen, penalty = Proposals(monkeypatch, Eagle3Drafter), 1.7
+    seen, penalty = Proposals(monkeypatch, EagleDrafter), 1.7
     sampling = [
         SamplingParams(max_tokens=12, seed=index, temperature=0.8 * (index % 2), repetition_penalty=penalty)
         for index in range(6)
@@ -220,7 +220,7 @@ def test_rounds_that_draft_less_or_nothing_leave_the_store_whole(
         assert llm.config.is_paced
         assert tokens_of(llm.generate(PROMPTS, own)) == plain
     few = [SamplingParams(max_tokens=16, draft_len=index % 4, seed=index) for index in range(len(PROMPTS))]
-    seen = Proposals(monkeypatch, Eagle3Drafter)
+    seen = Proposals(monkeypatch, EagleDrafter)
     with make_llm(target, heads=folder, speculation=eagle3(**options), scheduler=SCHEDULER) as llm:
         llm.generate(PROMPTS, few)
     assert {wanted for *_, wanted in seen.seen} >= {0, 1, 2, 3}
@@ -242,7 +242,7 @@ def test_rows_whose_numbers_overflow_leave_nothing_behind_in_the_trees_blocks(
         "scheduler": {**SCHEDULER, "plans_ahead": 1},
         "kv_cache": {"block_size": 4, "enable_block_reuse": False},
     }
-    seen = Proposals(monkeypatch, Eagle3Drafter)
+    seen = Proposals(monkeypatch, EagleDrafter)
     sampling = SamplingParams(max_tokens=6, logit_bias={poison: -100.0})
     with make_llm(path, heads=folder, **settings) as llm:
         outputs = llm.generate([*([*prompt_of(5 + index), poison] for index in range(3)), *prompts], sampling)

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_draft
-from eagle3_heads import eagle3, make_head, write_head
+from eagle3_heads import make_head, write_head
+from eagle_heads import make_eagle_head, write_eagle_head
 from pipelines import configuration
 
 from parallel.groups import open_groups
@@ -111,15 +112,19 @@ def test_a_start_captures_as_many_graphs_as_were_counted(tmp_path: Path, name: s
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
 @pytest.mark.parametrize("tree", [{}, {"eagle_topk": 2}, {"eagle_choices": [[0], [1]]}])
 def test_graphs_of_heads_that_keep_keys_and_values_are_counted_with_the_targets(
-    tmp_path: Path, tree: dict[str, Any]
+    tmp_path: Path, tree: dict[str, Any], method: str
 ) -> None:
     """Nodes of trees are fed through one, and chosen without."""
     shape = {"num_hidden_layers": 7, "max_position_embeddings": 600}
     target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1, **shape)
-    heads = write_head(tmp_path / "head", make_head(target), "reference", target)
-    settings: dict[str, Any] = {"speculation": eagle3(**tree), "scheduler": {"max_batch_size": 5}}
+    if method == "eagle":
+        heads = write_eagle_head(tmp_path / "head", make_eagle_head(target), "reference", target)
+    else:
+        heads = write_head(tmp_path / "head", make_head(target), "reference", target)
+    settings: dict[str, Any] = {"speculation": {"method": method, **tree}, "scheduler": {"max_batch_size": 5}}
     config = configuration(target, None, heads=heads, **settings)
     topology = make_topology(config)
     startup = RankStartup(config, topology, 0, open_groups(None, topology, CPU))

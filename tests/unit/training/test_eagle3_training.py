@@ -21,7 +21,7 @@ from training_runs import VOCABULARY, make_heads, make_heads_loop, rows_of, run
 from trtrun import SamplingParams
 from trtrun.errors import ConfigError
 from trtrun.models.eagle3_boundaries import read_boundaries
-from trtrun.speculation.drafters.eagle3 import Eagle3Drafter
+from trtrun.speculation.drafters.eagle import EagleDrafter
 from trtrun.training.data import DataRow
 from trtrun.training.methods.eagle3 import Eagle3Method
 from trtrun.training.methods.eagle3_config import choose_boundaries, commonest_tokens, make_config
@@ -149,7 +149,7 @@ def test_what_is_written_drafts_as_it_was_measured(
             assert table[known].long().cumprod(0).bool().tolist() == agree
             found += sum(agree)
     assert found > 0
-    seen, prompts = Proposals(monkeypatch, Eagle3Drafter), [list(row.tokens[: row.prompt_length]) for row in rows]
+    seen, prompts = Proposals(monkeypatch, EagleDrafter), [list(row.tokens[: row.prompt_length]) for row in rows]
     sampling = [SamplingParams(max_tokens=18, temperature=0.7 * (index % 2), seed=index) for index in range(4)]
     with make_llm(pair[0]) as llm:
         plain = tokens_of(llm.generate(prompts, sampling))
@@ -224,7 +224,7 @@ def test_a_head_has_the_targets_rotation_and_size_of_heads(
     output = tmp_path / "head"
     _, config = written(method, output)
     assert (config["rope_theta"], config["head_dim"], config["rope_scaling"]["rope_type"]) == (500.0, 24, "llama3")
-    seen = Proposals(monkeypatch, Eagle3Drafter)
+    seen = Proposals(monkeypatch, EagleDrafter)
     with make_llm(target, heads=output, speculation=eagle3(draft_len=3)) as llm:
         llm.generate([list(rows_of(data)[0].tokens)], SamplingParams(max_tokens=12))
     drafted = [(text, tokens) for text, _, _, tokens, draft_len in seen.seen if draft_len == 3]

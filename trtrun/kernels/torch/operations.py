@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from trtrun.kernels.rounded_rows import RoundedRows
+from trtrun.kernels.torch import draft_trees
 from trtrun.kernels.torch.fp8 import TorchFp8Matmul
 from trtrun.kernels.torch.int8 import TorchInt8Matmul
 from trtrun.tensors import kept_integers, kept_range
@@ -29,6 +30,9 @@ class TorchOperations:
     """
 
     cuts_lines = False
+
+    lay_out_trees = staticmethod(draft_trees.lay_out)
+    accept_paths = staticmethod(draft_trees.accept_paths)
 
     def name(self, dtype: torch.dtype) -> str:
         """What models of `dtype` compute with, in one word for reports."""

@@ -8,9 +8,9 @@ import torch
 
 from trtrun.kernels.rounded_rows import RoundedRows
 from trtrun.kernels.torch.operations import Product, TorchOperations
+from trtrun.kernels.triton import draft_trees, row_tokens, store_copies, support
 from trtrun.kernels.triton import fused as fused_kernels
 from trtrun.kernels.triton import likeliest as likeliest_kernels
-from trtrun.kernels.triton import row_tokens, store_copies, support
 from trtrun.kernels.triton.fp8_matmul import TritonFp8Matmul
 from trtrun.kernels.triton.int8_matmul import TritonInt8Matmul
 from trtrun.kernels.triton.matmul import TritonMatmul
@@ -22,6 +22,9 @@ class TritonOperations(TorchOperations):
     """See TorchOperations."""
 
     cuts_lines = True
+
+    lay_out_trees = staticmethod(draft_trees.lay_out)
+    accept_paths = staticmethod(draft_trees.accept_paths)
 
     def name(self, dtype: torch.dtype) -> str:
         """See TorchOperations."""

@@ -101,7 +101,7 @@ export class Line {
 function tellMethod(speculation) {
   if (speculation.method === "none") return "plain decoding";
   const length = `up to ${speculation.draft_len} draft tokens a round`;
-  const words = { ngram: "prompt lookup", suffix: "suffix decoding", medusa: "Medusa heads", eagle3: "an EAGLE-3 head" };
+  const words = { ngram: "prompt lookup", suffix: "suffix decoding", medusa: "Medusa heads", eagle: "an EAGLE head", eagle3: "an EAGLE-3 head" };
   const word = words[speculation.method];
   return word ? `${word}, ${length}` : length;
 }
@@ -118,7 +118,7 @@ function describeEngine(role, status) {
     if (status.speculation.method === "none") return null;
     const told = document.createElement("p");
     told.className = "quiet";
-    const source = ["medusa", "eagle3"].includes(status.speculation.method) ? "with heads" : "from the text so far";
+    const source = ["medusa", "eagle", "eagle3"].includes(status.speculation.method) ? "with heads" : "from the text so far";
     told.textContent = `by the target's own ranks, ${source}`;
     box.append(told);
     return box;

@@ -1,5 +1,5 @@
-"""An EAGLE-3 head on the target ranks: the drafting method `eagle3` (Li et al. 2025, arXiv:2503.01840), in chains
-and in trees.
+"""An EAGLE head on the target ranks: the drafting methods `eagle` (EAGLE-1, EAGLE-2: Li et al. 2024, arXiv:2401.15077,
+arXiv:2406.16858) and `eagle3` (Li et al. 2025, arXiv:2503.01840), in chains and in trees.
 
 The head keeps keys and values of every position, in the target's blocks. What it keeps of position i is made of the
 target's hidden states of i and of the token at i + 1, so that each round feeds it what the target has just read, one
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trtrun.configuration.dynamic_tree import DynamicTree
-from trtrun.configuration.head_methods import Eagle3Section
+from trtrun.configuration.head_methods import EagleSection
 from trtrun.configuration.medusa_choices import ChoiceTree
 from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, FedPart, RoundPlan, Step, Verdict
@@ -40,7 +40,7 @@ from trtrun.speculation.trees import along_paths
 from trtrun.tensors import device_integers, inference, kept_integers, kept_range
 
 
-class Eagle3Drafter(Drafter, Generic[PreparedStep]):
+class EagleDrafter(Drafter, Generic[PreparedStep]):
     """Proposes a chain for each row, step by step, or a tree, depth by depth. It is no sample, so it has no
     draft_probs: the target chooses its own token at every position."""
 
@@ -265,18 +265,19 @@ def _followed(plan: RoundPlan) -> list[int]:
     return [index for index, length in enumerate(plan.draft_lens.tolist()) if length >= 0]
 
 
+@DRAFTERS.register("eagle")
 @DRAFTERS.register("eagle3")
-def make_eagle3_drafter(place: DrafterContext) -> Drafter:
+def make_eagle_drafter(place: DrafterContext) -> Drafter:
     """The head over the target's rows.
 
     Raises:
         ConfigError: the tree wants more tokens behind a node than there are.
     """
     section = place.section
-    assert isinstance(section, Eagle3Section) and place.target is not None and place.heads is not None
+    assert isinstance(section, EagleSection) and place.target is not None and place.heads is not None
     tree, most = section.tree, place.target_vocab_size
     if isinstance(tree, DynamicTree) and tree.top_k > most:
         raise ConfigError(f"speculation.eagle_topk is {tree.top_k}, but the target has {most} tokens")
     if isinstance(tree, ChoiceTree) and tree.num_ranks > most:
         raise ConfigError(f"speculation.eagle_choices name rank {tree.num_ranks - 1}, but the target has {most} tokens")
-    return Eagle3Drafter(place.target, place.heads, section.draft_len, tree, section)
+    return EagleDrafter(place.target, place.heads, section.draft_len, tree, section)

@@ -1,7 +1,8 @@
-"""What an EAGLE-3 head consists of on each rank of the target, and how it is built (Li et al. 2025, arXiv:2503.01840).
+"""What an EAGLE head consists of on each rank of the target, and how it is built (EAGLE: Li et al. 2024,
+arXiv:2401.15077; EAGLE-3: Li et al. 2025, arXiv:2503.01840).
 
-It knows weights and shapes. It does not know where files have them (eagle3_layouts.py), or how a head computes
-(layers/eagle3_head.py).
+It knows weights and shapes. It does not know where files have them (eagle_layouts.py, eagle3_layouts.py), or how a head
+computes (layers/eagle_head.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from trtrun.errors import CheckpointError
 from trtrun.layers.rope import RopeConfig
 from trtrun.models.blocks import AttentionPlan, DecoderPlan, GatedMLPPlan, NormPlan
 from trtrun.models.checkpoint import Checkpoint
-from trtrun.models.eagle3_boundaries import list_outputs
 from trtrun.models.layer_plan import ModelShape
 from trtrun.models.weights import Axis, Share, StoredTensor, Weight
 
@@ -24,14 +24,97 @@ if TYPE_CHECKING:
     import torch
 
     from parallel.communicator import Communicator
-    from trtrun.layers.eagle3_head import Eagle3Head, FusedLayer
+    from trtrun.layers.eagle_head import EagleHead, FusedLayer, JoinedLayer, TapFusion
     from trtrun.models.decoder import CausalLM
     from trtrun.models.weight_reader import WeightReader
 
 
 @dataclass(frozen=True)
+class JoiningPlan:
+    """fc, of which all ranks have all: [inputs] to [outputs]. Names of its weight, and of its bias where it has one."""
+
+    weight: str
+    bias: str | None
+    inputs: int
+    outputs: int
+
+    @property
+    def both(self) -> tuple[Weight, Weight | None]:
+        """The weight [outputs, inputs] and the bias [outputs]."""
+        made, taken = Axis(self.outputs), Axis(self.inputs)
+        weight = Weight((StoredTensor(self.weight, (made, taken)),), "linear")
+        return weight, None if self.bias is None else Weight((StoredTensor(self.bias, (made,)),))
+
+    def weights(self) -> Sequence[Weight]:
+        """All that there is."""
+        return [weight for weight in self.both if weight is not None]
+
+
+@dataclass(frozen=True)
+class FusionPlan:
+    """What makes one hidden state of the target's at all taps, in EAGLE-3.
+
+    Attributes:
+        fc: of all of them side by side.
+        tap_norms: of the state at each tap, before fc; none where it has none.
+        joint_norm: of the states at all taps as one, before fc; None where it has none.
+    """
+
+    fc: JoiningPlan
+    tap_norms: tuple[NormPlan, ...]
+    joint_norm: NormPlan | None
+
+    def weights(self) -> Sequence[Weight]:
+        """All that there is."""
+        norms = (*self.tap_norms, self.joint_norm)
+        return [*self.fc.weights(), *(norm.weight for norm in norms if norm is not None)]
+
+    def build(self, reader: WeightReader) -> TapFusion:
+        """What computes it on the reader's rank."""
+        from trtrun.layers.eagle_head import TapFusion
+
+        norms = [norm.build(reader) for norm in self.tap_norms]
+        return TapFusion(
+            reader.linear(*self.fc.both), norms, None if self.joint_norm is None else self.joint_norm.build(reader)
+        )
+
+
+@dataclass(frozen=True)
+class JoinedLayerPlan:
+    """The first layer of EAGLE: fc makes one state of a token's embedding and a hidden state.
+
+    Attributes:
+        fc: of embedding and hidden state, in this order.
+        input_norm: in front of attention; None where there is none, as in the paper's.
+    """
+
+    fc: JoiningPlan
+    input_norm: NormPlan | None
+    attention: AttentionPlan
+    post_attention_norm: NormPlan
+    mlp: GatedMLPPlan
+
+    def weights(self) -> Sequence[Weight]:
+        """All of the layer's."""
+        norms = [norm.weight for norm in (self.input_norm, self.post_attention_norm) if norm is not None]
+        return (*self.fc.weights(), *norms, *self.attention.weights(), *self.mlp.weights())
+
+    def build(self, reader: WeightReader) -> JoinedLayer:
+        """The layer on the reader's rank."""
+        from trtrun.layers.eagle_head import JoinedLayer
+
+        return JoinedLayer(
+            reader.linear(*self.fc.both),
+            None if self.input_norm is None else self.input_norm.build(reader),
+            self.attention.build(reader),
+            self.post_attention_norm.build(reader),
+            self.mlp.build(reader),
+        )
+
+
+@dataclass(frozen=True)
 class FusedLayerPlan:
-    """The first layer: its attention reads a token's embedding beside a hidden state, each behind a norm.
+    """The first layer of EAGLE-3: its attention reads a token's embedding beside a hidden state, each behind a norm.
 
     Attributes:
         norm_before_residual: whether the residual stream is the normed hidden state.
@@ -51,7 +134,7 @@ class FusedLayerPlan:
 
     def build(self, reader: WeightReader) -> FusedLayer:
         """The layer on the reader's rank."""
-        from trtrun.layers.eagle3_head import FusedLayer
+        from trtrun.layers.eagle_head import FusedLayer
 
         return FusedLayer(
             self.input_norm.build(reader),
@@ -64,20 +147,20 @@ class FusedLayerPlan:
 
 
 @dataclass(frozen=True)
-class Eagle3Plan:
+class EaglePlan:
     """The head of a directory.
 
     Attributes:
+        name: of its kind, for people.
+        reads: of the target, for people.
         files: where it is.
         target_vocab_size, target_hidden_size: of the target.
         taps: see HeadsPlan.
         stored: shape of its layers.
-        fc: tensors of the layer that makes one hidden state of those at all taps: the weight's name, and the bias's.
-        tap_norms: of the state at each tap, before fc; none where it has none.
-        joint_norm: of the states at all taps as one, before fc; None where it has none.
+        fusion: what makes one hidden state of those at all taps; None where there is one, which is read as it is.
         first: its first layer.
         layers: those behind it, which are ordinary ones.
-        final_norm: behind the last layer.
+        final_norm: behind the last layer; None where there is none, as in EAGLE.
         norm_output: whether the next step reads what leaves the final norm, not what enters it.
         rope: how it rotates.
         embedding: name of its embedding; None where the target's serves.
@@ -87,34 +170,26 @@ class Eagle3Plan:
         t2d: name of the tensor that says which of the target's tokens it knows; None where nothing does.
     """
 
+    name: str
+    reads: str
     files: Checkpoint
     target_vocab_size: int
     target_hidden_size: int
     taps: tuple[int, ...]
     stored: ModelShape
-    fc: tuple[str, str | None]
-    tap_norms: tuple[NormPlan, ...]
-    joint_norm: NormPlan | None
-    first: FusedLayerPlan
+    fusion: FusionPlan | None
+    first: FusedLayerPlan | JoinedLayerPlan
     layers: tuple[DecoderPlan, ...]
-    final_norm: NormPlan
+    final_norm: NormPlan | None
     norm_output: bool
     rope: RopeConfig
     embedding: str | None
     head: str | None
     num_lines: int
-    d2t: str | None
-    t2d: str | None
+    d2t: str | None = None
+    t2d: str | None = None
 
     num_logits = 1
-
-    @property
-    def fc_weights(self) -> tuple[Weight, Weight | None]:
-        """[hidden, taps * target's hidden], and [hidden] where there is a bias. All ranks have all of it."""
-        name, bias = self.fc
-        hidden, inputs = Axis(self.stored.hidden_size), Axis(len(self.taps) * self.target_hidden_size)
-        weight = Weight((StoredTensor(name, (hidden, inputs)),), "linear")
-        return weight, None if bias is None else Weight((StoredTensor(bias, (hidden,)),))
 
     @property
     def embedding_weight(self) -> Weight | None:
@@ -135,10 +210,10 @@ class Eagle3Plan:
     @cached_property
     def weights(self) -> Sequence[Weight]:
         """See HeadsPlan."""
-        norms = [norm.weight for norm in (*self.tap_norms, self.joint_norm, self.final_norm) if norm is not None]
-        layers = [weight for layer in self.layers for weight in layer.weights()]
-        ends = [*self.fc_weights, self.embedding_weight, self.head_weight]
-        return [*(weight for weight in ends if weight is not None), *norms, *self.first.weights(), *layers]
+        ends = [weight for weight in (self.embedding_weight, self.head_weight) if weight is not None]
+        ends += [] if self.fusion is None else self.fusion.weights()
+        ends += [] if self.final_norm is None else [self.final_norm.weight]
+        return [*ends, *self.first.weights(), *(weight for layer in self.layers for weight in layer.weights())]
 
     def token_bytes(self, share: Share, item_bytes: int) -> int:
         """See HeadsPlan: states at the taps as they are gathered, normed and laid side by side; its embedding, normed
@@ -156,15 +231,15 @@ class Eagle3Plan:
         count = 1 + len(self.layers)
         layers = "1 layer" if count == 1 else f"{count} layers"
         known = f"{self.num_lines} of {self.target_vocab_size} tokens"
-        return f"EAGLE-3 head of {layers} and {known}, reading outputs of the target's layers {list_outputs(self.taps)}"
+        return f"{self.name} head of {layers} and {known}, reading {self.reads}"
 
-    def build(self, reader: WeightReader, target: CausalLM, communicator: Communicator) -> Eagle3Head:
+    def build(self, reader: WeightReader, target: CausalLM, communicator: Communicator) -> EagleHead:
         """See HeadsPlan.
 
         Raises:
             CheckpointError: d2t and t2d do not agree, or name what is no token.
         """
-        from trtrun.layers.eagle3_head import Eagle3Head
+        from trtrun.layers.eagle_head import EagleHead
         from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
         from trtrun.layers.rotary import RotaryEmbedding
 
@@ -172,21 +247,21 @@ class Eagle3Plan:
         head_weight, embedding_weight = self.head_weight, self.embedding_weight
         logits = target.logits
         if head_weight is not None:
-            logits = VocabularyHead(reader.linear(head_weight), self.num_lines, communicator, Eagle3Head.DECIDES)
+            logits = VocabularyHead(reader.linear(head_weight), self.num_lines, communicator, EagleHead.DECIDES)
         embedding = target.embed
         if embedding_weight is not None:
             first = vocabulary_range(self.target_vocab_size, *reader.share).start
             embedding = VocabularyEmbedding(reader.tensor(embedding_weight), first, communicator)
-        return Eagle3Head(
+        return EagleHead(
             dtype=target.dtype,
+            device=target.device,
+            hidden_size=self.stored.hidden_size,
             kv_heads=len(self.stored.keys.units(reader.share)),
             head_dim=self.stored.head_dim,
-            fc=reader.linear(*self.fc_weights),
-            tap_norms=[norm.build(reader) for norm in self.tap_norms],
-            joint_norm=None if self.joint_norm is None else self.joint_norm.build(reader),
+            fusion=None if self.fusion is None else self.fusion.build(reader),
             first=self.first.build(reader),
             layers=[layer.build(reader) for layer in self.layers],
-            final_norm=self.final_norm.build(reader),
+            final_norm=None if self.final_norm is None else self.final_norm.build(reader),
             norm_output=self.norm_output,
             rotary=RotaryEmbedding(self.rope, self.stored.head_dim, target.dtype, reader.device),
             embedding=embedding,

@@ -1,17 +1,18 @@
-"""An EAGLE-3 head on one rank of a target: one hidden state of those that were tapped, a decoder layer of its own, and
-logits (Li et al. 2025, arXiv:2503.01840).
+"""An EAGLE head on one rank of a target: a decoder layer of its own over the target's hidden states, and logits (EAGLE:
+Li et al. 2024, arXiv:2401.15077; EAGLE-3: Li et al. 2025, arXiv:2503.01840).
 
 At position i its first layer reads the embedding of the token at i + 1 beside a hidden state of i: of tokens that the
-target has read, what fc makes of the target's own; of tokens that are drafted, what the head itself left behind at the
-position before. Layers are shared out over the group as a decoder's are, fc is computed on every rank, and logits are
-for the rank that decides. It does not know tensors' names, rows or which tokens are chosen.
+target has read, the target's own; of tokens that are drafted, what the head itself left behind at the position before.
+In EAGLE-3 the target's is made by fc of several, and each half is normed; before it, fc makes one state of embedding
+and hidden state, and nothing is normed. Layers are shared out over the group as a decoder's are, fc is computed on
+every rank, and logits are for the rank that decides. It does not know tensors' names, rows or which tokens are chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -24,9 +25,51 @@ from trtrun.linear.layer import Linear
 from trtrun.tensors import inference
 
 
+class FirstLayer(Protocol):
+    """A head's first layer, which reads embeddings beside hidden states."""
+
+    def __call__(
+        self,
+        embedded: torch.Tensor,
+        hidden: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        batch: AttentionBatch,
+        store_layer: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings and hidden states, [n, hidden] each, of which the latter may be overwritten → the residual stream,
+        and what is left to add to it; writing the tokens' keys and values."""
+        ...
+
+
+@dataclass
+class JoinedLayer:
+    """EAGLE's: what fc makes of embedding and hidden state is the stream, and what attention reads; behind a norm in
+    heads that were trained with one."""
+
+    fc: Linear
+    input_norm: RMSNorm | None
+    attention: Attention
+    post_attention_norm: RMSNorm
+    mlp: GatedMLP
+
+    def __call__(
+        self,
+        embedded: torch.Tensor,
+        hidden: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        batch: AttentionBatch,
+        store_layer: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See FirstLayer."""
+        stream = self.fc(torch.cat((embedded, hidden), dim=1))
+        read = stream if self.input_norm is None else self.input_norm(stream)
+        attended = self.attention(read, angles, batch, store_layer)
+        return stream, self.mlp(self.post_attention_norm.add(stream, self.attention.output(attended)))
+
+
 @dataclass
 class FusedLayer:
-    """The first layer. Its stream begins with the hidden state, or with its norm where `norm_before_residual`."""
+    """EAGLE-3's. Its stream begins with the hidden state, or with its norm where `norm_before_residual`."""
 
     input_norm: RMSNorm
     hidden_norm: RMSNorm
@@ -43,8 +86,7 @@ class FusedLayer:
         batch: AttentionBatch,
         store_layer: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings and hidden states, [n, hidden] each, of which the latter are overwritten → the residual stream,
-        and what is left to add to it; writing the tokens' keys and values."""
+        """See FirstLayer."""
         normed = self.hidden_norm(hidden)
         both = torch.cat((self.input_norm(embedded), normed), dim=1)
         attended = self.attention(both, angles, batch, store_layer)
@@ -52,7 +94,30 @@ class FusedLayer:
         return stream, self.mlp(self.post_attention_norm.add(stream, self.attention.output(attended)))
 
 
-class Eagle3Head:
+@dataclass
+class TapFusion:
+    """What makes one hidden state of the target's at all taps, in EAGLE-3.
+
+    Attributes:
+        fc: [n, taps * target's hidden] to [n, hidden].
+        tap_norms: of the state at each tap, in order; none where they are not normed apart.
+        joint_norm: of all of them as one, where there is one.
+    """
+
+    fc: Linear
+    tap_norms: Sequence[RMSNorm]
+    joint_norm: RMSNorm | None
+
+    def __call__(self, tapped: torch.Tensor) -> torch.Tensor:
+        """[n, taps, target's hidden] → [n, hidden]."""
+        if self.tap_norms:
+            states = [norm(tapped[:, tap].contiguous()) for tap, norm in enumerate(self.tap_norms)]
+            tapped = torch.stack(states, dim=1)
+        flat = tapped.flatten(1)
+        return self.fc(flat if self.joint_norm is None else self.joint_norm(flat))
+
+
+class EagleHead:
     """The head of a target.
 
     Attributes:
@@ -69,14 +134,14 @@ class Eagle3Head:
         self,
         *,
         dtype: torch.dtype,
+        device: torch.device,
+        hidden_size: int,
         kv_heads: int,
         head_dim: int,
-        fc: Linear,
-        tap_norms: Sequence[RMSNorm],
-        joint_norm: RMSNorm | None,
-        first: FusedLayer,
+        fusion: TapFusion | None,
+        first: FirstLayer,
         layers: Sequence[DecoderLayer],
-        final_norm: RMSNorm,
+        final_norm: RMSNorm | None,
         norm_output: bool,
         rotary: RotaryEmbedding,
         embedding: Callable[[torch.Tensor], torch.Tensor],
@@ -89,29 +154,25 @@ class Eagle3Head:
 
         Args:
             dtype: of the target's activations, and of the head's.
-            kv_heads, head_dim: see the class.
-            fc: [n, taps * target's hidden] to [n, hidden].
-            tap_norms: of the state at each tap, in order; none where they are not normed apart.
-            joint_norm: of all of them as one.
-            first, layers, final_norm: in this order.
+            device, hidden_size, kv_heads, head_dim: see the class.
+            fusion: what makes a hidden state of the target's; None where there is one tap, which is read as it is.
+            first, layers, final_norm: in this order; not all heads have a final norm.
             norm_output: whether the next step reads what leaves the final norm.
             rotary: of all layers.
             embedding: tokens [n] to [n, hidden], its own or the target's.
-            logits: [n, hidden] behind the final norm to [n, its tokens] float32, its own or the target's.
+            logits: [n, hidden] of the end to [n, its tokens] float32, its own or the target's.
             token_ids: [its tokens] int64 on the device: the target's ids of them; None where they are the same.
             vocab_size: of the target.
             communicator: of the target's tensor-parallel group.
         """
         self.dtype = dtype
-        self.device = final_norm.weight.device
-        self.hidden_size = final_norm.weight.shape[0]
+        self.device = device
+        self.hidden_size = hidden_size
         self.num_layers = 1 + len(layers)
         self.kv_heads = kv_heads
         self.head_dim = head_dim
         self.has_overflowed = False
-        self._fc = fc
-        self._tap_norms = tap_norms
-        self._joint_norm = joint_norm
+        self._fusion = fusion
         self._first = first
         self._layers = layers
         self._final_norm = final_norm
@@ -130,11 +191,7 @@ class Eagle3Head:
     @inference
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
         """The target's hidden states [n, taps, target's hidden] in its dtype → [n, hidden]."""
-        if self._tap_norms:
-            states = [norm(tapped[:, tap].contiguous()) for tap, norm in enumerate(self._tap_norms)]
-            tapped = torch.stack(states, dim=1)
-        flat = tapped.flatten(1)
-        return self._fc(flat if self._joint_norm is None else self._joint_norm(flat))
+        return tapped.flatten(1) if self._fusion is None else self._fusion(tapped)
 
     @inference
     def forward(
@@ -150,7 +207,7 @@ class Eagle3Head:
         Args:
             tokens: [n] int64 on the device: of each position the token that stands behind it.
             positions: [n] int64 on the device, 0 for padding.
-            hidden: [n, hidden] of the positions, which is overwritten.
+            hidden: [n, hidden] of the positions, which may be overwritten.
             attention: the segments; their block tables cover every position.
             store: this rank's keys and values of the head.
 
@@ -163,7 +220,7 @@ class Eagle3Head:
         for index, layer in enumerate(self._layers):
             attended = layer.attend(stream, delta, angles, attention, store.layer(1 + index))
             delta = layer.feed_forward(stream, attended)
-        normed = self._final_norm.add(stream, delta)
+        normed = stream.add_(delta) if self._final_norm is None else self._final_norm.add(stream, delta)
         if self.device.type == "cpu" and not self.has_overflowed:
             self.has_overflowed = not bool(stream.sum().isfinite())
         return normed if self._norm_output else stream
@@ -179,7 +236,8 @@ class Eagle3Head:
             [n, the target's vocab_size] float32, -inf where the head does not know a token; None on ranks that do not
             decide.
         """
-        logits = self._logits(state if self._norm_output else self._final_norm(state))
+        norm = None if self._norm_output else self._final_norm
+        logits = self._logits(state if norm is None else norm(state))
         if self._communicator.rank != self.DECIDES:
             return None
         if self._token_ids is None:

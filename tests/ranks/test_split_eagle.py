@@ -1,26 +1,34 @@
-"""An EAGLE-3 head over the ranks of a split target: its layers cut as the target's, drafts the same on every rank, and
-the paper's."""
+"""An EAGLE head of either kind over the ranks of a split target: its layers cut as the target's, drafts the same on
+every rank, and the papers'."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from eagle3_heads import check_proposals, check_trees, eagle3, fitted, make_head, write_head
+from eagle_heads import eagle, fitted_eagle, make_eagle_head, write_eagle_head
 from jobs import HERE, configuration, prompts, run_job, sampling
 from medusa_heads import Proposals
 from mpi4py import MPI
 from pipelines import tokens_of
 
 from trtrun import LLM, SamplingParams
-from trtrun.speculation.drafters.eagle3 import Eagle3Drafter
+from trtrun.speculation.drafters.eagle import EagleDrafter
 
 pytestmark = pytest.mark.mpi
 SPLIT = [name for name, devices in HERE.items() if not devices[0] and len(devices[1]) > 1]
 SIMPLE = [SamplingParams(max_tokens=10, seed=index, temperature=0.9 * (index % 2)) for index in range(6)]
 DYNAMIC = {"eagle_topk": 3, "max_total_draft_tokens": 9, "draft_len": 4}
 STATIC = {"eagle_choices": [[0], [1], [0, 0], [1, 0], [0, 1], [1, 0, 0]]}
+KINDS: dict[str, tuple[Callable[..., Any], ...]] = {
+    "eagle": (partial(make_eagle_head, features=768), fitted_eagle, write_eagle_head, eagle),
+    "eagle3": (partial(make_head, boundaries=(0, 1, 2)), fitted, write_head, eagle3),
+}
+"""By method how a head is made, taught texts and written, and the method's section."""
 
 
 def use(llm: LLM) -> tuple[list[Any], float]:
@@ -32,24 +40,31 @@ def use_simply(llm: LLM) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "shape", "dtype", "options"),
+    ("method", "layout", "shape", "dtype", "options"),
     [
         (
+            "eagle3",
             "speculators",
             {"num_tokens": 131, "hidden_size": 48, "num_kv_heads": 1, "norm_before_fc": True},
             "float32",
             {},
         ),
-        ("specforge", {"biases": True, "num_layers": 2}, "bfloat16", {}),
-        ("prefixed", {"num_tokens": 131}, "float32", DYNAMIC),
-        ("reference", {}, "float32", STATIC),
-        ("prefixed", {"num_layers": 2}, "bfloat16", DYNAMIC),
+        ("eagle3", "specforge", {"biases": True, "num_layers": 2}, "bfloat16", {}),
+        ("eagle3", "prefixed", {"num_tokens": 131}, "float32", DYNAMIC),
+        ("eagle3", "reference", {}, "float32", STATIC),
+        ("eagle3", "prefixed", {"num_layers": 2}, "bfloat16", DYNAMIC),
+        ("eagle", "reference", {"num_kv_heads": 1, "biases": True, "own_embedding": True}, "float32", {}),
+        ("eagle", "speculators", {}, "bfloat16", {}),
+        ("eagle", "vllm", {"num_layers": 2}, "float32", DYNAMIC),
+        ("eagle", "reference", {"fc_bias": False}, "float32", STATIC),
+        ("eagle", "vllm", {}, "bfloat16", DYNAMIC),
     ],
 )
 @pytest.mark.parametrize("name", SPLIT)
 def test_texts_are_plain_decodings_on_a_split_target(
     folder: Path,
     name: str,
+    method: str,
     layout: str,
     shape: dict[str, Any],
     dtype: str,
@@ -58,21 +73,24 @@ def test_texts_are_plain_decodings_on_a_split_target(
 ) -> None:
     """Rows that are sampled, penalised, preempted, with chunks of prompts beside them; then simpler ones, whose drafts
     are compared with the reference's."""
-    seen = Proposals(monkeypatch, Eagle3Drafter)
-    target, path = folder / "target", folder / f"eagle3 {layout} {dtype}"
+    seen = Proposals(monkeypatch, EagleDrafter)
+    target, path = folder / "target", folder / f"{method} {layout} {dtype}"
+    make, teach, write, section = KINDS[method]
     sections: dict[str, Any] = {
         "dtype": dtype,
         "scheduler": {"max_batch_size": 4, "max_num_tokens": 48, "plans_ahead": 1},
         "kv_cache": {"max_tokens": 160, "block_size": 8},
     }
     plain = run_job(configuration(target, None, devices=HERE[name], **sections), use)
-    head = make_head(target, boundaries=(0, 1, 2), **shape)
+    head = make(target, **shape)
     if plain is not None:
         texts = [[*prompt, *text] for prompt, found in zip(prompts(), plain[0], strict=True) for text in found]
-        head = fitted(head, target, texts)
-        write_head(path, head, layout, target)
+        head = teach(head, target, texts)
+        write(path, head, layout, target)
     MPI.COMM_WORLD.barrier()
-    speculative = configuration(target, None, heads=path, devices=HERE[name], speculation=eagle3(**options), **sections)
+    speculative = configuration(
+        target, None, heads=path, devices=HERE[name], speculation=section(**options), **sections
+    )
     found = run_job(speculative, use)
     proposed = MPI.COMM_WORLD.gather(seen.seen)
     proposed_paths = MPI.COMM_WORLD.gather(seen.paths)
