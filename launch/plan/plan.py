@@ -10,7 +10,7 @@ import importlib.util
 import json
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -32,7 +32,10 @@ from launch.placement.memory import JobMemory
 from launch.plan.start import StartPlan, plan_start, print_start
 from launch.terminal import output_console
 from parallel.topology import Topology
+from trtrun.configuration.device_lists import kind_of
 from trtrun.kvcache.sizing import format_bytes, free_bytes_of_slot, tokens_of_blocks
+from trtrun.models.stored_report import describe_stored
+from trtrun.models.weights import Share
 from trtrun.start.model_settings import mask_token
 
 UNKNOWN = "-"
@@ -127,6 +130,7 @@ def make_plan(job: Job, made_up_hosts: Sequence[str] = (), script: str | None = 
     notes += nccl_note
     unknown = [rank for rank in placed if rank.free_bytes is None]
     notes += _note_memory(unknown, kv_tokens, min(known, default=None))
+    notes += _note_stored(memory)
     return JobPlan(
         ranks=tuple(_share_blocks(rank, memory, kv_tokens) for rank in ranks),
         hosts=tuple(dict.fromkeys(rank.host for rank in ranks)),
@@ -251,6 +255,15 @@ def _note_memory(unknown: Sequence[RankPlan], kv_tokens: int | None, at_most: in
         f"free memory of {hosts} is not known here: KV tokens are decided on the hosts{limit}; "
         "kv_cache.max_tokens would set them"
     ]
+
+
+def _note_stored(memory: JobMemory) -> Iterator[str]:
+    """What becomes of weights that the checkpoints have quantized."""
+    for role, shards in (("target", memory.target), ("draft", memory.draft)):
+        if shards is not None:
+            kind = kind_of(shards.section.devices[0])
+            said = describe_stored(shards.model, Share(0, shards.tp_size), shards.dtype, kind)
+            yield from [] if said is None else [f"{role}: {said}"]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -18,10 +18,11 @@ import torch
 
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.errors import CheckpointError
-from trtrun.models.checkpoint import Checkpoint, WeightFiles
+from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig
 from trtrun.models.dummy_weights import DummyWeights
 from trtrun.models.weight_check import check_weights, choose_default
+from trtrun.models.weight_files import WeightFiles
 from trtrun.models.weights import Share
 from trtrun.tensors import DTYPES
 
@@ -93,7 +94,8 @@ def inspect_files(section: ModelSection, model: ModelConfig, *, for_target: bool
             )
         except (CheckpointError, OSError):
             pass  # not here, or wrong, which the plan says in a note
-    stand_in = DummyWeights(section.model, DTYPES[model.checkpoint_dtype], torch.device("cpu"), model)
+    dtype, device = DTYPES[model.checkpoint_dtype], torch.device("cpu")
+    stand_in = DummyWeights(section.model, dtype, device, model, is_made_up=is_made_up)
     return ModelFiles(of_ranks(stand_in), is_made_up, are_here=False)
 
 

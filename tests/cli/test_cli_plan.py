@@ -13,6 +13,7 @@ from commands import FOUR_RANKS, ONE_PROCESS, Configs, Run, error_line
 from eagle3_heads import eagle3, make_head, write_head
 from eagle_heads import make_eagle_head, write_eagle_head
 from medusa_heads import make_heads, write_heads
+from quantized_checkpoints import make_pair
 
 from trtrun.api.llm import LLM
 from trtrun.configuration.config import load_config
@@ -59,6 +60,20 @@ def test_one_process_needs_no_mpirun(config: Configs, trtrun: Run) -> None:
     plan = json.loads(done.stdout)
     assert plan["world_size"] == 1
     assert "mpirun" not in plan["command"]
+
+
+def test_what_becomes_of_quantized_weights_is_said(config: Configs, trtrun: Run, tmp_path: Path) -> None:
+    """And the bytes are those that are held: as many as of a model that is not quantized."""
+    stored, dense = make_pair(tmp_path, "fp8 block")
+    plans = []
+    for model in (stored, dense):
+        done = trtrun("plan", "--config", config(ONE_PROCESS), "--json", "--set", f"target.model={model}")
+        assert done.returncode == 0, done.stderr
+        plans.append(json.loads(done.stdout))
+    quantized, plain = plans
+    assert quantized["ranks"][0]["target_shard_bytes"] == plain["ranks"][0]["target_shard_bytes"]
+    told = [note for note in quantized["notes"] if note not in plain["notes"]]
+    assert len(told) == 1 and told[0].startswith("target: fp8 weights become float32 as they are read: ")
 
 
 @pytest.mark.parametrize(

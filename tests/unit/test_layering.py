@@ -91,6 +91,10 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"models", "optimizers", "evaluation", "state", "curves"}),
         frozenset({"data", "settings"}),
     ),
+    "trtrun.linear": (
+        frozenset({"layer", "stored"}),
+        frozenset({"quantization"}),
+    ),
     "trtrun.kernels": (
         frozenset({"chooser"}),
         frozenset({"cpu", "triton"}),

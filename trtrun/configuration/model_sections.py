@@ -22,7 +22,8 @@ class ModelSection(Section):
 
     Quantized weights take half the bytes of bfloat16 and are rounded as they are read. A quantized target is another
     model than that of the files, and speculative output is its own, to the bit. Quantizing a draft costs a little
-    acceptance; greedy output stays the target's own.
+    acceptance; greedy output stays the target's own. Checkpoints that others have quantized are read as they are
+    (docs/quantized-checkpoints.md), with `quantization` left out.
 
     Attributes:
         model: directory in Hugging Face layout (safetensors), relative to the file or to the working directory;

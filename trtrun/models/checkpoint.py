@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from trtrun.errors import CheckpointError, one_line, reading, shorten
+from trtrun.linear.quantization.base import FLOATS
 from trtrun.models.damage import describe_damage
 
 if TYPE_CHECKING:
@@ -28,9 +29,21 @@ _MOST_DIGITS = 300  # of a whole number; each one fits into a float then
 
 _INTEGERS = {"I32", "I64"}
 _FLAGS = {"BOOL", "U8", *_INTEGERS}
-_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_DTYPES = {
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "I64": "int64",
+    "I32": "int32",
+    "I8": "int8",
+    "U8": "uint8",
+}
+"""Of the format, and torch's names."""
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-"""Of the dtypes that weights may have, by torch's names."""
+"""Of the dtypes that plain weights may have, by torch's names."""
+_ALL_BYTES = {**ITEM_BYTES, "int64": 8, "int32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float8_e8m0fnu": 1}
 
 _READS, _LOOKS = "pt", "np"
 """What the library hands out tensors as. For a look at the headers torch need not be imported."""
@@ -89,32 +102,10 @@ class NoWeightsError(CheckpointError):
     """A model directory has no file of weights, of any kind."""
 
 
-class WeightFiles(Protocol):
-    """What is used of a `Checkpoint`, or of what stands for one.
-
-    Attributes:
-        path: of the model directory.
-        bytes_read: bytes that were handed out so far.
-    """
-
-    path: Path
-    bytes_read: int
-
-    def check(self, name: str, shape: tuple[int, ...]) -> int:
-        """See Checkpoint."""
-        ...
-
-    def pieces(self, name: str, ranges: tuple[range, ...]) -> Iterator[tuple[int, torch.Tensor]]:
-        """See Checkpoint; pieces may be on the device that they are for."""
-        ...
-
-    def close(self) -> None:
-        """See Checkpoint."""
-        ...
-
-
 class Checkpoint:
     """The weights of one model directory, one file or many with an index; opening reads headers only."""
+
+    is_made_up = False
 
     def __init__(self, path: Path, single_files: Sequence[str] = (SINGLE_FILE,), what: str = "model") -> None:
         """Find the files and check their headers.
@@ -247,28 +238,37 @@ class Checkpoint:
 
     def first_dtype(self) -> str:
         """Dtype of the first tensor that has a supported one, float32 if none has."""
-        return next((_DTYPES[name] for name in self._dtypes.values() if name in _DTYPES), "float32")
+        return next((_DTYPES[name] for name in self._dtypes.values() if _DTYPES.get(name) in ITEM_BYTES), "float32")
 
-    def check(self, name: str, shape: tuple[int, ...]) -> int:
-        """Check that tensor `name` is there in this shape and in a supported dtype; returns bytes per element.
+    def check(
+        self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = FLOATS, *, ones_vary: bool = False
+    ) -> int:
+        """Check that tensor `name` is there in this shape and in one of the dtypes; returns bytes per element.
+
+        Args:
+            name: of the tensor.
+            shape: that it should have.
+            dtypes: that it may have, by torch's names.
+            ones_vary: whether dimensions of one number do not count.
 
         Raises:
             CheckpointError: it is not.
         """
         if name not in self._file_of:
             raise CheckpointError(f"{self.path} has no tensor '{name}', which its config.json calls for")
-        if self._shapes[name] != shape:
+        found = self._shapes[name]
+        if found != shape and not (ones_vary and _without_ones(found) == _without_ones(shape)):
             raise CheckpointError(
                 f"{self._file_of[name]}: tensor '{name}' has shape {list(self._shapes[name])}, "
                 f"but config.json calls for {list(shape)}"
             )
-        dtype = self._dtypes[name]
-        if dtype not in _DTYPES:
+        dtype = _DTYPES.get(self._dtypes[name])
+        if dtype is None or dtype not in dtypes:
             raise CheckpointError(
-                f"{self._file_of[name]}: tensor '{name}' has dtype {dtype}, which is not supported; "
-                f"known: {', '.join(_DTYPES)}"
+                f"{self._file_of[name]}: tensor '{name}' has dtype {self._dtypes[name]}, which is not supported; "
+                f"known: {', '.join(name for name, of_torch in _DTYPES.items() if of_torch in dtypes)}"
             )
-        return ITEM_BYTES[_DTYPES[dtype]]
+        return _ALL_BYTES[dtype]
 
     def pieces(self, name: str, ranges: tuple[range, ...]) -> Iterator[tuple[int, torch.Tensor]]:
         """Read the slice `ranges` (one range per dimension) of tensor `name`, some rows at a time.
@@ -277,8 +277,11 @@ class Checkpoint:
             (offset, piece): first row of the piece within the slice; a host tensor in the file's dtype that lies in
             mapped memory: copy it before asking for the next.
         """
+        if len(ranges) != len(self._shapes[name]):
+            yield 0, self._read_otherwise(name, ranges)
+            return
         rows, columns = ranges[0], tuple(slice(item.start, item.stop) for item in ranges[1:])
-        row_bytes = ITEM_BYTES[_DTYPES[self._dtypes[name]]]
+        row_bytes = _ALL_BYTES[_DTYPES[self._dtypes[name]]]
         for size in self._shapes[name][1:]:
             row_bytes *= size  # whole rows: a column slice still touches their pages
         step = max(1, _PIECE_BYTES // row_bytes)
@@ -289,6 +292,15 @@ class Checkpoint:
             self.bytes_read += piece.numel() * piece.element_size()
             yield start - rows.start, piece
 
+    def _read_otherwise(self, name: str, ranges: tuple[range, ...]) -> torch.Tensor:
+        """A vector, or one number, that has more or fewer dimensions of one number in the file."""
+        left = iter(ranges)
+        items = [range(1) if size == 1 else next(left) for size in self._shapes[name]]
+        place = tuple(slice(item.start, item.stop) for item in items)
+        piece: torch.Tensor = self._mapped(self._file_of[name]).get_slice(name)[place or ...]
+        self.bytes_read += piece.numel() * piece.element_size()
+        return piece.reshape([len(item) for item in ranges])
+
     def _mapped(self, file: Path) -> Any:
         if self._handle_file != file or self._mapped_bytes >= _MAPPED_BYTES:
             self.close()
@@ -298,3 +310,7 @@ class Checkpoint:
     def close(self) -> None:
         """Unmap the file; a later read maps it again."""
         self._handle, self._handle_file, self._mapped_bytes = None, None, 0
+
+
+def _without_ones(shape: tuple[int, ...]) -> list[int]:
+    return [size for size in shape if size != 1]

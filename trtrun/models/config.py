@@ -17,9 +17,10 @@ from parallel.sharding import loaded_vocabulary_range, vocabulary_range
 from trtrun.errors import CheckpointError, TrtrunError, reading, shorten
 from trtrun.layers.rope import RopeConfig
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
-from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, StoredQuantizations
+from trtrun.linear.quantization.base import StoredQuantizations
 from trtrun.models.checkpoint import ITEM_BYTES, Checkpoint, read_json
 from trtrun.models.layer_plan import LayerPlan, ModelShape
+from trtrun.models.quantization_config import read_quantization
 from trtrun.models.rope_config import parse_rope, read_number
 from trtrun.models.weights import Axis, StoredTensor, Weight
 from trtrun.registry import MODEL_FAMILIES
@@ -55,7 +56,8 @@ class ModelConfig(ModelShape):
         layers: plan of each layer, as the family has it.
         checkpoint_dtype: name of the dtype that config.json states, or else that of the first tensor of the weights.
         eos_token_ids: tokens that end a text; empty when the checkpoint names none.
-        stored: how the checkpoint has stored each matrix; None where it has stored all plainly.
+        quant_method: what the checkpoint calls the way in which it is quantized; None where it is not.
+        stored: how it has stored each matrix; None where it has stored all plainly.
         mask_token: a token that stands for one that is not known, for models that were trained to draft several in one
             forward (see `_MASK_TOKENS`); None for others.
     """
@@ -68,7 +70,8 @@ class ModelConfig(ModelShape):
     layers: tuple[LayerPlan, ...]
     checkpoint_dtype: str
     eos_token_ids: tuple[int, ...]
-    stored: StoredQuantizations | None
+    quant_method: str | None = None
+    stored: StoredQuantizations | None = None
     mask_token: int | None = None
 
     @property
@@ -105,6 +108,8 @@ class ModelConfig(ModelShape):
         """
         if weight.use == "plain":
             return QUANTIZATIONS.get("none")
+        if weight.use == "head" and self.tie_word_embeddings:
+            return of_head(default)  # an embedding, which no checkpoint quantizes
         held = {part.name: self.stored(part.name) if self.stored is not None else None for part in weight.parts}
         if len(set(held.values())) > 1:
             raise CheckpointError(f"{', '.join(held)} are multiplied with as one, but stored in different ways")
@@ -188,6 +193,8 @@ def read_model_config(path: Path) -> ModelConfig:
     with _naming(path / "config.json"):
         config = _parse(values)
         dtype = _parse_dtype(values)
+    quant_method, stored = read_quantization(path, values)
+    config = replace(config, quant_method=quant_method, stored=stored)
     # generation_config.json decides where it exists, as in transformers: without the key nothing ends a text.
     with _naming(path / ("generation_config.json" if generation else "config.json")):
         config = replace(config, eos_token_ids=_parse_eos(generation or values, config.vocab_size))
@@ -246,20 +253,8 @@ def _parse(raw: Mapping[str, Any]) -> ModelConfig:
         layers=tuple(family.plan_layers(shape, values)),
         checkpoint_dtype="float32",
         eos_token_ids=(),
-        stored=_parse_quantization(raw.get("quantization_config")),
         mask_token=_parse_mask_token(raw),
     )
-
-
-def _parse_quantization(values: Any) -> StoredQuantizations | None:
-    if not values:
-        return None
-    method = values.get("quant_method", "unknown") if isinstance(values, dict) else values
-    if not isinstance(values, dict) or str(method) not in STORED_QUANTIZATIONS:
-        raise CheckpointError(
-            f"quantized weights ({shorten(method)}) are not supported; use a float32/float16/bfloat16 model"
-        )
-    return STORED_QUANTIZATIONS.get(method)(values)
 
 
 def _parse_mask_token(values: Mapping[str, Any]) -> int | None:

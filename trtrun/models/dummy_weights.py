@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from trtrun.linear.quantization.base import FLOATS
 from trtrun.models.config import ModelConfig
 
 _DEVIATION = 0.02
@@ -34,8 +35,19 @@ class DummyWeights:
         bytes_read: bytes that were made so far.
     """
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, config: ModelConfig) -> None:
-        """Make weights of `dtype` on `device`, for the tensors of `config`."""
+    def __init__(
+        self, path: Path, dtype: torch.dtype, device: torch.device, config: ModelConfig, *, is_made_up: bool = True
+    ) -> None:
+        """Make weights of `dtype` on `device`, for the tensors of `config`.
+
+        Args:
+            path: of the model directory.
+            dtype: of what is made.
+            device: where it is made.
+            config: of the model.
+            is_made_up: see `WeightFiles`; not where files that are elsewhere are to be told by their sizes.
+        """
+        self.is_made_up = is_made_up
         self.path = path
         self.bytes_read = 0
         self._dtype = dtype
@@ -43,10 +55,15 @@ class DummyWeights:
         self._factors = _read_factors(config)
         self._shapes: dict[str, tuple[int, ...]] = {}
 
-    def check(self, name: str, shape: tuple[int, ...]) -> int:
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def check(
+        self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = FLOATS, *, ones_vary: bool = False
+    ) -> int:
         """Whatever is asked for is there; returns bytes per element."""
         self._shapes[name] = shape
-        return self._dtype.itemsize
+        return self._dtype.itemsize if dtypes == FLOATS else _item_bytes(dtypes[0])
 
     def pieces(self, name: str, ranges: tuple[range, ...]) -> Iterator[tuple[int, torch.Tensor]]:
         """Make the slice `ranges` (one range per dimension) of tensor `name`, some rows at a time.
@@ -79,6 +96,11 @@ class DummyWeights:
         generator = torch.Generator(self._device).manual_seed(seed)
         made = torch.empty(shape, dtype=self._dtype, device=self._device)
         return made.normal_(0, _DEVIATION * self._factors.get(name, 1.0), generator=generator)
+
+
+def _item_bytes(dtype: str) -> int:
+    found: torch.dtype = getattr(torch, dtype)
+    return found.itemsize
 
 
 def _read_factors(config: ModelConfig) -> dict[str, float]:

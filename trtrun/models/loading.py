@@ -25,12 +25,13 @@ from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization
 from trtrun.linear.quantization.base import count_bytes
-from trtrun.models.checkpoint import Checkpoint, WeightFiles
+from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.models.dummy_weights import DummyWeights
 from trtrun.models.heads import HeadsPlan
 from trtrun.models.weight_check import check_split, check_weights
+from trtrun.models.weight_files import WeightFiles
 from trtrun.models.weight_reader import Progress, WeightReader
 from trtrun.models.weights import Share
 from trtrun.tensors import DTYPES, dtype_name
@@ -70,7 +71,7 @@ def shard_bytes(
     device, default = device or torch.device("cpu"), QUANTIZATIONS.get(quantization)
     share = Share(tp_rank, tp_size)
     weights = check_split(config, share, dtype_name(dtype), device.type, default)
-    size = sum(count_bytes(held.create(weight, dtype)) for weight, held in weights)
+    size = sum(count_bytes(held.create(weight, dtype, device.type)) for weight, held in weights)
     if _shares_tied_embedding(config, device, dtype, default):
         size -= config.embedding.cut(share).num_elements * dtype.itemsize
     return size
@@ -153,8 +154,8 @@ def load_model(
 
 def heads_bytes(plan: HeadsPlan, tp_rank: int, tp_size: int, dtype: torch.dtype) -> int:
     """Bytes that heads take on one rank of the target, told from shapes alone."""
-    share, held = Share(tp_rank, tp_size), QUANTIZATIONS.get("none")
-    return sum(count_bytes(held.create(weight.cut(share), dtype)) for weight in plan.weights)
+    share = Share(tp_rank, tp_size)
+    return sum(weight.cut(share).num_elements for weight in plan.weights) * dtype.itemsize
 
 
 def load_heads(

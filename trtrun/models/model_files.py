@@ -13,8 +13,9 @@ from pathlib import Path
 
 from trtrun.errors import CheckpointError
 from trtrun.models.checkpoint import INDEX_FILE, SINGLE_FILE, read_json
+from trtrun.models.quantization_config import QUANTIZATION_FILE
 
-_CONFIGURATION = ("config.json", "generation_config.json")
+_CONFIGURATION = ("config.json", "generation_config.json", QUANTIZATION_FILE)
 
 
 def hash_model_files(directory: Path, has_weights: bool = True, single_files: Sequence[str] = (SINGLE_FILE,)) -> str:

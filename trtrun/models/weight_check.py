@@ -12,8 +12,9 @@ from pathlib import Path
 from trtrun.configuration.model_sections import LoadFormat
 from trtrun.errors import ConfigError
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, find_quantization
-from trtrun.models.checkpoint import Checkpoint, WeightFiles
+from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig
+from trtrun.models.weight_files import WeightFiles
 from trtrun.models.weights import HeldWeight, Share
 
 
@@ -39,8 +40,14 @@ def check_weights(files: WeightFiles, config: ModelConfig, share: Share, default
     Raises:
         CheckpointError: a tensor is missing, or another one than config.json calls for.
     """
-    stored = [part for weight, held in held_weights(config, share, default) for part in held.stored(weight)]
-    return sum(math.prod(len(item) for item in part.ranges) * files.check(part.name, part.shape) for part in stored)
+    read = 0
+    for weight, held in held_weights(config, share, default):
+        for part in weight.parts if files.is_made_up else held.stored(weight):
+            if part.is_optional and part.name not in files:
+                continue
+            item_bytes = files.check(part.name, part.shape, part.dtypes, ones_vary=part.ones_vary)
+            read += math.prod(map(len, part.ranges)) * item_bytes
+    return read
 
 
 def check_model_weights(
@@ -71,10 +78,13 @@ def check_split(
         `held_weights`.
 
     Raises:
-        CheckpointError: heads or features cannot be shared out over so many ranks.
+        CheckpointError: heads or features cannot be shared out over so many ranks, or not where groups of stored
+            weights end.
         ConfigError: a quantization does not go with the dtype on the device.
     """
     weights = held_weights(config, share, default)
+    for weight, held in weights:
+        held.stored(weight)
     for held in dict.fromkeys(held for _, held in weights):
         held.check(dtype, device_type)
     return weights
@@ -84,9 +94,15 @@ def choose_default(config: ModelConfig, name: str, *, for_target: bool) -> Quant
     """The quantization of what the checkpoint has stored plainly.
 
     Raises:
-        ConfigError: there is none of that name, or a target cannot be held so, or not as the checkpoint has stored it.
+        ConfigError: there is none of that name, or a target cannot be held so, or not as the checkpoint has stored it;
+            or the checkpoint is quantized and another one is asked for.
     """
     default = find_quantization(name, for_target=for_target)
+    if config.quant_method is not None and default is not QUANTIZATIONS.get("none"):
+        raise ConfigError(
+            f"quantization {name} is for plain weights, and those of this model are quantized already "
+            f"({config.quant_method}): leave it out"
+        )
     if for_target and not all(config.quantization_of(weight, default).fits_targets for weight in config.weights):
         raise ConfigError("weights that are stored so are for drafts alone, as rows depend on their company")
     return default

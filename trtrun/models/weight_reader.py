@@ -22,7 +22,7 @@ from trtrun.kvcache.formats import KVFormat
 from trtrun.layers.decoder_layer import RowParallelLinear
 from trtrun.linear.layer import Linear
 from trtrun.linear.quantization.base import Quantization, TensorSlice
-from trtrun.models.checkpoint import WeightFiles
+from trtrun.models.weight_files import WeightFiles
 from trtrun.models.weights import HeldWeight, Share, Weight
 
 Progress = Callable[[int, int], None]
@@ -59,7 +59,7 @@ class WeightReader:
         self.share = Share(communicator.rank, communicator.size)
         self._files = files
         self._communicator = communicator
-        self._dtype = dtype
+        self.dtype = dtype
         self._quantization_of = quantization_of
         self._total = total
         self._progress = progress
@@ -82,7 +82,7 @@ class WeightReader:
     def attention(self, head_dim: int) -> AttentionBackend:
         """What attends over heads of a size: the same for all layers, which share its scratch memory."""
         if head_dim not in self._backends:
-            self._backends[head_dim] = attention_backend(self.device, self._dtype, head_dim, self._kv_format)
+            self._backends[head_dim] = attention_backend(self.device, self.dtype, head_dim, self._kv_format)
         return self._backends[head_dim]
 
     def linear(self, weight: Weight, bias: Weight | None = None, *, present: torch.Tensor | None = None) -> Linear:
@@ -105,13 +105,17 @@ class WeightReader:
 
     def dense(self, weight: HeldWeight, quantization: Quantization) -> torch.Tensor:
         """The weight of a linear layer, [out, in] in the dtype of activations; see `WeightSource.dense`."""
-        if self.device.type != "cpu" or quantization.keeps_dense(self._dtype, self.device):
-            return self._fill(self._new(weight), weight)
+        return self._fill(self.place(weight, quantization), weight)
+
+    def place(self, weight: HeldWeight, quantization: Quantization) -> torch.Tensor:
+        """See `WeightSource.place`."""
+        if self.device.type != "cpu" or quantization.keeps_dense(self.dtype, self.device):
+            return self._new(weight)
         if self._buffer.numel() < weight.num_elements:
             # Weights are packed out of one buffer mapped from the system: the allocator would keep what is freed, and a
             # fresh one for each weight would leave holes between the packed copies.
-            self._buffer = _map_buffer(weight.num_elements, self._dtype)
-        return self._fill(self._buffer[: weight.num_elements].view(weight.shape), weight)
+            self._buffer = _map_buffer(weight.num_elements, self.dtype)
+        return self._buffer[: weight.num_elements].view(weight.shape)
 
     def release_buffer(self) -> None:
         """Give the packing buffer back; the next packed weight maps another."""
@@ -136,23 +140,36 @@ class WeightReader:
         for offset, piece in self._files.pieces(part.name, part.ranges):
             if result is None:
                 result = torch.empty(shape, dtype=piece.dtype, device=self.device)
-            self._take(part.name, result[offset : offset + piece.shape[0]], piece)
-        return torch.empty(shape, dtype=self._dtype, device=self.device) if result is None else result
+            self.take(part.name, result[offset : offset + piece.shape[0]], piece)
+        return torch.empty(shape, dtype=self.dtype, device=self.device) if result is None else result
 
     def _new(self, weight: HeldWeight) -> torch.Tensor:
-        return torch.empty(weight.shape, dtype=self._dtype, device=self.device)
+        return torch.empty(weight.shape, dtype=self.dtype, device=self.device)
 
     def _fill(self, result: torch.Tensor, weight: HeldWeight) -> torch.Tensor:
         row = 0
         for part in weight.parts:
             for offset, piece in self._files.pieces(part.name, part.ranges):
-                self._take(part.name, result[row + offset : row + offset + piece.shape[0]], piece)
+                self.take(part.name, result[row + offset : row + offset + piece.shape[0]], piece)
             row += len(part.ranges[0])
         result[row:].zero_()  # vocabulary padding
         return result
 
-    def _take(self, name: str, place: torch.Tensor, piece: torch.Tensor) -> None:
-        """Copy a piece of tensor `name` to its place, and look at what arrived."""
+    def has(self, part: TensorSlice) -> bool:
+        """Whether the files have a tensor."""
+        return part.name in self._files
+
+    @property
+    def is_made_up(self) -> bool:
+        """Whether there are no files."""
+        return self._files.is_made_up
+
+    def take(self, name: str, place: torch.Tensor, piece: torch.Tensor) -> None:
+        """Copy a piece of tensor `name` to its place, and look at what arrived.
+
+        Raises:
+            CheckpointError: it is not finite.
+        """
         if not _is_finite(place.copy_(piece)):
             raise CheckpointError(
                 f"{self._files.path}: tensor '{name}' holds NaN or infinite values in "
@@ -179,6 +196,33 @@ class _LayerSource:
         """See `WeightSource`."""
         return self.reader.dense(self.weight, self.quantization) if self.present is None else self.present
 
+    @property
+    def is_made_up(self) -> bool:
+        """See `WeightSource`."""
+        return self.reader.is_made_up
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `WeightSource`."""
+        return self.reader.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """See `WeightSource`."""
+        return self.reader.device
+
+    def place(self) -> torch.Tensor:
+        """See `WeightSource`."""
+        return self.reader.place(self.weight, self.quantization)
+
+    def put(self, name: str, place: torch.Tensor, values: torch.Tensor) -> None:
+        """See `WeightSource`."""
+        self.reader.take(name, place, values)
+
+    def has(self, stored: TensorSlice) -> bool:
+        """See `WeightSource`."""
+        return self.reader.has(stored)
+
     def read(self, stored: TensorSlice) -> torch.Tensor:
         """See `WeightSource`."""
         return self.reader.stored(stored)
@@ -186,6 +230,10 @@ class _LayerSource:
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     """Whether every value is finite: a NaN or infinity survives a sum, which costs one pass and no memory."""
+    if not tensor.is_floating_point():
+        return True
+    if tensor.itemsize == 1:
+        tensor = tensor.float()  # numbers of 8 bits are not added up
     # A sum that is not finite may still come from large finite values, hence the exact second look.
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from parallel.errors import ShardingError
 from trtrun.errors import CheckpointError
+from trtrun.linear.quantization.base import TensorSlice
 
 Use = Literal["plain", "linear", "head"]
 """What is multiplied with is "linear" or the vocabulary's "head", and may be held in another form, as a `LinearWeight`
@@ -92,21 +93,12 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class StoredSlice:
-    """One slice of one tensor: `ranges` per dimension, of a tensor of `shape`."""
-
-    name: str
-    shape: tuple[int, ...]
-    ranges: tuple[range, ...]
-
-
-@dataclass(frozen=True)
 class HeldWeight:
     """What a rank holds of a weight: its parts one behind the other along the first dimension, then zeros up to
     `shape`."""
 
     shape: tuple[int, ...]
-    parts: tuple[StoredSlice, ...]
+    parts: tuple[TensorSlice, ...]
     use: Use = "linear"
 
     @property
@@ -135,7 +127,7 @@ class Weight:
         """
         try:
             slices = tuple(
-                StoredSlice(part.name, part.shape, tuple(axis.held(share) for axis in part.axes)) for part in self.parts
+                TensorSlice(part.name, part.shape, tuple(axis.held(share) for axis in part.axes)) for part in self.parts
             )
             rows = sum(part.axes[0].kept(share) for part in self.parts)
         except ShardingError as error:

@@ -6,6 +6,7 @@ does not know requests, nor how ranks tell each other how many blocks all of the
 
 from __future__ import annotations
 
+import logging
 import resource
 import socket
 from collections.abc import Callable, Mapping
@@ -37,7 +38,9 @@ from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.heads import HEADS_FILES
 from trtrun.models.loading import LoadReport, heads_bytes, load_heads, load_model, shard_bytes
 from trtrun.models.model_files import hash_model_files
+from trtrun.models.stored_report import describe_stored
 from trtrun.models.weight_check import choose_default
+from trtrun.models.weights import Share
 from trtrun.roles.round import Worker
 from trtrun.speculation.suffixes.corpus import SortedCorpus
 from trtrun.start.corpora import corpus_bytes, load_corpus
@@ -54,6 +57,8 @@ from trtrun.start.memory_requirements import (
 )
 from trtrun.start.model_settings import read_target_heads, target_context
 from trtrun.start.worker_factory import WorkerFactory
+
+_logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Bytes of weights that are in place so far and in the end, on this rank."""
@@ -166,6 +171,9 @@ class RankStartup:
             dtype = resolve_dtype(section, config)
             choose_default(config, section.quantization, for_target=role == "target")
             size = self._shard_bytes(section, config, communicator)
+            said = describe_stored(config, Share(0, communicator.size), dtype, self._device.type)
+            if said is not None and communicator.rank == 0:
+                _logger.info("%s: %s", role, said)
 
             def report(read: int, total: int, before: int = done, size: int = size) -> None:
                 # Files may hold more or less than the device: what counts is how much of the shard is there.

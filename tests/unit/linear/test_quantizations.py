@@ -11,11 +11,8 @@ from paged import CPU
 
 from trtrun.linear.layer import Linear
 from trtrun.linear.quantization import QUANTIZATIONS
-from trtrun.linear.quantization.base import (
-    TensorSpec,
-    count_bytes,
-)
-from trtrun.models.weights import HeldWeight, StoredSlice
+from trtrun.linear.quantization.base import TensorSlice, TensorSpec, count_bytes
+from trtrun.models.weights import HeldWeight
 
 DENSE = QUANTIZATIONS.get("none")
 
@@ -30,7 +27,7 @@ class Ready:
     def weight(self) -> HeldWeight:
         """The whole matrix."""
         shape = (self.matrix.shape[0], self.matrix.shape[1])
-        return HeldWeight(shape, (StoredSlice("a.weight", shape, (range(shape[0]), range(shape[1]))),))
+        return HeldWeight(shape, (TensorSlice("a.weight", shape, (range(shape[0]), range(shape[1]))),))
 
     def dense(self) -> torch.Tensor:
         """The matrix."""
@@ -46,7 +43,7 @@ class Ready:
 def test_what_is_loaded_is_what_was_created(name: str, shape: tuple[int, int]) -> None:
     """Shapes, dtypes, and so the bytes that plans count."""
     quantization, source = QUANTIZATIONS.get(name), Ready(torch.randn(shape).bfloat16())
-    created = quantization.create(source.weight, torch.bfloat16)
+    created = quantization.create(source.weight, torch.bfloat16, "cpu")
     loaded = quantization.load(source)
     found = {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in loaded.items()}
     assert found == created

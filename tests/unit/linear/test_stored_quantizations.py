@@ -33,8 +33,7 @@ from trtrun.linear.quantization.base import (
 )
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.loading import shard_bytes
-from trtrun.models.weight_check import check_model_weights
-from trtrun.models.weights import StoredSlice
+from trtrun.models.weight_check import check_model_weights, choose_default
 
 DENSE = QUANTIZATIONS.get("none")
 IGNORED = ("lm_head", *(f"model.layers.0.self_attn.{name}_proj" for name in "qkv"), "model.layers.1.mlp.down_proj")
@@ -54,19 +53,19 @@ class Codes:
         return False
 
     @staticmethod
-    def _files(weight: LinearWeight) -> Sequence[tuple[StoredSlice, StoredSlice]]:
+    def _files(weight: LinearWeight) -> Sequence[tuple[TensorSlice, TensorSlice]]:
         """Codes and scales of each part of a fused weight."""
         found = []
         for part in weight.parts:
             start, (rows, columns), (out, inputs) = part.name.removesuffix("weight"), part.ranges, part.shape
-            codes = StoredSlice(f"{start}codes", (inputs, out), (columns, rows))
-            found.append((codes, StoredSlice(f"{start}scale", (out,), (rows,))))
+            codes = TensorSlice(f"{start}codes", (inputs, out), (columns, rows))
+            found.append((codes, TensorSlice(f"{start}scale", (out,), (rows,))))
         return found
 
     def stored(self, weight: LinearWeight) -> Sequence[TensorSlice]:
         return [part for pair in self._files(weight) for part in pair]
 
-    def create(self, weight: LinearWeight, dtype: torch.dtype) -> Mapping[str, TensorSpec]:
+    def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:
         return {
             "codes": TensorSpec((weight.shape[1], weight.shape[0]), torch.float16),
             "scale": TensorSpec(weight.shape[:1], torch.float32),
@@ -140,14 +139,14 @@ def test_each_matrix_is_read_as_it_is_stored(pair: tuple[Path, Path], tp_size: i
         assert report.bytes_read == size  # what is plain is float32 here and in the file
 
 
-def test_what_is_plain_is_held_as_the_yaml_file_says(pair: tuple[Path, Path]) -> None:
-    """A byte a weight and four an output feature, in place of two bytes a weight, and nothing else changes."""
+def test_what_is_plain_is_dense_and_the_yaml_file_has_no_say(pair: tuple[Path, Path]) -> None:
     config = read_model_config(pair[0])
-    none, int8 = (shard_bytes(config, 0, 1, torch.bfloat16, quantization=name) for name in ("none", "int8"))
-    matrices = [(200, 64), (4 * 16 + 2 * 2 * 16, 64), (64, 112)]  # head; queries, keys and values; down
-    assert none - int8 == sum(rows * columns - 4 * rows for rows, columns in matrices)
     held = {config.quantization_of(weight, DENSE) for layer in config.layers for weight in layer.weights()}
     assert {type(one).__name__ for one in held} == {"Codes", "Dense"}
+    assert choose_default(config, "none", for_target=False) is DENSE
+    with pytest.raises(ConfigError, match=r"quantization int8 is for plain weights, and those .* \(codes\): leave it"):
+        choose_default(config, "int8", for_target=False)
+    assert choose_default(read_model_config(pair[1]), "int8", for_target=False) is not DENSE
 
 
 def test_a_target_with_stored_codes_is_exact(pair: tuple[Path, Path], tmp_path: Path) -> None:

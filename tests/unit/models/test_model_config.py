@@ -101,7 +101,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"rms_norm_eps": 0}, "'rms_norm_eps' must be a positive number"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported; known: float32, float16, bfloat16"),
-    ({"quantization_config": {"quant_method": "awq"}}, r"quantized weights \('awq'\) are not supported"),
+    ({"quantization_config": {"quant_method": "hqq"}}, r"quantized weights \('hqq'\) are not supported"),
     ({"eos_token_id": "</s>"}, "'eos_token_id' must be a token id or a list"),
     ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
     ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported; known: default, linear"),

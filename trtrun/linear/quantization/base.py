@@ -1,7 +1,7 @@
 """What a quantization is: one class that says which tensors a linear layer has, loads them, and multiplies with them.
 
-A new one is one file here that registers itself, by its name in the YAML file or, where checkpoints are stored so, by
-their `quant_method`: `stored` and `create` (tensors, shapes and dtypes, from which files
+A new one is one file here that registers itself by its name in the YAML file, or one in trtrun.linear.stored where
+checkpoints are stored so, by their `quant_method`: `stored` and `create` (tensors, shapes and dtypes, from which files
 are checked and sizes counted), `load` (from the checkpoint: a dense weight, rounded as it is read, or tensors of its
 own) and `apply` (the fastest product on the tensors' device). Loading, sizing and the layer ask it and never look at
 what it holds. `check` and `stored` are asked before any rank starts, by a process that does without torch: a
@@ -32,23 +32,30 @@ One that rounds rows of x may have a `takes_rounded_rows` that is true: it takes
 """
 
 
-class TensorSlice(Protocol):
-    """A slice of one tensor of a checkpoint: its name, its whole shape, and a range for each dimension."""
+FLOATS = ("float32", "float16", "bfloat16")
+"""Dtypes of what is stored plainly, by torch's names."""
 
-    @property
-    def name(self) -> str:
-        """Such as "model.layers.0.mlp.down_proj.weight"."""
-        ...
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
-        ...
+@dataclass(frozen=True)
+class TensorSlice:
+    """A slice of one tensor of a checkpoint.
 
-    @property
-    def ranges(self) -> tuple[range, ...]:
-        """What is wanted of it."""
-        ...
+    Attributes:
+        name: such as "model.layers.0.mlp.down_proj.weight".
+        shape: of the whole tensor.
+        ranges: what is wanted of it, one for each dimension.
+        dtypes: that the tensor may have, by torch's names.
+        is_optional: whether files may lack it.
+        ones_vary: whether the file's shape may have dimensions of one number more or fewer: formats do not agree on
+            those of scales.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    ranges: tuple[range, ...]
+    dtypes: tuple[str, ...] = FLOATS
+    is_optional: bool = False
+    ones_vary: bool = False
 
 
 class LinearWeight(Protocol):
@@ -102,8 +109,43 @@ class WeightSource(Protocol):
         """
         ...
 
+    @property
+    def is_made_up(self) -> bool:
+        """Whether there are no files: only `dense` answers then."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """The layer's."""
+        ...
+
+    def place(self) -> torch.Tensor:
+        """As `dense`, not filled yet: for weights that become dense as they are read."""
+        ...
+
+    def put(self, name: str, place: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy values to a part of `place`, converted to its dtype.
+
+        Raises:
+            CheckpointError: they are not finite there; it names the tensor `name`.
+        """
+        ...
+
+    def has(self, stored: TensorSlice) -> bool:
+        """Whether the files have one of `Quantization.stored` that is optional."""
+        ...
+
     def read(self, stored: TensorSlice) -> torch.Tensor:
-        """One of `Quantization.stored` in the file's dtype on the layer's device."""
+        """One of `Quantization.stored` in the file's dtype on the layer's device.
+
+        Raises:
+            CheckpointError: it holds NaN or infinite values.
+        """
         ...
 
 
@@ -137,11 +179,15 @@ class Quantization(Protocol):
 
     def stored(self, weight: LinearWeight) -> Sequence[TensorSlice]:
         """What is read of the checkpoint for a layer with `weight`. Every name and shape is checked before the first
-        weight is read."""
+        weight is read.
+
+        Raises:
+            CheckpointError: what is stored cannot be cut where the rank's slices are.
+        """
         ...
 
-    def create(self, weight: LinearWeight, dtype: torch.dtype) -> Mapping[str, TensorSpec]:
-        """The tensors of a layer with `weight` that stay on the device, by name, for activations of `dtype`. Host
+    def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:
+        """The tensors of a layer with `weight` that stay on a type of device, by name, for activations of `dtype`. Host
         arithmetic; nothing is allocated."""
         ...
 
@@ -153,7 +199,7 @@ class Quantization(Protocol):
         """The tensors that `create` tells, on the layer's device, filled from `source`.
 
         Raises:
-            CheckpointError: values that are not finite.
+            CheckpointError: values that are not finite, or that contradict each other.
         """
         ...
 

@@ -50,7 +50,7 @@ class Dense:
         """See `Quantization`."""
         return weight.parts
 
-    def create(self, weight: LinearWeight, dtype: torch.dtype) -> Mapping[str, TensorSpec]:
+    def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:
         """See `Quantization`."""
         return {"weight": TensorSpec(weight.shape, dtype)}
 

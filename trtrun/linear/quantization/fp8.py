@@ -70,7 +70,7 @@ class Fp8:
         """See `Quantization`."""
         return weight.parts
 
-    def create(self, weight: LinearWeight, dtype: torch.dtype) -> Mapping[str, TensorSpec]:
+    def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:
         """See `Quantization`."""
         import torch
 

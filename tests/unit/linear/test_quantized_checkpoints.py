@@ -1,0 +1,252 @@
+"""Checkpoints that others have quantized: read as they are, in every format, on any number of ranks.
+
+tests/quantized_checkpoints.py writes them, and the plain ones of the same numbers that they are held to.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from paged import PagedModel
+from pipelines import configuration, make_llm, noisy_copy, prompt_of, tokens_of
+from quantized_checkpoints import FORMATS, make_pair
+from safetensors.torch import load_file
+
+from launch.plan.weight_files import inspect_files
+from trtrun import SamplingParams
+from trtrun.linear.quantization import QUANTIZATIONS
+from trtrun.linear.stored import awq, layout
+from trtrun.linear.stored.layout import StoredLinear
+from trtrun.models.config import read_model_config
+from trtrun.models.loading import shard_bytes
+from trtrun.models.model_files import hash_model_files
+from trtrun.models.stored_report import describe_stored
+from trtrun.models.weights import Share
+from trtrun.start.kinds_of_kernels import kinds_of_kernels
+
+DENSE = QUANTIZATIONS.get("none")
+BATCH = [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 8, 1, 190])]]
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
+
+
+def check_logits(stored: Path, dense: Path, tp_size: int) -> tuple[PagedModel, PagedModel]:
+    """Both models, whose logits are equal to the bit."""
+    model, reference = PagedModel(stored, tp_size=tp_size), PagedModel(dense, tp_size=tp_size)
+    assert torch.equal(model.forward(BATCH), reference.forward(BATCH))
+    return model, reference
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_rank_reads_the_numbers_of_its_slices(tmp_path: Path, name: str) -> None:
+    """What `dequantize` says is what the format's formula says, to the bit, of whole matrices and of cut ones."""
+    stored, dense = make_pair(tmp_path, name)
+    tensors, numbers = load_file(stored / "model.safetensors"), load_file(dense / "model.safetensors")
+    config, count = read_model_config(stored), 0
+    for size, weight in ((size, weight) for size in (1, 2, 4) for weight in config.weights):
+        held = config.quantization_of(weight, DENSE)
+        if not isinstance(held, StoredLinear):
+            continue
+        for rank in range(size):
+            for part in weight.cut(Share(rank, size)).parts:
+                found = {}
+                for end, it in held.layout.slices(part).items():
+                    if it.name in tensors:
+                        wanted = tensors[it.name].reshape(it.shape)
+                        found[end] = wanted[tuple(slice(item.start, item.stop) for item in it.ranges)]
+                rows, columns = (slice(item.start, item.stop) for item in part.ranges)
+                expected = numbers[part.name][rows, columns]
+                form = held.layout.form(part, found)
+                assert torch.equal(form.dequantize(), expected)
+                assert torch.equal(form.dequantize(slice(3, 40)), expected[3:40])
+                count += 1
+    plain = sum(any(part in key for part in FORMATS[name].plain) for key in numbers)
+    assert count == (1 + 2 + 4) * (15 - plain)  # 7 matrices a layer, and the head
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("name", FORMATS)
+def test_logits_are_those_of_the_dense_checkpoint(tmp_path: Path, name: str, tp_size: int) -> None:
+    """In float32 on the CPU, to the bit; and the bytes that plans count are those that are held."""
+    stored, dense = make_pair(tmp_path, name)
+    model, reference = check_logits(stored, dense, tp_size)
+    for rank, report in enumerate(model.reports):
+        size = shard_bytes(read_model_config(stored), rank, tp_size, torch.float32)
+        assert report.shard_bytes == size == reference.reports[rank].shard_bytes
+        assert report.bytes_read < 0.75 * reference.reports[rank].bytes_read
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_texts_are_those_of_transformers_with_the_dense_weights(tmp_path: Path, name: str) -> None:
+    """Plain, and with a draft that is quantized in the same format."""
+    from transformers import AutoModelForCausalLM
+
+    stored, dense = make_pair(tmp_path, name)
+    prompts = [prompt_of(length) for length in (3, 20)]
+    reference = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32, attn_implementation="eager").eval()
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            output = reference.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16, pad_token_id=0
+            )
+        expected.append([tuple(output[0, len(prompt) :].tolist())])
+    with make_llm(stored) as llm:
+        assert tokens_of(llm.generate(prompts, GREEDY)) == expected
+    with make_llm(stored, noisy_copy(tmp_path / "draft", dense, 0.02)) as llm:
+        assert tokens_of(llm.generate(prompts, GREEDY)) == expected
+        assert llm.statistics()["num_accepted_draft_tokens"] > 3
+    with make_llm(dense, stored) as llm:
+        assert tokens_of(llm.generate(prompts, GREEDY)) == expected
+        drafted = llm.statistics()
+        assert drafted["num_accepted_draft_tokens"] == drafted["num_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", ["fp8 block", "fp8 block ue8m0"])
+def test_transformers_reads_the_same_numbers_of_blocks(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the writer takes for granted: another reader's weights are the dense ones, to the bit."""
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    # It places weights on devices, of which there is one here.
+    monkeypatch.setattr("transformers.quantizers.quantizer_finegrained_fp8.is_accelerate_available", lambda: True)
+    stored, dense = make_pair(tmp_path, name)
+    dequantized = FineGrainedFP8Config(dequantize=True)
+    other = AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32, quantization_config=dequantized)
+    expected = load_file(dense / "model.safetensors")
+    found = other.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], weight) for key, weight in expected.items())
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_head_that_is_quantized_is_padded_like_any(tmp_path: Path, tp_size: int) -> None:
+    """The vocabulary is not a multiple of the ranks; a tied head is the embedding, which is plain."""
+    channel = FORMATS["compressed-tensors FP8 dynamic"]
+    everything = replace(channel, config={**channel.config, "ignore": []}, plain=())
+    stored, dense = make_pair(tmp_path, everything, vocab_size=199)
+    config = read_model_config(stored)
+    assert isinstance(config.quantization_of(config.head, DENSE), StoredLinear)
+    assert torch.equal(
+        PagedModel(stored, tp_size=tp_size).forward(BATCH), PagedModel(dense, tp_size=tp_size).forward(BATCH)
+    )
+    stored, dense = make_pair(tmp_path / "tied", everything, tie_word_embeddings=True)
+    assert torch.equal(
+        PagedModel(stored, tp_size=tp_size).forward(BATCH), PagedModel(dense, tp_size=tp_size).forward(BATCH)
+    )
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", ["awq", "fp8 block", "gptq with act-order"])
+def test_biases_and_norms_of_heads_are_plain_beside(tmp_path: Path, name: str, tp_size: int) -> None:
+    for architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        pair = make_pair(tmp_path / architecture, name, architecture=architecture, head_dim=64)
+        check_logits(*pair, tp_size)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", ["awq", "fp8 block", "modelopt W4A16_AWQ", "compressed-tensors W8A8"])
+def test_large_weights_become_dense_piece_by_piece(
+    tmp_path: Path, name: str, tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "_NUMBERS_AT_A_TIME", 5000)
+    monkeypatch.setattr(awq, "_WORDS_AT_A_TIME", 100)
+    check_logits(*make_pair(tmp_path, name), tp_size)
+
+
+KEPT = {"compressed-tensors FP8", "compressed-tensors FP8 dynamic", "fp8", "modelopt FP8", "modelopt FP8 per channel"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_gpus_hold_what_their_kernels_take(tmp_path: Path, name: str) -> None:
+    """E4M3 codes with a scale for each output feature; the rest, and activations in float32, are dense."""
+    stored, dense = make_pair(tmp_path, name)
+    config, plain, gpu = read_model_config(stored), read_model_config(dense), torch.device("cuda", 0)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        expected = shard_bytes(plain, 0, 1, dtype, gpu)
+        if name in KEPT and dtype.itemsize == 2:
+            weights = [it.cut(Share(0, 1)) for it in config.weights if config.quantization_of(it, DENSE) is not DENSE]
+            expected -= sum(it.num_elements - 4 * it.shape[0] for it in weights)
+        assert shard_bytes(config, 0, 1, dtype, gpu) == expected
+    said = describe_stored(config, Share(0, 1), torch.bfloat16, "cuda")
+    assert said is not None and ("stay as they are" if name in KEPT else "become bfloat16 as they are read") in said
+    assert "become" in str(describe_stored(config, Share(0, 1), torch.bfloat16, "cpu"))
+    assert describe_stored(plain, Share(0, 1), torch.bfloat16, "cpu") is None
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("name", sorted(KEPT))
+def test_codes_that_are_kept_are_multiplied_as_they_are(
+    tmp_path: Path, name: str, tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs, with the CPU's product: each part of what is multiplied as one has its own scales."""
+    monkeypatch.setattr(StoredLinear, "is_kept", lambda self, dtype, device_type: self.layout.rounds_by_channel)
+    stored, dense = make_pair(tmp_path, name)
+    model = PagedModel(stored, torch.bfloat16, tp_size=tp_size)
+    found, expected = (it.forward(BATCH).float() for it in (model, PagedModel(dense, torch.float32, tp_size=tp_size)))
+    # What bfloat16 rounds in activations; a scale of another part would change the logits by more than all of them.
+    assert (found - expected).norm() < 0.03 * expected.norm()
+    for rank, report in enumerate(model.reports):
+        assert report.shard_bytes == shard_bytes(read_model_config(stored), rank, tp_size, torch.bfloat16)
+
+
+def test_a_head_of_codes_that_are_kept_has_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StoredLinear, "is_kept", lambda self, dtype, device_type: self.layout.rounds_by_channel)
+    channel = FORMATS["compressed-tensors FP8 dynamic"]
+    everything = replace(channel, config={**channel.config, "ignore": []}, plain=())
+    stored, dense = make_pair(tmp_path, everything, vocab_size=199)
+    model, reference = (PagedModel(path, torch.bfloat16, tp_size=2) for path in (stored, dense))
+    found, expected = model.forward(BATCH).float(), reference.forward(BATCH).float()
+    assert (found - expected).norm() < 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_made_up_weights_are_dense(tmp_path: Path, name: str) -> None:
+    stored, dense = make_pair(tmp_path, name)
+    model, reference = (PagedModel(path, load_format="dummy") for path in (stored, dense))
+    assert torch.equal(model.forward(BATCH), reference.forward(BATCH))
+    assert model.reports == reference.reports
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_plan_counts_the_bytes_that_are_read(tmp_path: Path, name: str) -> None:
+    """By the headers; and about as many where the files are on other hosts."""
+    stored = make_pair(tmp_path, name)[0]
+    section, model = configuration(stored, None).target, read_model_config(stored)
+    there = inspect_files(section, model, for_target=True)
+    assert there.are_here and there.read_bytes == (PagedModel(stored).reports[0].bytes_read,)
+    (stored / "model.safetensors").unlink()
+    elsewhere = inspect_files(section, model, for_target=True)
+    assert not elsewhere.are_here and not elsewhere.is_made_up
+    assert elsewhere.read_bytes[0] == pytest.approx(there.read_bytes[0], rel=0.1)
+
+
+def test_modelopts_own_file_counts_like_config_json(tmp_path: Path) -> None:
+    """For an engine that goes on where another one ended, and for kernels that an earlier start left."""
+    stored = make_pair(tmp_path, "modelopt FP8")[0]
+    config = configuration(stored, None)
+
+    def tell() -> tuple[str, str]:
+        parts = [("target", config.target, 0, 1)]
+        return hash_model_files(stored), repr(kinds_of_kernels(config, parts, None))
+
+    before = tell()
+    assert tell() == before
+    file = stored / "hf_quant_config.json"
+    file.write_text(file.read_text().replace("layers.0.mlp", "layers.1.mlp"))
+    assert all(one != other for one, other in zip(tell(), before, strict=True))
+
+
+def test_a_start_says_what_becomes_of_the_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stored, dense = make_pair(tmp_path, "fp8 block")
+    with caplog.at_level(logging.INFO), make_llm(stored, dense):
+        pass
+    said = [record.getMessage() for record in caplog.records if "weights" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("target: fp8 weights become float32 as they are read: ")
+    assert said[0].endswith(" on a rank; activations are not rounded")

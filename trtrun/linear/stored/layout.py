@@ -1,0 +1,204 @@
+"""Linear layers of quantized checkpoints: read in the files' layout, brought into one of a few forms, and held.
+
+A layout (fp8_layouts.py and others here) says which tensors a matrix is stored in and which form they make. What that
+form is held in is the same for all: on GPUs E4M3 codes with a scale for each output feature go as they are to the
+product that trtrun.linear.quantization.fp8 has with activations as they are; everything else becomes dense as it is
+read. It does not know configurations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from trtrun.errors import CheckpointError
+from trtrun.linear.quantization.base import (
+    QUANTIZATIONS,
+    LinearWeight,
+    Product,
+    Quantization,
+    Tensors,
+    TensorSlice,
+    TensorSpec,
+    WeightSource,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from trtrun.linear.stored.forms import StoredForm
+
+_NUMBERS_AT_A_TIME = 1 << 20
+"""Weights that become dense at once: 4 MiB each for a few copies."""
+
+
+class Layout(Protocol):
+    """How one matrix is stored. Hashable; layouts that are equal make layers that can be multiplied with as one.
+
+    Attributes:
+        name: of the format, for messages.
+        rounds_by_channel: whether it makes an Fp8Weight without blocks.
+    """
+
+    @property
+    def name(self) -> str:
+        """See the class."""
+        ...
+
+    @property
+    def rounds_by_channel(self) -> bool:
+        """See the class."""
+        ...
+
+    def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
+        """What is read for a slice of the matrix that the architecture knows as `part`.name, whose name ends in
+        ".weight": by the end of the stored tensor's name.
+
+        Raises:
+            CheckpointError: the tensors cannot be cut there.
+        """
+        ...
+
+    def form(self, part: TensorSlice, tensors: Mapping[str, torch.Tensor]) -> StoredForm:
+        """The slice, of what was read for it: `slices`, but for what is optional and not there.
+
+        Raises:
+            CheckpointError: the tensors contradict each other.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class StoredLinear:
+    """Linear layers whose weights are stored in a layout; see `Quantization`."""
+
+    layout: Layout
+
+    takes_head = True
+    fits_targets = True
+
+    def check(self, dtype: str, device_type: str) -> None:
+        """Any dtype on any device."""
+
+    def is_kept(self, dtype: torch.dtype, device_type: str) -> bool:
+        """Whether layers hold what the files do, for activations of `dtype` on a type of device; else it is dense."""
+        return device_type == "cuda" and dtype.itemsize == 2 and self.layout.rounds_by_channel
+
+    def _held(self, dtype: torch.dtype, device_type: str) -> Quantization:
+        return QUANTIZATIONS.get("fp8_weight_only" if self.is_kept(dtype, device_type) else "none")
+
+    def keeps_dense(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """See `Quantization`."""
+        return self._held(dtype, device.type).keeps_dense(dtype, device)
+
+    def stored(self, weight: LinearWeight) -> Sequence[TensorSlice]:
+        """See `Quantization`."""
+        return [stored for part in weight.parts for stored in self.layout.slices(part).values()]
+
+    def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:
+        """See `Quantization`."""
+        return self._held(dtype, device_type).create(weight, dtype, device_type)
+
+    def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
+        """See `Quantization`."""
+        return self._held(dtype, device_type).working_bytes(weight, rows, dtype, device_type)
+
+    def load(self, source: WeightSource) -> Tensors:
+        """See `Quantization`."""
+        if source.is_made_up:
+            return self._held(source.dtype, source.device.type).load(source)
+        return (self._load_codes if self.is_kept(source.dtype, source.device.type) else self._load_dense)(source)
+
+    def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
+        """See `Quantization`."""
+        held = QUANTIZATIONS.get("fp8_weight_only" if "codes" in tensors else "none")
+        return held.apply(tensors, bias, batch_invariant=batch_invariant)
+
+    def _read(self, source: WeightSource, part: TensorSlice) -> StoredForm:
+        slices = self.layout.slices(part)
+        found = {end: source.read(it) for end, it in slices.items() if not it.is_optional or source.has(it)}
+        form = self.layout.form(part, found)
+        if form.shape != tuple(map(len, part.ranges)):
+            raise CheckpointError(f"'{part.name}' has {list(form.shape)} numbers, not {list(map(len, part.ranges))}")
+        return form
+
+    def _load_dense(self, source: WeightSource) -> Tensors:
+        """Part by part, each with its own scales."""
+        place, row = source.place(), 0
+        for part in source.weight.parts:
+            rows, columns = map(len, part.ranges)
+            if not rows:
+                continue
+            form, step = self._read(source, part), max(1, _NUMBERS_AT_A_TIME // columns)
+            for start in range(0, rows, step):
+                stop = min(start + step, rows)
+                source.put(part.name, place[row + start : row + stop], form.dequantize(slice(start, stop)))
+            row += rows
+        place[row:].zero_()  # vocabulary padding
+        return {"weight": place}
+
+    def _load_codes(self, source: WeightSource) -> Tensors:
+        """As they are; the scale of a whole tensor becomes that of each of its output features."""
+        import torch
+
+        from trtrun.linear.stored.forms import Fp8Weight
+
+        features, inputs = source.weight.shape
+        codes = torch.zeros((features, inputs), dtype=torch.float8_e4m3fn, device=source.device)
+        scale = torch.ones(features, dtype=torch.float32, device=source.device)
+        row = 0
+        for part in source.weight.parts:
+            rows = len(part.ranges[0])
+            if rows:
+                form = self._read(source, part)
+                assert isinstance(form, Fp8Weight)
+                codes[row : row + rows], scale[row : row + rows] = form.codes, form.channel_scale()
+            row += rows
+        return {"codes": codes, "scale": scale}
+
+
+def stored_as(part: TensorSlice, end: str) -> str:
+    """Name of a stored tensor of a matrix: "…down_proj.weight", "qweight" → "…down_proj.qweight"."""
+    return part.name.removesuffix("weight") + end
+
+
+def cut_groups(part: TensorSlice, axis: int, size: int) -> range:
+    """Which groups of `size` numbers a slice takes of an axis of a matrix, 0 for `out` and 1 for `in`: whole ones, or a
+    piece of one.
+
+    Raises:
+        CheckpointError: it ends within one.
+    """
+    whole, held = part.shape[axis], part.ranges[axis]
+    is_all, share = len(held) == whole, len(held)
+    if not is_all and ((size % share if share < size else share % size) or held.start % min(size, share)):
+        raise _cannot_be_cut(part, axis, f"groups of {size} share a scale")
+    return range(held.start // size, -(-held.stop // size))
+
+
+def cut_words(part: TensorSlice, axis: int, places: int) -> range:
+    """As `cut_groups`, of words that hold `places` numbers each and are never cut.
+
+    Raises:
+        CheckpointError: the slice, or the axis, ends within one.
+    """
+    whole, held = part.shape[axis], part.ranges[axis]
+    if whole % places:
+        raise CheckpointError(
+            f"{part.name}: {whole} {_FEATURES[axis]} are not a multiple of {places}, as {places} lie in one word"
+        )
+    if held.start % places or held.stop % places:
+        raise _cannot_be_cut(part, axis, f"{places} lie in one word")
+    return range(held.start // places, held.stop // places)
+
+
+_FEATURES = ("output features", "input features")
+
+
+def _cannot_be_cut(part: TensorSlice, axis: int, reason: str) -> CheckpointError:
+    whole, share = part.shape[axis], len(part.ranges[axis])
+    return CheckpointError(
+        f"tensor parallelism: {share} of {whole} {_FEATURES[axis]} of {part.name} would lie on a device, but {reason}: "
+        "use fewer devices"
+    )

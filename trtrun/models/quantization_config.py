@@ -1,0 +1,45 @@
+"""How a checkpoint says that it is quantized: a section of config.json, or ModelOpt's own file beside it.
+
+It knows where that is said. What it means is the business of trtrun.linear.stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trtrun.errors import CheckpointError, TrtrunError, shorten
+from trtrun.linear.stored import STORED_QUANTIZATIONS, StoredQuantizations
+from trtrun.models.checkpoint import read_json
+
+QUANTIZATION_FILE = "hf_quant_config.json"
+"""Where ModelOpt says it; config.json goes before."""
+
+
+def read_quantization(path: Path, values: Mapping[str, Any]) -> tuple[str | None, StoredQuantizations | None]:
+    """The `quant_method` of a checkpoint, and how it has stored each matrix; two None where it is not quantized.
+
+    Args:
+        path: of the model directory.
+        values: of its config.json.
+
+    Raises:
+        CheckpointError: it is quantized in a way that is not supported.
+    """
+    section, file = values.get("quantization_config"), "config.json"
+    if not section:
+        file, section = QUANTIZATION_FILE, read_json(path, QUANTIZATION_FILE, required=False)
+        section = {"quant_method": "modelopt", **section} if section else None
+    if section is None:
+        return None, None
+    method = section.get("quant_method", "unknown") if isinstance(section, dict) else section
+    try:
+        if not isinstance(section, dict) or str(method) not in STORED_QUANTIZATIONS:
+            raise CheckpointError(
+                f"quantized weights ({shorten(method)}) are not supported; known: {', '.join(STORED_QUANTIZATIONS)}, "
+                "and models in float32, float16 or bfloat16"
+            )
+        return method, STORED_QUANTIZATIONS.get(method)(section)
+    except TrtrunError as error:
+        raise CheckpointError(f"{path / file}: {error}") from None
