@@ -18,7 +18,7 @@ from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, RowAdmission, Verd
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.engine.graph_cache import MOST_GRAPHS
 from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS
-from trtrun.engine.mixed_shapes import MOST_ROW_TOKENS, PROMPT_TOKENS
+from trtrun.engine.mixed_shapes import MixedShapes
 from trtrun.engine.runner import Engine
 from trtrun.engine.working_memory import RoundShape
 from trtrun.roles.launched_round import LaunchedRound
@@ -110,6 +110,18 @@ class Rehearsal:
         return sum(count > 0 for count in self._of_each)
 
     @property
+    def mixed_shapes(self) -> MixedShapes | None:
+        """Of graphs of rows and prompts together; None where there are no graphs."""
+        target = self.engines.get("target")
+        return target.graph_shapes.mixed if target is not None and target.graph_shapes is not None else None
+
+    @property
+    def most_graphs(self) -> int:
+        """As many as there may be: of rows and prompts together there are never more than their shapes."""
+        shapes = self.mixed_shapes
+        return MOST_GRAPHS * self.num_caches + (len(shapes.all) if shapes is not None else 0)
+
+    @property
     def _of_each(self) -> list[int]:
         drafter = self.worker.drafter
         return [*(engine.num_graphs for engine in self.engines.values()), drafter.num_graphs if drafter else 0]
@@ -125,8 +137,7 @@ class Rehearsal:
 
 def largest_rounds(shape: RoundShape) -> list[RoundPlan]:
     """Rounds of all the tokens that a round may have, in few prompts and in as many as take most padding, beside rows;
-    a round with a prompt as long as graphs take them; one of all rows alone; one of as many rows and tokens of prompts
-    as have a graph together; and one of few rows and a short prompt."""
+    a round with a prompt as long as graphs take them; one of all rows alone; and one of few rows and a short prompt."""
     length = max(2, shape.max_seq_len - shape.draft_len - 1)
     kinds = [
         _chunks(shape, length, shape.max_tokens, length),
@@ -134,11 +145,8 @@ def largest_rounds(shape: RoundShape) -> list[RoundPlan]:
         _chunks(shape, length, min(shape.max_tokens, length, MOST_PROMPT_TOKENS), length),
         [],
     ]
-    together = _chunks(shape, length, min(shape.max_tokens, PROMPT_TOKENS[-1]), length)
-    some = min(shape.max_rows - len(together), max(1, MOST_ROW_TOKENS // (shape.draft_len + 1)))
     few = [PrefillChunk(shape.max_rows - 1, length - 1, 1, is_last=True, followed=True)]
     rounds = [_plan(shape, range(shape.max_rows - len(chunks)), chunks, length) for chunks in kinds]
-    rounds.append(_plan(shape, range(some), together, length))
     return [*rounds, _plan(shape, range(min(_FEW_ROWS, shape.max_rows - 1)), few, length)]
 
 
@@ -152,6 +160,26 @@ def _chunks(shape: RoundShape, length: int, num_tokens: int, usual: int) -> list
             chunks.append(PrefillChunk(row, length - count, count, is_last=True, followed=True))
             left -= count
     return chunks
+
+
+def mixed_round(shape: RoundShape, shapes: MixedShapes | None) -> RoundPlan | None:
+    """The round of rows and prompts that has the largest of the graphs of both together, `shapes`; None where none has
+    any."""
+    if shapes is None:
+        return None
+    length = max(1, min(shape.max_seq_len, shapes.most_context) - shape.draft_len - 1)
+    for one in shapes.all:
+        most = -(-length // one.width)
+        tiles = [min(most, one.tiles - before) for before in range(0, one.tiles, most)]
+        rows = min(one.rows, shape.max_rows - len(tiles))
+        if rows < 1 or shapes.holding(rows, one.queries, one.tiles, length + one.queries) != one:
+            continue
+        chunks = [
+            PrefillChunk(shape.max_rows - 1 - index, length - count, count, is_last=False, followed=True)
+            for index, count in enumerate(min(length, of_row * one.width) for of_row in tiles)
+        ]
+        return _plan(shape, range(rows), chunks, length, draft_len=one.queries - 1)
+    return None
 
 
 def chained_round(shape: RoundShape) -> RoundPlan:
@@ -171,8 +199,11 @@ def _plan(
     chunks: Sequence[PrefillChunk],
     length: int,
     sampling: SamplingParams = _SAMPLING,
+    draft_len: int | None = None,
 ) -> RoundPlan:
+    """Of rows of `length` tokens; they draft as many as there may be, or `draft_len`."""
     count, speculates = len(decoding), shape.draft_len > 0
+    drafted = shape.draft_len if draft_len is None else draft_len
     rows = range(shape.max_rows)
     tokens = np.zeros(length, dtype=np.int32)
     return RoundPlan(
@@ -182,9 +213,9 @@ def _plan(
         block_updates=np.zeros((0, 3), dtype=np.int32),
         prefill=tuple(chunks),
         decode_rows=np.array(decoding, dtype=np.int32),
-        draft_lens=np.full(count, shape.draft_len if speculates else -1, dtype=np.int32),
+        draft_lens=np.full(count, drafted if speculates else -1, dtype=np.int32),
         catch_up=np.full(count, min(shape.most_catch_up, length) if speculates else 0, dtype=np.int32),
-        max_context=length + shape.draft_len + 1,
+        max_context=length + drafted + 1,
         num_guesses=shape.num_guesses,
     )
 
@@ -211,7 +242,8 @@ def measure_largest_round(device: torch.device, prepare: Callable[[], Rehearsal]
     free, reserved = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
     rehearsal = prepare()
     try:
-        for plan in (*largest_rounds(shape), chained_round(shape)):
+        together = mixed_round(shape, rehearsal.mixed_shapes)
+        for plan in (*largest_rounds(shape), *([] if together is None else [together]), chained_round(shape)):
             rehearsal.play(plan)
         for_graphs, captured = 0, rehearsal.num_graphs
         torch.cuda.synchronize(device)
@@ -221,7 +253,7 @@ def measure_largest_round(device: torch.device, prepare: Callable[[], Rehearsal]
             torch.cuda.synchronize(device)
             more = rehearsal.num_graphs - captured
             beside = max(0, _elsewhere(device, free, reserved) - elsewhere) // max(1, more)
-            for_graphs = (beside + _GRAPH_TENSORS_BYTES) * MOST_GRAPHS * rehearsal.num_caches
+            for_graphs = (beside + _GRAPH_TENSORS_BYTES) * rehearsal.most_graphs
         peak = torch.cuda.max_memory_reserved(device) - reserved
     finally:
         rehearsal.close()

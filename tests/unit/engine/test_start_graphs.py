@@ -1,5 +1,5 @@
-"""A start makes every graph that a round asks for, and memory is reckoned for them: random mixes of rows and prompts make
-no other, whatever bounds rounds have. Captures are played on the CPU, as in test_graphs.py."""
+"""A start makes every graph that a round asks for, and memory is reckoned for them: random mixes of rows and prompts
+make no other, whatever bounds rounds have. Captures are played on the CPU, as in test_graphs.py."""
 
 from __future__ import annotations
 
