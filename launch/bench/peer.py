@@ -116,6 +116,11 @@ def check_peer(job: Job, options: BenchOptions) -> None:
             f"--peer {options.peer} is not started with speculation.method {config.speculation.method}: choose "
             f"{', '.join(program.methods)} or none"
         )
+    if program.is_apart and config.max_paths > 1:
+        raise ConfigError(
+            f"--peer {options.peer} is started with chains, and speculation.{config.speculation.tree_key} makes trees: "
+            "leave it out, so that both draft alike"
+        )
     sections = [section for section in (config.target, config.draft) if section is not None]
     if any(section.load_format == "dummy" for section in sections):
         raise ConfigError(f"--peer {options.peer} reads the models' weights, and load_format is dummy: leave one out")
