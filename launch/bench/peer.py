@@ -118,8 +118,8 @@ def check_peer(job: Job, options: BenchOptions) -> None:
         )
     if program.is_apart and config.max_paths > 1:
         raise ConfigError(
-            f"--peer {options.peer} is started with chains, and speculation.{config.speculation.tree_key} makes trees: "
-            "leave it out, so that both draft alike"
+            f"--peer {options.peer} drafts chains, and {config.speculation.method} drafts trees by its options: "
+            "leave these out, so that both draft alike"
         )
     sections = [section for section in (config.target, config.draft) if section is not None]
     if any(section.load_format == "dummy" for section in sections):

@@ -116,7 +116,7 @@ def test_an_interpreter_without_vllm_is_refused_before_anything_runs(
     }
     of_heads = ("bench", "--config", MEDUSA, "--set", "speculation.medusa_choices=mc_sim_7b_63")
     told = [(words, *case) for case in cases.items()]
-    told.append((of_heads, ("--peer", "vllm"), "chains, and speculation.medusa_choices makes trees: leave it"))
+    told.append((of_heads, ("--peer", "vllm"), "vllm drafts chains, and medusa drafts trees by its options: leave"))
     for command, arguments, said in told:
         done = trtrun(*command, *arguments)
         assert (done.returncode, done.stdout) == (2, "")
