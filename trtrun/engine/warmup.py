@@ -64,11 +64,12 @@ def warm_up(
             elif length:
                 _draft(engine, length, in_parallel=in_parallel)
     else:
+        # The largest graphs first: smaller ones find the memory of the pool there.
+        for of_both in limits.mixed(shapes) if verifies else ():
+            _verify(engine, of_both.rows, of_both.length, prompts=of_both.lengths)
         for prompts in limits.prompts(shapes):
             _prefill(engine, prompts)
         if verifies:
-            for of_both in limits.mixed(shapes):
-                _verify(engine, of_both.rows, of_both.length, prompts=of_both.lengths)
             for rows, length, blocks in limits.verifications(shapes, draft_lens, has_trees=engine.has_trees):
                 _verify(engine, rows, length, engine.block_size * blocks)
         else:

@@ -43,7 +43,7 @@ def test_no_round_makes_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     made: list[Any] = []
     mixed: list[Any] = []
     make, run = GraphCache._make, MixedGraphs.run
-    monkeypatch.setattr(GraphCache, "_make", lambda *taken: (made.append(taken[1]), make(*taken))[-1])
+    monkeypatch.setattr(GraphCache, "_make", lambda *taken: (made.append(taken[:2]), make(*taken))[-1])
     monkeypatch.setattr(MixedGraphs, "run", lambda *taken: (mixed.append(taken[1]), run(*taken))[-1])
     draft_lens = itertools.cycle([3, 2, 0, 1, 3, 0])
     monkeypatch.setattr(Pacer, "choose", lambda *_: next(draft_lens))
@@ -55,6 +55,10 @@ def test_no_round_makes_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     numbers = random.Random(1)
     with make_llm(target, draft, speculation=speculation, scheduler=scheduler) as llm:
         assert made
+        largest_first = [shape.tokens for graphs, shape in made if isinstance(graphs, MixedGraphs)]
+        assert largest_first == sorted(largest_first, reverse=True)
+        kinds = [type(graphs) for graphs, _ in made[1:]]  # behind a short prompt
+        assert draft is not None or MixedGraphs not in kinds[len(largest_first) :]
         del made[:], mixed[:]
         most = min(scheduler.get("max_seq_len", 400), 400) - 30
         for _ in range(8):
