@@ -18,6 +18,7 @@ from trtrun.engine.batch import BatchBuilder, ForwardBatch, with_masks
 from trtrun.engine.capture import Capture
 from trtrun.engine.draft_paths import DraftPaths, PathSpace
 from trtrun.engine.forwards import Forwards, HiddenTaps
+from trtrun.engine.graph_cache import MOST_GRAPHS
 from trtrun.engine.graph_shapes import MOST_FED, GraphShapes, catch_up_width, catches_up
 from trtrun.engine.rows import RowState
 from trtrun.engine.verification import Verification
@@ -58,6 +59,7 @@ class Engine:
         path_space: PathSpace | None = None,
         most_masked: int = 0,
         max_tokens: int | None = None,
+        most_graphs: int = MOST_GRAPHS,
     ) -> None:
         """Put a model to work on rows.
 
@@ -72,6 +74,7 @@ class Engine:
             path_space: where the paths of draft trees have their keys; None where drafts are chains.
             most_masked: tokens that it drafts for a row in one forward, at most; 0 where it drafts step by step.
             max_tokens: of a round, where it verifies: rows and prompts have graphs together; None makes none of these.
+            most_graphs: to keep of other forwards: no fewer than a start makes.
         """
         self._model = model
         self._store = store
@@ -82,7 +85,9 @@ class Engine:
         tapped = HiddenTaps(taps, model.config, model.dtype, self.device) if taps else None
         paths = DraftPaths(path_space, rows, store) if path_space is not None else None
         most_logits = max(logits_per_row, most_masked)
-        self._forwards = Forwards(model, store, rows, capture, most_logits, tapped, paths, most_masked, max_tokens)
+        self._forwards = Forwards(
+            model, store, rows, capture, most_logits, tapped, paths, most_masked, max_tokens, most_graphs
+        )
         self._verification = Verification(model, rows, self._forwards)
         self.tables = self._forwards.tables
 
@@ -134,6 +139,11 @@ class Engine:
     def num_graphs(self) -> int:
         """Graphs that are held."""
         return self._forwards.num_graphs
+
+    @property
+    def most_graphs(self) -> int:
+        """Graphs that there may be."""
+        return self._forwards.most_graphs
 
     def close(self) -> None:
         """Give back what must not outlive the communicators. Nothing runs on the engine afterwards."""

@@ -102,12 +102,13 @@ class Rehearsal:
     @property
     def num_graphs(self) -> int:
         """Graphs that are held."""
-        return sum(self._of_each)
+        return sum(engine.num_graphs for engine in self.engines.values()) + self._of_drafter
 
     @property
-    def num_caches(self) -> int:
-        """Kinds of work that have graphs, each as many as there may be."""
-        return sum(count > 0 for count in self._of_each)
+    def most_graphs(self) -> int:
+        """As many as there may be."""
+        of_engines = sum(engine.most_graphs for engine in self.engines.values())
+        return of_engines + (MOST_GRAPHS if self._of_drafter else 0)
 
     @property
     def mixed_shapes(self) -> MixedShapes | None:
@@ -116,15 +117,9 @@ class Rehearsal:
         return target.graph_shapes.mixed if target is not None and target.graph_shapes is not None else None
 
     @property
-    def most_graphs(self) -> int:
-        """As many as there may be: of rows and prompts together there are never more than their shapes."""
-        shapes = self.mixed_shapes
-        return MOST_GRAPHS * self.num_caches + (len(shapes.all) if shapes is not None else 0)
-
-    @property
-    def _of_each(self) -> list[int]:
+    def _of_drafter(self) -> int:
         drafter = self.worker.drafter
-        return [*(engine.num_graphs for engine in self.engines.values()), drafter.num_graphs if drafter else 0]
+        return drafter.num_graphs if drafter is not None else 0
 
     def play(self, plan: RoundPlan) -> None:
         """Run a round. Collective over the tensor-parallel groups."""
