@@ -56,7 +56,7 @@ class PeerProgram:
         speculative: what it calls drafting.
         is_apart: whether each mode is a process of its own, as it loads the draft or does not.
         decided: of the fields that --peer-options may name, those that the job decides; None where it takes none.
-        methods: what it calls methods of drafting, by their names here; others it does not have.
+        methods: what it calls methods of drafting, by their names here; with others it is not compared.
     """
 
     name: str
