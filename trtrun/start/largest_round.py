@@ -18,8 +18,8 @@ from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, RowAdmission, Verd
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.engine.graph_cache import MOST_GRAPHS
 from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS
-from trtrun.engine.mixed_shapes import MixedShapes
 from trtrun.engine.runner import Engine
+from trtrun.engine.warmup import warm_up_largest_mixed
 from trtrun.engine.working_memory import RoundShape
 from trtrun.roles.launched_round import LaunchedRound
 from trtrun.roles.round import Worker
@@ -111,12 +111,6 @@ class Rehearsal:
         return of_engines + (MOST_GRAPHS if self._of_drafter else 0)
 
     @property
-    def mixed_shapes(self) -> MixedShapes | None:
-        """Of graphs of rows and prompts together; None where there are no graphs."""
-        target = self.engines.get("target")
-        return target.graph_shapes.mixed if target is not None and target.graph_shapes is not None else None
-
-    @property
     def _of_drafter(self) -> int:
         drafter = self.worker.drafter
         return drafter.num_graphs if drafter is not None else 0
@@ -124,6 +118,13 @@ class Rehearsal:
     def play(self, plan: RoundPlan) -> None:
         """Run a round. Collective over the tensor-parallel groups."""
         self.worker.launch_round(plan)
+
+    def verify_beside_prompts(self) -> None:
+        """Run the largest of the target's graphs of rows and prompts together, where it has any. Its forward alone: so
+        it is collective over the target's group, and draft ranks need not know of it."""
+        target = self.engines.get("target")
+        if target is not None:
+            warm_up_largest_mixed(target, self.shape.max_tokens, self.shape.max_rows)
 
     def close(self) -> None:
         """Give the graphs back."""
@@ -157,26 +158,6 @@ def _chunks(shape: RoundShape, length: int, num_tokens: int, usual: int) -> list
     return chunks
 
 
-def mixed_round(shape: RoundShape, shapes: MixedShapes | None) -> RoundPlan | None:
-    """The round of rows and prompts that has the largest of the graphs of both together, `shapes`; None where none has
-    any."""
-    if shapes is None:
-        return None
-    length = max(1, min(shape.max_seq_len, shapes.most_context) - shape.draft_len - 1)
-    for one in shapes.all:
-        most = -(-length // one.width)
-        tiles = [min(most, one.tiles - before) for before in range(0, one.tiles, most)]
-        rows = min(one.rows, shape.max_rows - len(tiles))
-        if rows < 1 or shapes.holding(rows, one.queries, one.tiles, length + one.queries) != one:
-            continue
-        chunks = [
-            PrefillChunk(shape.max_rows - 1 - index, length - count, count, is_last=False, followed=True)
-            for index, count in enumerate(min(length, of_row * one.width) for of_row in tiles)
-        ]
-        return _plan(shape, range(rows), chunks, length, draft_len=one.queries - 1)
-    return None
-
-
 def chained_round(shape: RoundShape) -> RoundPlan:
     """A round of all rows whose draft steps, choices included, run as one graph on engines that have graphs."""
     length = max(2, shape.max_seq_len - shape.draft_len - 1)
@@ -194,11 +175,8 @@ def _plan(
     chunks: Sequence[PrefillChunk],
     length: int,
     sampling: SamplingParams = _SAMPLING,
-    draft_len: int | None = None,
 ) -> RoundPlan:
-    """Of rows of `length` tokens; they draft as many as there may be, or `draft_len`."""
     count, speculates = len(decoding), shape.draft_len > 0
-    drafted = shape.draft_len if draft_len is None else draft_len
     rows = range(shape.max_rows)
     tokens = np.zeros(length, dtype=np.int32)
     return RoundPlan(
@@ -208,9 +186,9 @@ def _plan(
         block_updates=np.zeros((0, 3), dtype=np.int32),
         prefill=tuple(chunks),
         decode_rows=np.array(decoding, dtype=np.int32),
-        draft_lens=np.full(count, drafted if speculates else -1, dtype=np.int32),
+        draft_lens=np.full(count, shape.draft_len if speculates else -1, dtype=np.int32),
         catch_up=np.full(count, min(shape.most_catch_up, length) if speculates else 0, dtype=np.int32),
-        max_context=length + drafted + 1,
+        max_context=length + shape.draft_len + 1,
         num_guesses=shape.num_guesses,
     )
 
@@ -237,9 +215,8 @@ def measure_largest_round(device: torch.device, prepare: Callable[[], Rehearsal]
     free, reserved = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
     rehearsal = prepare()
     try:
-        together = mixed_round(shape, rehearsal.mixed_shapes)
-        # The largest graph first, as a start makes them.
-        for plan in (*([] if together is None else [together]), *largest_rounds(shape), chained_round(shape)):
+        rehearsal.verify_beside_prompts()  # the largest graph first, as a start makes them
+        for plan in (*largest_rounds(shape), chained_round(shape)):
             rehearsal.play(plan)
         for_graphs, captured = 0, rehearsal.num_graphs
         torch.cuda.synchronize(device)

@@ -25,7 +25,7 @@ from trtrun.errors import ConfigError
 from trtrun.kvcache.sizing import SlotMemory, count_kv_blocks
 from trtrun.start import engine_maker, largest_round, startup
 from trtrun.start.kernels_ahead import KernelsAhead
-from trtrun.start.largest_round import Rehearsal, chained_round, largest_rounds, mixed_round, small_round
+from trtrun.start.largest_round import Rehearsal, chained_round, largest_rounds, small_round
 from trtrun.start.memory_requirements import round_shape
 from trtrun.start.startup import RankStartup
 
@@ -107,7 +107,7 @@ def test_a_rehearsal_runs_on_a_store_of_one_block(
         (4, 700, 600, 3, 4 * 4 + 512),  # a graph of as many tokens as a round has, not more
         (4, 2048, 9000, 3, 4 * 4 + 1024),  # of contexts that have one
         (40, 2048, 600, 8, 32 * 8 + 1024),  # fewer rows and queries than there may be
-        (3, 2048, 64, 3, 3 * 4 + 128),
+        (3, 2048, 64, 3, 3 * 4 + 256),
     ],
 )
 def test_a_rehearsal_runs_the_largest_graph_of_rows_and_prompts_together(
@@ -135,14 +135,11 @@ def test_a_rehearsal_runs_the_largest_graph_of_rows_and_prompts_together(
     played: list[Any] = []
     run = MixedGraphs.run
     monkeypatch.setattr(MixedGraphs, "run", lambda *taken: (played.append(taken[1]), run(*taken))[-1])
-    plan = mixed_round(shape, rehearsal.mixed_shapes)
-    assert plan is not None
-    rehearsal.play(plan)
+    rehearsal.verify_beside_prompts()
     assert [one.tokens for one in played] == [tokens]
-    shapes = rehearsal.mixed_shapes
-    assert shapes is not None and len(shapes.all) > 1
-    assert rehearsal.most_graphs == graphs.MOST_GRAPHS + len(shapes.all)
-    assert mixed_round(shape, None) is None
+    shapes = rehearsal.engines["target"].graph_shapes
+    assert shapes is not None and len(shapes.mixed.all) > 1
+    assert rehearsal.most_graphs == graphs.MOST_GRAPHS + len(shapes.mixed.all)
     rehearsal.close()
 
 
