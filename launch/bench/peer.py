@@ -56,7 +56,7 @@ class PeerProgram:
         speculative: what it calls drafting.
         is_apart: whether each mode is a process of its own, as it loads the draft or does not.
         decided: of the fields that --peer-options may name, those that the job decides; None where it takes none.
-        methods: what it calls methods of drafting, by their names here; others it does not have.
+        methods: what it calls methods of drafting, by their names here; with others it is not compared.
     """
 
     name: str
@@ -115,6 +115,11 @@ def check_peer(job: Job, options: BenchOptions) -> None:
         raise ConfigError(
             f"--peer {options.peer} is not started with speculation.method {config.speculation.method}: choose "
             f"{', '.join(program.methods)} or none"
+        )
+    if program.is_apart and config.max_paths > 1:
+        raise ConfigError(
+            f"--peer {options.peer} drafts chains, and {config.speculation.method} drafts trees by its options: "
+            "leave these out, so that both draft alike"
         )
     sections = [section for section in (config.target, config.draft) if section is not None]
     if any(section.load_format == "dummy" for section in sections):

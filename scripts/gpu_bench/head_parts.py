@@ -1,4 +1,5 @@
-"""Heads that draft on the target's own device: what a round of Medusa's and of EAGLE's costs beside a plain step.
+"""Heads that draft on the target's own device: what a round of Medusa's and of EAGLE's costs beside a plain step,
+and beside vLLM's.
 
 Heads are made up, so that their tokens are hardly ever right: a round takes as long whatever is accepted. It knows
 directories of heads and `trtrun bench`'s JSON. It does not know when it runs.
@@ -15,20 +16,15 @@ from gpu_bench.workbench import Workbench
 
 WRITE_HEADS = Path(__file__).resolve().parent / "write_heads.py"
 
-TREE_OF_60 = {"draft_len": 5, "eagle_topk": 10, "max_total_draft_tokens": 60}
+TREE_OF_60: dict[str, object] = {"draft_len": 5, "eagle_topk": 10, "max_total_draft_tokens": 60}
 CASES: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("EAGLE, a chain of 5", "eagle", {"draft_len": 5}),
     ("EAGLE-3, a chain of 5", "eagle3", {"draft_len": 5}),
-    (
-        "EAGLE-3, a dynamic tree of 60, 5 deep",
-        "eagle3",
-        {"draft_len": 5, "eagle_topk": 10, "max_total_draft_tokens": 60},
-    ),
+    ("EAGLE-3, a dynamic tree of 60, 5 deep", "eagle3", TREE_OF_60),
     ("3 Medusa heads with a matrix each, a tree of 63", "medusa", {"medusa_choices": "vicuna_33b_stage1"}),
     ("3 Medusa heads on the target's matrix, a tree of 63", "medusa-shared", {"medusa_choices": "vicuna_33b_stage1"}),
     ("3 Medusa heads with a matrix each, a chain", "medusa", {"draft_len": 3}),
 )
-
 
 VLLM_CASES: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("EAGLE-3, a chain of 5", "eagle3", {"draft_len": 5}),

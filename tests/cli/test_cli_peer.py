@@ -114,8 +114,11 @@ def test_an_interpreter_without_vllm_is_refused_before_anything_runs(
         ("--peer", "vllm", "--speculation", "suffix"): "is not started with speculation.method suffix: choose draft_",
         ("--peer", "vllm", "--set", "target.load_format=dummy"): "reads the models' weights, and load_format is dummy",
     }
-    for arguments, said in cases.items():
-        done = trtrun(*words, *arguments)
+    of_heads = ("bench", "--config", MEDUSA, "--set", "speculation.medusa_choices=mc_sim_7b_63")
+    told = [(words, *case) for case in cases.items()]
+    told.append((of_heads, ("--peer", "vllm"), "vllm drafts chains, and medusa drafts trees by its options: leave"))
+    for command, arguments, said in told:
+        done = trtrun(*command, *arguments)
         assert (done.returncode, done.stdout) == (2, "")
         (line,) = done.stderr.splitlines()
         assert said in line

@@ -15,6 +15,7 @@ from trtrun.core.nouns import Draft, PrefillChunk
 from trtrun.engine.batch import BatchBuilder, ForwardBatch, read_tiles
 from trtrun.engine.capture import Capture
 from trtrun.engine.draft_paths import DraftPaths, TreeBatch
+from trtrun.engine.graph_cache import MOST_GRAPHS
 from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes
 from trtrun.engine.graphs import ForwardGraphs
 from trtrun.engine.hidden_taps import HiddenTaps
@@ -65,6 +66,7 @@ class Forwards:
         paths: DraftPaths | None,
         most_masked: int = 0,
         max_tokens: int | None = None,
+        most_graphs: int = MOST_GRAPHS,
     ) -> None:
         """See `runner.Engine`."""
         self._model = model
@@ -76,6 +78,7 @@ class Forwards:
         self.paths = paths
         self.prompt_width = model.prompt_width
         self._max_tokens = max_tokens
+        self._most_graphs = most_graphs
         self.mixed: MixedGraphs | None = None
         self.graphs = self._make_graphs(capture, logits_per_row, most_masked) if capture is not None else None
 
@@ -102,6 +105,7 @@ class Forwards:
             table_numbers=max(max(max_rows, most_tiles) * max_blocks, numbers),
             vocab_size=self._vocab_size,
             device=self._device,
+            most_graphs=self._most_graphs,
             forward_trees=self._forward_trees if self.paths is not None else None,
         )
         if shapes.mixed.all:
@@ -112,6 +116,11 @@ class Forwards:
     def num_graphs(self) -> int:
         """Graphs that are held."""
         return sum(graphs.num_graphs for graphs in (self.graphs, self.mixed) if graphs is not None)
+
+    @property
+    def most_graphs(self) -> int:
+        """Graphs that there may be: of rows and prompts together there are never more than their shapes."""
+        return 0 if self.graphs is None else self.graphs.most_graphs + len(self.graphs.shapes.mixed.all)
 
     def close(self) -> None:
         """Give the graphs back."""

@@ -14,8 +14,8 @@ import torch
 from trtrun.engine.capture import Capture
 
 MOST_GRAPHS = 224
-"""Graphs kept of one kind of work. Each holds its nodes on the device and a share of the pool. Most starts make
-fewer."""
+"""Graphs kept of one kind of work, or all that a start makes where these are more. Each holds its nodes on the device
+and a share of the pool."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class GraphCache:
     tensor-parallel group capture and give back alike.
 
     Attributes:
+        most_graphs: how many are kept.
         position_inputs: which of the inputs are positions, where -1 is padding.
     """
 
@@ -42,7 +43,7 @@ class GraphCache:
     def __init__(self, capture: Capture, most_graphs: int = MOST_GRAPHS) -> None:
         """Make graphs with `capture`, and keep `most_graphs` of them."""
         self._capture = capture
-        self._most_graphs = most_graphs
+        self.most_graphs = most_graphs
         self._graphs: OrderedDict[Hashable, Captured] = OrderedDict()
 
     @property
@@ -70,7 +71,7 @@ class GraphCache:
             fixed = make_fixed()
             captured = self._graphs[shape] = self._make(shape, fixed, work, make_output() if make_output else fixed[0])
             # Now and not before: capturing has waited for the device, so that none of the others is still running.
-            if len(self._graphs) > self._most_graphs:
+            if len(self._graphs) > self.most_graphs:
                 self._graphs.popitem(last=False)
         else:
             self._graphs.move_to_end(shape)

@@ -55,7 +55,11 @@ class MixedShape(NamedTuple):
 
 
 class MixedShapes:
-    """Those of one engine."""
+    """Those of one engine.
+
+    Attributes:
+        most_context: tokens of the longest context that has such a graph.
+    """
 
     def __init__(
         self,
@@ -69,7 +73,7 @@ class MixedShapes:
         """Of rounds as `GraphShapes` has them, of up to `max_tokens` tokens; none where prompts are no tiles, or where
         one row runs alone."""
         self._width = (prompt_width or 0) if max_rows > 1 else 0
-        self._most_context = min(_LONGEST_CONTEXT, max_blocks * block_size)
+        self.most_context = min(_LONGEST_CONTEXT, max_blocks * block_size)
         blocks = min(-(-_LONGEST_CONTEXT // block_size), max_blocks)
         found = (
             [
@@ -91,7 +95,7 @@ class MixedShapes:
     def holding(self, rows: int, queries: int, tiles: int, context: int) -> MixedShape | None:
         """The one of fewest tokens that holds so many rows, queries of each, and tiles, with contexts of up to
         `context` tokens; None where there is none."""
-        if context > self._most_context:
+        if context > self.most_context:
             return None
         holds = [one for one in self.all if rows <= one.rows and queries <= one.queries and tiles <= one.tiles]
         return min(holds, key=lambda shape: shape.tokens, default=None)

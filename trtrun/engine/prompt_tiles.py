@@ -2,7 +2,8 @@
 
 A kernel on a GPU computes attention for a tile of queries at a time anyway, and every segment of a forward is another
 launch in every layer. So chunks are cut into tiles as wide as the kernel's, and what is left of each into a narrower
-one, padded to a power of two. Tiles of a chunk are rows of one forward: a later one sees the keys of those before it.
+one, padded to a power of two, where a tile of the other width would be much padding. Tiles of a chunk are rows of one
+forward: a later one sees the keys of those before it.
 
 It knows chunks and positions, and the shapes of models. It does not know block tables or tensors.
 """

@@ -18,6 +18,7 @@ from trtrun.engine.batch import BatchBuilder, ForwardBatch, with_masks
 from trtrun.engine.capture import Capture
 from trtrun.engine.draft_paths import DraftPaths, PathSpace
 from trtrun.engine.forwards import Forwards
+from trtrun.engine.graph_cache import MOST_GRAPHS
 from trtrun.engine.graph_shapes import MOST_FED, GraphShapes, catch_up_width, catches_up
 from trtrun.engine.hidden_taps import HiddenTaps
 from trtrun.engine.rows import RowState
@@ -59,6 +60,7 @@ class Engine:
         path_space: PathSpace | None = None,
         most_masked: int = 0,
         max_tokens: int | None = None,
+        most_graphs: int = MOST_GRAPHS,
     ) -> None:
         """Put a model to work on rows.
 
@@ -73,6 +75,7 @@ class Engine:
             path_space: where the paths of draft trees have their keys; None where drafts are chains.
             most_masked: tokens that it drafts for a row in one forward, at most; 0 where it drafts step by step.
             max_tokens: of a round, where it verifies: rows and prompts have graphs together; None makes none of these.
+            most_graphs: to keep of other forwards: no fewer than a start makes.
         """
         self._model = model
         self._store = store
@@ -83,7 +86,9 @@ class Engine:
         tapped = HiddenTaps(taps, model.config, model.dtype, self.device) if taps else None
         paths = DraftPaths(path_space, rows, store) if path_space is not None else None
         most_logits = max(logits_per_row, most_masked)
-        self._forwards = Forwards(model, store, rows, capture, most_logits, tapped, paths, most_masked, max_tokens)
+        self._forwards = Forwards(
+            model, store, rows, capture, most_logits, tapped, paths, most_masked, max_tokens, most_graphs
+        )
         self._verification = Verification(model, rows, self._forwards)
         self.tables = self._forwards.tables
 
@@ -135,6 +140,11 @@ class Engine:
     def num_graphs(self) -> int:
         """Graphs that are held."""
         return self._forwards.num_graphs
+
+    @property
+    def most_graphs(self) -> int:
+        """Graphs that there may be."""
+        return self._forwards.most_graphs
 
     def close(self) -> None:
         """Give back what must not outlive the communicators. Nothing runs on the engine afterwards."""

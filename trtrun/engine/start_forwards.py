@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from trtrun.engine.graph_shapes import MOST_FED, GraphShapes, catch_up_width, catches_up
+from trtrun.engine.graph_shapes import MOST_FED, GraphShapes, PromptShape, catch_up_width, catches_up
 
 _SHORT_TREES = 6
 """Trees of up to so many tokens, one behind the other, have graphs of all lengths: pacing asks for any, and the last
@@ -74,21 +74,32 @@ class StartLimits:
         return Prompts(0, [min(2, self.longest, self.max_tokens)])
 
     def prompts(self, shapes: GraphShapes) -> Iterator[Prompts]:
-        """Those of each graph that computes any, the largest first: smaller ones find the memory of the pool there."""
+        """The fewest tokens that run through each graph that computes any, the largest graph first: smaller ones find
+        the memory of the pool there. Where those are too many, no round needs the graph."""
         found = shapes.prompt_shapes()
         widest = max((shape.width for shape in found), default=0)
-        for tiles, width, start in found:
+        for shape in found:
+            tiles = next(tiles for tiles in range(1, shape.tiles + 1) if shapes.rows(tiles) == shape.tiles)
             # A row has several tiles only of the widest: a longer chunk is cut into wider ones where there are any.
-            lengths = [width * (count if width == widest else 1) for count in self._dealt(tiles)]
-            if sum(lengths) <= self.max_tokens and start + lengths[0] <= self.longest:
-                yield Prompts(start, lengths)
+            if shape.width < widest and tiles > self.max_rows:
+                continue
+            lengths = [(count - 1) * shape.width + 1 for count in self._dealt(tiles)]
+            lengths[0] = max(lengths[0], self._fewest_of(shapes, shape))
+            if sum(lengths) <= self.max_tokens and shape.start + lengths[0] <= self.longest:
+                yield Prompts(shape.start, lengths)
+
+    def _fewest_of(self, shapes: GraphShapes, shape: PromptShape) -> int:
+        """Tokens of a chunk that is cut into tiles as wide as those of `shape`, at least."""
+        blocks = shapes.prompt_blocks(shapes.blocks_of(shape.start + 1))
+        return next(length for length in range(1, shape.width + 1) if shapes.tile_width(length, blocks) == shape.width)
 
     def mixed(self, shapes: GraphShapes) -> Iterator[Mixed]:
         """Those of each graph of rows and prompts together, the largest first."""
+        longest = min(self.longest, shapes.mixed.most_context)
         for shape in shapes.mixed.all:
-            lengths = [min(shape.width * count, self.longest) for count in self._dealt(shape.tiles)]
+            lengths = [min(shape.width * count, longest) for count in self._dealt(shape.tiles)]
             tiles = sum(-(-length // shape.width) for length in lengths)
-            if shapes.mixed.holding(shape.rows, shape.queries, tiles, self.longest) == shape:
+            if shapes.mixed.holding(shape.rows, shape.queries, tiles, longest) == shape:
                 yield Mixed(shape.rows, shape.queries - 1, lengths)
 
     def _dealt(self, tiles: int) -> list[int]:

@@ -16,7 +16,7 @@ import torch
 from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan
 from trtrun.engine.graph_shapes import GraphShapes
 from trtrun.engine.runner import Engine
-from trtrun.engine.start_forwards import Prompts, StartLimits, draft_steps
+from trtrun.engine.start_forwards import Mixed, Prompts, StartLimits, draft_steps
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
 
@@ -54,7 +54,7 @@ def warm_up(
     """
     # Rows of two zero tokens stand in for requests.
     engine.rows.lengths[:max_rows].fill_(2)
-    limits = StartLimits(max_tokens, max_rows, engine.rows.token_ids.shape[1] - engine.rows.max_draft_len - 2)
+    limits = _limits(engine, max_tokens, max_rows)
     _prefill(engine, limits.first_prompt())
     shapes = engine.graph_shapes
     if shapes is None:
@@ -64,16 +64,36 @@ def warm_up(
             elif length:
                 _draft(engine, length, in_parallel=in_parallel)
     else:
+        # The largest graphs first: smaller ones find the memory of the pool there.
+        for of_both in limits.mixed(shapes) if verifies else ():
+            _verify_mixed(engine, of_both)
         for prompts in limits.prompts(shapes):
             _prefill(engine, prompts)
         if verifies:
-            for of_both in limits.mixed(shapes):
-                _verify(engine, of_both.rows, of_both.length, prompts=of_both.lengths)
             for rows, length, blocks in limits.verifications(shapes, draft_lens, has_trees=engine.has_trees):
                 _verify(engine, rows, length, engine.block_size * blocks)
         else:
             _draft_all(engine, shapes, num_ranked, most_catch_up, samples_steps=samples_steps)
     engine.rows.lengths[:max_rows].zero_()
+
+
+def warm_up_largest_mixed(engine: Engine, max_tokens: int, max_rows: int) -> None:
+    """Run the largest forward of rows and prompts together that has a graph, as `warm_up` does; nothing where none has.
+
+    Args:
+        engine: of a target.
+        max_tokens, max_rows: of a round.
+    """
+    shapes = engine.graph_shapes
+    largest = None if shapes is None else next(_limits(engine, max_tokens, max_rows).mixed(shapes), None)
+    if largest is not None:
+        engine.rows.lengths[:max_rows].fill_(2)
+        _verify_mixed(engine, largest)
+        engine.rows.lengths[:max_rows].zero_()
+
+
+def _limits(engine: Engine, max_tokens: int, max_rows: int) -> StartLimits:
+    return StartLimits(max_tokens, max_rows, engine.rows.token_ids.shape[1] - engine.rows.max_draft_len - 2)
 
 
 def _draft_all(
@@ -115,6 +135,10 @@ def _prefill(engine: Engine, prompts: Prompts) -> None:
 
 def _chunk(row: int, length: int, start: int = 0) -> PrefillChunk:
     return PrefillChunk(row=row, start=start, length=length, is_last=False, followed=True)
+
+
+def _verify_mixed(engine: Engine, of_both: Mixed) -> None:
+    _verify(engine, of_both.rows, of_both.length, prompts=of_both.lengths)
 
 
 def _verify(engine: Engine, rows: int, length: int, context: int = 0, prompts: Collection[int] = ()) -> None:

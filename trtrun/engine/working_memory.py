@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from trtrun.engine.graph_cache import MOST_GRAPHS
-from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS
-from trtrun.engine.mixed_shapes import MixedShapes
+from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes
 from trtrun.engine.prompt_tiles import MOST_EVEN_PADDING, tile_width
 from trtrun.engine.rows import RowState
 from trtrun.kernels.cpu import machine
@@ -150,14 +149,17 @@ def working_bytes(
             total += RotaryEmbedding.most_bytes(shape.max_seq_len + scratch, heads.stored.head_dim, dtype)
             total += _attention_bytes(tokens, shape, share, heads.stored, dtype, device_type, has_plain_kv)
     if graphs:
-        captured = max(verified, shape.max_rows * 2, MOST_PROMPT_TOKENS)
-        if verifies and shape.max_paths == 1:
-            mixed = MixedShapes(shape.max_rows, shape.verified_tokens, 1, shape.block_size, width, shape.max_tokens).all
-            captured = max(captured, *(one.tokens for one in mixed), 0)
-            logits = max(logits, *(one.lines * model.vocab_size * _FLOAT for one in mixed), 0)
+        mixes = shape.max_tokens if verifies and shape.max_paths == 1 else None
+        shapes = GraphShapes(shape.max_rows, shape.verified_tokens, 1, shape.block_size, width, max_mixed_tokens=mixes)
+        mixed = shapes.mixed.all
+        captured = max(verified, shape.max_rows * 2, MOST_PROMPT_TOKENS, *(one.tokens for one in mixed))
+        of_tiles = -(-MOST_PROMPT_TOKENS // shapes.narrowest_tile) if width else 0
+        lines = max(verified, of_tiles, *(one.lines for one in mixed))
+        most_graphs = MOST_GRAPHS + len(mixed)
         total += captured * tap
-        pool = _activation_bytes(captured, share, model, dtype) + head
-        total += logits + pool + logits + MOST_GRAPHS * model.num_layers * _GRAPH_LAYER_BYTES
+        pool = _activation_bytes(captured, share, model, dtype) + _head_bytes(lines, share, model, dtype)
+        # Twice the logits: where graphs write them, and as the head made them.
+        total += pool + 2 * lines * model.vocab_size * _FLOAT + most_graphs * model.num_layers * _GRAPH_LAYER_BYTES
         if heads is not None and heads.stored is not None:
             total += verified * (tap + heads.stored.hidden_size * dtype.itemsize)
             total += MOST_GRAPHS * heads.stored.num_layers * _GRAPH_LAYER_BYTES

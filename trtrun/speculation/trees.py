@@ -1,8 +1,11 @@
-"""Acceptance of draft trees: the path of which the target keeps most is verified as the chain that it is.
+"""Acceptance of draft trees: a row gains the path of which the target keeps most.
 
 The target's token at a place depends on what stands before it and on the row's seed alone, so all paths that hold what
 the target chose agree on it, and the text is plain decoding's whatever the tree is: with paths that share nodes, with
 the same token at several, and with none. Rows whose drafts carry probabilities take this way too.
+
+Where choices look at a row's tokens, as penalties do, the longest path is verified as the chain that it is. Elsewhere
+each node is looked at once, however many paths go through it (kernels/torch/draft_trees.py).
 
 Pure functions of tensors, without a read-back from the device. It knows no engine and no rank.
 """

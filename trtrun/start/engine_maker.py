@@ -14,6 +14,7 @@ import torch
 from parallel.communicator import Communicator
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.engine.capture import Capture, capture_for
+from trtrun.engine.graph_cache import MOST_GRAPHS
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.engine.warmup import warm_up
@@ -26,7 +27,9 @@ from trtrun.models.heads import HeadsPlan
 from trtrun.models.loading import LoadReport
 from trtrun.roles.exchange import Exchange
 from trtrun.roles.round import Worker
+from trtrun.sampling.keyed_ranks import NUM_KINDS
 from trtrun.speculation.ahead.chains import NUM_RANKED
+from trtrun.start.graph_counts import count_graphs
 from trtrun.start.largest_round import Rehearsal, SilentExchange, chained_round, largest_rounds
 from trtrun.start.memory_requirements import guess_space, path_space, round_shape, target_taps
 from trtrun.start.policies import sure_draft_lens
@@ -106,7 +109,7 @@ class EngineMaker:
             shape = round_shape(self.config, self.context)
             rehearsal = self.rehearsal(shape, lambda work: _do_nothing)
             stack.callback(rehearsal.close)
-            mixed, _, short, _, _, few = largest_rounds(shape)  # the others run the same kernels
+            mixed, _, short, _, few = largest_rounds(shape)  # the others run the same kernels
             for plan in (mixed, short, few, chained_round(shape)):
                 rehearsal.play(plan)
             self.warm_up(rehearsal.worker, rehearsal.engines)
@@ -140,8 +143,11 @@ class EngineMaker:
         graphs = config.cuda_graphs and loaded.communicator.is_capturable
         capture = (capture or capture_for(self.device)) if graphs else None
         shape = round_shape(config, self.context)
+        num_made = count_graphs(config, self.context, role, model.config, model.prompt_width, NUM_KINDS)
+        most_graphs = max(MOST_GRAPHS, num_made)  # all that a start makes are kept: which rounds need them is not known
         if role != "target":
-            return Engine(model, store, rows, capture, most_masked=config.draft_len if shape.in_parallel else 0)
+            masked = config.draft_len if shape.in_parallel else 0
+            return Engine(model, store, rows, capture, most_masked=masked, most_graphs=most_graphs)
         return Engine(
             model,
             store,
@@ -151,6 +157,7 @@ class EngineMaker:
             target_taps(config, model.config, self.heads),
             paths if paths.most_paths > 1 else None,
             max_tokens=config.scheduler.max_num_tokens,
+            most_graphs=most_graphs,
         )
 
 

@@ -18,8 +18,8 @@ from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, RowAdmission, Verd
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.engine.graph_cache import MOST_GRAPHS
 from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS
-from trtrun.engine.mixed_shapes import MOST_ROW_TOKENS, PROMPT_TOKENS
 from trtrun.engine.runner import Engine
+from trtrun.engine.warmup import warm_up_largest_mixed
 from trtrun.engine.working_memory import RoundShape
 from trtrun.roles.launched_round import LaunchedRound
 from trtrun.roles.round import Worker
@@ -102,21 +102,29 @@ class Rehearsal:
     @property
     def num_graphs(self) -> int:
         """Graphs that are held."""
-        return sum(self._of_each)
+        return sum(engine.num_graphs for engine in self.engines.values()) + self._of_drafter
 
     @property
-    def num_caches(self) -> int:
-        """Kinds of work that have graphs, each as many as there may be."""
-        return sum(count > 0 for count in self._of_each)
+    def most_graphs(self) -> int:
+        """As many as there may be."""
+        of_engines = sum(engine.most_graphs for engine in self.engines.values())
+        return of_engines + (MOST_GRAPHS if self._of_drafter else 0)
 
     @property
-    def _of_each(self) -> list[int]:
+    def _of_drafter(self) -> int:
         drafter = self.worker.drafter
-        return [*(engine.num_graphs for engine in self.engines.values()), drafter.num_graphs if drafter else 0]
+        return drafter.num_graphs if drafter is not None else 0
 
     def play(self, plan: RoundPlan) -> None:
         """Run a round. Collective over the tensor-parallel groups."""
         self.worker.launch_round(plan)
+
+    def verify_beside_prompts(self) -> None:
+        """Run the largest of the target's graphs of rows and prompts together, where it has any. Its forward alone: so
+        it is collective over the target's group, and draft ranks need not know of it."""
+        target = self.engines.get("target")
+        if target is not None:
+            warm_up_largest_mixed(target, self.shape.max_tokens, self.shape.max_rows)
 
     def close(self) -> None:
         """Give the graphs back."""
@@ -125,8 +133,7 @@ class Rehearsal:
 
 def largest_rounds(shape: RoundShape) -> list[RoundPlan]:
     """Rounds of all the tokens that a round may have, in few prompts and in as many as take most padding, beside rows;
-    a round with a prompt as long as graphs take them; one of all rows alone; one of as many rows and tokens of prompts
-    as have a graph together; and one of few rows and a short prompt."""
+    a round with a prompt as long as graphs take them; one of all rows alone; and one of few rows and a short prompt."""
     length = max(2, shape.max_seq_len - shape.draft_len - 1)
     kinds = [
         _chunks(shape, length, shape.max_tokens, length),
@@ -134,11 +141,8 @@ def largest_rounds(shape: RoundShape) -> list[RoundPlan]:
         _chunks(shape, length, min(shape.max_tokens, length, MOST_PROMPT_TOKENS), length),
         [],
     ]
-    together = _chunks(shape, length, min(shape.max_tokens, PROMPT_TOKENS[-1]), length)
-    some = min(shape.max_rows - len(together), max(1, MOST_ROW_TOKENS // (shape.draft_len + 1)))
     few = [PrefillChunk(shape.max_rows - 1, length - 1, 1, is_last=True, followed=True)]
     rounds = [_plan(shape, range(shape.max_rows - len(chunks)), chunks, length) for chunks in kinds]
-    rounds.append(_plan(shape, range(some), together, length))
     return [*rounds, _plan(shape, range(min(_FEW_ROWS, shape.max_rows - 1)), few, length)]
 
 
@@ -211,6 +215,7 @@ def measure_largest_round(device: torch.device, prepare: Callable[[], Rehearsal]
     free, reserved = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
     rehearsal = prepare()
     try:
+        rehearsal.verify_beside_prompts()  # the largest graph first, as a start makes them
         for plan in (*largest_rounds(shape), chained_round(shape)):
             rehearsal.play(plan)
         for_graphs, captured = 0, rehearsal.num_graphs
@@ -221,7 +226,7 @@ def measure_largest_round(device: torch.device, prepare: Callable[[], Rehearsal]
             torch.cuda.synchronize(device)
             more = rehearsal.num_graphs - captured
             beside = max(0, _elsewhere(device, free, reserved) - elsewhere) // max(1, more)
-            for_graphs = (beside + _GRAPH_TENSORS_BYTES) * MOST_GRAPHS * rehearsal.num_caches
+            for_graphs = (beside + _GRAPH_TENSORS_BYTES) * rehearsal.most_graphs
         peak = torch.cuda.max_memory_reserved(device) - reserved
     finally:
         rehearsal.close()

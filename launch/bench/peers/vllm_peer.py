@@ -1,4 +1,4 @@
-"""vLLM on the same weights and prompts: plain, or with the draft as its draft model.
+"""vLLM on the same weights and prompts: plain, or drafting with the same draft model or heads.
 
 `bench` has the interpreter that has vLLM run this file: `vllm_peer.py TASK.json ANSWER.json`, once for each mode. It
 imports vLLM and nothing of trtrun, and knows vLLM's offline API (`LLM`, V1 engine).
@@ -112,7 +112,7 @@ def engine_arguments(task: Mapping[str, Any], mode: str) -> dict[str, Any]:
 
 
 class Peer:
-    """vLLM with both models, or with the target alone.
+    """vLLM with the target and what drafts for it, or with the target alone.
 
     Args:
         vllm: the package.

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trtrun import SamplingParams
 from trtrun.attention.backend import HostAttention
-from trtrun.engine import mixed_shapes
+from trtrun.engine import forwards, graph_shapes, mixed_shapes
+from trtrun.engine.graph_shapes import GraphShapes
 from trtrun.engine.mixed_graphs import MixedGraphs
 from trtrun.errors import ConfigError
 from trtrun.models.taps import check_boundaries
@@ -37,6 +38,7 @@ LENGTHS = (1, 5, 17, 33, 64, 70, 40)
         ("Qwen2ForCausalLM", "plain"),
         ("Qwen2ForCausalLM", "graphs and tiles"),
         ("Qwen2ForCausalLM", "graphs of rows and tiles together"),
+        ("LlamaForCausalLM", "graphs of tiles in parts"),
         ("Qwen3ForCausalLM", "graphs"),
     ],
 )
@@ -50,6 +52,18 @@ def test_every_boundary_is_that_of_transformers(
         monkeypatch.setattr(mixed_shapes, "PROMPT_TOKENS", (32,))
         run = MixedGraphs.run
         monkeypatch.setattr(MixedGraphs, "run", lambda *arguments: (mixed.append(0), run(*arguments))[-1])
+    parts: list[int] = []
+    if "parts" in kind:
+        monkeypatch.setattr(graph_shapes, "MOST_PROMPT_TOKENS", 32)
+        monkeypatch.setattr(forwards, "MOST_PROMPT_TOKENS", 32)
+        cut = GraphShapes.parts_of_tiles
+
+        def logged(self: GraphShapes, tiles: int, width: int) -> list[slice] | None:
+            found = cut(self, tiles, width)
+            parts.append(len(found or ()))
+            return found
+
+        monkeypatch.setattr(GraphShapes, "parts_of_tiles", logged)
     if "tiles" in kind:
         monkeypatch.setattr(HostAttention, "tile", 64)  # 32 queries of two heads each
     path = make_checkpoint(tmp_path / "target", architecture, seed=1, **SLIDING.get(architecture, {}))
@@ -69,7 +83,7 @@ def test_every_boundary_is_that_of_transformers(
     tokens = dict(enumerate([*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)))
     assert sorted(Recalling.watched) == sorted(tokens)
     assert check_watched(reference, tokens) == sum(LENGTHS) + 29 * len(LENGTHS)
-    assert bool(mixed) == ("together" in kind)
+    assert bool(mixed) == ("together" in kind) and (2 in parts) == ("parts" in kind)
 
 
 class Operations(TorchDispatchMode):

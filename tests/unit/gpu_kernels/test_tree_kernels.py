@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -65,10 +69,27 @@ def test_paths_are_accepted_as_by_torch(count: int, nodes: int, num_paths: int, 
         paths, lens = random_trees(count, nodes, num_paths, depth, seed)
         tokens = torch.randint(0, 2, (count, nodes), device=DEVICE)
         chosen = torch.randint(0, 2, (count, nodes + 1), device=DEVICE)
-        logits = torch.randn((count, nodes + 1, 11), device=DEVICE)
+        logits = torch.randn((count, nodes + 1, 13), device=DEVICE)[:, :, :11]  # as of a head that is shared out
         arguments = (chosen, logits, tokens, paths, lens)
         expected = by_torch.accept_paths(*arguments)
         for name, found, wanted in zip(expected._fields, by_kernel.accept_paths(*arguments), expected, strict=True):
             assert torch.equal(found, wanted), name
         kept += int((expected.num_tokens - 1).sum())
     assert kept > 0
+
+
+PROGRAM = """
+from trtrun.kernels.triton import draft_trees
+for kernel in (draft_trees._lay_out_kernel, draft_trees._accept_paths_kernel):
+    told = [one.name for one in kernel.params if not one.is_constexpr and not one.do_not_specialize]
+    print(" ".join(name for name in told if name.endswith("_stride") or name in draft_trees._SIZES))
+"""
+
+
+def test_no_size_of_a_round_makes_another_kernel() -> None:
+    """A start compiles one for all rounds. In a process without the interpreter, which knows nothing of this."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr

@@ -189,6 +189,21 @@ def test_graphs_of_draft_ranks_of_their_own_are_counted(
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+def test_a_start_keeps_all_the_graphs_that_it_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft of many tokens in one forward, ahead of verdicts, has more than are kept otherwise."""
+    monkeypatch.setattr(engine_maker, "MOST_GRAPHS", 20)
+    target = make_target(tmp_path, 600)
+    draft = make_draft(tmp_path / "draft", target, 1)
+    name_mask_token(draft)
+    config = configuration(
+        target, draft, devices=(["cpu:0"], ["cpu:1"]), speculation={"draft_len": 5}, scheduler={"max_batch_size": 3}
+    )
+    maker, engines, worker = draft_rank(config, 600)
+    maker.warm_up(worker, engines)
+    assert engines["draft"].num_graphs == engines["draft"].most_graphs == count(config, 600, "draft") > 20
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 def test_contexts_beyond_sixteen_thousand_tokens_have_more_graphs(tmp_path: Path) -> None:
     target = make_checkpoint(
         tmp_path / "target", "LlamaForCausalLM", seed=1, num_hidden_layers=1, max_position_embeddings=17000

@@ -15,10 +15,12 @@ from checkpoints import make_checkpoint, make_draft
 from pipelines import configuration
 
 from parallel.groups import open_groups
+from trtrun.attention.backend import HostAttention
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.topology import make_topology
 from trtrun.core.nouns import RoundPlan
 from trtrun.engine import graphs
+from trtrun.engine.mixed_graphs import MixedGraphs
 from trtrun.errors import ConfigError
 from trtrun.kvcache.sizing import SlotMemory, count_kv_blocks
 from trtrun.start import engine_maker, largest_round, startup
@@ -53,14 +55,13 @@ def test_the_largest_rounds_have_all_the_rows_and_tokens_there_may_be(
     settings = {**SETTINGS, "scheduler": {"max_batch_size": max_rows, "max_num_tokens": max_tokens, "max_seq_len": 64}}
     config = configuration(target, make_draft(tmp_path / "draft", target, 1), **settings)
     shape = round_shape(config, 64)
-    mixed, padded, short, alone, together, few = largest_rounds(shape)
+    mixed, padded, short, alone, few = largest_rounds(shape)
     assert sorted(chunk.length for chunk in mixed.prefill) == chunks
     assert [chunk.length for chunk in short.prefill] == [min(max_tokens, 59)]
     assert all(sorted(plan.sampled_rows) == list(range(max_rows)) for plan in (mixed, padded, short, alone))
     lengths = [min(chunk.length, 17) for chunk in padded.prefill]
     assert len(lengths) == min(max_rows, -(-max_tokens // 17)) and lengths[:-1] == [17] * (len(lengths) - 1)
     assert sum(chunk.length for chunk in padded.prefill) == min(max_tokens, 59 + 17 * (max_rows - 1))
-    assert together.prefill == mixed.prefill and len(together.decode_rows) == max_rows - len(chunks)
     assert alone.prefill == () and set(alone.draft_lens.tolist()) == {4}
     assert len(few.decode_rows) == max_rows - 1 and [chunk.length for chunk in few.prefill] == [1]
     assert alone.max_context <= 64 and small_round(shape).max_context < alone.max_context
@@ -99,6 +100,49 @@ def test_a_rehearsal_runs_on_a_store_of_one_block(
     assert report.working_bytes > 0
 
 
+@pytest.mark.parametrize(
+    ("max_rows", "max_tokens", "max_seq_len", "draft_len", "tokens"),
+    [
+        (4, 2048, 600, 3, 4 * 4 + 512),
+        (4, 700, 600, 3, 4 * 4 + 512),  # a graph of as many tokens as a round has, not more
+        (4, 2048, 9000, 3, 4 * 4 + 512),  # of contexts that have one
+        (40, 2048, 600, 8, 32 * 8 + 512),  # fewer rows and queries than there may be
+        (3, 2048, 64, 3, 3 * 4 + 256),
+    ],
+)
+def test_a_rehearsal_runs_the_largest_graph_of_rows_and_prompts_together(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    max_rows: int,
+    max_tokens: int,
+    max_seq_len: int,
+    draft_len: int,
+    tokens: int,
+) -> None:
+    """With all it computes in: the pool of graphs is memory beside what forwards without a graph take."""
+    monkeypatch.setattr(engine_maker, "capture_for", lambda device: lambda work: work)
+    monkeypatch.setattr(HostAttention, "tile", 64)
+    target = make_checkpoint(tmp_path / "target", seed=1, num_hidden_layers=1, max_position_embeddings=9000)
+    config = configuration(
+        target,
+        None,
+        speculation={"method": "ngram", "draft_len": draft_len},
+        scheduler={"max_batch_size": max_rows, "max_num_tokens": max_tokens, "max_seq_len": max_seq_len},
+        kv_cache={"max_tokens": 9600},
+    )
+    shape, loaded = round_shape(config, max_seq_len), start(config)
+    rehearsal = loaded._made.rehearsal(shape)
+    played: list[Any] = []
+    run = MixedGraphs.run
+    monkeypatch.setattr(MixedGraphs, "run", lambda *taken: (played.append(taken[1]), run(*taken))[-1])
+    rehearsal.verify_beside_prompts()
+    assert [one.tokens for one in played] == [tokens]
+    shapes = rehearsal.engines["target"].graph_shapes
+    assert shapes is not None and len(shapes.mixed.all) > 1
+    assert rehearsal.most_graphs == graphs.MOST_GRAPHS + len(shapes.mixed.all)
+    rehearsal.close()
+
+
 class Counters:
     """A GPU's counters of memory, moved on by each round that is played."""
 
@@ -120,7 +164,7 @@ class Counters:
 def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 1000 MiB: seven large rounds take 30 each, and 5 each beside the allocator; a small one 2, and 1 a graph."""
+    """Of 1000 MiB: six large rounds take 30 each, and 5 each beside the allocator; a small one 2, and 1 a graph."""
     monkeypatch.setattr(engine_maker, "capture_for", lambda device: lambda work: work)
     settings = {**SETTINGS, "kv_cache": {"max_tokens": None, "block_size": 4, "free_memory_fraction": 1.0}}
     target = make_checkpoint(tmp_path / "target", seed=1)
@@ -131,16 +175,16 @@ def test_a_measured_round_counts_the_allocator_the_libraries_and_graphs_to_come(
     def counted(rehearsal: Rehearsal, plan: RoundPlan) -> None:
         before = rehearsal.num_graphs
         play(rehearsal, plan)
-        is_small = len(played) == 7
+        is_small = len(played) == 6
         played.append(plan)
         captured = rehearsal.num_graphs - before
         counters.take(2 * MIB if is_small else 30 * MIB, captured * MIB if is_small else 5 * MIB)
 
     monkeypatch.setattr(Rehearsal, "play", counted)
     blocks = loaded._count_beside(None)
-    assert len(played) == 8
+    assert len(played) == 7
     for_graphs = graphs.MOST_GRAPHS * (MIB + largest_round._GRAPH_TENSORS_BYTES)
-    expected = (210 + 2 + 35) * MIB + for_graphs
+    expected = (180 + 2 + 30) * MIB + for_graphs
     assert loaded._working_bytes == expected
     demand = loaded._demand()
     most_useful = 4 * -(-65 // 4)

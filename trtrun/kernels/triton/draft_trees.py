@@ -19,17 +19,8 @@ _PATHS, _STEPS = 64, 16
 _COLUMNS, _PLACES, _BLOCKS = 32, 128, 128
 """Columns of tokens whose places a program finds, places that it looks at together, and columns of a block table."""
 
-_SIZES = [
-    "num_paths",
-    "depth",
-    "num_nodes",
-    "blocks",
-    "own_paths",
-    "own_count",
-    "ids_stride",
-    "draft_stride",
-    "table_stride",
-]
+_SIZES = ["num_paths", "depth", "num_nodes", "blocks", "own_paths", "own_count"]
+_STRIDES = ["ids_stride", "draft_stride", "table_stride"]
 _SMALL = ["rows", "draft_tokens", "paths", "draft_lens", "tables", "tokens", "positions", "nodes", "places", "forked"]
 
 
@@ -43,7 +34,7 @@ def _reaches(paths, line, step, depth, is_real):
     return goes_on
 
 
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=[*_SMALL, "shared", "copies"])
+@triton.jit(do_not_specialize=[*_SIZES, *_STRIDES], do_not_specialize_on_alignment=[*_SMALL, "shared", "copies"])
 def _lay_out_kernel(
     token_ids, ids_stride, lengths, rows, draft_tokens, draft_stride, paths, draft_lens, tables, table_stride,
     own_blocks, own_paths, own_count, tokens, positions, nodes, forked, places, shared, copies,
@@ -137,7 +128,7 @@ def lay_out(
 
 
 @triton.jit(
-    do_not_specialize=["draft_stride", "num_paths", "depth", "num_nodes"],
+    do_not_specialize=["line_stride", "draft_stride", "num_paths", "depth", "num_nodes"],
     do_not_specialize_on_alignment=[
         "chosen",
         "draft_tokens",
@@ -151,7 +142,7 @@ def lay_out(
     ],
 )
 def _accept_paths_kernel(
-    chosen, logits, vocabulary, draft_tokens, draft_stride, paths, draft_lens,
+    chosen, logits, line_stride, draft_tokens, draft_stride, paths, draft_lens,
     best, num_tokens, gained, of_gained, longest, num_paths, depth, num_nodes,
     PATHS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -180,7 +171,7 @@ def _accept_paths_kernel(
     line = tl.maximum(tl.load(along + step - 1, mask=is_line & (step > 0), other=-1), -1) + 1
     gains = tl.load(choices + line, mask=step <= num_kept, other=-1)
     tl.store(gained + place * (depth + 1) + step, gains, mask=is_line)
-    value = tl.load(logits + (place * (num_nodes + 1) + line) * vocabulary + tl.maximum(gains, 0), mask=is_line)
+    value = tl.load(logits + (place * (num_nodes + 1) + line) * line_stride + tl.maximum(gains, 0), mask=is_line)
     tl.store(of_gained + place * (depth + 1) + step, value, mask=is_line)
 
 
@@ -191,16 +182,17 @@ def accept_paths(
     paths: torch.Tensor,
     draft_lens: torch.Tensor,
 ) -> AcceptedPaths:
-    """See kernels/torch/draft_trees.py; `logits` are contiguous."""
+    """See kernels/torch/draft_trees.py; each line of `logits` is contiguous."""
     (count, num_paths, depth), num_nodes = paths.shape, draft_tokens.shape[1]
     paths, draft_lens = paths.contiguous(), draft_lens.contiguous()
     draft_tokens = draft_tokens if draft_tokens.stride(1) == 1 else draft_tokens.contiguous()
+    lines = logits.flatten(0, 1)  # a head of a shared-out vocabulary gives what is cut off wider lines
     numbers = chosen.new_empty((3, count))
     tokens = chosen.new_empty((count, depth + 1))
     made = AcceptedPaths(numbers[0], numbers[1], tokens, logits.new_empty(tokens.shape), numbers[2])
     if count:
         _accept_paths_kernel[(count,)](
-            chosen.contiguous(), logits, logits.shape[2], draft_tokens, draft_tokens.stride(0), paths, draft_lens,
+            chosen.contiguous(), lines, lines.stride(0), draft_tokens, draft_tokens.stride(0), paths, draft_lens,
             *made, num_paths, depth, num_nodes,
             PATHS=max(_PATHS, triton.next_power_of_2(num_paths)), STEPS=max(_STEPS, triton.next_power_of_2(depth + 1)),
         )  # fmt: skip
