@@ -122,6 +122,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
             {
                 "device_lists",
                 "dynamic_tree",
+                "hub_cache",
                 "launch_config",
                 "lookahead_windows",
                 "medusa_choices",

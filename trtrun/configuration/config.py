@@ -22,6 +22,7 @@ from trtrun.configuration.drafting_methods import (
     needs_heads,
     read_speculation,
 )
+from trtrun.configuration.hub_cache import describe_absence, find_snapshot, read_hub_name
 from trtrun.configuration.launch_config import FilePath, LaunchSection, Number, Section
 from trtrun.configuration.model_sections import HeadsSection, ModelSection, OfHeads
 from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
@@ -50,7 +51,7 @@ class RuntimeConfig(Section):
     Attributes:
         target: the model whose distribution the output follows.
         draft: the model that proposes, or the heads; forgotten where `speculation.method` needs none.
-        tokenizer: directory of the tokenizer. Left out: the target's.
+        tokenizer: directory of the tokenizer, or a name as in `model`. Left out: the target's.
         speculation: how tokens are proposed and accepted.
         kv_cache: the paged store of keys and values.
         scheduler: limits of one round.
@@ -209,7 +210,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
     Args:
         path: the YAML file. Model directories in it that are not absolute are looked for beside the file first, then
-            in the working directory.
+            in the working directory, then as names in the Hugging Face cache.
         overrides: `key.path=value` strings; each value is read as YAML.
 
     Raises:
@@ -280,7 +281,7 @@ def _resolve_directory(path: Path, base: Path | None, where: str) -> Path:
         if not path.is_dir():
             raise ConfigError(f"{where}: {text} is not in this installation ({path} is missing): install trtrun again")
         return path
-    return _find(path, base, where, Path.is_dir, "is a file: name the model's directory", "directory")
+    return _find(path, base, where, Path.is_dir, "is a file: name the model's directory", "directory", in_cache=True)
 
 
 def _resolve_file(path: Path, base: Path | None, where: str) -> Path:
@@ -288,9 +289,17 @@ def _resolve_file(path: Path, base: Path | None, where: str) -> Path:
     return _find(path, base, where, Path.is_file, "is no file: name a file of texts", "file")
 
 
-def _find(path: Path, base: Path | None, where: str, fits: Callable[[Path], bool], misfit: str, kind: str) -> Path:
-    """The absolute path of what `path` names, beside the configuration or in the working directory, and `fits`; else
-    what is there is a `misfit`, or there is no such `kind`."""
+def _find(
+    path: Path,
+    base: Path | None,
+    where: str,
+    fits: Callable[[Path], bool],
+    misfit: str,
+    kind: str,
+    in_cache: bool = False,
+) -> Path:
+    """The absolute path of what `path` names, beside the configuration or in the working directory, and `fits`; then
+    `in_cache`, where it may be a name. Else what is there is a `misfit`, or there is no such `kind`."""
     try:
         path = path.expanduser()
     except RuntimeError:
@@ -305,8 +314,13 @@ def _find(path: Path, base: Path | None, where: str, fits: Callable[[Path], bool
         raise ConfigError(f"{where}: {shorten_path(path)} cannot be read: {error.strerror}") from None
     if is_there:
         raise ConfigError(f"{where}: {shorten_path(path)} {misfit}")
+    name = read_hub_name(str(path)) if in_cache else None
+    snapshot = find_snapshot(name) if name is not None else None
+    if snapshot is not None:
+        return snapshot.resolve()
     looked = " and ".join(shorten_path(place) for place in dict.fromkeys(places))
-    raise ConfigError(f"{where}: no such {kind}: {looked}")
+    absence = f"; and {describe_absence(name)}" if name is not None else ""
+    raise ConfigError(f"{where}: no such {kind}: {looked}{absence}")
 
 
 def make_one_device_config(

@@ -22,6 +22,7 @@ from launch.serve.http.requests import Keys
 from parallel.topology import Role, Topology
 from trtrun import __version__
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.hub_cache import name_of_model
 
 METRICS_PATH = "/metrics"
 
@@ -154,11 +155,11 @@ class StatusBoard:
 
 
 def _models(config: RuntimeConfig) -> dict[str, Any]:
-    """The directory of each model, by its last name, and how its weights are held."""
+    """What each model is called, and how its weights are held."""
     sections = {"target": config.target, "draft": config.draft if config.draft_devices else None}
     return {
         role: None
         if section is None
-        else {"name": section.model.name, "dtype": section.dtype, "quantization": section.quantization}
+        else {"name": name_of_model(section.model), "dtype": section.dtype, "quantization": section.quantization}
         for role, section in sections.items()
     }
