@@ -99,11 +99,11 @@ def _describe_rest(name: HubName) -> str:
     except (OSError, ValueError):  # whose folders cannot be read, or that is a file
         return ", which cannot be read"
     if name.model in repos:
-        revisions = [*repos[name.model].refs, *(found.commit_hash for found in repos[name.model].revisions)]
+        revisions = [*sorted(repos[name.model].refs), *(found.commit_hash for found in repos[name.model].revisions)]
         more = f" and {len(revisions) - _MOST_SHOWN} more" if len(revisions) > _MOST_SHOWN else ""
-        return f" (it has {name.model}@ {', '.join(revisions[:_MOST_SHOWN])}{more})" if revisions else ""
+        return f" (of it there: {', '.join(revisions[:_MOST_SHOWN])}{more})" if revisions else ""
     if (cache / repo_folder_name(repo_id=name.model, repo_type="model")).is_dir():
-        return " (it has begun to download it)"
+        return " (its download has only begun)"
     by_lower_case = {model.lower(): model for model in sorted(repos)}
     near = difflib.get_close_matches(name.model.lower(), by_lower_case, n=1, cutoff=0.7)
     return f" (did you mean '{by_lower_case[near[0]]}'?)" if near else ""
