@@ -201,3 +201,10 @@ def test_the_variables_of_the_cache_without_network_and_torch(
         f"is not in the Hugging Face cache {cache}" in other and f"is not in the Hugging Face cache {cache}" in absent
     )
     assert imported == "[]"
+
+
+def test_a_cache_that_cannot_be_read_is_one_line(cache: Path, model: Path) -> None:
+    fill_cache(cache, MODEL, model)
+    ref = cache / "models--some-org--Small.Model_1" / "refs" / "main"
+    ref.write_bytes(b"\xff\xff")
+    assert f"target.model: {MODEL} in the Hugging Face cache cannot be used: UnicodeDecodeError: " in refusal(MODEL)
