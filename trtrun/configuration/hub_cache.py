@@ -129,3 +129,10 @@ def mend_download(directory: Path, otherwise: str, before: str = "") -> str:
     `before` in front of it; elsewhere `otherwise`."""
     snapshot = snapshot_of(directory)
     return otherwise if snapshot is None else f"{before}its download is not complete: run `{snapshot.download}`"
+
+
+def fetch_again(directory: Path, otherwise: str) -> str:
+    """What to do about a damaged file of a model directory, as in `mend_download`. `hf download` by itself leaves a
+    file that is there as it is."""
+    snapshot = snapshot_of(directory)
+    return otherwise if snapshot is None else f"run `{snapshot.download} --force-download`"

@@ -141,6 +141,16 @@ def test_missing_shards_are_named_with_the_command_that_fetches_them(cache: Path
     assert str(caught.value) == f"{snapshot} has no other.json; {command}"
 
 
+def test_a_truncated_shard_is_fetched_again(cache: Path, model: Path) -> None:
+    snapshot = fill_cache(cache, MODEL, model)
+    file = snapshot / "model-00002-of-00003.safetensors"
+    whole = file.read_bytes()
+    for kept in (4, 200):
+        file.write_bytes(whole[:kept])
+        with pytest.raises(CheckpointError, match=f"; run `hf download {MODEL} --revision {COMMIT} --force-download`$"):
+            Checkpoint(snapshot)
+
+
 def test_what_a_model_is_called() -> None:
     assert name_of_model(Path(f"/hub/models--org--name/snapshots/{COMMIT}")) == "org/name"
     for path in (
