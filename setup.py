@@ -74,6 +74,8 @@ setup(
             # Drives a Chromium that the system has, for the page; without one its tests are skipped.
             "playwright>=1.45",
             "tritonclient[http]>=2.60,<3",
+            # Writes quantized checkpoints, and says what their numbers are.
+            "compressed-tensors>=0.20,<0.21",
         ],
     },
     entry_points={"console_scripts": ["trtrun = launch.console:main"]},

@@ -51,9 +51,16 @@ def kept_integers(values: Sequence[int], device: torch.device) -> Tensor:
     return _kept(tuple(values), device)
 
 
-@lru_cache(maxsize=64)
 def kept_range(start: int, stop: int, device: torch.device) -> Tensor:
-    """`torch.arange(start, stop)` int64 on `device`, made once. Nobody may change the tensor."""
+    """`torch.arange(start, stop)` int64 on `device`, made once. Nobody may change the tensor. A CUDA graph that is
+    captured makes its own: it would go on reading one that is not kept any more."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.arange(start, stop, device=device)
+    return _kept_range(start, stop, device)
+
+
+@lru_cache(maxsize=64)
+def _kept_range(start: int, stop: int, device: torch.device) -> Tensor:
     return torch.arange(start, stop, device=device)
 
 

@@ -33,6 +33,7 @@ from trtrun.errors import TrtrunError
 from trtrun.kvcache.sizing import free_bytes_of_slot, tokens_of_blocks
 from trtrun.models.checkpoint import read_json
 from trtrun.models.config import read_model_config
+from trtrun.models.quantization_config import QUANTIZATION_FILE, configuration_bytes
 from trtrun.models.weight_check import check_model_weights
 from trtrun.start.model_settings import read_target_heads
 
@@ -50,7 +51,8 @@ class RankInventory:
         process: its number there.
         is_placed: whether this is the host that the devices name, or none is named.
         versions: of everything that all ranks must have alike, by name.
-        configs: hash of each model's config.json, by engine; without those that cannot be read.
+        configs: hash of each model's config.json, and of ModelOpt's file beside it, by engine; without those that
+            cannot be read.
         snapshots: `org/name@commit` of each model, by engine, that lies in this host's Hugging Face cache.
         free_bytes: memory for this slot; None on a rank without a device, or where it is not known.
         shard_bytes: weights of this rank.
@@ -155,7 +157,8 @@ def _sections(config: RuntimeConfig, topology: Topology, rank: int) -> Iterator[
 
 
 def _read_model(section: ModelSection, is_held: bool) -> str:
-    """Hash of config.json; where this rank holds a shard, its weights are looked at as the loader will.
+    """Hash of config.json and of ModelOpt's file beside it; where this rank holds a shard, its weights are looked at as
+    the loader will.
 
     Raises:
         TrtrunError, OSError: something cannot be read, or is not what loading needs.
@@ -165,7 +168,7 @@ def _read_model(section: ModelSection, is_held: bool) -> str:
     if is_held:
         model, size = read_model_config(path), len(section.devices)
         check_model_weights(path, model, size, section.quantization, section.load_format)
-    return hashlib.sha256((path / "config.json").read_bytes()).hexdigest()[:16]
+    return hashlib.sha256(b"\0".join(configuration_bytes(path))).hexdigest()[:16]
 
 
 def _look_at_device(inventory: RankInventory, config: RuntimeConfig, topology: Topology, rank: int) -> RankInventory:
@@ -252,7 +255,7 @@ def _different_versions(ranks: Sequence[RankInventory]) -> Iterator[str]:
 
 
 def _different_models(ranks: Sequence[RankInventory]) -> Iterator[str]:
-    """Models whose config.json, or commit, differs between ranks."""
+    """Models whose config.json, what is said beside it, or commit differs between ranks."""
     for name in ("draft", "target"):
         snapshots = _group(name, ((rank, rank.snapshots) for rank in ranks))
         configs = _group(name, ((rank, rank.configs) for rank in ranks))
@@ -262,8 +265,10 @@ def _different_models(ranks: Sequence[RankInventory]) -> Iterator[str]:
                 "(org/name@commit), and run `hf download org/name --revision commit` on each host"
             )
         elif len(configs) > 1:
-            what = _list_findings(configs)
-            yield f"{name}: config.json is not the same everywhere: {what}: copy one model to all hosts"
+            yield (
+                f"{name}: config.json or {QUANTIZATION_FILE} is not the same everywhere: {_list_findings(configs)}: "
+                "copy one model to all hosts"
+            )
 
 
 def _group(name: str, known: Iterable[tuple[RankInventory, dict[str, str]]]) -> dict[str, list[RankInventory]]:

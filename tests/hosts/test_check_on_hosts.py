@@ -113,7 +113,7 @@ def test_another_model_on_one_host_is_told(site: Site) -> None:
     done = site.trtrun("check", "--config", site.config("other", target={"model": str(model)}))
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = own_lines(done)
-    assert line.startswith("trtrun: target: config.json is not the same everywhere: ")
+    assert line.startswith("trtrun: target: config.json or hf_quant_config.json is not the same everywhere: ")
     assert "on rank 0, 1 (north); " in line
     assert "on rank 2, 3 (south): copy one model to all hosts" in line
 

@@ -20,10 +20,11 @@ fewer."""
 
 @dataclass(frozen=True)
 class Captured:
-    """One graph and the tensors that it reads, and writes where it goes on from them."""
+    """One graph, the tensors that it reads, and writes where it goes on from them, and what it leaves its result in."""
 
     inputs: tuple[torch.Tensor, ...]
     replay: Callable[[], None]
+    output: torch.Tensor
 
 
 class GraphCache:
@@ -87,7 +88,7 @@ class GraphCache:
             output.copy_(work(*fixed))
 
         run()
-        return Captured(tuple(fixed), self._capture(run))
+        return Captured(tuple(fixed), self._capture(run), output)
 
 
 def _fill(fixed: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor | None], position_inputs: Sequence[int]) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from trtrun.engine.rows import RowState
 from trtrun.kernels.chooser import operations_of
+from trtrun.kvcache.blocks import NULL_BLOCK
 from trtrun.kvcache.store import KVStore
 from trtrun.tensors import kept_range
 
@@ -90,6 +91,9 @@ class HeadPaths:
         """
         nodes = parents.shape[1]
         own = self._blocks[:, tree.step % 2, :nodes].index_select(0, tree.rows)
+        # Rows that take no part may stand beside themselves, as padding of a graph: they must not write.
+        is_fed = tree.positions[:, tree.step : tree.step + 1] >= 0
+        own = torch.where(is_fed.unsqueeze(2), own, NULL_BLOCK)
         if tree.step:
             every = self._blocks[:, 1 - tree.step % 2].index_select(0, tree.rows)
             source = every.gather(1, parents.unsqueeze(2).expand(-1, -1, every.shape[2]))

@@ -17,6 +17,10 @@ _SHORT_TREES = 6
 rounds of a text for few."""
 
 
+MOST_TREE_ROWS = 16
+"""Heads draw up trees of so many rows as one graph: those of more keep a device busy while the host launches."""
+
+
 class Verification(NamedTuple):
     """Rows that each verify a draft of `length` tokens (of every path of a tree), with tables of `blocks` columns."""
 
@@ -170,6 +174,17 @@ def count_head_graphs(shapes: GraphShapes, num_kinds: int, *, has_trees: bool) -
         first + len(shapes.widths(rows)) * (len(shapes.numbers_of_queries(rows)) + steps)
         for rows in shapes.numbers_of_rows()
     )
+
+
+def tree_depths(most_depth: int) -> list[int]:
+    """How deep trees are that heads draw up as one graph: of any short depth, as pacing asks for, and of the most."""
+    return sorted({*range(1, min(most_depth, _SHORT_TREES) + 1), most_depth} - {0})
+
+
+def count_tree_graphs(shapes: GraphShapes, most_depth: int) -> int:
+    """Graphs that a start captures of trees that heads draw up."""
+    rows = [count for count in shapes.numbers_of_rows() if count <= MOST_TREE_ROWS]
+    return sum(len(shapes.widths(count)) for count in rows) * len(tree_depths(most_depth))
 
 
 def _prompt_graphs(shapes: GraphShapes, limits: StartLimits) -> Iterator[_Graph]:

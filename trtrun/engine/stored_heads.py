@@ -19,11 +19,17 @@ from trtrun.engine.feature_layers import FeatureLayers
 from trtrun.engine.head_graphs import HeadGraphs
 from trtrun.engine.head_paths import HeadPaths, HeadSpace, HeadTree
 from trtrun.engine.runner import Engine
+from trtrun.engine.start_forwards import tree_depths
+from trtrun.engine.tree_graphs import TreeGraphs
 from trtrun.kvcache.formats import KVFormat
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.tensors import kept_integers
+
+GrowTree = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+DrawTree = Callable[[torch.Tensor, torch.Tensor, GrowTree], torch.Tensor]
+"""See speculation/protocols.py for both."""
 
 
 class StoredHeads:
@@ -48,9 +54,12 @@ class StoredHeads:
         if rows.device.type == "cuda":  # where growing would hold up a round
             layers.reserve_positions(-(-rows.token_ids.shape[1] // rows.block_size) * rows.block_size)
         self._graphs: HeadGraphs | None = None
+        self._tree_graphs: TreeGraphs | None = None
         if target.capture is not None and target.graph_shapes is not None:
             taken = (layers, self._store, target.capture, target.graph_shapes, len(rows.block_tables))
             self._graphs = HeadGraphs(*taken, target.tapped_shape, most_fed=space.most_fed)
+            if space.most_fed:
+                self._tree_graphs = TreeGraphs(target.capture, target.graph_shapes, rows.max_draft_len)
         self._paths = HeadPaths(space, rows, self._store) if space.most_fed else None
         self.tapped_shape = target.tapped_shape
         self.hidden_size = layers.hidden_size
@@ -73,12 +82,13 @@ class StoredHeads:
     @property
     def num_graphs(self) -> int:
         """Graphs that are held."""
-        return self._graphs.num_graphs if self._graphs is not None else 0
+        return sum(graphs.num_graphs for graphs in (self._graphs, self._tree_graphs) if graphs is not None)
 
     def close(self) -> None:
         """Give back what must not outlive the communicators. Nothing runs afterwards."""
-        if self._graphs is not None:
-            self._graphs.close()
+        for graphs in (self._graphs, self._tree_graphs):
+            if graphs is not None:
+                graphs.close()
 
     def feed(self, parts: Sequence[FedPart], context: int) -> torch.Tensor:
         """Feed rows some tokens each.
@@ -141,25 +151,58 @@ class StoredHeads:
         positions = batch.segments[0].positions.reshape(-1).clamp(min=0)
         return self._layers.forward(tokens, positions, hidden, batch, self._store)
 
-    def begin_tree(
-        self, rows: torch.Tensor, positions: torch.Tensor, context: int
-    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    def begin_tree(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> GrowTree:
         """What feeds trees of `rows` [R] depth by depth, at positions [R, steps] int64, -1 where a row takes no part;
         see `speculation.protocols.GrowTree`."""
         assert self._paths is not None
         return partial(self._grow, self._paths.begin(rows, positions, self._tables(rows, context)))
 
+    def tree_contexts(self, rows: int, depth: int) -> Sequence[int]:
+        """For which contexts trees of so many rows, so deep, are drawn up by `draw_tree`; none where they are not."""
+        graphs, depths = self._tree_graphs, tree_depths(self._rows.max_draft_len)
+        if graphs is None or self._graphs is None or not graphs.takes(rows) or depth not in depths:
+            return ()
+        return [width * self._rows.block_size for width in self._graphs.shapes.widths(rows)]
+
+    def draw_tree(
+        self,
+        draw: DrawTree,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        lens: torch.Tensor,
+        hidden: torch.Tensor,
+        context: int,
+        width: int,
+    ) -> torch.Tensor:
+        """Draw up trees as one graph, where there are `tree_contexts`; see `speculation.protocols.FeatureHeads`."""
+        assert self._tree_graphs is not None and self._paths is not None
+        paths = self._paths
+
+        def work(
+            rows: torch.Tensor, positions: torch.Tensor, lens: torch.Tensor, hidden: torch.Tensor, tables: torch.Tensor
+        ) -> torch.Tensor:
+            tree = paths.begin(rows, positions, tables)
+            return draw(lens, hidden, partial(self._grow_as_it_is, tree))
+
+        tables = self._tables(rows, context)
+        return self._tree_graphs.run(work, rows, positions, lens, hidden, tables, width)
+
     def _grow(self, tree: HeadTree, parents: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        if self._graphs is None:
+            return self._grow_as_it_is(tree, parents, tokens, hidden)
         assert self._paths is not None
         tables, positions = self._paths.next_depth(tree, parents)
-        taken = hidden.gather(1, parents.unsqueeze(2).expand(-1, -1, hidden.shape[2])).flatten(0, 1)
-        fed = tokens.reshape(-1)
-        if self._graphs is not None:
-            states = self._graphs.grow(len(tokens), fed, positions, tables, taken)
-        else:
-            segment = AttentionSegment(0, len(fed), 1, tables, positions)
-            batch = AttentionBatch([segment], self._rows.block_size)
-            states = self._layers.forward(fed, positions.reshape(-1).clamp(min=0), taken, batch, self._store)
+        states = self._graphs.grow(len(tokens), tokens.reshape(-1), positions, tables, _taken(hidden, parents))
+        return states.view(*tokens.shape, -1)
+
+    def _grow_as_it_is(
+        self, tree: HeadTree, parents: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        assert self._paths is not None
+        tables, positions = self._paths.next_depth(tree, parents)
+        fed, taken = tokens.reshape(-1), _taken(hidden, parents)
+        batch = AttentionBatch([AttentionSegment(0, len(fed), 1, tables, positions)], self._rows.block_size)
+        states = self._layers.forward(fed, positions.reshape(-1).clamp(min=0), taken, batch, self._store)
         return states.view(*tokens.shape, -1)
 
     def _tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
@@ -167,3 +210,8 @@ class StoredHeads:
         if self._graphs is not None:
             blocks = self._graphs.shapes.blocks(blocks, len(rows))
         return self._rows.tables(rows, blocks)
+
+
+def _taken(hidden: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    """[R * F, hidden]: the states of nodes' parents [R, F], of [R, before, hidden]."""
+    return hidden.gather(1, parents.unsqueeze(2).expand(-1, -1, hidden.shape[2])).flatten(0, 1)

@@ -17,6 +17,16 @@ QUANTIZATION_FILE = "hf_quant_config.json"
 """Where ModelOpt says it; config.json goes before."""
 
 
+def configuration_bytes(path: Path) -> list[bytes]:
+    """What a model directory says of its model, as it stands there: config.json, and ModelOpt's file or nothing.
+
+    Raises:
+        OSError: config.json cannot be read.
+    """
+    beside = path / QUANTIZATION_FILE
+    return [(path / "config.json").read_bytes(), beside.read_bytes() if beside.is_file() else b""]
+
+
 def read_quantization(path: Path, values: Mapping[str, Any]) -> tuple[str | None, StoredQuantizations | None]:
     """The `quant_method` of a checkpoint, and how it has stored each matrix; two None where it is not quantized.
 

@@ -8,6 +8,7 @@ It knows rows and heads by protocol. It does not know what heads compute, or whe
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from trtrun.core.nouns import RoundPlan
 from trtrun.sampling.distributions import Distributions, distributions_of
 from trtrun.sampling.likeliest import likeliest
 from trtrun.speculation.growing_trees import DynamicGrowth, Given, Growth, Ranked, StaticGrowth, StaticShape
-from trtrun.speculation.protocols import FeatureHeads, Rows
+from trtrun.speculation.protocols import FeatureHeads, GrowTree, Rows
 from trtrun.speculation.text_drafts import Suggestion
 from trtrun.tensors import kept_integers, kept_range
 
@@ -36,21 +37,38 @@ class HeadTrees:
 
     def warm_up(self, rows: Tensor, draft_len: int) -> None:
         """Play a tree of `rows` [R] int64 that writes to scratch alone, for kernels that are compiled then."""
-        growth = self._growth(len(rows), draft_len)
-        positions = rows.new_full((len(rows), max(1, draft_len - 1)), -1)
-        hidden = torch.zeros((len(rows), 1, self._heads.hidden_size), dtype=self._heads.dtype, device=rows.device)
-        grow = self._heads.begin_tree(rows, positions, 1)
-        for step in range(draft_len):
-            logits = self._heads.logits(hidden.flatten(0, 1))
-            ranked = None
+        lens, hidden = torch.full_like(rows, draft_len), self._no_states(rows)
+        positions = rows.new_full((len(rows), max(0, draft_len - 1)), -1)
+        self._draw(draft_len, lens, hidden, self._heads.begin_tree(rows, positions, 1))
+        for depth in range(1, draft_len + 1):
+            for context in self._heads.tree_contexts(len(rows), depth):
+                self._draw_as_one(depth, rows, positions[:, : depth - 1], lens, hidden, context)
+
+    def _no_states(self, rows: Tensor) -> Tensor:
+        return torch.zeros((len(rows), self._heads.hidden_size), dtype=self._heads.dtype, device=rows.device)
+
+    def _draw(self, depth: int, lens: Tensor, hidden: Tensor, grow: GrowTree) -> Tensor:
+        """The trees of R greedy rows, so deep, [R, nodes + paths * depth] int64, behind states [R, hidden]; see
+        `DrawTree`."""
+        growth = self._growth(len(lens), depth, lens)
+        hidden = hidden.unsqueeze(1)
+        for step in range(depth):
+            logits, ranked = self._heads.logits(hidden.flatten(0, 1)), None
             if logits is not None:
-                tokens = likeliest(logits, growth.num_ranks)
-                shape = (*hidden.shape[:2], growth.num_ranks)
-                ranked = Ranked(tokens.view(shape), logits.gather(1, tokens).view(shape))
+                ranked = _likeliest(logits, growth, (len(lens), hidden.shape[1]))
             nodes, parents = growth.spread(ranked, None, self._heads.share)
-            if step + 1 < draft_len:
+            if step + 1 < depth:
                 hidden = grow(parents, nodes, hidden)
-        growth.finish(self._heads.share)
+        tokens, paths = growth.finish(self._heads.share)
+        return torch.cat((tokens, paths.flatten(1)), dim=1)
+
+    def _draw_as_one(
+        self, depth: int, rows: Tensor, positions: Tensor, lens: Tensor, hidden: Tensor, context: int
+    ) -> tuple[Tensor, Tensor]:
+        nodes, paths = self._sizes(depth)
+        width = nodes + paths * depth
+        told = self._heads.draw_tree(partial(self._draw, depth), rows, positions, lens, hidden, context, width)
+        return told[:, :nodes], told[:, nodes:].reshape(len(rows), paths, depth)
 
     def draft(
         self,
@@ -77,6 +95,10 @@ class HeadTrees:
         Returns:
             tokens [R, nodes] int64 and paths [R, paths, draft_len] int64 (see `Draft`), equal on all ranks.
         """
+        is_greedy = given is None and self._rows.sampling.passes(listed)
+        if is_greedy and self._heads.tree_contexts(len(listed), plan.draft_len):
+            needed = kept_integers(asked, rows.device)
+            return self._draw_as_one(plan.draft_len, rows, positions, needed, hidden, plan.max_context)
         lengths, lens = self._rows.lengths.index_select(0, rows), None
         if min(asked) < plan.draft_len:
             lens = kept_integers(asked, rows.device)
@@ -99,6 +121,13 @@ class HeadTrees:
                 grow = self._heads.begin_tree(rows, positions, plan.max_context)
             hidden = grow(parents, tokens, hidden)
         return growth.finish(self._heads.share)
+
+    def _sizes(self, depth: int) -> tuple[int, int]:
+        """Nodes and paths of each tree, so deep."""
+        if isinstance(self._tree, DynamicTree):
+            return self._tree.num_nodes(depth), self._tree.num_paths(depth)
+        tree = self._tree.cut(depth)
+        return len(tree.nodes), len(tree.paths)
 
     def _growth(self, rows: int, depth: int, lens: Tensor | None = None) -> Growth:
         if isinstance(self._tree, DynamicTree):
@@ -148,7 +177,13 @@ def _best(found: Distributions, growth: Growth, shape: tuple[int, int]) -> Ranke
     under its random numbers: how sure the choice is that they make."""
     if not growth.has_log_probs:
         return Ranked(found.rank(growth.num_ranks).view(*shape, -1), None)
-    scores = found.scores()
+    return _likeliest(found.scores(), growth, shape)
+
+
+def _likeliest(scores: Tensor, growth: Growth, shape: tuple[int, int]) -> Ranked:
+    """The largest of scores [R * F, V], for (R, F)."""
     tokens = likeliest(scores, growth.num_ranks)
+    if not growth.has_log_probs:
+        return Ranked(tokens.view(*shape, -1), None)
     log_probs = scores.gather(1, tokens) - scores.logsumexp(dim=1, keepdim=True)
     return Ranked(tokens.view(*shape, -1), log_probs.view(*shape, -1))

@@ -27,6 +27,11 @@ that were fed before, 0 at first; tokens [R, F] int64; and hidden [R, before, hi
 were fed before. Returns the states behind the nodes, [R, F, hidden_size]. Collective."""
 
 
+DrawTree = Callable[[torch.Tensor, torch.Tensor, GrowTree], torch.Tensor]
+"""Draws up the trees of R rows: takes `lens` [R] int64, how deep each needs to be, and hidden [R, hidden_size], the
+states behind which the first nodes are chosen, and what feeds the others. Returns [R, width] int64."""
+
+
 class Texts(Protocol):
     """What rows say."""
 
@@ -252,6 +257,24 @@ class FeatureHeads(Protocol[PreparedStep]):
 
     def begin_tree(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> GrowTree:
         """What feeds trees of `rows` [R] depth by depth, at positions [R, steps]; -1 takes no part."""
+        ...
+
+    def tree_contexts(self, rows: int, depth: int) -> Sequence[int]:
+        """For which contexts trees of so many rows, so deep, are drawn up by `draw_tree`; none where they are not."""
+        ...
+
+    def draw_tree(
+        self,
+        draw: DrawTree,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        lens: torch.Tensor,
+        hidden: torch.Tensor,
+        context: int,
+        width: int,
+    ) -> torch.Tensor:
+        """What `draw` returns, always the same one for a depth: [R, width] int64, valid until the next call, for rows
+        as in `begin_tree`. It is one piece of work, which does not look at the host. Collective."""
         ...
 
     def logits(self, state: torch.Tensor) -> torch.Tensor | None:

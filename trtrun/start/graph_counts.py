@@ -9,7 +9,13 @@ from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.drafting_methods import METHODS
 from trtrun.engine.graph_shapes import GraphShapes
 from trtrun.engine.rows import row_columns
-from trtrun.engine.start_forwards import StartLimits, count_draft_graphs, count_head_graphs, count_target_graphs
+from trtrun.engine.start_forwards import (
+    StartLimits,
+    count_draft_graphs,
+    count_head_graphs,
+    count_target_graphs,
+    count_tree_graphs,
+)
 from trtrun.models.config import ModelConfig
 from trtrun.start.memory_requirements import guess_space, path_space, round_shape
 from trtrun.start.policies import sure_draft_lens
@@ -41,7 +47,10 @@ def count_graphs(
         shapes = GraphShapes(rows, verified, max_blocks, size, prompt_width, max_mixed_tokens=mixes)
         graphs = count_target_graphs(shapes, limits, sure_draft_lens(config), has_trees=has_trees)
         keeps_heads = METHODS[config.speculation.method].num_behind > 0
-        return graphs + (count_head_graphs(shapes, 1 + num_kinds, has_trees=has_trees) if keeps_heads else 0)
+        if not keeps_heads:
+            return graphs
+        of_trees = count_tree_graphs(shapes, config.draft_len) if has_trees else 0
+        return graphs + of_trees + count_head_graphs(shapes, 1 + num_kinds, has_trees=has_trees)
     masked = config.draft_len if shape.in_parallel else 0
     shapes = GraphShapes(rows + guess_space(config, 0).most_guesses, 1, max_blocks, size, prompt_width, masked)
     kinds = 1 + (0 if config.speculation.use_logits else num_kinds)

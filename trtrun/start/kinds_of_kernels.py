@@ -6,12 +6,11 @@ A pure function of the configuration and of config.json: `trtrun plan` asks it, 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.models.heads import HeadsPlan
-from trtrun.models.quantization_config import QUANTIZATION_FILE
+from trtrun.models.quantization_config import configuration_bytes
 
 
 def kinds_of_kernels(
@@ -25,7 +24,7 @@ def kinds_of_kernels(
         heads: that draft on the target's ranks; None without.
     """
     told = [
-        (role, section.dtype, section.quantization, rank, size, *_read_configuration(section.model))
+        (role, section.dtype, section.quantization, rank, size, *configuration_bytes(section.model))
         for role, section, rank, size in parts
     ]
     sections = (config.speculation, config.kv_cache, config.scheduler)
@@ -34,8 +33,3 @@ def kinds_of_kernels(
     of_heads += [heads.stored, heads.taps] if heads is not None else []
     named = [section.model_dump_json() for section in sections]
     return [*named, config.cuda_graphs, config.drafts_apart, of_heads, *told]
-
-
-def _read_configuration(model: Path) -> list[bytes]:
-    quantization = model / QUANTIZATION_FILE
-    return [(model / "config.json").read_bytes(), quantization.read_bytes() if quantization.is_file() else b""]

@@ -23,6 +23,8 @@ from parallel.topology import Role, Topology
 from trtrun import __version__
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.hub_cache import name_of_model
+from trtrun.configuration.model_sections import ModelSection
+from trtrun.models.config import read_model_config
 
 METRICS_PATH = "/metrics"
 
@@ -63,6 +65,7 @@ class StatusBoard:
         """
         self._front = front
         self._config = config
+        self._models = _models(config)
         self._topology = topology
         self._keys = keys
         self._has_template = has_template
@@ -104,7 +107,7 @@ class StatusBoard:
             "restarts": totals.num_restarts,
             "chat": self._has_template,
             "max_seq_len": ready.limits["max_seq_len"] if ready is not None else None,
-            "models": _models(config),
+            "models": self._models,
             "ranks": self._ranks(is_up=ready is not None, is_draft_lost=is_draft_lost),
             "speculation": {
                 "method": config.speculation.method,
@@ -155,11 +158,17 @@ class StatusBoard:
 
 
 def _models(config: RuntimeConfig) -> dict[str, Any]:
-    """What each model is called, and how its weights are held."""
+    """What each model is called, and how its weights are held: as the YAML file says, or as the checkpoint is
+    quantized."""
     sections = {"target": config.target, "draft": config.draft if config.draft_devices else None}
     return {
         role: None
         if section is None
-        else {"name": name_of_model(section.model), "dtype": section.dtype, "quantization": section.quantization}
+        else {"name": name_of_model(section.model), "dtype": section.dtype, "quantization": _quantization(section)}
         for role, section in sections.items()
     }
+
+
+def _quantization(section: ModelSection) -> str:
+    stored = read_model_config(section.model).quant_method
+    return section.quantization if stored is None else stored

@@ -131,7 +131,7 @@ def test_different_models_under_one_path_are_told(pair: Path, tmp_path: Path) ->
     ranks, topology = collect_all(config)
     ranks[3] = take_inventory(other, topology, 3)
     (problem,) = find_misfits(ranks, topology)
-    assert problem.startswith("target: config.json is not the same everywhere: ")
+    assert problem.startswith("target: config.json or hf_quant_config.json is not the same everywhere: ")
     assert f"{ranks[3].configs['target']} on rank 3 ({HOST})" in problem
     assert "on rank 0–2" in problem
 
@@ -152,6 +152,21 @@ def test_different_commits_in_the_caches_of_hosts_are_told(
         f"org/target@{OTHER_COMMIT} on rank 3 ({HOST}): name one commit (org/name@commit), and run "
         "`hf download org/name --revision commit` on each host"
     ]
+
+
+def test_a_quantization_that_one_rank_alone_has_is_told(pair: Path) -> None:
+    """As ModelOpt says it, beside a config.json that is the same everywhere."""
+    config = config_of(pair)
+    ranks, topology = collect_all(config)
+    quantization = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": None}}
+    file = pair / "target" / "hf_quant_config.json"
+    file.write_text(json.dumps(quantization), encoding="utf-8")
+    try:
+        ranks[0] = take_inventory(config, topology, 0)
+    finally:
+        file.unlink()
+    (problem,) = find_misfits(ranks, topology)
+    assert problem.startswith("target: config.json or hf_quant_config.json is not the same everywhere: ")
 
 
 def test_too_small_a_device_is_told_with_the_numbers(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from engine_messages import LIMITS, run
+from quantized_checkpoints import make_pair
 from starlette.requests import Request
 
 from launch.serve.application import status as board
@@ -90,3 +92,9 @@ def test_the_engine_is_asked_once_for_all_who_look() -> None:
         assert engine.num_asked == 1
 
     run(check())
+
+
+def test_a_quantized_checkpoint_is_told_as_one(tmp_path: Path) -> None:
+    quantized, _ = make_pair(tmp_path, "awq")
+    config = make_config({"target": {"model": str(quantized), "devices": ["cpu:0"]}, "speculation": {"method": "none"}})
+    assert board._models(config)["target"]["quantization"] == "awq"

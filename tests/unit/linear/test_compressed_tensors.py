@@ -1,0 +1,81 @@
+"""What the compressed-tensors package writes is what is read here: its own compressors make the files, and its own
+decompressors say what their numbers are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.compressors.base import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
+from paged import PagedModel
+from quantized_checkpoints import Format, Tensors, Writer, make_pair
+from safetensors.torch import load_file
+
+BATCH = [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 8, 1, 190])]]
+PER_TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True}
+INTEGERS: dict[str, Any] = {"type": "int", "num_bits": 4}
+FLOATS: dict[str, Any] = {"type": "float", "num_bits": 8}
+
+SCHEMES: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
+    "W4A16": ("pack-quantized", {**INTEGERS, "strategy": "group", "group_size": 64}, None),
+    "W4A16 asymmetric": (
+        "pack-quantized", {**INTEGERS, "strategy": "group", "group_size": 32, "symmetric": False}, None,
+    ),
+    "W4A16 of whole rows": ("pack-quantized", {**INTEGERS, "strategy": "channel"}, None),
+    "W8A16 asymmetric": (
+        "pack-quantized", {**INTEGERS, "num_bits": 8, "strategy": "channel", "symmetric": False}, None,
+    ),
+    "W8A8": ("int-quantized", {**INTEGERS, "num_bits": 8, "strategy": "channel"}, {**PER_TOKEN, "type": "int"}),
+    "FP8": ("float-quantized", {**FLOATS, "strategy": "tensor"}, {**FLOATS, "strategy": "tensor"}),
+    "FP8 dynamic": ("float-quantized", {**FLOATS, "strategy": "channel"}, {**PER_TOKEN, "type": "float"}),
+    "FP8 block": (
+        "float-quantized",
+        {**FLOATS, "strategy": "block", "block_structure": [128, 128]},
+        {**FLOATS, "strategy": "group", "group_size": 128, "dynamic": True},
+    ),
+}  # fmt: skip
+
+
+def ranges_of(weight: torch.Tensor, args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The least and the largest numbers that share a scale, in the shape of scales."""
+    strategy, (features, inputs) = args.strategy, weight.shape
+    if strategy == "block":
+        rows, columns = args.block_structure
+        padded = torch.nn.functional.pad(weight, (0, -inputs % columns, 0, -features % rows))
+        parts = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).transpose(1, 2).flatten(2)
+    elif strategy == "group":
+        parts = weight.view(features, -1, args.group_size)
+    else:
+        parts = weight.view(features, 1, inputs) if strategy == "channel" else weight.reshape(1, -1)
+    return parts.amin(dim=-1), parts.amax(dim=-1)
+
+
+def by_the_package(kind: str, scheme: QuantizationScheme) -> Writer:
+    """A matrix as it compresses it, and what it reads of that again."""
+    compressor = BaseCompressor.get_value_from_registry(kind)
+
+    def write(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        scale, zero = calculate_qparams(*ranges_of(weight, scheme.weights), scheme.weights)
+        state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+        made = compressor.compress(state, scheme)
+        return made, compressor.decompress(made, scheme)["weight"].float()
+
+    return write
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_its_files_are_read_to_the_bit(tmp_path: Path, name: str) -> None:
+    kind, weights, activations = SCHEMES[name]
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    config = QuantizationConfig(config_groups={"group_0": group}, format=kind, ignore=["lm_head"])
+    values = config.model_dump(mode="json")
+    made = Format(values, by_the_package(kind, config.config_groups["group_0"]))
+    stored, dense = make_pair(tmp_path, made)
+    assert any("weight_scale" in key for key in load_file(stored / "model.safetensors"))
+    for size in (1, 2):
+        found, expected = (PagedModel(path, tp_size=size).forward(BATCH) for path in (stored, dense))
+        assert torch.equal(found, expected)
