@@ -42,6 +42,7 @@ setup(
         "safetensors>=0.5",
         "numpy>=1.26",
         "tokenizers>=0.22",
+        "huggingface_hub>=0.34,<3",  # finds models in its cache by name; tokenizers needs it, too
         "pydantic>=2.7,<3",
         "msgspec>=0.20",  # what ranks and the server tell each other, in bytes
         "PyYAML>=6",

@@ -18,7 +18,8 @@ import click
 
 from launch.cli import guarded, leave
 from launch.mpi.job import Job
-from trtrun.configuration.config import ASSETS, load_config
+from trtrun.configuration.config import load_config
+from trtrun.configuration.model_paths import ASSETS
 from trtrun.threads import count_cores
 
 if TYPE_CHECKING:

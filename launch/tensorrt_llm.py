@@ -21,6 +21,7 @@ from launch.exit_codes import ExitCode
 from launch.mpi.job import Job
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.configuration.config import RuntimeConfig, make_config
+from trtrun.configuration.model_paths import find_model
 from trtrun.errors import nearest, shorten
 from trtrun.models.eagle_tensors import find_eagle_method
 
@@ -233,7 +234,7 @@ def make_runtime_config(arguments: argparse.Namespace, has_gpu: bool) -> Runtime
             tree: dict[str, object] = {"eagle_choices": parse_choices(arguments.eagle_choices, EAGLE_OPTION)}
         else:
             tree = {"eagle_topk": arguments.eagle_dynamic_tree_max_top_k}
-        method = find_eagle_method(Path(arguments.draft_engine_dir))
+        method = find_eagle_method(find_model(Path(arguments.draft_engine_dir), None, "--draft_engine_dir"))
         values["speculation"] = {"method": method, **tree}
         values["draft"] = {"model": arguments.draft_engine_dir}
     elif arguments.lookahead_config is not None:

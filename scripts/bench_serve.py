@@ -42,7 +42,7 @@ from urllib.parse import urlsplit
 from served.said import read_addresses
 
 from trtrun import LLM, SamplingParams, load_config
-from trtrun.configuration.config import ASSETS
+from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.outputs import CompletionDelta, RequestId
 
 SCRIPTS = Path(__file__).resolve().parent

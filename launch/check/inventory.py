@@ -13,7 +13,7 @@ import importlib.metadata
 import os
 import platform
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from parallel.errors import ParallelError
 from parallel.topology import Topology
 from trtrun import __version__
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.hub_cache import snapshot_of
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.errors import TrtrunError
 from trtrun.kvcache.sizing import free_bytes_of_slot, tokens_of_blocks
@@ -52,6 +53,7 @@ class RankInventory:
         versions: of everything that all ranks must have alike, by name.
         configs: hash of each model's config.json, and of ModelOpt's file beside it, by engine; without those that
             cannot be read.
+        snapshots: `org/name@commit` of each model, by engine, that lies in this host's Hugging Face cache.
         free_bytes: memory for this slot; None on a rank without a device, or where it is not known.
         shard_bytes: weights of this rank.
         kv_tokens: what this rank could hold by itself.
@@ -64,6 +66,7 @@ class RankInventory:
     is_placed: bool
     versions: dict[str, str]
     configs: dict[str, str] = field(default_factory=dict)
+    snapshots: dict[str, str] = field(default_factory=dict)
     free_bytes: int | None = None
     shard_bytes: int = 0
     kv_tokens: int | None = None
@@ -111,7 +114,14 @@ def take_inventory(
             read_target_heads(config, read_model_config(config.target.model))
         except TrtrunError as error:
             problems.append(str(error))
-    inventory = RankInventory(rank, host, os.getpid(), is_placed, versions, configs, problems=tuple(problems))
+    snapshots = {
+        name: str(found)
+        for name, section, _ in _sections(config, topology, rank)
+        if (found := snapshot_of(section.model))
+    }
+    inventory = RankInventory(
+        rank, host, os.getpid(), is_placed, versions, configs, snapshots, problems=tuple(problems)
+    )
     if slot is None or problems or not is_placed:
         return inventory
     tell(f"looking at {slot.device}")
@@ -239,26 +249,35 @@ def _misplaced(ranks: Sequence[RankInventory], topology: Topology) -> Iterator[s
 def _different_versions(ranks: Sequence[RankInventory]) -> Iterator[str]:
     """What is not the same version everywhere."""
     for name in dict.fromkeys(name for rank in ranks for name in rank.versions):
-        found: dict[str, list[RankInventory]] = {}
-        for rank in ranks:
-            if name in rank.versions:
-                found.setdefault(rank.versions[name], []).append(rank)
+        found = _group(name, ((rank, rank.versions) for rank in ranks))
         if len(found) > 1:
             yield f"{name} is not the same everywhere: {_list_findings(found)}: install one version on all hosts"
 
 
 def _different_models(ranks: Sequence[RankInventory]) -> Iterator[str]:
-    """Models whose config.json, or what is said beside it, differs between ranks."""
+    """Models whose config.json, what is said beside it, or commit differs between ranks."""
     for name in ("draft", "target"):
-        found: dict[str, list[RankInventory]] = {}
-        for rank in ranks:
-            if name in rank.configs:
-                found.setdefault(rank.configs[name], []).append(rank)
-        if len(found) > 1:
+        snapshots = _group(name, ((rank, rank.snapshots) for rank in ranks))
+        configs = _group(name, ((rank, rank.configs) for rank in ranks))
+        if len(snapshots) > 1:
             yield (
-                f"{name}: config.json or {QUANTIZATION_FILE} is not the same everywhere: {_list_findings(found)}: copy "
-                "one model to all hosts"
+                f"{name}: the Hugging Face caches do not have the same: {_list_findings(snapshots)}: name one commit "
+                "(org/name@commit), and run `hf download org/name --revision commit` on each host"
             )
+        elif len(configs) > 1:
+            yield (
+                f"{name}: config.json or {QUANTIZATION_FILE} is not the same everywhere: {_list_findings(configs)}: "
+                "copy one model to all hosts"
+            )
+
+
+def _group(name: str, known: Iterable[tuple[RankInventory, dict[str, str]]]) -> dict[str, list[RankInventory]]:
+    """The ranks that have something of a name, by what that is."""
+    found: dict[str, list[RankInventory]] = {}
+    for rank, values in known:
+        if name in values:
+            found.setdefault(values[name], []).append(rank)
+    return found
 
 
 def _list_findings(found: dict[str, list[RankInventory]]) -> str:

@@ -1,7 +1,8 @@
 """The configuration of a run, the same on every rank: rank 0 reads the file, fills in the allocation and hands it on.
 
 A shared file system is not needed for it: other ranks never open the file. Model directories may differ from host to
-host (`model: {node1: PATH, default: PATH}`); each rank takes its own. It does not know what the sections mean.
+host (`model: {node1: PATH, default: PATH}`), and names are looked up in each host's cache; each rank takes its own. It
+does not know what the sections mean.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from parallel.mpi_rank import MpiRank, find_mpi_rank
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig, make_config, read_values
 from trtrun.configuration.device_lists import host_of, is_counts
+from trtrun.configuration.hub_cache import find_snapshot, read_hub_name
 from trtrun.configuration.topology import make_topology
 from trtrun.errors import ConfigError, PlacementError
 
@@ -135,11 +137,17 @@ def make_run_config(source: Mapping[str, Any], place: MpiRank | None = None) -> 
     return make_config(values, base=Path(source["base"]), where=where)
 
 
-def is_directory(path: object) -> bool:
-    """Whether a value of the configuration is the path of a directory that this process can see."""
+def is_model_here(model: object) -> bool:
+    """Whether a value of the configuration is the path of a directory that this process can see, or the name of what
+    is in this host's Hugging Face cache."""
+    if not isinstance(model, str):
+        return False
     try:
-        return isinstance(path, str) and Path(path).expanduser().is_dir()
-    except (OSError, RuntimeError):  # a name that is too long, a home of nobody
+        if Path(model).expanduser().is_dir():
+            return True
+        name = read_hub_name(model)
+        return name is not None and find_snapshot(name) is not None
+    except (OSError, RuntimeError, ValueError):  # a name that is too long or no file can have, a home of nobody
         return False
 
 
@@ -197,7 +205,7 @@ def _own_path(paths: Mapping[str, Any], where: str, place: MpiRank | None) -> An
     if place is None:
         # This process only starts the ranks: any host's directory that it can see tells it what the model is.
         for path in paths.values():
-            if is_directory(path):
+            if is_model_here(path):
                 return path
     raise ConfigError(
         f"{where}: no path for this host ({socket.gethostname()}): add it beside {', '.join(paths) or 'the others'}, "

@@ -15,7 +15,7 @@ from typing import Any
 
 from launch.placement.allocation import is_local
 from launch.placement.devices import ENGINES, Allocation, fill_counts, list_devices, spell_hosts
-from launch.placement.run_config import DEFAULT_HOST, is_directory, make_run_config
+from launch.placement.run_config import DEFAULT_HOST, is_model_here, make_run_config
 from launch.slurm.section import SlurmSection, read_slurm_section
 from parallel.topology import Topology
 from trtrun.configuration.config import RuntimeConfig, read_values
@@ -199,7 +199,7 @@ def _settle_models(values: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         is_same_everywhere = False
         own = next((path for host, path in model.items() if host != DEFAULT_HOST and is_local(host)), None)
         path = own or model.get(DEFAULT_HOST)
-        if not is_directory(path):
+        if not is_model_here(path):
             path = f"asset:{name}"
         settled[name] = {**section, "model": path}
     return settled, is_same_everywhere

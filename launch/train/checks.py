@@ -10,6 +10,7 @@ from pathlib import Path
 
 from launch.train.options import TrainOptions
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.model_paths import find_model
 from trtrun.errors import ConfigError, shorten_path
 from trtrun.models.config import read_model_config
 from trtrun.tokens.text import check_same_tokenizer, read_tokenizer
@@ -68,11 +69,15 @@ def check_output(options: TrainOptions) -> None:
 
 
 def find_start(config: RuntimeConfig, options: TrainOptions) -> Path | None:
-    """The checkpoint that the drafter starts from, if there is one."""
+    """The checkpoint that the drafter starts from, if there is one.
+
+    Raises:
+        ConfigError: `--from` names none.
+    """
     if not find_method(options.settings.method).starts_from_draft:
         return None
     if options.start is not None:
-        return options.start
+        return find_model(options.start, None, "--from")
     return config.draft.model if config.draft is not None else None
 
 

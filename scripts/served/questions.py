@@ -17,7 +17,7 @@ from typing import Any
 
 from served.processes import ROOT
 from served.server import TrialError
-from trtrun.configuration.config import ASSETS
+from trtrun.configuration.model_paths import ASSETS
 
 _REFERENCE_SECONDS = 900.0
 

@@ -20,7 +20,7 @@ import httpx
 
 from served.processes import all_processes, environment_of, is_alive, rank_of, server_environment, words_of
 from served.said import read_addresses, read_metrics
-from trtrun.configuration.config import ASSETS
+from trtrun.configuration.model_paths import ASSETS
 
 T = TypeVar("T")
 MARK = "TRTRUN_TRIAL"

@@ -9,13 +9,14 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint, make_draft
+from hub_caches import COMMIT, OTHER_COMMIT, fill_cache
 from network import Network, missing_parts, start_network
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,11 +53,11 @@ class Site:
         path.write_text(json.dumps(values), encoding="utf-8")
         return path
 
-    def trtrun(self, *words: object) -> subprocess.CompletedProcess[str]:
-        """Run the command on north."""
+    def trtrun(self, *words: object, variables: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+        """Run the command on north, with variables such as "HF_HOME=/a" beside."""
         command = [sys.executable, "-m", "launch.cli", *(str(word) for word in words)]
         return self.network["north"].run(
-            "env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", *command, timeout=PATIENCE, cwd=ROOT
+            "env", f"PYTHONPATH={ROOT}", "OMP_NUM_THREADS=1", *variables, *command, timeout=PATIENCE, cwd=ROOT
         )
 
 
@@ -131,3 +132,32 @@ def test_a_host_that_is_down_is_named(site: Site) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = own_lines(done)
     assert "host nobody" in line
+
+
+def test_each_host_has_a_cache_of_its_own(site: Site) -> None:
+    file = site.config("named", target={"model": "org/target"})
+    cache, variables = site.private / "hub", [f"HF_HUB_CACHE={site.private}/hub"]
+
+    def fill(host: str, commit: str) -> None:
+        made = site.folder / f"cache of {host}"
+        fill_cache(made, "org/target", site.pair / "target", commit=commit)
+        site.network[host].run("cp", "-a", str(made), str(cache), check=True)
+        shutil.rmtree(made)
+
+    fill("north", COMMIT)
+    done = site.trtrun("check", "--config", file, variables=variables)
+    assert (done.returncode, done.stdout) == (2, "")
+    start = f"trtrun: {file}, on rank {{}} of host south: target.model: no such directory: "
+    lines = own_lines(done)
+    assert [line.startswith(start.format(rank)) for line, rank in zip(lines, (2, 3), strict=True)] == [True, True]
+    assert all(
+        f"org/target is not in the Hugging Face cache {cache}, which does not exist: run" in line for line in lines
+    )
+    fill("south", OTHER_COMMIT)
+    (line,) = own_lines(site.trtrun("check", "--config", file, variables=variables))
+    assert f"org/target@{COMMIT} on rank 0, 1 (north); org/target@{OTHER_COMMIT} on rank 2, 3 (south): name one" in line
+    site.network["south"].run("rm", "-r", str(cache), check=True)
+    fill("south", COMMIT)
+    done = site.trtrun("check", "--config", file, "--json", variables=variables)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["ok"]

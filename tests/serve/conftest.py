@@ -9,7 +9,8 @@ import pytest
 from servers import ONE_PROCESS, Server, serving, write_config
 
 from trtrun import LLM
-from trtrun.configuration.config import ASSETS, load_config
+from trtrun.configuration.config import load_config
+from trtrun.configuration.model_paths import ASSETS
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"

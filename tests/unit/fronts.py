@@ -19,7 +19,7 @@ from launch.serve.reader.reader import Reader
 from launch.serve.reading.messages import HEAD_BYTES, Facts, Reply, Task, pack, unpack
 from launch.serve.reading.readers import Found, Readers, found_of
 from trtrun.api.prompts import PromptReader
-from trtrun.configuration.config import ASSETS
+from trtrun.configuration.model_paths import ASSETS
 from trtrun.models.config import read_model_config
 from trtrun.scheduling.limits import SchedulerLimits
 from trtrun.tokens.text import read_tokenizer

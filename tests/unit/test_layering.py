@@ -114,7 +114,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "trtrun.configuration": (
         frozenset({"topology"}),
         frozenset({"config"}),
-        frozenset({"section_check", "drafting_methods", "model_sections", "round_sections"}),
+        frozenset({"section_check", "drafting_methods", "model_paths", "model_sections", "round_sections"}),
         frozenset({"head_methods", "text_methods"}),
         frozenset({"recycling_trees", "speculation_section"}),
         frozenset({"suffix_options"}),
@@ -122,6 +122,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
             {
                 "device_lists",
                 "dynamic_tree",
+                "hub_cache",
                 "launch_config",
                 "lookahead_windows",
                 "medusa_choices",

@@ -7,7 +7,7 @@ the model directories hold models (`trtrun.models`), or how much memory there is
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -23,6 +23,7 @@ from trtrun.configuration.drafting_methods import (
     read_speculation,
 )
 from trtrun.configuration.launch_config import FilePath, LaunchSection, Number, Section
+from trtrun.configuration.model_paths import find_file, find_model
 from trtrun.configuration.model_sections import HeadsSection, ModelSection, OfHeads
 from trtrun.configuration.round_sections import KVCacheSection, SchedulerSection
 from trtrun.configuration.section_check import check_section
@@ -30,15 +31,7 @@ from trtrun.configuration.server_config import ServerSection
 from trtrun.configuration.speculation_section import DraftSize, SpeculationSection
 from trtrun.configuration.text_methods import SuffixSection
 from trtrun.configuration.yaml_source import apply_override, describe_kind, parse_yaml
-from trtrun.errors import ConfigError, nearest, reading, shorten, shorten_path
-
-ASSETS = Path(__file__).resolve().parents[1] / "assets"
-"""The small trained models that ship with the package, in a directory each."""
-
-ASSET_NAMES = ("target", "draft", "medusa", "eagle3", "pard_draft")
-"""A target, and what was trained to draft for it: a draft model, Medusa heads, an EAGLE-3 head, a parallel draft."""
-
-ASSET_PREFIX = "asset:"
+from trtrun.errors import ConfigError, reading, shorten_path
 
 MOST_BYTES = 1024 * 1024
 """Of a configuration file: something else was named by mistake."""
@@ -50,7 +43,7 @@ class RuntimeConfig(Section):
     Attributes:
         target: the model whose distribution the output follows.
         draft: the model that proposes, or the heads; forgotten where `speculation.method` needs none.
-        tokenizer: directory of the tokenizer. Left out: the target's.
+        tokenizer: directory of the tokenizer, or a name as in `model`. Left out: the target's.
         speculation: how tokens are proposed and accepted.
         kv_cache: the paged store of keys and values.
         scheduler: limits of one round.
@@ -209,7 +202,7 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
 
     Args:
         path: the YAML file. Model directories in it that are not absolute are looked for beside the file first, then
-            in the working directory.
+            in the working directory, then as names in the Hugging Face cache.
         overrides: `key.path=value` strings; each value is read as YAML.
 
     Raises:
@@ -258,55 +251,14 @@ def make_config(values: Mapping[str, Any], base: Path | None = None, where: str 
         for name, key in (("target", "target"), ("draft", "draft"), ("heads", "draft")):
             section = cast(ModelSection | HeadsSection | None, getattr(config, name))
             if section is not None:
-                model = _resolve_directory(section.model, base, f"{where}: {key}.model")
+                model = find_model(section.model, base, f"{where}: {key}.model")
                 changes[name] = section.model_copy(update={"model": model})
         if config.tokenizer is not None:
-            changes["tokenizer"] = _resolve_directory(config.tokenizer, base, f"{where}: tokenizer")
+            changes["tokenizer"] = find_model(config.tokenizer, base, f"{where}: tokenizer")
         if isinstance(config.speculation, SuffixSection) and config.speculation.suffix_corpus is not None:
-            corpus = _resolve_file(config.speculation.suffix_corpus, base, f"{where}: speculation.suffix_corpus")
+            corpus = find_file(config.speculation.suffix_corpus, base, f"{where}: speculation.suffix_corpus")
             changes["speculation"] = config.speculation.model_copy(update={"suffix_corpus": corpus})
         return config.model_copy(update=changes)
-
-
-def _resolve_directory(path: Path, base: Path | None, where: str) -> Path:
-    """Return the absolute directory that `path` names."""
-    text = str(path)
-    if text.startswith(ASSET_PREFIX):
-        name = text.removeprefix(ASSET_PREFIX)
-        if name not in ASSET_NAMES:
-            choices = [ASSET_PREFIX + item for item in ASSET_NAMES]
-            raise ConfigError(f"{where}: unknown asset {shorten(text)}{nearest(text, choices)}")
-        path = ASSETS / name
-        if not path.is_dir():
-            raise ConfigError(f"{where}: {text} is not in this installation ({path} is missing): install trtrun again")
-        return path
-    return _find(path, base, where, Path.is_dir, "is a file: name the model's directory", "directory")
-
-
-def _resolve_file(path: Path, base: Path | None, where: str) -> Path:
-    """Return the absolute file that `path` names."""
-    return _find(path, base, where, Path.is_file, "is no file: name a file of texts", "file")
-
-
-def _find(path: Path, base: Path | None, where: str, fits: Callable[[Path], bool], misfit: str, kind: str) -> Path:
-    """The absolute path of what `path` names, beside the configuration or in the working directory, and `fits`; else
-    what is there is a `misfit`, or there is no such `kind`."""
-    try:
-        path = path.expanduser()
-    except RuntimeError:
-        raise ConfigError(f"{where}: {shorten_path(path)}: there is no such user, or nobody knows its home") from None
-    places = [path] if path.is_absolute() else [place / path for place in (base, Path.cwd()) if place is not None]
-    try:
-        for place in places:
-            if fits(place):
-                return place.resolve()
-        is_there = any(place.exists() for place in places)
-    except OSError as error:
-        raise ConfigError(f"{where}: {shorten_path(path)} cannot be read: {error.strerror}") from None
-    if is_there:
-        raise ConfigError(f"{where}: {shorten_path(path)} {misfit}")
-    looked = " and ".join(shorten_path(place) for place in dict.fromkeys(places))
-    raise ConfigError(f"{where}: no such {kind}: {looked}")
 
 
 def make_one_device_config(

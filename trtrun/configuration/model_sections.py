@@ -25,10 +25,14 @@ class ModelSection(Section):
     acceptance; greedy output stays the target's own. Checkpoints that others have quantized are read as they are
     (docs/quantized-checkpoints.md), with `quantization` left out.
 
+    `org/name`, where no such directory is there, is what `hf download org/name` has put into the Hugging Face cache of
+    each host (`HF_HOME`, `HF_HUB_CACHE`), `org/name@revision` another branch, tag or commit than main. Nothing is
+    downloaded.
+
     Attributes:
-        model: directory in Hugging Face layout (safetensors), relative to the file or to the working directory;
-            `asset:target` is the shipped target, and `asset:draft`, `asset:medusa`, `asset:eagle3` and
-            `asset:pard_draft` draft for it. Where hosts differ: `{node1: /a/model, default: /b/model}`.
+        model: directory in Hugging Face layout (safetensors), relative to the file or to the working directory, or
+            `org/name` in the cache; `asset:target` is shipped, and for it `asset:draft`, `asset:medusa`, `asset:eagle3`
+            and `asset:pard_draft`. Where hosts differ: `{node1: /a/model, default: /b/model}`.
         devices: in tensor-parallel order: `[0, 1]` GPUs, `["cpu:0", "cpu:1"]` CPU slots, `{node1: [0, 1]}` on hosts,
             `{nodes: 2, gpus_per_node: 4}` from the Slurm allocation. A device of both engines is one process.
         dtype: of weights, activations and KV; `auto` takes the checkpoint's.
@@ -50,7 +54,7 @@ class HeadsSection(Section):
     """What stands in `draft` where the method drafts with heads, which sit on the target's devices.
 
     Attributes:
-        model: directory with the heads (safetensors).
+        model: directory with the heads (safetensors), or `org/name` in the Hugging Face cache.
     """
 
     model: FilePath

@@ -39,7 +39,7 @@ class ServerSection(Section):
         http_port: of the APIs and the page; 0 takes a free one.
         grpc_port: of Triton's protocol over gRPC; 0 takes a free one.
         metrics_port: of the metrics for Prometheus; 0 takes a free one.
-        model_name: what clients call the model. Left out: the name of the target's directory.
+        model_name: what clients call the model. Left out: the name of the target's directory, or `org/name`.
         api_key_file: one key a line, of printable ASCII characters; requests of the APIs need one of them.
         tls_cert, tls_key: PEM files for all ports, the key without a passphrase; both or none.
         max_queue: completions that may wait for a row, beside `scheduler.max_batch_size` that have one; requests beyond

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from trtrun.configuration.hub_cache import mend_download
 from trtrun.errors import CheckpointError, one_line, reading, shorten
 from trtrun.linear.quantization.base import FLOATS
 from trtrun.models.damage import describe_damage
@@ -25,6 +26,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _MOST_JSON_BYTES = 64 * 1024 * 1024
 _MOST_NAME = 255  # bytes, of any file system; characters can only be fewer
+_MOST_NAMED = 5  # files that are not there, in a message
 _MOST_DIGITS = 300  # of a whole number; each one fits into a float then
 
 _INTEGERS = {"I32", "I64"}
@@ -70,7 +72,8 @@ def read_json(path: Path, name: str, required: bool) -> dict[str, Any]:
         if not file.is_file():
             if not required:
                 return {}
-            raise CheckpointError(f"{path} has no {name}; give a Hugging Face model directory")
+            way = mend_download(path, "give a Hugging Face model directory")
+            raise CheckpointError(f"{path} has no {name}; {way}")
         if file.stat().st_size > _MOST_JSON_BYTES:
             raise CheckpointError(f"{file} has more than {_MOST_JSON_BYTES >> 20} MiB; it is no {name}")
         try:
@@ -152,6 +155,7 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path} has its weights only as {self._tell_of(pickles)}")
             raise NoWeightsError(
                 f"{self.path} has no weights: neither {', '.join(self._single_files)} nor {INDEX_FILE}"
+                f"{mend_download(self.path, '', before='; ')}"
             )
         weight_map = index.get("weight_map")
         if (
@@ -168,8 +172,13 @@ class Checkpoint:
                 )
             if not name.isprintable() or len(name) > _MOST_NAME:
                 raise CheckpointError(f"{self.path / INDEX_FILE} names {shorten(name)}, which is no name of a file")
-            if not (self.path / name).is_file():
-                raise CheckpointError(f"{self.path} lacks shard {name} ({len(names)} in its index); copy it again")
+        missing = [name for name in names if not (self.path / name).is_file()]
+        if missing:
+            more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+            raise CheckpointError(
+                f"{self.path} lacks shard{'s' if missing[1:] else ''} {', '.join(missing[:_MOST_NAMED])}{more} "
+                f"({len(names)} in its index); {mend_download(self.path, 'copy it again')}"
+            )
         return [self.path / name for name in names]
 
     def _tell_of(self, pickles: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import json
 import struct
 from pathlib import Path
 
+from trtrun.configuration.hub_cache import fetch_again
 from trtrun.errors import shorten
 
 _LENGTH = struct.Struct("<Q")
@@ -44,8 +45,9 @@ def describe_damage(file: Path, error: Exception) -> str:
                 header = opened.read(length)
     except OSError as problem:
         return f"cannot be read: {problem.strerror}"
+    way = fetch_again(file.parent, "copy it again")
     if size < 8:
-        return f"is truncated ({size} bytes); copy it again"
+        return f"is truncated ({size} bytes); {way}"
     for mark, remedy in _OTHER_FORMATS:
         if start.startswith(mark):
             return f"is no safetensors file: {remedy}"
@@ -53,8 +55,8 @@ def describe_damage(file: Path, error: Exception) -> str:
         return f"is no safetensors file ({said})"
     needed = 8 + length + _count_data(header)
     if size < needed:
-        return f"is truncated ({size} bytes of {needed}); copy it again"
-    return f"has a header that is wrong ({said}): copy it again, or save the model anew"
+        return f"is truncated ({size} bytes of {needed}); {way}"
+    return f"has a header that is wrong ({said}): {way}, or save the model anew"
 
 
 def _count_data(header: bytes) -> int:

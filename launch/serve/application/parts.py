@@ -26,6 +26,7 @@ from launch.serve.reading.messages import Facts
 from launch.serve.reading.readers import Readers
 from trtrun.api.prompts import PromptReader
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.hub_cache import name_of_model
 from trtrun.configuration.topology import make_topology
 from trtrun.models.config import read_model_config
 from trtrun.tokens.text import hash_tokenizer_files, read_tokenizer
@@ -50,7 +51,7 @@ class Parts:
 
 def model_name(config: RuntimeConfig) -> str:
     """What clients call the model."""
-    return config.server.model_name or config.target.model.name
+    return config.server.model_name or name_of_model(config.target.model)
 
 
 def make_parts(config: RuntimeConfig, keys: Keys, engine: EngineClient) -> Parts:

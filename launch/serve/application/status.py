@@ -22,6 +22,7 @@ from launch.serve.http.requests import Keys
 from parallel.topology import Role, Topology
 from trtrun import __version__
 from trtrun.configuration.config import RuntimeConfig
+from trtrun.configuration.hub_cache import name_of_model
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.models.config import read_model_config
 
@@ -157,13 +158,13 @@ class StatusBoard:
 
 
 def _models(config: RuntimeConfig) -> dict[str, Any]:
-    """The directory of each model, by its last name, and how its weights are held: as the YAML file says, or as the
-    checkpoint is quantized."""
+    """What each model is called, and how its weights are held: as the YAML file says, or as the checkpoint is
+    quantized."""
     sections = {"target": config.target, "draft": config.draft if config.draft_devices else None}
     return {
         role: None
         if section is None
-        else {"name": section.model.name, "dtype": section.dtype, "quantization": _quantization(section)}
+        else {"name": name_of_model(section.model), "dtype": section.dtype, "quantization": _quantization(section)}
         for role, section in sections.items()
     }
 

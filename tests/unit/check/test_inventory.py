@@ -12,6 +12,8 @@ from typing import Any
 import mpi4py
 import pytest
 from checkpoints import make_checkpoint, make_draft
+from hub_caches import COMMIT, OTHER_COMMIT, fill_cache
+from huggingface_hub import constants
 
 from launch.check.inventory import RankInventory, find_misfits, take_inventory
 from parallel.topology import Topology
@@ -132,6 +134,24 @@ def test_different_models_under_one_path_are_told(pair: Path, tmp_path: Path) ->
     assert problem.startswith("target: config.json or hf_quant_config.json is not the same everywhere: ")
     assert f"{ranks[3].configs['target']} on rank 3 ({HOST})" in problem
     assert "on rank 0–2" in problem
+
+
+def test_different_commits_in_the_caches_of_hosts_are_told(
+    pair: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    fill_cache(tmp_path, "org/target", pair / "target")
+    config = config_of(pair, target={"model": "org/target", "devices": ["cpu:1", "cpu:2"]})
+    ranks, topology = collect_all(config)
+    assert find_misfits(ranks, topology) == []
+    fill_cache(tmp_path, "org/target", pair / "target", commit=OTHER_COMMIT)
+    again = config_of(pair, target={"model": "org/target", "devices": ["cpu:1", "cpu:2"]})
+    ranks[3] = take_inventory(again, topology, 3)
+    assert find_misfits(ranks, topology) == [
+        f"target: the Hugging Face caches do not have the same: org/target@{COMMIT} on rank 0–2 ({HOST}); "
+        f"org/target@{OTHER_COMMIT} on rank 3 ({HOST}): name one commit (org/name@commit), and run "
+        "`hf download org/name --revision commit` on each host"
+    ]
 
 
 def test_a_quantization_that_one_rank_alone_has_is_told(pair: Path) -> None:

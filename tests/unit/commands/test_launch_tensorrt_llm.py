@@ -8,6 +8,8 @@ import click
 import pytest
 from checkpoints import make_checkpoint
 from eagle_heads import make_eagle_head, write_eagle_head
+from hub_caches import fill_cache
+from huggingface_hub import constants
 
 from launch.tensorrt_llm import (
     make_runtime_config,
@@ -142,6 +144,11 @@ def test_trees_of_an_eagle_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     write_eagle_head(tmp_path / "head", make_eagle_head(target), "vllm", target)
     config = make_runtime_config(parse_arguments([*WORDS, head, "--eagle_choices=[[0]]"]), has_gpu=False)
     assert config.speculation.method == "eagle", "the files are EAGLE-1's"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = fill_cache(tmp_path / "hub", "org/head", tmp_path / "head")
+    named = parse_arguments([*WORDS, "--draft_engine_dir=org/head", "--eagle_choices=[[0]]"])
+    config = make_runtime_config(named, has_gpu=False)
+    assert config.heads is not None and (config.speculation.method, config.heads.model) == ("eagle", snapshot)
     for options, said in (
         (("--eagle_choices=[[0]]",), "needs --draft_engine_dir"),
         ((head, "--eagle_choices=[[0]]", "--eagle_use_dynamic_tree"), "are two methods"),

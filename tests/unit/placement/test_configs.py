@@ -16,8 +16,9 @@ import torch
 
 from launch.placement.run_config import load_run_config
 from parallel.topology import Topology
-from trtrun.configuration.config import ASSET_PREFIX, RuntimeConfig
+from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.device_lists import is_counts
+from trtrun.configuration.model_paths import ASSET_PREFIX
 from trtrun.configuration.topology import make_topology
 from trtrun.configuration.yaml_source import parse_yaml
 from trtrun.models.config import read_model_config

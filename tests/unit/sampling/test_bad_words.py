@@ -12,7 +12,7 @@ from fronts import TOKENIZER
 from sampling_reference import admission, seeded
 
 from trtrun.api.prompts import PromptReader
-from trtrun.configuration.config import ASSETS
+from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.nouns import RoundPlan, RowAdmission
 from trtrun.core.sampling_params import NO_LISTS, SamplingParams, TokenLists, TokenSequences
 from trtrun.models.config import read_model_config

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaForCausalLM
 
-from trtrun.configuration.config import ASSETS
+from trtrun.configuration.model_paths import ASSETS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 

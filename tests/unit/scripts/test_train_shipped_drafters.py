@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trtrun.configuration.config import ASSETS
+from trtrun.configuration.model_paths import ASSETS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 

@@ -11,11 +11,14 @@ from xml.etree import ElementTree
 import click
 import pytest
 from checkpoints import make_checkpoint
+from hub_caches import fill_cache
+from huggingface_hub import constants
 from training_runs import MASK, make_method, rows_of
 
 from launch.commands.train_drafter import train_drafter, train_options
-from launch.train.checks import check_output
+from launch.train.checks import check_output, find_start
 from launch.train.options import TrainOptions
+from trtrun.configuration.config import make_config
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.training.curves import draw_curves
 from trtrun.training.data import batch_indexes, read_data
@@ -216,3 +219,16 @@ def test_curves_are_one_for_each_depth(tmp_path: Path) -> None:
     heights = [float(point.split(",")[1]) for point in lines[0]]
     assert heights == sorted(heights), "a loss that falls goes down on the page"
     draw_curves([], tmp_path / "empty.svg")
+
+
+def test_a_drafter_starts_from_a_model_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = fill_cache(tmp_path / "hub", "org/draft", make_checkpoint(tmp_path / "draft"))
+    config = make_config({"target": {"model": "asset:target", "devices": ["cpu:0"]}, "speculation": {"method": "none"}})
+
+    def options(start: str) -> TrainOptions:
+        return TrainOptions([], tmp_path / "out", Path(start), False, TrainingSettings())
+
+    assert find_start(config, options("org/draft")) == snapshot
+    with pytest.raises(ConfigError, match=r"^--from: no such directory: .*; and org/other is not in the Hugging Face"):
+        find_start(config, options("org/other"))

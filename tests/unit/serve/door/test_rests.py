@@ -14,7 +14,7 @@ from launch.serve.front.front import Usage
 from launch.serve.http.answers import JOINED_BYTES, answer_in_parts, make_parts
 from launch.serve.openai.answers import ChatAnswer, CompletionAnswer
 from launch.serve.openai.calls import Answering
-from trtrun.configuration.config import ASSETS
+from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics

@@ -19,7 +19,7 @@ from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.engine import keeper as engine_keeper
 from launch.serve.engine.messages import Ended
 from trtrun import __version__
-from trtrun.configuration.config import ASSETS
+from trtrun.configuration.model_paths import ASSETS
 
 ROOM = (LIMITS.num_blocks - 1) * LIMITS.block_size
 

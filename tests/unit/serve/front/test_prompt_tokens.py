@@ -13,7 +13,7 @@ from launch.serve.door.refusals import Refusal
 from launch.serve.front import arrivals as prompt_tokens
 from launch.serve.front.arrivals import PromptTokens
 from trtrun.api.prompts import Prompt, PromptReader
-from trtrun.configuration.config import ASSETS
+from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.errors import InvalidRequestError
 from trtrun.models.config import read_model_config

@@ -20,7 +20,7 @@ from launch.serve.kserve.row_requests import UNSUPPORTED, ModelFacts, RowRequest
 from launch.serve.kserve.rows import read_word_list, write_word_lists
 from launch.serve.kserve.runs import Gain, _Completion
 from launch.serve.kserve.tensors import DATATYPES, read_bytes, read_shape, read_values, write_bytes, write_values
-from trtrun.configuration.config import ASSETS
+from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.nouns import Request, TokenLogprobs
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics

@@ -10,7 +10,7 @@ from launch.serve.door.refusals import Refusal, refusing
 from launch.serve.openai.chat_template import ChatTemplate
 from launch.serve.openai.prompts import PromptMaker
 from launch.serve.openai.types import read_chat, read_completion
-from trtrun.configuration.config import ASSETS
+from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.sampling_params import MOST_TOKENS
 from trtrun.errors import InvalidRequestError, PromptTooLongError
 from trtrun.tokens.text import Tokenizer, read_tokenizer

@@ -11,7 +11,7 @@ from launch.serve.front.front import Usage
 from launch.serve.openai.answer_parts import TokenTexts
 from launch.serve.openai.answers import CompletionAnswer
 from launch.serve.openai.calls import Answering
-from trtrun.configuration.config import ASSETS
+from trtrun.configuration.model_paths import ASSETS
 from trtrun.core.nouns import TokenLogprobs
 from trtrun.core.outputs import CompletionDelta
 from trtrun.core.request_statistics import RequestStatistics

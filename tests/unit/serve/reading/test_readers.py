@@ -20,7 +20,7 @@ from launch.serve.door.refusals import Kind, Refusal
 from launch.serve.reading import lane, readers
 from launch.serve.reading.messages import Facts
 from launch.serve.reading.readers import Found, Readers, ReadRequest
-from trtrun.configuration.config import ASSETS
+from trtrun.configuration.model_paths import ASSETS
 from trtrun.tokens.text import hash_tokenizer_files
 
 PATIENCE = 120.0
