@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from trtrun.engine.capture import Capture
-from trtrun.engine.graph_cache import MOST_GRAPHS, GraphCache
+from trtrun.engine.graph_cache import GraphCache
 from trtrun.engine.mixed_shapes import MixedShape, MixedShapes
 
 
@@ -46,7 +46,6 @@ class MixedGraphs(GraphCache):
         shapes: MixedShapes,
         logits: torch.Tensor,
         tables: torch.Tensor,
-        most_graphs: int = MOST_GRAPHS,
     ) -> None:
         """Capture `forward` on demand.
 
@@ -56,9 +55,8 @@ class MixedGraphs(GraphCache):
             shapes: of graphs.
             logits: [lines, vocab] float32, as many lines as the largest shape has: where all graphs write.
             tables: [numbers] int64, as many as the largest shape has: where all graphs read block tables.
-            most_graphs: how many to keep.
         """
-        super().__init__(capture, most_graphs)
+        super().__init__(capture, max(1, len(shapes.all)))
         self.shapes = shapes
         self._forward = forward
         self._logits = logits

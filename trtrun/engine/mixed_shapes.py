@@ -15,13 +15,13 @@ from typing import NamedTuple
 _ROWS = (256, 128, 32, 8)
 """Numbers of rows beside the most that there are: padding of few rows costs little beside a prompt."""
 
-MOST_ROW_TOKENS = 256
+_MOST_ROW_TOKENS = 256
 """Tokens of rows, padding counted, that have a graph together with prompts."""
 
 _WASTED_ROW_TOKENS = 64
 """Tokens of padding, of all rows, that a graph of more queries may cost at most."""
 
-PROMPT_TOKENS = (128, 256, 512)
+_PROMPT_TOKENS = (128, 256, 512)
 """Tokens of prompts, padding counted. What is more goes through a graph of its own before (graph_shapes.py)."""
 
 _LONGEST_CONTEXT = 8192
@@ -80,7 +80,7 @@ class MixedShapes:
                 MixedShape(rows, queries, tiles, self._width, blocks)
                 for rows in sorted({max_rows, *(rows for rows in _ROWS if rows < max_rows)})
                 for queries in _numbers_of_queries(rows, most_queries)
-                for tiles in sorted({tokens // self._width for tokens in PROMPT_TOKENS if tokens >= self._width})
+                for tiles in sorted({tokens // self._width for tokens in _PROMPT_TOKENS if tokens >= self._width})
             ]
             if self._width
             else []
@@ -103,7 +103,7 @@ class MixedShapes:
 
 def _numbers_of_queries(rows: int, most: int) -> list[int]:
     """Numbers of queries of `rows` rows, the fewest that waste little; none where even one is too many."""
-    kept = [min(most, MOST_ROW_TOKENS // rows)]
+    kept = [min(most, _MOST_ROW_TOKENS // rows)]
     for queries in range(kept[0] - 1, 0, -1):
         if rows * (kept[-1] - queries) > _WASTED_ROW_TOKENS:
             kept.append(queries)

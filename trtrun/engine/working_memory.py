@@ -17,6 +17,7 @@ from trtrun.engine.graph_cache import MOST_GRAPHS
 from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS, GraphShapes
 from trtrun.engine.prompt_tiles import MOST_EVEN_PADDING, tile_width
 from trtrun.engine.rows import RowState
+from trtrun.engine.start_forwards import count_tree_graphs
 from trtrun.kernels.cpu import machine
 from trtrun.kernels.cpu.attention import takes_blocks, takes_head
 from trtrun.kernels.triton.attention_tiles import MOST_PARTIAL_BYTES
@@ -150,7 +151,8 @@ def working_bytes(
             total += _attention_bytes(tokens, shape, share, heads.stored, dtype, device_type, has_plain_kv)
     if graphs:
         mixes = shape.max_tokens if verifies and shape.max_paths == 1 else None
-        shapes = GraphShapes(shape.max_rows, shape.verified_tokens, 1, shape.block_size, width, max_mixed_tokens=mixes)
+        rows, size, blocks = shape.max_rows, shape.block_size, -(-(shape.max_seq_len + scratch) // shape.block_size)
+        shapes = GraphShapes(rows, shape.verified_tokens, blocks, size, width, max_mixed_tokens=mixes)
         mixed = shapes.mixed.all
         captured = max(verified, shape.max_rows * 2, MOST_PROMPT_TOKENS, *(one.tokens for one in mixed))
         of_tiles = -(-MOST_PROMPT_TOKENS // shapes.narrowest_tile) if width else 0
@@ -162,7 +164,9 @@ def working_bytes(
         total += pool + 2 * lines * model.vocab_size * _FLOAT + most_graphs * model.num_layers * _GRAPH_LAYER_BYTES
         if heads is not None and heads.stored is not None:
             total += verified * (tap + heads.stored.hidden_size * dtype.itemsize)
-            total += MOST_GRAPHS * heads.stored.num_layers * _GRAPH_LAYER_BYTES
+            # A tree is one graph of as many forwards as it is deep.
+            of_trees = count_tree_graphs(shapes, shape.draft_len) * shape.draft_len if shape.max_paths > 1 else 0
+            total += (MOST_GRAPHS + of_trees) * heads.stored.num_layers * _GRAPH_LAYER_BYTES
     return total
 
 

@@ -108,7 +108,7 @@ def test_short_prompts_go_through_graphs_and_long_ones_do_not(
     """Of any lengths, some at a time, beside rows that decode or with them, with blocks that are reused."""
     monkeypatch.setattr(graph_shapes, "MOST_PROMPT_TOKENS", 32)
     monkeypatch.setattr(forwards, "MOST_PROMPT_TOKENS", 32)
-    monkeypatch.setattr(mixed_shapes, "PROMPT_TOKENS", (32,) if together else ())
+    monkeypatch.setattr(mixed_shapes, "_PROMPT_TOKENS", (32,) if together else ())
     monkeypatch.setattr(HostAttention, "tile", 64)  # 32 queries of two heads each
     target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1)
     draft = make_draft(tmp_path / "draft", target, 1) if method != "none" else None

@@ -49,7 +49,7 @@ def test_every_boundary_is_that_of_transformers(
         monkeypatch.setattr(engine_maker, "capture_for", lambda device: lambda work: work)
     mixed: list[Any] = []
     if "together" in kind:
-        monkeypatch.setattr(mixed_shapes, "PROMPT_TOKENS", (32,))
+        monkeypatch.setattr(mixed_shapes, "_PROMPT_TOKENS", (32,))
         run = MixedGraphs.run
         monkeypatch.setattr(MixedGraphs, "run", lambda *arguments: (mixed.append(0), run(*arguments))[-1])
     parts: list[int] = []

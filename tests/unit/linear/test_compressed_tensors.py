@@ -12,7 +12,8 @@ from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from paged import PagedModel
-from quantized_checkpoints import Format, Tensors, Writer, make_pair
+from quantized_checkpoints import Format, make_pair
+from quantized_writers import Tensors, Writer
 from safetensors.torch import load_file
 
 BATCH = [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 8, 1, 190])]]
