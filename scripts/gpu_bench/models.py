@@ -18,7 +18,8 @@ MOST_POSITIONS = 32768
 @dataclass(frozen=True)
 class Shape:
     """Of a Llama without biases and with an output head of its own; with `drafts_in_parallel` its last token is a mask
-    token. Where it `repeats`, weights in files make texts of one token (write_weights.py): a draft is always right."""
+    token. Where it `repeats`, weights in files make texts of one token (write_weights.py): a draft is always right.
+    Where it is `quantized`, its config.json says that its matrices are stored in 4 bits, in groups of 128."""
 
     hidden: int
     intermediate: int
@@ -29,6 +30,7 @@ class Shape:
     dtype: str = "bfloat16"
     drafts_in_parallel: bool = False
     repeats: bool = False
+    quantized: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -79,7 +81,9 @@ class Pair:
 SHAPES = {
     "8b": Shape(4096, 14336, 32, 32, 8),
     "8b-draft": Shape(4096, 14336, 4, 32, 8),
+    "8b-int4": Shape(4096, 14336, 32, 32, 8, quantized=True),
     "70b": Shape(8192, 28672, 80, 64, 8),
+    "70b-int4": Shape(8192, 28672, 80, 64, 8, quantized=True),
     "1b": Shape(2048, 8192, 16, 32, 8),
     "1b-parallel": Shape(2048, 8192, 16, 32, 8, drafts_in_parallel=True),
     "8b-repeating": Shape(4096, 14336, 32, 32, 8, repeats=True),
@@ -87,18 +91,22 @@ SHAPES = {
     "tiny-repeating": Shape(128, 256, 8, 8, 8, 1003, "float32", repeats=True),
     "tiny-draft-repeating": Shape(128, 256, 2, 8, 8, 1003, "float32", drafts_in_parallel=True, repeats=True),
     "tiny": Shape(128, 256, 8, 8, 8, 1003, "float32"),
+    "tiny-int4": Shape(128, 256, 8, 8, 8, 1003, "float32", quantized=True),
     "tiny-draft": Shape(128, 256, 2, 8, 8, 1003, "float32"),
     "tiny-parallel": Shape(128, 256, 2, 8, 8, 1003, "float32", drafts_in_parallel=True),
 }
 PAIRS = {
     "8b": Pair("8b", "8b-draft", 5),
+    "8b-int4": Pair("8b-int4", "8b-draft", 5),
     "8b-1b": Pair("8b", "1b", 8),
     "8b-parallel": Pair("8b", "1b-parallel", 8),
     "8b-repeating": Pair("8b-repeating", "1b-repeating", 8),
     "70b": Pair("70b", "1b", 10),
+    "large-int4": Pair("70b-int4", "1b", 10),
     "70b-parallel": Pair("70b", "1b-parallel", 10),
     "1b": Pair("1b", "1b", 5),
     "tiny": Pair("tiny", "tiny-draft", 4),
+    "tiny-int4": Pair("tiny-int4", "tiny-draft", 4),
     "tiny-parallel": Pair("tiny", "tiny-parallel", 4),
     "tiny-repeating": Pair("tiny-repeating", "tiny-draft-repeating", 4),
 }
@@ -144,4 +152,11 @@ def write_config(path: Path, shape: Shape, max_positions: int) -> None:
     }
     if shape.drafts_in_parallel:
         values |= {"pard_token": shape.vocabulary - 1, "spd_type": "pard"}
+    if shape.quantized:
+        weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+        groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+        values["quantization_config"] = {
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+            "config_groups": groups,
+        }  # fmt: skip
     (path / "config.json").write_text(json.dumps(values), encoding="utf-8")

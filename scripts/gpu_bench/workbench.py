@@ -122,7 +122,7 @@ class Workbench:
 
     def pair(self, name: str) -> Pair:
         """A pair of shapes; a tiny one on CPU slots."""
-        tiny = next((f"tiny{end}" for end in ("-parallel", "-repeating") if name.endswith(end)), "tiny")
+        tiny = next((f"tiny{end}" for end in ("-parallel", "-repeating", "-int4") if name.endswith(end)), "tiny")
         return PAIRS[tiny if self.options.kind == "cpu" else name]
 
     def model(self, shape: str) -> Path:

@@ -32,7 +32,7 @@ def describe_stored(config: ModelConfig, share: Share, dtype: torch.dtype, devic
     sizes: dict[tuple[bool, str], int] = {}
     for weight, held in held_weights(config, share, QUANTIZATIONS.get("none")):
         if isinstance(held, StoredLinear):
-            kind = held.is_kept(dtype, device_type), held.layout.name
+            kind = held.codes(weight, dtype, device_type) is not None, held.layout.name
             sizes[kind] = sizes.get(kind, 0) + count_bytes(held.create(weight, dtype, device_type))
     kept = [
         f"{name} weights stay as they are: {format_bytes(size)}" for (is_kept, name), size in sizes.items() if is_kept

@@ -52,6 +52,18 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_codes_of_4_bits_become_dense(size: int) -> None:
+    from trtrun.kernels.torch.int4 import dequantize, pack
+    from trtrun.kernels.triton.int4_matmul import widen
+
+    torch.manual_seed(size)
+    scale, zero = torch.rand(128, 640 // size).half(), torch.randint(0, 16, (128, 640 // size))
+    held = pack(torch.randint(0, 16, (128, 640)), scale, zero)
+    expected = dequantize(**held, inputs=640, dtype=torch.float16)
+    assert torch.equal(widen(**held, inputs=640, dtype=torch.float16), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16], ids=str)
 @pytest.mark.parametrize(("rows", "features", "inputs"), [(1, 70, 64), (17, 130, 200), (70, 64, 128), (0, 8, 64)])
 def test_the_product(rows: int, features: int, inputs: int, dtype: torch.dtype) -> None:

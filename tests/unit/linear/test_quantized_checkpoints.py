@@ -172,19 +172,47 @@ def test_large_weights_become_dense_piece_by_piece(
     check_logits(*make_pair(tmp_path, name), tp_size)
 
 
-KEPT = {"compressed-tensors FP8", "compressed-tensors FP8 dynamic", "fp8", "modelopt FP8", "modelopt FP8 per channel"}
+FP8 = {"compressed-tensors FP8", "compressed-tensors FP8 dynamic", "fp8", "modelopt FP8", "modelopt FP8 per channel"}
+INT4 = {
+    "compressed-tensors W4A16": 64,
+    "compressed-tensors W4A16 with zero points": 32,
+    "awq": 64,
+    "awq of whole rows": 128,
+    "gptq": 64,
+    "gptq without g_idx": 128,
+    "gptq v2": 64,
+    "gptq that is v2 and says v1": 64,
+    "gptq that is v1 and says v2": 64,
+    "gptq with zero points": 64,
+}
+"""And how many numbers share a scale where they are held."""
+KEPT = FP8 | INT4.keys()
+
+
+def held_bytes(name: str, features: int, inputs: int) -> int:
+    """A byte a number and a scale a feature; or half a byte and a scale a group, for whole 512 inputs."""
+    if name in FP8:
+        return features * (inputs + 4)
+    return features * -(-inputs // 512) * (256 + 512 // INT4[name] * 4)
+
+
+def keep_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs that multiply them."""
+    monkeypatch.setattr(StoredLinear, "can_keep", lambda self, dtype, device_type: True)
+    monkeypatch.setattr(layout, "has_int4_products", lambda device_type: True)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_gpus_hold_what_their_kernels_take(tmp_path: Path, name: str) -> None:
-    """E4M3 codes with a scale for each output feature; the rest, and activations in float32, are dense."""
+    """E4M3 codes with a scale for each output feature, and 4 bits in groups; the rest, and activations in float32, are
+    dense."""
     stored, dense = make_pair(tmp_path, name)
     config, plain, gpu = read_model_config(stored), read_model_config(dense), torch.device("cuda", 0)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         expected = shard_bytes(plain, 0, 1, dtype, gpu)
         if name in KEPT and dtype.itemsize == 2:
             weights = [it.cut(Share(0, 1)) for it in config.weights if config.quantization_of(it, DENSE) is not DENSE]
-            expected -= sum(it.num_elements - 4 * it.shape[0] for it in weights)
+            expected -= sum(2 * it.num_elements - held_bytes(name, *it.shape) for it in weights)
         assert shard_bytes(config, 0, 1, dtype, gpu) == expected
     said = describe_stored(config, Share(0, 1), torch.bfloat16, "cuda")
     assert said is not None and ("stay as they are" if name in KEPT else "become bfloat16 as they are read") in said
@@ -198,7 +226,7 @@ def test_codes_that_are_kept_are_multiplied_as_they_are(
     tmp_path: Path, name: str, tp_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on GPUs, with the CPU's product: each part of what is multiplied as one has its own scales."""
-    monkeypatch.setattr(StoredLinear, "is_kept", lambda self, dtype, device_type: self.layout.rounds_by_channel)
+    keep_codes(monkeypatch)
     stored, dense = make_pair(tmp_path, name)
     model = PagedModel(stored, torch.bfloat16, tp_size=tp_size)
     found, expected = (it.forward(BATCH).float() for it in (model, PagedModel(dense, torch.float32, tp_size=tp_size)))
@@ -209,7 +237,7 @@ def test_codes_that_are_kept_are_multiplied_as_they_are(
 
 
 def test_a_head_of_codes_that_are_kept_has_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StoredLinear, "is_kept", lambda self, dtype, device_type: self.layout.rounds_by_channel)
+    keep_codes(monkeypatch)
     channel = FORMATS["compressed-tensors FP8 dynamic"]
     everything = replace(channel, config={**channel.config, "ignore": []}, plain=())
     stored, dense = make_pair(tmp_path, everything, vocab_size=199)

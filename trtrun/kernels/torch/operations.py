@@ -15,6 +15,7 @@ from torch.nn import functional
 from trtrun.kernels.rounded_rows import RoundedRows
 from trtrun.kernels.torch import draft_trees
 from trtrun.kernels.torch.fp8 import TorchFp8Matmul
+from trtrun.kernels.torch.int4 import TorchInt4Matmul
 from trtrun.kernels.torch.int8 import TorchInt8Matmul
 from trtrun.tensors import kept_integers, kept_range
 
@@ -81,6 +82,10 @@ class TorchOperations:
     def int8_product(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Product:
         """The product with a weight in int8, codes [out, in] and float32 scale [out]."""
         return TorchInt8Matmul(codes, scale, bias)
+
+    def int4_product(self, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> Product:
+        """The product with a weight of 4 bits, as trtrun.kernels.torch.int4 has it."""
+        return TorchInt4Matmul(words, scales, bias)
 
     def advance(
         self,

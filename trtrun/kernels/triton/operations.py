@@ -12,6 +12,7 @@ from trtrun.kernels.triton import draft_trees, row_tokens, store_copies, support
 from trtrun.kernels.triton import fused as fused_kernels
 from trtrun.kernels.triton import likeliest as likeliest_kernels
 from trtrun.kernels.triton.fp8_matmul import TritonFp8Matmul
+from trtrun.kernels.triton.int4_matmul import TritonInt4Matmul
 from trtrun.kernels.triton.int8_matmul import TritonInt8Matmul
 from trtrun.kernels.triton.matmul import TritonMatmul
 from trtrun.kernels.triton.paged_attention import PagedAttention
@@ -73,6 +74,10 @@ class TritonOperations(TorchOperations):
     def int8_product(self, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Product:
         """See TorchOperations."""
         return TritonInt8Matmul(codes, scale, bias)
+
+    def int4_product(self, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> Product:
+        """See TorchOperations."""
+        return TritonInt4Matmul(words, scales, bias)
 
     def advance(
         self,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trtrun.linear.quantization.base import FLOATS, STORED_QUANTIZATIONS, StoredQuantizations, TensorSlice
-from trtrun.linear.stored.layout import StoredLinear, cut_groups, cut_words, stored_as
+from trtrun.linear.stored.layout import Codes, StoredLinear, codes_of_groups, cut_groups, cut_words, stored_as
 from trtrun.linear.stored.settings import ModuleNames, everywhere, read_group_size, read_names, refuse
 
 if TYPE_CHECKING:
@@ -37,7 +37,10 @@ class AwqLayout:
     group_size: int | None
 
     name = "awq"
-    rounds_by_channel = False
+
+    def codes(self, part: TensorSlice) -> Codes | None:
+        """See Layout."""
+        return codes_of_groups(part, 4, self.group_size)
 
     def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
         """See Layout."""

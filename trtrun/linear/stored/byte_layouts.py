@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trtrun.linear.quantization.base import FLOATS, TensorSlice
-from trtrun.linear.stored.layout import cut_groups, stored_as
+from trtrun.linear.stored.layout import Codes, cut_groups, stored_as
 from trtrun.linear.stored.settings import Activations
 
 if TYPE_CHECKING:
@@ -41,10 +41,9 @@ class Fp8Layout:
     block: tuple[int, int] = (128, 128)
     scale: str = "weight_scale"
 
-    @property
-    def rounds_by_channel(self) -> bool:
+    def codes(self, part: TensorSlice) -> Codes | None:
         """See Layout."""
-        return self.strategy != "block"
+        return None if self.strategy == "block" else "fp8"
 
     def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
         """See Layout."""
@@ -74,7 +73,9 @@ class Int8Layout:
     activations: Activations
     strategy: str
 
-    rounds_by_channel = False
+    def codes(self, part: TensorSlice) -> Codes | None:
+        """See Layout."""
+        return None
 
     def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
         """See Layout."""

@@ -123,6 +123,13 @@ class PackedWeight:
         values = codes.float().mul_(self._by_column(self.scale[rows].float()))
         return values if self.input_scale is None else values.mul_(self.input_scale.float())
 
+    def grouped(self, rows: slice, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | int]:
+        """Codes of some output features [rows, in] and scales and zero points for each `size` columns [rows, in /
+        size], where groups lie in order and `size` cuts none: zero points may be one number."""
+        first = torch.arange(0, self.shape[1], size, device=self.scale.device) // self.group_size
+        zero = 1 << (self.bits - 1) if self.zero is None else self.zero[rows][:, first]
+        return unpack(self.packed[rows], self.bits), self.scale[rows][:, first], zero
+
     def _by_column(self, of_groups: torch.Tensor) -> torch.Tensor:
         """[rows, groups] → [rows, in]."""
         if self.groups is not None:

@@ -18,7 +18,7 @@ from trtrun.linear.quantization.base import (
     StoredQuantizations,
     TensorSlice,
 )
-from trtrun.linear.stored.layout import StoredLinear, cut_groups, cut_words, stored_as
+from trtrun.linear.stored.layout import Codes, StoredLinear, codes_of_groups, cut_groups, cut_words, stored_as
 from trtrun.linear.stored.packed_layout import read_order
 from trtrun.linear.stored.settings import (
     ModuleNames,
@@ -58,7 +58,10 @@ class GptqLayout:
     zero_offset: int
 
     name = "gptq"
-    rounds_by_channel = False
+
+    def codes(self, part: TensorSlice) -> Codes | None:
+        """See Layout."""
+        return None if self.has_order else codes_of_groups(part, self.bits, self.group_size)
 
     def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
         """See Layout."""

@@ -1,16 +1,16 @@
 """Linear layers of quantized checkpoints: read in the files' layout, brought into one of a few forms, and held.
 
-A layout (fp8_layouts.py and others here) says which tensors a matrix is stored in and which form they make. What that
+A layout (byte_layouts.py and others here) says which tensors a matrix is stored in and which form they make. What that
 form is held in is the same for all: on GPUs E4M3 codes with a scale for each output feature go as they are to the
-product that trtrun.linear.quantization.fp8 has with activations as they are; everything else becomes dense as it is
-read. It does not know configurations.
+product that trtrun.linear.quantization.fp8 has with activations as they are, and codes of 4 bits in groups to that of
+trtrun.linear.quantization.int4; everything else becomes dense as it is read. It does not know configurations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from trtrun.errors import CheckpointError
 from trtrun.linear.quantization.base import (
@@ -23,11 +23,16 @@ from trtrun.linear.quantization.base import (
     TensorSpec,
     WeightSource,
 )
+from trtrun.linear.quantization.int4 import FEATURES, INPUTS, Int4, has_int4_products, int4_group
 
 if TYPE_CHECKING:
     import torch
 
     from trtrun.linear.stored.forms import StoredForm
+
+Codes = Literal["fp8"] | int
+"""What GPUs hold as it is: an Fp8Weight without blocks, or a PackedWeight of 4 bits, then how many columns have a scale
+of their own."""
 
 _NUMBERS_AT_A_TIME = 1 << 20
 """Weights that become dense at once: 4 MiB each for a few copies."""
@@ -38,7 +43,6 @@ class Layout(Protocol):
 
     Attributes:
         name: of the format, for messages.
-        rounds_by_channel: whether it makes an Fp8Weight without blocks.
     """
 
     @property
@@ -46,9 +50,8 @@ class Layout(Protocol):
         """See the class."""
         ...
 
-    @property
-    def rounds_by_channel(self) -> bool:
-        """See the class."""
+    def codes(self, part: TensorSlice) -> Codes | None:
+        """What the form of a slice of a matrix is, of what GPUs hold as it is; None where it becomes dense."""
         ...
 
     def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
@@ -81,16 +84,27 @@ class StoredLinear:
     def check(self, dtype: str, device_type: str) -> None:
         """Any dtype on any device."""
 
-    def is_kept(self, dtype: torch.dtype, device_type: str) -> bool:
-        """Whether layers hold what the files do, for activations of `dtype` on a type of device; else it is dense."""
-        return device_type == "cuda" and dtype.itemsize == 2 and self.layout.rounds_by_channel
+    def can_keep(self, dtype: torch.dtype, device_type: str) -> bool:
+        """Whether codes are multiplied as they are with activations of `dtype` on a type of device."""
+        return device_type == "cuda" and dtype.itemsize == 2
 
-    def _held(self, dtype: torch.dtype, device_type: str) -> Quantization:
-        return QUANTIZATIONS.get("fp8_weight_only" if self.is_kept(dtype, device_type) else "none")
+    def codes(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Codes | None:
+        """What a layer holds as the files do; None where its weight becomes dense."""
+        if not self.can_keep(dtype, device_type):
+            return None
+        found = {self.layout.codes(part) for part in weight.parts if len(part.ranges[0])}
+        (codes,) = found if len(found) == 1 else (None,)
+        if isinstance(codes, int) and (weight.shape[0] % FEATURES or not has_int4_products(device_type)):
+            return None
+        return codes
+
+    def _held(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Quantization:
+        codes = self.codes(weight, dtype, device_type)
+        return Int4(codes) if isinstance(codes, int) else QUANTIZATIONS.get("fp8_weight_only" if codes else "none")
 
     def keeps_dense(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """See `Quantization`."""
-        return self._held(dtype, device.type).keeps_dense(dtype, device)
+        """See `Quantization`: some may be dense."""
+        return QUANTIZATIONS.get("none").keeps_dense(dtype, device)
 
     def stored(self, weight: LinearWeight) -> Sequence[TensorSlice]:
         """See `Quantization`."""
@@ -98,22 +112,25 @@ class StoredLinear:
 
     def create(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Mapping[str, TensorSpec]:
         """See `Quantization`."""
-        return self._held(dtype, device_type).create(weight, dtype, device_type)
+        return self._held(weight, dtype, device_type).create(weight, dtype, device_type)
 
     def working_bytes(self, weight: LinearWeight, rows: int, dtype: torch.dtype, device_type: str) -> int:
         """See `Quantization`."""
-        return self._held(dtype, device_type).working_bytes(weight, rows, dtype, device_type)
+        return self._held(weight, dtype, device_type).working_bytes(weight, rows, dtype, device_type)
 
     def load(self, source: WeightSource) -> Tensors:
         """See `Quantization`."""
         if source.is_made_up:
-            return self._held(source.dtype, source.device.type).load(source)
-        return (self._load_codes if self.is_kept(source.dtype, source.device.type) else self._load_dense)(source)
+            return self._held(source.weight, source.dtype, source.device.type).load(source)
+        codes = self.codes(source.weight, source.dtype, source.device.type)
+        if codes is None:
+            return self._load_dense(source)
+        return self._load_groups(source, codes) if isinstance(codes, int) else self._load_codes(source)
 
     def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """See `Quantization`."""
         held = QUANTIZATIONS.get("fp8_weight_only" if "codes" in tensors else "none")
-        return held.apply(tensors, bias, batch_invariant=batch_invariant)
+        return (Int4(INPUTS) if "words" in tensors else held).apply(tensors, bias, batch_invariant=batch_invariant)
 
     def _read(self, source: WeightSource, part: TensorSlice) -> StoredForm:
         slices = self.layout.slices(part)
@@ -156,6 +173,38 @@ class StoredLinear:
                 codes[row : row + rows], scale[row : row + rows] = form.codes, form.channel_scale()
             row += rows
         return {"codes": codes, "scale": scale}
+
+    def _load_groups(self, source: WeightSource, size: int) -> Tensors:
+        """Some features at a time, in the order that kernels read them. Scales become the dtype of activations."""
+        import torch
+
+        from trtrun.kernels.torch.int4 import pack
+        from trtrun.linear.stored.forms import PackedWeight
+
+        held = Int4(size).create(source.weight, source.dtype, source.device.type)
+        made = {name: torch.zeros(it.shape, dtype=it.dtype, device=source.device) for name, it in held.items()}
+        step = max(FEATURES, _NUMBERS_AT_A_TIME // source.weight.shape[1] // FEATURES * FEATURES)
+        row = 0
+        for part in source.weight.parts:
+            rows = len(part.ranges[0])
+            if not rows:
+                continue
+            form = self._read(source, part)
+            assert isinstance(form, PackedWeight)
+            for start in range(0, rows, step):
+                codes, scale, zero = form.grouped(slice(start, min(start + step, rows)), size)
+                tile = (row + start) // FEATURES
+                for name, values in pack(codes, scale.to(source.dtype), zero).items():
+                    made[name][tile : tile + len(values)] = values
+            row += rows
+        return made
+
+
+def codes_of_groups(part: TensorSlice, bits: int, group_size: int | None) -> Codes | None:
+    """`Layout.codes` of codes in groups of so many columns, one behind the other; None where all are one group."""
+    features, inputs = map(len, part.ranges)
+    fits = bits == 4 and not features % FEATURES and not inputs % INPUTS
+    return int4_group(group_size or inputs) if fits else None
 
 
 def stored_as(part: TensorSlice, end: str) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trtrun.errors import CheckpointError, shorten
 from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, StoredQuantizations, TensorSlice
 from trtrun.linear.stored.byte_layouts import Fp8Layout
-from trtrun.linear.stored.layout import Layout, StoredLinear, cut_groups, cut_words, stored_as
+from trtrun.linear.stored.layout import Codes, Layout, StoredLinear, cut_groups, cut_words, stored_as
 from trtrun.linear.stored.settings import ModuleNames, everywhere, read_group_size, read_names, read_section
 
 if TYPE_CHECKING:
@@ -37,7 +37,10 @@ class ModelOptAwqLayout:
     group_size: int | None
 
     name = "modelopt W4A16_AWQ"
-    rounds_by_channel = False
+
+    def codes(self, part: TensorSlice) -> Codes | None:
+        """See Layout."""
+        return None  # as activations may have scales
 
     def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
         """See Layout."""

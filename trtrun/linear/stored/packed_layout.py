@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trtrun.errors import CheckpointError
 from trtrun.linear.quantization.base import FLOATS, TensorSlice
-from trtrun.linear.stored.layout import cut_groups, cut_words, stored_as
+from trtrun.linear.stored.layout import Codes, codes_of_groups, cut_groups, cut_words, stored_as
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,10 @@ class PackedLayout:
     has_order: bool = False
 
     name = "compressed-tensors pack-quantized"
-    rounds_by_channel = False
+
+    def codes(self, part: TensorSlice) -> Codes | None:
+        """See Layout."""
+        return None if self.has_order else codes_of_groups(part, self.bits, self.group_size)
 
     def slices(self, part: TensorSlice) -> Mapping[str, TensorSlice]:
         """See Layout."""

@@ -1,0 +1,49 @@
+"""Targets of 4 bits on a GPU: speculative texts are plain decoding's, to the token, whatever the rows and the draft."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gpus import needs_gpu
+from pipelines import make_llm, noisy_copy, prompt_of, tokens_of
+from quantized_checkpoints import make_pair
+
+from trtrun import SamplingParams
+
+GPU = (("cuda:0",), ("cuda:0",))
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("compressed-tensors W4A16", "bfloat16"),
+        ("compressed-tensors W4A16", "float16"),
+        ("compressed-tensors W4A16 with zero points", "bfloat16"),
+        ("awq", "float16"),
+        ("gptq", "bfloat16"),
+    ],
+)
+def test_texts_are_plain_decodings(tmp_path: Path, name: str, dtype: str) -> None:
+    """In chunks, with reuse, and with fewer blocks than the rows want, so that some are preempted."""
+    stored, dense = make_pair(tmp_path, name)
+    draft = noisy_copy(tmp_path / "draft", dense, 0.05)
+    prompts = [prompt_of(5 + 37 * (row % 5), seed=row % 50) for row in range(64)]
+    sampling = [
+        SamplingParams(max_tokens=40, temperature=0.8 * (row % 2), seed=row, ignore_eos=True) for row in range(64)
+    ]
+    settings = {
+        "devices": GPU,
+        "dtype": dtype,
+        "kv_cache": {"max_tokens": 4096},
+        "scheduler": {"max_batch_size": 64, "max_num_tokens": 320},
+    }
+    with make_llm(stored, **settings) as llm:
+        expected = tokens_of(llm.generate(prompts, sampling))
+        for rows in (1, 8, 32):
+            assert tokens_of(llm.generate(prompts[:rows], sampling[:rows])) == expected[:rows]
+    with make_llm(stored, draft, **settings) as llm:
+        for rows in (1, 8, 32, 64):
+            assert tokens_of(llm.generate(prompts[:rows], sampling[:rows])) == expected[:rows]
+        assert llm.statistics()["num_accepted_draft_tokens"] > 100

@@ -1,0 +1,91 @@
+"""Which products go through the kernel of this folder: those of few rows, where it has the bits of the product with the
+dense weight. That is asked once for each kind of rows, by comparing.
+
+It knows no model, and imports the kernel when it is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from trtrun.kernels.torch.int4 import quantize
+from trtrun.kernels.triton.collecting import is_collecting
+from trtrun.kernels.triton.gluon_works import has_same_bits, is_hopper
+
+_HEIGHTS = (8, 16, 32, 64, 128)
+"""Rows that the kernel is compiled for: each is tried by itself."""
+
+_ALIGNED = 16
+"""The copy engine reads rows that begin at a multiple of so many bytes."""
+
+_COMPARED = (4096, 640)
+"""Inputs: more steps than are on their way, and steps that the inputs do not fill."""
+
+Widen = Callable[[torch.Tensor, torch.Tensor, int, torch.dtype], torch.Tensor]
+"""Words and scales of a weight with so many inputs to the dense one, as `int4_matmul.widen`."""
+
+_chosen: dict[tuple[torch.device, torch.dtype, int, bool], bool] = {}
+
+
+class Streamed:
+    """The product with one weight by that kernel, for whom it is.
+
+    Args:
+        words, scales: see trtrun.kernels.torch.int4.
+        bias: [out] in the dtype of activations, or None.
+        widen: makes the dense weight.
+    """
+
+    def __init__(self, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, widen: Widen) -> None:
+        self._weight, self._widen = (words, scales, bias), widen
+        self._suits = is_hopper(words.device)
+        self._product: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether x is for it."""
+        if not self._suits or not 0 < len(x) <= _HEIGHTS[-1]:
+            return False
+        if x.data_ptr() % _ALIGNED or x.stride(0) * x.itemsize % _ALIGNED:
+            return False
+        height = next(height for height in _HEIGHTS if len(x) <= height)
+        kind = (x.device, x.dtype, height, self._weight[2] is not None)
+        if kind in _chosen:
+            return _chosen[kind]
+        if torch.cuda.is_current_stream_capturing():  # nothing can be read back from a graph: what runs before it asks
+            return False
+        what = f"product of {height} rows with weights of 4 bits"
+        is_equal = has_same_bits(what, lambda: _compare(*kind, self._widen))
+        if not is_collecting():
+            _chosen[kind] = is_equal
+        return is_equal
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows that it takes → [rows, out] in their dtype."""
+        if self._product is None:
+            from trtrun.kernels.triton.int4_stream.product import StreamedProduct
+
+            self._product = StreamedProduct(*self._weight)
+        return self._product(x)
+
+
+def _compare(device: torch.device, dtype: torch.dtype, height: int, adds: bool, widen: Widen) -> bool:
+    from trtrun.kernels.triton.int4_stream.product import StreamedProduct
+    from trtrun.kernels.triton.matmul import chain_product
+
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+    features = 192
+    for inputs in _COMPARED:
+        held, bias = quantize(random(features, inputs)), random(features) if adds else None
+        weight, product = widen(held["words"], held["scales"], inputs, dtype), StreamedProduct(**held, bias=bias)
+        for rows in (height // 2 + 1, height):
+            x = random(rows, inputs)
+            expected = chain_product(x, weight)
+            if not torch.equal(product(x), expected if bias is None else expected.add_(bias)):
+                return False
+    return True
