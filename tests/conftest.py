@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from shares import deal
 
 from launch.mpi.stale_folders import remove_stale_folders
 
@@ -47,6 +48,13 @@ def pytest_sessionstart() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     remove_stale_folders(os.environ)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deal the tests out where several processes share them."""
+    if hasattr(config, "workerinput"):
+        items[:] = [items[place] for place in deal([item.path for item in items], config.workerinput["workercount"])]
 
 
 def pytest_collection_finish() -> None:
