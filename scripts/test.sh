@@ -35,8 +35,9 @@ if [[ "$(id -u)" == 0 ]]; then
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 fi
 
-# Tests start hundreds of processes that import these. Where PYTHONDONTWRITEBYTECODE is set, as in many containers, each
-# would compile them anew: half a second of its core.
+# Tests start hundreds of processes that import the same files. Where PYTHONDONTWRITEBYTECODE is set, as in many
+# containers, each would compile them anew, and each rank of pytest all tests: seconds of its core.
+unset PYTHONDONTWRITEBYTECODE
 "$python" -m compileall -qq launch trtrun parallel
 
 options=() paths=()

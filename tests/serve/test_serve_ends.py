@@ -69,7 +69,7 @@ def test_the_first_signal_drains_and_the_status_is_0(pair: Path, tmp_path: Path)
 
 
 def test_what_does_not_finish_in_time_ends_with_an_error_and_status_3(pair: Path, tmp_path: Path) -> None:
-    settings = SETTINGS | {"launch": {"drain_seconds": 0.5}}
+    settings = SETTINGS | {"launch": {"drain_seconds": 3}}  # long enough to be asked twice meanwhile
     with serving(write_config(tmp_path / "serve.yaml", pair, ONE_PROCESS, **settings)) as server:
         events, status = drain(server, LONG | {"n": 60})
         assert events[-2]["error"]["code"] == "server_ending" and events[-1] == "[DONE]"

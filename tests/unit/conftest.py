@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_checkpoint, make_tokenizer
+from interpreted import remember_builtins
 from native import compute_as
 from pipelines import LLM_VOCABULARY, make_llm, noisy_copy
 
@@ -19,6 +21,8 @@ from trtrun.kernels.cpu import machine
 if not torch.cuda.is_available():
     # Read when triton is imported, by whichever test file is the first: its interpreter runs the kernels of GPUs.
     os.environ["TRITON_INTERPRET"] = "1"
+    if find_spec("triton") is not None:
+        remember_builtins()
 
 
 @pytest.fixture(scope="module")
