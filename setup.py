@@ -20,6 +20,9 @@ SERVE = [
 # What `trtrun train-drafter` learns with; launch/train/checks.py says which of it is missing.
 TRAIN = ["transformers>=5,<6"]
 
+# What a tokenizer.model without a tokenizer.json is read with. Newer ones want a protobuf that Triton's client refuses.
+SENTENCEPIECE = ["transformers>=5,<6", "sentencepiece>=0.2,<0.2.2", "protobuf>=5"]
+
 setup(
     name="trtrun",
     version="0.1.0",
@@ -54,6 +57,7 @@ setup(
     extras_require={
         "serve": SERVE,
         "train": TRAIN,
+        "sentencepiece": SENTENCEPIECE,
         "cuda12": ["cupy-cuda12x>=13.6", "nvidia-nccl-cu12>=2.27"],
         "cuda13": ["cupy-cuda13x>=13.6", "nvidia-nccl-cu13>=2.27"],
         "test": [
@@ -62,6 +66,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             *TRAIN,
+            *SENTENCEPIECE,
             "hypothesis>=6.100",
             "ruff>=0.11",
             "mypy>=1.15",

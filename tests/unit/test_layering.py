@@ -109,6 +109,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "trtrun.tokens": (
         frozenset({"detokenizer", "corpus"}),
         frozenset({"text", "json_rows"}),
+        frozenset({"sentencepiece_files"}),
         frozenset({"decoders"}),
     ),
     "trtrun.configuration": (

@@ -22,6 +22,7 @@ _FILES = (
     "model.safetensors",
     "medusa_lm_head.safetensors",
     "tokenizer.json",
+    "tokenizer.model",
     "tokenizer_config.json",
 )
 """Any of which tells where the snapshot of a model, of heads or of a tokenizer is."""

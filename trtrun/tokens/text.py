@@ -1,4 +1,4 @@
-"""Between text and token ids: a checkpoint's tokenizer.json.
+"""Between text and token ids: a checkpoint's tokenizer.json, or its tokenizer.model.
 
 It knows the `tokenizers` library and nothing of models, requests or ranks. Text that grows token by token is
 `detokenizer`'s business, and chat templates that of whoever serves chats.
@@ -23,7 +23,8 @@ _FILE = "tokenizer.json"
 _KEEPING = ("ByteLevel", "Digits", "FixedLength", "Metaspace", "Punctuation", "Split", "UnicodeScripts")
 """Pre-tokenizers that part texts, and leave out nothing unless they are told so."""
 
-_SLOW_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+_SENTENCEPIECE_FILE = "tokenizer.model"
+_SLOW_FILES = ("vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 
 
 class Tokenizer:
@@ -101,10 +102,12 @@ def _keeps_all(kind: Mapping[str, Any]) -> bool:
 
 def hash_tokenizer_files(directory: Path) -> str:
     """Tells the tokenizer of a model directory from others, one that cannot be read from all."""
-    try:
-        return hashlib.sha256((directory / _FILE).read_bytes()).hexdigest()
-    except OSError:
-        return "none"
+    for name in (_FILE, _SENTENCEPIECE_FILE):
+        try:
+            return hashlib.sha256((directory / name).read_bytes()).hexdigest()
+        except OSError:
+            pass
+    return "none"
 
 
 def read_tokenizer(path: Path) -> Tokenizer | None:
@@ -115,6 +118,8 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
     """
     file = path / _FILE
     if not file.is_file():
+        if (path / _SENTENCEPIECE_FILE).is_file():
+            return Tokenizer(_convert(path, hash_tokenizer_files(path)), path)
         slow = next((name for name in _SLOW_FILES if (path / name).is_file()), None)
         if slow is None:
             return None
@@ -126,6 +131,14 @@ def read_tokenizer(path: Path) -> Tokenizer | None:
         return Tokenizer(_read_backend(file.read_bytes()), path)
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{file} is no tokenizer that can be read ({one_line(error)}): copy it again") from None
+
+
+@lru_cache(maxsize=2)
+def _convert(path: Path, content: str) -> tokenizers.Tokenizer:
+    """Once for a file's content: it takes seconds."""
+    from trtrun.tokens.sentencepiece_files import read_sentencepiece
+
+    return read_sentencepiece(path)
 
 
 @lru_cache(maxsize=1)
