@@ -30,9 +30,11 @@ def describe_stored(config: ModelConfig, share: Share, dtype: torch.dtype, devic
         CheckpointError: the model cannot be shared out over so many ranks.
     """
     sizes: dict[tuple[bool, str], int] = {}
+    rounds = False
     for weight, held in held_weights(config, share, QUANTIZATIONS.get("none")):
         if isinstance(held, StoredLinear):
             kind = held.codes(weight, dtype, device_type) is not None, held.layout.name
+            rounds |= kind[0] and held.layout.rounds_activations
             sizes[kind] = sizes.get(kind, 0) + count_bytes(held.create(weight, dtype, device_type))
     kept = [
         f"{name} weights stay as they are: {format_bytes(size)}" for (is_kept, name), size in sizes.items() if is_kept
@@ -44,4 +46,5 @@ def describe_stored(config: ModelConfig, share: Share, dtype: torch.dtype, devic
     ]
     if not sizes:
         return None
-    return f"{'; '.join([*kept, *dense])} on a rank; activations are not rounded"
+    activations = "rounded to E4M3 by token, where the checkpoint was made for that" if rounds else "not rounded"
+    return f"{'; '.join([*kept, *dense])} on a rank; activations are {activations}"

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from launch.plan.weight_files import inspect_files
 from trtrun import SamplingParams
 from trtrun.linear.quantization import QUANTIZATIONS
-from trtrun.linear.stored import awq, layout
+from trtrun.linear.stored import awq, byte_layouts, layout
 from trtrun.linear.stored.layout import StoredLinear
 from trtrun.models.config import read_model_config
 from trtrun.models.loading import shard_bytes
@@ -227,6 +227,7 @@ def test_codes_that_are_kept_are_multiplied_as_they_are(
 ) -> None:
     """As on GPUs, with the CPU's product: each part of what is multiplied as one has its own scales."""
     keep_codes(monkeypatch)
+    monkeypatch.setattr(byte_layouts.Fp8Layout, "rounds_activations", False)
     stored, dense = make_pair(tmp_path, name)
     model = PagedModel(stored, torch.bfloat16, tp_size=tp_size)
     found, expected = (it.forward(BATCH).float() for it in (model, PagedModel(dense, torch.float32, tp_size=tp_size)))
@@ -236,8 +237,29 @@ def test_codes_that_are_kept_are_multiplied_as_they_are(
         assert report.shard_bytes == shard_bytes(read_model_config(stored), rank, tp_size, torch.bfloat16)
 
 
+@pytest.mark.parametrize("name", sorted(FP8))
+def test_activations_are_rounded_where_the_checkpoint_was_made_for_it(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of these were; without, they are as they are."""
+    keep_codes(monkeypatch)
+    stored, dense = make_pair(tmp_path, name)
+    expected = PagedModel(dense, torch.float32).forward(BATCH).float()
+    rounded = PagedModel(stored, torch.bfloat16).forward(BATCH).float()
+    assert "activations are rounded to E4M3" in str(
+        describe_stored(read_model_config(stored), Share(0, 1), torch.bfloat16, "cuda")
+    )
+    monkeypatch.setattr(byte_layouts.Fp8Layout, "rounds_activations", False)
+    exact = PagedModel(stored, torch.bfloat16).forward(BATCH).float()
+    assert "activations are not rounded" in str(
+        describe_stored(read_model_config(stored), Share(0, 1), torch.bfloat16, "cuda")
+    )
+    assert 2 * (exact - expected).norm() < (rounded - expected).norm() < 0.15 * expected.norm()
+
+
 def test_a_head_of_codes_that_are_kept_has_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_codes(monkeypatch)
+    monkeypatch.setattr(byte_layouts.Fp8Layout, "rounds_activations", False)
     channel = FORMATS["compressed-tensors FP8 dynamic"]
     everything = replace(channel, config={**channel.config, "ignore": []}, plain=())
     stored, dense = make_pair(tmp_path, everything, vocab_size=199)

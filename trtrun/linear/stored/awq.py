@@ -37,6 +37,7 @@ class AwqLayout:
     group_size: int | None
 
     name = "awq"
+    rounds_activations = False
 
     def codes(self, part: TensorSlice) -> Codes | None:
         """See Layout."""

@@ -41,6 +41,11 @@ class Fp8Layout:
     block: tuple[int, int] = (128, 128)
     scale: str = "weight_scale"
 
+    @property
+    def rounds_activations(self) -> bool:
+        """See Layout."""
+        return self.activations in ("token", "static")
+
     def codes(self, part: TensorSlice) -> Codes | None:
         """See Layout."""
         return None if self.strategy == "block" else "fp8"
@@ -72,6 +77,8 @@ class Int8Layout:
     name: str
     activations: Activations
     strategy: str
+
+    rounds_activations = False
 
     def codes(self, part: TensorSlice) -> Codes | None:
         """See Layout."""

@@ -58,6 +58,7 @@ class GptqLayout:
     zero_offset: int
 
     name = "gptq"
+    rounds_activations = False
 
     def codes(self, part: TensorSlice) -> Codes | None:
         """See Layout."""

@@ -2,8 +2,8 @@
 
 A layout (byte_layouts.py and others here) says which tensors a matrix is stored in and which form they make. What that
 form is held in is the same for all: on GPUs E4M3 codes with a scale for each output feature go as they are to the
-product that trtrun.linear.quantization.fp8 has with activations as they are, and codes of 4 bits in groups to that of
-trtrun.linear.quantization.int4; everything else becomes dense as it is read. It does not know configurations.
+products of trtrun.linear.quantization.fp8, and codes of 4 bits in groups to that of trtrun.linear.quantization.int4;
+everything else becomes dense as it is read. It does not know configurations.
 """
 
 from __future__ import annotations
@@ -43,10 +43,16 @@ class Layout(Protocol):
 
     Attributes:
         name: of the format, for messages.
+        rounds_activations: whether the checkpoint was made for activations that are rounded to E4M3, too.
     """
 
     @property
     def name(self) -> str:
+        """See the class."""
+        ...
+
+    @property
+    def rounds_activations(self) -> bool:
         """See the class."""
         ...
 
@@ -100,7 +106,10 @@ class StoredLinear:
 
     def _held(self, weight: LinearWeight, dtype: torch.dtype, device_type: str) -> Quantization:
         codes = self.codes(weight, dtype, device_type)
-        return Int4(codes) if isinstance(codes, int) else QUANTIZATIONS.get("fp8_weight_only" if codes else "none")
+        return Int4(codes) if isinstance(codes, int) else self._held_codes() if codes else QUANTIZATIONS.get("none")
+
+    def _held_codes(self) -> Quantization:
+        return QUANTIZATIONS.get("fp8" if self.layout.rounds_activations else "fp8_weight_only")
 
     def keeps_dense(self, dtype: torch.dtype, device: torch.device) -> bool:
         """See `Quantization`: some may be dense."""
@@ -129,7 +138,7 @@ class StoredLinear:
 
     def apply(self, tensors: Tensors, bias: torch.Tensor | None, *, batch_invariant: bool) -> Product:
         """See `Quantization`."""
-        held = QUANTIZATIONS.get("fp8_weight_only" if "codes" in tensors else "none")
+        held = self._held_codes() if "codes" in tensors else QUANTIZATIONS.get("none")
         return (Int4(INPUTS) if "words" in tensors else held).apply(tensors, bias, batch_invariant=batch_invariant)
 
     def _read(self, source: WeightSource, part: TensorSlice) -> StoredForm:

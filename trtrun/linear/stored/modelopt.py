@@ -37,6 +37,7 @@ class ModelOptAwqLayout:
     group_size: int | None
 
     name = "modelopt W4A16_AWQ"
+    rounds_activations = False
 
     def codes(self, part: TensorSlice) -> Codes | None:
         """See Layout."""

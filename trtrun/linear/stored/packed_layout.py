@@ -41,6 +41,7 @@ class PackedLayout:
     has_order: bool = False
 
     name = "compressed-tensors pack-quantized"
+    rounds_activations = False
 
     def codes(self, part: TensorSlice) -> Codes | None:
         """See Layout."""
