@@ -13,8 +13,10 @@ from typing import Annotated, Any, cast
 
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
+from parallel.topology import Role
 from trtrun.configuration.device_lists import host_of, kind_of
 from trtrun.configuration.drafting_methods import (
+    METHODS,
     NO_DRAFTS,
     DraftModelSection,
     is_unknown,
@@ -102,7 +104,9 @@ class RuntimeConfig(Section):
                 f"draft: missing, though speculation.method is {self.speculation.method}: "
                 "name the directory of its heads as draft.model, or set speculation.method to none"
             )
-        devices = self.target.devices + (self.draft.devices if self.draft else ())
+        if self.heads is not None and self.heads.devices is not None:
+            self._check_heads_apart(self.heads.devices)
+        devices = self.target.devices + self.draft_devices
         kinds = sorted({kind_of(device) for device in devices})
         if len(kinds) > 1:
             raise ValueError(
@@ -134,6 +138,24 @@ class RuntimeConfig(Section):
                 f"{f' or speculation.{self.speculation.tree_key}' if self.max_paths > 1 else ''}"
             )
         return self
+
+    def _check_heads_apart(self, devices: tuple[str, ...]) -> None:
+        """Refuse devices of heads that cannot have them."""
+        if not METHODS[self.speculation.method].may_sit_apart:
+            raise ValueError(
+                f"draft.devices: heads of method {self.speculation.method} sit on the target's devices: leave it out"
+            )
+        shared = [device for device in devices if device in self.target.devices]
+        if shared:
+            raise ValueError(
+                f"draft.devices: {shared[0]} is the target's, too: give the head a device of its own, or leave it out "
+                "to have the head on the target's devices"
+            )
+        if len(devices) > 1:
+            raise ValueError(
+                f"draft.devices: a head with a device of its own is not shared out, but {len(devices)} are listed: "
+                "name one"
+            )
 
     @property
     def is_speculative(self) -> bool:
@@ -173,7 +195,17 @@ class RuntimeConfig(Section):
     @property
     def drafts_apart(self) -> bool:
         """Whether draft and target share no device, so that they can work at the same time."""
-        return self.draft is not None and not set(self.draft.devices) & set(self.target.devices)
+        return bool(self.draft_devices) and not set(self.draft_devices) & set(self.target.devices)
+
+    @property
+    def heads_apart(self) -> bool:
+        """Whether heads draft on a rank of their own, which the target's hidden states travel to."""
+        return self.heads is not None and self.heads.devices is not None
+
+    @property
+    def drafting_role(self) -> Role | None:
+        """The ranks that draft; None where none do."""
+        return Role.DRAFT if self.heads_apart else METHODS[self.speculation.method].placement
 
     @property
     def drafts_ahead(self) -> bool:
@@ -193,8 +225,10 @@ class RuntimeConfig(Section):
 
     @property
     def draft_devices(self) -> tuple[str, ...]:
-        """Devices of the draft engine; empty without one."""
-        return self.draft.devices if self.draft else ()
+        """Devices of the draft engine, or of heads with a rank of their own; empty without these."""
+        if self.draft is not None:
+            return self.draft.devices
+        return self.heads.devices or () if self.heads is not None else ()
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RuntimeConfig:

@@ -80,6 +80,7 @@ METHODS |= {
         section=EagleSection,
         to_check="see whether the head was trained for this very target, and for texts like these",
         needs_heads=True,
+        may_sit_apart=True,
         num_behind=1,
     ),
     "eagle3": _on_target(
@@ -87,6 +88,7 @@ METHODS |= {
         to_check="see whether the head was trained for this very target, for texts like these, and with the layers "
         "that trtrun plan names (speculation.eagle3_layers_to_capture)",
         needs_heads=True,
+        may_sit_apart=True,
         num_behind=1,
     ),
     NO_DRAFTS: DraftingMethod(None, needs_draft_model=False, has_probabilities=True),

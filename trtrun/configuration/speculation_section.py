@@ -129,8 +129,9 @@ class DraftingMethod:
         to_check: what to look at where drafts are seldom right.
         find_taps: tells of a `speculation` section and the target's number of layers at which boundaries the drafter
             reads hidden states (models/taps.py); for one on the target ranks without heads, which say it themselves.
-        needs_heads: whether it drafts with heads on the target ranks, from the directory `draft.model`: layers that
-            read what the target computes, and have no rank and no rows (models/heads.py).
+        needs_heads: whether it drafts with heads, from the directory `draft.model`: layers that read what the target
+            computes, on its ranks (models/heads.py).
+        may_sit_apart: whether its heads may have a rank of their own, which is told what they read.
         num_behind: 1 where the drafter keeps keys and values of each token in the target's blocks, which depend on the
             token behind it: blocks are reused only where that is the same, too. Else 0.
     """
@@ -142,6 +143,7 @@ class DraftingMethod:
     to_check: str = "the drafter may be another model's"
     find_taps: Callable[[SpeculationSection, int], Sequence[int]] = lambda section, num_layers: ()
     needs_heads: bool = False
+    may_sit_apart: bool = False
     num_behind: int = 0
 
 

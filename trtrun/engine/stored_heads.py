@@ -1,5 +1,5 @@
-"""Heads that keep keys and values of every token, over the rows of the target beside which they sit: a store of their
-own, in the target's blocks.
+"""Heads that keep keys and values of every token, over the target's rows, or rows of their own that follow these: a
+store of their own, in the target's blocks.
 
 Block b of a row is slot b in the target's store and in this one. So rows, prompts in chunks, preemption and the reuse
 of prefixes are the target's; a block is found again by its tokens and the one behind them, as what is kept at a
@@ -18,7 +18,7 @@ from trtrun.core.nouns import FedPart, RoundPlan
 from trtrun.engine.feature_layers import FeatureLayers
 from trtrun.engine.head_graphs import HeadGraphs
 from trtrun.engine.head_paths import HeadPaths, HeadSpace, HeadTree
-from trtrun.engine.runner import Engine
+from trtrun.engine.head_rows import HeadRows
 from trtrun.engine.start_forwards import tree_depths
 from trtrun.engine.tree_graphs import TreeGraphs
 from trtrun.kvcache.formats import KVFormat
@@ -35,15 +35,18 @@ DrawTree = Callable[[torch.Tensor, torch.Tensor, GrowTree], torch.Tensor]
 class StoredHeads:
     """Heads of one rank at work on the target's rows; see `speculation.protocols.FeatureHeads`."""
 
-    def __init__(self, layers: FeatureLayers, target: Engine, space: HeadSpace, kv_format: KVFormat) -> None:
-        """Have `layers` keep what they keep of the rows of `target`, which taps what they read, in a store of as many
-        blocks as the target's has for rows and those of `space` behind them, in a format; through graphs where the
-        target has any."""
+    def __init__(
+        self, layers: FeatureLayers, fed: HeadRows, space: HeadSpace, kv_format: KVFormat, num_guessed_blocks: int = 0
+    ) -> None:
+        """Have `layers` keep what they keep of the rows `fed`, in a store of as many blocks as the target's has for
+        rows, behind them those of `space`, and behind these `num_guessed_blocks` of guesses, in a format; through
+        graphs where `fed` has any."""
         self._layers = layers
-        self._rows = rows = target.rows
+        self.rows = self._rows = rows = fed.rows
+        self._are_own = fed.are_own
         self._store = KVStore(
             layers.num_layers,
-            space.first_block + space.num_blocks,
+            space.first_block + space.num_blocks + num_guessed_blocks,
             layers.kv_heads,
             rows.block_size,
             layers.head_dim,
@@ -55,20 +58,23 @@ class StoredHeads:
             layers.reserve_positions(-(-rows.token_ids.shape[1] // rows.block_size) * rows.block_size)
         self._graphs: HeadGraphs | None = None
         self._tree_graphs: TreeGraphs | None = None
-        if target.capture is not None and target.graph_shapes is not None:
-            taken = (layers, self._store, target.capture, target.graph_shapes, len(rows.block_tables))
-            self._graphs = HeadGraphs(*taken, target.tapped_shape, most_fed=space.most_fed)
+        if fed.capture is not None and fed.graph_shapes is not None:
+            taken = (layers, self._store, fed.capture, fed.graph_shapes, space.max_rows)
+            self._graphs = HeadGraphs(*taken, fed.tapped_shape, most_fed=space.most_fed)
             if space.most_fed:
-                self._tree_graphs = TreeGraphs(target.capture, target.graph_shapes, rows.max_draft_len)
+                self._tree_graphs = TreeGraphs(fed.capture, fed.graph_shapes, rows.max_draft_len)
         self._paths = HeadPaths(space, rows, self._store) if space.most_fed else None
-        self.tapped_shape = target.tapped_shape
+        self.tapped_shape = fed.tapped_shape
         self.hidden_size = layers.hidden_size
         self.dtype = layers.dtype
         self.logits = layers.logits
         self.share = layers.share
 
     def begin_round(self, plan: RoundPlan) -> None:
-        """Clear what rows get to write to, where it may hold what is no number: see `Engine.begin_round`."""
+        """Take the plan in where the rows are their own, and clear what rows get to write to, where it may hold what is
+        no number: see `Engine.begin_round`."""
+        if self._are_own:
+            self._rows.apply(plan)
         if self._layers.has_overflowed:
             self._store.clear(self._rows.fresh_blocks(plan))
             if self._paths is not None:

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from parallel.link import Link
-from trtrun.core.nouns import Draft, RoundPlan, Verdict
+from trtrun.core.nouns import Draft, HiddenStates, RoundPlan, Verdict
 from trtrun.roles.launched_round import LaunchedRound
 
 
@@ -43,6 +43,18 @@ class Exchange(Protocol):
 
     def receive_verdict(self, plan: RoundPlan, width: int) -> Verdict:
         """On every other engine rank, where the round samples: `width` is what target ranks verified, and 1."""
+        ...
+
+    def send_hidden(
+        self, plan: RoundPlan, draft: Draft | None, verdict: Verdict | None, hidden: HiddenStates | None
+    ) -> None:
+        """On the target leader: what was tapped, to a head on a rank of its own, where there is one. It may wait for
+        `conclude`; `draft` is what was handed over, `verdict` None where the round samples nothing."""
+        ...
+
+    def receive_hidden(self, plan: RoundPlan, verdict: Verdict | None) -> HiddenStates | None:
+        """On ranks that draft and hold no target: what `send_hidden` was given of what heads are fed; None where
+        nothing came."""
         ...
 
     def conclude(self, plan: RoundPlan, decided: LaunchedRound) -> LaunchedRound:
@@ -114,6 +126,15 @@ class DeviceExchange:
     def receive_verdict(self, plan: RoundPlan, width: int) -> Verdict:
         """See Exchange."""
         return Verdict(*self._link.receive_verdict(len(plan.sampled_rows), width))
+
+    def send_hidden(
+        self, plan: RoundPlan, draft: Draft | None, verdict: Verdict | None, hidden: HiddenStates | None
+    ) -> None:
+        """See Exchange: heads are where the target is."""
+
+    def receive_hidden(self, plan: RoundPlan, verdict: Verdict | None) -> HiddenStates | None:
+        """See Exchange: nobody is told any."""
+        return None
 
     def conclude(self, plan: RoundPlan, decided: LaunchedRound) -> LaunchedRound:
         """See Exchange: nothing waits for it here."""

@@ -85,7 +85,7 @@ class Worker:
         handed = self._hand_over(plan, draft, by_probability)
         num_guesses = self._anticipate(plan)
         step, verdict = self._verify(plan, handed, by_probability)
-        self._observe(plan, verdict, step)
+        self._observe(plan, handed, verdict, step)
         return self._report(plan, draft, num_guesses, verdict)
 
     def _begin(self, plan: RoundPlan) -> list[int]:
@@ -205,8 +205,13 @@ class Worker:
             self.forced_acceptance,
         )
 
-    def _observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
-        """The rows that the process drafts for move on."""
+    def _observe(self, plan: RoundPlan, draft: Draft | None, verdict: Verdict | None, step: Step | None) -> None:
+        """The rows that the process drafts for move on; a head elsewhere is told what it reads of the step."""
+        if self.leads_target and step is not None:
+            self.exchange.send_hidden(plan, draft, verdict, step.hidden)
+        if self.drafter is not None and self.target is None:
+            hidden = self.exchange.receive_hidden(plan, verdict)
+            step = None if hidden is None else Step(torch.empty((0, 1, 0), device=self.device), hidden)
         if self.drafter is not None:
             self.drafter.observe(plan, verdict, step)
         self.phases.end("verifying" if self.target is not None else "waiting")

@@ -199,7 +199,8 @@ class PositionHeads(Protocol):
 
 
 class FeatureHeads(Protocol[PreparedStep]):
-    """Heads on the target ranks that keep keys and values of every token, and draft step by step from hidden states.
+    """Heads that keep keys and values of every token, and draft step by step from hidden states: on the target ranks,
+    or on a rank of their own.
 
     Attributes:
         hidden_size, dtype: of states.
@@ -210,8 +211,13 @@ class FeatureHeads(Protocol[PreparedStep]):
     dtype: torch.dtype
     tapped_shape: tuple[int, int]
 
+    @property
+    def rows(self) -> Rows:
+        """The target's, or their own."""
+        ...
+
     def begin_round(self, plan: RoundPlan) -> None:
-        """Take in the blocks that rows get, after the target has."""
+        """Take in admissions, drops and blocks, after the target has where the rows are its own."""
         ...
 
     @property
