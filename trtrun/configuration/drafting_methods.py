@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Literal
-
-from pydantic import BeforeValidator
+from typing import Literal
 
 from parallel.topology import Role
 from trtrun.configuration.head_methods import Eagle3Section, EagleSection, MedusaSection
-from trtrun.configuration.speculation_section import DEFAULT_METHOD, DraftingMethod, SpeculationSection
+from trtrun.configuration.speculation_section import DEFAULT_METHOD, DraftingMethod, OnOrOff, SpeculationSection
 from trtrun.configuration.speculation_section import METHODS as METHODS  # of those who import it from here it is full
 from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.configuration.text_methods import (
@@ -25,11 +23,6 @@ from trtrun.configuration.text_methods import (
 )
 
 NO_DRAFTS = "none"
-
-
-def _as_word(value: object) -> object:
-    """YAML reads a bare on or off as a boolean."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class DraftModelSection(HybridOptions, SpeculationSection):
@@ -43,8 +36,8 @@ class DraftModelSection(HybridOptions, SpeculationSection):
             by token.
     """
 
-    ahead: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = "auto"
-    parallel_drafting: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = "auto"
+    ahead: OnOrOff = "auto"
+    parallel_drafting: OnOrOff = "auto"
 
     @property
     def drafting_ahead(self) -> Literal["auto", "on", "off"]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from parallel.topology import Role
 from trtrun.configuration.dynamic_tree import DynamicTree
@@ -20,6 +20,15 @@ from trtrun.configuration.suffix_options import MAX_DRAFT_LEN
 from trtrun.errors import nearest, shorten
 
 DEFAULT_METHOD = "draft_target"
+
+
+def _as_word(value: object) -> object:
+    """YAML reads a bare on or off as a boolean."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+OnOrOff = Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)]
+"""Of an option that has an answer of its own where it is left out."""
 
 
 class DraftSize(NamedTuple):

@@ -21,6 +21,7 @@ from trtrun.engine.head_paths import HeadPaths, HeadSpace, HeadTree
 from trtrun.engine.head_rows import HeadRows
 from trtrun.engine.start_forwards import tree_depths
 from trtrun.engine.tree_graphs import TreeGraphs
+from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.formats import KVFormat
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
@@ -64,6 +65,7 @@ class StoredHeads:
             if space.most_fed:
                 self._tree_graphs = TreeGraphs(fed.capture, fed.graph_shapes, rows.max_draft_len)
         self._paths = HeadPaths(space, rows, self._store) if space.most_fed else None
+        self.block_size = rows.block_size
         self.tapped_shape = fed.tapped_shape
         self.hidden_size = layers.hidden_size
         self.dtype = layers.dtype
@@ -108,11 +110,11 @@ class StoredHeads:
         """
         if self._graphs is not None and len(parts) == 1 and self._graphs.takes(parts[0].tokens.shape[1]):
             rows, tokens, positions, tapped = parts[0]
-            return self._graphs.feed(tokens, positions, self._tables(rows, context), tapped)
+            return self._graphs.feed(tokens, positions, self.tables(rows, context), tapped)
         segments, start = list[AttentionSegment](), 0
         for rows, tokens, positions, _ in parts:
             count, queries = tokens.shape
-            segment = AttentionSegment(start, count, queries, self._tables(rows, context), positions)
+            segment = AttentionSegment(start, count, queries, self.tables(rows, context), positions)
             segments.append(segment)
             start = segment.stop
         fed = torch.cat([part.tokens.reshape(-1) for part in parts])
@@ -142,15 +144,18 @@ class StoredHeads:
         """
         if self._graphs is None or self._paths is not None:
             return None
-        return self._graphs.draft(hidden, positions, self._tables(rows, context), keyed)
+        return self._graphs.draft(hidden, positions, self.tables(rows, context), keyed)
 
-    def prepare_steps(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> Sequence[StepBatch]:
-        """What `step` takes, in order, to feed `rows` [R] one token each at positions [R, steps] int64, -1 where a row
-        takes no part."""
+    def prepare_steps(self, tables: torch.Tensor, positions: torch.Tensor) -> Sequence[StepBatch]:
+        """What `step` takes, in order, to feed rows with block tables [R, blocks] one token each at positions
+        [R, steps] int64, -1 where a row takes no part."""
         count, queries = positions.shape
-        segment = AttentionSegment(0, count, queries, self._tables(rows, context), positions)
-        whole = AttentionBatch([segment], self._rows.block_size)
-        return [StepBatch(whole, step) for step in range(positions.shape[1])]
+        whole = AttentionBatch([AttentionSegment(0, count, queries, tables, positions)], self._rows.block_size)
+        return [StepBatch(whole, step) for step in range(queries)]
+
+    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy keys and values of blocks `source` to blocks `target`, both [n] int64."""
+        operations_of(source.device.type).copy_blocks(self._store.data, source, target)
 
     def step(self, batch: StepBatch, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Feed tokens [R] int64 with hidden [R, hidden], which is overwritten; the states [R, hidden] behind them."""
@@ -161,7 +166,7 @@ class StoredHeads:
         """What feeds trees of `rows` [R] depth by depth, at positions [R, steps] int64, -1 where a row takes no part;
         see `speculation.protocols.GrowTree`."""
         assert self._paths is not None
-        return partial(self._grow, self._paths.begin(rows, positions, self._tables(rows, context)))
+        return partial(self._grow, self._paths.begin(rows, positions, self.tables(rows, context)))
 
     def tree_contexts(self, rows: int, depth: int) -> Sequence[int]:
         """For which contexts trees of so many rows, so deep, are drawn up by `draw_tree`; none where they are not."""
@@ -190,7 +195,7 @@ class StoredHeads:
             tree = paths.begin(rows, positions, tables)
             return draw(lens, hidden, partial(self._grow_as_it_is, tree))
 
-        tables = self._tables(rows, context)
+        tables = self.tables(rows, context)
         return self._tree_graphs.run(work, rows, positions, lens, hidden, tables, width)
 
     def _grow(self, tree: HeadTree, parents: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -211,7 +216,8 @@ class StoredHeads:
         states = self._layers.forward(fed, positions.reshape(-1).clamp(min=0), taken, batch, self._store)
         return states.view(*tokens.shape, -1)
 
-    def _tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+    def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+        """[rows, blocks] int64: the block tables of `rows` [rows] int64, wide enough for `context` positions."""
         blocks = -(-context // self._rows.block_size)
         if self._graphs is not None:
             blocks = self._graphs.shapes.blocks(blocks, len(rows))

@@ -252,8 +252,21 @@ class FeatureHeads(Protocol[PreparedStep]):
         """Give back what must not outlive the communicators."""
         ...
 
-    def prepare_steps(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> Sequence[PreparedStep]:
-        """What `step` needs to feed `rows` [R] at positions [R, steps]; -1 takes no part."""
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        ...
+
+    def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+        """[rows, blocks] int64: the block tables of `rows` [rows] int64, wide enough for `context` tokens."""
+        ...
+
+    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy keys and values of blocks `source` to blocks `target`, both [n] int64."""
+        ...
+
+    def prepare_steps(self, tables: torch.Tensor, positions: torch.Tensor) -> Sequence[PreparedStep]:
+        """What `step` needs to feed rows with `tables` [R, blocks] at positions [R, steps]; -1 takes no part."""
         ...
 
     def step(self, batch: PreparedStep, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

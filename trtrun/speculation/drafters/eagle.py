@@ -80,7 +80,7 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
                 )
                 parts.append(FedPart(taken, nothing, nothing - 1, tapped))
             states = self._heads.feed(parts, 1)
-            (batch,) = self._heads.prepare_steps(rows, parts[0].positions[:, :1], 1)
+            (batch,) = self._heads.prepare_steps(self._heads.tables(rows, 1), parts[0].positions[:, :1])
             states = self._heads.step(batch, parts[0].tokens[:, 0], states[:count].clone())
             logits = self._heads.logits(states)
             self._heads.share(torch.empty_like(rows) if logits is None else logits.argmax(dim=1))
@@ -149,7 +149,8 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
             return self._trees.draft(plan, listed, asked, rows, positions, hidden, given)
         if given is None and (drafted := self._chain(plan, listed, rows, lengths, positions, hidden)) is not None:
             return drafted, None
-        batches = self._heads.prepare_steps(rows, positions, plan.max_context) if plan.draft_len > 1 else ()
+        tables = self._heads.tables(rows, plan.max_context)
+        batches = self._heads.prepare_steps(tables, positions) if plan.draft_len > 1 else ()
         chosen = list[Tensor]()
         for step in range(plan.draft_len):
             token = self._choose(plan, listed, lengths + step, hidden)

@@ -9,6 +9,7 @@ from trtrun.configuration.dynamic_tree import DynamicTree
 from trtrun.configuration.head_methods import EagleSection
 from trtrun.configuration.medusa_choices import ChoiceTree
 from trtrun.errors import ConfigError
+from trtrun.speculation.ahead.heads import AheadEagleDrafter
 from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
 from trtrun.speculation.drafters.eagle import EagleDrafter
 from trtrun.speculation.drafters.eagle_apart import ApartEagleDrafter
@@ -29,5 +30,8 @@ def make_eagle_drafter(place: DrafterContext) -> Drafter:
         raise ConfigError(f"speculation.eagle_topk is {tree.top_k}, but the target has {most} tokens")
     if isinstance(tree, ChoiceTree) and tree.num_ranks > most:
         raise ConfigError(f"speculation.eagle_choices name rank {tree.num_ranks - 1}, but the target has {most} tokens")
-    kind = EagleDrafter if place.target is not None else ApartEagleDrafter
-    return kind(place.heads, section.draft_len, tree, section)
+    if place.target is not None:
+        return EagleDrafter(place.heads, section.draft_len, tree, section)
+    if place.guess_space is not None and place.guess_space.most_guesses and tree is None:
+        return AheadEagleDrafter(place.heads, section.draft_len, section, most, place.guess_space)
+    return ApartEagleDrafter(place.heads, section.draft_len, tree, section)
