@@ -127,7 +127,7 @@ def test_guesses_of_a_head_change_no_text(folder: Path, name: str, dtype: str) -
     plain, _, path = make_case(folder, name, "eagle3", "reference", dtype)
     sections = {"devices": HERE[name], "dtype": dtype, "speculation": KINDS["eagle3"][3](ahead="on"), **TIGHT}
     apart = configuration(folder / "target", None, heads=path, heads_apart=True, **sections)
-    for bend in BENDS if (dtype, name) == ("float32", APART[0]) else BENDS[-1:]:
+    for bend in BENDS if (dtype, len(HERE[name][1])) == ("float32", 1) else BENDS[-1:]:
         with Patch.context() as patch:
             bend(patch)
             found = run_job(apart, use)

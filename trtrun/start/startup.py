@@ -246,7 +246,10 @@ class RankStartup:
             ) from None
         # The weights are in place, so that what is left is beside what they really take.
         free = left + demand.shard_bytes
-        return self._count_blocks(free, replace(demand, working_bytes=self._working_bytes))
+        # Which nobody measures: a rehearsal sends nothing.
+        told = HiddenKind.of(self._config, self._target_config, self._heads.plan)
+        under_way = told.bytes_under_way(self._config) if told is not None and "target" in self._engines else 0
+        return self._count_blocks(free, replace(demand, working_bytes=self._working_bytes + under_way))
 
     def finish(self, num_blocks: int) -> tuple[Worker, RankReport]:
         """Allocate the KV stores, run every kernel once, and put the engines to work."""

@@ -34,8 +34,8 @@ from trtrun.speculation.drafters import DRAFTERS, DrafterContext
 from trtrun.start import engine_maker
 from trtrun.start.engine_maker import EngineMaker, LoadedEngine
 from trtrun.start.graph_counts import count_graphs
-from trtrun.start.largest_round import SilentExchange
-from trtrun.start.memory_requirements import guess_space, guess_steps
+from trtrun.start.largest_round import SilentExchange, chained_round, largest_rounds, small_round
+from trtrun.start.memory_requirements import guess_space, guess_steps, round_shape
 from trtrun.start.model_settings import mask_token
 from trtrun.start.startup import RankStartup
 
@@ -160,6 +160,10 @@ def test_graphs_of_a_head_on_a_rank_of_its_own_are_counted(tmp_path: Path, tree:
     startup._made.warm_up(worker, {})
     assert worker.drafter is not None
     assert worker.drafter.num_graphs == count_graphs(config, 600, "draft", startup._target_config, None, NUM_KINDS) > 5
+    shape = round_shape(config, 600)
+    rehearsal = startup._made.rehearsal(shape)
+    for plan in (*largest_rounds(shape), chained_round(shape), small_round(shape)):
+        rehearsal.play(plan)
 
 
 def name_mask_token(draft: Path) -> None:

@@ -252,7 +252,8 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
     def _read(self, row: int, start: int, length: int, tapped: Tensor) -> FedPart:
         """A chunk of a prompt; behind its last token stands what was chosen there."""
         device = self._states.device
-        tokens = self._rows.token_ids[row, start + 1 : start + length + 1].to(torch.int64)
+        # A row that gains nothing has padding there.
+        tokens = self._rows.token_ids[row, start + 1 : start + length + 1].to(torch.int64).clamp(min=0)
         positions = torch.arange(start, start + length, device=device)
         return FedPart(kept_integers([row], device), tokens.unsqueeze(0), positions.unsqueeze(0), tapped.unsqueeze(0))
 

@@ -55,7 +55,8 @@ class ApartEagleDrafter(EagleDrafter[PreparedStep]):
         self._proposed = None
         if verdict is not None:
             device = self._states.device
-            verdict = Verdict(verdict.num_tokens.to(device), verdict.tokens.to(device))
+            counts, tokens = (part.to(device, non_blocking=True) for part in (verdict.num_tokens, verdict.tokens))
+            verdict = Verdict(counts, tokens)
             self._rows.advance(kept_integers(plan.sampled_rows, device), verdict.num_tokens, verdict.tokens)
         if step is None:
             self._lacking |= fed_rows(plan)
