@@ -3,11 +3,13 @@ told what the target computes. Ahead of verdicts nothing that is guessed changes
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle3_heads import Ways, check_proposals, check_trees
+from eagle3_heads import Ways, check_proposals, check_trees, make_head, write_head
 from jobs import HERE, configuration, prompts, run_job, sampling
 from medusa_heads import Proposals
 from mpi4py import MPI
@@ -16,9 +18,10 @@ from test_ahead import Bend, as_it_is, every_guess_is_wrong, foreseen, no_guess_
 from test_split_eagle import DYNAMIC, KINDS, SIMPLE, STATIC
 
 from trtrun import LLM
-from trtrun.core.nouns import Draft, RoundPlan
+from trtrun.core.nouns import RoundPlan
 from trtrun.kernels.triton.sampling import columns
 from trtrun.roles.hidden_link import HiddenLink
+from trtrun.speculation.ahead.fan_out import FanOut
 from trtrun.speculation.ahead.heads import AheadEagleDrafter
 from trtrun.speculation.ahead.policy import AheadPolicy
 from trtrun.speculation.drafters.eagle_apart import ApartEagleDrafter
@@ -146,63 +149,72 @@ def test_guesses_of_a_head_change_no_text(folder: Path, name: str, dtype: str) -
             assert accepted >= 20 and foreseen(found) > 20 and totals["num_guesses"] > 100
 
 
-class Foreseen:
-    """What was proposed by row, in order: text, temperature, seed, tokens, and whether it was foreseen."""
+@dataclass
+class Guessed:
+    """What was drafted ahead in a round: the row's text and the draft that is verified, its parameters, and by verdict
+    (how many are accepted, and the token behind them) what follows."""
 
-    def __init__(self, patch: Patch) -> None:
-        self.by_row: dict[int, list[tuple[list[int], float, int, list[int], bool]]] = {}
-        original = AheadEagleDrafter.propose
-
-        def propose(drafter: Any, plan: RoundPlan, probability_rows: Any) -> Draft:
-            draft = original(drafter, plan, probability_rows)
-            state = drafter.rows
-            for index, row in enumerate(plan.decode_rows.tolist()):
-                text = state.token_ids[row, : int(state.lengths[row])].tolist()
-                temperature = float(state.sampling.numbers[row, columns.TEMPERATURE])
-                seed = int(state.sampling.integers[row, columns.SEED])
-                tokens = draft.tokens[index, : int(draft.draft_lens[index])].tolist()
-                assert draft.foreseen is not None
-                seen = (text, temperature, seed, tokens, bool(draft.foreseen[index]))
-                self.by_row.setdefault(row, []).append(seen)
-            return draft
-
-        patch.setattr(AheadEagleDrafter, "propose", propose)
-
-    def check(self, target: Path, head: Any) -> tuple[int, int]:
-        """Compare fresh drafts with the head in plain torch, and foreseen ones with it where it goes on with states of
-        its own from the text of the round before; returns how many there were of both."""
-        reference, fresh, early = Reference(target), 0, 0
-        for seen in self.by_row.values():
-            for before, (text, temperature, seed, tokens, is_foreseen) in zip([None, *seen], seen, strict=False):
-                if not tokens:
-                    continue
-                if not is_foreseen:
-                    assert tokens == head.draft(reference, text, len(tokens), temperature, seed)
-                    fresh += 1
-                elif before is not None and text[: len(before[0])] == before[0]:
-                    ways = Ways(head, reference, before[0], temperature, seed)
-                    way = tuple(text[len(before[0]) :])
-                    said = [int(ways.scores((*way, *tokens)[:end]).argmax()) for end in range(len(way) + len(tokens))]
-                    assert tokens == said[len(way) :]
-                    early += 1
-        return fresh, early
+    text: list[int]
+    temperature: float
+    seed: int
+    draft: list[int]
+    behind: dict[tuple[int, int], list[int]]
 
 
-@pytest.mark.parametrize("name", APART[:1])
-def test_a_head_foresees_what_its_own_states_say(folder: Path, name: str, monkeypatch: Patch) -> None:
-    """Greedy rows and sampled ones, with blocks of two tokens, so that guesses begin anywhere in one."""
-    seen = Foreseen(monkeypatch)
-    monkeypatch.setattr(AheadPolicy, "num_guesses", lambda *_: 40)
-    _, head, path = make_case(folder, name, "eagle3", "reference", "float32")
+def record_guesses(patch: Patch) -> list[Guessed]:
+    """All that are made from now on, on this rank, row by row."""
+    found, original = list[Guessed](), AheadEagleDrafter.anticipate
+
+    def anticipate(drafter: Any, plan: RoundPlan, *, guesses: bool) -> int:
+        count = original(drafter, plan, guesses=guesses)
+        state, made = drafter.rows, drafter._guesses
+        for row in dict.fromkeys(guess.row for guess in made.listed):
+            text = state.token_ids[row, : int(state.lengths[row])].tolist()
+            temperature = float(state.sampling.numbers[row, columns.TEMPERATURE])
+            seed = int(state.sampling.integers[row, columns.SEED])
+            verdicts = {(num, token): index for (of, num, token), index in made._places.items() if of == row}
+            behind = {verdict: made.drafts[index] for verdict, index in verdicts.items()}
+            found.append(Guessed(text, temperature, seed, drafter._texts[row].draft, behind))
+        return count
+
+    patch.setattr(AheadEagleDrafter, "anticipate", anticipate)
+    return found
+
+
+def check_guesses(guesses: list[Guessed], target: Path, head: Any) -> Counter[int]:
+    """Compare them with the head in plain torch, which goes on with states of its own: verdicts are likely ones, and
+    drafts are what it says behind them; returns how many there were by the number of accepted tokens."""
+    reference, count = Reference(target), Counter[int]()
+    for guess in guesses:
+        ways = Ways(head, reference, guess.text, guess.temperature, guess.seed)
+        best = [ways.scores(tuple(guess.draft[:end])).topk(9).indices.tolist() for end in range(len(guess.draft) + 1)]
+        for (accepted, token), drafted in guess.behind.items():
+            assert token in best[accepted] and token not in guess.draft[accepted : accepted + 1]
+            way = (*guess.draft[:accepted], token)
+            said = [int(ways.scores((*way, *drafted[:end])).argmax()) for end in range(len(drafted))]
+            assert drafted == said, (len(guess.text), accepted)
+            count[accepted] += 1
+    return count
+
+
+@pytest.mark.parametrize("name", [name for name in APART if len(HERE[name][1]) == 1])
+def test_a_head_drafts_ahead_what_its_own_states_say(folder: Path, name: str, monkeypatch: Patch) -> None:
+    """Greedy rows and sampled ones, with blocks of three tokens, so that guesses begin anywhere in one."""
+    guesses = record_guesses(monkeypatch)
+    monkeypatch.setattr(AheadPolicy, "num_guesses", lambda *_: 20)
+    monkeypatch.setattr(FanOut, "allocate", lambda fan, drafted, budget: [1 + (budget > drafted)] * (drafted + 1))
+    head, path = make_head(folder / "target", boundaries=(0, 1, 2)), folder / "apart random"
+    if MPI.COMM_WORLD.rank == 0:
+        write_head(path, head, "specforge", folder / "target")
+    MPI.COMM_WORLD.barrier()
     sections = {
         "devices": HERE[name],
-        "speculation": KINDS["eagle3"][3](ahead="on"),
+        "speculation": KINDS["eagle3"][3](ahead="on", draft_len=3),
         "scheduler": {"max_batch_size": 4, "max_num_tokens": 48},
-        "kv_cache": {"max_tokens": 1024, "block_size": 2},
+        "kv_cache": {"max_tokens": 1020, "block_size": 3},
     }
     run_job(configuration(folder / "target", None, heads=path, heads_apart=True, **sections), use_simply)
-    proposed = MPI.COMM_WORLD.gather(seen.by_row)
-    if proposed is not None:
-        seen.by_row = proposed[1]
-        fresh, early = seen.check(folder / "target", head)
-        assert fresh > 5 and early > 5
+    made = MPI.COMM_WORLD.gather(guesses)
+    if made is not None:
+        count = check_guesses([guess for guess in made[1] if guess.draft][:20], folder / "target", head)
+        assert min(count[accepted] for accepted in range(4)) > 10
