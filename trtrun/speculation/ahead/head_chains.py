@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from trtrun.sampling.distributions import distributions_of
+from trtrun.sampling.keyed_ranks import KeyedRanks
+from trtrun.sampling.random import Stream
 from trtrun.speculation.ahead.chains import NUM_RANKED
 from trtrun.speculation.ahead.guess_space import GuessSpace
 from trtrun.speculation.ahead.guessing import with_scratch
@@ -55,6 +57,20 @@ class HeadChains(Generic[PreparedStep]):
     def num_candidates(self) -> int:
         """Of each place, beside the draft's token."""
         return self._num_ranked - 1
+
+    def warm_up(self, count: int) -> None:
+        """First use of what chooses for `count` rows, and of copies; what steps run the drafter knows. What is written
+        are blocks of guesses, which nobody reads before they are written again."""
+        rows, nowhere = [0] * count, kept_integers([0] * count, self._device)
+        logits = self._heads.logits(
+            torch.zeros((count, self._heads.hidden_size), dtype=self._heads.dtype, device=self._device)
+        )
+        assert logits is not None, "a head with a device of its own decides"
+        self._rows.sampling.rank(logits, rows, None, self._num_ranked)
+        for keyed in KeyedRanks.kinds(self._rows.sampling, rows, nowhere, Stream.TARGET):
+            keyed.rank(logits, 0, self._num_ranked, *keyed.parameters)
+        taken = self._scratch[:count, 0]
+        self._heads.copy_blocks(nowhere[: len(taken)], taken)
 
     def walk(self, rows: list[int], lengths: Sequence[int], drafts: Sequence[list[int]], hidden: Tensor) -> Walk:
         """Feed the drafts of `rows`, which have `lengths` tokens each, from their states `hidden` [R, hidden] on."""
@@ -129,6 +145,10 @@ class HeadChains(Generic[PreparedStep]):
         if not (state.sampling.sampled_indices(rows) or state.sampling.needs_history(rows)):
             return state.sampling.rank(logits, rows, None, self._num_ranked)
         where = device_integers(list(places), self._device)
+        if not state.sampling.needs_history(rows):
+            keyed = KeyedRanks.of(state.sampling, rows, where, Stream.TARGET)
+            if keyed is not None:
+                return keyed.rank(logits, 0, self._num_ranked, *keyed.parameters)
         raw = logits.unsqueeze(1)
         found = distributions_of(state.sampling, raw, rows, where, state.token_ids, None, max(places))
         return found.rank(self._num_ranked)

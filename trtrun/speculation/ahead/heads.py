@@ -61,16 +61,25 @@ class AheadEagleDrafter(ApartEagleDrafter[PreparedStep]):
         options: HybridOptions,
         vocab_size: int,
         space: GuessSpace,
+        guess_steps: Sequence[int] = (),
     ) -> None:
-        """Draft chains of up to `draft_len` tokens, and guess verdicts in `space`; the target has `vocab_size`
-        tokens."""
+        """Draft chains of up to `draft_len` tokens, and guess verdicts in `space`; the target has `vocab_size` tokens.
+        `guess_steps` are numbers of guesses that rounds may have."""
         super().__init__(heads, draft_len, None, options)
         self._space = space
+        self._guess_steps = guess_steps
         self._fan_out = FanOut(draft_len)
         self._chains = HeadChains(heads, vocab_size, space)
         self._texts: dict[int, HeadText] = {}
         self._guesses = Guesses()
         self._hits: dict[int, int] = {}
+
+    @inference
+    def warm_up(self) -> None:
+        """See Drafter."""
+        super().warm_up()
+        for count in sorted({1, *self._guess_steps} - {0}, reverse=True):
+            self._chains.warm_up(count)
 
     def begin_round(self, plan: RoundPlan) -> None:
         """See Drafter."""

@@ -33,5 +33,5 @@ def make_eagle_drafter(place: DrafterContext) -> Drafter:
     if place.target is not None:
         return EagleDrafter(place.heads, section.draft_len, tree, section)
     if place.guess_space is not None and place.guess_space.most_guesses and tree is None:
-        return AheadEagleDrafter(place.heads, section.draft_len, section, most, place.guess_space)
+        return AheadEagleDrafter(place.heads, section.draft_len, section, most, place.guess_space, place.guess_steps)
     return ApartEagleDrafter(place.heads, section.draft_len, tree, section)
