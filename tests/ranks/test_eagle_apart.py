@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import make_checkpoint, overflow_on
 from eagle3_heads import Ways, check_proposals, check_trees, make_head, write_head
-from jobs import HERE, configuration, prompts, run_job, sampling
+from jobs import HERE, alone, configuration, prompts, run_job, sampling
 from medusa_heads import Proposals
 from mpi4py import MPI
 from pipelines import Reference, tokens_of
 from test_ahead import Bend, as_it_is, every_guess_is_wrong, foreseen, no_guess_matches, no_patience
 from test_split_eagle import DYNAMIC, KINDS, SIMPLE, STATIC
 
-from trtrun import LLM
+from trtrun import LLM, SamplingParams
 from trtrun.core.nouns import RoundPlan
 from trtrun.kernels.triton.sampling import columns
 from trtrun.roles.hidden_link import HiddenLink
@@ -218,3 +219,40 @@ def test_a_head_drafts_ahead_what_its_own_states_say(folder: Path, name: str, mo
     if made is not None:
         count = check_guesses([guess for guess in made[1] if guess.draft][:20], folder / "target", head)
         assert min(count[accepted] for accepted in range(4)) > 10
+
+
+@pytest.mark.parametrize("ahead", ["on", "off"])
+@pytest.mark.parametrize("name", [name for name in APART if len(HERE[name][1]) == 1])
+def test_failed_rows_and_drafts_that_came_with_requests(folder: Path, name: str, ahead: str) -> None:
+    """Rows whose numbers overflow, in prompts and behind them, cost themselves alone; what came with a request is
+    proposed in the head's place."""
+    poison, target, path = 7, folder / f"overflowing {ahead}", folder / f"apart overflowing {ahead}"
+    if MPI.COMM_WORLD.rank == 0:
+        overflow_on(make_checkpoint(target, seed=1, num_hidden_layers=2), poison)
+        write_head(path, make_head(target, boundaries=(0, 1, 2)), "specforge", target)
+    MPI.COMM_WORLD.barrier()
+    healthy = [[token if token != poison else 8 for token in prompt] for prompt in prompts()]
+    asked = [[poison] * 20, healthy[1], [*healthy[3], poison], *healthy[2:]]
+    plain: list[Any] = []
+
+    def use(llm: LLM) -> tuple[list[Any], int]:
+        given = [tuple(texts[0]) if texts else () for texts in plain] or [()] * len(asked)
+        wanted = [
+            SamplingParams(
+                max_tokens=12, seed=1, logit_bias={poison: -100.0}, temperature=index % 2, draft_token_ids=draft
+            )
+            for index, draft in enumerate(given)
+        ]
+        outputs = llm.generate(asked, wanted)
+        assert [output.error is None for output in outputs] == [index not in (0, 2) for index in range(len(asked))]
+        texts = [[one.token_ids for one in output.completions if output.error is None] for output in outputs]
+        return texts, llm.statistics()["num_accepted_draft_tokens"]
+
+    sections: dict[str, Any] = {"devices": HERE[name], **TIGHT}
+    if MPI.COMM_WORLD.rank == 0:
+        plain = alone(configuration(target, None, **{**sections, "devices": ((), ("cpu:0",))}), use)[0]
+    speculation = KINDS["eagle3"][3](ahead=ahead)
+    found = run_job(configuration(target, None, heads=path, heads_apart=True, speculation=speculation, **sections), use)
+    if found is not None:
+        assert found[0] == plain
+        assert found[1] > 0.6 * sum(len(text) for texts in plain for text in texts), "they are all right"

@@ -45,6 +45,8 @@ class StoredHeads:
         self._layers = layers
         self.rows = self._rows = rows = fed.rows
         self._are_own = fed.are_own
+        first_guessed = space.first_block + space.num_blocks
+        self._guessed = range(first_guessed, first_guessed + num_guessed_blocks)
         self._store = KVStore(
             layers.num_layers,
             space.first_block + space.num_blocks + num_guessed_blocks,
@@ -78,7 +80,7 @@ class StoredHeads:
         if self._are_own:
             self._rows.apply(plan)
         if self._layers.has_overflowed:
-            self._store.clear(self._rows.fresh_blocks(plan))
+            self._store.clear([*self._rows.fresh_blocks(plan), *self._guessed])
             if self._paths is not None:
                 self._paths.clear(kept_integers(plan.decode_rows.tolist(), self._rows.device))
 

@@ -56,9 +56,10 @@ def settled(plan: RoundPlan, num_tokens: Sequence[int], hidden: HiddenStates) ->
 
 
 def unsettled(plan: RoundPlan, num_tokens: Sequence[int], states: torch.Tensor) -> HiddenStates:
-    """What `settled` was given, as far as it went: other rows and chunks have any states, and none."""
+    """What `settled` was given, as far as it went: of other rows and chunks there are any states, and none. Each row
+    has one at least."""
     fed = fed_rows(plan)
-    width = max((num_tokens[index] for index in fed), default=0)
+    width = max((num_tokens[index] for index in fed if num_tokens[index]), default=1)
     places, start = [[0] * width for _ in plan.decode_rows], 0
     for index in fed:
         count = num_tokens[index]
@@ -70,8 +71,8 @@ def unsettled(plan: RoundPlan, num_tokens: Sequence[int], states: torch.Tensor) 
         prompts.append(states[start : start + length])
         start += length
     shape = (len(places), width, *states.shape[1:])
-    if not width:
-        return HiddenStates(states.new_empty(shape), prompts)
+    if not len(states):  # no row has gained anything
+        return HiddenStates(states.new_zeros(shape), prompts)
     taken = torch.tensor(places, dtype=torch.int64).to(states.device, non_blocking=True)
     return HiddenStates(states.index_select(0, taken.flatten()).view(shape), prompts)
 
