@@ -35,6 +35,11 @@ TIGHT: dict[str, Any] = {
 }
 """Few tokens a round, so that prompts come in chunks, and few blocks, so that rows are preempted."""
 
+WITH_TEXTS = {
+    "enable_suffix_decoding": True,
+    "suffix_decoding_min_match_len": 2,
+    "suffix_decoding_max_cached_requests": 9,
+}
 Patch = pytest.MonkeyPatch
 
 
@@ -72,10 +77,10 @@ def make_case(folder: Path, name: str, method: str, layout: str, dtype: str, **s
 
 
 @pytest.mark.parametrize(
-    ("method", "layout", "shape", "dtype", "tree"),
+    ("method", "layout", "shape", "dtype", "options"),
     [
         ("eagle3", "specforge", {"num_tokens": 131}, "float32", {}),
-        ("eagle", "reference", {}, "bfloat16", {}),
+        ("eagle", "reference", {}, "bfloat16", WITH_TEXTS),
         ("eagle3", "prefixed", {"num_tokens": 131}, "float32", DYNAMIC),
         ("eagle", "vllm", {}, "bfloat16", STATIC),
     ],
@@ -88,13 +93,13 @@ def test_texts_are_plain_decodings_and_drafts_the_papers(
     layout: str,
     shape: dict[str, Any],
     dtype: str,
-    tree: dict[str, Any],
+    options: dict[str, Any],
     monkeypatch: Patch,
 ) -> None:
     """Rows that are sampled, penalised, preempted, with chunks of prompts beside them; then simpler ones."""
     seen = Proposals(monkeypatch, ApartEagleDrafter)
     plain, head, path = make_case(folder, name, method, layout, dtype, **shape)
-    speculation = KINDS[method][3](ahead="off", **tree)
+    speculation = KINDS[method][3](ahead="off", **options)
     sections = {"devices": HERE[name], "dtype": dtype, "speculation": speculation, **TIGHT}
     apart = configuration(folder / "target", None, heads=path, heads_apart=True, **sections)
     found = run_job(apart, use)
@@ -102,6 +107,7 @@ def test_texts_are_plain_decodings_and_drafts_the_papers(
     if found is not None:
         assert found["texts"] == plain["texts"] and found["totals"]["num_accepted_draft_tokens"] >= 20
         assert found["preempted"] and found["cached"]
+        assert bool(found["totals"]["num_suffix_draft_tokens"]) == (options == WITH_TEXTS)
         assert ranks_that_draft == [rank == 1 for rank in range(MPI.COMM_WORLD.size)]
     if dtype != "float32":
         return
@@ -111,8 +117,8 @@ def test_texts_are_plain_decodings_and_drafts_the_papers(
     drafted = MPI.COMM_WORLD.gather((seen.seen, seen.paths))
     if drafted is not None:
         seen.seen, seen.paths = drafted[1]
-        if tree:
-            assert check_trees(seen, folder / "target", head, tree) > 15
+        if options:
+            assert check_trees(seen, folder / "target", head, options) > 15
         else:
             assert check_proposals(seen, folder / "target", head) > 20
 
