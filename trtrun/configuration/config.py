@@ -19,6 +19,7 @@ from trtrun.configuration.drafting_methods import (
     METHODS,
     NO_DRAFTS,
     DraftModelSection,
+    check_heads_devices,
     is_unknown,
     needs_draft_model,
     needs_heads,
@@ -105,7 +106,7 @@ class RuntimeConfig(Section):
                 "name the directory of its heads as draft.model, or set speculation.method to none"
             )
         if self.heads is not None and self.heads.devices is not None:
-            self._check_heads_apart(self.heads.devices)
+            check_heads_devices(self.speculation.method, self.heads.devices, self.target.devices)
         devices = self.target.devices + self.draft_devices
         kinds = sorted({kind_of(device) for device in devices})
         if len(kinds) > 1:
@@ -138,24 +139,6 @@ class RuntimeConfig(Section):
                 f"{f' or speculation.{self.speculation.tree_key}' if self.max_paths > 1 else ''}"
             )
         return self
-
-    def _check_heads_apart(self, devices: tuple[str, ...]) -> None:
-        """Refuse devices of heads that cannot have them."""
-        if not METHODS[self.speculation.method].may_sit_apart:
-            raise ValueError(
-                f"draft.devices: heads of method {self.speculation.method} sit on the target's devices: leave it out"
-            )
-        shared = [device for device in devices if device in self.target.devices]
-        if shared:
-            raise ValueError(
-                f"draft.devices: {shared[0]} is the target's, too: give the head a device of its own, or leave it out "
-                "to have the head on the target's devices"
-            )
-        if len(devices) > 1:
-            raise ValueError(
-                f"draft.devices: a head with a device of its own is not shared out, but {len(devices)} are listed: "
-                "name one"
-            )
 
     @property
     def is_speculative(self) -> bool:

@@ -6,7 +6,7 @@ One table, read by the configuration, the command line, placement and start-up. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -104,6 +104,26 @@ def needs_heads(speculation: object) -> bool:
     """Whether the method of a `speculation` section, checked or as the YAML file has it, drafts with heads."""
     method = _method_of(speculation)
     return method is not None and method.needs_heads
+
+
+def check_heads_devices(method: str, devices: Sequence[str], target_devices: Sequence[str]) -> None:
+    """Refuse devices of heads' own.
+
+    Raises:
+        ValueError: the method's heads cannot have any, the target has one of them, or there are several.
+    """
+    if not METHODS[method].may_sit_apart:
+        raise ValueError(f"draft.devices: heads of method {method} sit on the target's devices: leave it out")
+    shared = [device for device in devices if device in target_devices]
+    if shared:
+        raise ValueError(
+            f"draft.devices: {shared[0]} is the target's, too: give the head a device of its own, or leave it out to "
+            "have the head on the target's devices"
+        )
+    if len(devices) > 1:
+        raise ValueError(
+            f"draft.devices: a head with a device of its own is not shared out, but {len(devices)} are listed: name one"
+        )
 
 
 def _method_of(speculation: object) -> DraftingMethod | None:

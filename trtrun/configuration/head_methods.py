@@ -1,4 +1,4 @@
-"""Options of the drafting methods with heads on the target's ranks.
+"""Options of the drafting methods with heads.
 
 It knows no tensor and no rank.
 """

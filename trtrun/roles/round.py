@@ -5,7 +5,7 @@
     hand over     draft → target     token ids always, draft probabilities for the rows that need them
     anticipate    draft ranks with devices of their own: draft for the likely verdicts of this very round
     verify        target ranks       one forward over draft_len + 1 positions a row, then acceptance: the verdict
-    tell          target → draft     the verdict's way back
+    tell          target → draft     the verdict's way back, and hidden states behind it to a head on a rank of its own
     observe       ranks that draft   their rows move on
     report        leaders            times, and the target leader's verdict to the orchestrator, which commits it
 

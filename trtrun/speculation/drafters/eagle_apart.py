@@ -2,7 +2,8 @@
 
 These come beside each verdict, of the tokens that rows have gained, and of chunks of prompts as the target reads them.
 So it feeds them as on the target's ranks, and drafts the same. Where those of a round did not come, as the target does
-not wait for a rank that is far behind, the head lacks a part of their rows, and proposes nothing for them any more.
+not wait for a rank that is far behind, the head lacks a part of their rows, and proposes nothing for them any more;
+that blocks of theirs are reused all the same costs acceptance alone.
 
 It knows verdicts and hidden states. It does not know how these travel.
 """
