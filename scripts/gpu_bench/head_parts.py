@@ -84,12 +84,18 @@ def play_heads(bench: Workbench, placement: Placement) -> None:
             table.add(about, entry["rows"], *gained, took, step, took / step, drafting)
 
 
-def play_eagle3_apart(bench: Workbench, apart: Placement) -> None:
-    """Rounds of EAGLE-3's heads beside the target on one device, and on a device of their own, ahead of verdicts, too;
-    and whether texts are plain decoding's."""
+def write_eagle3(bench: Workbench) -> Path:
+    """The directory of an EAGLE-3 head for the 8B-shaped target."""
     target = bench.model(bench.pair("8b").target)
     folder = bench.folder / "heads-eagle3"
     bench.succeed(run([sys.executable, WRITE_HEADS, target, f"eagle3={folder}"], bench.folder, bench.deadline))
+    return folder
+
+
+def play_eagle3_apart(bench: Workbench, apart: Placement) -> None:
+    """Rounds of EAGLE-3's heads beside the target on one device, and on a device of their own, ahead of verdicts, too;
+    and whether texts are plain decoding's."""
+    folder = write_eagle3(bench)
     columns = ("heads", "placement", "ahead", "rows", "tokens a round", "round ms", "÷ plain step", "drafting ms")
     table = bench.table("EAGLE-3's heads beside the 8B-shaped target", *columns, "target idle", "equal texts")
     for about, method, options in CASES:

@@ -108,6 +108,8 @@ def _placements(options: Options) -> Iterator[Part]:
                 yield Part("parallel-apart", about, 110, partial(play_parallel_apart, apart=find_apart(2)))
                 about = "an EAGLE-3 head on the target's device and on one of its own, and whether texts are equal"
                 yield Part("eagle3-apart", about, 120, partial(play_eagle3_apart, apart=find_apart(2)))
+                play = partial(play_killed_draft, has_head=True)
+                yield Part("kill-head", "the rank of an EAGLE-3 head is killed in the middle of a run", 80, play, False)
             yield Part("kill-draft", "a draft rank is killed in the middle of a run", 70, play_killed_draft)
             yield Part("kill-target", "a target rank is killed in the middle of a run", 30, play_killed_target)
     for place in places:
