@@ -65,6 +65,10 @@ class Exchange(Protocol):
         """Drop what is left of a round that did not come to its end."""
         ...
 
+    def close(self) -> None:
+        """No round follows: end what a rank that is gone would have taken."""
+        ...
+
 
 class DeviceExchange:
     """See Exchange; over a `parallel.link.Link`."""
@@ -143,3 +147,6 @@ class DeviceExchange:
     def forget(self) -> None:
         """See Exchange."""
         self._link.forget()
+
+    def close(self) -> None:
+        """See Exchange: nobody goes alone."""

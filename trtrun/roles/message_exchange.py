@@ -149,6 +149,11 @@ class MessageExchange:
     def forget(self) -> None:
         """See Exchange: a job of several ranks ends with a round that fails."""
 
+    def close(self) -> None:
+        """See Exchange."""
+        if self.hidden is not None and self.draft_is_lost():
+            self.hidden.give_up()
+
     def _post_hidden(self, plan: RoundPlan, num_tokens: list[int]) -> None:
         """Send on what was tapped in the round; nobody waits for it."""
         tapped, self._tapped = self._tapped, None

@@ -112,6 +112,9 @@ class SilentExchange:
     def forget(self) -> None:
         """See Exchange."""
 
+    def close(self) -> None:
+        """See Exchange."""
+
 
 @dataclass
 class Rehearsal:
