@@ -97,6 +97,11 @@ class Communicator(Protocol):
         """Use every operation once, with every peer, so that no connection is made under load. Collective."""
         ...
 
+    def abandon(self) -> None:
+        """End what is under way with a rank that is gone, where a device would wait for it for ever. Not collective;
+        the communicator is not used afterwards, but to be closed."""
+        ...
+
     def close(self) -> None:
         """Give the transport's resources back. Collective; the communicator is not used afterwards."""
         ...

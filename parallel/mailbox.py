@@ -35,6 +35,10 @@ class Mailbox(Protocol):
         """
         ...
 
+    def num_unsent_bytes(self) -> int:
+        """Bytes of what was posted to any rank and did not leave this one yet."""
+        ...
+
     def take(self, rank: int, tag: int) -> bytes | None:
         """The oldest message from `rank` under `tag` that was not taken yet; None where there is none now."""
         ...
@@ -88,6 +92,11 @@ class MpiMailbox:
             if not is_lost_peer(error):
                 raise
         self._drop_sent()
+
+    def num_unsent_bytes(self) -> int:
+        """See Mailbox."""
+        self._drop_sent()
+        return sum(len(payload) for _, payload in self._sending)
 
     def take(self, rank: int, tag: int) -> bytes | None:
         """See Mailbox."""

@@ -32,11 +32,13 @@ def configuration(
     quantization: str = "none",
     target_quantization: str = "none",
     heads: Path | None = None,
+    heads_apart: bool = False,
     **sections: dict[str, Any],
 ) -> RuntimeConfig:
     """A configuration; `devices` are the draft's and the target's, `sections` what YAML would say otherwise.
 
-    `heads` are a directory with heads, of the method that `speculation` names.
+    `heads` are a directory with heads, of the method that `speculation` names; on the draft's devices with
+    `heads_apart`, else on the target's.
     A draft with `quantization` computes in bfloat16, whatever the `dtype` of the target, and so does a target with
     `target_quantization`.
     draft_len does not depend on times unless `speculation` says so: tests count what was drafted.
@@ -59,7 +61,7 @@ def configuration(
     if target_quantization != "none":
         values["target"] |= {"quantization": target_quantization, "dtype": "bfloat16"}
     if heads is not None:
-        values["draft"] = {"model": str(heads)}
+        values["draft"] = {"model": str(heads), **({"devices": list(devices[0])} if heads_apart else {})}
     if draft is not None:
         values["draft"] = {"model": str(draft), "devices": list(devices[0]), "dtype": dtype}
         if quantization != "none":

@@ -34,6 +34,7 @@ from trtrun.kvcache.sizing import free_bytes_of_slot, tokens_of_blocks
 from trtrun.models.checkpoint import read_json
 from trtrun.models.config import read_model_config
 from trtrun.models.quantization_config import QUANTIZATION_FILE, configuration_bytes
+from trtrun.models.target_ends import check_ends
 from trtrun.models.weight_check import check_model_weights
 from trtrun.start.model_settings import read_target_heads
 
@@ -109,9 +110,12 @@ def take_inventory(
             problems.append(f"{name}: {error}")
         except OSError as error:
             problems.append(f"{name}: {section.model} cannot be read: {error.strerror or error}")
-    if rank in topology.target_ranks and not problems:
+    if rank in topology.worker_ranks and not problems:
         try:
-            read_target_heads(config, read_model_config(config.target.model))
+            model = read_model_config(config.target.model)
+            heads = read_target_heads(config, model)
+            if heads is not None and config.heads_apart and rank in topology.draft_ranks:
+                check_ends(config.target, model, heads.ends_of(model))
         except TrtrunError as error:
             problems.append(str(error))
     snapshots = {

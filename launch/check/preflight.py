@@ -69,7 +69,7 @@ class WeightsReport:
     """What the headers of one model's weights say on this host.
 
     Attributes:
-        role: of the engine; "heads" are on the target's ranks.
+        role: of the engine; "heads" are on the target's ranks, or on one of their own.
         hosts: that hold shards of it; one empty name for this host alone.
         is_held: whether this host is one of them, or stands for those that are.
         problem: what a run would be refused with; None where all is well.
@@ -102,7 +102,8 @@ def inspect_weights(
     for role, section in (("target", config.target), ("draft", config.draft), ("heads", config.heads)):
         if section is None:
             continue
-        ranks = topology.draft_ranks if role == "draft" else topology.target_ranks
+        drafts = role == "draft" or (role == "heads" and config.heads_apart)
+        ranks = topology.draft_ranks if drafts else topology.target_ranks
         hosts = tuple(dict.fromkeys(topology.host(rank) for rank in ranks))
         is_held = any(host in hosts_to_come or is_local(host) for host in hosts)
         problem: CheckpointError | None = None

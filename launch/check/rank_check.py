@@ -104,7 +104,7 @@ def lead_check(config: RuntimeConfig) -> CheckReport:
         problems = find_misfits(ranks, topology)
         if problems:
             raise SetupError(problems)
-        links = list_links(topology, dict.fromkeys(GROUPS, Kind.SOLO), _sends_probs(config))
+        links = list_links(topology, dict.fromkeys(GROUPS, Kind.SOLO), _sends_probs(config), config.heads_apart)
         return CheckReport.make(
             topology, ranks, [LinkReport.untried(link) for link in links], time.monotonic() - STARTED
         )
@@ -157,7 +157,7 @@ def _lead_steps(session: Session) -> Iterator[LinkReport]:
     control = _try_control(session, workers)
     opened = session.run_step("opening the communicators", workers, session.open_groups, step="open")
     kinds = _merge_kinds(opened.values())
-    links = list_links(topology, kinds, _sends_probs(session.config))
+    links = list_links(topology, kinds, _sends_probs(session.config), session.config.heads_apart)
     pairs: dict[frozenset[int], _Tried] = {}
     for link in links:
         if link.carries is Carries.CONTROL:
@@ -174,7 +174,7 @@ def _lead_steps(session: Session) -> Iterator[LinkReport]:
             group_links = [link for link in links if link.carries is carries]
             yield LinkReport.of_group(group_links, tried.faults, tried.timing, sums)
     for link in links:
-        if link.carries in (Carries.DRAFT, Carries.DRAFT_PROBS, Carries.VERDICT):
+        if link.carries in (Carries.DRAFT, Carries.DRAFT_PROBS, Carries.VERDICT, Carries.VERDICT_AND_HIDDEN):
             yield _try_pair(session, link, pairs)
 
 

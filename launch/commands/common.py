@@ -140,7 +140,7 @@ def _begin_log(path: Path, config: RuntimeConfig, topology: Topology, verbosity:
         # A worker tells the directory of its own engine: they may differ from host to host.
         if section is not None and (not speaker.rank or name in speaker.role):
             logger.info("%s: %s", name, section.model)
-    if config.heads is not None and (not speaker.rank or "target" in speaker.role):
+    if config.heads is not None and (not speaker.rank or ("draft" if config.heads_apart else "target") in speaker.role):
         logger.info("heads: %s", config.heads.model)
 
 

@@ -22,7 +22,7 @@ from trtrun.configuration.device_lists import (
     kind_of,
     parse_devices,
 )
-from trtrun.configuration.drafting_methods import needs_draft_model
+from trtrun.configuration.drafting_methods import needs_draft_model, needs_heads
 from trtrun.errors import ConfigError, nearest, shorten
 
 
@@ -158,7 +158,8 @@ def count_host_slots(topology: Topology, host: str = "") -> int:
 
 def _unused_engines(values: Mapping[str, Any]) -> tuple[str, ...]:
     """Engines that get no rank, whatever their section says."""
-    return () if needs_draft_model(values.get("speculation")) else ("draft",)
+    speculation = values.get("speculation")
+    return () if needs_draft_model(speculation) or needs_heads(speculation) else ("draft",)
 
 
 def _read_counts(value: Mapping[str, object], where: str) -> tuple[int, int, str]:

@@ -48,6 +48,7 @@ class Carries(enum.StrEnum):
     DRAFT = "draft tokens"
     DRAFT_PROBS = "draft tokens, draft_probs"
     VERDICT = "verdict"
+    VERDICT_AND_HIDDEN = "verdict, hidden states"
 
 
 @dataclass(frozen=True)
@@ -91,18 +92,23 @@ def expect_kinds(topology: Topology, nccl: bool) -> dict[str, Kind]:
     return {name: expect(group_ranks(topology, name)) for name in GROUPS}
 
 
-def list_links(topology: Topology, kinds: Mapping[str, Kind], sends_probs: bool) -> tuple[RankLink, ...]:
+def list_links(
+    topology: Topology, kinds: Mapping[str, Kind], sends_probs: bool, sends_hidden: bool = False
+) -> tuple[RankLink, ...]:
     """Every pair of ranks that will talk, in the order control, heartbeat, all_reduce, drafts, verdicts.
 
     Args:
         topology: who sits where.
         kinds: what carries each group, by name (`expect_kinds`, or what was opened).
         sends_probs: whether draft probabilities travel beside the tokens (speculation.use_logits).
+        sends_hidden: whether the target's hidden states travel to draft ranks, which have a head.
     """
-    return tuple(_walk_links(topology, kinds, sends_probs))
+    return tuple(_walk_links(topology, kinds, sends_probs, sends_hidden))
 
 
-def _walk_links(topology: Topology, kinds: Mapping[str, Kind], sends_probs: bool) -> Iterator[RankLink]:
+def _walk_links(
+    topology: Topology, kinds: Mapping[str, Kind], sends_probs: bool, sends_hidden: bool
+) -> Iterator[RankLink]:
     orchestrator = topology.orchestrator_rank
     for rank in topology.worker_ranks:
         place = Transport.SAME_PROCESS if rank == orchestrator else _over_mpi(topology, orchestrator, rank)
@@ -123,7 +129,9 @@ def _walk_links(topology: Topology, kinds: Mapping[str, Kind], sends_probs: bool
         # The link hands a verdict to every other engine rank; a draft in the target leader's process reads it in place.
         if rank != topology.target_leader or rank in topology.draft_ranks:
             transport = _choose(topology, kinds["workers"], topology.target_leader, rank)
-            yield RankLink(Carries.VERDICT, (topology.target_leader, rank), transport)
+            is_told = sends_hidden and rank in topology.draft_ranks
+            carries = Carries.VERDICT_AND_HIDDEN if is_told else Carries.VERDICT
+            yield RankLink(carries, (topology.target_leader, rank), transport)
 
 
 def spans_hosts(topology: Topology, ranks: Iterable[int]) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from parallel.topology import Topology
+from parallel.topology import Slot, Topology
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.errors import ConfigError
@@ -27,6 +27,7 @@ from trtrun.start.memory_requirements import (
     store_bytes_per_block,
 )
 from trtrun.start.model_settings import read_target_heads, target_context
+from trtrun.start.rank_heads import demand_apart
 from trtrun.start.startup import device_of
 
 
@@ -65,7 +66,8 @@ class JobMemory:
         draft: None without one.
         target: of the run.
         context: most tokens of one request.
-        heads: that draft on the target's ranks; None without, or where they are not on this host.
+        heads: that draft from what the target computes, on its ranks or on one of their own; None without, or where
+            they are not on this host.
     """
 
     config: RuntimeConfig
@@ -90,6 +92,17 @@ class JobMemory:
             heads = None
         return cls(config, topology, draft, target, target_context(config, target.model), heads)
 
+    @property
+    def heads_on_target(self) -> HeadsPlan | None:
+        """Heads that the target's ranks share."""
+        return None if self.config.heads_apart else self.heads
+
+    def heads_apart(self, slot: Slot) -> SlotMemory | None:
+        """What heads on a rank of their own need, on that rank; None elsewhere."""
+        if self.heads is None or not self.config.heads_apart or slot.draft_index is None:
+            return None
+        return demand_apart(self.config, self.context, self.target.model, self.heads, device_of(slot))
+
     def shard_bytes(self, rank: int) -> tuple[int, int]:
         """Bytes of the draft's weights, or of the heads or the corpus, and of the target's on one rank."""
         slot = self.topology.slot(rank)
@@ -97,8 +110,10 @@ class JobMemory:
             return 0, 0
         device = device_of(slot)
         drafted = self.draft.shard_bytes(slot.draft_index, device) if self.draft is not None else 0
-        if self.heads is not None and slot.target_index is not None:
-            drafted += heads_bytes(self.heads, slot.target_index, self.target.tp_size, self.target.dtype)
+        if (apart := self.heads_apart(slot)) is not None:
+            drafted += apart.shard_bytes
+        if self.heads_on_target is not None and slot.target_index is not None:
+            drafted += heads_bytes(self.heads_on_target, slot.target_index, self.target.tp_size, self.target.dtype)
         if slot.target_index is not None:
             drafted += corpus_bytes(self.config)
         return drafted, self.target.shard_bytes(slot.target_index, device)
@@ -109,13 +124,17 @@ class JobMemory:
         if slot is None:
             return 0
         drafted = self.draft.block_bytes(slot.draft_index, self.config) if self.draft is not None else 0
-        return drafted + self.target.block_bytes(slot.target_index, self.config, self.heads)
+        if (apart := self.heads_apart(slot)) is not None:
+            drafted += apart.bytes_per_block
+        return drafted + self.target.block_bytes(slot.target_index, self.config, self.heads_on_target)
 
     def working_bytes(self, rank: int) -> int:
         """Upper bound, by shapes, of what rounds need on one rank beside weights and KV. GPUs measure it at start."""
         slot = self.topology.slot(rank)
         if slot is None:
             return 0
+        if (apart := self.heads_apart(slot)) is not None:
+            return apart.working_bytes
         device, total = device_of(slot), 0
         for role, engine, index in (
             ("draft", self.draft, slot.draft_index),

@@ -48,8 +48,8 @@ def place_on_made_up_hosts(
         "target": {**values["target"], "devices": list(resources.config.target.devices)},
         "launch": {**(values.get("launch") or {}), "orchestrator_host": resources.config.launch.orchestrator_host},
     }
-    if resources.config.draft is not None:
-        placed["draft"] = {**values["draft"], "devices": list(resources.config.draft.devices)}
+    if resources.config.draft_devices:
+        placed["draft"] = {**values["draft"], "devices": list(resources.config.draft_devices)}
     return _make({**values, **placed}, path), tuple(host for host in resources.hosts if host not in resources.named)
 
 

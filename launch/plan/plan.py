@@ -74,8 +74,8 @@ class JobPlan:
         kv_tokens: tokens that the rows can hold together; None where other hosts decide.
         draft_dtype, target_dtype: what the engines compute in; None without a draft.
         parallel_drafting: whether all tokens of a draft come from one forward of the draft model.
-        heads: that draft on the target's ranks, such as "4 Medusa heads"; their bytes are the draft shards'. None
-            without.
+        heads: that draft from what the target computes, such as "4 Medusa heads"; their bytes are the draft shards',
+            on the target's ranks or on one of their own. None without.
         links: every pair of ranks that talk, and how.
         command: what starts the job.
         script: the batch script of the job, where it was asked for.
@@ -142,7 +142,9 @@ def make_plan(job: Job, made_up_hosts: Sequence[str] = (), script: str | None = 
         target_dtype=_dtype_name(memory.target.dtype),
         parallel_drafting=mask_token(config) is not None,
         heads=None if memory.heads is None else memory.heads.describe(),
-        links=list_links(topology, expect_kinds(topology, nccl), config.speculation.use_logits),
+        links=list_links(
+            topology, expect_kinds(topology, nccl), config.speculation.use_logits, sends_hidden=config.heads_apart
+        ),
         command=show_command(job.command()),
         script=script,
         start=plan_start(memory, here, absent, nccl),

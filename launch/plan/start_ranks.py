@@ -97,10 +97,13 @@ class RankStarts:
     def _look(self, slot: Slot) -> RankStart:
         parts = self._parts(slot)
         read = sum(self._files[role].read_bytes[index] for role, _, index in parts)
-        if self._memory.heads is not None and slot.target_index is not None:
+        heads, graphs = self._memory.heads_on_target, sum(self._graphs(slot, role) for role, *_ in parts)
+        if heads is not None and slot.target_index is not None:
             target = self._memory.target
-            read += heads_bytes(self._memory.heads, slot.target_index, target.tp_size, target.dtype)
-        return RankStart(slot.rank, read, sum(self._graphs(slot, role) for role, *_ in parts), self._kernels(slot))
+            read += heads_bytes(heads, slot.target_index, target.tp_size, target.dtype)
+        if (apart := self._memory.heads_apart(slot)) is not None:
+            read, graphs = apart.shard_bytes, self._graphs(slot, "draft")
+        return RankStart(slot.rank, read, graphs, self._kernels(slot))
 
     def _parts(self, slot: Slot) -> list[tuple[str, ModelSection, int]]:
         """The slot's engines: role, section and place in the group; the draft first, as a start has them."""
@@ -112,7 +115,13 @@ class RankStarts:
         return parts
 
     def _graphs(self, slot: Slot, role: str) -> int:
-        config, shards = self._memory.config, self._shards(role)
+        config = self._memory.config
+        if role == "draft" and config.heads_apart:
+            has_graphs = slot.device.startswith("cuda") and config.cuda_graphs
+            kinds = NUM_KINDS if self._has_triton(slot) else 0
+            model = self._memory.target.model
+            return count_graphs(config, self._memory.context, role, model, None, kinds) if has_graphs else 0
+        shards = self._shards(role)
         if not (slot.device.startswith("cuda") and config.cuda_graphs and (shards.tp_size == 1 or self._nccl)):
             return 0
         has_triton = self._has_triton(slot)
@@ -138,7 +147,8 @@ class RankStarts:
         parts = [(role, section, index, len(section.devices)) for role, section, index in self._parts(slot)]
         config = self._memory.config
         folder = config.launch.environment.get(_TRITON_CACHE) if self._memory.topology.world_size > 1 else None
-        heads = self._memory.heads if any(role == "target" for role, *_ in parts) else None
+        is_told = any(role == "target" for role, *_ in parts) or config.heads_apart
+        heads = self._memory.heads if is_told else None
         mark = mark_file(kinds_of_kernels(config, parts, heads), device_of(slot), folder)
         if mark is None:
             return "none"

@@ -156,6 +156,9 @@ class MpiCommunicator:
         """Use every operation once, with every peer."""
         use_every_operation(self)
 
+    def abandon(self) -> None:
+        """See Communicator: no device waits for MPI."""
+
     def close(self) -> None:
         """Free the MPI communicator and the buffers."""
         self._gathered.clear()

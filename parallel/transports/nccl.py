@@ -217,6 +217,10 @@ class NcclCommunicator:
             beside = {Way.NCCL: self._nccl_sums.plain}
             self.sum_timings = self._ways.measure(self._comm, self.device, beside)
 
+    def abandon(self) -> None:
+        """See Communicator: NCCL's kernels end without their peer."""
+        self._handle.abort()
+
     def close(self) -> None:
         """Wait for the device, then close the peers' memory, destroy the NCCL communicator and free the MPI one."""
         torch.cuda.synchronize(self.device)

@@ -60,5 +60,8 @@ class SoloCommunicator:
         """Use every operation once."""
         use_every_operation(self)
 
+    def abandon(self) -> None:
+        """See Communicator: there is nobody."""
+
     def close(self) -> None:
         """Nothing to give back."""

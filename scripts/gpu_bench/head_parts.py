@@ -1,5 +1,5 @@
 """Heads that draft on the target's own device: what a round of Medusa's and of EAGLE's costs beside a plain step,
-and beside vLLM's.
+and beside vLLM's; and EAGLE-3's on a device of its own.
 
 Heads are made up, so that their tokens are hardly ever right: a round takes as long whatever is accepted. It knows
 directories of heads and `trtrun bench`'s JSON. It does not know when it runs.
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from gpu_bench.children import ChildError, run
-from gpu_bench.placements import Placement
+from gpu_bench.placements import ONE, Placement
 from gpu_bench.workbench import Workbench
 
 WRITE_HEADS = Path(__file__).resolve().parent / "write_heads.py"
@@ -82,3 +82,34 @@ def play_heads(bench: Workbench, placement: Placement) -> None:
             gained = (speculative["mean_acceptance_length"], speculative["tokens_per_s"])
             drafting = speculative["round_ms"]["drafting"]
             table.add(about, entry["rows"], *gained, took, step, took / step, drafting)
+
+
+def write_eagle3(bench: Workbench) -> Path:
+    """The directory of an EAGLE-3 head for the 8B-shaped target."""
+    target = bench.model(bench.pair("8b").target)
+    folder = bench.folder / "heads-eagle3"
+    bench.succeed(run([sys.executable, WRITE_HEADS, target, f"eagle3={folder}"], bench.folder, bench.deadline))
+    return folder
+
+
+def play_eagle3_apart(bench: Workbench, apart: Placement) -> None:
+    """Rounds of EAGLE-3's heads beside the target on one device, and on a device of their own, ahead of verdicts, too;
+    and whether texts are plain decoding's."""
+    folder = write_eagle3(bench)
+    columns = ("heads", "placement", "ahead", "rows", "tokens a round", "round ms", "÷ plain step", "drafting ms")
+    table = bench.table("EAGLE-3's heads beside the 8B-shaped target", *columns, "target idle", "equal texts")
+    for about, method, options in CASES:
+        if method != "eagle3":
+            continue
+        for placement, ahead in ((ONE, "off"), (apart, "off"), (apart, "on")):
+            if ahead == "on" and "eagle_topk" in options:
+                continue  # trees are drafted behind verdicts alone
+            config = bench.config("8b", placement, heads=folder, method=method, ahead=ahead, **options)
+            (report,) = bench.bench_together([config], bench.options.scale.rows, "--exact", traced=True)
+            for entry in report["results"]:
+                case, step = entry["speculative"], entry["plain"]["round_wall_ms"]
+                equal = f"{entry['equal_rows']} of {entry['rows']}"
+                table.add(
+                    about, placement.about, ahead, entry["rows"], case["mean_acceptance_length"], case["round_wall_ms"],
+                    case["round_wall_ms"] / step, case["round_ms"]["drafting"], case.get("target_idle_share"), equal,
+                )  # fmt: skip

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_bench.children import run
-from gpu_bench.head_parts import play_heads, play_heads_beside_vllm
+from gpu_bench.head_parts import play_eagle3_apart, play_heads, play_heads_beside_vllm
 from gpu_bench.peer_parts import TEMPERATURE, TOP_P, play_first_tokens, play_vllm
 from gpu_bench.placement_parts import play_check, play_exactness, play_parallel_apart, play_placement
 from gpu_bench.placements import ONE, PLACEMENTS, Placement, find_apart
@@ -109,6 +109,10 @@ def _placements(options: Options) -> Iterator[Part]:
             if options.num_devices == 2:
                 about = "a draft in parallel that is always right, on the target's device and on one of its own"
                 yield Part("parallel-apart", about, 110, partial(play_parallel_apart, apart=find_apart(2)))
+                about = "an EAGLE-3 head on the target's device and on one of its own, and whether texts are equal"
+                yield Part("eagle3-apart", about, 120, partial(play_eagle3_apart, apart=find_apart(2)))
+                play = partial(play_killed_draft, has_head=True)
+                yield Part("kill-head", "the rank of an EAGLE-3 head is killed in the middle of a run", 80, play, False)
             yield Part("kill-draft", "a draft rank is killed in the middle of a run", 70, play_killed_draft)
             yield Part("kill-target", "a target rank is killed in the middle of a run", 30, play_killed_target)
     for place in places:

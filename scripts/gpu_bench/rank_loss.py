@@ -14,15 +14,18 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from gpu_bench.children import ROOT, Child, ChildError, Ended, last_words, ranks_below, run
+from gpu_bench.head_parts import write_eagle3
 from gpu_bench.placements import find_apart
 from gpu_bench.workbench import Workbench
 
 
-def play_killed_draft(bench: Workbench) -> None:
-    """The job goes on, and its texts are those of a run that nothing disturbs."""
+def play_killed_draft(bench: Workbench, *, has_head: bool = False) -> None:
+    """The job goes on, and its texts are those of a run that nothing disturbs; with a draft model, or a head that the
+    target sends hidden states to."""
     placement = find_apart(bench.options.num_devices)
     killed_file, whole_file = bench.folder / "killed.jsonl", bench.folder / "undisturbed.jsonl"
-    config = bench.config("8b", placement, ahead="on")
+    head = {"heads": write_eagle3(bench), "method": "eagle3"} if has_head else {}
+    config = bench.config("8b", placement, ahead="on", **head)
     ended, seconds = _kill_in_run(bench, config, killed_file, rank=1)
     columns = ("killed", "exit status", "seconds from the kill to the end", "rows done", "what it said", "equal texts")
     table = bench.table(f"A draft rank is killed: {placement.about}", *columns)

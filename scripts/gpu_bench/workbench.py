@@ -161,7 +161,8 @@ class Workbench:
             files: read weights from files, which are there.
             most_rows: that run at once, where they are more than the usual ones.
             as_shipped: leave the settings of speculation at their defaults; else rounds are all alike.
-            heads: a directory of heads, which draft in the pair's draft's place, on the target's devices.
+            heads: a directory of heads, which draft in the pair's draft's place: on the target's devices, or on the
+                draft's where these are apart.
             speculation: changes of that section.
         """
         options, shapes = self.options, self.pair(pair)
@@ -175,7 +176,8 @@ class Workbench:
         }
         if drafts:
             model = {"model": str(self.model(shapes.draft)), "devices": draft, **format_of_weights}
-            values["draft"] = model if heads is None else {"model": str(heads)}
+            own = {"devices": draft} if placement.is_apart else {}
+            values["draft"] = model if heads is None else {"model": str(heads), **own}
             of_models = {"draft_len": shapes.draft_len, "ahead": "off"} if heads is None else {}
             alike = {"pacing": "fixed", **of_models, **speculation}
             values["speculation"] = speculation if as_shipped else alike

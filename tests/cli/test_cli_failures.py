@@ -26,6 +26,7 @@ from commands import (
     write_rows,
 )
 from drains import wait_until
+from eagle3_heads import make_head, write_head
 from output_rows import read_rows, without_drafting
 from ports import lets_in
 
@@ -68,12 +69,23 @@ def test_a_killed_rank_is_named_and_takes_the_job_along(config: Configs, start_t
     assert not any(is_alive(child) for child in ranks.values())
 
 
+@pytest.mark.parametrize("has_head", [False, True])
 def test_a_killed_draft_rank_costs_drafts_and_no_token(
-    config: Configs, start_trtrun: Start, trtrun: Run, tmp_path: Path
+    config: Configs, start_trtrun: Start, trtrun: Run, pair: Path, tmp_path: Path, has_head: bool
 ) -> None:
-    rows = [{"prompt": f"def f{place}(", "max_tokens": 40, "temperature": place % 2, "seed": 1} for place in range(30)]
+    """A draft model's, or that of a head, which the target sends hidden states to."""
+    rows = [
+        {"prompt": f"def f{place}(", "max_tokens": 20 + 5 * place, "temperature": place % 2, "seed": 1}
+        for place in range(30)
+    ]
     prompts = write_rows(tmp_path / "prompts.jsonl", rows)
-    file, outputs = config(THREE_RANKS), (tmp_path / "undisturbed.jsonl", tmp_path / "killed.jsonl")
+    outputs = (tmp_path / "undisturbed.jsonl", tmp_path / "killed.jsonl")
+    file = config(THREE_RANKS)
+    if has_head:
+        head = make_head(pair / "target", boundaries=(0, 1, 2))
+        path = write_head(tmp_path / "head", head, "specforge", pair / "target")
+        section = {"model": str(path), "devices": ["cpu:0"]}
+        file = config({"target": ["cpu:1"]}, draft=section, speculation={"method": "eagle3"})
     ahead = ("--set", "speculation.ahead=on")
     words = ("run", "--config", file, *ahead, "--prompts", prompts, "--ignore-eos", "--output")
     assert trtrun(*words, outputs[0]).returncode == 0

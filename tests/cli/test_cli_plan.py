@@ -161,7 +161,7 @@ def test_heads_are_planned_on_the_targets_ranks_and_looked_at(
     wrong = error_line(trtrun("plan", "--config", file, *deep))
     assert "has 4 Medusa heads, and each drafts one token: set speculation.draft_len to 4 or less, not 5" in wrong
     devices = error_line(trtrun("plan", "--config", file, "--set", "draft.devices=[cpu:3]"))
-    assert "draft: devices does not go with a method with heads" in devices
+    assert "draft.devices: heads of method medusa sit on the target's devices" in devices
     (tmp_path / "heads" / "medusa_lm_head.safetensors").unlink()
     assert "the heads' weights were not looked at, for they are not here" in trtrun("plan", "--config", file).stdout
     assert "has no weights: neither medusa_lm_head.safetensors" in error_line(
@@ -190,6 +190,31 @@ def test_a_head_with_a_store_is_planned(config: Configs, trtrun: Run, pair: Path
     assert "2 layers are named, but fc.weight takes" in error_line(trtrun("plan", "--config", file, *layers))
     three = error_line(trtrun("plan", "--config", file, "--set", "target.devices=[cpu:1, cpu:2, cpu:3]"))
     assert "tensor parallelism over 3 devices" in three
+
+
+def test_a_head_on_a_rank_of_its_own_is_planned_checked_and_run(
+    config: Configs, trtrun: Run, pair: Path, tmp_path: Path
+) -> None:
+    """Whole, beside the target's embedding, and told over a link of its own what it reads."""
+    head = make_head(pair / "target", boundaries=(0, 1, 2))
+    path = write_head(tmp_path / "head", head, "specforge", pair / "target")
+    draft = {"model": str(path), "devices": ["cpu:0"]}
+    sections = {"kv_cache": {"max_tokens": 1000}, "speculation": eagle3(), "draft": draft}
+    file = config({"target": ["cpu:1"]}, **sections)
+    plan = json.loads(trtrun("plan", "--config", file, "--json").stdout)
+    assert [rank["role"] for rank in plan["ranks"]] == ["orchestrator", "draft", "target"]
+    numbers = sum(value.numel() for value in head.tensors.values()) + head.embedding.numel()
+    size = numbers * {"float32": 4, "bfloat16": 2}[plan["target_dtype"]]
+    assert [rank["draft_shard_bytes"] for rank in plan["ranks"]] == [0, size, 0]
+    assert plan["ranks"][1]["kv_tokens"] == plan["ranks"][2]["kv_tokens"] and plan["ranks"][1]["kv_bytes"] > 0
+    assert ["verdict, hidden states", [2, 1]] in [[link["carries"], link["ranks"]] for link in plan["links"]]
+    done = trtrun("check", "--config", file, "--json")
+    assert (done.returncode, done.stderr) == (0, "") and json.loads(done.stdout)["ok"]
+    words = ("--prompt", "def main(", "--max-tokens", "12")
+    plain, drafted = (
+        trtrun("run", "--config", file, "--speculation", method, *words).stdout for method in ("none", "eagle3")
+    )
+    assert plain == drafted != ""
 
 
 def test_a_head_of_eagle_1_is_planned_checked_and_run(config: Configs, trtrun: Run, pair: Path, tmp_path: Path) -> None:

@@ -13,10 +13,13 @@ from typing import Annotated, Any, cast
 
 from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
+from parallel.topology import Role
 from trtrun.configuration.device_lists import host_of, kind_of
 from trtrun.configuration.drafting_methods import (
+    METHODS,
     NO_DRAFTS,
     DraftModelSection,
+    check_heads_devices,
     is_unknown,
     needs_draft_model,
     needs_heads,
@@ -102,7 +105,9 @@ class RuntimeConfig(Section):
                 f"draft: missing, though speculation.method is {self.speculation.method}: "
                 "name the directory of its heads as draft.model, or set speculation.method to none"
             )
-        devices = self.target.devices + (self.draft.devices if self.draft else ())
+        if self.heads is not None and self.heads.devices is not None:
+            check_heads_devices(self.speculation.method, self.heads.devices, self.target.devices)
+        devices = self.target.devices + self.draft_devices
         kinds = sorted({kind_of(device) for device in devices})
         if len(kinds) > 1:
             raise ValueError(
@@ -173,7 +178,17 @@ class RuntimeConfig(Section):
     @property
     def drafts_apart(self) -> bool:
         """Whether draft and target share no device, so that they can work at the same time."""
-        return self.draft is not None and not set(self.draft.devices) & set(self.target.devices)
+        return bool(self.draft_devices) and not set(self.draft_devices) & set(self.target.devices)
+
+    @property
+    def heads_apart(self) -> bool:
+        """Whether heads draft on a rank of their own, which the target's hidden states travel to."""
+        return self.heads is not None and self.heads.devices is not None
+
+    @property
+    def drafting_role(self) -> Role | None:
+        """The ranks that draft; None where none do."""
+        return Role.DRAFT if self.heads_apart else METHODS[self.speculation.method].placement
 
     @property
     def drafts_ahead(self) -> bool:
@@ -193,8 +208,10 @@ class RuntimeConfig(Section):
 
     @property
     def draft_devices(self) -> tuple[str, ...]:
-        """Devices of the draft engine; empty without one."""
-        return self.draft.devices if self.draft else ()
+        """Devices of the draft engine, or of heads with a rank of their own; empty without these."""
+        if self.draft is not None:
+            return self.draft.devices
+        return self.heads.devices or () if self.heads is not None else ()
 
 
 def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> RuntimeConfig:

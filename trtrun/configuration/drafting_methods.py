@@ -6,15 +6,13 @@ One table, read by the configuration, the command line, placement and start-up. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Literal
-
-from pydantic import BeforeValidator
+from typing import Literal
 
 from parallel.topology import Role
 from trtrun.configuration.head_methods import Eagle3Section, EagleSection, MedusaSection
-from trtrun.configuration.speculation_section import DEFAULT_METHOD, DraftingMethod, SpeculationSection
+from trtrun.configuration.speculation_section import DEFAULT_METHOD, DraftingMethod, OnOrOff, SpeculationSection
 from trtrun.configuration.speculation_section import METHODS as METHODS  # of those who import it from here it is full
 from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.configuration.text_methods import (
@@ -25,11 +23,6 @@ from trtrun.configuration.text_methods import (
 )
 
 NO_DRAFTS = "none"
-
-
-def _as_word(value: object) -> object:
-    """YAML reads a bare on or off as a boolean."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class DraftModelSection(HybridOptions, SpeculationSection):
@@ -43,8 +36,8 @@ class DraftModelSection(HybridOptions, SpeculationSection):
             by token.
     """
 
-    ahead: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = "auto"
-    parallel_drafting: Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)] = "auto"
+    ahead: OnOrOff = "auto"
+    parallel_drafting: OnOrOff = "auto"
 
     @property
     def drafting_ahead(self) -> Literal["auto", "on", "off"]:
@@ -80,6 +73,7 @@ METHODS |= {
         section=EagleSection,
         to_check="see whether the head was trained for this very target, and for texts like these",
         needs_heads=True,
+        may_sit_apart=True,
         num_behind=1,
     ),
     "eagle3": _on_target(
@@ -87,6 +81,7 @@ METHODS |= {
         to_check="see whether the head was trained for this very target, for texts like these, and with the layers "
         "that trtrun plan names (speculation.eagle3_layers_to_capture)",
         needs_heads=True,
+        may_sit_apart=True,
         num_behind=1,
     ),
     NO_DRAFTS: DraftingMethod(None, needs_draft_model=False, has_probabilities=True),
@@ -109,6 +104,26 @@ def needs_heads(speculation: object) -> bool:
     """Whether the method of a `speculation` section, checked or as the YAML file has it, drafts with heads."""
     method = _method_of(speculation)
     return method is not None and method.needs_heads
+
+
+def check_heads_devices(method: str, devices: Sequence[str], target_devices: Sequence[str]) -> None:
+    """Refuse devices of heads' own.
+
+    Raises:
+        ValueError: the method's heads cannot have any, the target has one of them, or there are several.
+    """
+    if not METHODS[method].may_sit_apart:
+        raise ValueError(f"draft.devices: heads of method {method} sit on the target's devices: leave it out")
+    shared = [device for device in devices if device in target_devices]
+    if shared:
+        raise ValueError(
+            f"draft.devices: {shared[0]} is the target's, too: give the head a device of its own, or leave it out to "
+            "have the head on the target's devices"
+        )
+    if len(devices) > 1:
+        raise ValueError(
+            f"draft.devices: a head with a device of its own is not shared out, but {len(devices)} are listed: name one"
+        )
 
 
 def _method_of(speculation: object) -> DraftingMethod | None:

@@ -1,4 +1,4 @@
-"""Options of the drafting methods with heads on the target's ranks.
+"""Options of the drafting methods with heads.
 
 It knows no tensor and no rank.
 """
@@ -6,14 +6,14 @@ It knows no tensor and no rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from trtrun.configuration.dynamic_tree import DynamicTree
 from trtrun.configuration.launch_config import Number
 from trtrun.configuration.medusa_choices import MOST_NODES, Choice, ChoiceTree, read_choices, read_eagle_choices
-from trtrun.configuration.speculation_section import DraftSize, SpeculationSection
+from trtrun.configuration.speculation_section import DraftSize, OnOrOff, SpeculationSection
 from trtrun.configuration.suffix_options import HybridOptions
 
 MAX_TOPK = 32
@@ -123,6 +123,9 @@ class EagleSection(_ChoicesSection):
             that are looked at. 1 is a chain.
         max_total_draft_tokens: tokens of a dynamic tree that are kept, the likeliest, as in TensorRT-LLM, without the
             row's newest one. Left out: eagle_topk times draft_len.
+        ahead: whether a head with a device of its own (`draft.devices`) goes on, while the target verifies, from the
+            likely verdicts with states of its own: as of `draft_target`; `auto` leaves it, too, where drafts are trees
+            or texts are looked up.
     """
 
     CHOICES_KEY: ClassVar[str] = "eagle_choices"
@@ -131,6 +134,7 @@ class EagleSection(_ChoicesSection):
     eagle_choices: Annotated[tuple[Choice, ...] | None, BeforeValidator(_as_eagle_choices)] = None
     eagle_topk: Annotated[int, Number, Field(ge=1, le=MAX_TOPK)] = 1
     max_total_draft_tokens: Annotated[int, Number, Field(ge=1, le=MOST_NODES)] | None = None
+    ahead: OnOrOff = "auto"
 
     @model_validator(mode="after")
     def _check_tree(self) -> Self:
@@ -148,6 +152,19 @@ class EagleSection(_ChoicesSection):
                     f"lower {key}"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _check_ahead(self) -> Self:
+        if self.ahead == "on" and self.tree is not None:
+            raise ValueError(f"ahead does not go with a tree: leave it out, or {self.tree_key}")
+        if self.ahead == "on" and self.enable_suffix_decoding:
+            raise ValueError("ahead does not go with enable_suffix_decoding here: leave one of them out")
+        return self
+
+    @property
+    def drafting_ahead(self) -> Literal["auto", "on", "off"]:
+        """See SpeculationSection."""
+        return "off" if self.tree is not None or self.enable_suffix_decoding else self.ahead
 
     @property
     def tree(self) -> ChoiceTree | DynamicTree | None:

@@ -50,14 +50,21 @@ class ModelSection(Section):
     quantization: str = "none"
 
 
+def _parse_own_devices(value: object) -> object:
+    return None if value is None else parse_devices(value)
+
+
 class HeadsSection(Section):
-    """What stands in `draft` where the method drafts with heads, which sit on the target's devices.
+    """What stands in `draft` where the method drafts with heads, which compute in the target's dtype.
 
     Attributes:
         model: directory with the heads (safetensors), or `org/name` in the Hugging Face cache.
+        devices: one that the target does not have, on which the head of `eagle` or `eagle3` drafts by itself. Left out:
+            heads are shared out over the target's devices.
     """
 
     model: FilePath
+    devices: Annotated[tuple[str, ...] | None, BeforeValidator(_parse_own_devices)] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -66,7 +73,7 @@ class HeadsSection(Section):
         found = next((key for key in foreign if isinstance(values, dict) and key in values), None)
         if found is not None:
             raise ValueError(
-                f"{found} does not go with a method with heads, which sit on the target's devices and compute in its "
+                f"{found} does not go with a method with heads, which are read as they are and compute in the target's "
                 "dtype: leave it out"
             )
         return values

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from parallel.topology import Role
 from trtrun.configuration.dynamic_tree import DynamicTree
@@ -20,6 +20,15 @@ from trtrun.configuration.suffix_options import MAX_DRAFT_LEN
 from trtrun.errors import nearest, shorten
 
 DEFAULT_METHOD = "draft_target"
+
+
+def _as_word(value: object) -> object:
+    """YAML reads a bare on or off as a boolean."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+OnOrOff = Annotated[Literal["auto", "on", "off"], BeforeValidator(_as_word)]
+"""Of an option that has an answer of its own where it is left out."""
 
 
 class DraftSize(NamedTuple):
@@ -129,8 +138,9 @@ class DraftingMethod:
         to_check: what to look at where drafts are seldom right.
         find_taps: tells of a `speculation` section and the target's number of layers at which boundaries the drafter
             reads hidden states (models/taps.py); for one on the target ranks without heads, which say it themselves.
-        needs_heads: whether it drafts with heads on the target ranks, from the directory `draft.model`: layers that
-            read what the target computes, and have no rank and no rows (models/heads.py).
+        needs_heads: whether it drafts with heads, from the directory `draft.model`: layers that read what the target
+            computes, on its ranks (models/heads.py).
+        may_sit_apart: whether its heads may have a rank of their own, which is told what they read.
         num_behind: 1 where the drafter keeps keys and values of each token in the target's blocks, which depend on the
             token behind it: blocks are reused only where that is the same, too. Else 0.
     """
@@ -142,6 +152,7 @@ class DraftingMethod:
     to_check: str = "the drafter may be another model's"
     find_taps: Callable[[SpeculationSection, int], Sequence[int]] = lambda section, num_layers: ()
     needs_heads: bool = False
+    may_sit_apart: bool = False
     num_behind: int = 0
 
 

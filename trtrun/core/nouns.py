@@ -235,7 +235,7 @@ class Step:
     Attributes:
         logits: [sampled_rows, width + 1, vocab] float32: after each decode row's newest token and after each token of
             its draft; then rows whose last chunk ran (these repeat their one position). Empty when the round samples
-            nothing.
+            nothing, and on the rank of a head that is only told what was tapped.
         hidden: what was tapped; None where nothing is.
     """
 

@@ -1,5 +1,5 @@
-"""Heads that keep keys and values of every token, over the rows of the target beside which they sit: a store of their
-own, in the target's blocks.
+"""Heads that keep keys and values of every token, over the target's rows, or rows of their own that follow these: a
+store of their own, in the target's blocks.
 
 Block b of a row is slot b in the target's store and in this one. So rows, prompts in chunks, preemption and the reuse
 of prefixes are the target's; a block is found again by its tokens and the one behind them, as what is kept at a
@@ -18,9 +18,10 @@ from trtrun.core.nouns import FedPart, RoundPlan
 from trtrun.engine.feature_layers import FeatureLayers
 from trtrun.engine.head_graphs import HeadGraphs
 from trtrun.engine.head_paths import HeadPaths, HeadSpace, HeadTree
-from trtrun.engine.runner import Engine
+from trtrun.engine.head_rows import HeadRows
 from trtrun.engine.start_forwards import tree_depths
 from trtrun.engine.tree_graphs import TreeGraphs
+from trtrun.kernels.chooser import operations_of
 from trtrun.kvcache.formats import KVFormat
 from trtrun.kvcache.segments import AttentionBatch, AttentionSegment, StepBatch
 from trtrun.kvcache.store import KVStore
@@ -35,15 +36,20 @@ DrawTree = Callable[[torch.Tensor, torch.Tensor, GrowTree], torch.Tensor]
 class StoredHeads:
     """Heads of one rank at work on the target's rows; see `speculation.protocols.FeatureHeads`."""
 
-    def __init__(self, layers: FeatureLayers, target: Engine, space: HeadSpace, kv_format: KVFormat) -> None:
-        """Have `layers` keep what they keep of the rows of `target`, which taps what they read, in a store of as many
-        blocks as the target's has for rows and those of `space` behind them, in a format; through graphs where the
-        target has any."""
+    def __init__(
+        self, layers: FeatureLayers, fed: HeadRows, space: HeadSpace, kv_format: KVFormat, num_guessed_blocks: int = 0
+    ) -> None:
+        """Have `layers` keep what they keep of the rows `fed`, in a store of as many blocks as the target's has for
+        rows, behind them those of `space`, and behind these `num_guessed_blocks` of guesses, in a format; through
+        graphs where `fed` has any."""
         self._layers = layers
-        self._rows = rows = target.rows
+        self.rows = self._rows = rows = fed.rows
+        self._are_own = fed.are_own
+        first_guessed = space.first_block + space.num_blocks
+        self._guessed = range(first_guessed, first_guessed + num_guessed_blocks)
         self._store = KVStore(
             layers.num_layers,
-            space.first_block + space.num_blocks,
+            space.first_block + space.num_blocks + num_guessed_blocks,
             layers.kv_heads,
             rows.block_size,
             layers.head_dim,
@@ -55,22 +61,26 @@ class StoredHeads:
             layers.reserve_positions(-(-rows.token_ids.shape[1] // rows.block_size) * rows.block_size)
         self._graphs: HeadGraphs | None = None
         self._tree_graphs: TreeGraphs | None = None
-        if target.capture is not None and target.graph_shapes is not None:
-            taken = (layers, self._store, target.capture, target.graph_shapes, len(rows.block_tables))
-            self._graphs = HeadGraphs(*taken, target.tapped_shape, most_fed=space.most_fed)
+        if fed.capture is not None and fed.graph_shapes is not None:
+            taken = (layers, self._store, fed.capture, fed.graph_shapes, space.max_rows)
+            self._graphs = HeadGraphs(*taken, fed.tapped_shape, most_fed=space.most_fed)
             if space.most_fed:
-                self._tree_graphs = TreeGraphs(target.capture, target.graph_shapes, rows.max_draft_len)
+                self._tree_graphs = TreeGraphs(fed.capture, fed.graph_shapes, rows.max_draft_len)
         self._paths = HeadPaths(space, rows, self._store) if space.most_fed else None
-        self.tapped_shape = target.tapped_shape
+        self.block_size = rows.block_size
+        self.tapped_shape = fed.tapped_shape
         self.hidden_size = layers.hidden_size
         self.dtype = layers.dtype
         self.logits = layers.logits
         self.share = layers.share
 
     def begin_round(self, plan: RoundPlan) -> None:
-        """Clear what rows get to write to, where it may hold what is no number: see `Engine.begin_round`."""
+        """Take the plan in where the rows are their own, and clear what rows get to write to, where it may hold what is
+        no number: see `Engine.begin_round`."""
+        if self._are_own:
+            self._rows.apply(plan)
         if self._layers.has_overflowed:
-            self._store.clear(self._rows.fresh_blocks(plan))
+            self._store.clear([*self._rows.fresh_blocks(plan), *self._guessed])
             if self._paths is not None:
                 self._paths.clear(kept_integers(plan.decode_rows.tolist(), self._rows.device))
 
@@ -102,11 +112,11 @@ class StoredHeads:
         """
         if self._graphs is not None and len(parts) == 1 and self._graphs.takes(parts[0].tokens.shape[1]):
             rows, tokens, positions, tapped = parts[0]
-            return self._graphs.feed(tokens, positions, self._tables(rows, context), tapped)
+            return self._graphs.feed(tokens, positions, self.tables(rows, context), tapped)
         segments, start = list[AttentionSegment](), 0
         for rows, tokens, positions, _ in parts:
             count, queries = tokens.shape
-            segment = AttentionSegment(start, count, queries, self._tables(rows, context), positions)
+            segment = AttentionSegment(start, count, queries, self.tables(rows, context), positions)
             segments.append(segment)
             start = segment.stop
         fed = torch.cat([part.tokens.reshape(-1) for part in parts])
@@ -136,15 +146,18 @@ class StoredHeads:
         """
         if self._graphs is None or self._paths is not None:
             return None
-        return self._graphs.draft(hidden, positions, self._tables(rows, context), keyed)
+        return self._graphs.draft(hidden, positions, self.tables(rows, context), keyed)
 
-    def prepare_steps(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> Sequence[StepBatch]:
-        """What `step` takes, in order, to feed `rows` [R] one token each at positions [R, steps] int64, -1 where a row
-        takes no part."""
+    def prepare_steps(self, tables: torch.Tensor, positions: torch.Tensor) -> Sequence[StepBatch]:
+        """What `step` takes, in order, to feed rows with block tables [R, blocks] one token each at positions
+        [R, steps] int64, -1 where a row takes no part."""
         count, queries = positions.shape
-        segment = AttentionSegment(0, count, queries, self._tables(rows, context), positions)
-        whole = AttentionBatch([segment], self._rows.block_size)
-        return [StepBatch(whole, step) for step in range(positions.shape[1])]
+        whole = AttentionBatch([AttentionSegment(0, count, queries, tables, positions)], self._rows.block_size)
+        return [StepBatch(whole, step) for step in range(queries)]
+
+    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy keys and values of blocks `source` to blocks `target`, both [n] int64."""
+        operations_of(source.device.type).copy_blocks(self._store.data, source, target)
 
     def step(self, batch: StepBatch, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Feed tokens [R] int64 with hidden [R, hidden], which is overwritten; the states [R, hidden] behind them."""
@@ -155,7 +168,7 @@ class StoredHeads:
         """What feeds trees of `rows` [R] depth by depth, at positions [R, steps] int64, -1 where a row takes no part;
         see `speculation.protocols.GrowTree`."""
         assert self._paths is not None
-        return partial(self._grow, self._paths.begin(rows, positions, self._tables(rows, context)))
+        return partial(self._grow, self._paths.begin(rows, positions, self.tables(rows, context)))
 
     def tree_contexts(self, rows: int, depth: int) -> Sequence[int]:
         """For which contexts trees of so many rows, so deep, are drawn up by `draw_tree`; none where they are not."""
@@ -184,7 +197,7 @@ class StoredHeads:
             tree = paths.begin(rows, positions, tables)
             return draw(lens, hidden, partial(self._grow_as_it_is, tree))
 
-        tables = self._tables(rows, context)
+        tables = self.tables(rows, context)
         return self._tree_graphs.run(work, rows, positions, lens, hidden, tables, width)
 
     def _grow(self, tree: HeadTree, parents: torch.Tensor, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -205,7 +218,8 @@ class StoredHeads:
         states = self._layers.forward(fed, positions.reshape(-1).clamp(min=0), taken, batch, self._store)
         return states.view(*tokens.shape, -1)
 
-    def _tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+    def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+        """[rows, blocks] int64: the block tables of `rows` [rows] int64, wide enough for `context` positions."""
         blocks = -(-context // self._rows.block_size)
         if self._graphs is not None:
             blocks = self._graphs.shapes.blocks(blocks, len(rows))

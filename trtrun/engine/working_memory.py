@@ -170,6 +170,47 @@ def working_bytes(
     return total
 
 
+def head_rank_bytes(
+    shape: RoundShape,
+    target: ModelConfig,
+    heads: HeadsPlan,
+    dtype: torch.dtype,
+    device_type: str,
+    *,
+    graphs: bool,
+    has_plain_kv: bool,
+) -> int:
+    """Upper bound of the bytes that a rank of its own needs for heads beside their weights and their KV store.
+
+    Args:
+        shape: of the largest round.
+        target: whose hidden states they read.
+        heads: of the rank, which keep keys and values.
+        dtype: of activations.
+        device_type: "cpu" or "cuda".
+        graphs: whether what is repeated is captured as CUDA graphs.
+        has_plain_kv: whether kernels can read the KV store where it lies.
+    """
+    assert heads.stored is not None
+    share, scratch = Share(0, 1), shape.draft_len + 2 + shape.block_size
+    rows, gained = shape.max_rows + shape.num_guesses, shape.max_rows * (1 + shape.draft_len)
+    tokens = max(shape.max_tokens, rows) + gained
+    total = RotaryEmbedding.most_bytes(shape.max_seq_len + scratch, heads.stored.head_dim, dtype)
+    total += RowState.num_bytes(rows, shape.max_seq_len, shape.block_size, shape.draft_len)
+    # As they come, and as they are laid out by rows.
+    total += 2 * tokens * len(heads.taps) * target.hidden_size * dtype.itemsize
+    total += tokens * heads.token_bytes(share, dtype.itemsize)
+    total += _attention_bytes(tokens, shape, share, heads.stored, dtype, device_type, has_plain_kv)
+    drafting = max(shape.max_rows * shape.most_fed, shape.num_guesses)
+    total += heads.num_logits * drafting * target.vocab_size * _FLOAT * _SAMPLING_TENSORS
+    if graphs:
+        of_token = len(heads.taps) * target.hidden_size + heads.stored.hidden_size
+        of_trees = shape.draft_len if shape.max_paths > 1 else 0
+        total += gained * of_token * dtype.itemsize
+        total += MOST_GRAPHS * (1 + of_trees) * heads.stored.num_layers * _GRAPH_LAYER_BYTES
+    return total
+
+
 def _product_bytes(
     tokens: int,
     verified: int,

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from parallel.communicator import Communicator
     from trtrun.layers.eagle_head import EagleHead, FusedLayer, JoinedLayer, TapFusion
-    from trtrun.models.decoder import CausalLM
+    from trtrun.models.config import ModelConfig
+    from trtrun.models.heads import HeadsTarget
     from trtrun.models.weight_reader import WeightReader
 
 
@@ -215,6 +216,11 @@ class EaglePlan:
         ends += [] if self.final_norm is None else [self.final_norm.weight]
         return [*ends, *self.first.weights(), *(weight for layer in self.layers for weight in layer.weights())]
 
+    def ends_of(self, target: ModelConfig) -> Sequence[Weight]:
+        """See HeadsPlan."""
+        borrowed = ((self.embedding, target.embedding), (self.head, target.head))
+        return [weight for own, weight in borrowed if own is None]
+
     def token_bytes(self, share: Share, item_bytes: int) -> int:
         """See HeadsPlan: states at the taps as they are gathered, normed and laid side by side; its embedding, normed
         and beside the hidden state; and what a layer holds."""
@@ -233,7 +239,7 @@ class EaglePlan:
         known = f"{self.num_lines} of {self.target_vocab_size} tokens"
         return f"{self.name} head of {layers} and {known}, reading {self.reads}"
 
-    def build(self, reader: WeightReader, target: CausalLM, communicator: Communicator) -> EagleHead:
+    def build(self, reader: WeightReader, target: HeadsTarget, communicator: Communicator) -> EagleHead:
         """See HeadsPlan.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Heads that draft on the target's ranks: what a method with heads has in its directory, told from headers.
+"""Heads that draft from what the target computes: what a method with heads has in its directory, told from headers.
 
 A kind of heads is a function here by the name of its drafting method: it looks at a directory's tensors and plans what
 each rank holds of them, as a family plans layers (layer_plan.py). Checks, `trtrun plan` and loading (loading.py) ask
@@ -22,12 +22,35 @@ from trtrun.models.weights import Share, Weight
 from trtrun.registry import Registry
 
 if TYPE_CHECKING:
+    import torch
+
     from parallel.communicator import Communicator
-    from trtrun.models.decoder import CausalLM
     from trtrun.models.weight_reader import WeightReader
 
 HEADS_FILES = ("medusa_lm_head.safetensors", SINGLE_FILE)
 """Names of a file with heads. The first is that of FasterDecoding's trainer and of TGI, beside a model's own file."""
+
+
+class HeadsTarget(Protocol):
+    """What heads know of the target: a whole model's rank, or its ends (target_ends.py)."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its activations."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Of its weights."""
+        ...
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens [n] int64 → [n, hidden]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] of the end → [n, vocab_size] float32."""
+        ...
 
 
 class HeadsPlan(Protocol):
@@ -59,6 +82,10 @@ class HeadsPlan(Protocol):
         """How many rows of logits they make of a row of the batch at a time."""
         ...
 
+    def ends_of(self, target: ModelConfig) -> Sequence[Weight]:
+        """Of the target's own weights those that they compute with, too: its embedding, its head."""
+        ...
+
     def token_bytes(self, share: Share, item_bytes: int) -> int:
         """Upper bound of what a rank holds at once of each token that it feeds them, in activations of `item_bytes`
         each; 0 where they are fed rows alone."""
@@ -68,7 +95,7 @@ class HeadsPlan(Protocol):
         """For people, such as "5 Medusa heads"."""
         ...
 
-    def build(self, reader: WeightReader, target: CausalLM, communicator: Communicator) -> object:
+    def build(self, reader: WeightReader, target: HeadsTarget, communicator: Communicator) -> object:
         """What computes them on this rank: whatever the method's drafter takes (speculation/protocols.py)."""
         ...
 

@@ -29,7 +29,7 @@ from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.models.dummy_weights import DummyWeights
-from trtrun.models.heads import HeadsPlan
+from trtrun.models.heads import HeadsPlan, HeadsTarget
 from trtrun.models.weight_check import check_split, check_weights
 from trtrun.models.weight_files import WeightFiles
 from trtrun.models.weight_reader import Progress, WeightReader
@@ -72,7 +72,7 @@ def shard_bytes(
     share = Share(tp_rank, tp_size)
     weights = check_split(config, share, dtype_name(dtype), device.type, default)
     size = sum(count_bytes(held.create(weight, dtype, device.type)) for weight, held in weights)
-    if _shares_tied_embedding(config, device, dtype, default):
+    if shares_tied_embedding(config, device, dtype, default):
         size -= config.embedding.cut(share).num_elements * dtype.itemsize
     return size
 
@@ -130,7 +130,7 @@ def load_model(
     )
     # The order keeps the peak low: first the head, the largest weight that is packed out of a buffer, while little else
     # is resident; last the embedding, which needs no buffer.
-    head = None if _shares_tied_embedding(config, device, dtype, default) else reader.linear(config.head)
+    head = None if shares_tied_embedding(config, device, dtype, default) else reader.linear(config.head)
     reader.release_buffer()
     layers = [layer.build(reader) for layer in config.layers]
     reader.release_buffer()
@@ -153,25 +153,25 @@ def load_model(
 
 
 def heads_bytes(plan: HeadsPlan, tp_rank: int, tp_size: int, dtype: torch.dtype) -> int:
-    """Bytes that heads take on one rank of the target, told from shapes alone."""
+    """Bytes that heads take on one of the ranks that share them, told from shapes alone."""
     share = Share(tp_rank, tp_size)
     return sum(weight.cut(share).num_elements for weight in plan.weights) * dtype.itemsize
 
 
 def load_heads(
     plan: HeadsPlan,
-    target: CausalLM,
+    target: HeadsTarget,
     communicator: Communicator,
     dtype: torch.dtype,
     progress: Progress | None = None,
     kv_format: str = "auto",
 ) -> tuple[object, LoadReport]:
-    """Load this rank's share of heads, beside the target.
+    """Load this rank's share of heads.
 
     Args:
         plan: of the heads, with every tensor checked.
-        target: this rank's share of the model whose hidden states they read.
-        communicator: of the target's tensor-parallel group.
+        target: this rank's share of the model whose hidden states they read, or its ends.
+        communicator: of the target's tensor-parallel group; of one rank where they have a rank of their own.
         dtype: of the target's activations.
         progress: called with (bytes read, bytes to read) of this rank.
         kv_format: how the store that they will meet keeps keys and values, by name, where they keep any.
@@ -204,8 +204,6 @@ def load_heads(
     return heads, LoadReport(reader.bytes_read, heads_bytes(plan, communicator.rank, communicator.size, dtype))
 
 
-def _shares_tied_embedding(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, default: Quantization
-) -> bool:
+def shares_tied_embedding(config: ModelConfig, device: torch.device, dtype: torch.dtype, default: Quantization) -> bool:
     """Whether head and embedding are one tensor: tied, and multiplied without a copy of another form."""
     return config.tie_word_embeddings and config.quantization_of(config.head, default).keeps_dense(dtype, device)

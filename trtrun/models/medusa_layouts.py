@@ -23,13 +23,12 @@ from trtrun.configuration.speculation_section import SpeculationSection
 from trtrun.errors import CheckpointError, shorten
 from trtrun.models.checkpoint import Checkpoint, read_json
 from trtrun.models.config import ModelConfig
-from trtrun.models.heads import HEADS, HEADS_FILES
+from trtrun.models.heads import HEADS, HEADS_FILES, HeadsTarget
 from trtrun.models.weights import Axis, Share, StoredTensor, Weight
 
 if TYPE_CHECKING:
     from parallel.communicator import Communicator
     from trtrun.layers.medusa_heads import MedusaHeads
-    from trtrun.models.decoder import CausalLM
     from trtrun.models.weight_reader import WeightReader
 
 _PREFIX = re.compile(r"medusa_heads?\.")
@@ -79,6 +78,10 @@ class MedusaPlan:
         """See HeadsPlan: all heads speak at once."""
         return len(self.blocks)
 
+    def ends_of(self, target: ModelConfig) -> Sequence[Weight]:
+        """See HeadsPlan."""
+        return () if self.matrices else (target.head,)
+
     def token_bytes(self, share: Share, item_bytes: int) -> int:
         """See HeadsPlan."""
         return 0
@@ -115,7 +118,7 @@ class MedusaPlan:
         used = len(self.blocks)
         return f"{self.num_heads} Medusa heads" + (f", {used} of them used" if used < self.num_heads else "")
 
-    def build(self, reader: WeightReader, target: CausalLM, communicator: Communicator) -> MedusaHeads:
+    def build(self, reader: WeightReader, target: HeadsTarget, communicator: Communicator) -> MedusaHeads:
         """See HeadsPlan.
 
         Raises:

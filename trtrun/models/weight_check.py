@@ -7,6 +7,7 @@ will work (`trtrun plan`, `check`, the start of `run`): they cannot differ. It r
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from trtrun.configuration.model_sections import LoadFormat
@@ -40,8 +41,13 @@ def check_weights(files: WeightFiles, config: ModelConfig, share: Share, default
     Raises:
         CheckpointError: a tensor is missing, or another one than config.json calls for.
     """
+    return check_held(files, held_weights(config, share, default))
+
+
+def check_held(files: WeightFiles, weights: Sequence[tuple[HeldWeight, Quantization]]) -> int:
+    """`check_weights` of some of a model's weights, and how they are held."""
     read = 0
-    for weight, held in held_weights(config, share, default):
+    for weight, held in weights:
         for part in weight.parts if files.is_made_up else held.stored(weight):
             if part.is_optional and part.name not in files:
                 continue

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from parallel.link import Link
-from trtrun.core.nouns import Draft, RoundPlan, Verdict
+from trtrun.core.nouns import Draft, HiddenStates, RoundPlan, Verdict
 from trtrun.roles.launched_round import LaunchedRound
 
 
@@ -45,12 +45,28 @@ class Exchange(Protocol):
         """On every other engine rank, where the round samples: `width` is what target ranks verified, and 1."""
         ...
 
+    def send_hidden(
+        self, plan: RoundPlan, draft: Draft | None, verdict: Verdict | None, hidden: HiddenStates | None
+    ) -> None:
+        """On the target leader: what was tapped, to a head on a rank of its own, where there is one. It may wait for
+        `conclude`; `draft` is what was handed over, `verdict` None where the round samples nothing."""
+        ...
+
+    def receive_hidden(self, plan: RoundPlan, verdict: Verdict | None) -> HiddenStates | None:
+        """On ranks that draft and hold no target: what `send_hidden` was given of what heads are fed; None where
+        nothing came."""
+        ...
+
     def conclude(self, plan: RoundPlan, decided: LaunchedRound) -> LaunchedRound:
         """On the target leader: do what has to wait for the verdict on the host, if anything has."""
         ...
 
     def forget(self) -> None:
         """Drop what is left of a round that did not come to its end."""
+        ...
+
+    def close(self) -> None:
+        """No round follows: end what a rank that is gone would have taken."""
         ...
 
 
@@ -115,6 +131,15 @@ class DeviceExchange:
         """See Exchange."""
         return Verdict(*self._link.receive_verdict(len(plan.sampled_rows), width))
 
+    def send_hidden(
+        self, plan: RoundPlan, draft: Draft | None, verdict: Verdict | None, hidden: HiddenStates | None
+    ) -> None:
+        """See Exchange: heads are where the target is."""
+
+    def receive_hidden(self, plan: RoundPlan, verdict: Verdict | None) -> HiddenStates | None:
+        """See Exchange: nobody is told any."""
+        return None
+
     def conclude(self, plan: RoundPlan, decided: LaunchedRound) -> LaunchedRound:
         """See Exchange: nothing waits for it here."""
         return decided
@@ -122,3 +147,6 @@ class DeviceExchange:
     def forget(self) -> None:
         """See Exchange."""
         self._link.forget()
+
+    def close(self) -> None:
+        """See Exchange: nobody goes alone."""

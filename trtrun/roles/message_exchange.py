@@ -18,8 +18,10 @@ import torch
 from parallel.communicator import Communicator
 from parallel.errors import LinkError
 from parallel.mailbox import Mailbox
-from trtrun.core.nouns import Draft, RoundPlan, Verdict
+from trtrun.core.nouns import Draft, HiddenStates, RoundPlan, Verdict
+from trtrun.roles.hidden_link import HiddenLink, feeds, settled
 from trtrun.roles.launched_round import DoneRound, LaunchedRound
+from trtrun.speculation.trees import along_paths
 from trtrun.wire.packets import DRAFT_TAG, LATE_TAG, VERDICT_TAG, decode_packet, encode_packet
 from trtrun.wire.reports import ReportArrays
 
@@ -28,6 +30,9 @@ SHORTEST_PATIENCE = 0.1
 
 _ROUNDS_OF_PATIENCE = 4
 _KEPT_TIMES = 16
+_COLUMNS = 5
+"""Of a draft's packet in front of its tokens: how many count, were foreseen, were found in texts; how many columns they
+have, and how deep the paths behind them are."""
 
 
 @dataclass
@@ -45,6 +50,7 @@ class MessageExchange:
         target_vocab_size: width of draft_probs.
         use_logits: acceptance mode of sampled rows.
         draft_is_lost: whether no packet will come any more.
+        hidden: the way of hidden states, on the target leader and on the rank of a head; None elsewhere, and without.
     """
 
     mail: Mailbox
@@ -58,11 +64,13 @@ class MessageExchange:
     target_vocab_size: int
     use_logits: bool
     draft_is_lost: Callable[[], bool] = lambda: False
+    hidden: HiddenLink | None = None
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_TIMES))
     _late_round: tuple[int, bool] = (-1, False)
     _early: bytes | None = None
     _foreseen: list[int] = field(default_factory=list)
     _num_suffix_tokens: list[int] = field(default_factory=list)
+    _tapped: tuple[Draft | None, Verdict | None, HiddenStates] | None = None
 
     def is_late(self, plan: RoundPlan) -> bool:
         """See Exchange: the leader's answer, on all draft ranks."""
@@ -81,8 +89,11 @@ class MessageExchange:
             return None
         foreseen = torch.zeros_like(draft.draft_lens) if draft.foreseen is None else draft.foreseen
         found = torch.zeros_like(draft.draft_lens) if draft.num_suffix_tokens is None else draft.num_suffix_tokens
-        table = torch.cat((torch.stack((draft.draft_lens, foreseen, found), dim=1), draft.tokens), dim=1)
-        packet = encode_packet(plan.round_index, table.numpy())
+        nodes = torch.full_like(draft.draft_lens, draft.tokens.shape[1])
+        depth = torch.full_like(nodes, 0 if draft.paths is None else draft.paths.shape[2])
+        columns = [torch.stack((draft.draft_lens, foreseen, found, nodes, depth), dim=1), draft.tokens]
+        columns += [] if draft.paths is None else [draft.paths.flatten(1)]
+        packet = encode_packet(plan.round_index, torch.cat(columns, dim=1).numpy())
         self.mail.post(self.target_ranks[0], DRAFT_TAG, packet)
         if draft.draft_probs is not None:
             self.peers.send(draft.draft_probs, self.target_peer)
@@ -109,19 +120,52 @@ class MessageExchange:
         told = torch.from_numpy(table)
         return Verdict(told[:, 0], told[:, 1:])
 
+    def send_hidden(
+        self, plan: RoundPlan, draft: Draft | None, verdict: Verdict | None, hidden: HiddenStates | None
+    ) -> None:
+        """See Exchange: it goes behind the verdict, which says how much of it counts."""
+        self._tapped = None
+        if self.hidden is not None and hidden is not None and feeds(plan):
+            self._tapped = draft, verdict, hidden
+
+    def receive_hidden(self, plan: RoundPlan, verdict: Verdict | None) -> HiddenStates | None:
+        """See Exchange: announced by a message."""
+        if self.hidden is None or not feeds(plan):
+            return None
+        return self.hidden.receive(plan, [] if verdict is None else verdict.num_tokens.tolist())
+
     def conclude(self, plan: RoundPlan, decided: LaunchedRound) -> LaunchedRound:
-        """See Exchange: the verdict goes to the draft ranks once it is on the host."""
+        """See Exchange: the verdict goes to the draft ranks once it is on the host, and hidden states behind it."""
         report = decided.finish()
         assert report is not None and report.num_tokens is not None
         if plan.sampled_rows and not self.draft_is_lost():
             payload = encode_packet(plan.round_index, np.column_stack((report.num_tokens, report.tokens)))
             for rank in self.draft_ranks:
                 self.mail.post(rank, VERDICT_TAG, payload)
+        self._post_hidden(plan, report.num_tokens.tolist())
         self._seconds.append(report.times.verifying)
         return DoneRound(self._with_origins(report))
 
     def forget(self) -> None:
         """See Exchange: a job of several ranks ends with a round that fails."""
+
+    def close(self) -> None:
+        """See Exchange."""
+        if self.hidden is not None and self.draft_is_lost():
+            self.hidden.give_up()
+
+    def _post_hidden(self, plan: RoundPlan, num_tokens: list[int]) -> None:
+        """Send on what was tapped in the round; nobody waits for it."""
+        tapped, self._tapped = self._tapped, None
+        if self.hidden is None or tapped is None:
+            return
+        if self.draft_is_lost():
+            self.hidden.give_up()
+            return
+        draft, verdict, hidden = tapped
+        if draft is not None and draft.paths is not None and verdict is not None:
+            hidden = replace(hidden, decoded=along_paths(draft, verdict, hidden.decoded))
+        self.hidden.post(plan.round_index, settled(plan, num_tokens, hidden))
 
     def _agree_on_late(self, is_late: bool) -> bool:
         if len(self.draft_ranks) == 1:
@@ -141,14 +185,16 @@ class MessageExchange:
             return None
         table = torch.from_numpy(decode_packet(packet)[1])
         self._foreseen, self._num_suffix_tokens = table[:, 1].tolist(), table[:, 2].tolist()
-        width, probs = table.shape[1] - 3, None
+        width, depth = table[0, 3:5].tolist() if len(table) else (0, 0)
+        probs = None
         if probability_rows and self.rank == self.target_ranks[0]:
             shape = (len(probability_rows), plan.draft_len, self.target_vocab_size)
             probs = self.peers.recv(torch.empty(shape, device=self.group.device), self.draft_peer)[:, :width]
         if not width:
             return None
         table = table.to(self.group.device, non_blocking=True)
-        return Draft(table[:, 3:], table[:, 0], probs)
+        tokens, paths = table[:, _COLUMNS : _COLUMNS + width], table[:, _COLUMNS + width :]
+        return Draft(tokens, table[:, 0], probs, paths=paths.view(len(table), -1, depth) if depth else None)
 
     def _await_packet(self, round_index: int) -> bytes | None:
         """This round's: found by the leader, which hands it to the others; nothing where it is not there in time."""

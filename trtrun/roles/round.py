@@ -5,7 +5,7 @@
     hand over     draft → target     token ids always, draft probabilities for the rows that need them
     anticipate    draft ranks with devices of their own: draft for the likely verdicts of this very round
     verify        target ranks       one forward over draft_len + 1 positions a row, then acceptance: the verdict
-    tell          target → draft     the verdict's way back
+    tell          target → draft     the verdict's way back, and hidden states behind it to a head on a rank of its own
     observe       ranks that draft   their rows move on
     report        leaders            times, and the target leader's verdict to the orchestrator, which commits it
 
@@ -85,7 +85,7 @@ class Worker:
         handed = self._hand_over(plan, draft, by_probability)
         num_guesses = self._anticipate(plan)
         step, verdict = self._verify(plan, handed, by_probability)
-        self._observe(plan, verdict, step)
+        self._observe(plan, handed, verdict, step)
         return self._report(plan, draft, num_guesses, verdict)
 
     def _begin(self, plan: RoundPlan) -> list[int]:
@@ -205,8 +205,13 @@ class Worker:
             self.forced_acceptance,
         )
 
-    def _observe(self, plan: RoundPlan, verdict: Verdict | None, step: Step | None) -> None:
-        """The rows that the process drafts for move on."""
+    def _observe(self, plan: RoundPlan, draft: Draft | None, verdict: Verdict | None, step: Step | None) -> None:
+        """The rows that the process drafts for move on; a head elsewhere is told what it reads of the step."""
+        if self.leads_target and step is not None:
+            self.exchange.send_hidden(plan, draft, verdict, step.hidden)
+        if self.drafter is not None and self.target is None:
+            hidden = self.exchange.receive_hidden(plan, verdict)
+            step = None if hidden is None else Step(torch.empty((0, 1, 0), device=self.device), hidden)
         if self.drafter is not None:
             self.drafter.observe(plan, verdict, step)
         self.phases.end("verifying" if self.target is not None else "waiting")
@@ -246,6 +251,7 @@ class Worker:
 
     def close(self) -> None:
         """Give back what must not outlive the communicators. No round follows."""
+        self.exchange.close()
         if self.target is not None:
             self.target.close()
         if self.drafter is not None:

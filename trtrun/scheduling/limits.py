@@ -43,8 +43,8 @@ class SchedulerLimits:
             to draft_len; empty where drafts are chains.
         drafts_in_parallel: whether the draft engine drafts all tokens of a row in one forward, so that its store has
             none of them.
-        num_behind: tokens behind a block on which what a draft store keeps of it depends: 1 where that is one of heads
-            on the target's ranks, which keep at each position what depends on the next token; else 0.
+        num_behind: tokens behind a block on which what a draft store keeps of it depends: 1 where that is one of heads,
+            which keep at each position what depends on the next token; else 0.
         lookahead: window size, n-gram size and verification set size, where the method is lookahead; else empty.
     """
 
@@ -142,7 +142,7 @@ class SchedulerLimits:
 
     @property
     def has_draft_store(self) -> bool:
-        """Whether a draft engine keeps keys and values of rows, or heads on the target's ranks do."""
+        """Whether a draft engine keeps keys and values of rows, or heads do."""
         return self.draft_max_seq_len is not None or self.num_behind > 0
 
     @property

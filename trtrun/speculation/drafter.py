@@ -76,8 +76,8 @@ class Drafter(ABC):
         Args:
             plan: the round's.
             verdict: None where the round samples nothing.
-            step: what the target computed, on target ranks; its hidden states where the method taps them. To be read
-                before this returns.
+            step: what the target computed, on target ranks; its hidden states where the method taps them, which the
+                rank of a head is told, too, unless it is far behind. To be read before this returns.
         """
 
     @property
@@ -98,7 +98,7 @@ class DrafterContext:
         draft: the draft engine; None for a method without a draft model.
         target: the target engine, None on a rank that does not hold it.
         target_vocab_size: padding included.
-        heads: what the method's heads compute, on a rank that holds the target; None for a method without heads.
+        heads: what the method's heads compute, on a rank that has them; None for a method without heads.
         guess_space: what of the draft engine belongs to guesses, where it has devices of its own; else None.
         guess_steps: numbers of guesses that a round may have, ascending.
         corpus: texts that the method looks up, on a rank that holds the target; None without.

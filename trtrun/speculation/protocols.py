@@ -199,7 +199,8 @@ class PositionHeads(Protocol):
 
 
 class FeatureHeads(Protocol[PreparedStep]):
-    """Heads on the target ranks that keep keys and values of every token, and draft step by step from hidden states.
+    """Heads that keep keys and values of every token, and draft step by step from hidden states: on the target ranks,
+    or on a rank of their own.
 
     Attributes:
         hidden_size, dtype: of states.
@@ -210,8 +211,13 @@ class FeatureHeads(Protocol[PreparedStep]):
     dtype: torch.dtype
     tapped_shape: tuple[int, int]
 
+    @property
+    def rows(self) -> Rows:
+        """The target's, or their own."""
+        ...
+
     def begin_round(self, plan: RoundPlan) -> None:
-        """Take in the blocks that rows get, after the target has."""
+        """Take in admissions, drops and blocks, after the target has where the rows are its own."""
         ...
 
     @property
@@ -246,8 +252,21 @@ class FeatureHeads(Protocol[PreparedStep]):
         """Give back what must not outlive the communicators."""
         ...
 
-    def prepare_steps(self, rows: torch.Tensor, positions: torch.Tensor, context: int) -> Sequence[PreparedStep]:
-        """What `step` needs to feed `rows` [R] at positions [R, steps]; -1 takes no part."""
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block."""
+        ...
+
+    def tables(self, rows: torch.Tensor, context: int) -> torch.Tensor:
+        """[rows, blocks] int64: the block tables of `rows` [rows] int64, wide enough for `context` tokens."""
+        ...
+
+    def copy_blocks(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy keys and values of blocks `source` to blocks `target`, both [n] int64."""
+        ...
+
+    def prepare_steps(self, tables: torch.Tensor, positions: torch.Tensor) -> Sequence[PreparedStep]:
+        """What `step` needs to feed rows with `tables` [R, blocks] at positions [R, steps]; -1 takes no part."""
         ...
 
     def step(self, batch: PreparedStep, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:

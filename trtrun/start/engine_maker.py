@@ -15,6 +15,7 @@ from parallel.communicator import Communicator
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.engine.capture import Capture, capture_for
 from trtrun.engine.graph_cache import MOST_GRAPHS
+from trtrun.engine.head_rows import HeadRows
 from trtrun.engine.rows import RowState
 from trtrun.engine.runner import Engine
 from trtrun.engine.warmup import warm_up
@@ -22,6 +23,7 @@ from trtrun.engine.working_memory import RoundShape
 from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.kvcache.sizing import blocks_of_tokens
 from trtrun.kvcache.store import KVStore
+from trtrun.models.config import ModelConfig
 from trtrun.models.decoder import CausalLM
 from trtrun.models.heads import HeadsPlan
 from trtrun.models.loading import LoadReport
@@ -29,9 +31,9 @@ from trtrun.roles.exchange import Exchange
 from trtrun.roles.round import Worker
 from trtrun.sampling.keyed_ranks import NUM_KINDS
 from trtrun.speculation.ahead.chains import NUM_RANKED
-from trtrun.start.graph_counts import count_graphs
+from trtrun.start.graph_counts import count_graphs, head_graph_shapes
 from trtrun.start.largest_round import Rehearsal, SilentExchange, chained_round, largest_rounds
-from trtrun.start.memory_requirements import guess_space, path_space, round_shape, target_taps
+from trtrun.start.memory_requirements import HiddenKind, guess_space, path_space, round_shape, target_taps
 from trtrun.start.policies import sure_draft_lens
 
 _FEW_LAYERS = 2
@@ -57,8 +59,10 @@ class EngineMaker:
         target_vocab_size: padding included.
         context: tokens of a request, at most.
         loaded: by role, as far as they are loaded.
-        heads: plan of those that draft on the target's ranks; None without, or where this is none of these.
-        make_worker: of engines by role, over an exchange.
+        target: config.json of the target.
+        heads: plan of those that draft from what the target computes; None without.
+        has_heads: whether they are on this rank.
+        make_worker: of engines by role, and whose rows heads are fed, over an exchange.
     """
 
     config: RuntimeConfig
@@ -66,12 +70,34 @@ class EngineMaker:
     target_vocab_size: int
     context: int
     loaded: Mapping[str, LoadedEngine]
+    target: ModelConfig
     heads: HeadsPlan | None
-    make_worker: Callable[[Mapping[str, Engine], Exchange], Worker]
+    has_heads: bool
+    make_worker: Callable[[Mapping[str, Engine], HeadRows | None, Exchange], Worker]
 
     def engines(self, num_blocks: int, capture: Capture | None = None) -> dict[str, Engine]:
         """By role, over stores of `num_blocks` blocks; `capture` takes the place of the device's."""
         return {role: self._make(role, loaded, num_blocks, capture) for role, loaded in self.loaded.items()}
+
+    def head_rows(self, engines: Mapping[str, Engine], capture: Capture | None = None) -> HeadRows | None:
+        """Whose rows the rank's heads are fed, where these keep keys and values of rows; None elsewhere."""
+        config, heads = self.config, self.heads
+        if heads is None or heads.stored is None or not self.has_heads:
+            return None
+        if not config.heads_apart:
+            return HeadRows.of(engines["target"])
+        rows = RowState(
+            config.scheduler.max_batch_size,
+            self.context,
+            config.kv_cache.block_size,
+            config.speculation.draft_len,
+            self.target_vocab_size,
+            self.device,
+            guess_space(config, 0).most_guesses,
+        )
+        capture = (capture or capture_for(self.device)) if config.cuda_graphs else None
+        shapes = None if capture is None else head_graph_shapes(config, self.context)
+        return HeadRows(rows, (len(heads.taps), self.target.hidden_size), capture, shapes, are_own=True)
 
     def warm_up(self, worker: Worker, engines: Mapping[str, Engine]) -> None:
         """Run every kernel once, and capture the graphs."""
@@ -98,8 +124,14 @@ class EngineMaker:
     def rehearsal(self, shape: RoundShape, capture: Capture | None = None) -> Rehearsal:
         """Engines over stores of the null block alone."""
         engines = self.engines(1, capture)
-        exchange = SilentExchange(self.device, self.target_vocab_size, verifies="target" in engines)
-        return Rehearsal(self.make_worker(engines, exchange), engines, shape)
+        told = HiddenKind.of(self.config, self.target, self.heads)
+        exchange = SilentExchange(
+            self.device,
+            self.target_vocab_size,
+            verifies="target" in engines,
+            tapped=None if told is None else (told.shape, told.dtype),
+        )
+        return Rehearsal(self.make_worker(engines, self.head_rows(engines, capture), exchange), engines, shape)
 
     def play_all(self) -> None:
         """Do what follows of a start, rounds of all kinds, with few layers: for who looks at which kernels run."""

@@ -24,7 +24,7 @@ from trtrun.start.policies import sure_draft_lens
 def count_graphs(
     config: RuntimeConfig, context: int, role: str, model: ModelConfig, prompt_width: int | None, num_kinds: int
 ) -> int:
-    """Graphs of one rank of an engine that has any, and of heads beside it, once it is warm.
+    """Graphs of one rank of an engine that has any, and of heads beside it or on a rank of their own, once it is warm.
 
     Args:
         config: of the job.
@@ -47,11 +47,22 @@ def count_graphs(
         shapes = GraphShapes(rows, verified, max_blocks, size, prompt_width, max_mixed_tokens=mixes)
         graphs = count_target_graphs(shapes, limits, sure_draft_lens(config), has_trees=has_trees)
         keeps_heads = METHODS[config.speculation.method].num_behind > 0
-        if not keeps_heads:
+        if not keeps_heads or config.heads_apart:
             return graphs
         of_trees = count_tree_graphs(shapes, config.draft_len) if has_trees else 0
         return graphs + of_trees + count_head_graphs(shapes, 1 + num_kinds, has_trees=has_trees)
     masked = config.draft_len if shape.in_parallel else 0
+    if config.heads_apart:
+        shapes, has_trees = head_graph_shapes(config, context), path_space(config, 0).most_paths > 1
+        of_trees = count_tree_graphs(shapes, config.draft_len) if has_trees else 0
+        return of_trees + count_head_graphs(shapes, 1 + num_kinds, has_trees=has_trees)
     shapes = GraphShapes(rows + guess_space(config, 0).most_guesses, 1, max_blocks, size, prompt_width, masked)
     kinds = 1 + (0 if config.speculation.use_logits else num_kinds)
     return count_draft_graphs(shapes, limits, shape.most_catch_up, kinds)
+
+
+def head_graph_shapes(config: RuntimeConfig, context: int) -> GraphShapes:
+    """The shapes of the graphs of heads on a rank of their own: of what a row gains in a round."""
+    size = config.kv_cache.block_size
+    _, max_blocks = row_columns(context, size, config.speculation.draft_len)
+    return GraphShapes(config.scheduler.max_batch_size, 1 + config.draft_len, max_blocks, size)

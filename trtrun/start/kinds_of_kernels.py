@@ -21,7 +21,7 @@ def kinds_of_kernels(
     Args:
         config: of the job.
         parts: the rank's engines: role, section, and rank and size of the tensor-parallel group.
-        heads: that draft on the target's ranks; None without.
+        heads: that draft from what the target computes; None on ranks that have nothing to do with them.
     """
     told = [
         (role, section.dtype, section.quantization, rank, size, *configuration_bytes(section.model))
@@ -31,5 +31,7 @@ def kinds_of_kernels(
     held = heads.weights if heads is not None else ()
     of_heads: list[object] = [(part.name, part.shape) for weight in held for part in weight.parts]
     of_heads += [heads.stored, heads.taps] if heads is not None else []
+    if heads is not None and config.heads_apart:  # a rank of theirs has no engine that would tell it
+        of_heads += [config.target.dtype, *configuration_bytes(config.target.model)]
     named = [section.model_dump_json() for section in sections]
     return [*named, config.cuda_graphs, config.drafts_apart, of_heads, *told]

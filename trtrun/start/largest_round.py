@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from trtrun.core.nouns import Draft, PrefillChunk, RoundPlan, RowAdmission, Verdict
+from trtrun.core.nouns import Draft, HiddenStates, PrefillChunk, RoundPlan, RowAdmission, Verdict
 from trtrun.core.sampling_params import SamplingParams
 from trtrun.engine.graph_cache import MOST_GRAPHS
 from trtrun.engine.graph_shapes import MOST_PROMPT_TOKENS
@@ -52,11 +52,20 @@ class SilentExchange:
     """An Exchange of a rehearsal: nothing travels, a draft has as many tokens as are asked for, and every verdict that
     comes is one of no tokens."""
 
-    def __init__(self, device: torch.device, target_vocab_size: int, *, verifies: bool) -> None:
-        """Stand between engines on `device`; `verifies` where one of them is a target's."""
+    def __init__(
+        self,
+        device: torch.device,
+        target_vocab_size: int,
+        *,
+        verifies: bool,
+        tapped: tuple[tuple[int, int], torch.dtype] | None = None,
+    ) -> None:
+        """Stand between engines on `device`; `verifies` where one of them is a target's. A head on a rank of its own is
+        told hidden states like `tapped`: how many of a token, numbers of each, and their dtype."""
         self._device = device
         self._target_vocab_size = target_vocab_size
         self._verifies = verifies
+        self._tapped = tapped
 
     def is_late(self, plan: RoundPlan) -> bool:
         """See Exchange."""
@@ -82,11 +91,28 @@ class SilentExchange:
         tokens = torch.full(shape, -1, dtype=torch.int64, device=self._device)
         return Verdict(torch.zeros(shape[0], dtype=torch.int64, device=self._device), tokens)
 
+    def send_hidden(
+        self, plan: RoundPlan, draft: Draft | None, verdict: Verdict | None, hidden: HiddenStates | None
+    ) -> None:
+        """See Exchange."""
+
+    def receive_hidden(self, plan: RoundPlan, verdict: Verdict | None) -> HiddenStates | None:
+        """See Exchange: zeros, of as many tokens as there may be."""
+        if self._tapped is None:
+            return None
+        shape, dtype = self._tapped
+        decoded = torch.zeros((len(plan.decode_rows), plan.draft_len + 1, *shape), dtype=dtype, device=self._device)
+        prompts = [torch.zeros((chunk.length, *shape), dtype=dtype, device=self._device) for chunk in plan.prefill]
+        return HiddenStates(decoded, prompts)
+
     def conclude(self, plan: RoundPlan, decided: LaunchedRound) -> LaunchedRound:
         """See Exchange."""
         return decided
 
     def forget(self) -> None:
+        """See Exchange."""
+
+    def close(self) -> None:
         """See Exchange."""
 
 

@@ -6,6 +6,7 @@ Pure functions of the configuration and of config.json. They know no rank and no
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,7 +15,7 @@ from trtrun.configuration.drafting_methods import METHODS
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.engine.draft_paths import PathSpace
 from trtrun.engine.head_paths import HeadSpace
-from trtrun.engine.working_memory import RoundShape, working_bytes
+from trtrun.engine.working_memory import RoundShape, head_rank_bytes, working_bytes
 from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.kvcache.sizing import useful_blocks
 from trtrun.kvcache.store import KVStore
@@ -30,6 +31,30 @@ MOST_GUESSES = 128
 MOST_GUESSES_WITH_PROBABILITIES = 32
 """Drafts that are made ahead in a round: a step of so many rows takes hardly longer than a step of one while the
 weights dominate. With use_logits each keeps distributions over the whole vocabulary."""
+
+
+_ROUNDS_UNDER_WAY = 2
+"""Of the largest, whose hidden states may be on their way to a head on a rank of its own."""
+
+
+@dataclass(frozen=True)
+class HiddenKind:
+    """What a head on a rank of its own is told of each token: hidden states, numbers of each, and their dtype."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: RuntimeConfig, target: ModelConfig, heads: HeadsPlan | None) -> HiddenKind | None:
+        """Of a configuration; None without such a head."""
+        if heads is None or not config.heads_apart:
+            return None
+        return cls((len(heads.taps), target.hidden_size), resolve_dtype(config.target, target))
+
+    def bytes_under_way(self, config: RuntimeConfig) -> int:
+        """Bytes that may be on their way at once."""
+        taps, numbers = self.shape
+        return _ROUNDS_UNDER_WAY * config.scheduler.max_num_tokens * taps * numbers * self.dtype.itemsize
 
 
 def resolve_dtype(section: ModelSection, config: ModelConfig) -> torch.dtype:
@@ -56,7 +81,7 @@ def guess_space(config: RuntimeConfig, num_blocks: int) -> GuessSpace:
     return GuessSpace(
         most_guesses=min(most, 4 * (draft_len + 1) * config.scheduler.max_batch_size) if config.drafts_ahead else 0,
         first_row=config.scheduler.max_batch_size,
-        first_block=num_blocks,
+        first_block=num_blocks + (head_space(config, 0).num_blocks if config.heads_apart else 0),
         # A guess begins anywhere in its first block, and feeds a token of a verdict and all but the last of a draft.
         blocks_per_guess=(size + draft_len - 2) // size + 1,
     )
@@ -135,15 +160,19 @@ def engine_working_bytes(
     heads: HeadsPlan | None = None,
 ) -> int:
     """Upper bound of what rounds need on one rank of an engine beside weights and KV, blocks of guesses and of paths
-    among it, and what the heads need that draft on the target's ranks."""
+    among it, and what the heads need that draft on the target's ranks, or what is on its way to those elsewhere."""
     dtype = resolve_dtype(section, model)
+    heads = heads if role == "target" else None
+    heads_here = heads
     blocks = (guess_space if role == "draft" else path_space)(config, 0).num_blocks
     beside = blocks * kv_bytes_per_block(config, model, len(section.devices), dtype)
-    if role == "target" and heads is not None and heads.stored is not None:
-        of_heads = kv_bytes_per_block(config, heads.stored, len(section.devices), dtype)
+    if (told := HiddenKind.of(config, model, heads)) is not None:
+        beside, heads_here = beside + told.bytes_under_way(config), None
+    if heads_here is not None and heads_here.stored is not None:
+        of_heads = kv_bytes_per_block(config, heads_here.stored, len(section.devices), dtype)
         beside += head_space(config, 0).num_blocks * of_heads
     speculation = config.speculation
-    if role == METHODS[speculation.method].placement:
+    if role == config.drafting_role:
         beside += speculation.search_bytes
         beside += speculation.kept_bytes(model.vocab_size, config.scheduler.max_batch_size)
     return beside + working_bytes(
@@ -158,7 +187,28 @@ def engine_working_bytes(
         graphs=config.cuda_graphs and device.type == "cuda",
         num_taps=len(target_taps(config, model, heads)) if role == "target" else 0,
         has_plain_kv=KV_FORMATS.get(config.kv_cache.dtype).is_plain,
-        heads=heads if role == "target" else None,
+        heads=heads_here,
+    )
+
+
+def head_working_bytes(
+    config: RuntimeConfig, context: int, target: ModelConfig, heads: HeadsPlan, device: torch.device
+) -> int:
+    """Upper bound of what rounds need on the rank of a head beside its weights and KV, blocks of trees and of guesses
+    among it."""
+    assert heads.stored is not None, "heads that keep nothing sit on the target's ranks"
+    dtype, speculation = resolve_dtype(config.target, target), config.speculation
+    blocks = head_space(config, 0).num_blocks + guess_space(config, 0).num_blocks
+    beside = blocks * kv_bytes_per_block(config, heads.stored, 1, dtype) + speculation.search_bytes
+    beside += speculation.kept_bytes(target.vocab_size, config.scheduler.max_batch_size)
+    return beside + head_rank_bytes(
+        round_shape(config, context),
+        target,
+        heads,
+        dtype,
+        device.type,
+        graphs=config.cuda_graphs and device.type == "cuda",
+        has_plain_kv=KV_FORMATS.get(config.kv_cache.dtype).is_plain,
     )
 
 

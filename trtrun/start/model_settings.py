@@ -21,14 +21,15 @@ def resolve_dtype_name(section: ModelSection, config: ModelConfig) -> str:
 
 
 def read_target_heads(config: RuntimeConfig, model: ModelConfig) -> HeadsPlan | None:
-    """The heads that draft on the target's ranks; None where the method has none.
+    """The heads that draft from what the target computes; None where the method has none.
 
     Raises:
         CheckpointError: there are none in their directory, or they do not fit the target.
     """
     if config.heads is None:
         return None
-    return read_heads(config.heads.model, model, config.speculation, len(config.target.devices))
+    num_ranks = 1 if config.heads_apart else len(config.target.devices)
+    return read_heads(config.heads.model, model, config.speculation, num_ranks)
 
 
 def target_context(config: RuntimeConfig, model: ModelConfig) -> int:

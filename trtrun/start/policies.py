@@ -83,7 +83,6 @@ def _guessed_steps(config: RuntimeConfig) -> list[int]:
     CPU ranks that share cores would slow the verification that they draft beside, so nothing is guessed there unless
     the user has said so.
     """
-    assert config.draft is not None
-    devices = sorted({*config.draft.devices, *config.target.devices})
+    devices = sorted({*config.draft_devices, *config.target.devices})
     waits = config.speculation.drafting_ahead == "auto" and outnumber_cores(devices, config.threads)
     return [] if waits else guess_steps(config)

@@ -23,6 +23,7 @@ from parallel.watchdog.activity import Activity, Phase
 from trtrun.configuration.config import RuntimeConfig
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.core.outputs import RankReport
+from trtrun.engine.head_rows import HeadRows
 from trtrun.engine.runner import Engine
 from trtrun.errors import CheckpointError, ConfigError, TrtrunError
 from trtrun.kernels.chooser import operations_of
@@ -35,8 +36,7 @@ from trtrun.kvcache.sizing import (
     tokens_of_blocks,
 )
 from trtrun.models.config import ModelConfig, read_model_config
-from trtrun.models.heads import HEADS_FILES
-from trtrun.models.loading import LoadReport, heads_bytes, load_heads, load_model, shard_bytes
+from trtrun.models.loading import heads_bytes, load_model, shard_bytes
 from trtrun.models.model_files import hash_model_files
 from trtrun.models.stored_report import describe_stored
 from trtrun.models.weight_check import choose_default
@@ -49,13 +49,15 @@ from trtrun.start.kernels_ahead import KernelsAhead
 from trtrun.start.kinds_of_kernels import kinds_of_kernels
 from trtrun.start.largest_round import measure_largest_round
 from trtrun.start.memory_requirements import (
+    HiddenKind,
     engine_working_bytes,
     most_useful_blocks,
     resolve_dtype,
     round_shape,
     store_bytes_per_block,
 )
-from trtrun.start.model_settings import read_target_heads, target_context
+from trtrun.start.model_settings import target_context
+from trtrun.start.rank_heads import RankHeads, demand_apart
 from trtrun.start.worker_factory import WorkerFactory
 
 _logger = logging.getLogger(__name__)
@@ -94,10 +96,8 @@ class RankStartup:
         self._target_config = read_model_config(config.target.model)
         self._draft_config = read_model_config(config.draft.model) if config.draft is not None else None
         self._context = target_context(config, self._target_config)
-        self._heads_plan = read_target_heads(config, self._target_config) if groups.target is not None else None
-        self._heads: object | None = None
+        self._heads = RankHeads.read(config, self._target_config, groups)
         self._corpus: SortedCorpus | None = None
-        self._heads_report = LoadReport(0, 0)
         self._engines: dict[str, LoadedEngine] = {}
         self._made = EngineMaker(
             config,
@@ -105,8 +105,10 @@ class RankStartup:
             self._target_config.vocab_size,
             self._context,
             self._engines,
-            self._heads_plan,
-            lambda engines, exchange: self._worker_factory(engines, 1).make_worker(exchange),
+            self._target_config,
+            self._heads.plan,
+            self._heads.are_here,
+            lambda engines, fed, exchange: self._worker_factory(engines, fed, 1).make_worker(exchange),
         )
         self._working_bytes = 0
 
@@ -125,7 +127,7 @@ class RankStartup:
         self._activity.start(Phase.WEIGHTS)
         num_ranks = len(self._topology.slots_of_host(self._slot.host))
         parts = [(role, section, group.rank, group.size) for role, section, _, group in self._parts()]
-        self._kernels = KernelsAhead(kinds_of_kernels(self._config, parts, self._heads_plan), self._device, num_ranks)
+        self._kernels = KernelsAhead(kinds_of_kernels(self._config, parts, self._heads.plan), self._device, num_ranks)
         try:
             try:
                 blocks = self._load_weights(progress)
@@ -200,13 +202,14 @@ class RankStartup:
             done += size
             model.on_layer = self._activity.advance
             self._engines[role] = LoadedEngine(model, loaded, communicator)
-            if role == "target" and self._heads_plan is not None:
-                self._heads, self._heads_report = load_heads(
-                    self._heads_plan, model, communicator, dtype, kv_format=self._config.kv_cache.dtype
-                )
-                progress(demand.shard_bytes, demand.shard_bytes)
             if role == "target":
+                self._heads.load_beside(model, communicator)
                 self._corpus = load_corpus(self._config, config.vocab_size, communicator, self._device)
+        if self._heads.plan_apart is not None:
+            assert self._groups.draft is not None
+            self._heads.load_apart(self._groups.draft, self._device)
+        if self._heads.loaded is not None:
+            progress(demand.shard_bytes, demand.shard_bytes)
         return blocks
 
     def _count_blocks(self, free_bytes: int, demand: SlotMemory) -> int:
@@ -243,21 +246,26 @@ class RankStartup:
             ) from None
         # The weights are in place, so that what is left is beside what they really take.
         free = left + demand.shard_bytes
-        return self._count_blocks(free, replace(demand, working_bytes=self._working_bytes))
+        # Which nobody measures: a rehearsal sends nothing.
+        told = HiddenKind.of(self._config, self._target_config, self._heads.plan)
+        under_way = told.bytes_under_way(self._config) if told is not None and "target" in self._engines else 0
+        return self._count_blocks(free, replace(demand, working_bytes=self._working_bytes + under_way))
 
     def finish(self, num_blocks: int) -> tuple[Worker, RankReport]:
         """Allocate the KV stores, run every kernel once, and put the engines to work."""
         self._activity.start(Phase.ALLOCATING)
         engines = self._made.engines(num_blocks)
         self._activity.start(Phase.WARMING_UP)
-        worker = self._worker_factory(engines, num_blocks).make_worker()
+        worker = self._worker_factory(engines, self._made.head_rows(engines), num_blocks).make_worker()
         self._made.warm_up(worker, engines)
         self._kernels.finish(self._working_bytes)
         worker.first_uses.take()  # from here on somebody may wait
         self._activity.rest()
         return worker, self._report(num_blocks)
 
-    def _worker_factory(self, engines: Mapping[str, Engine], num_blocks: int) -> WorkerFactory:
+    def _worker_factory(
+        self, engines: Mapping[str, Engine], head_rows: HeadRows | None, num_blocks: int
+    ) -> WorkerFactory:
         return WorkerFactory(
             config=self._config,
             topology=self._topology,
@@ -265,13 +273,15 @@ class RankStartup:
             groups=self._groups,
             device=self._device,
             engines=engines,
-            heads=self._heads,
-            heads_keep=self._heads_plan is not None and self._heads_plan.stored is not None,
+            heads=self._heads.loaded,
+            heads_keep=self._heads.keep,
+            head_rows=head_rows,
             corpus=self._corpus,
             num_blocks=num_blocks,
             target_vocab_size=self._target_config.vocab_size,
             activity=self._activity,
             draft_is_lost=self._draft_is_lost,
+            hidden_kind=HiddenKind.of(self._config, self._target_config, self._heads.plan),
         )
 
     def _parts(self) -> list[tuple[str, ModelSection, ModelConfig, Communicator]]:
@@ -285,16 +295,19 @@ class RankStartup:
 
     def _demand(self) -> SlotMemory:
         """What this rank's engines need; the memory of a round by its shapes."""
+        if self._heads.plan_apart is not None:
+            return demand_apart(self._config, self._context, self._target_config, self._heads.plan_apart, self._device)
         weights = block = working = 0
         for role, section, model, communicator in self._parts():
             dtype = resolve_dtype(section, model)
-            heads = self._heads_plan if role == "target" else None
+            heads = self._heads.plan if role == "target" else None
+            heads_here = self._heads.plan_here if role == "target" else None
             weights += self._shard_bytes(section, model, communicator)
-            if heads is not None:
-                weights += heads_bytes(heads, communicator.rank, communicator.size, dtype)
+            if heads_here is not None:
+                weights += heads_bytes(heads_here, communicator.rank, communicator.size, dtype)
             if role == "target":
                 weights += corpus_bytes(self._config)
-            block += store_bytes_per_block(self._config, model, heads, communicator.size, dtype)
+            block += store_bytes_per_block(self._config, model, heads_here, communicator.size, dtype)
             working += engine_working_bytes(
                 self._config, self._context, role, section, model, communicator.rank, self._device, heads
             )
@@ -305,9 +318,10 @@ class RankStartup:
         return shard_bytes(model, communicator.rank, communicator.size, dtype, self._device, section.quantization)
 
     def _report(self, num_blocks: int) -> RankReport:
-        heads = self._heads_plan
-        loaded = [*(engine.report for engine in self._engines.values()), self._heads_report]
-        models = [engine.model for engine in self._engines.values()]
+        loaded = [*(engine.report for engine in self._engines.values()), self._heads.report]
+        dtypes = {engine.model.dtype for engine in self._engines.values()}
+        if self._heads.plan_apart is not None:
+            dtypes.add(resolve_dtype(self._config.target, self._target_config))
         block_size = self._config.kv_cache.block_size
         free, total = torch.cuda.mem_get_info(self._device) if self._device.type == "cuda" else (0, 0)
         return RankReport(
@@ -321,10 +335,10 @@ class RankStartup:
             working_bytes=self._working_bytes,
             kv_bytes=num_blocks * self._demand().bytes_per_block,
             kv_tokens=tokens_of_blocks(num_blocks, block_size),
-            kernels="+".join(sorted({operations_of(model.device.type).name(model.dtype) for model in models})),
+            kernels="+".join(sorted({operations_of(self._device.type).name(dtype) for dtype in dtypes})),
             files_hash="+".join(
                 [hash_model_files(section.model, section.load_format != "dummy") for _, section, _, _ in self._parts()]
-                + ([hash_model_files(heads.files.path, single_files=HEADS_FILES)] if heads is not None else [])
+                + self._heads.hashes()
             ),
             peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             device_used_bytes=total - free,

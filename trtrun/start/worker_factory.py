@@ -17,17 +17,18 @@ from parallel.link import Link
 from parallel.topology import Role, Topology
 from parallel.watchdog.activity import Activity
 from trtrun.configuration.config import RuntimeConfig
-from trtrun.configuration.drafting_methods import METHODS
 from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.engine.feature_layers import FeatureLayers
+from trtrun.engine.head_rows import HeadRows
 from trtrun.engine.runner import Engine
 from trtrun.engine.stored_heads import StoredHeads
 from trtrun.kvcache.formats import KV_FORMATS
 from trtrun.roles.exchange import DeviceExchange, Exchange
+from trtrun.roles.hidden_link import HiddenLink
 from trtrun.roles.message_exchange import MessageExchange
 from trtrun.roles.round import Worker
 from trtrun.speculation.drafters import DRAFTERS, Drafter, DrafterContext
-from trtrun.start.memory_requirements import guess_space, guess_steps, head_space
+from trtrun.start.memory_requirements import HiddenKind, guess_space, guess_steps, head_space
 from trtrun.start.model_settings import mask_token
 from trtrun.timing.phase_clock import HostPhases, phase_clock
 
@@ -63,13 +64,15 @@ class WorkerFactory:
         groups: its communicators.
         device: of its engines.
         engines: by role.
-        heads: of the method, on a rank that holds the target; None without.
+        heads: of the method, on a rank that has them; None without.
         heads_keep: whether these keep keys and values of every token.
+        head_rows: whose rows these are fed; None where they keep none.
         corpus: that the method looks up, on a rank that holds the target; None without.
         num_blocks: blocks of every KV store, but for those of guesses.
         target_vocab_size: padding included.
         activity: where the process says what it is doing.
         draft_is_lost: whether the draft engine is gone for good.
+        hidden_kind: what a head on a rank of its own is told; None without one.
     """
 
     config: RuntimeConfig
@@ -80,11 +83,13 @@ class WorkerFactory:
     engines: Mapping[str, Engine]
     heads: object | None
     heads_keep: bool
+    head_rows: HeadRows | None
     corpus: object | None
     num_blocks: int
     target_vocab_size: int
     activity: Activity
     draft_is_lost: Callable[[], bool]
+    hidden_kind: HiddenKind | None = None
 
     def make_worker(self, exchange: Exchange | None = None) -> Worker:
         """The rank's part of each round, over `exchange` or the job's own."""
@@ -123,14 +128,17 @@ class WorkerFactory:
         return DRAFTERS.get(config.speculation.method)(place)
 
     def _make_stored_heads(self) -> StoredHeads:
-        """The heads, with a store of as many blocks as the target's, and more for trees."""
+        """The heads, with a store of as many blocks as the target's, and more for trees and guesses."""
         kv_format = KV_FORMATS.get(self.config.kv_cache.dtype)
-        space = head_space(self.config, self.num_blocks)
-        return StoredHeads(cast(FeatureLayers, self.heads), self.engines["target"], space, kv_format)
+        space, guesses = head_space(self.config, self.num_blocks), 0
+        assert self.head_rows is not None
+        if self.head_rows.are_own:
+            guesses = guess_space(self.config, self.num_blocks).num_blocks
+        return StoredHeads(cast(FeatureLayers, self.heads), self.head_rows, space, kv_format, guesses)
 
     @property
     def _drafting_role(self) -> Role | None:
-        return METHODS[self.config.speculation.method].placement
+        return self.config.drafting_role
 
     @property
     def _drafting_leader(self) -> int | None:
@@ -151,6 +159,25 @@ class WorkerFactory:
             target_vocab_size=self.target_vocab_size,
             use_logits=self.config.speculation.use_logits,
             draft_is_lost=self.draft_is_lost,
+            hidden=self._make_hidden_link() if self.hidden_kind is not None else None,
+        )
+
+    def _make_hidden_link(self) -> HiddenLink | None:
+        """This rank's end of the way of hidden states, where it has one."""
+        topology, groups, leads_target = self.topology, self.groups, self.rank == self.topology.target_leader
+        if not leads_target and self.rank != topology.draft_leader:
+            return None
+        assert groups.mail is not None and groups.workers is not None and self.hidden_kind is not None
+        other = topology.draft_leader if leads_target else topology.target_leader
+        assert other is not None
+        return HiddenLink(
+            mail=groups.mail,
+            peers=groups.workers,
+            rank=other,
+            peer=topology.worker_ranks.index(other),
+            shape=self.hidden_kind.shape,
+            dtype=self.hidden_kind.dtype,
+            most_bytes=self.hidden_kind.bytes_under_way(self.config),
         )
 
     def _make_link(self) -> DeviceExchange:

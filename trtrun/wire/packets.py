@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
-DRAFT_TAG, VERDICT_TAG, LATE_TAG = 1, 2, 3
-"""Under which tags they travel; the last tells draft ranks of one engine that the target has gone on without them."""
+DRAFT_TAG, VERDICT_TAG, LATE_TAG, HIDDEN_TAG = 1, 2, 3, 4
+"""Under which tags they travel; the third tells draft ranks of one engine that the target has gone on without them, the
+last says how many hidden states come beside a verdict."""
 
 _HEADER = 3
 

@@ -159,14 +159,18 @@ class StatusBoard:
 
 def _models(config: RuntimeConfig) -> dict[str, Any]:
     """What each model is called, and how its weights are held: as the YAML file says, or as the checkpoint is
-    quantized."""
+    quantized. A head with a rank of its own stands in the draft's place."""
     sections = {"target": config.target, "draft": config.draft if config.draft_devices else None}
-    return {
+    told: dict[str, Any] = {
         role: None
         if section is None
         else {"name": name_of_model(section.model), "dtype": section.dtype, "quantization": _quantization(section)}
         for role, section in sections.items()
     }
+    if config.heads is not None and config.heads_apart:
+        name = name_of_model(config.heads.model)
+        told["draft"] = {"name": name, "dtype": config.target.dtype, "quantization": "none"}
+    return told
 
 
 def _quantization(section: ModelSection) -> str:

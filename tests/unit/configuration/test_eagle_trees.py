@@ -10,6 +10,7 @@ from eagle3_heads import eagle3
 from eagle_heads import eagle
 from pipelines import configuration
 
+from parallel.topology import Role
 from trtrun.configuration.medusa_choices import ChoiceTree, read_choices, read_eagle_choices
 from trtrun.errors import ConfigError
 
@@ -49,6 +50,31 @@ def test_options_that_do_not_fit_are_refused(target: Path, options: dict[str, An
     with pytest.raises(ConfigError) as caught:
         configuration(target, None, heads=target, speculation=eagle3(**options))
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (["cpu:0"], "draft.devices: cpu:0 is the target's, too: give the head a device of its own, or leave it out"),
+        (["cpu:1", "cpu:2"], "draft.devices: a head with a device of its own is not shared out, but 2 are listed"),
+        (["cuda:1"], "CPU slots and GPUs cannot be mixed in one run"),
+        (["node1/cpu:1"], "some devices name a host and some do not"),
+        (["gpu"], "draft.devices: 'gpu' is no device"),
+    ],
+)
+def test_devices_that_a_head_cannot_have_are_refused(target: Path, devices: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configuration(target, None, heads=target, heads_apart=True, devices=(devices, ["cpu:0"]), speculation=eagle3())
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_head_with_a_device_of_its_own_is_apart(target: Path) -> None:
+    on_target = configuration(target, None, heads=target, speculation=eagle3())
+    assert (on_target.draft_devices, on_target.drafts_apart, on_target.drafting_role) == ((), False, Role.TARGET)
+    apart = configuration(
+        target, None, heads=target, heads_apart=True, devices=(["cpu:1"], ["cpu:0"]), speculation=eagle3()
+    )
+    assert (apart.draft_devices, apart.drafts_apart, apart.drafting_role) == (("cpu:1",), True, Role.DRAFT)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ def test_options_that_do_not_fit_are_refused(target: Path, options: dict[str, An
     ("draft", "message"),
     [
         (None, "draft: missing, though speculation.method is medusa"),
-        ({"devices": ["cpu:0"]}, "draft: devices does not go with a method with heads, which sit on the target's"),
+        ({"devices": ["cpu:1"]}, "draft.devices: heads of method medusa sit on the target's devices: leave it out"),
+        ({"dtype": "float32"}, "draft: dtype does not go with a method with heads, which are read as they are"),
         ({"modl": "x"}, "draft.modl: unknown key (did you mean 'model'?)"),
         ({"model": "nowhere"}, "draft.model: no such directory"),
     ],

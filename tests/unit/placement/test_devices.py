@@ -186,3 +186,11 @@ def test_wrong_sections_are_left_for_the_configuration_to_refuse() -> None:
 def test_slots_are_counted_by_host() -> None:
     topology = Topology.from_devices(["n2/cpu:0"], ["n1/cpu:0", "n1/cpu:1", "n2/cpu:1"])
     assert (count_host_slots(topology, "n1"), count_host_slots(topology, "n2")) == (2, 2)
+
+
+def test_counts_of_a_heads_own_devices_are_filled_too_and_those_of_other_methods_are_nobodys() -> None:
+    counted = {"model": "x", "devices": {"gpus_per_node": 1}}
+    for method, expected in (("eagle3", ["n1/cuda:1"]), ("ngram", {"gpus_per_node": 1})):
+        values = {"target": counted, "draft": counted, "speculation": {"method": method}}
+        filled_in = fill_counts(values, lambda: allocated(1, 2))
+        assert filled_in["target"]["devices"] == ["n1/cuda:0"] and filled_in["draft"]["devices"] == expected

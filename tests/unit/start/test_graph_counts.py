@@ -18,7 +18,7 @@ from eagle3_heads import make_head, write_head
 from eagle_heads import make_eagle_head, write_eagle_head
 from pipelines import configuration
 
-from parallel.groups import open_groups
+from parallel.groups import Groups, open_groups
 from parallel.transports.solo import SoloCommunicator
 from trtrun.attention.backend import HostAttention
 from trtrun.configuration.config import RuntimeConfig
@@ -34,7 +34,8 @@ from trtrun.speculation.drafters import DRAFTERS, DrafterContext
 from trtrun.start import engine_maker
 from trtrun.start.engine_maker import EngineMaker, LoadedEngine
 from trtrun.start.graph_counts import count_graphs
-from trtrun.start.memory_requirements import guess_space, guess_steps
+from trtrun.start.largest_round import SilentExchange, chained_round, largest_rounds, small_round
+from trtrun.start.memory_requirements import guess_space, guess_steps, round_shape
 from trtrun.start.model_settings import mask_token
 from trtrun.start.startup import RankStartup
 
@@ -104,7 +105,7 @@ def test_a_start_captures_as_many_graphs_as_were_counted(tmp_path: Path, name: s
     startup = RankStartup(config, topology, 0, open_groups(None, topology, CPU))
     startup.load(lambda done, total: None)
     engines = startup._made.engines(9)
-    startup._made.warm_up(startup._worker_factory(engines, 9).make_worker(), engines)
+    startup._made.warm_up(startup._worker_factory(engines, startup._made.head_rows(engines), 9).make_worker(), engines)
     captured = {role: engine.num_graphs for role, engine in engines.items()}
     context = config.scheduler.max_seq_len or 600
     assert captured == {role: count(config, context, role) for role in engines}
@@ -130,10 +131,39 @@ def test_graphs_of_heads_that_keep_keys_and_values_are_counted_with_the_targets(
     startup = RankStartup(config, topology, 0, open_groups(None, topology, CPU))
     startup.load(lambda done, total: None)
     engines = startup._made.engines(9)
-    worker = startup._worker_factory(engines, 9).make_worker()
+    worker = startup._worker_factory(engines, startup._made.head_rows(engines), 9).make_worker()
     startup._made.warm_up(worker, engines)
     assert worker.drafter is not None and worker.drafter.num_graphs > 5
     assert engines["target"].num_graphs + worker.drafter.num_graphs == count(config, 600, "target")
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("tree", [{}, {"eagle_topk": 2}])
+def test_graphs_of_a_head_on_a_rank_of_its_own_are_counted(tmp_path: Path, tree: dict[str, Any]) -> None:
+    shape = {"num_hidden_layers": 7, "max_position_embeddings": 600}
+    target = make_checkpoint(tmp_path / "target", "LlamaForCausalLM", seed=1, **shape)
+    config = configuration(
+        target,
+        None,
+        heads=write_head(tmp_path / "head", make_head(target), "reference", target),
+        heads_apart=True,
+        devices=(["cpu:0"], ["cpu:1"]),
+        speculation={"method": "eagle3", **tree},
+        scheduler={"max_batch_size": 5},
+    )
+    own = SoloCommunicator()
+    startup = RankStartup(config, make_topology(config), 1, Groups(own, None, None))
+    startup.load(lambda done, total: None)
+    fed = startup._made.head_rows({})
+    silent = SilentExchange(CPU, 199, verifies=False)
+    worker = startup._worker_factory({}, fed, 9).make_worker(silent)
+    startup._made.warm_up(worker, {})
+    assert worker.drafter is not None
+    assert worker.drafter.num_graphs == count_graphs(config, 600, "draft", startup._target_config, None, NUM_KINDS) > 5
+    shape = round_shape(config, 600)
+    rehearsal = startup._made.rehearsal(shape)
+    for plan in (*largest_rounds(shape), chained_round(shape), small_round(shape)):
+        rehearsal.play(plan)
 
 
 def name_mask_token(draft: Path) -> None:
@@ -147,7 +177,7 @@ def draft_rank(config: RuntimeConfig, context: int) -> tuple[EngineMaker, dict[s
     assert config.draft is not None
     model, report = load_model(config.draft.model, SoloCommunicator(), CPU, torch.float32)
     loaded, vocab_size = {"draft": LoadedEngine(model, report, SoloCommunicator())}, model.config.vocab_size
-    maker = EngineMaker(config, CPU, vocab_size, context, loaded, None, lambda engines, exchange: None)  # type: ignore[arg-type,return-value]
+    maker = EngineMaker(config, CPU, vocab_size, context, loaded, model.config, None, False, lambda *_: None)  # type: ignore[arg-type,return-value]
     engines = maker.engines(9)
     place = DrafterContext(
         config.speculation,
@@ -217,7 +247,9 @@ def test_contexts_beyond_sixteen_thousand_tokens_have_more_graphs(tmp_path: Path
         startup = RankStartup(config, topology, 0, open_groups(None, topology, CPU))
         startup.load(lambda done, total: None)
         engines = startup._made.engines(9)
-        startup._made.warm_up(startup._worker_factory(engines, 9).make_worker(), engines)
+        startup._made.warm_up(
+            startup._worker_factory(engines, startup._made.head_rows(engines), 9).make_worker(), engines
+        )
         numbers.append(engines["target"].num_graphs)
         assert numbers[-1] == count(config, context, "target")
     assert numbers[0] < numbers[1]

@@ -104,7 +104,7 @@ class Guesser(Generic[PreparedStep]):
         first = torch.where(token < 0, after[place, rank], token)
         scratch = self._scratch[: len(wanted)]
         engine.copy_blocks(engine.rows.block_tables[real, column], scratch[:, 0])
-        tables = _with_scratch(engine.tables(real, max(starts) + steps), column, scratch)
+        tables = with_scratch(engine.tables(real, max(starts) + steps), column, scratch)
         self._share([one.guess.row for one in wanted], own_rows)
         return first, self._chains.step(own_rows, tables, first, starts, [steps] * len(wanted))
 
@@ -135,7 +135,7 @@ class Guesser(Generic[PreparedStep]):
         return wanted
 
 
-def _with_scratch(tables: Tensor, column: Tensor, scratch: Tensor) -> Tensor:
+def with_scratch(tables: Tensor, column: Tensor, scratch: Tensor) -> Tensor:
     """Block tables [guesses, blocks] with `scratch` [guesses, blocks of one] from `column` [guesses] on."""
     width = tables.shape[1]
     wide = functional.pad(tables, (0, scratch.shape[1]))

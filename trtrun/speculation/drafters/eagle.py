@@ -1,5 +1,5 @@
-"""An EAGLE head on the target ranks: the drafting methods `eagle` (EAGLE-1, EAGLE-2: Li et al. 2024, arXiv:2401.15077,
-arXiv:2406.16858) and `eagle3` (Li et al. 2025, arXiv:2503.01840), in chains and in trees.
+"""An EAGLE head (EAGLE-1, EAGLE-2: Li et al. 2024, arXiv:2401.15077, arXiv:2406.16858; EAGLE-3: Li et al. 2025,
+arXiv:2503.01840) on the target ranks, in chains and in trees. What a rank of its own does beside: eagle_apart.py.
 
 The head keeps keys and values of every position, in the target's blocks. What it keeps of position i is made of the
 target's hidden states of i and of the token at i + 1, so that each round feeds it what the target has just read, one
@@ -12,7 +12,7 @@ The rank that has the head's logits chooses, and the others are told. A row that
 whether tokens are drafted in them or not: what the target computed is gone afterwards. Rows that nothing is drafted for
 in any round are left alone.
 
-It knows the target's rows and step, and heads by protocol. It does not know files, or how heads compute.
+It knows rows, the target's step, and heads by protocol. It does not know files, or how heads compute.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ import torch
 from torch import Tensor
 
 from trtrun.configuration.dynamic_tree import DynamicTree
-from trtrun.configuration.head_methods import EagleSection
 from trtrun.configuration.medusa_choices import ChoiceTree
 from trtrun.configuration.suffix_options import HybridOptions
 from trtrun.core.nouns import Draft, FedPart, RoundPlan, Step, Verdict
-from trtrun.errors import ConfigError
 from trtrun.sampling.distributions import distributions_of
 from trtrun.sampling.keyed_ranks import KeyedRanks
 from trtrun.sampling.random import Stream
-from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
+from trtrun.speculation.drafter import Drafter
 from trtrun.speculation.head_trees import HeadTrees
-from trtrun.speculation.protocols import FeatureHeads, PreparedStep, Rows, TargetEngine
+from trtrun.speculation.protocols import FeatureHeads, PreparedStep, Rows
 from trtrun.speculation.text_drafts import Suggestion, TextDrafts
 from trtrun.speculation.trees import along_paths
 from trtrun.tensors import device_integers, inference, kept_integers, kept_range
@@ -46,23 +44,21 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
 
     def __init__(
         self,
-        target: TargetEngine,
         heads: FeatureHeads[PreparedStep],
         draft_len: int,
         tree: ChoiceTree | DynamicTree | None = None,
         options: HybridOptions | None = None,
     ) -> None:
-        """Draft up to `draft_len` tokens, one behind the other, for each of the rows of `target`, whose step taps what
-        `heads` read; trees of a shape or with bounds, or chains without. Or where `options` have texts looked up what
-        these say."""
-        self._rows = target.rows
+        """Draft up to `draft_len` tokens, one behind the other, for each of the rows of `heads`; trees of a shape or
+        with bounds, or chains without. Or where `options` have texts looked up what these say."""
+        self._rows = rows = heads.rows
         self._heads = heads
         self._draft_len = draft_len
-        self._trees = HeadTrees(target.rows, heads, tree) if tree is not None else None
+        self._trees = HeadTrees(rows, heads, tree) if tree is not None else None
         self._proposed: Draft | None = None
-        self._given = TextDrafts(target.rows, options=options)
-        shape = (len(target.rows.lengths), heads.hidden_size)
-        self._states = torch.zeros(shape, dtype=heads.dtype, device=target.rows.lengths.device)
+        self._given = TextDrafts(rows, options=options)
+        shape = (len(rows.lengths), heads.hidden_size)
+        self._states = torch.zeros(shape, dtype=heads.dtype, device=rows.lengths.device)
 
     @property
     def rows(self) -> Rows:
@@ -84,7 +80,7 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
                 )
                 parts.append(FedPart(taken, nothing, nothing - 1, tapped))
             states = self._heads.feed(parts, 1)
-            (batch,) = self._heads.prepare_steps(rows, parts[0].positions[:, :1], 1)
+            (batch,) = self._heads.prepare_steps(self._heads.tables(rows, 1), parts[0].positions[:, :1])
             states = self._heads.step(batch, parts[0].tokens[:, 0], states[:count].clone())
             logits = self._heads.logits(states)
             self._heads.share(torch.empty_like(rows) if logits is None else logits.argmax(dim=1))
@@ -153,7 +149,8 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
             return self._trees.draft(plan, listed, asked, rows, positions, hidden, given)
         if given is None and (drafted := self._chain(plan, listed, rows, lengths, positions, hidden)) is not None:
             return drafted, None
-        batches = self._heads.prepare_steps(rows, positions, plan.max_context) if plan.draft_len > 1 else ()
+        tables = self._heads.tables(rows, plan.max_context)
+        batches = self._heads.prepare_steps(tables, positions) if plan.draft_len > 1 else ()
         chosen = list[Tensor]()
         for step in range(plan.draft_len):
             token = self._choose(plan, listed, lengths + step, hidden)
@@ -255,7 +252,8 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
     def _read(self, row: int, start: int, length: int, tapped: Tensor) -> FedPart:
         """A chunk of a prompt; behind its last token stands what was chosen there."""
         device = self._states.device
-        tokens = self._rows.token_ids[row, start + 1 : start + length + 1].to(torch.int64)
+        # A row that gains nothing has padding there.
+        tokens = self._rows.token_ids[row, start + 1 : start + length + 1].to(torch.int64).clamp(min=0)
         positions = torch.arange(start, start + length, device=device)
         return FedPart(kept_integers([row], device), tokens.unsqueeze(0), positions.unsqueeze(0), tapped.unsqueeze(0))
 
@@ -263,21 +261,3 @@ class EagleDrafter(Drafter, Generic[PreparedStep]):
 def _followed(plan: RoundPlan) -> list[int]:
     """Indices into the plan's decode rows of those that something is drafted for, in this round or in others."""
     return [index for index, length in enumerate(plan.draft_lens.tolist()) if length >= 0]
-
-
-@DRAFTERS.register("eagle")
-@DRAFTERS.register("eagle3")
-def make_eagle_drafter(place: DrafterContext) -> Drafter:
-    """The head over the target's rows.
-
-    Raises:
-        ConfigError: the tree wants more tokens behind a node than there are.
-    """
-    section = place.section
-    assert isinstance(section, EagleSection) and place.target is not None and place.heads is not None
-    tree, most = section.tree, place.target_vocab_size
-    if isinstance(tree, DynamicTree) and tree.top_k > most:
-        raise ConfigError(f"speculation.eagle_topk is {tree.top_k}, but the target has {most} tokens")
-    if isinstance(tree, ChoiceTree) and tree.num_ranks > most:
-        raise ConfigError(f"speculation.eagle_choices name rank {tree.num_ranks - 1}, but the target has {most} tokens")
-    return EagleDrafter(place.target, place.heads, section.draft_len, tree, section)

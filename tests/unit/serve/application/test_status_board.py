@@ -42,11 +42,12 @@ class Engine:
         return self.status
 
 
-def make_board(engine: Engine) -> StatusBoard:
+def make_board(engine: Engine, draft: str = "draft", **sections: Any) -> StatusBoard:
     config = make_config(
         {
             "target": {"model": "asset:target", "devices": ["cpu:1"]},
-            "draft": {"model": "asset:draft", "devices": ["cpu:0"]},
+            "draft": {"model": f"asset:{draft}", "devices": ["cpu:0"]},
+            **sections,
         }
     )
     front = SimpleNamespace(
@@ -80,6 +81,19 @@ def test_a_long_round_leaves_the_numbers_as_they_were_and_a_lost_engine_has_none
         assert {rank["state"] for rank in lost["ranks"]} == {"starting"}
         engine.ready = Ready(version="1", config_hash="h", limits=asdict(LIMITS))  # the next one
         assert (await ask(asked))["queue"]["running"] is None
+
+    run(check())
+
+
+def test_a_head_with_a_device_of_its_own_is_told_on_its_rank() -> None:
+    async def check() -> None:
+        told = await ask(make_board(Engine(), "eagle3", speculation={"method": "eagle3"}))
+        assert [(rank["roles"], rank["device"]) for rank in told["ranks"]] == [
+            (["orchestrator"], None),
+            (["draft"], "cpu:0"),
+            (["target"], "cpu:1"),
+        ]
+        assert told["models"]["draft"]["name"] == "eagle3" and told["speculation"]["drafts_ahead"]
 
     run(check())
 

@@ -1,0 +1,37 @@
+"""The drafting methods `eagle` and `eagle3`: a head on the target ranks, or on a rank of its own.
+
+This module knows which drafter a rank needs. It does not know how any of them drafts.
+"""
+
+from __future__ import annotations
+
+from trtrun.configuration.dynamic_tree import DynamicTree
+from trtrun.configuration.head_methods import EagleSection
+from trtrun.configuration.medusa_choices import ChoiceTree
+from trtrun.errors import ConfigError
+from trtrun.speculation.ahead.heads import AheadEagleDrafter
+from trtrun.speculation.drafter import DRAFTERS, Drafter, DrafterContext
+from trtrun.speculation.drafters.eagle import EagleDrafter
+from trtrun.speculation.drafters.eagle_apart import ApartEagleDrafter
+
+
+@DRAFTERS.register("eagle")
+@DRAFTERS.register("eagle3")
+def make_eagle_drafter(place: DrafterContext) -> Drafter:
+    """The head over the target's rows, or over rows of its own.
+
+    Raises:
+        ConfigError: the tree wants more tokens behind a node than there are.
+    """
+    section = place.section
+    assert isinstance(section, EagleSection) and place.heads is not None
+    tree, most = section.tree, place.target_vocab_size
+    if isinstance(tree, DynamicTree) and tree.top_k > most:
+        raise ConfigError(f"speculation.eagle_topk is {tree.top_k}, but the target has {most} tokens")
+    if isinstance(tree, ChoiceTree) and tree.num_ranks > most:
+        raise ConfigError(f"speculation.eagle_choices name rank {tree.num_ranks - 1}, but the target has {most} tokens")
+    if place.target is not None:
+        return EagleDrafter(place.heads, section.draft_len, tree, section)
+    if place.guess_space is not None and place.guess_space.most_guesses and tree is None:
+        return AheadEagleDrafter(place.heads, section.draft_len, section, most, place.guess_space, place.guess_steps)
+    return ApartEagleDrafter(place.heads, section.draft_len, tree, section)
