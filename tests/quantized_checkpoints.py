@@ -16,6 +16,7 @@ from quantized_writers import (
     Tensors,
     Writer,
     write_awq,
+    write_fp4,
     write_fp8,
     write_gptq,
     write_int8,
@@ -214,6 +215,18 @@ FORMATS: dict[str, Format] = {
     "compressed-tensors W4A16 with act-order": Format(
         compressed(int_args("group", group_size=64, actorder="group", symmetric=False), None, "pack-quantized"),
         write_packed(64, zeros=True, order=True),
+    ),
+    "compressed-tensors NVFP4": Format(
+        compressed({**float_args("tensor_group"), "num_bits": 4, "group_size": 16}, None, "nvfp4-pack-quantized"),
+        write_fp4(16, ("weight_packed", "weight_global_scale")),
+    ),
+    "compressed-tensors MXFP4": Format(
+        compressed({**float_args("group"), "num_bits": 4, "group_size": 32}, None, "mxfp4-pack-quantized"),
+        write_fp4(32, ("weight_packed",)),
+    ),
+    "modelopt NVFP4": Format(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+        write_fp4(16, ("weight", "weight_scale_2")),
     ),
     "awq": Format(awq_config(64), write_awq(64)),
     "awq of whole rows": Format(

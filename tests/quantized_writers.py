@@ -165,6 +165,36 @@ def write_int8(strategy: str) -> Writer:
     return write
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def write_fp4(group: int, names: tuple[str, ...]) -> Writer:
+    """NVFP4 with the names of codes, and of the scale of the whole matrix, by which ModelOpt multiplies and
+    compressed-tensors divides; or MXFP4 with the name of the codes alone."""
+
+    def write(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+        rows = len(weight)
+        most = weight.view(rows, -1, group).abs().amax(2).clamp(min=1e-6) / 6
+        tensors: Tensors = {}
+        if len(names) == 1:
+            exponent = most.log2().ceil().int()
+            scale, tensors["weight_scale"] = 2.0**exponent, (exponent + 127).to(torch.uint8)
+        else:
+            whole = weight.abs().amax() / 6 / 448
+            codes = (most / whole).clamp(2**-6, 448).to(torch.float8_e4m3fn)
+            given = 1 / whole if "global" in names[1] else whole
+            scale = codes.float() / given if "global" in names[1] else codes.float() * given
+            tensors |= {"weight_scale": codes, names[1]: given.reshape(1) if "global" in names[1] else given}
+        spread = scale.repeat_interleave(group, 1)
+        nearest = (weight.abs() / spread)[..., None].sub(E2M1).abs().argmin(-1)
+        signs = weight < 0
+        nibbles = nearest + 8 * signs
+        tensors[names[0]] = (nibbles[:, ::2] + 16 * nibbles[:, 1::2]).to(torch.uint8)
+        return tensors, E2M1[nearest] * torch.where(signs, -1.0, 1.0) * spread
+
+    return write
+
+
 def write_modelopt_awq(group: int) -> Writer:
     """Every other matrix has its scale of activations folded into the layer before."""
     count = 0

@@ -79,3 +79,34 @@ def test_its_files_are_read_to_the_bit(tmp_path: Path, name: str) -> None:
     assert any("weight_scale" in key for key in load_file(stored / "model.safetensors"))
     found, expected = (PagedModel(path).forward(BATCH) for path in (stored, dense))
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("kind", "group"), [("nvfp4-pack-quantized", 16), ("mxfp4-pack-quantized", 32)])
+def test_numbers_of_4_bits_with_an_exponent_are_its_own(kind: str, group: int) -> None:
+    """It says them in bfloat16, to which ours are rounded."""
+    from trtrun.linear.quantization.base import TensorSlice
+    from trtrun.linear.stored.compressed_tensors import parse
+    from trtrun.linear.stored.layout import StoredLinear
+
+    torch.manual_seed(group)
+    weight, strategy = torch.randn(24, 128), "tensor_group" if group == 16 else "group"
+    args = {"num_bits": 4, "type": "float", "strategy": strategy, "group_size": group, "symmetric": True}
+    config = QuantizationConfig(config_groups={"group_0": {"targets": ["Linear"], "weights": args}}, format=kind)
+    scheme = config.config_groups["group_0"]
+    most = weight.view(24, -1, group).abs().amax(-1) / 6
+    state = {"weight": weight, "weight_scale": 2.0 ** most.log2().ceil()}
+    if group == 16:
+        state["weight_global_scale"] = 448 * 6 / weight.abs().amax().reshape(1)
+        state["weight_scale"] = (most * state["weight_global_scale"]).to(torch.float8_e4m3fn).float()
+    compressor = BaseCompressor.get_value_from_registry(kind)
+    made = compressor.compress(state, scheme)
+    expected = compressor.decompress(made, scheme)["weight"]
+
+    stored = parse(config.model_dump(mode="json"))("model.layers.0.mlp.down_proj.weight")
+    assert isinstance(stored, StoredLinear)
+    part = TensorSlice("model.layers.0.mlp.down_proj.weight", (24, 128), (range(24), range(128)))
+    slices = stored.layout.slices(part)
+    found = stored.layout.form(part, {end: made[it.name.split("down_proj.")[1]] for end, it in slices.items()})
+    assert found.shape == (24, 128)
+    assert torch.equal(found.dequantize().bfloat16(), expected.bfloat16())
+    assert (found.dequantize() - weight).norm() < 0.2 * weight.norm()

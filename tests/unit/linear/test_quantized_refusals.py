@@ -96,14 +96,14 @@ REFUSED: list[tuple[Mapping[str, Any], str]] = [
     ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "'modules_to_not_convert' .* must be a list of mod"),
     ({"quant_method": "fp8", "ignored_layers": ["re:(" * 2]}, "is no expression"),
     (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-        "modelopt weights with quant_algo 'NVFP4' are not supported;",
+        {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+        "modelopt weights with quant_algo 'NVFP4_AWQ' are not supported;",
     ),
     ({"quant_method": "modelopt"}, "modelopt weights with quant_algo None are not supported; known: FP8, FP8_PER"),
     ({"quant_method": "modelopt", "quantization": 4}, "'quantization' of quantization_config must be an object, not 4"),
     (compressed({}, None, "float-quantized", config_groups={}), "'config_groups' .* must name groups of modules"),
     (compressed({}, None, "float-quantized", config_groups={"a": 1}), "'config_groups' .* must name groups of modules"),
-    (compressed(float_args("tensor"), None, "nvfp4-pack-quantized"), "in format 'nvfp4-pack-quantized' are not suppor"),
+    (compressed(float_args("tensor"), None, "mxfp6-pack-quantized"), "in format 'mxfp6-pack-quantized' are not suppor"),
     (compressed(float_args("tensor"), None, "marlin-24"), "compressed-tensors weights in format 'marlin-24' are not s"),
     (compressed(float_args("tensor"), None, "dense"), "compressed-tensors weights in format 'dense' are not supported"),
     (

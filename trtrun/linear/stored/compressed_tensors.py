@@ -13,6 +13,7 @@ from typing import Any
 from trtrun.errors import CheckpointError, shorten
 from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, Quantization, StoredQuantizations
 from trtrun.linear.stored.byte_layouts import Fp8Layout, Int8Layout
+from trtrun.linear.stored.fp4_layout import Fp4Layout
 from trtrun.linear.stored.fp8 import read_block
 from trtrun.linear.stored.layout import Layout, StoredLinear
 from trtrun.linear.stored.packed_layout import PackedLayout
@@ -127,9 +128,25 @@ def _read_packed(weights: Mapping[str, Any], activations: Activations) -> Layout
     return PackedLayout(int(weights["num_bits"]), size, weights.get("symmetric") is not False, has_order)
 
 
+def _read_fp4(weights: Mapping[str, Any], activations: Activations) -> Layout:
+    refuse(weights, "num_bits", 4, method=f"{_METHOD} nvfp4-pack-quantized")
+    refuse(weights, "type", "float", method=f"{_METHOD} nvfp4-pack-quantized")
+    refuse(weights, "group_size", 16, method=f"{_METHOD} nvfp4-pack-quantized", default=16)
+    return Fp4Layout(f"{_METHOD} NVFP4", "weight_packed", 16, "weight_global_scale", divides=True)
+
+
+def _read_mxfp4(weights: Mapping[str, Any], activations: Activations) -> Layout:
+    refuse(weights, "num_bits", 4, method=f"{_METHOD} mxfp4-pack-quantized")
+    refuse(weights, "type", "float", method=f"{_METHOD} mxfp4-pack-quantized")
+    refuse(weights, "group_size", 32, method=f"{_METHOD} mxfp4-pack-quantized", default=32)
+    return Fp4Layout(f"{_METHOD} MXFP4", "weight_packed", 32, None)
+
+
 _FORMATS: dict[str, Callable[[Mapping[str, Any], Activations], Layout]] = {
     "float-quantized": _read_float,
     "int-quantized": _read_whole,
     "naive-quantized": _read_unpacked,
     "pack-quantized": _read_packed,
+    "nvfp4-pack-quantized": _read_fp4,
+    "mxfp4-pack-quantized": _read_mxfp4,
 }

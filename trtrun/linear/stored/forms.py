@@ -15,6 +15,8 @@ from trtrun.linear.stored.settings import Activations
 
 ALL_ROWS = slice(None)
 _WORD_BITS = 32
+_E2M1 = [sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+"""By code: the highest bit is the sign."""
 
 
 class StoredForm(Protocol):
@@ -87,6 +89,34 @@ class Int8Weight:
     def dequantize(self, rows: slice = ALL_ROWS) -> torch.Tensor:
         """See StoredForm."""
         return self.codes[rows].float() * self.scale[rows].unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class Fp4Weight:
+    """W[n, k] = number of code[n, k] * scale[n, k // group_size], of 4 bits with an exponent (E2M1).
+
+    Attributes:
+        codes: [out, in / 2] uint8, the even column in the lower bits.
+        scale: [out, groups] float32.
+        group_size: columns of a group, one behind the other.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    group_size: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See StoredForm."""
+        return self.codes.shape[0], self.codes.shape[1] * 2
+
+    def dequantize(self, rows: slice = ALL_ROWS) -> torch.Tensor:
+        """See StoredForm."""
+        pairs = self.codes[rows]
+        codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(1)
+        numbers = torch.tensor(_E2M1, device=codes.device)[codes.long()]
+        scale = self.scale[rows].unsqueeze(-1).expand(*pairs.shape[:1], self.scale.shape[1], self.group_size)
+        return numbers.mul_(scale.flatten(1)[:, : numbers.shape[1]])
 
 
 @dataclass(frozen=True)

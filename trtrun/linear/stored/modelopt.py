@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trtrun.errors import CheckpointError, shorten
 from trtrun.linear.quantization.base import STORED_QUANTIZATIONS, StoredQuantizations, TensorSlice
 from trtrun.linear.stored.byte_layouts import Fp8Layout
+from trtrun.linear.stored.fp4_layout import Fp4Layout
 from trtrun.linear.stored.layout import Codes, Layout, StoredLinear, cut_groups, cut_words, stored_as
 from trtrun.linear.stored.settings import ModuleNames, everywhere, read_group_size, read_names, read_section
 
@@ -85,6 +86,7 @@ _ALGORITHMS: dict[str, Callable[[Mapping[str, Any]], Layout]] = {
     "FP8": lambda section: Fp8Layout("modelopt FP8", "static", "tensor"),
     "FP8_PER_CHANNEL_PER_TOKEN": lambda section: Fp8Layout("modelopt FP8", "token", "channel"),
     "W4A16_AWQ": _read_awq,
+    "NVFP4": lambda section: Fp4Layout("modelopt NVFP4", "weight", 16, "weight_scale_2"),
 }
 
 
