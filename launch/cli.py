@@ -21,6 +21,7 @@ from launch.commands.check import check
 from launch.commands.generate_data import generate_data
 from launch.commands.merge import merge
 from launch.commands.plan import plan
+from launch.commands.quantize import quantize
 from launch.commands.run import run
 from launch.commands.serve import serve, serve_engine
 from launch.commands.slurm import cancel, status, submit
@@ -52,7 +53,7 @@ def cli() -> None:
 
 for _command in (
     *(run, serve, serve_engine, merge, plan, check, warm_up, submit, status, cancel, bench),
-    *(generate_data, train_drafter),
+    *(generate_data, train_drafter, quantize),
 ):
     cli.add_command(_command)
 

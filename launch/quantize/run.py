@@ -1,0 +1,129 @@
+"""A run of `trtrun quantize`, and what the user sees of it: a bar, a table of layers, one line of JSON.
+
+The arithmetic is `trtrun.quantizing`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from launch.exit_codes import ExitCode, FailedError
+from launch.mpi.drain import Drain
+from launch.quantize.options import QuantizeOptions
+from launch.terminal import Bar, output_console
+from trtrun.errors import ConfigError
+from trtrun.models.config import read_model_config
+from trtrun.quantizing.checkpoint_quantizer import CheckpointQuantizer
+from trtrun.quantizing.directory import FOLDER, REPORT
+from trtrun.quantizing.texts import read_texts
+from trtrun.tokens.text import read_tokenizer
+
+COLUMNS = (
+    ("layer", "layer"),
+    ("error", "error"),
+    ("error_with_rounded_activations", "with activations"),
+    ("held_out_error", "held-out"),
+    ("k_scale", "k_scale"),
+    ("v_scale", "v_scale"),
+    ("seconds", "s"),
+)
+"""Of the table: key of the report, and heading."""
+
+
+def play_quantization(options: QuantizeOptions, drain: Drain) -> int:
+    """Do the run; returns the exit status.
+
+    Raises:
+        TrtrunError: the model, the texts or the output are wrong.
+        FailedError: the output cannot be written any more.
+    """
+    if options.resume and not options.force and _is_finished(options.output):
+        tell("nothing left to quantize")
+        show_report(options.output)
+        return ExitCode.DONE
+    slots = find_slots(options.devices)
+    config = read_model_config(options.model)
+    settings = options.settings
+    texts = read_texts(
+        options.calibration, options.held_out, read_tokenizer(options.model), settings, config.vocab_size
+    )
+    quantizer = CheckpointQuantizer(options.model, options.output, settings, texts, slots)
+    done = quantizer.begin(options.force)
+    begun = f"goes on behind layer {done} of {len(config.layers)}" if done else f"begins {len(config.layers)} layers"
+    where = ", ".join(map(str, slots))
+    tell(f"{settings.format}: {begun} on {where}, {len(texts.samples)} samples, {len(texts.held_out)} held-out texts")
+    drain.start_running()
+    try:
+        with Bar("layers") as bar:
+            summary = quantizer.run(bar.update, lambda: drain.cause is not None)
+    except OSError as error:
+        raise FailedError(f"cannot write below {options.output}: {error.strerror}; the same command goes on") from error
+    if summary is None:
+        tell(f"{drain.cause}: some layers are left; the same command does the rest")
+        return ExitCode.DRAINED
+    show_report(options.output)
+    return ExitCode.DONE
+
+
+def find_slots(names: Sequence[str]) -> list[torch.device]:
+    """The devices to compute on.
+
+    Raises:
+        ConfigError: this machine lacks one.
+    """
+    if not names:
+        return [torch.device("cuda:0" if torch.cuda.is_available() else "cpu")]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for name in names:
+        kind, _, number = name.partition(":")
+        if kind == "cuda" and int(number) >= count:
+            raise ConfigError(f"--devices: there is no {name} here: this machine has {count} GPUs that torch can use")
+    return [torch.device(name) for name in names]
+
+
+def show_report(output: Path) -> None:
+    """Print the report of a finished checkpoint: a table, and its last line as it is."""
+    lines = [json.loads(line) for line in (output / REPORT).read_text(encoding="utf-8").splitlines()]
+    layers = [line for line in lines if "layer" in line]
+    columns = [(key, heading) for key, heading in COLUMNS if any(key in line for line in layers)]
+    table = Table(title=None)
+    for _, heading in columns:
+        table.add_column(heading, justify="right")
+    for line in layers:
+        table.add_row(*(_figure(line.get(key)) for key, _ in columns))
+    console = output_console()
+    console.print(table)
+    console.print(describe_summary(lines[-1]), soft_wrap=True)
+    print(json.dumps(lines[-1]), flush=True)
+
+
+def describe_summary(summary: Mapping[str, Any]) -> str:
+    """Bytes, seconds and perplexity in words."""
+    before, after = summary["bytes_before"], summary["bytes_after"]
+    parts = [f"{before / 1e6:,.1f} MB → {after / 1e6:,.1f} MB ({after / before:.0%}) in {summary['seconds']:,.1f} s"]
+    if "perplexity_after" in summary:
+        held_out = f"{summary['held_out_tokens']} held-out tokens"
+        parts.append(f"perplexity of {held_out} {summary['perplexity_before']} → {summary['perplexity_after']}")
+    if "perplexity_with_rounded_activations" in summary:
+        parts.append(f"{summary['perplexity_with_rounded_activations']} where activations are rounded, too")
+    return ", ".join(parts)
+
+
+def tell(text: str) -> None:
+    """Say something to the user, beside the result."""
+    print(f"trtrun: {text}", file=sys.stderr, flush=True)
+
+
+def _figure(value: object) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _is_finished(output: Path) -> bool:
+    return (output / REPORT).is_file() and (output / "config.json").is_file() and not (output / FOLDER).exists()

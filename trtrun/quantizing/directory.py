@@ -1,0 +1,182 @@
+"""The directory of a quantized checkpoint while it is made, and when it is done.
+
+A shard for the ends of the model and one for each layer, each put in place whole; config.json comes last, so that no
+runtime takes what is unfinished for a model. What a killed run leaves behind is told by the folder `quantizing`, which
+is gone in the end. It knows tensors with names. It does not know what they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trtrun.errors import CheckpointError, ConfigError, reading, shorten_path
+from trtrun.models.checkpoint import INDEX_FILE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FOLDER = "quantizing"
+REPORT = "quantization_report.jsonl"
+
+_COPIED = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("generation_config.json", "chat_template*", "*.tiktoken", "spiece.model", "LICENSE*", "NOTICE*"),
+)
+"""What runtimes read beside weights and config.json, and terms of use."""
+
+
+class QuantizedDirectory:
+    """Where a quantized checkpoint is made.
+
+    Args:
+        path: the directory.
+        num_shards: of the checkpoint.
+    """
+
+    def __init__(self, path: Path, num_shards: int) -> None:
+        self.path, self._num_shards = path, num_shards
+        self._state = path / FOLDER
+        self._identity = self._state / "run.json"
+        self._lines = self._state / REPORT
+
+    def begin(self, identity: Mapping[str, Any], is_forced: bool) -> None:
+        """Go on with what a killed run of the same identity left, or begin.
+
+        Args:
+            identity: settings, model and texts.
+            is_forced: whether what is there otherwise may be lost.
+
+        Raises:
+            ConfigError: it would be lost.
+        """
+        known = json.loads(json.dumps(identity))
+        with reading(self._identity, ConfigError):
+            found = json.loads(self._identity.read_text(encoding="utf-8")) if self._identity.is_file() else None
+        if found is not None and not is_forced:
+            different = next((name for name in known if found.get(name) != known[name]), None)
+            if different is not None:
+                raise ConfigError(
+                    f"--output {shorten_path(self.path)}: it holds a run with another {different}: go on with that, or "
+                    "begin anew with --force"
+                )
+            return
+        if is_forced:
+            self._clear()
+        self._state.mkdir(parents=True)
+        write_whole(self._identity, json.dumps(known, sort_keys=True) + "\n")
+
+    def _clear(self) -> None:
+        """Take an earlier checkpoint away, config.json first: without it nothing is a model."""
+        for pattern in ("config.json", INDEX_FILE, "model*.safetensors", "*.new", REPORT):
+            for file in self.path.glob(pattern):
+                file.unlink()
+        shutil.rmtree(self._state, ignore_errors=True)
+
+    def shard(self, index: int) -> Path:
+        """The file of a shard, counted from 0."""
+        return self.path / f"model-{index + 1:05d}-of-{self._num_shards:05d}.safetensors"
+
+    def has_shard(self, index: int) -> bool:
+        """Whether it was written, as a whole."""
+        return self.shard(index).is_file() and len(self.read_lines()) > index
+
+    def write_shard(self, index: int, tensors: Mapping[str, Tensor], line: Mapping[str, Any]) -> None:
+        """Put a shard in place, and a line of the report behind the others."""
+        from safetensors.torch import save_file
+
+        temporary = self.shard(index).with_suffix(".new")
+        save_file(dict(tensors), temporary, {"format": "pt"})
+        os.chmod(temporary, 0o644)
+        _put(temporary, self.shard(index))
+        lines = [*self.read_lines()[:index], dict(line)]
+        write_whole(self._lines, "".join(json.dumps(one) + "\n" for one in lines))
+
+    def read_shard(self, index: int) -> dict[str, Tensor]:
+        """The tensors of a shard.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        from safetensors.torch import load_file
+
+        with reading(self.shard(index), CheckpointError):
+            return load_file(self.shard(index))
+
+    def read_lines(self) -> list[dict[str, Any]]:
+        """The report so far: a line for each shard."""
+        if not self._lines.is_file():
+            return []
+        with reading(self._lines, ConfigError):
+            return [json.loads(line) for line in self._lines.read_text(encoding="utf-8").splitlines()]
+
+    def finish(self, source: Path, config: Mapping[str, Any], summary: Mapping[str, Any]) -> int:
+        """Write the index, copy what belongs to the model, and let it be one; returns the bytes of the weights.
+
+        Args:
+            source: the model that was quantized.
+            config: config.json.
+            summary: last line of the report.
+        """
+        from safetensors import safe_open
+
+        places: dict[str, str] = {}
+        for index in range(self._num_shards):
+            with safe_open(self.shard(index), "np") as file:
+                places |= dict.fromkeys(file.keys(), self.shard(index).name)
+        num_bytes = sum(self.shard(index).stat().st_size for index in range(self._num_shards))
+        map_of_weights = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(places.items()))}
+        write_whole(self.path / INDEX_FILE, json.dumps(map_of_weights, indent=2) + "\n")
+        for pattern in _COPIED:
+            for file in source.glob(pattern):
+                if file.is_file():
+                    temporary = self.path / f"{file.name}.new"
+                    shutil.copyfile(file, temporary)
+                    _put(temporary, self.path / file.name)
+        lines = [*self.read_lines()[: self._num_shards], {**summary, "bytes_after": num_bytes}]
+        write_whole(self.path / REPORT, "".join(json.dumps(line) + "\n" for line in lines))
+        write_whole(self.path / "config.json", json.dumps(config, indent=2) + "\n")
+        for file in self.path.glob("*.new"):
+            file.unlink()
+        shutil.rmtree(self._state)
+        return num_bytes
+
+
+def check_output(output: Path, source: Path, is_forced: bool) -> None:
+    """Raise ConfigError for a directory that would lose something, or cannot be made."""
+    where = shorten_path(output)
+    try:
+        if output.exists() and not output.is_dir():
+            raise ConfigError(f"--output {where}: it is no directory")
+        if not output.resolve().parent.is_dir():
+            raise ConfigError(f"--output {where}: the directory {shorten_path(output.resolve().parent)} does not exist")
+        if output.resolve() == source.resolve():
+            raise ConfigError(f"--output {where}: that is the model itself; name another directory")
+        if not output.is_dir() or (output / FOLDER).is_dir() or not any(output.iterdir()):
+            return
+        is_finished = (output / REPORT).is_file()
+        if is_forced and is_finished:
+            return
+        if is_finished:
+            raise ConfigError(f"--output {where}: a quantized checkpoint is there; --force makes it anew")
+        raise ConfigError(f"--output {where}: it is not empty, and was not made by trtrun quantize: name another one")
+    except OSError as error:
+        raise ConfigError(f"--output {where}: {error.strerror}") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file, so that at any moment it is the old one or the new one."""
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    _put(temporary, path)
+
+
+def _put(temporary: Path, path: Path) -> None:
+    """A file in the place of another, and on the disk before that."""
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,242 @@
+"""One decoder layer from its tensors to those of the quantized checkpoint, and what that changes.
+
+It knows a layer's plan, a format, and hidden states that enter the layer. It does not know files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trtrun.errors import CheckpointError, ConfigError
+from trtrun.layers.rotary import RotaryEmbedding
+from trtrun.linear.quantization.base import StoredQuantizations, TensorSlice
+from trtrun.linear.stored.compressed_tensors import parse
+from trtrun.linear.stored.layout import StoredLinear
+from trtrun.models.blocks import DecoderPlan
+from trtrun.models.config import ModelConfig
+from trtrun.models.weights import Share
+from trtrun.quantizing.activations import Devices, Flow, LargestKeys, Observer
+from trtrun.quantizing.awq import Awq
+from trtrun.quantizing.folding import fold, norm_pairs, smooth
+from trtrun.quantizing.formats import FORMATS, quantization_config
+from trtrun.quantizing.plain_layer import PlainLayer, Weights
+from trtrun.quantizing.rounding import FP8_MOST, INT8_MOST
+from trtrun.quantizing.settings import WORD_PLACES, QuantizingSettings, choose_group_size
+
+_KV_MOST = {"fp8": FP8_MOST, "int8": float(INT8_MOST)}
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """A layer of the quantized checkpoint.
+
+    Attributes:
+        tensors: by name, on the host.
+        notes: for the report: errors, scales, ratios.
+    """
+
+    tensors: Mapping[str, Tensor]
+    notes: Mapping[str, Any]
+
+
+class LayerQuantizer:
+    """Quantizes the layers of one model.
+
+    Args:
+        config: of the model.
+        settings: what to.
+        devices: where.
+        dtype: of what stays plain, and of scales.
+        longest: tokens of the longest text.
+
+    Attributes:
+        config: `quantization_config` of the checkpoint.
+
+    Raises:
+        ConfigError: layers of this kind, or of these sizes, cannot be quantized so.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        settings: QuantizingSettings,
+        devices: Devices,
+        dtype: torch.dtype,
+        longest: int,
+    ) -> None:
+        self._settings, self._devices, self._dtype = settings, devices, dtype
+        self._format = FORMATS[settings.format]
+        self._sizes = _choose_sizes(config, settings)
+        self.config = quantization_config(self._format, self._sizes, settings.kv_cache, ["lm_head"])
+        self._stored: StoredQuantizations = parse(self.config)
+        self._rotaries = []
+        for slot in devices.slots:
+            rotary = RotaryEmbedding(config.rope, config.head_dim, devices.dtype, slot)
+            rotary.reserve(longest)
+            self._rotaries.append(rotary)
+
+    @property
+    def rounds_activations(self) -> bool:
+        """Whether the format asks for it."""
+        return self._format.rounding is not None
+
+    def plain(self, plan: DecoderPlan, weights: Weights) -> list[PlainLayer]:
+        """The layer in each slot."""
+        copies = self._devices.copies(weights, self._devices.dtype)
+        return [PlainLayer(plan, copy, rotary) for copy, rotary in zip(copies, self._rotaries, strict=True)]
+
+    def quantized(self, plan: DecoderPlan, tensors: Mapping[str, Tensor]) -> list[PlainLayer]:
+        """The layer with the numbers that the tensors of the quantized checkpoint stand for, in each slot."""
+        weights = {}
+        for weight in plan.weights():
+            for part in weight.parts:
+                stored = self._stored(part.name) if weight.use == "linear" else None
+                if stored is None:
+                    weights[part.name] = tensors[part.name]
+                    continue
+                assert isinstance(stored, StoredLinear)
+                whole = TensorSlice(part.name, part.shape, tuple(map(range, part.shape)))
+                slices = stored.layout.slices(whole)
+                device = self._devices.slots[0]
+                read = {end: tensors[it.name].reshape(it.shape).to(device) for end, it in slices.items()}
+                weights[part.name] = stored.layout.form(whole, read).dequantize()
+        return self.plain(plan, weights)
+
+    def rounding(self, layers: Sequence[PlainLayer]) -> list[PlainLayer]:
+        """Layers that round activations, too, as the format asks for."""
+        return [replace(layer, rounding=self._format.rounding) for layer in layers]
+
+    def quantize(self, plan: DecoderPlan, weights: Weights, hidden: Flow) -> tuple[QuantizedLayer, Flow]:
+        """Quantize a layer.
+
+        Args:
+            plan: of the layer.
+            weights: its tensors, float32 in the first slot.
+            hidden: what enters it; empty without texts.
+
+        Returns:
+            The layer, and what leaves the plain one.
+        """
+        notes: dict[str, Any] = {}
+        layers = self.plain(plan, weights)
+        seen = Observer(self._devices, with_products=self._settings.format == "int4_awq")
+        is_seen = self._settings.format in ("int4_awq", "int8_sq")
+        watches = [seen.watch(slot) for slot in range(len(layers))]
+        expected = hidden.map(
+            lambda slot, x: layers[slot].forward(x, watches[slot]) if is_seen else layers[slot].forward(x)
+        )
+        rounded = self._prepare(plan, layers, weights, seen, hidden, notes)
+        tensors = self._store(plan, rounded)
+        quantized = self.quantized(plan, tensors)
+        if len(hidden):
+            largest = [LargestKeys() for _ in quantized]
+            found = hidden.map(lambda slot, x: quantized[slot].forward(x, largest[slot].watch))
+            notes["error"] = relative_error(hidden, expected, found)
+            if self.rounds_activations:
+                rounding = self.rounding(quantized)
+                found = hidden.map(lambda slot, x: rounding[slot].forward(x))
+                notes["error_with_rounded_activations"] = relative_error(hidden, expected, found)
+            if self._settings.kv_cache is not None:
+                used = largest[: len(hidden)]
+                tensors |= self._kv_scales(plan, [it.result() for it in used], notes)
+        return QuantizedLayer(tensors, notes), expected
+
+    def _prepare(
+        self,
+        plan: DecoderPlan,
+        layers: Sequence[PlainLayer],
+        weights: Weights,
+        seen: Observer,
+        hidden: Flow,
+        notes: dict[str, Any],
+    ) -> Weights:
+        """What is to be rounded to nearest."""
+        if self._settings.format == "int8_sq":
+            for pair in norm_pairs(plan):
+                scale = smooth(weights, pair, seen.largest(pair.site), self._settings.smoothing)
+                weights = fold(weights, pair, scale, self._dtype)
+        if self._settings.format == "int4_awq":
+            masters = [weights, *self._devices.copies(weights)[1:]]
+            search = Awq(layers, masters, self._devices, seen, hidden, self._size_of, self._dtype)
+            weights, notes["ratios"] = search.run()
+        return weights
+
+    def _size_of(self, name: str) -> int:
+        return self._sizes[name.removesuffix(".weight").rpartition(".")[2]]
+
+    def _store(self, plan: DecoderPlan, weights: Weights) -> dict[str, Tensor]:
+        """All tensors of the layer as files have them, on the host."""
+        found: dict[str, Tensor] = {}
+        for weight in plan.weights():
+            for part in weight.parts:
+                value = weights[part.name]
+                if weight.use != "linear":
+                    found[part.name] = value.to(self._dtype).cpu()
+                    continue
+                made = self._format.round(value, self._size_of(part.name), self._dtype)
+                module = part.name.removesuffix("weight")
+                found |= {f"{module}{end}": tensor.cpu().contiguous() for end, tensor in made.items()}
+        for name, value in found.items():
+            if value.dtype.is_floating_point and not bool(value.float().isfinite().all()):
+                raise CheckpointError(
+                    f"{name} has numbers that are not finite in {self._dtype}: choose another --dtype"
+                )
+        return found
+
+    def _kv_scales(
+        self, plan: DecoderPlan, largest: Sequence[tuple[float, float]], notes: dict[str, Any]
+    ) -> dict[str, Tensor]:
+        """One scale for the keys of the layer, and one for its values."""
+        assert self._settings.kv_cache is not None
+        most = _KV_MOST[self._settings.kv_cache]
+        found = {}
+        for index, name in enumerate(("k_scale", "v_scale")):
+            value = max(it[index] for it in largest) / most
+            scale = torch.tensor([value or 1.0], dtype=torch.float32)
+            found[f"{plan.attention.name}.{name}"] = scale
+            notes[name] = float(f"{float(scale):.4g}")
+        return found
+
+
+def _choose_sizes(config: ModelConfig, settings: QuantizingSettings) -> dict[str, int]:
+    """The size of groups by the last name of each module that is quantized."""
+    found: dict[str, int] = {}
+    for plan in config.layers:
+        if not isinstance(plan, DecoderPlan):
+            raise ConfigError(f"layers of {config.architecture} are of a kind that trtrun quantize does not know")
+        for weight in plan.weights():
+            for part in weight.parts if weight.use == "linear" else ():
+                features, inputs = part.shape
+                if FORMATS[settings.format].has_groups and features % WORD_PLACES:
+                    raise ConfigError(
+                        f"{part.name}: {features} output features are no multiple of {WORD_PLACES}, as zero points lie "
+                        f"{WORD_PLACES} in one word: use --format fp8 or int8_sq"
+                    )
+                name = part.name.removesuffix(".weight").rpartition(".")[2]
+                found[name] = settings.group_size
+                if FORMATS[settings.format].has_groups:
+                    bounds = [part.axes[1].held(Share(rank, settings.tp_size)).stop for rank in range(settings.tp_size)]
+                    bounds = bounds if part.is_output else [inputs]
+                    found[name] = choose_group_size(bounds, settings.group_size, part.name)
+    return found
+
+
+def relative_error(before: Flow, expected: Flow, found: Flow) -> float:
+    """|found - expected| / |expected - before| over all tokens: the error of what a layer adds."""
+    wrong = whole = 0.0
+    for index in range(len(expected)):
+        right = expected[index].float()
+        wrong += float((found[index].float() - right).square().sum(dtype=torch.float64))
+        whole += float((right - before[index].float()).square().sum(dtype=torch.float64))
+    return round_figure(math.sqrt(wrong / whole)) if whole else 0.0
+
+
+def round_figure(value: float) -> float:
+    """Four digits, for reports."""
+    return float(f"{value:.4g}")

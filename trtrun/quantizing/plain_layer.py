@@ -1,0 +1,123 @@
+"""A decoder layer in plain torch, over whole texts: what calibration looks into, and what quantized weights are held
+to.
+
+It knows a plan of blocks (trtrun.models.blocks) and tensors by their names. It does not know files or formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trtrun.layers.rotary import RotaryEmbedding
+from trtrun.models.blocks import DecoderPlan, NormPlan
+
+Weights = Mapping[str, Tensor]
+"""A layer's tensors by their names in the checkpoint."""
+
+Watch = Callable[[str, Tensor], None]
+"""Called with the name of a site and what passes there: the inputs [texts, tokens, features] of the linear layers, by
+SITES, and "keys" (rotated) and "values" [texts, heads, tokens, head_dim]."""
+
+SITES = ("attention", "output", "mlp", "down")
+"""Where linear layers get their inputs: q_proj, k_proj and v_proj; o_proj; gate_proj and up_proj; down_proj."""
+
+Rounding = Callable[[Tensor], Tensor]
+"""Inputs of linear layers [..., features] → as a format rounds them."""
+
+
+def _pass(_: str, __: Tensor) -> None:
+    """Watch nothing."""
+
+
+@dataclass(frozen=True)
+class PlainLayer:
+    """One layer on one device.
+
+    Attributes:
+        plan: of the layer.
+        weights: in the dtype of activations.
+        rotary: of the same device and dtype, with tables for the texts' positions.
+        rounding: of the inputs of linear layers; None leaves them.
+    """
+
+    plan: DecoderPlan
+    weights: Weights
+    rotary: RotaryEmbedding
+    rounding: Rounding | None = None
+
+    def with_weights(self, changed: Weights) -> PlainLayer:
+        """The same with other tensors of some names."""
+        return replace(self, weights={**self.weights, **changed})
+
+    def forward(self, hidden: Tensor, watch: Watch = _pass) -> Tensor:
+        """The layer: the residual stream [texts, tokens, hidden] → the same behind it."""
+        hidden = hidden + self.attention(self.norm(self.plan.input_norm, hidden), watch)
+        return hidden + self.mlp(self.norm(self.plan.post_attention_norm, hidden), watch)
+
+    def norm(self, plan: NormPlan, hidden: Tensor) -> Tensor:
+        """See `rms_norm`."""
+        return rms_norm(hidden, self.weights[f"{plan.name}.weight"], plan.eps)
+
+    def attention(self, inputs: Tensor, watch: Watch = _pass) -> Tensor:
+        """Self-attention of [texts, tokens, hidden] that are normalised, with o_proj."""
+        plan, shape = self.plan.attention, self.plan.attention.shape
+        watch("attention", inputs)
+        inputs = self._rounded(inputs)
+        queries = self._heads("q_proj", inputs, shape.num_heads)
+        keys = self._heads("k_proj", inputs, shape.num_kv_heads)
+        values = self._heads("v_proj", inputs, shape.num_kv_heads)
+        if plan.head_norm:
+            query_norm, key_norm = plan.head_norms
+            queries, keys = self.norm(query_norm, queries), self.norm(key_norm, keys)
+        length = inputs.shape[1]
+        angles = self.rotary.lookup(torch.arange(length, device=inputs.device))
+        queries, keys = (_rotate(heads, *angles).transpose(1, 2) for heads in (queries, keys))
+        values = values.transpose(1, 2)
+        watch("keys", keys)
+        watch("values", values)
+        mask = None
+        if plan.window is not None and plan.window < length:
+            mask = torch.ones(length, length, dtype=torch.bool, device=inputs.device).tril()
+            mask = mask.triu(1 - plan.window)
+        attended = F.scaled_dot_product_attention(
+            queries, keys, values, mask, is_causal=mask is None, enable_gqa=shape.num_heads != shape.num_kv_heads
+        )
+        attended = attended.transpose(1, 2).flatten(2)
+        watch("output", attended)
+        return self._linear(f"{plan.name}.o_proj", self._rounded(attended))
+
+    def mlp(self, inputs: Tensor, watch: Watch = _pass) -> Tensor:
+        """The feed-forward layer of [texts, tokens, hidden] that are normalised."""
+        name = self.plan.mlp.name
+        watch("mlp", inputs)
+        inputs = self._rounded(inputs)
+        gated = F.silu(self._linear(f"{name}.gate_proj", inputs)) * self._linear(f"{name}.up_proj", inputs)
+        watch("down", gated)
+        return self._linear(f"{name}.down_proj", self._rounded(gated))
+
+    def _heads(self, name: str, inputs: Tensor, count: int) -> Tensor:
+        return torch.unflatten(self._linear(f"{self.plan.attention.name}.{name}", inputs), -1, (count, -1))
+
+    def _linear(self, name: str, inputs: Tensor) -> Tensor:
+        return F.linear(inputs, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
+
+    def _rounded(self, inputs: Tensor) -> Tensor:
+        return inputs if self.rounding is None else self.rounding(inputs)
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm (arXiv:1910.07467) in float32, over the last dimension."""
+    wide = hidden.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return scaled.to(hidden.dtype) * weight
+
+
+def _rotate(heads: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """[texts, tokens, heads, head_dim], with tables [tokens, 1, head_dim] of RotaryEmbedding."""
+    swapped = heads.roll(heads.shape[-1] // 2, -1)
+    return heads * cosines + swapped * sines

@@ -1,0 +1,104 @@
+"""What a checkpoint is to be quantized to. Plain data without torch: the command checks it before anything is loaded,
+and what a killed run leaves behind is compared by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trtrun.errors import ConfigError, nearest
+
+FORMATS = ("fp8", "fp8_block", "int4_awq", "int8_sq")
+KV_CACHES = ("fp8", "int8")
+DTYPES = ("float32", "bfloat16", "float16")
+CALIBRATED_FORMATS = ("int4_awq", "int8_sq")
+"""Those that are made by what activations are like."""
+
+WORD_PLACES = 8
+"""Codes of 4 bits in a word of 32: no group is smaller, and dimensions are multiples of it."""
+
+
+@dataclass(frozen=True)
+class QuantizingSettings:
+    """How a checkpoint is quantized.
+
+    Attributes:
+        format: one of FORMATS.
+        kv_cache: one of KV_CACHES, for scales of keys and values; None writes none.
+        group_size: input features with one scale, at most (int4_awq).
+        samples: texts to calibrate with, at most.
+        max_length: tokens of a text, at most; what is longer is cut off.
+        held_out_samples: texts to measure on, at most.
+        smoothing: how much of the activations' outliers the weights take over, 0 to 1 (int8_sq).
+        dtype: of what stays plain; None keeps the checkpoint's.
+        tp_size: ranks that the model can be shared out over without cutting a group (int4_awq).
+    """
+
+    format: str
+    kv_cache: str | None = None
+    group_size: int = 128
+    samples: int = 512
+    max_length: int = 512
+    held_out_samples: int = 32
+    smoothing: float = 0.5
+    dtype: str | None = None
+    tp_size: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value that there is not, or outside its range."""
+        for option, value, known in (
+            ("--format", self.format, FORMATS),
+            ("--kv-cache", self.kv_cache, KV_CACHES),
+            ("--dtype", self.dtype, DTYPES),
+        ):
+            if value is not None and value not in known:
+                raise ConfigError(f"{option}: unknown value '{value}'{nearest(value, known)}")
+        for option, number, least in (
+            ("--samples", self.samples, 1),
+            ("--max-length", self.max_length, 2),
+            ("--held-out-samples", self.held_out_samples, 0),
+            ("--tp-size", self.tp_size, 1),
+        ):
+            if number < least:
+                raise ConfigError(f"{option} is {number}: it must be {least} or more")
+        if self.group_size < WORD_PLACES or self.group_size % WORD_PLACES:
+            raise ConfigError(
+                f"--group-size is {self.group_size}: it must be a multiple of {WORD_PLACES}, as {WORD_PLACES} codes "
+                "lie in one word"
+            )
+        if not 0 <= self.smoothing <= 1:
+            raise ConfigError(f"--smoothing is {self.smoothing:g}: it must be from 0 to 1")
+
+    @property
+    def needs_texts(self) -> bool:
+        """Whether it cannot be done without texts."""
+        return self.format in CALIBRATED_FORMATS or self.kv_cache is not None
+
+    def find_difference(self, others: Mapping[str, Any]) -> str | None:
+        """Name the first setting that differs from an earlier run's."""
+        return next((name for name, value in asdict(self).items() if others.get(name, value) != value), None)
+
+
+def choose_group_size(bounds: Sequence[int], most: int, name: str) -> int:
+    """The largest group of `most` input features at most that ends at each of some bounds.
+
+    Args:
+        bounds: where the shares of ranks end, the last of which is the number of input features.
+        most: a multiple of WORD_PLACES.
+        name: of the matrix.
+
+    Raises:
+        ConfigError: there is none of WORD_PLACES features or more.
+    """
+    divisor = math.gcd(*bounds)
+    found = next((group for group in range(most, 0, -WORD_PLACES) if divisor % group == 0), None)
+    if found is None:
+        shares = f", shared out over {len(bounds)} ranks," if bounds[1:] else ""
+        raise ConfigError(
+            f"{name}: {bounds[-1]} input features{shares} are no multiple of {WORD_PLACES}, as {WORD_PLACES} codes lie "
+            f"in one word: use {'fewer ranks, or ' if shares else ''}--format fp8 or int8_sq"
+        )
+    return found
