@@ -12,17 +12,18 @@ import ast
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
 from launch.cli import guarded, leave
 from launch.exit_codes import ExitCode
 from launch.mpi.job import Job
+from launch.pasted_words import CLOSING_QUOTES, OPENING_QUOTES, PastedParser
 from parallel.mpi_rank import find_mpi_rank
 from trtrun.configuration.config import RuntimeConfig, make_config
 from trtrun.configuration.model_paths import find_model
-from trtrun.errors import nearest, shorten
+from trtrun.errors import shorten
 from trtrun.models.eagle_tensors import find_eagle_method
 
 MODULE = "launch.tensorrt_llm"
@@ -32,15 +33,6 @@ EAGLE_OPTION = "--eagle_choices"
 DYNAMIC_OPTION = "--eagle_use_dynamic_tree"
 TOP_K_OPTION = "--eagle_dynamic_tree_max_top_k"
 LOOKAHEAD_OPTION = "--lookahead_config"
-DASHES = "\u2013\u2014"
-OPENING_QUOTES, CLOSING_QUOTES = "\u201c\u2018", "\u201d\u2019"
-
-
-class _Parser(argparse.ArgumentParser):
-    """Errors as one line, like those of the other commands."""
-
-    def error(self, message: str) -> NoReturn:
-        raise click.UsageError(message)
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -49,7 +41,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         click.UsageError: an option is unknown, lacks its value or is not supported.
     """
-    parser = _Parser(prog="run.py", description=__doc__, allow_abbrev=False)
+    parser = PastedParser(prog="run.py", description=__doc__, allow_abbrev=False)
     parser.add_argument("--engine_dir", required=True, help="The target's model directory.")
     parser.add_argument("--draft_engine_dir", help="The draft's model directory.")
     parser.add_argument("--tokenizer_dir", help="Where the tokenizer is, if not beside the target.")
@@ -84,10 +76,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output_generation_logits", action="store_true", help="Print each token's log probability.")
     parser.add_argument("--num_beams", type=int, default=1, help="Only 1: beam search is not supported.")
     parser.add_argument("--use_py_session", action="store_true", help="Not supported.")
-    arguments, unknown = parser.parse_known_args(mend_words(words))
-    if unknown:
-        known = [option for action in parser._actions for option in action.option_strings]
-        raise click.UsageError(f"unknown option '{unknown[0]}'{nearest(unknown[0].partition('=')[0], known)}")
+    arguments = parser.parse_pasted(words)
     if arguments.num_beams > 1:
         raise click.UsageError(f"--num_beams {arguments.num_beams}: beam search is not supported with a draft model")
     if arguments.use_py_session:
@@ -117,38 +106,6 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
             f"--draft_engine_dir and {DRAFT_OPTION} go together: give both, or none for plain decoding"
         )
     return arguments
-
-
-def mend_words(words: Sequence[str]) -> list[str]:
-    """Undo what web pages do to a command line: `–option`, `--option = value`, and “quotes” that no shell sees.
-
-    Words that the shell has split inside such quotes are put together again, with single spaces. A prompt that was
-    quoted for the shell keeps every character.
-    """
-    mended: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if word[:1] in tuple(DASHES) and word[1:2].isalpha():
-            word = "--" + word[1:]
-        if word.startswith("--") and rest[:1] == ["="] and len(rest) > 1:
-            word += "=" + rest[1]
-            rest = rest[2:]
-        closing_at = _find_closing(word, rest)
-        if closing_at is not None:
-            word = " ".join([word, *rest[: closing_at + 1]])[:-1]
-            word = word.translate({ord(mark): None for mark in OPENING_QUOTES})
-            rest = rest[closing_at + 1 :]
-        mended.append(word)
-    return mended
-
-
-def _find_closing(word: str, rest: Sequence[str]) -> int | None:
-    """Index in `rest` of the word that ends a quotation which `word` opens and does not close; None without one."""
-    value = word.partition("=")[2] if word.startswith("--") else word
-    if value[:1] not in tuple(OPENING_QUOTES) or any(mark in value for mark in CLOSING_QUOTES) or " " in value:
-        return None
-    return next((place for place, later in enumerate(rest) if later.endswith(tuple(CLOSING_QUOTES))), None)
 
 
 def parse_draft_config(text: str) -> tuple[int, list[int], list[int], bool]:

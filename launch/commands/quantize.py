@@ -95,10 +95,12 @@ def run_quantization(options: QuantizeOptions) -> int:
     drain = Drain()
     try:
         with drain.listening():
-            checked = options.checked()
+            from launch.quantize.checks import check_quantization
+
+            options = check_quantization(options)
             from launch.quantize.run import play_quantization
 
-            return play_quantization(checked, drain)
+            return play_quantization(options, drain)
     except EndedAtStart:
         line = f"ended by {drain.cause} before the first layer; the same command begins it"
         print(f"trtrun: {line}", file=sys.stderr, flush=True)

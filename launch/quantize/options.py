@@ -1,20 +1,13 @@
-"""What `trtrun quantize` was asked for, and what is wrong with that, before torch is imported.
-
-It knows files and directories. It does not know how a checkpoint is quantized.
-"""
+"""What `trtrun quantize` was asked for. Plain data, quick to import."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel.mpi_rank import find_mpi_rank
 from trtrun.configuration.device_lists import parse_devices
-from trtrun.configuration.model_paths import find_model
 from trtrun.errors import ConfigError
-from trtrun.quantizing.directory import check_output
 from trtrun.quantizing.settings import QuantizingSettings
-from trtrun.quantizing.texts import check_texts_file
 
 
 @dataclass(frozen=True)
@@ -40,28 +33,6 @@ class QuantizeOptions:
     resume: bool
     force: bool
     settings: QuantizingSettings
-
-    def checked(self) -> QuantizeOptions:
-        """The same with the model's directory found.
-
-        Raises:
-            ConfigError: something is wrong.
-        """
-        place = find_mpi_rank()
-        if place is not None and place.size > 1:
-            raise ConfigError("trtrun quantize is one process: start it without mpirun, and name GPUs by --devices 0,1")
-        model = find_model(self.model, None, "--model")
-        for option, path in (("--calibration", self.calibration), ("--held-out", self.held_out)):
-            if path is not None:
-                check_texts_file(path, option)
-        if self.calibration is None and self.settings.needs_texts:
-            what = f"--format {self.settings.format}"
-            if self.settings.kv_cache is not None:
-                what = f"--kv-cache {self.settings.kv_cache}"
-            raise ConfigError(f'{what} needs --calibration FILE.jsonl: texts such as {{"text": "…"}}, one a line')
-        if not self.resume:
-            check_output(self.output, model, self.force)
-        return QuantizeOptions(**{**vars(self), "model": model})
 
 
 def parse_device_names(text: str | None) -> tuple[str, ...]:

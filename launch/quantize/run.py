@@ -21,7 +21,7 @@ from launch.terminal import Bar, output_console
 from trtrun.errors import ConfigError
 from trtrun.models.config import read_model_config
 from trtrun.quantizing.checkpoint_quantizer import CheckpointQuantizer
-from trtrun.quantizing.directory import FOLDER, REPORT
+from trtrun.quantizing.directory import REPORT, is_finished
 from trtrun.quantizing.texts import read_texts
 from trtrun.tokens.text import read_tokenizer
 
@@ -44,7 +44,7 @@ def play_quantization(options: QuantizeOptions, drain: Drain) -> int:
         TrtrunError: the model, the texts or the output are wrong.
         FailedError: the output cannot be written any more.
     """
-    if options.resume and not options.force and _is_finished(options.output):
+    if options.resume and not options.force and is_finished(options.output):
         tell("nothing left to quantize")
         show_report(options.output)
         return ExitCode.DONE
@@ -123,7 +123,3 @@ def tell(text: str) -> None:
 
 def _figure(value: object) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _is_finished(output: Path) -> bool:
-    return (output / REPORT).is_file() and (output / "config.json").is_file() and not (output / FOLDER).exists()

@@ -22,7 +22,7 @@ PACKAGES = {"launch": {"launch", "trtrun", "parallel"}, "trtrun": {"trtrun", "pa
 # with rooms inside may have a table of their own.
 LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "launch": (
-        frozenset({"demo", "tensorrt_llm", "console"}),
+        frozenset({"demo", "tensorrt_llm", "tensorrt_llm_quantize", "console"}),
         frozenset({"cli"}),
         frozenset({"commands"}),
         frozenset({"plan", "bench", "serve", "train", "quantize"}),
@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"terminal", "logs"}),
         frozenset({"mpi"}),
         frozenset({"placement"}),
-        frozenset({"exit_codes"}),
+        frozenset({"exit_codes", "pasted_words"}),
     ),
     "launch.serve": (
         frozenset({"application", "reader"}),

@@ -158,14 +158,19 @@ def check_output(output: Path, source: Path, is_forced: bool) -> None:
             raise ConfigError(f"--output {where}: that is the model itself; name another directory")
         if not output.is_dir() or (output / FOLDER).is_dir() or not any(output.iterdir()):
             return
-        is_finished = (output / REPORT).is_file()
-        if is_forced and is_finished:
+        was_made_here = (output / REPORT).is_file()
+        if is_forced and was_made_here:
             return
-        if is_finished:
+        if was_made_here:
             raise ConfigError(f"--output {where}: a quantized checkpoint is there; --force makes it anew")
         raise ConfigError(f"--output {where}: it is not empty, and was not made by trtrun quantize: name another one")
     except OSError as error:
         raise ConfigError(f"--output {where}: {error.strerror}") from None
+
+
+def is_finished(output: Path) -> bool:
+    """Whether a quantized checkpoint is there, whole."""
+    return (output / REPORT).is_file() and (output / "config.json").is_file() and not (output / FOLDER).exists()
 
 
 def write_whole(path: Path, text: str) -> None:

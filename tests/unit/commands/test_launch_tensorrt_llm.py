@@ -11,9 +11,9 @@ from eagle_heads import make_eagle_head, write_eagle_head
 from hub_caches import fill_cache
 from huggingface_hub import constants
 
+from launch.pasted_words import mend_words
 from launch.tensorrt_llm import (
     make_runtime_config,
-    mend_words,
     parse_arguments,
     parse_choices,
     parse_draft_config,

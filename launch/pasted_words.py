@@ -1,0 +1,73 @@
+"""Command lines of TensorRT-LLM's examples as web pages print them: pasted into a shell, they are read all the same.
+
+It knows words. It does not know options.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from trtrun.errors import nearest
+
+DASHES = "\u2013\u2014"
+OPENING_QUOTES, CLOSING_QUOTES = "\u201c\u2018", "\u201d\u2019"
+
+
+class PastedParser(argparse.ArgumentParser):
+    """Errors as one line, like those of trtrun's commands."""
+
+    def error(self, message: str) -> NoReturn:
+        """See argparse.
+
+        Raises:
+            click.UsageError: always.
+        """
+        raise click.UsageError(message)
+
+    def parse_pasted(self, words: Sequence[str]) -> argparse.Namespace:
+        """The options of a command line; see `mend_words`.
+
+        Raises:
+            click.UsageError: one is unknown, or lacks its value.
+        """
+        arguments, unknown = self.parse_known_args(mend_words(words))
+        if unknown:
+            known = [option for action in self._actions for option in action.option_strings]
+            raise click.UsageError(f"unknown option '{unknown[0]}'{nearest(unknown[0].partition('=')[0], known)}")
+        return arguments
+
+
+def mend_words(words: Sequence[str]) -> list[str]:
+    """Undo what web pages do to a command line: `–option`, `--option = value`, and “quotes” that no shell sees.
+
+    Words that the shell has split inside such quotes are put together again, with single spaces. A prompt that was
+    quoted for the shell keeps every character.
+    """
+    mended: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word[:1] in tuple(DASHES) and word[1:2].isalpha():
+            word = "--" + word[1:]
+        if word.startswith("--") and rest[:1] == ["="] and len(rest) > 1:
+            word += "=" + rest[1]
+            rest = rest[2:]
+        closing_at = _find_closing(word, rest)
+        if closing_at is not None:
+            word = " ".join([word, *rest[: closing_at + 1]])[:-1]
+            word = word.translate({ord(mark): None for mark in OPENING_QUOTES})
+            rest = rest[closing_at + 1 :]
+        mended.append(word)
+    return mended
+
+
+def _find_closing(word: str, rest: Sequence[str]) -> int | None:
+    """Index in `rest` of the word that ends a quotation which `word` opens and does not close; None without one."""
+    value = word.partition("=")[2] if word.startswith("--") else word
+    if value[:1] not in tuple(OPENING_QUOTES) or any(mark in value for mark in CLOSING_QUOTES) or " " in value:
+        return None
+    return next((place for place, later in enumerate(rest) if later.endswith(tuple(CLOSING_QUOTES))), None)
