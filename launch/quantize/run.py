@@ -65,6 +65,11 @@ def play_quantization(options: QuantizeOptions, drain: Drain) -> int:
             summary = quantizer.run(bar.update, lambda: drain.cause is not None)
     except OSError as error:
         raise FailedError(f"cannot write below {options.output}: {error.strerror}; the same command goes on") from error
+    except torch.cuda.OutOfMemoryError:
+        raise FailedError(
+            "a GPU has too little memory for a layer and the texts: take more --devices, or shorter or fewer texts "
+            "(--max-length, --samples) with --force"
+        ) from None
     if summary is None:
         tell(f"{drain.cause}: some layers are left; the same command does the rest")
         return ExitCode.DRAINED

@@ -129,11 +129,15 @@ class Observer:
             rows = inputs.flatten(0, -2).float()
             self._count += len(rows) * (site == "attention")
             sizes = rows.abs()
-            _add(seen.sums, site, sizes.sum(0))
-            largest = sizes.amax(0)
-            seen.largest[site] = torch.maximum(seen.largest[site], largest) if site in seen.largest else largest
+            if site not in seen.sums:
+                seen.sums[site], seen.largest[site] = sizes.sum(0), sizes.amax(0)
+                if self._with_products:
+                    seen.products[site] = rows.T @ rows
+                return
+            seen.sums[site] += sizes.sum(0)
+            seen.largest[site] = torch.maximum(seen.largest[site], sizes.amax(0))
             if self._with_products:
-                _add(seen.products, site, rows.T @ rows)
+                seen.products[site].addmm_(rows.T, rows)
 
         return see
 
@@ -153,10 +157,6 @@ class Observer:
     def _sum(self, parts: Sequence[Mapping[str, Tensor]], site: str) -> Tensor:
         found = [part[site].to(self._device) for part in parts if site in part]
         return torch.stack(found).sum(0) if found[1:] else found[0]
-
-
-def _add(sums: dict[str, Tensor], site: str, more: Tensor) -> None:
-    sums[site] = sums[site] + more if site in sums else more
 
 
 class LargestKeys:
