@@ -18,6 +18,7 @@ import click
 
 from launch.commands.bench import bench
 from launch.commands.check import check
+from launch.commands.convert import convert
 from launch.commands.generate_data import generate_data
 from launch.commands.merge import merge
 from launch.commands.plan import plan
@@ -53,7 +54,7 @@ def cli() -> None:
 
 for _command in (
     *(run, serve, serve_engine, merge, plan, check, warm_up, submit, status, cancel, bench),
-    *(generate_data, train_drafter, quantize),
+    *(generate_data, train_drafter, quantize, convert),
 ):
     cli.add_command(_command)
 

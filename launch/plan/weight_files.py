@@ -18,9 +18,9 @@ import torch
 
 from trtrun.configuration.model_sections import ModelSection
 from trtrun.errors import CheckpointError
-from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig
 from trtrun.models.dummy_weights import DummyWeights
+from trtrun.models.rank_files import open_checkpoint
 from trtrun.models.weight_check import check_weights, choose_default
 from trtrun.models.weight_files import WeightFiles
 from trtrun.models.weights import Share
@@ -82,7 +82,7 @@ def inspect_files(section: ModelSection, model: ModelConfig, *, for_target: bool
     is_made_up = section.load_format == "dummy"
     if not is_made_up:
         try:
-            files = Checkpoint(section.model)
+            files = open_checkpoint(section.model)
             read_bytes, paths = of_ranks(files), files.list_files()
             cached = [cached_bytes(path) for path in paths]
             known = [size for size in cached if size is not None]

@@ -22,7 +22,7 @@ PACKAGES = {"launch": {"launch", "trtrun", "parallel"}, "trtrun": {"trtrun", "pa
 # with rooms inside may have a table of their own.
 LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     "launch": (
-        frozenset({"demo", "tensorrt_llm", "tensorrt_llm_quantize", "console"}),
+        frozenset({"demo", "tensorrt_llm", "tensorrt_llm_convert", "tensorrt_llm_quantize", "console"}),
         frozenset({"cli"}),
         frozenset({"commands"}),
         frozenset({"plan", "bench", "serve", "train", "quantize"}),
@@ -50,7 +50,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"speculation"}),
         frozenset({"scheduling"}),
         frozenset({"engine"}),
-        frozenset({"training", "quantizing"}),
+        frozenset({"training", "quantizing", "conversion"}),
         frozenset({"models"}),
         frozenset({"layers"}),
         frozenset({"attention", "linear", "sampling"}),
@@ -90,6 +90,10 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"methods"}),
         frozenset({"models", "optimizers", "evaluation", "state", "curves"}),
         frozenset({"data", "settings"}),
+    ),
+    "trtrun.conversion": (
+        frozenset({"rank_writer", "hugging_face_writer"}),
+        frozenset({"source", "streamed_file"}),
     ),
     "trtrun.quantizing": (
         frozenset({"checkpoint_quantizer"}),

@@ -211,6 +211,10 @@ class Checkpoint:
         """Of a tensor that is there."""
         return self._shapes[name]
 
+    def dtype_code(self, name: str) -> str:
+        """Of a tensor that is there, as the format writes it: "BF16"."""
+        return self._dtypes[name]
+
     def file(self, name: str) -> Path:
         """Where a tensor is that is there."""
         return self._file_of[name]

@@ -1,4 +1,5 @@
-"""Read a Hugging Face config.json, as transformers 4 and 5 write it, into one plain description of the model.
+"""Read a config.json of Hugging Face, as transformers 4 and 5 write it, or of TensorRT-LLM, into one plain description
+of the model.
 
 Each architecture is a `ModelFamily`, registered by its own file, which plans the layers. This module reads no weights
 (at most their dtype) and knows no rank.
@@ -18,9 +19,10 @@ from trtrun.errors import CheckpointError, TrtrunError, reading, shorten
 from trtrun.layers.rope import RopeConfig
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, of_head
 from trtrun.linear.quantization.base import StoredQuantizations
-from trtrun.models.checkpoint import ITEM_BYTES, Checkpoint, read_json
+from trtrun.models.checkpoint import ITEM_BYTES, read_json
 from trtrun.models.layer_plan import LayerPlan, ModelShape
 from trtrun.models.quantization_config import read_quantization
+from trtrun.models.rank_files import open_checkpoint, read_hugging_face_config
 from trtrun.models.rope_config import parse_rope, read_number
 from trtrun.models.weights import Axis, StoredTensor, Weight
 from trtrun.registry import MODEL_FAMILIES
@@ -188,7 +190,7 @@ def read_model_config(path: Path) -> ModelConfig:
         CheckpointError: the directory or config.json is missing or invalid, the architecture is unknown, or the model
             uses something that is not supported; one line that names the directory.
     """
-    values = read_json(path, "config.json", required=True)
+    values = read_hugging_face_config(path)
     generation = read_json(path, "generation_config.json", required=False)
     with _naming(path / "config.json"):
         config = _parse(values)
@@ -199,7 +201,7 @@ def read_model_config(path: Path) -> ModelConfig:
     with _naming(path / ("generation_config.json" if generation else "config.json")):
         config = replace(config, eos_token_ids=_parse_eos(generation or values, config.vocab_size))
     # As transformers does: without a stated dtype, that of the weights.
-    return replace(config, checkpoint_dtype=Checkpoint(path).first_dtype() if dtype is None else dtype)
+    return replace(config, checkpoint_dtype=open_checkpoint(path).first_dtype() if dtype is None else dtype)
 
 
 @contextmanager

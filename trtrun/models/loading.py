@@ -25,11 +25,11 @@ from trtrun.layers.embedding import VocabularyEmbedding, VocabularyHead
 from trtrun.layers.rotary import RotaryEmbedding
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization
 from trtrun.linear.quantization.base import count_bytes
-from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.decoder import CausalLM
 from trtrun.models.dummy_weights import DummyWeights
 from trtrun.models.heads import HeadsPlan, HeadsTarget
+from trtrun.models.rank_files import open_checkpoint
 from trtrun.models.weight_check import check_split, check_weights
 from trtrun.models.weight_files import WeightFiles
 from trtrun.models.weight_reader import Progress, WeightReader
@@ -113,7 +113,7 @@ def load_model(
     share = Share(communicator.rank, communicator.size)
     size = shard_bytes(config, *share, dtype, device, quantization)
     is_made_up, stored = load_format == "dummy", DTYPES[config.checkpoint_dtype]
-    files: WeightFiles = DummyWeights(path, stored, device, config) if is_made_up else Checkpoint(path)
+    files: WeightFiles = DummyWeights(path, stored, device, config) if is_made_up else open_checkpoint(path)
     # Every name, shape and dtype is checked before the first byte of a weight is read.
     total = check_weights(files, config, share, default)
     quantization_of = partial(config.quantization_of, default=default)

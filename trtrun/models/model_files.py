@@ -37,6 +37,7 @@ def hash_model_files(directory: Path, has_weights: bool = True, single_files: Se
         index = {}  # whoever loads it says what is wrong
     names = index.get("weight_map")
     shards = sorted(set(map(str, names.values()))) if isinstance(names, dict) else []
+    shards = shards or sorted(file.name for file in directory.glob("rank*.safetensors"))  # TensorRT-LLM's
     return _hash(directory, (*_CONFIGURATION, INDEX_FILE), shards)
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from trtrun.configuration.model_sections import LoadFormat
 from trtrun.errors import ConfigError
 from trtrun.linear.quantization import QUANTIZATIONS, Quantization, find_quantization
-from trtrun.models.checkpoint import Checkpoint
 from trtrun.models.config import ModelConfig
+from trtrun.models.rank_files import open_checkpoint
 from trtrun.models.weight_files import WeightFiles
 from trtrun.models.weights import HeldWeight, Share
 
@@ -67,7 +67,7 @@ def check_model_weights(
         CheckpointError: they are truncated, of another format, or not those that `config` calls for.
     """
     if load_format != "dummy":
-        check_weights(Checkpoint(path), config, Share(0, tp_size), QUANTIZATIONS.get(quantization))
+        check_weights(open_checkpoint(path), config, Share(0, tp_size), QUANTIZATIONS.get(quantization))
 
 
 def check_split(

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from trtrun.errors import CheckpointError
 from trtrun.models.blocks import DecoderPlan
-from trtrun.models.checkpoint import Checkpoint, read_json
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.model_files import hash_model_files
+from trtrun.models.rank_files import open_checkpoint, read_hugging_face_config
 from trtrun.models.weights import StoredTensor
 from trtrun.quantizing.activations import Devices, Flow, lies_on_host, make_batches
 from trtrun.quantizing.directory import QuantizedDirectory
@@ -80,7 +80,7 @@ class CheckpointQuantizer:
         self._config: ModelConfig = read_model_config(source)
         if self._config.quant_method is not None:
             raise CheckpointError(f"{source} is quantized already ({self._config.quant_method}): name the plain model")
-        self._files = Checkpoint(source)
+        self._files = open_checkpoint(source)
         self._dtype = DTYPES[settings.dtype or self._config.checkpoint_dtype]
         of_activations = DTYPES[self._config.checkpoint_dtype] if slots[0].type == "cuda" else torch.float32
         numbers = self._config.hidden_size * of_activations.itemsize * sum(map(len, texts.samples))
@@ -127,7 +127,7 @@ class CheckpointQuantizer:
             self._do_layer(index, plan, flows)
         progress(len(self._config.layers), len(self._config.layers))
         summary = self._summarize(flows, ends)
-        values = read_json(self._source, "config.json", required=True)
+        values = read_hugging_face_config(self._source)
         name = "torch_dtype" if "torch_dtype" in values else "dtype"
         values |= {name: dtype_name(self._dtype), "quantization_config": self._layers.config}
         return {**summary, "bytes_after": self._directory.finish(self._source, values, summary)}

@@ -16,18 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from trtrun.errors import CheckpointError, ConfigError, reading, shorten_path
 from trtrun.models.checkpoint import INDEX_FILE
+from trtrun.models.written_files import NEW, copy_beside, put_in_place, remove_unfinished, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FOLDER = "quantizing"
 REPORT = "quantization_report.jsonl"
-
-_COPIED = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
-    *("generation_config.json", "chat_template*", "*.tiktoken", "spiece.model", "LICENSE*", "NOTICE*"),
-)
-"""What runtimes read beside weights and config.json, and terms of use."""
 
 
 class QuantizedDirectory:
@@ -89,10 +84,10 @@ class QuantizedDirectory:
         """Put a shard in place, and a line of the report behind the others."""
         from safetensors.torch import save_file
 
-        temporary = self.shard(index).with_suffix(".new")
+        temporary = self.shard(index).with_suffix(NEW)
         save_file(dict(tensors), temporary, {"format": "pt"})
         os.chmod(temporary, 0o644)
-        _put(temporary, self.shard(index))
+        put_in_place(temporary, self.shard(index))
         lines = [*self.read_lines()[:index], dict(line)]
         write_whole(self._lines, "".join(json.dumps(one) + "\n" for one in lines))
 
@@ -131,17 +126,11 @@ class QuantizedDirectory:
         num_bytes = sum(self.shard(index).stat().st_size for index in range(self._num_shards))
         map_of_weights = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(places.items()))}
         write_whole(self.path / INDEX_FILE, json.dumps(map_of_weights, indent=2) + "\n")
-        for pattern in _COPIED:
-            for file in source.glob(pattern):
-                if file.is_file():
-                    temporary = self.path / f"{file.name}.new"
-                    shutil.copyfile(file, temporary)
-                    _put(temporary, self.path / file.name)
+        copy_beside(source, self.path)
         lines = [*self.read_lines()[: self._num_shards], {**summary, "bytes_after": num_bytes}]
         write_whole(self.path / REPORT, "".join(json.dumps(line) + "\n" for line in lines))
         write_whole(self.path / "config.json", json.dumps(config, indent=2) + "\n")
-        for file in self.path.glob("*.new"):
-            file.unlink()
+        remove_unfinished(self.path)
         shutil.rmtree(self._state)
         return num_bytes
 
@@ -171,17 +160,3 @@ def check_output(output: Path, source: Path, is_forced: bool) -> None:
 def is_finished(output: Path) -> bool:
     """Whether a quantized checkpoint is there, whole."""
     return (output / REPORT).is_file() and (output / "config.json").is_file() and not (output / FOLDER).exists()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file, so that at any moment it is the old one or the new one."""
-    temporary = path.with_name(f"{path.name}.new")
-    temporary.write_text(text, encoding="utf-8")
-    _put(temporary, path)
-
-
-def _put(temporary: Path, path: Path) -> None:
-    """A file in the place of another, and on the disk before that."""
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

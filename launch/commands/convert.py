@@ -1,0 +1,133 @@
+"""`trtrun convert`: parse its command line and convert."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from launch.exit_codes import ExitCode, FailedError, describe_exit_codes
+from trtrun.errors import ConfigError, nearest, shorten_path
+
+LAYOUTS = ("trtllm", "huggingface")
+DTYPES = ("float32", "bfloat16", "float16")
+_WRITTEN = ("rank*.safetensors", "model*.safetensors", "model.safetensors.index.json", "*.new")
+_COPIED = ("tokenizer*", "generation_config.json", "chat_template*", "special_tokens_map.json")
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What was asked for.
+
+    Attributes:
+        model: checkpoint of either layout.
+        output: the directory to make.
+        layout: one of LAYOUTS.
+        tp_size: ranks that it is cut for (trtllm).
+        dtype: of what is plain; None keeps the checkpoint's.
+        force: whether a checkpoint that is there may be lost.
+    """
+
+    model: Path
+    output: Path
+    layout: str = "trtllm"
+    tp_size: int = 1
+    dtype: str | None = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a value that there is not, or outside its range."""
+        if self.layout not in LAYOUTS:
+            raise ConfigError(f"--layout: unknown value '{self.layout}'{nearest(self.layout, LAYOUTS)}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype: unknown value '{self.dtype}'{nearest(self.dtype, DTYPES)}")
+        if self.tp_size < 1:
+            raise ConfigError(f"--tp-size is {self.tp_size}: it must be 1 or more")
+        if self.tp_size > 1 and self.layout == "huggingface":
+            raise ConfigError("--tp-size: Hugging Face directories are not cut, and any number of ranks reads them")
+
+
+@click.command(epilog=f"Exit status: {describe_exit_codes()}")
+@click.option("--model", required=True, type=click.Path(path_type=Path), metavar="DIR", help="Of either layout.")
+@click.option("--output", required=True, type=click.Path(path_type=Path), metavar="DIR", help="The directory to make.")
+@click.option("--layout", default=LAYOUTS[0], show_default=True, metavar="|".join(LAYOUTS), help="Of its files.")
+@click.option("--tp-size", type=int, default=1, show_default=True, help="Ranks that it is cut for (trtllm).")
+@click.option("--dtype", metavar="|".join(DTYPES), help="Of what is plain.  [default: the checkpoint's]")
+@click.option("--force", is_flag=True, help="Write over a checkpoint that is there.")
+def convert(model: Path, output: Path, layout: str, tp_size: int, dtype: str | None, force: bool) -> int:
+    """Convert between Hugging Face directories and TensorRT-LLM checkpoints (config.json, rankN.safetensors).
+
+    trtrun reads both as they are, with any number of ranks. The last line is JSON.
+    """
+    return run_conversion(ConvertOptions(model, output, layout, tp_size, dtype, force))
+
+
+def run_conversion(options: ConvertOptions) -> int:
+    """Do it; returns the exit status.
+
+    Raises:
+        TrtrunError: something is wrong with the options or the model.
+        FailedError: the output cannot be written any more.
+    """
+    from trtrun.configuration.model_paths import find_model
+
+    model = find_model(options.model, None, "--model")
+    _check_output(options.output, model, options.force)
+    from launch.terminal import Bar
+    from trtrun.conversion.hugging_face_writer import write_hugging_face
+    from trtrun.conversion.rank_writer import write_ranks
+    from trtrun.conversion.source import open_source
+
+    started, source, output = time.monotonic(), open_source(model, options.dtype), options.output
+    try:
+        output.mkdir(exist_ok=True)
+        for pattern in ("config.json", *_WRITTEN):
+            for file in output.glob(pattern):
+                file.unlink()
+        with Bar("written", in_bytes=True) as bar:
+            if options.layout == "trtllm":
+                size = write_ranks(source, output, options.tp_size, bar.update)
+            else:
+                size = write_hugging_face(source, output, bar.update)
+    except OSError as error:
+        raise FailedError(f"cannot write below {output}: {error.strerror}") from error
+    result = {
+        "output": str(output),
+        "layout": options.layout,
+        "tp_size": options.tp_size,
+        "quant_algo": source.algorithm,
+        "bytes": size,
+        "seconds": round(time.monotonic() - started, 3),
+    }
+    print(json.dumps(result), flush=True)
+    if not any((output / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        line = "the model has no tokenizer beside it: name one by tokenizer: in the YAML file"
+        print(f"trtrun: {line}", file=sys.stderr, flush=True)
+    return ExitCode.DONE
+
+
+def _check_output(output: Path, model: Path, is_forced: bool) -> None:
+    """Raise ConfigError for a directory that would lose something, or cannot be made. What a conversion that was killed
+    has left, without config.json, is written over."""
+    where = shorten_path(output)
+    try:
+        if output.exists() and not output.is_dir():
+            raise ConfigError(f"--output {where}: it is no directory")
+        if not output.resolve().parent.is_dir():
+            raise ConfigError(f"--output {where}: the directory {shorten_path(output.resolve().parent)} does not exist")
+        if output.resolve() == model.resolve():
+            raise ConfigError(f"--output {where}: that is the model itself; name another directory")
+        if not output.is_dir():
+            return
+        others = [file.name for file in output.iterdir() if not any(map(file.match, (*_WRITTEN, *_COPIED)))]
+        if others == ["config.json"]:
+            if not is_forced:
+                raise ConfigError(f"--output {where}: a checkpoint is there; --force writes over it")
+        elif others:
+            raise ConfigError(f"--output {where}: it has {others[0]}, and is not written over: name another directory")
+    except OSError as error:
+        raise ConfigError(f"--output {where}: {error.strerror}") from None

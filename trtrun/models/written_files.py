@@ -1,0 +1,49 @@
+"""Files of a model directory that is being made: each is put in place whole, and what belongs beside weights is copied.
+
+It knows paths. It does not know what is in the files.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+_BESIDE = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("generation_config.json", "chat_template*", "*.tiktoken", "spiece.model", "LICENSE*", "NOTICE*"),
+)
+"""What runtimes read beside weights and config.json, and terms of use."""
+
+NEW = ".new"
+"""End of the names of files that are not whole yet."""
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file, so that at any moment it is the old one or the new one."""
+    temporary = path.with_name(f"{path.name}{NEW}")
+    temporary.write_text(text, encoding="utf-8")
+    put_in_place(temporary, path)
+
+
+def put_in_place(temporary: Path, path: Path) -> None:
+    """A file in the place of another, and on the disk before that."""
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def copy_beside(source: Path, output: Path) -> None:
+    """Copy what belongs to a model beside its weights."""
+    for pattern in _BESIDE:
+        for file in source.glob(pattern):
+            if file.is_file():
+                temporary = output / f"{file.name}{NEW}"
+                shutil.copyfile(file, temporary)
+                put_in_place(temporary, output / file.name)
+
+
+def remove_unfinished(output: Path) -> None:
+    """Remove what killed runs have not put in place."""
+    for file in output.glob(f"*{NEW}"):
+        file.unlink()
