@@ -11,7 +11,7 @@ import click
 from launch.exit_codes import ExitCode, describe_exit_codes
 from launch.mpi.drain import Drain, EndedAtStart
 from launch.quantize.options import QuantizeOptions, parse_device_names
-from trtrun.quantizing.settings import DTYPES, FORMATS, KV_CACHES, QuantizingSettings
+from trtrun.quantizing.settings import DTYPES, FORMATS, KV_CACHES, LAYOUTS, QuantizingSettings
 
 _DEFAULTS = QuantizingSettings("fp8")
 
@@ -59,11 +59,18 @@ _DEFAULTS = QuantizingSettings("fp8")
     help="How much of the activations' outliers weights take over (int8_sq).",
 )
 @click.option(
+    "--layout",
+    default=_DEFAULTS.layout,
+    show_default=True,
+    metavar="|".join(LAYOUTS),
+    help="Of the files; modelopt and trtllm have fp8, static, and int4_awq without zero points.",
+)
+@click.option(
     "--tp-size",
     type=int,
     default=_DEFAULTS.tp_size,
     show_default=True,
-    help="Ranks that must be able to share the model without cutting a group (int4_awq).",
+    help="Ranks that share the model without cutting a group (int4_awq), or have a file each (trtllm).",
 )
 @click.option("--dtype", metavar="|".join(DTYPES), help="Of what stays plain.  [default: the checkpoint's]")
 @click.option("--devices", help="GPUs that share the texts, such as 0,1.  [default: the first GPU, else the CPU]")
@@ -84,7 +91,17 @@ def make_options(format_: str, values: dict[str, Any]) -> QuantizeOptions:
     Raises:
         ConfigError: a setting is outside its range, or there is no such device.
     """
-    names = ("kv_cache", "group_size", "samples", "max_length", "held_out_samples", "smoothing", "dtype", "tp_size")
+    names = (
+        "kv_cache",
+        "group_size",
+        "samples",
+        "max_length",
+        "held_out_samples",
+        "smoothing",
+        "dtype",
+        "tp_size",
+        "layout",
+    )
     settings = QuantizingSettings(format_, **{name: values[name] for name in names})
     files = {name: values[name] for name in ("model", "output", "calibration", "held_out", "resume", "force")}
     return QuantizeOptions(**files, devices=parse_device_names(values["devices"]), settings=settings)

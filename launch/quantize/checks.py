@@ -30,6 +30,8 @@ def check_quantization(options: QuantizeOptions) -> QuantizeOptions:
             check_texts_file(path, option)
     if options.calibration is None and options.settings.needs_texts:
         what = f"--format {options.settings.format}"
+        if options.settings.layout != "compressed-tensors" and options.settings.format == "fp8":
+            what = f"--layout {options.settings.layout} --format fp8"
         if options.settings.kv_cache is not None:
             what = f"--kv-cache {options.settings.kv_cache}"
         raise ConfigError(f'{what} needs --calibration FILE.jsonl: texts such as {{"text": "…"}}, one a line')

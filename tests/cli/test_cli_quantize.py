@@ -113,6 +113,25 @@ def test_a_drain_and_what_is_there_already(
     assert "float-quantized" in (output / "config.json").read_text()
 
 
+def test_tensorrt_llms_layout_goes_on_and_runs(
+    words: Callable[..., list[object]], folder: Path, config: Configs, start_trtrun: Start, trtrun: Run, tmp_path: Path
+) -> None:
+    output = tmp_path / "output"
+    given = words(output, "--layout", "trtllm", "--tp-size", 2)
+    process = start_trtrun(*given)
+    wait_until(shard(output / "quantizing" / "model", 3).exists, process, "the second layer")
+    process.kill()
+    process.wait(timeout=60)
+    assert [file.name for file in output.iterdir()] == ["quantizing"]
+    done = trtrun(*given)
+    assert done.returncode == 0 and "goes on behind layer" in done.stderr, done.stderr
+    assert sorted(file.name for file in output.glob("rank*")) == ["rank0.safetensors", "rank1.safetensors"]
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["bytes_after"] == sum(file.stat().st_size for file in output.glob("rank*"))
+    values = config({"target": ["cpu:0"]}, target={"model": str(output)}, speculation={"method": "none"})
+    assert trtrun("run", "--config", values, "--prompt", "def main", "--max-tokens", 4).returncode == 0
+
+
 def test_what_is_wrong_is_one_line(
     words: Callable[..., list[object]], folder: Path, trtrun: Run, tmp_path: Path
 ) -> None:

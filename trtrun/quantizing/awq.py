@@ -46,6 +46,7 @@ class Awq:
         hidden: what enters the layer.
         group_size: by the last name of a module.
         dtype: of scales and norms in files.
+        is_symmetric: whether there are no zero points.
     """
 
     layers: Sequence[PlainLayer]
@@ -55,6 +56,7 @@ class Awq:
     hidden: Flow
     group_size: Callable[[str], int]
     dtype: torch.dtype
+    is_symmetric: bool = False
 
     def run(self) -> tuple[Weights, dict[str, float]]:
         """The layer's weights with scales folded in and ranges cut, float32 in the first slot, for rounding to nearest;
@@ -105,7 +107,7 @@ class Awq:
     def _rounded(self, weight: Tensor, name: str, scale: Tensor) -> Tensor:
         """What weights are that are scaled, rounded and scaled back, float32."""
         scaled = weight * scale
-        return nearest_int4(scaled, self.group_size(name), self.dtype).div_(scale)
+        return nearest_int4(scaled, self.group_size(name), self.dtype, self.is_symmetric).div_(scale)
 
     def _block_loss(self, pair: Pair, inputs: Flow, block: Callable[[PlainLayer, Tensor], Tensor]) -> Loss:
         """The error of what a block of the layer puts out."""
@@ -154,11 +156,13 @@ class Awq:
                 blocks = torch.unflatten(torch.unflatten(products, 1, (-1, size)), 0, (-1, size))[places, :, places]
                 weight, step = weights[name], max(1, _NUMBERS_AT_ONCE // len(scale))
                 parts = [weight[row : row + step] for row in range(0, len(weight), step)]
-                found[name] = torch.cat([cut_ranges(part, blocks, size, self.dtype) for part in parts])
+                found[name] = torch.cat(
+                    [cut_ranges(part, blocks, size, self.dtype, self.is_symmetric) for part in parts]
+                )
         return found
 
 
-def cut_ranges(weight: Tensor, products: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+def cut_ranges(weight: Tensor, products: Tensor, size: int, dtype: torch.dtype, is_symmetric: bool) -> Tensor:
     """weight [out, in] float32 with each group's numbers cut to the range that rounds best.
 
     Args:
@@ -166,6 +170,7 @@ def cut_ranges(weight: Tensor, products: Tensor, size: int, dtype: torch.dtype) 
         products: [groups, size, size] float32: means of x xᵀ of each group's inputs.
         size: of a group.
         dtype: of scales.
+        is_symmetric: whether there are no zero points.
     """
     groups = torch.unflatten(weight, 1, (-1, size))
     largest = groups.abs().amax(-1, keepdim=True)
@@ -173,7 +178,7 @@ def cut_ranges(weight: Tensor, products: Tensor, size: int, dtype: torch.dtype) 
     for share in RANGES:
         most = largest * share
         cut = groups.clamp(-most, most)
-        scale, zero = int4_grid(cut, dtype)
+        scale, zero = int4_grid(cut, dtype, is_symmetric)
         difference = int4_codes(cut, scale, zero).sub_(zero).mul_(scale).sub_(groups)
         error = torch.einsum("ogi,gij,ogj->og", difference, products, difference)
         is_better = error < best_error

@@ -20,12 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trtrun.conversion.rank_writer import write_ranks
+from trtrun.conversion.source import open_source
 from trtrun.errors import CheckpointError
 from trtrun.models.blocks import DecoderPlan
 from trtrun.models.config import ModelConfig, read_model_config
 from trtrun.models.model_files import hash_model_files
 from trtrun.models.rank_files import open_checkpoint, read_hugging_face_config
-from trtrun.models.weights import StoredTensor
+from trtrun.models.weights import Share, StoredTensor
 from trtrun.quantizing.activations import Devices, Flow, lies_on_host, make_batches
 from trtrun.quantizing.directory import QuantizedDirectory
 from trtrun.quantizing.layer_quantizer import LayerQuantizer, relative_error, round_figure
@@ -35,6 +37,9 @@ from trtrun.quantizing.texts import CalibrationTexts
 from trtrun.tensors import DTYPES, dtype_name, inference
 
 Progress = Callable[[int, int], None]
+
+_MOST_NATS = 700.0
+"""Of a token, so that perplexity is a number."""
 
 
 @dataclass
@@ -87,7 +92,12 @@ class CheckpointQuantizer:
         self._devices = Devices(tuple(slots), of_activations, lies_on_host(slots, numbers))
         longest = max((len(text) for text in (*texts.samples, *texts.held_out)), default=1)
         self._layers = LayerQuantizer(self._config, settings, self._devices, self._dtype, longest)
-        self._directory = QuantizedDirectory(output, len(self._config.layers) + 1)
+        self._output, self._is_converted = output, settings.layout == "trtllm"
+        if self._is_converted:
+            for rank in range(settings.tp_size):  # refused before anything is computed
+                for weight in self._config.weights:
+                    weight.cut(Share(rank, settings.tp_size))
+        self._directory = QuantizedDirectory(output, len(self._config.layers) + 1, self._is_converted)
 
     def begin(self, is_forced: bool) -> int:
         """Look at what is there already, and make the directory; returns the layers that are done.
@@ -130,7 +140,13 @@ class CheckpointQuantizer:
         values = read_hugging_face_config(self._source)
         name = "torch_dtype" if "torch_dtype" in values else "dtype"
         values |= {name: dtype_name(self._dtype), "quantization_config": self._layers.config}
-        return {**summary, "bytes_after": self._directory.finish(self._source, values, summary)}
+        num_bytes = self._directory.finish(self._source, values)
+        if self._is_converted:
+            source = open_source(self._directory.path, None)
+            num_bytes = write_ranks(source, self._output, self._settings.tp_size, lambda done, total: None)
+        summary["bytes_after"] = num_bytes
+        self._directory.close(summary)
+        return summary
 
     def _ends(self) -> list[tuple[StoredTensor, ...]]:
         """What is not in layers."""
@@ -196,7 +212,7 @@ class CheckpointQuantizer:
         flows.plain = self._move(flows.plain, self._layers.plain(plan, weights))
         flows.quantized = self._move(flows.quantized, quantized)
         if flows.rounded is not None:
-            flows.rounded = self._move(flows.rounded, self._layers.rounding(quantized))
+            flows.rounded = self._move(flows.rounded, self._layers.rounding(quantized, tensors))
 
     def _move(self, flow: Flow, layers: Sequence[PlainLayer]) -> Flow:
         return flow.map(lambda slot, x: layers[slot].forward(x))
@@ -234,4 +250,4 @@ class CheckpointQuantizer:
                 logits = F.linear(row[:-1], head).float()
                 total += float(F.cross_entropy(logits, text[1:], reduction="sum"))
                 count += len(text) - 1
-        return round_figure(math.exp(total / count))
+        return round_figure(math.exp(min(total / count, _MOST_NATS)))

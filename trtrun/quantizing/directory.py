@@ -31,11 +31,16 @@ class QuantizedDirectory:
     Args:
         path: the directory.
         num_shards: of the checkpoint.
+        is_converted: whether the checkpoint is one of Hugging Face's layout in `state` first.
+
+    Attributes:
+        path: where the shards are, and what belongs to them.
     """
 
-    def __init__(self, path: Path, num_shards: int) -> None:
-        self.path, self._num_shards = path, num_shards
+    def __init__(self, path: Path, num_shards: int, is_converted: bool = False) -> None:
+        self._output, self._num_shards = path, num_shards
         self._state = path / FOLDER
+        self.path = self._state / "model" if is_converted else path
         self._identity = self._state / "run.json"
         self._lines = self._state / REPORT
 
@@ -63,12 +68,13 @@ class QuantizedDirectory:
         if is_forced:
             self._clear()
         self._state.mkdir(parents=True)
+        self.path.mkdir(exist_ok=True)
         write_whole(self._identity, json.dumps(known, sort_keys=True) + "\n")
 
     def _clear(self) -> None:
         """Take an earlier checkpoint away, config.json first: without it nothing is a model."""
-        for pattern in ("config.json", INDEX_FILE, "model*.safetensors", "*.new", REPORT):
-            for file in self.path.glob(pattern):
+        for pattern in ("config.json", INDEX_FILE, "model*.safetensors", "rank*.safetensors", "*.new", REPORT):
+            for file in self._output.glob(pattern):
                 file.unlink()
         shutil.rmtree(self._state, ignore_errors=True)
 
@@ -109,13 +115,12 @@ class QuantizedDirectory:
         with reading(self._lines, ConfigError):
             return [json.loads(line) for line in self._lines.read_text(encoding="utf-8").splitlines()]
 
-    def finish(self, source: Path, config: Mapping[str, Any], summary: Mapping[str, Any]) -> int:
+    def finish(self, source: Path, config: Mapping[str, Any]) -> int:
         """Write the index, copy what belongs to the model, and let it be one; returns the bytes of the weights.
 
         Args:
             source: the model that was quantized.
             config: config.json.
-            summary: last line of the report.
         """
         from safetensors import safe_open
 
@@ -127,12 +132,19 @@ class QuantizedDirectory:
         map_of_weights = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(places.items()))}
         write_whole(self.path / INDEX_FILE, json.dumps(map_of_weights, indent=2) + "\n")
         copy_beside(source, self.path)
-        lines = [*self.read_lines()[: self._num_shards], {**summary, "bytes_after": num_bytes}]
-        write_whole(self.path / REPORT, "".join(json.dumps(line) + "\n" for line in lines))
         write_whole(self.path / "config.json", json.dumps(config, indent=2) + "\n")
         remove_unfinished(self.path)
-        shutil.rmtree(self._state)
         return num_bytes
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        """Put the report in place, and forget the run.
+
+        Args:
+            summary: last line of the report.
+        """
+        lines = [*self.read_lines()[: self._num_shards], dict(summary)]
+        write_whole(self._output / REPORT, "".join(json.dumps(line) + "\n" for line in lines))
+        shutil.rmtree(self._state)
 
 
 def check_output(output: Path, source: Path, is_forced: bool) -> None:

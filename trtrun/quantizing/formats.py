@@ -1,7 +1,8 @@
 """The formats that checkpoints are quantized to: what config.json says of them, and how a matrix is rounded.
 
 They are those of compressed-tensors (its quant_scheme, 0.20): fp8 is FP8_DYNAMIC, fp8_block is FP8_BLOCK, int4_awq is
-W4A16_ASYM, int8_sq is W8A8. It knows JSON values and modules' names. It does not know how scales are searched for.
+W4A16_ASYM, int8_sq is W8A8; or ModelOpt's, which TensorRT-LLM's checkpoints have: FP8 and W4A16_AWQ. It knows JSON
+values and modules' names. It does not know how scales are searched for.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtrun.quantizing.plain_layer import Rounding
 from trtrun.quantizing.rounding import (
     BLOCK,
     Stored,
@@ -22,9 +22,11 @@ from trtrun.quantizing.rounding import (
     round_fp8_groups,
     round_fp8_tokens,
     round_int4,
+    round_int4_pairs,
     round_int8_channel,
     round_int8_tokens,
 )
+from trtrun.quantizing.settings import QuantizingSettings
 
 _FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
 _WHOLE = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -36,23 +38,28 @@ class Format:
     """One format.
 
     Attributes:
-        kind: of its files, in the words of compressed-tensors.
-        weights: its arguments of weights, but for the size of groups.
-        activations: those of activations; None where they stay as they are.
-        rounding: what these do to activations.
-        round: weight [out, in] float32, size of groups, dtype of scales → what is stored.
+        kind: of its files, in the words of compressed-tensors; or `quant_algo` in ModelOpt's.
+        weights: compressed-tensors' arguments of weights, but for the size of groups; empty in ModelOpt's words.
+        activations: those of activations; None where they stay as they are, or have a scale in the files.
+        rounding: what is done to activations; None where they stay as they are, or have a scale in the files.
+        round: weight [out, in] float32, size of groups, dtype of scales → what is stored; None where scales are shared.
         has_groups: whether input features share scales in groups of a size that is chosen.
+        is_symmetric: whether codes have no zero points.
+        has_static_scales: whether there is one scale for a matrix, shared by queries, keys and values, and one for its
+            activations.
     """
 
     kind: str
     weights: Mapping[str, Any]
-    activations: Mapping[str, Any] | None
-    rounding: Rounding | None
-    round: Callable[[Tensor, int, torch.dtype], Stored]
+    activations: Mapping[str, Any] | None = None
+    rounding: Callable[[Tensor], Tensor] | None = None
+    round: Callable[[Tensor, int, torch.dtype], Stored] | None = None
     has_groups: bool = False
+    is_symmetric: bool = True
+    has_static_scales: bool = False
 
 
-FORMATS: dict[str, Format] = {
+_COMPRESSED: dict[str, Format] = {
     "fp8": Format(
         "float-quantized",
         {**_FLOAT, "strategy": "channel", "dynamic": False},
@@ -70,10 +77,9 @@ FORMATS: dict[str, Format] = {
     "int4_awq": Format(
         "pack-quantized",
         {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "dynamic": False},
-        None,
-        None,
-        round_int4,
+        round=round_int4,
         has_groups=True,
+        is_symmetric=False,
     ),
     "int8_sq": Format(
         "int-quantized",
@@ -83,6 +89,17 @@ FORMATS: dict[str, Format] = {
         lambda weight, _, dtype: round_int8_channel(weight, dtype),
     ),
 }
+
+_MODELOPT: dict[str, Format] = {
+    "fp8": Format("FP8", {}, has_static_scales=True),
+    "int4_awq": Format("W4A16_AWQ", {}, round=round_int4_pairs, has_groups=True),
+}
+
+
+def find_format(settings: QuantizingSettings) -> Format:
+    """The format that settings ask for, in the words of their layout."""
+    return (_COMPRESSED if settings.layout == "compressed-tensors" else _MODELOPT)[settings.format]
+
 
 KV_SCHEMES: dict[str, Mapping[str, Any]] = {
     "fp8": {**_FLOAT, "strategy": "tensor", "dynamic": False},
@@ -102,12 +119,17 @@ def quantization_config(
         kv_cache: a name of KV_SCHEMES, or None.
         ignored: modules that stay plain.
     """
-    sizes = sorted(set(group_sizes.values()), reverse=True) if made.has_groups else [0]
+    scheme = None if kv_cache is None else dict(KV_SCHEMES[kv_cache])
+    if not made.weights:
+        sizes = {"group_size": min(group_sizes.values())} if made.has_groups else {}
+        section = {"quant_method": "modelopt", "quant_algo": made.kind, "ignore": list(ignored), **sizes}
+        return section if scheme is None else {**section, "kv_cache_scheme": scheme}
+    by_size = sorted(set(group_sizes.values()), reverse=True) if made.has_groups else [0]
     groups = {}
-    for index, size in enumerate(sizes):
+    for index, size in enumerate(by_size):
         names = sorted(name for name, own in group_sizes.items() if own == size)
         groups[f"group_{index}"] = {
-            "targets": ["Linear"] if len(sizes) == 1 else [f"re:.*\\.{name}$" for name in names],
+            "targets": ["Linear"] if len(by_size) == 1 else [f"re:.*\\.{name}$" for name in names],
             "weights": {**made.weights, "group_size": size} if made.has_groups else dict(made.weights),
             "input_activations": None if made.activations is None else dict(made.activations),
             "output_activations": None,
@@ -119,5 +141,5 @@ def quantization_config(
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": list(ignored),
-        "kv_cache_scheme": None if kv_cache is None else dict(KV_SCHEMES[kv_cache]),
+        "kv_cache_scheme": scheme,
     }

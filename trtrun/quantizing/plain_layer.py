@@ -26,8 +26,8 @@ SITES, and "keys" (rotated) and "values" [texts, heads, tokens, head_dim]."""
 SITES = ("attention", "output", "mlp", "down")
 """Where linear layers get their inputs: q_proj, k_proj and v_proj; o_proj; gate_proj and up_proj; down_proj."""
 
-Rounding = Callable[[Tensor], Tensor]
-"""Inputs of linear layers [..., features] → as a format rounds them."""
+Rounding = Callable[[str, Tensor], Tensor]
+"""A site, and the inputs of linear layers there [..., features] → as a format rounds them."""
 
 
 def _pass(_: str, __: Tensor) -> None:
@@ -67,7 +67,7 @@ class PlainLayer:
         """Self-attention of [texts, tokens, hidden] that are normalised, with o_proj."""
         plan, shape = self.plan.attention, self.plan.attention.shape
         watch("attention", inputs)
-        inputs = self._rounded(inputs)
+        inputs = self._rounded("attention", inputs)
         queries = self._heads("q_proj", inputs, shape.num_heads)
         keys = self._heads("k_proj", inputs, shape.num_kv_heads)
         values = self._heads("v_proj", inputs, shape.num_kv_heads)
@@ -89,16 +89,16 @@ class PlainLayer:
         )
         attended = attended.transpose(1, 2).flatten(2)
         watch("output", attended)
-        return self._linear(f"{plan.name}.o_proj", self._rounded(attended))
+        return self._linear(f"{plan.name}.o_proj", self._rounded("output", attended))
 
     def mlp(self, inputs: Tensor, watch: Watch = _pass) -> Tensor:
         """The feed-forward layer of [texts, tokens, hidden] that are normalised."""
         name = self.plan.mlp.name
         watch("mlp", inputs)
-        inputs = self._rounded(inputs)
+        inputs = self._rounded("mlp", inputs)
         gated = F.silu(self._linear(f"{name}.gate_proj", inputs)) * self._linear(f"{name}.up_proj", inputs)
         watch("down", gated)
-        return self._linear(f"{name}.down_proj", self._rounded(gated))
+        return self._linear(f"{name}.down_proj", self._rounded("down", gated))
 
     def _heads(self, name: str, inputs: Tensor, count: int) -> Tensor:
         return torch.unflatten(self._linear(f"{self.plan.attention.name}.{name}", inputs), -1, (count, -1))
@@ -106,8 +106,8 @@ class PlainLayer:
     def _linear(self, name: str, inputs: Tensor) -> Tensor:
         return F.linear(inputs, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
-    def _rounded(self, inputs: Tensor) -> Tensor:
-        return inputs if self.rounding is None else self.rounding(inputs)
+    def _rounded(self, site: str, inputs: Tensor) -> Tensor:
+        return inputs if self.rounding is None else self.rounding(site, inputs)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -23,7 +23,7 @@ FP8_MOST = 448.0
 """The largest E4M3 number."""
 INT8_MOST = 127
 BLOCK = 128
-_INT4_MOST = 15
+_INT4_MOST, _INT4_HALF = 15, 7
 _LEAST = 1e-10
 """Of a scale: of rows that are all zero."""
 
@@ -58,9 +58,13 @@ def round_int8_channel(weight: Tensor, dtype: torch.dtype) -> Stored:
     return {"weight": codes.to(torch.int8), "weight_scale": scale}
 
 
-def int4_grid(groups: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def int4_grid(groups: Tensor, dtype: torch.dtype, is_symmetric: bool) -> tuple[Tensor, Tensor]:
     """groups [..., size] float32 → (scale, zero) of each, float32 [..., 1]: the range from the least number to the
-    largest, zero within it, in 15 steps. `zero` is the code of 0, a whole number."""
+    largest, zero within it, in 15 steps; where it is symmetric, the largest number of either sign in 7. `zero` is the
+    code of 0, a whole number."""
+    if is_symmetric:
+        scale = _stored_scale(groups.abs().amax(-1, keepdim=True) / _INT4_HALF, dtype).float()
+        return scale, torch.full_like(scale, _INT4_MOST - _INT4_HALF)
     least, most = groups.amin(-1, keepdim=True).clamp_(max=0), groups.amax(-1, keepdim=True).clamp_(min=0)
     scale = _stored_scale((most - least) / _INT4_MOST, dtype).float()
     return scale, (-least / scale).round_().clamp_(0, _INT4_MOST)
@@ -71,10 +75,10 @@ def int4_codes(groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     return (groups / scale).round_().add_(zero).clamp_(0, _INT4_MOST)
 
 
-def nearest_int4(weight: Tensor, group_size: int, dtype: torch.dtype) -> Tensor:
-    """What `round_int4` makes of weight [out, in] float32, as numbers."""
+def nearest_int4(weight: Tensor, group_size: int, dtype: torch.dtype, is_symmetric: bool) -> Tensor:
+    """What `round_int4`, or `round_int4_pairs`, makes of weight [out, in] float32, as numbers."""
     groups = torch.unflatten(weight, 1, (-1, group_size))
-    scale, zero = int4_grid(groups, dtype)
+    scale, zero = int4_grid(groups, dtype, is_symmetric)
     return int4_codes(groups, scale, zero).sub_(zero).mul_(scale).flatten(1)
 
 
@@ -82,7 +86,7 @@ def round_int4(weight: Tensor, group_size: int, dtype: torch.dtype) -> Stored:
     """weight [out, in] float32 → codes of 4 bits with a scale and a zero point for each group of input features, packed
     as pack-quantized has them. `out` and `in` are multiples of 8, and `in` of the group."""
     groups = torch.unflatten(weight, 1, (-1, group_size))
-    scale, zero = int4_grid(groups, dtype)
+    scale, zero = int4_grid(groups, dtype, is_symmetric=False)
     codes = int4_codes(groups, scale, zero).flatten(1).to(torch.int32)
     zeros = zero.squeeze(-1).to(torch.int32)
     return {
@@ -91,6 +95,27 @@ def round_int4(weight: Tensor, group_size: int, dtype: torch.dtype) -> Stored:
         "weight_zero_point": pack(zeros.T, 4).T.contiguous(),
         "weight_shape": torch.tensor(weight.shape),
     }
+
+
+def round_int4_pairs(weight: Tensor, group_size: int, dtype: torch.dtype) -> Stored:
+    """weight [out, in] float32 → codes from -8 to 7 of two output features in a byte, with a scale for each group of
+    input features, as ModelOpt has them. `out` is even."""
+    groups = torch.unflatten(weight, 1, (-1, group_size))
+    scale, zero = int4_grid(groups, dtype, is_symmetric=True)
+    codes = int4_codes(groups, scale, zero).sub_(zero).flatten(1).to(torch.int8)
+    pairs = (codes[0::2] & 15) | (codes[1::2] << 4)
+    return {"weight": pairs.view(torch.uint8), "weight_scale": scale.squeeze(-1).to(dtype)}
+
+
+def round_fp8_tensor(weight: Tensor, largest: Tensor) -> Stored:
+    """weight [out, in] float32 → E4M3 with one scale [], by the largest number of what shares it."""
+    scale = _stored_scale(largest / FP8_MOST, torch.float32)
+    return {"weight": _to_fp8(weight / scale), "weight_scale": scale}
+
+
+def round_fp8_static(inputs: Tensor, scale: Tensor) -> Tensor:
+    """Activations [..., features] in E4M3 by a scale that was calibrated, float32 []."""
+    return (_to_fp8(inputs.float() / scale).float() * scale).to(inputs.dtype)
 
 
 def round_fp8_tokens(inputs: Tensor) -> Tensor:

@@ -17,6 +17,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 CALIBRATED_FORMATS = ("int4_awq", "int8_sq")
 """Those that are made by what activations are like."""
 
+LAYOUTS = ("compressed-tensors", "modelopt", "trtllm")
+"""Of files: two kinds of Hugging Face directories, and TensorRT-LLM's checkpoints, whose bytes are ModelOpt's."""
+MODELOPT_FORMATS = ("fp8", "int4_awq")
+"""Formats that the last two have: FP8 with a scale for each tensor and one for its activations, and W4A16_AWQ."""
+
 WORD_PLACES = 8
 """Codes of 4 bits in a word of 32: no group is smaller, and dimensions are multiples of it."""
 
@@ -34,7 +39,9 @@ class QuantizingSettings:
         held_out_samples: texts to measure on, at most.
         smoothing: how much of the activations' outliers the weights take over, 0 to 1 (int8_sq).
         dtype: of what stays plain; None keeps the checkpoint's.
-        tp_size: ranks that the model can be shared out over without cutting a group (int4_awq).
+        tp_size: ranks that the model can be shared out over without cutting a group (int4_awq), and that a checkpoint
+            of the layout `trtllm` is cut for.
+        layout: one of LAYOUTS.
     """
 
     format: str
@@ -46,6 +53,7 @@ class QuantizingSettings:
     smoothing: float = 0.5
     dtype: str | None = None
     tp_size: int = 1
+    layout: str = "compressed-tensors"
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a value that there is not, or outside its range."""
@@ -53,6 +61,7 @@ class QuantizingSettings:
             ("--format", self.format, FORMATS),
             ("--kv-cache", self.kv_cache, KV_CACHES),
             ("--dtype", self.dtype, DTYPES),
+            ("--layout", self.layout, LAYOUTS),
         ):
             if value is not None and value not in known:
                 raise ConfigError(f"{option}: unknown value '{value}'{nearest(value, known)}")
@@ -69,13 +78,18 @@ class QuantizingSettings:
                 f"--group-size is {self.group_size}: it must be a multiple of {WORD_PLACES}, as {WORD_PLACES} codes "
                 "lie in one word"
             )
+        if self.layout != LAYOUTS[0] and self.format not in MODELOPT_FORMATS:
+            raise ConfigError(
+                f"--layout {self.layout} has no --format {self.format}; it has {', '.join(MODELOPT_FORMATS)}"
+            )
         if not 0 <= self.smoothing <= 1:
             raise ConfigError(f"--smoothing is {self.smoothing:g}: it must be from 0 to 1")
 
     @property
     def needs_texts(self) -> bool:
         """Whether it cannot be done without texts."""
-        return self.format in CALIBRATED_FORMATS or self.kv_cache is not None
+        has_static_scales = self.layout != LAYOUTS[0] and self.format == "fp8"
+        return self.format in CALIBRATED_FORMATS or self.kv_cache is not None or has_static_scales
 
     def find_difference(self, others: Mapping[str, Any]) -> str | None:
         """Name the first setting that differs from an earlier run's."""

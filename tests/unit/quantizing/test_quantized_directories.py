@@ -15,6 +15,7 @@ from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from paged import PagedModel
 from quantizing_runs import CPU, quantize, tensors_of, texts_of
+from safetensors.torch import load_file
 
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.models.config import read_model_config
@@ -104,6 +105,55 @@ def test_devices_share_the_texts_and_come_to_the_same_numbers(tmp_path: Path) ->
             assert (value == three[name]).float().mean() > 0.99, name
         elif value.dtype.is_floating_point:
             assert torch.allclose(value, three[name], rtol=1e-3), name
+
+
+@pytest.mark.parametrize("format_", ["fp8", "int4_awq"])
+def test_tensorrt_llms_layout_has_the_numbers_of_modelopts(tmp_path: Path, format_: str) -> None:
+    """Cut for two ranks: one scale for queries, keys and values in FP8, and one size of groups in W4A16_AWQ."""
+    source = make_checkpoint(tmp_path / "source", tokenizer=True)
+    more: dict[str, Any] = {"format": format_, "kv_cache": "fp8", "group_size": 32}
+    lines = quantize(source, tmp_path / "ours", layout="modelopt", tp_size=2, **more)
+    assert quantize(source, tmp_path / "ranks", layout="trtllm", tp_size=2, **more)[1]["error"] == lines[1]["error"]
+    plain, *found = (PagedModel(tmp_path / name, tp_size=2).forward(BATCH) for name in ("source", "ours", "ranks"))
+    assert torch.equal(*found)
+    assert 0 < (found[0] - plain).norm() < 0.35 * plain.norm()
+    names = {file.name for file in (tmp_path / "ranks").iterdir()}
+    assert names == {"config.json", "generation_config.json", "quantization_report.jsonl", "rank0.safetensors",
+                     "rank1.safetensors", "tokenizer.json", "tokenizer_config.json"}  # fmt: skip
+    values, tensors = (
+        json.loads((tmp_path / "ranks" / "config.json").read_text()),
+        load_file(tmp_path / "ranks" / "rank1.safetensors"),
+    )
+    ours = tensors_of(tmp_path / "ours")
+    assert values["quantization"]["kv_cache_quant_algo"] == "FP8"
+    scales = [float(ours[f"model.layers.0.self_attn.{name}_scale"]) for name in "kv"]
+    assert tensors["transformer.layers.0.attention.kv_cache_scaling_factor"].tolist() == [max(scales)]
+    if format_ == "fp8":
+        assert values["quantization"]["quant_algo"] == "FP8"
+        inputs = [float(ours[f"model.layers.0.{name}_proj.input_scale"]) for name in ("self_attn.q", "mlp.down")]
+        for name, scale in zip(("attention.qkv", "mlp.proj"), inputs, strict=True):
+            assert float(tensors[f"transformer.layers.0.{name}.activation_scaling_factor"]) == scale
+        assert lines[1]["error_with_rounded_activations"] > lines[1]["error"]
+    else:
+        assert values["quantization"] | {"exclude_modules": None} == {
+            "quant_algo": "W4A16_AWQ", "kv_cache_quant_algo": "FP8", "exclude_modules": None, "group_size": 8,
+            "has_zero_point": False, "pre_quant_scale": True,
+        }  # fmt: skip
+        assert tensors["transformer.layers.0.mlp.proj.weights_scaling_factor"].shape == (64, 112 / 2 / 8)
+
+
+def test_scales_of_activations_are_the_largest_that_were_seen(tmp_path: Path) -> None:
+    source, texts = make_checkpoint(tmp_path / "source"), texts_of()
+    quantize(source, tmp_path / "ours", texts, format="fp8", layout="modelopt")
+    from transformers import AutoModelForCausalLM
+
+    model, seen = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), []
+    model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].abs().max()))
+    with torch.no_grad():
+        for text in texts.samples:
+            model(torch.tensor([text]))
+    scale = tensors_of(tmp_path / "ours")["model.layers.1.mlp.down_proj.input_scale"]
+    assert float(scale) == pytest.approx(float(max(seen)) / 448, rel=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "most"), [("fp8", 448.0), ("int8", 127.0)])

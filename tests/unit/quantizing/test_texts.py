@@ -85,6 +85,8 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, tokenizer: Tokenizer | None) 
         ({"samples": 0}, "--samples is 0"),
         ({"smoothing": 1.5}, "--smoothing is 1.5"),
         ({"dtype": "float8"}, "--dtype: unknown value"),
+        ({"layout": "trtlm"}, r"--layout: unknown value 'trtlm' \(did you mean 'trtllm'\?\)"),
+        ({"layout": "trtllm", "format": "int8_sq"}, "--layout trtllm has no --format int8_sq; it has fp8, int4_awq"),
     ],
 )
 def test_settings_are_checked(wrong: dict[str, object], message: str) -> None:
