@@ -16,7 +16,7 @@ import torch
 from trtrun.conversion.source import Source
 from trtrun.conversion.streamed_file import TensorPlan, write_tensors
 from trtrun.models.checkpoint import INDEX_FILE
-from trtrun.models.written_files import copy_beside, remove_unfinished, write_whole
+from trtrun.models.written_files import copy_beside, write_whole
 from trtrun.tensors import DTYPES, dtype_name
 
 Progress = Callable[[int, int], None]
@@ -63,7 +63,6 @@ def write_hugging_face(source: Source, output: Path, progress: Progress) -> int:
     write_whole(output / INDEX_FILE, json.dumps(index_values, indent=2) + "\n")
     copy_beside(source.path, output)
     write_whole(output / "config.json", json.dumps(_config(source), indent=2) + "\n")
-    remove_unfinished(output)
     return size
 
 

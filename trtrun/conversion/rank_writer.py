@@ -25,7 +25,7 @@ from trtrun.linear.stored.modelopt import ModelOptAwqLayout
 from trtrun.models.rank_files import KV_SCALE
 from trtrun.models.tensorrt_llm_config import from_hugging_face
 from trtrun.models.weights import Share, Weight
-from trtrun.models.written_files import copy_beside, remove_unfinished, write_whole
+from trtrun.models.written_files import copy_beside, write_whole
 from trtrun.tensors import dtype_name
 
 Progress = Callable[[int, int], None]
@@ -57,7 +57,6 @@ def write_ranks(source: Source, output: Path, tp_size: int, progress: Progress) 
     size = sum(write_tensors(output / f"rank{rank}.safetensors", plan, written) for rank, plan in enumerate(plans))
     copy_beside(source.path, output)
     write_whole(output / "config.json", json.dumps(_config(source, tp_size, cut[0].plain_modules), indent=4) + "\n")
-    remove_unfinished(output)
     return size
 
 

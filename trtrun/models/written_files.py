@@ -41,9 +41,3 @@ def copy_beside(source: Path, output: Path) -> None:
                 temporary = output / f"{file.name}{NEW}"
                 shutil.copyfile(file, temporary)
                 put_in_place(temporary, output / file.name)
-
-
-def remove_unfinished(output: Path) -> None:
-    """Remove what killed runs have not put in place."""
-    for file in output.glob(f"*{NEW}"):
-        file.unlink()

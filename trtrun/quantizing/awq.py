@@ -23,8 +23,8 @@ from trtrun.quantizing.rounding import int4_codes, int4_grid, nearest_int4
 NUM_RATIOS = 20
 """Of the grid: 0, 0.05, … 0.95. With 0 nothing is scaled."""
 
-RANGES = tuple(1 - step / 20 for step in range(10))
-"""Shares of the whole range that groups' ranges are cut to: 1, 0.95, … 0.55."""
+RANGES = tuple(1 - step / 40 for step in range(20))
+"""Shares of the whole range that groups' ranges are cut to: 1, 0.975, … 0.525."""
 
 _LEAST_SCALE = 1e-4
 _NUMBERS_AT_ONCE = 1 << 24

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trtrun.errors import CheckpointError, ConfigError, reading, shorten_path
 from trtrun.models.checkpoint import INDEX_FILE
-from trtrun.models.written_files import NEW, copy_beside, put_in_place, remove_unfinished, write_whole
+from trtrun.models.written_files import NEW, copy_beside, put_in_place, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -133,7 +133,6 @@ class QuantizedDirectory:
         write_whole(self.path / INDEX_FILE, json.dumps(map_of_weights, indent=2) + "\n")
         copy_beside(source, self.path)
         write_whole(self.path / "config.json", json.dumps(config, indent=2) + "\n")
-        remove_unfinished(self.path)
         return num_bytes
 
     def close(self, summary: Mapping[str, Any]) -> None:

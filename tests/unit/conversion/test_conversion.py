@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from paged import PagedModel
-from quantized_checkpoints import make_pair
+from quantized_checkpoints import edit_tensors, make_pair
 from safetensors.torch import load_file
 from tensorrt_llm_checkpoints import write_ranks as write_by_hand
 
@@ -112,12 +112,16 @@ def test_quantized_ranks_become_a_directory_in_modelopts_words(tmp_path: Path, k
 def test_scales_of_what_is_multiplied_as_one_become_one(tmp_path: Path) -> None:
     """ModelOpt's FP8 of queries, keys and values is rounded once more, to the largest of their scales."""
     stored, dense = make_pair(tmp_path, "modelopt FP8")
-    ranks = to_ranks(stored, tmp_path / "ranks", 2)
-    found, expected = (PagedModel(path).forward(BATCH) for path in (ranks, dense))
-    assert 0 < (found - expected).norm() < 0.1 * expected.norm()
-    tensors, scales = tensors_of(ranks), load_file(stored / "model.safetensors")
     names = [f"model.layers.1.self_attn.{name}_proj.weight_scale" for name in "qkv"]
-    largest = max(float(scales[name]) for name in names)
+    scales = load_file(stored / "model.safetensors")
+    edit_tensors(stored, {names[1]: 5 * scales[names[1]]})
+    largest = float(5 * scales[names[1]])
+    ranks = to_ranks(stored, tmp_path / "ranks", 2)
+    tensors, numbers = tensors_of(ranks), load_file(dense / "model.safetensors")
+    rows = tensors["rank0transformer.layers.1.attention.qkv.weight"].float() * largest
+    for index, (name, factor) in enumerate((("q", 1), ("k", 5), ("v", 1))):
+        expected = factor * numbers[f"model.layers.1.self_attn.{name}_proj.weight"][:128]
+        assert torch.allclose(rows[128 * index : 128 * index + 128], expected, rtol=1 / 16, atol=largest / 512)
     assert tensors["rank1transformer.layers.1.attention.qkv.weights_scaling_factor"].tolist() == [largest]
     assert tensors["rank0transformer.layers.0.mlp.fc.weight"].dtype == torch.float32  # that module is plain there
 
