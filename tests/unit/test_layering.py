@@ -100,7 +100,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"checkpoint_quantizer"}),
         frozenset({"layer_quantizer", "directory"}),
         frozenset({"awq"}),
-        frozenset({"formats", "folding", "activations"}),
+        frozenset({"formats", "folding", "activations", "known_layers"}),
         frozenset({"plain_layer", "rounding", "texts"}),
         frozenset({"settings"}),
     ),

@@ -56,7 +56,7 @@ class Source:
         Raises:
             ConfigError: they are of another kind.
         """
-        found = [plan for plan in self.config.layers if isinstance(plan, DecoderPlan)]
+        found = [plan for plan in self.config.layers if type(plan) is DecoderPlan]
         if len(found) < len(self.config.layers):
             raise ConfigError(f"layers of {self.config.architecture} are of a kind that trtrun convert does not know")
         return found

@@ -30,6 +30,7 @@ from trtrun.models.rank_files import open_checkpoint, read_hugging_face_config
 from trtrun.models.weights import Share, StoredTensor
 from trtrun.quantizing.activations import Devices, Flow, lies_on_host, make_batches
 from trtrun.quantizing.directory import QuantizedDirectory
+from trtrun.quantizing.known_layers import known_plans
 from trtrun.quantizing.layer_quantizer import LayerQuantizer, relative_error, round_figure
 from trtrun.quantizing.plain_layer import PlainLayer, rms_norm
 from trtrun.quantizing.settings import QuantizingSettings
@@ -129,11 +130,10 @@ class CheckpointQuantizer:
             line = {"part": "embedding, norm and head", "seconds": round(time.monotonic() - started, 3)}
             self._directory.write_shard(0, ends, line)
         flows = self._enter(ends[self._config.embedding.parts[0].name])
-        for index, plan in enumerate(self._config.layers):
+        for index, plan in enumerate(known_plans(self._config)):
             progress(index, len(self._config.layers))
             if is_stopped():
                 return None
-            assert isinstance(plan, DecoderPlan)  # LayerQuantizer has refused others
             self._do_layer(index, plan, flows)
         progress(len(self._config.layers), len(self._config.layers))
         summary = self._summarize(flows, ends)

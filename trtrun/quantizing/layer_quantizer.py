@@ -25,6 +25,7 @@ from trtrun.quantizing.activations import Devices, Flow, LargestKeys, Observer
 from trtrun.quantizing.awq import Awq
 from trtrun.quantizing.folding import fold, linear_pairs, norm_pairs, smooth
 from trtrun.quantizing.formats import Format, find_format, quantization_config
+from trtrun.quantizing.known_layers import known_plans
 from trtrun.quantizing.plain_layer import PlainLayer, Weights
 from trtrun.quantizing.rounding import FP8_MOST, INT8_MOST, round_fp8_static, round_fp8_tensor
 from trtrun.quantizing.settings import CALIBRATED_FORMATS, WORD_PLACES, QuantizingSettings, choose_group_size
@@ -246,9 +247,7 @@ def _round_by_site(scales: Mapping[str, Tensor], site: str, inputs: Tensor) -> T
 def _choose_sizes(config: ModelConfig, settings: QuantizingSettings, made: Format) -> dict[str, int]:
     """The size of groups by the last name of each module that is quantized; ModelOpt has one for all."""
     found: dict[str, int] = {}
-    for plan in config.layers:
-        if not isinstance(plan, DecoderPlan):
-            raise ConfigError(f"layers of {config.architecture} are of a kind that trtrun quantize does not know")
+    for plan in known_plans(config):
         for weight in plan.weights():
             for part in weight.parts if weight.use == "linear" else ():
                 features, inputs = part.shape

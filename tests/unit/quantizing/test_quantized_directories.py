@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ import torch
 from checkpoints import make_checkpoint, save_weights
 from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
+from own_family import make_own_checkpoint, own_family
 from paged import PagedModel
 from quantizing_runs import CPU, quantize, tensors_of, texts_of
 from safetensors.torch import load_file
 
+from trtrun.conversion.source import open_source
 from trtrun.errors import CheckpointError, ConfigError
+from trtrun.models.blocks import DecoderPlan
 from trtrun.models.config import read_model_config
+from trtrun.quantizing.known_layers import known_plans
 from trtrun.quantizing.texts import CalibrationTexts
 
 BATCH = [[(0, 0, [5, 9, 77, 3]), (1, 0, [8, 8, 1, 190])]]
@@ -200,6 +205,23 @@ def test_the_plain_dtype_may_change(tmp_path: Path) -> None:
     assert tensors["model.norm.weight"].dtype == torch.bfloat16
     assert tensors["model.layers.0.mlp.up_proj.weight_scale"].dtype == torch.bfloat16
     assert read_model_config(tmp_path / "output").checkpoint_dtype == "bfloat16"
+
+
+def test_layers_of_another_kind_are_refused(tmp_path: Path) -> None:
+    """Whatever a family has that the plain layer does not compute."""
+    with own_family():
+        path = make_own_checkpoint(tmp_path / "own")
+        with pytest.raises(ConfigError, match=r"does not know layers of .*: they have a FourNormsPlan"):
+            quantize(path, tmp_path / "output", format="fp8")
+        with pytest.raises(ConfigError, match="that trtrun convert does not know"):
+            open_source(path, None)
+    config = read_model_config(make_checkpoint(tmp_path / "source"))
+    assert len(known_plans(config)) == 2
+    first = config.layers[0]
+    assert isinstance(first, DecoderPlan)
+    own = replace(first, attention=replace(first.attention, input_size=7))
+    with pytest.raises(ConfigError, match="does not know the input_size of LlamaForCausalLM"):
+        known_plans(replace(config, layers=(own, *config.layers[1:])))
 
 
 def test_what_is_quantized_already_is_refused(tmp_path: Path) -> None:
