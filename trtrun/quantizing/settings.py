@@ -24,6 +24,8 @@ MODELOPT_FORMATS = ("fp8", "int4_awq")
 
 WORD_PLACES = 8
 """Codes of 4 bits in a word of 32: no group is smaller, and dimensions are multiples of it."""
+KERNEL_GROUP = 32
+"""Groups of multiples of so many features stay codes on GPUs; others become dense."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ class QuantizingSettings:
 
 
 def choose_group_size(bounds: Sequence[int], most: int, name: str) -> int:
-    """The largest group of `most` input features at most that ends at each of some bounds.
+    """The largest group of `most` input features at most that ends at each of some bounds: of a multiple of KERNEL_GROUP
+    features, if there is one, else of WORD_PLACES.
 
     Args:
         bounds: where the shares of ranks end, the last of which is the number of input features.
@@ -108,7 +111,8 @@ def choose_group_size(bounds: Sequence[int], most: int, name: str) -> int:
         ConfigError: there is none of WORD_PLACES features or more.
     """
     divisor = math.gcd(*bounds)
-    found = next((group for group in range(most, 0, -WORD_PLACES) if divisor % group == 0), None)
+    sizes = (group for unit in (KERNEL_GROUP, WORD_PLACES) for group in range(most - most % unit, 0, -unit))
+    found = next((group for group in sizes if divisor % group == 0), None)
     if found is None:
         shares = f", shared out over {len(bounds)} ranks," if bounds[1:] else ""
         raise ConfigError(

@@ -9,7 +9,7 @@ import pytest
 from checkpoints import make_checkpoint
 
 from trtrun.errors import ConfigError
-from trtrun.quantizing.settings import QuantizingSettings
+from trtrun.quantizing.settings import QuantizingSettings, choose_group_size
 from trtrun.quantizing.texts import check_texts_file, read_texts
 from trtrun.tokens.text import Tokenizer, read_tokenizer
 
@@ -74,6 +74,21 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, tokenizer: Tokenizer | None) 
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(ConfigError, match="no text in UTF-8"):
         read_texts(tmp_path / "a.txt", None, tokenizer, SETTINGS, 260)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "most", "size"),
+    [
+        ([4096], 128, 128),
+        ([688], 128, 16),
+        ([960], 120, 96),
+        ([344, 688], 128, 8),
+        ([2752, 5504], 128, 64),
+        ([48], 40, 24),
+    ],
+)
+def test_a_group_is_of_whole_words_and_fits_the_kernel_where_it_can(bounds: list[int], most: int, size: int) -> None:
+    assert choose_group_size(bounds, most, "w") == size
 
 
 @pytest.mark.parametrize(
