@@ -99,8 +99,8 @@ class QuantizingSettings:
 
 
 def choose_group_size(bounds: Sequence[int], most: int, name: str) -> int:
-    """The largest group of `most` input features at most that ends at each of some bounds: of a multiple of KERNEL_GROUP
-    features, if there is one, else of WORD_PLACES.
+    """The largest group of `most` input features at most that ends at each of some bounds: a multiple of KERNEL_GROUP,
+    if there is one, else of WORD_PLACES.
 
     Args:
         bounds: where the shares of ranks end, the last of which is the number of input features.
