@@ -90,7 +90,7 @@ def test_few_rows_are_for_the_kernel_that_streams(has_same_bits: bool, monkeypat
     capturing = [True]
     monkeypatch.setattr(suitability, "_chosen", {})
     monkeypatch.setattr(suitability, "is_hopper", lambda device: True)
-    monkeypatch.setattr(suitability, "_compare", lambda *kind: compared.append(kind[2]) or has_same_bits)
+    monkeypatch.setattr(suitability, "_compare", lambda *kind: compared.append(kind[2:4]) or has_same_bits)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     held = pack(torch.zeros(64, 128, dtype=torch.int32), torch.ones(64, 1).bfloat16(), 8)
     streamed = suitability.Streamed(held["words"], held["scales"], None, never)
@@ -101,7 +101,14 @@ def test_few_rows_are_for_the_kernel_that_streams(has_same_bits: bool, monkeypat
     assert not takes(1) and not compared
     capturing[0] = False
     assert not takes(0) and not takes(129) and not takes(1, 129) and not compared
-    assert [takes(rows) for rows in (1, 8, 16, 128)] == [has_same_bits] * 4 and compared == [8, 16, 128]
+    assert [takes(rows) for rows in (1, 8, 16, 128)] == [has_same_bits] * 4 and compared == [(8, 1), (16, 1), (128, 1)]
+    finer = pack(torch.zeros(64, 128, dtype=torch.int32), torch.ones(64, 4).bfloat16(), 8)
+    other = suitability.Streamed(finer["words"], finer["scales"], None, never)
+    assert other.takes(torch.zeros(1, 128).bfloat16()) == has_same_bits and compared[-1] == (8, 4)
+    monkeypatch.setattr(suitability, "is_collecting", lambda: True)
+    assert takes(40) and compared[-1] == (64, 1), "its kernels are asked for, whatever skipped ones say"
+    monkeypatch.setattr(suitability, "is_collecting", lambda: False)
+    assert takes(40) == has_same_bits
     capturing[0] = True
     assert [takes(rows) for rows in (0, 1, 17, 128, 129)] == [False, has_same_bits, False, has_same_bits, False]
 

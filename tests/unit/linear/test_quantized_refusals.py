@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 
 from trtrun.errors import CheckpointError, ConfigError
 from trtrun.linear.quantization import QUANTIZATIONS
+from trtrun.linear.stored import layout
 from trtrun.linear.stored.byte_layouts import Fp8Layout, Int8Layout
 from trtrun.linear.stored.layout import StoredLinear
 from trtrun.linear.stored.settings import ModuleNames
@@ -255,6 +256,20 @@ def test_groups_that_are_not_there_are_refused(tmp_path: Path, value: int) -> No
     message = rf"{DOWN}\.weight: its features are of groups .*, and there are 8 groups"
     with pytest.raises(CheckpointError, match=message):
         PagedModel(path)
+
+
+def test_scales_that_are_kept_must_be_finite_in_the_dtype_of_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StoredLinear, "can_keep", lambda self, dtype, device_type: True)
+    monkeypatch.setattr(layout, "has_int4_products", lambda device_type: True)
+    path = make_pair(tmp_path, "compressed-tensors W4A16")[0]
+    scale = load_file(path / "model.safetensors")[f"{DOWN}.weight_scale"].float()
+    scale[200, 1] = 1e5
+    edit_tensors(path, {f"{DOWN}.weight_scale": scale})
+    PagedModel(path, torch.bfloat16)
+    with pytest.raises(CheckpointError, match=rf"'{DOWN}\.weight' holds NaN or infinite values in float16"):
+        PagedModel(path, torch.float16)
 
 
 def test_codes_that_are_kept_are_looked_at_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

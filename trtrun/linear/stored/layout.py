@@ -203,7 +203,9 @@ class StoredLinear:
             for start in range(0, rows, step):
                 codes, scale, zero = form.grouped(slice(start, min(start + step, rows)), size)
                 tile = (row + start) // FEATURES
-                for name, values in pack(codes, scale.to(source.dtype), zero).items():
+                held_scale = torch.empty(scale.shape, dtype=source.dtype, device=source.device)
+                source.put(part.name, held_scale, scale)
+                for name, values in pack(codes, held_scale, zero).items():
                     made[name][tile : tile + len(values)] = values
             row += rows
         return made

@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from trtrun.kernels.torch.int4 import quantize
+from trtrun.kernels.torch.int4 import GROUP, TILE, pack
 from trtrun.kernels.triton.collecting import is_collecting
 from trtrun.kernels.triton.gluon_works import has_same_bits, is_hopper
+from trtrun.kernels.triton.support import multiprocessors
 
 _HEIGHTS = (8, 16, 32, 64, 128)
 """Rows that the kernel is compiled for: each is tried by itself."""
@@ -20,13 +21,13 @@ _HEIGHTS = (8, 16, 32, 64, 128)
 _ALIGNED = 16
 """The copy engine reads rows that begin at a multiple of so many bytes."""
 
-_COMPARED = (4096, 640)
-"""Inputs: more steps than are on their way, and steps that the inputs do not fill."""
+_LINES = 8
+"""Of a step's scales, where 128 inputs share one."""
 
 Widen = Callable[[torch.Tensor, torch.Tensor, int, torch.dtype], torch.Tensor]
 """Words and scales of a weight with so many inputs to the dense one, as `int4_matmul.widen`."""
 
-_chosen: dict[tuple[torch.device, torch.dtype, int, bool], bool] = {}
+_chosen: dict[tuple[torch.device, torch.dtype, int, int, bool], bool] = {}
 
 
 class Streamed:
@@ -50,16 +51,17 @@ class Streamed:
         if x.data_ptr() % _ALIGNED or x.stride(0) * x.itemsize % _ALIGNED:
             return False
         height = next(height for height in _HEIGHTS if len(x) <= height)
-        kind = (x.device, x.dtype, height, self._weight[2] is not None)
+        parts = self._weight[1].shape[2] // _LINES
+        kind = (x.device, x.dtype, height, parts, self._weight[2] is not None)
         if kind in _chosen:
             return _chosen[kind]
         if torch.cuda.is_current_stream_capturing():  # nothing can be read back from a graph: what runs before it asks
             return False
-        what = f"product of {height} rows with weights of 4 bits"
-        is_equal = has_same_bits(what, lambda: _compare(*kind, self._widen))
-        if not is_collecting():
-            _chosen[kind] = is_equal
-        return is_equal
+        what = f"product of {height} rows with weights of 4 bits in groups of {GROUP // parts}"
+        if is_collecting():  # its kernels and those that it is compared with are asked for, and nothing can be learnt
+            return has_same_bits(what, lambda: _compare(*kind, self._widen) or True)
+        _chosen[kind] = has_same_bits(what, lambda: _compare(*kind, self._widen))
+        return _chosen[kind]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Rows that it takes → [rows, out] in their dtype."""
@@ -70,7 +72,9 @@ class Streamed:
         return self._product(x)
 
 
-def _compare(device: torch.device, dtype: torch.dtype, height: int, adds: bool, widen: Widen) -> bool:
+def _compare(device: torch.device, dtype: torch.dtype, height: int, parts: int, adds: bool, widen: Widen) -> bool:
+    """More steps than are on their way; and more tiles than there are multiprocessors, with steps that the inputs do
+    not fill."""
     from trtrun.kernels.triton.int4_stream.product import StreamedProduct
     from trtrun.kernels.triton.matmul import chain_product
 
@@ -79,13 +83,17 @@ def _compare(device: torch.device, dtype: torch.dtype, height: int, adds: bool, 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    features = 192
-    for inputs in _COMPARED:
-        held, bias = quantize(random(features, inputs)), random(features) if adds else None
+    def codes(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 16, shape, generator=generator, device=device)
+
+    is_equal = True
+    for features, inputs in ((3 * TILE, 4096), (TILE * (multiprocessors(device) + 1), 640)):
+        groups = inputs // GROUP * parts
+        held = pack(codes(features, inputs), random(features, groups).abs(), codes(features, groups))
+        bias = random(features) if adds else None
         weight, product = widen(held["words"], held["scales"], inputs, dtype), StreamedProduct(**held, bias=bias)
         for rows in (height // 2 + 1, height):
             x = random(rows, inputs)
             expected = chain_product(x, weight)
-            if not torch.equal(product(x), expected if bias is None else expected.add_(bias)):
-                return False
-    return True
+            is_equal &= torch.equal(product(x), expected if bias is None else expected.add_(bias))
+    return is_equal
