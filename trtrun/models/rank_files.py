@@ -45,6 +45,9 @@ _ENDS = {
 KV_SCALE = "attention.kv_cache_scaling_factor"
 """One scale for keys and values."""
 
+_MOST_PADDING = 64
+"""Rows for each rank. TensorRT-LLM pads a vocabulary to a multiple of the ranks; this has room for multiples of 64."""
+
 _PIECE_BYTES = 2 * 1024 * 1024
 
 
@@ -74,7 +77,7 @@ class RankFiles(Checkpoint):
         values: of its config.json.
 
     Raises:
-        CheckpointError: a file is missing or truncated, or tensors are not those of the other ranks.
+        CheckpointError: a file is missing or truncated, or tensors are not those of the other ranks or of config.json.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
@@ -173,10 +176,19 @@ class RankFiles(Checkpoint):
         self._parts[name], self._shapes[name], self._dtypes[name] = parts, shape, dtype
         self._file_of[name] = rank.file(stored)
 
+    def _without_padding(self, stored: str, rows: int, most: int) -> int:
+        """Rows that count. Raises CheckpointError where the others are more than anyone pads a vocabulary by."""
+        if rows - most >= _MOST_PADDING * len(self._ranks):
+            raise CheckpointError(
+                f"{self._ranks[0].file(stored)}: tensor '{stored}' has {rows} rows on all ranks, and config.json has "
+                f"vocab_size {most}, which is too small"
+            )
+        return min(most, rows)
+
     def _add_whole(self, name: str, stored: str, most: int | None = None) -> None:
         self._check_alike(stored, on_all=False)
         shape = self._ranks[0].shape(stored)
-        kept = shape if most is None else (min(most, shape[0]), *shape[1:])
+        kept = shape if most is None else (self._without_padding(stored, shape[0], most), *shape[1:])
         columns = range(kept[1]) if kept[1:] else None
         self._add(name, [Part(0, stored, range(kept[0] if kept else 1), columns, 0)], kept)
 
@@ -185,7 +197,7 @@ class RankFiles(Checkpoint):
         self._check_alike(stored, on_all=True)
         shape, size = self._ranks[0].shape(stored), len(self._ranks)
         all_rows = shape[0] if by_columns else size * shape[0]
-        kept = all_rows if most is None else min(most, all_rows)
+        kept = all_rows if most is None else self._without_padding(stored, all_rows, most)
         if by_columns:
             wide = shape[1]
             parts = [Part(at, stored, range(kept), range(at * wide, (at + 1) * wide), 0) for at in range(size)]

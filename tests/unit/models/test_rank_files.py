@@ -143,3 +143,17 @@ def test_a_rank_of_another_checkpoint_is_refused(tmp_path: Path, inner: str, cha
     save_file(tensors, file)
     with pytest.raises(CheckpointError, match=f"rank1.safetensors: tensor '{name}' is .* and in rank0.safetensors F32"):
         open_checkpoint(tmp_path / "ranks")
+
+
+@pytest.mark.parametrize("embedding", [None, 0, 1])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path, embedding: int | None, is_tied: bool) -> None:
+    """Rows that are cut off are padding, of which there are fewer than 64 a rank."""
+    source = make_checkpoint(tmp_path / "source", tie_word_embeddings=is_tied, **SIZES)
+    ranks = tmp_path / "ranks"
+    write_ranks(source, ranks, 2, embedding=embedding)
+    edit(ranks, vocab_size=199 - 126)
+    assert open_checkpoint(ranks).shape("model.embed_tokens.weight") == (73, 64)
+    edit(ranks, vocab_size=199 - 128)
+    with pytest.raises(CheckpointError, match=r"has (199|200) rows on all ranks, and config.json has vocab_size 71"):
+        open_checkpoint(ranks)
