@@ -11,12 +11,10 @@ from pathlib import Path
 import click
 
 from launch.exit_codes import ExitCode, FailedError, describe_exit_codes
-from trtrun.errors import ConfigError, nearest, shorten_path
+from trtrun.errors import ConfigError, nearest
 
 LAYOUTS = ("trtllm", "huggingface")
 DTYPES = ("float32", "bfloat16", "float16")
-_WRITTEN = ("rank*.safetensors", "model*.safetensors", "model.safetensors.index.json", "*.new")
-_COPIED = ("tokenizer*", "generation_config.json", "chat_template*", "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
@@ -74,9 +72,10 @@ def run_conversion(options: ConvertOptions) -> int:
         FailedError: the output cannot be written any more.
     """
     from trtrun.configuration.model_paths import find_model
+    from trtrun.conversion.staged_output import check_output, staged
 
     model = find_model(options.model, None, "--model")
-    _check_output(options.output, model, options.force)
+    check_output(options.output, model, options.force)
     from launch.terminal import Bar
     from trtrun.conversion.hugging_face_writer import write_hugging_face
     from trtrun.conversion.rank_writer import write_ranks
@@ -84,15 +83,11 @@ def run_conversion(options: ConvertOptions) -> int:
 
     started, source, output = time.monotonic(), open_source(model, options.dtype), options.output
     try:
-        output.mkdir(exist_ok=True)
-        for pattern in ("config.json", *_WRITTEN):
-            for file in output.glob(pattern):
-                file.unlink()
-        with Bar("written", in_bytes=True) as bar:
+        with staged(output) as folder, Bar("written", in_bytes=True) as bar:
             if options.layout == "trtllm":
-                size = write_ranks(source, output, options.tp_size, bar.update)
+                size = write_ranks(source, folder, options.tp_size, bar.update)
             else:
-                size = write_hugging_face(source, output, bar.update)
+                size = write_hugging_face(source, folder, bar.update)
     except OSError as error:
         raise FailedError(f"cannot write below {output}: {error.strerror}") from error
     result = {
@@ -108,26 +103,3 @@ def run_conversion(options: ConvertOptions) -> int:
         line = "the model has no tokenizer beside it: name one by tokenizer: in the YAML file"
         print(f"trtrun: {line}", file=sys.stderr, flush=True)
     return ExitCode.DONE
-
-
-def _check_output(output: Path, model: Path, is_forced: bool) -> None:
-    """Raise ConfigError for a directory that would lose something, or cannot be made. What a conversion that was killed
-    has left, without config.json, is written over."""
-    where = shorten_path(output)
-    try:
-        if output.exists() and not output.is_dir():
-            raise ConfigError(f"--output {where}: it is no directory")
-        if not output.resolve().parent.is_dir():
-            raise ConfigError(f"--output {where}: the directory {shorten_path(output.resolve().parent)} does not exist")
-        if output.resolve() == model.resolve():
-            raise ConfigError(f"--output {where}: that is the model itself; name another directory")
-        if not output.is_dir():
-            return
-        others = [file.name for file in output.iterdir() if not any(map(file.match, (*_WRITTEN, *_COPIED)))]
-        if others == ["config.json"]:
-            if not is_forced:
-                raise ConfigError(f"--output {where}: a checkpoint is there; --force writes over it")
-        elif others:
-            raise ConfigError(f"--output {where}: it has {others[0]}, and is not written over: name another directory")
-    except OSError as error:
-        raise ConfigError(f"--output {where}: {error.strerror}") from None

@@ -94,7 +94,7 @@ LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "trtrun.conversion": (
         frozenset({"rank_writer", "hugging_face_writer"}),
-        frozenset({"source", "streamed_file"}),
+        frozenset({"source", "streamed_file", "staged_output"}),
     ),
     "trtrun.quantizing": (
         frozenset({"checkpoint_quantizer"}),

@@ -15,6 +15,7 @@ import torch
 
 from trtrun.conversion.source import Source
 from trtrun.conversion.streamed_file import TensorPlan, write_tensors
+from trtrun.errors import CheckpointError
 from trtrun.models.checkpoint import INDEX_FILE
 from trtrun.models.written_files import copy_beside, write_whole
 from trtrun.tensors import DTYPES, dtype_name
@@ -23,7 +24,13 @@ Progress = Callable[[int, int], None]
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _SCALES = ("weight_scale", "input_scale", "k_scale", "v_scale")
 _STORED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_CODES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8}
+_CODES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
 
 
 def write_hugging_face(source: Source, output: Path, progress: Progress) -> int:
@@ -67,10 +74,15 @@ def write_hugging_face(source: Source, output: Path, progress: Progress) -> int:
 
 
 def _plan(source: Source, name: str) -> TensorPlan:
-    """Plain tensors in the output's dtype; codes and scales as they are."""
+    """Plain tensors in the output's dtype; codes, scales and whole numbers as they are."""
     code, shape = source.files.dtype_code(name), source.files.shape(name)
     is_scale = name.endswith(_SCALES)
     if code not in _STORED:
+        if code not in _CODES:
+            raise CheckpointError(
+                f"{source.files.file(name)}: tensor '{name}' has dtype {code}, which is not converted; known: "
+                f"{', '.join((*_STORED, *_CODES))}"
+            )
         return TensorPlan(shape, _CODES[code], lambda: source.read_whole(name))
     dtype = DTYPES[_STORED[code]] if is_scale else source.dtype
     return TensorPlan(shape, dtype, lambda: source.read_whole(name).to(dtype))

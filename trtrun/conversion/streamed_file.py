@@ -24,6 +24,8 @@ _CODES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.int32: "I32",
+    torch.int64: "I64",
 }
 _ALIGNMENT = 8
 

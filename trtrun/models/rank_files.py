@@ -45,6 +45,9 @@ _ENDS = {
 KV_SCALE = "attention.kv_cache_scaling_factor"
 """One scale for keys and values."""
 
+_MOST_PADDING = 64
+"""Rows for each rank. TensorRT-LLM pads a vocabulary to a multiple of the ranks; this has room for multiples of 64."""
+
 _PIECE_BYTES = 2 * 1024 * 1024
 
 
@@ -74,7 +77,7 @@ class RankFiles(Checkpoint):
         values: of its config.json.
 
     Raises:
-        CheckpointError: a file is missing, truncated, or has other tensors than those of the other ranks.
+        CheckpointError: a file is missing or truncated, or tensors are not those of the other ranks or of config.json.
     """
 
     def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
@@ -98,8 +101,8 @@ class RankFiles(Checkpoint):
             head_size = int(values.get("head_size") or values["hidden_size"] // heads)
             self._queries, self._keys = heads * head_size, kv_heads * head_size
             self._kept_keys = max(1, kv_heads // size) * head_size
-        for stored in self._ranks[0].names():
-            self._place(stored)
+            for stored in self._ranks[0].names():
+                self._place(stored)
 
     def _place(self, stored: str) -> None:
         """Say where a tensor of the files is in the model; others are passed over."""
@@ -149,10 +152,23 @@ class RankFiles(Checkpoint):
                   "columns": ("bias", "activation_scaling_factor")}  # fmt: skip
         return cut == "whole" or is_number or end in shared[cut]
 
+    def _check_alike(self, stored: str, *, on_all: bool) -> None:
+        """Raise CheckpointError unless a tensor has one shape and dtype on every rank that has it, or on all."""
+        first = self._ranks[0]
+        expected = first.shape(stored), first.dtype_code(stored)
+        for rank in self._ranks[1:]:
+            if stored not in rank:
+                if on_all:
+                    raise CheckpointError(f"{self.path} has '{stored}' in rank0.safetensors, and not in all others")
+                continue
+            found = rank.shape(stored), rank.dtype_code(stored)
+            if found != expected:
+                raise CheckpointError(
+                    f"{rank.file(stored)}: tensor '{stored}' is {found[1]} of shape {list(found[0])}, and in "
+                    f"rank0.safetensors {expected[1]} of shape {list(expected[0])}; copy the files of one checkpoint"
+                )
+
     def _add(self, name: str, parts: list[Part], shape: tuple[int, ...]) -> None:
-        for part in parts:
-            if part.stored not in self._ranks[part.rank]:
-                raise CheckpointError(f"{self.path} has '{part.stored}' in rank0.safetensors, and not in all others")
         rank, stored = self._ranks[parts[0].rank], parts[0].stored
         dtype = rank.dtype_code(stored)
         if self._is_fp8 and dtype in ("I8", "U8"):
@@ -160,30 +176,38 @@ class RankFiles(Checkpoint):
         self._parts[name], self._shapes[name], self._dtypes[name] = parts, shape, dtype
         self._file_of[name] = rank.file(stored)
 
+    def _without_padding(self, stored: str, rows: int, most: int) -> int:
+        """Rows that count. Raises CheckpointError where the others are more than anyone pads a vocabulary by."""
+        if rows - most >= _MOST_PADDING * len(self._ranks):
+            raise CheckpointError(
+                f"{self._ranks[0].file(stored)}: tensor '{stored}' has {rows} rows on all ranks, and config.json has "
+                f"vocab_size {most}, which is too small"
+            )
+        return min(most, rows)
+
     def _add_whole(self, name: str, stored: str, most: int | None = None) -> None:
+        self._check_alike(stored, on_all=False)
         shape = self._ranks[0].shape(stored)
-        kept = shape if most is None else (min(most, shape[0]), *shape[1:])
+        kept = shape if most is None else (self._without_padding(stored, shape[0], most), *shape[1:])
         columns = range(kept[1]) if kept[1:] else None
         self._add(name, [Part(0, stored, range(kept[0] if kept else 1), columns, 0)], kept)
 
     def _add_shares(self, name: str, stored: str, *, by_columns: bool, most: int | None = None) -> None:
         """Of all ranks, one behind the other; rows from `most` on are padding."""
-        parts, first = [], 0
-        for index, rank in enumerate(self._ranks):
-            shape = rank.shape(stored) if stored in rank else self._ranks[0].shape(stored)
-            if by_columns:
-                parts.append(Part(index, stored, range(shape[0]), range(first, first + shape[1]), 0))
-                first += shape[1]
-                continue
-            rows = range(first, first + shape[0] if most is None else min(first + shape[0], most))
-            if rows:
-                parts.append(Part(index, stored, rows, range(shape[1]) if shape[1:] else None, 0))
-            first += shape[0]
-        shape = self._ranks[0].shape(stored)
+        self._check_alike(stored, on_all=True)
+        shape, size = self._ranks[0].shape(stored), len(self._ranks)
+        all_rows = shape[0] if by_columns else size * shape[0]
+        kept = all_rows if most is None else self._without_padding(stored, all_rows, most)
         if by_columns:
-            self._add(name, parts, (shape[0] if most is None else min(most, shape[0]), first))
-        else:
-            self._add(name, parts, (first if most is None else min(most, first), *shape[1:]))
+            wide = shape[1]
+            parts = [Part(at, stored, range(kept), range(at * wide, (at + 1) * wide), 0) for at in range(size)]
+            self._add(name, parts, (kept, size * wide))
+            return
+        columns = range(shape[1]) if shape[1:] else None
+        shares = [range(at * shape[0], min((at + 1) * shape[0], kept)) for at in range(size)]
+        self._add(
+            name, [Part(at, stored, rows, columns, 0) for at, rows in enumerate(shares) if rows], (kept, *shape[1:])
+        )
 
     def _add_queries_keys_values(self, prefix: str, stored: str, end: str) -> None:
         """Of a rank's queries, keys and values, one behind the other; where there are fewer heads of keys than ranks,
@@ -193,6 +217,7 @@ class RankFiles(Checkpoint):
             for name in names:
                 self._add_whole(name, stored)
             return
+        self._check_alike(stored, on_all=True)
         size = len(self._ranks)
         shape = self._ranks[0].shape(stored)
         whole = self._queries // size + 2 * self._kept_keys

@@ -9,7 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
-_BESIDE = (
+BESIDE = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("generation_config.json", "chat_template*", "*.tiktoken", "spiece.model", "LICENSE*", "NOTICE*"),
 )
@@ -35,7 +35,7 @@ def put_in_place(temporary: Path, path: Path) -> None:
 
 def copy_beside(source: Path, output: Path) -> None:
     """Copy what belongs to a model beside its weights."""
-    for pattern in _BESIDE:
+    for pattern in BESIDE:
         for file in source.glob(pattern):
             if file.is_file():
                 temporary = output / f"{file.name}{NEW}"

@@ -150,3 +150,17 @@ def test_what_there_is_no_word_for_is_refused(tmp_path: Path, name: str, message
 def test_ranks_that_cannot_share_the_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises((TrtrunError, ParallelError), match="4 attention heads cannot be divided over 3 ranks"):
         to_ranks(make_checkpoint(tmp_path / "source", **SIZES), tmp_path / "ranks", 3)
+
+
+def test_whole_numbers_stay_and_other_dtypes_are_refused(tmp_path: Path) -> None:
+    """Of tensors that the model does not call for, such as positions in older files."""
+    source = make_checkpoint(tmp_path / "source", **SIZES)
+    places = {"model.positions": torch.arange(5), "model.one": torch.tensor(2**40), "model.few": torch.arange(3).int()}
+    edit_tensors(source, places)
+    found = tensors_of(to_hugging_face(source, tmp_path / "found", "float16"))
+    assert found["model.norm.weight"].dtype == torch.float16
+    for name, value in places.items():
+        assert found[name].dtype == value.dtype and torch.equal(found[name], value)
+    edit_tensors(source, {"model.mask": torch.tensor([True, False])})
+    with pytest.raises(TrtrunError, match=r"tensor 'model.mask' has dtype BOOL, which is not converted; known: F32"):
+        to_hugging_face(source, tmp_path / "refused")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 from paged import PagedModel
+from safetensors.torch import load_file, save_file
 from tensorrt_llm_checkpoints import write_dense, write_ranks
 
 from trtrun.errors import CheckpointError
@@ -120,3 +121,39 @@ def test_files_that_are_missing_or_of_another_model(tmp_path: Path) -> None:
     (ranks / "rank1.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"lacks rank1.safetensors \(its config.json has tp_size 2\)"):
         PagedModel(ranks)
+
+
+@pytest.mark.parametrize(
+    "inner", ["attention.qkv.weight", "mlp.gate.weight", "mlp.proj.weight", "post_layernorm.weight"]
+)
+@pytest.mark.parametrize("change", ["dtype", "rows", "columns", "dimensions"])
+def test_a_rank_of_another_checkpoint_is_refused(tmp_path: Path, inner: str, change: str) -> None:
+    """Longer and shorter ones alike, of which some could be read."""
+    write_ranks(make_checkpoint(tmp_path / "source", **SIZES), tmp_path / "ranks", 2)
+    file, name = tmp_path / "ranks" / "rank1.safetensors", f"transformer.layers.1.{inner}"
+    tensors = load_file(file)
+    value = tensors[name]
+    last = value[..., : value.shape[-1] // 2]
+    tensors[name] = {
+        "dtype": value.bfloat16(),
+        "rows": torch.cat([value, value]),
+        "columns": last.contiguous(),
+        "dimensions": value.flatten() if value.dim() > 1 else value[None].contiguous(),
+    }[change]
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=f"rank1.safetensors: tensor '{name}' is .* and in rank0.safetensors F32"):
+        open_checkpoint(tmp_path / "ranks")
+
+
+@pytest.mark.parametrize("embedding", [None, 0, 1])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_vocabulary_that_is_too_small_is_refused(tmp_path: Path, embedding: int | None, is_tied: bool) -> None:
+    """Rows that are cut off are padding, of which there are fewer than 64 a rank."""
+    source = make_checkpoint(tmp_path / "source", tie_word_embeddings=is_tied, **SIZES)
+    ranks = tmp_path / "ranks"
+    write_ranks(source, ranks, 2, embedding=embedding)
+    edit(ranks, vocab_size=199 - 126)
+    assert open_checkpoint(ranks).shape("model.embed_tokens.weight") == (73, 64)
+    edit(ranks, vocab_size=199 - 128)
+    with pytest.raises(CheckpointError, match=r"has (199|200) rows on all ranks, and config.json has vocab_size 71"):
+        open_checkpoint(ranks)

@@ -1,0 +1,116 @@
+"""The directory that a checkpoint is converted to: what is there stays whole until all of the new one is.
+
+New files go into the folder `converting` first, with a marker by which a later conversion knows what a killed one has
+left. It knows names of files. It does not know what is in them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from trtrun.errors import ConfigError, shorten_path
+from trtrun.models.checkpoint import INDEX_FILE
+from trtrun.models.written_files import BESIDE
+
+FOLDER = "converting"
+MARKER = "trtrun-convert.unfinished"
+"""A file of that folder, the first to come and the last to go."""
+
+_CONFIG = "config.json"
+_WEIGHTS = ("rank*.safetensors", "model*.safetensors", INDEX_FILE)
+
+
+def check_output(output: Path, source: Path, is_forced: bool) -> None:
+    """Check that nothing is lost that nobody gave up. What a killed conversion left is written over.
+
+    Args:
+        output: the directory.
+        source: the model that is converted.
+        is_forced: whether a checkpoint that is there may be lost.
+
+    Raises:
+        ConfigError: something would be lost, or the directory cannot be made.
+    """
+    where = shorten_path(output)
+    try:
+        if output.exists() and not output.is_dir():
+            raise ConfigError(f"--output {where}: it is no directory")
+        if not output.resolve().parent.is_dir():
+            raise ConfigError(f"--output {where}: the directory {shorten_path(output.resolve().parent)} does not exist")
+        if output.resolve() == source.resolve():
+            raise ConfigError(f"--output {where}: that is the model itself; name another directory")
+        if output.resolve() in source.resolve().parents:
+            raise ConfigError(f"--output {where}: the model is inside; name another directory")
+        if output.is_dir():
+            _check_files(output, is_forced)
+    except OSError as error:
+        raise ConfigError(f"--output {where}: {error.strerror}") from None
+
+
+def _check_files(output: Path, is_forced: bool) -> None:
+    where, folder = shorten_path(output), output / FOLDER
+    files = sorted(file for file in output.iterdir() if file != folder or not _is_own(folder))
+    known = (_CONFIG, *_WEIGHTS, *BESIDE)
+    others = [file.name for file in files if file.is_dir() or not any(map(file.match, known))]
+    if others:
+        raise ConfigError(f"--output {where}: it has {others[0]}, and is not written over: name another directory")
+    if is_forced or not files:
+        return
+    if (output / _CONFIG).exists():
+        raise ConfigError(f"--output {where}: a checkpoint is there; --force writes over it")
+    if not (folder / MARKER).is_file():
+        raise ConfigError(f"--output {where}: it has {files[0].name}; --force writes over what is there")
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether a conversion made it; empty, it was killed at its first or last step."""
+    is_folder = folder.is_dir() and not folder.is_symlink()
+    return is_folder and ((folder / MARKER).is_file() or not any(folder.iterdir()))
+
+
+@contextmanager
+def staged(output: Path) -> Iterator[Path]:
+    """A folder to write a checkpoint to. It takes the place of the one in `output` when the block ends, config.json
+    last; where the block raises, nothing has changed.
+
+    Args:
+        output: a directory that `check_output` has passed.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder, is_new = output / FOLDER, not output.is_dir()
+    output.mkdir(exist_ok=True)
+    _remove(folder)
+    folder.mkdir()
+    try:
+        (folder / MARKER).touch()
+        yield folder
+    except BaseException:
+        with suppress(OSError):  # the first error is the one to tell
+            _remove(folder)
+            if is_new:
+                output.rmdir()
+        raise
+    _put_in_place(folder, output)
+
+
+def _put_in_place(folder: Path, output: Path) -> None:
+    """Without config.json nothing is a model, so it goes first and comes last."""
+    for pattern in (_CONFIG, *_WEIGHTS):
+        for file in output.glob(pattern):
+            file.unlink()
+    files = [file for file in folder.iterdir() if file.name != MARKER]
+    for file in sorted(files, key=lambda one: one.name == _CONFIG):
+        os.replace(file, output / file.name)
+    _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_dir():
+        for file in sorted(folder.iterdir(), key=lambda one: one.name == MARKER):
+            file.unlink()
+        folder.rmdir()
