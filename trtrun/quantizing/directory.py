@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FOLDER = "quantizing"
+RUN = "run.json"
+"""In it: settings, model and texts. A folder of that name without it is somebody else's."""
 REPORT = "quantization_report.jsonl"
 
 
@@ -41,7 +43,7 @@ class QuantizedDirectory:
         self._output, self._num_shards = path, num_shards
         self._state = path / FOLDER
         self.path = self._state / "model" if is_converted else path
-        self._identity = self._state / "run.json"
+        self._identity = self._state / RUN
         self._lines = self._state / REPORT
 
     def begin(self, identity: Mapping[str, Any], is_forced: bool) -> None:
@@ -156,7 +158,9 @@ def check_output(output: Path, source: Path, is_forced: bool) -> None:
             raise ConfigError(f"--output {where}: the directory {shorten_path(output.resolve().parent)} does not exist")
         if output.resolve() == source.resolve():
             raise ConfigError(f"--output {where}: that is the model itself; name another directory")
-        if not output.is_dir() or (output / FOLDER).is_dir() or not any(output.iterdir()):
+        if output.resolve() in source.resolve().parents:
+            raise ConfigError(f"--output {where}: the model lies in it; name another directory")
+        if not output.is_dir() or (output / FOLDER / RUN).is_file() or not any(output.iterdir()):
             return
         was_made_here = (output / REPORT).is_file()
         if is_forced and was_made_here:
