@@ -21,7 +21,7 @@ from launch.terminal import Bar, output_console
 from trtrun.errors import ConfigError
 from trtrun.models.config import read_model_config
 from trtrun.quantizing.checkpoint_quantizer import CheckpointQuantizer
-from trtrun.quantizing.directory import REPORT, is_finished
+from trtrun.quantizing.directory import REPORT, forget_run, is_finished
 from trtrun.quantizing.texts import read_texts
 from trtrun.tokens.text import read_tokenizer
 
@@ -45,6 +45,7 @@ def play_quantization(options: QuantizeOptions, drain: Drain) -> int:
         FailedError: the output cannot be written any more.
     """
     if options.resume and not options.force and is_finished(options.output):
+        forget_run(options.output)
         tell("nothing left to quantize")
         show_report(options.output)
         return ExitCode.DONE

@@ -59,26 +59,31 @@ class QuantizedDirectory:
         known = json.loads(json.dumps(identity))
         with reading(self._identity, ConfigError):
             found = json.loads(self._identity.read_text(encoding="utf-8")) if self._identity.is_file() else None
-        if found is not None and not is_forced:
+        if found and not is_forced:  # an empty one is that of a run that was killed as it cleared away
             different = next((name for name in known if found.get(name) != known[name]), None)
             if different is not None:
                 raise ConfigError(
-                    f"--output {shorten_path(self.path)}: it holds a run with another {different}: go on with that, or "
-                    "begin anew with --force"
+                    f"--output {shorten_path(self._output)}: it holds a run with another {different}: go on with that, "
+                    "or begin anew with --force"
                 )
-            return
-        if is_forced:
-            self._clear()
-        self._state.mkdir(parents=True)
+        else:
+            if is_forced or found is not None:
+                self._clear()
+            self._state.mkdir(parents=True, exist_ok=True)
+            write_whole(self._identity, json.dumps(known, sort_keys=True) + "\n")
         self.path.mkdir(exist_ok=True)
-        write_whole(self._identity, json.dumps(known, sort_keys=True) + "\n")
 
     def _clear(self) -> None:
-        """Take an earlier checkpoint away, config.json first: without it nothing is a model."""
-        for pattern in ("config.json", INDEX_FILE, "model*.safetensors", "rank*.safetensors", "*.new", REPORT):
+        """Take an earlier checkpoint away, config.json first: without it nothing is a model. An empty identity tells
+        that what is left may go, too."""
+        (self._output / "config.json").unlink(missing_ok=True)
+        self._lines.unlink(missing_ok=True)
+        self._state.mkdir(parents=True, exist_ok=True)
+        write_whole(self._identity, "{}\n")
+        for pattern in (INDEX_FILE, "model*.safetensors", "rank*.safetensors", "*.new", REPORT):
             for file in self._output.glob(pattern):
                 file.unlink()
-        shutil.rmtree(self._state, ignore_errors=True)
+        _empty(self._state)
 
     def shard(self, index: int) -> Path:
         """The file of a shard, counted from 0."""
@@ -145,7 +150,33 @@ class QuantizedDirectory:
         """
         lines = [*self.read_lines()[: self._num_shards], dict(summary)]
         write_whole(self._output / REPORT, "".join(json.dumps(line) + "\n" for line in lines))
-        shutil.rmtree(self._state)
+        forget_run(self._output)
+
+
+def forget_run(output: Path) -> None:
+    """Take away what a run has left beside a finished checkpoint, last of all what tells that it is a run's."""
+    state = output / FOLDER
+    if _is_begun(output):
+        _empty(state)
+        (state / RUN).unlink(missing_ok=True)
+        state.rmdir()
+
+
+def _empty(state: Path) -> None:
+    """Take all away but the identity."""
+    for one in state.iterdir():
+        if one.is_dir() and not one.is_symlink():
+            shutil.rmtree(one)
+        elif one.name != RUN:
+            one.unlink()
+
+
+def _is_begun(output: Path) -> bool:
+    """Whether the folder is a run's: it has an identity, or nothing yet."""
+    state = output / FOLDER
+    if not state.is_dir():
+        return False
+    return (state / RUN).is_file() or all(file.name == f"{RUN}{NEW}" for file in state.iterdir())
 
 
 def check_output(output: Path, source: Path, is_forced: bool) -> None:
@@ -160,18 +191,20 @@ def check_output(output: Path, source: Path, is_forced: bool) -> None:
             raise ConfigError(f"--output {where}: that is the model itself; name another directory")
         if output.resolve() in source.resolve().parents:
             raise ConfigError(f"--output {where}: the model lies in it; name another directory")
-        if not output.is_dir() or (output / FOLDER / RUN).is_file() or not any(output.iterdir()):
+        if not output.is_dir():
             return
+        others = [file for file in output.iterdir() if file.name != FOLDER]
         was_made_here = (output / REPORT).is_file()
-        if is_forced and was_made_here:
-            return
-        if was_made_here:
+        if was_made_here and not is_forced and (is_finished(output) or not (output / FOLDER / RUN).is_file()):
             raise ConfigError(f"--output {where}: a quantized checkpoint is there; --force makes it anew")
+        is_run = (output / FOLDER / RUN).is_file() or (not others and _is_begun(output))
+        if was_made_here or is_run or not any(output.iterdir()):
+            return
         raise ConfigError(f"--output {where}: it is not empty, and was not made by trtrun quantize: name another one")
     except OSError as error:
         raise ConfigError(f"--output {where}: {error.strerror}") from None
 
 
 def is_finished(output: Path) -> bool:
-    """Whether a quantized checkpoint is there, whole."""
-    return (output / REPORT).is_file() and (output / "config.json").is_file() and not (output / FOLDER).exists()
+    """Whether a quantized checkpoint is there, whole: the report is put in place last, and config.json goes first."""
+    return (output / REPORT).is_file() and (output / "config.json").is_file()
