@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trtrun.errors import CheckpointError, ConfigError, reading, shorten_path
+from trtrun.errors import CheckpointError, ConfigError, one_line, reading, shorten_path
 from trtrun.models.checkpoint import INDEX_FILE
 from trtrun.models.written_files import NEW, copy_beside, put_in_place, write_whole
 
@@ -25,6 +27,8 @@ FOLDER = "quantizing"
 RUN = "run.json"
 """In it: settings, model and texts. A folder of that name without it is somebody else's."""
 REPORT = "quantization_report.jsonl"
+_OS_ERROR = re.compile(r"os error (\d+)")
+"""In what safetensors says of a file that cannot be written."""
 
 
 class QuantizedDirectory:
@@ -94,11 +98,22 @@ class QuantizedDirectory:
         return self.shard(index).is_file() and len(self.read_lines()) > index
 
     def write_shard(self, index: int, tensors: Mapping[str, Tensor], line: Mapping[str, Any]) -> None:
-        """Put a shard in place, and a line of the report behind the others."""
+        """Put a shard in place, and a line of the report behind the others.
+
+        Raises:
+            OSError: the disk is full, or otherwise takes no more.
+        """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         temporary = self.shard(index).with_suffix(NEW)
-        save_file(dict(tensors), temporary, {"format": "pt"})
+        try:
+            save_file(dict(tensors), temporary, {"format": "pt"})
+        except SafetensorError as error:
+            found = _OS_ERROR.search(str(error))
+            if found is None:
+                raise
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(temporary)) from error
         os.chmod(temporary, 0o644)
         put_in_place(temporary, self.shard(index))
         lines = [*self.read_lines()[:index], dict(line)]
@@ -112,8 +127,17 @@ class QuantizedDirectory:
         """
         from safetensors.torch import load_file
 
-        with reading(self.shard(index), CheckpointError):
+        with self._reading_shard(index):
             return load_file(self.shard(index))
+
+    @contextmanager
+    def _reading_shard(self, index: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.shard(index)} is damaged ({one_line(error)}): delete it, and the same command makes it again"
+            ) from None
 
     def read_lines(self) -> list[dict[str, Any]]:
         """The report so far: a line for each shard."""
@@ -128,12 +152,15 @@ class QuantizedDirectory:
         Args:
             source: the model that was quantized.
             config: config.json.
+
+        Raises:
+            CheckpointError: a shard is damaged.
         """
         from safetensors import safe_open
 
         places: dict[str, str] = {}
         for index in range(self._num_shards):
-            with safe_open(self.shard(index), "np") as file:
+            with self._reading_shard(index), safe_open(self.shard(index), "np") as file:
                 places |= dict.fromkeys(file.keys(), self.shard(index).name)
         num_bytes = sum(self.shard(index).stat().st_size for index in range(self._num_shards))
         map_of_weights = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(places.items()))}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import make_checkpoint
 from quantizing_runs import quantize
 
-from trtrun.errors import ConfigError
+from trtrun.errors import CheckpointError, ConfigError
 from trtrun.quantizing.directory import QuantizedDirectory, check_output, forget_run, is_finished
 from trtrun.quantizing.texts import CalibrationTexts
 
@@ -73,6 +75,36 @@ def test_a_run_that_was_killed_as_it_cleared_away(tmp_path: Path, monkeypatch: p
     directory.begin({"format": "int8_sq"}, is_forced=False)
     assert [file.name for file in output.iterdir() if "model" in file.name] == []
     assert (output / "quantizing" / "run.json").read_text() == '{"format": "int8_sq"}\n'
+
+
+def test_a_disk_that_takes_no_more_is_an_error_of_the_system(tmp_path: Path) -> None:
+    """The command tells of it in one line; the library has an exception of its own. A limit for this process does for
+    a full disk."""
+    directory = QuantizedDirectory(tmp_path / "output", 3)
+    directory.begin({}, is_forced=False)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            directory.write_shard(0, {"weight": torch.ones(8192)}, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.strerror == "File too large"
+    assert not directory.has_shard(0)
+
+
+def test_a_damaged_shard_is_one_line(tmp_path: Path) -> None:
+    """And deleting it, as the line says, is all that it needs."""
+    directory = QuantizedDirectory(tmp_path / "output", 1)
+    directory.begin({}, is_forced=False)
+    directory.write_shard(0, {"weight": torch.ones(300)}, {})
+    with open(directory.shard(0), "r+b") as file:
+        file.truncate(200)
+    for read in (lambda: directory.read_shard(0), lambda: directory.finish(tmp_path, {})):
+        with pytest.raises(CheckpointError, match=r"model-00001-of-00001.safetensors is damaged \(.*\): delete it"):
+            read()
+    directory.shard(0).unlink()
+    assert not directory.has_shard(0)
 
 
 class _KilledError(Exception):
