@@ -20,8 +20,8 @@ from launch.quantize.options import QuantizeOptions
 from launch.terminal import Bar, output_console
 from trtrun.errors import ConfigError
 from trtrun.models.config import read_model_config
-from trtrun.quantizing.checkpoint_quantizer import CheckpointQuantizer
-from trtrun.quantizing.directory import REPORT, forget_run, is_finished
+from trtrun.quantizing.checkpoint_quantizer import CheckpointQuantizer, identify
+from trtrun.quantizing.directory import check_finished, forget_run, is_finished, read_report
 from trtrun.quantizing.texts import read_texts
 from trtrun.tokens.text import read_tokenizer
 
@@ -44,17 +44,19 @@ def play_quantization(options: QuantizeOptions, drain: Drain) -> int:
         TrtrunError: the model, the texts or the output are wrong.
         FailedError: the output cannot be written any more.
     """
-    if options.resume and not options.force and is_finished(options.output):
-        forget_run(options.output)
-        tell("nothing left to quantize")
-        show_report(options.output)
-        return ExitCode.DONE
-    slots = find_slots(options.devices)
+    is_done = options.resume and not options.force and is_finished(options.output)
+    slots = [] if is_done else find_slots(options.devices)
     config = read_model_config(options.model)
     settings = options.settings
     texts = read_texts(
         options.calibration, options.held_out, read_tokenizer(options.model), settings, config.vocab_size
     )
+    if is_done:
+        check_finished(options.output, identify(options.model, settings, texts))
+        forget_run(options.output)
+        tell("nothing left to quantize")
+        show_report(options.output)
+        return ExitCode.DONE
     quantizer = CheckpointQuantizer(options.model, options.output, settings, texts, slots)
     done = quantizer.begin(options.force)
     begun = f"goes on behind layer {done} of {len(config.layers)}" if done else f"begins {len(config.layers)} layers"
@@ -96,7 +98,7 @@ def find_slots(names: Sequence[str]) -> list[torch.device]:
 
 def show_report(output: Path) -> None:
     """Print the report of a finished checkpoint: a table, and its last line as it is."""
-    lines = [json.loads(line) for line in (output / REPORT).read_text(encoding="utf-8").splitlines()]
+    lines = read_report(output)
     layers = [line for line in lines if "layer" in line]
     columns = [(key, heading) for key, heading in COLUMNS if any(key in line for line in layers)]
     table = Table(title=None)

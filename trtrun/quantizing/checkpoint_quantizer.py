@@ -8,7 +8,6 @@ go on where another one was killed. It does not know the command line.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +28,7 @@ from trtrun.models.model_files import hash_model_files
 from trtrun.models.rank_files import open_checkpoint, read_hugging_face_config
 from trtrun.models.weights import Share, StoredTensor
 from trtrun.quantizing.activations import Devices, Flow, lies_on_host, make_batches
-from trtrun.quantizing.directory import QuantizedDirectory
+from trtrun.quantizing.directory import IDENTITY, QuantizedDirectory
 from trtrun.quantizing.known_layers import known_plans
 from trtrun.quantizing.layer_quantizer import LayerQuantizer, relative_error, round_figure
 from trtrun.quantizing.plain_layer import PlainLayer, rms_norm
@@ -58,6 +57,11 @@ class Flows:
     plain: Flow
     quantized: Flow
     rounded: Flow | None
+
+
+def identify(source: Path, settings: QuantizingSettings, texts: CalibrationTexts) -> dict[str, Any]:
+    """What tells a run from others: settings, model and texts."""
+    return {**asdict(settings), "model": hash_model_files(source), "texts": texts.digest}
 
 
 class CheckpointQuantizer:
@@ -98,6 +102,7 @@ class CheckpointQuantizer:
             for rank in range(settings.tp_size):  # refused before anything is computed
                 for weight in self._config.weights:
                     weight.cut(Share(rank, settings.tp_size))
+        self._identity = identify(source, settings, texts)
         self._directory = QuantizedDirectory(output, len(self._config.layers) + 1, self._is_converted)
 
     def begin(self, is_forced: bool) -> int:
@@ -109,8 +114,7 @@ class CheckpointQuantizer:
         Raises:
             ConfigError: one would be.
         """
-        identity = {**asdict(self._settings), "model": hash_model_files(self._source), "texts": self._texts.digest}
-        self._directory.begin(identity, is_forced)
+        self._directory.begin(self._identity, is_forced)
         return max(0, len(self._directory.read_lines()) - 1)
 
     @inference
@@ -227,8 +231,7 @@ class CheckpointQuantizer:
             "tokens": sum(map(len, self._texts.samples)),
             "held_out_texts": len(self._texts.held_out),
             "held_out_tokens": sum(map(len, self._texts.held_out)),
-            "texts_sha256": self._texts.digest,
-            "settings": json.loads(json.dumps(asdict(self._settings))),
+            IDENTITY: self._identity,
         }
         if len(flows.plain):
             summary["perplexity_before"] = self._perplexity(flows.plain, ends)

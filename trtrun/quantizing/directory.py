@@ -27,6 +27,8 @@ FOLDER = "quantizing"
 RUN = "run.json"
 """In it: settings, model and texts. A folder of that name without it is somebody else's."""
 REPORT = "quantization_report.jsonl"
+IDENTITY = "identity"
+"""Of the run, in the last line of its report."""
 _OS_ERROR = re.compile(r"os error (\d+)")
 """In what safetensors says of a file that cannot be written."""
 
@@ -64,7 +66,7 @@ class QuantizedDirectory:
         with reading(self._identity, ConfigError):
             found = json.loads(self._identity.read_text(encoding="utf-8")) if self._identity.is_file() else None
         if found and not is_forced:  # an empty one is that of a run that was killed as it cleared away
-            different = next((name for name in known if found.get(name) != known[name]), None)
+            different = _find_difference(known, found)
             if different is not None:
                 raise ConfigError(
                     f"--output {shorten_path(self._output)}: it holds a run with another {different}: go on with that, "
@@ -230,6 +232,35 @@ def check_output(output: Path, source: Path, is_forced: bool) -> None:
         raise ConfigError(f"--output {where}: it is not empty, and was not made by trtrun quantize: name another one")
     except OSError as error:
         raise ConfigError(f"--output {where}: {error.strerror}") from None
+
+
+def read_report(output: Path) -> list[dict[str, Any]]:
+    """The report of a finished checkpoint: a line for each shard, and the summary.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    file = output / REPORT
+    with reading(file, ConfigError):
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    if not lines or not isinstance(lines[-1], dict) or IDENTITY not in lines[-1]:
+        raise ConfigError(f"{shorten_path(file)} does not end in a summary: --force makes the checkpoint anew")
+    return lines
+
+
+def check_finished(output: Path, identity: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a finished checkpoint that a run of another identity made."""
+    different = _find_difference(json.loads(json.dumps(identity)), read_report(output)[-1][IDENTITY])
+    if different is not None:
+        raise ConfigError(
+            f"--output {shorten_path(output)}: a checkpoint with another {different} is there: name another directory, "
+            "or make it anew with --force"
+        )
+
+
+def _find_difference(known: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
+    """Name the first thing in which an earlier run's identity differs."""
+    return next((name for name in known if found.get(name) != known[name]), None)
 
 
 def is_finished(output: Path) -> bool:
