@@ -97,6 +97,9 @@ class CheckpointQuantizer:
         self._devices = Devices(tuple(slots), of_activations, lies_on_host(slots, numbers))
         longest = max((len(text) for text in (*texts.samples, *texts.held_out)), default=1)
         self._layers = LayerQuantizer(self._config, settings, self._devices, self._dtype, longest)
+        of_layers = [weight.parts for plan in known_plans(self._config) for weight in plan.weights()]
+        for part in (part for parts in (*self._ends(), *of_layers) for part in parts):
+            self._files.check(part.name, part.shape)  # by the headers alone, before anything is computed
         self._output, self._is_converted = output, settings.layout == "trtllm"
         if self._is_converted:
             for rank in range(settings.tp_size):  # refused before anything is computed
@@ -161,11 +164,10 @@ class CheckpointQuantizer:
         """Whole tensors of the source, in the first slot.
 
         Raises:
-            CheckpointError: one is missing, of another shape, or not finite.
+            CheckpointError: one is not finite.
         """
         found = {}
         for part in parts:
-            self._files.check(part.name, part.shape)
             place = torch.empty(part.shape, dtype=dtype, device=self._devices.slots[0])
             for row, piece in self._files.pieces(part.name, tuple(map(range, part.shape))):
                 place[row : row + len(piece)] = piece.to(place.device)
